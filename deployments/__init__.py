@@ -1,0 +1,1 @@
+"""The Ray Serve deployments; they delegate, and hold no algorithm."""

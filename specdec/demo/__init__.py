@@ -1,0 +1,1 @@
+"""The demo pair: two small Llama models with one tokenizer, trained on Python sources."""

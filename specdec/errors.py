@@ -1,0 +1,43 @@
+"""The errors specdec raises for its users; our own bugs are assertions."""
+
+
+class SpecdecError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class InvalidParameterError(SpecdecError, ValueError):
+    """A value a user gave is not allowed.
+
+    Attributes:
+        parameter: The name of the parameter, as the user writes it.
+        code: A stable machine-readable code, such as ``context_length_exceeded``, or None.
+    """
+
+    def __init__(self, parameter: str, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+        self.code = code
+
+
+class UnsupportedParameterError(InvalidParameterError):
+    """A parameter that is known, but that this service cannot honour; it is never ignored."""
+
+
+class ModelLoadError(SpecdecError):
+    """A model could not be loaded, or is of a kind that cannot be served exactly."""
+
+
+class IncompatiblePairError(SpecdecError):
+    """Target and draft do not fit together; the message names the first difference."""
+
+
+class MemoryPlanError(SpecdecError):
+    """The memory given cannot hold one sequence; the message carries the numbers."""
+
+
+class CancelledError(SpecdecError):
+    """The caller cancelled a generation."""
+
+
+class ServiceUnavailableError(SpecdecError):
+    """No worker can take the request now."""

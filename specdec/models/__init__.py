@@ -1,0 +1,1 @@
+"""Loading models, and the caches that can be rolled back."""

@@ -1,0 +1,1 @@
+"""The messages and the state machines of ingress, router, target and drafter."""

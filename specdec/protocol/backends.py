@@ -1,0 +1,119 @@
+"""The borders between the protocol's state machines and the models that do the work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from specdec.protocol.marks import TokenLog, Tokens
+from specdec.protocol.messages import TokenLogprobs
+from specdec.sampling.params import SequenceSpec
+
+
+class Status(Enum):
+    """What a backend did with a job in one step."""
+
+    DECIDED = "decided"
+    """It has a result."""
+    PREFILLING = "prefilling"
+    """It read a part of the sequence's tokens; give the same job again."""
+    WAITING = "waiting"
+    """There was no room; the sequence holds nothing, or what it held was taken. Give the same job again."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyJob:
+    """Bring a sequence's state to ``log``, verify ``draft`` after it, and decide what comes next.
+
+    Attributes:
+        key: The sequence; the backend keeps its state under this name until ``release``.
+        log: All committed tokens. Must not be changed by the backend.
+        draft: Proposed tokens, not longer than the worker wants committed at most, less one.
+    """
+
+    key: str
+    log: TokenLog
+    draft: Tokens
+    spec: SequenceSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What a target backend decided for one job.
+
+    Attributes:
+        run: The accepted draft tokens and the next token (corrected, bonus or plain); empty unless decided.
+        num_accepted: How many of them were drafted: ``len(run) - 1``, unless the rule leaves the bonus out.
+        num_drafted: How many draft tokens were verified (fewer than offered where memory is short).
+        logprobs: One entry per token of ``run``, if the request asked for them.
+    """
+
+    status: Status
+    run: Tokens = ()
+    num_accepted: int = 0
+    num_drafted: int = 0
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+class TargetBackend(Protocol):
+    """The tensor half of a target: caches, forward passes, sampling."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence, prompt and output together, in tokens."""
+        ...
+
+    def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
+        """One step over a ragged batch; ``jobs`` come in order of arrival, and the last yield first when room is short.
+
+        Returns one entry per job, in their order. A key held by the backend that has no job in this call may lose its
+        state where room is short; it is rebuilt from the log when its next job comes.
+        """
+        ...
+
+    def release(self, key: str) -> None:
+        """Free everything held for a sequence; unknown keys are ignored."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DraftJob:
+    """Propose the token after ``tokens``.
+
+    Attributes:
+        key: The sequence (later: and branch); the backend keeps its state under this name until ``release``.
+        tokens: Committed tokens and the chain drafted so far. Must not be changed by the backend.
+        agreed: Length up to which ``tokens`` is known to equal the tokens of this key's last job.
+    """
+
+    key: str
+    tokens: list[int]
+    spec: SequenceSpec
+    agreed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What a draft backend did for one job; ``token`` is None unless decided."""
+
+    status: Status
+    token: int | None = None
+
+
+class DraftBackend(Protocol):
+    """The tensor half of a drafter."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence, in tokens, that the draft model can read."""
+        ...
+
+    def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
+        """One step over a ragged batch, in order of arrival: one more token for each job, or a part of its prefill."""
+        ...
+
+    def release(self, key: str) -> None:
+        """Free everything held for a sequence; unknown keys are ignored."""
+        ...

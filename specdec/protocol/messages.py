@@ -1,0 +1,253 @@
+"""The messages between ingress, router, target and drafter.
+
+Safety rests on no message's order, delivery or timing: any of them may be lost, doubled, late or out of order. All are
+small, immutable, and travel in batches, one batch per engine step and link.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from specdec.protocol.marks import Mark, Tokens
+from specdec.sampling.params import SequenceSpec
+
+How = str
+"""How each token came, a letter a token: ``a`` accepted, ``c`` corrected, ``b`` bonus, ``p`` plain."""
+
+Finish = Literal["stop", "length"]
+Mode = Literal["overlap", "in_turn"]
+
+
+class Inc(NamedTuple):
+    """An incarnation of a sequence on a worker; compared as a pair.
+
+    Attributes:
+        attempt: Raised by the ingress when it submits the sequence again.
+        n: Raised by the router when it opens the sequence anew on that worker's link.
+    """
+
+    attempt: int
+    n: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities at one position, from the target's own row.
+
+    Attributes:
+        logprob: Of the token that stands there.
+        rank: Of that token, 1 being the most likely.
+        top: Pairs (token id, log probability), most likely first.
+    """
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The controller's choice for a sequence.
+
+    Attributes:
+        num_draft_tokens: Most draft tokens per round; 0 is plain decoding.
+        num_branches: Most outcomes per offer beside the accepted path (its fan-out).
+        mode: ``overlap``: draft ahead while the target verifies; ``in_turn``: draft for the newest mark only.
+        draft_wait_s: How long the target may hold a row back for an offer; 0 goes on plainly at once.
+    """
+
+    num_draft_tokens: int = 0
+    num_branches: int = 0
+    mode: Mode = "overlap"
+    draft_wait_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Ingress to router: a request, with the output the client already has."""
+
+    seq: str
+    attempt: int
+    ingress: str
+    tokens: Tokens
+    spec: SequenceSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """Ingress to router: still wanted, and acknowledged up to length ``have``."""
+
+    seq: str
+    attempt: int
+    ingress: str
+    have: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Ingress to router: no longer wanted."""
+
+    seq: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """Router to ingress: the tokens from ``base`` on, cumulative since the last Want."""
+
+    seq: str
+    attempt: int
+    base: int
+    tokens: Tokens
+    how: How
+    mark: Mark
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Router to ingress: the sequence is finished at ``mark``; the ingress ends only when it has it."""
+
+    seq: str
+    attempt: int
+    mark: Mark
+    finish: Finish
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """Router to ingress: unknown here; submit it again."""
+
+    seq: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Router to worker: hold this sequence, whose log is ``tokens``. Idempotent."""
+
+    seq: str
+    inc: Inc
+    router: str
+    tokens: Tokens
+    spec: SequenceSpec
+    plan: Plan
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Target to router: all tokens after the last acknowledged length, repeated until acknowledged.
+
+    Attributes:
+        base: Length of the log before ``tokens``.
+        mark: Mark of the target's log after ``tokens``.
+        finish: Why the sequence ended, if it did.
+        logprobs: One entry per token, if the request asked for them.
+    """
+
+    seq: str
+    inc: Inc
+    base: int
+    tokens: Tokens
+    how: How
+    mark: Mark
+    finish: Finish | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """Router to target: the log is recorded up to ``length``; gives credit."""
+
+    seq: str
+    inc: Inc
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Router to drafter: tokens committed since the last one it is known to have."""
+
+    seq: str
+    inc: Inc
+    base: int
+    tokens: Tokens
+    mark: Mark
+
+
+class Outcome(NamedTuple):
+    """The result of one verification: the key of a branch."""
+
+    num_accepted: int
+    next_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Drafter to target, through the router: what may follow ``mark``.
+
+    Attributes:
+        chain: Draft tokens from ``mark`` on.
+        branches: For outcomes of the verification of ``chain``, what would follow: the log after outcome (n, token)
+            would be mark + chain[:n] + (token,), and the branch's chain would go on from there.
+    """
+
+    seq: str
+    inc: Inc
+    mark: Mark
+    chain: Tokens
+    branches: tuple[tuple[Outcome, Tokens], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PlanUpdate:
+    """Router to worker: the controller has chosen anew."""
+
+    seq: str
+    inc: Inc
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Router to worker: forget this sequence."""
+
+    seq: str
+    inc: Inc
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """Router to worker: these are still wanted; renews their leases."""
+
+    router: str
+    entries: tuple[tuple[str, Inc], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Resync:
+    """Worker to router: I cannot go on with this one; open it anew."""
+
+    worker: str
+    seq: str
+    inc: Inc
+    have: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """Worker to router: a heartbeat with the worker's cumulative counters."""
+
+    worker: str
+    report: dict[str, float] = field(default_factory=dict)
+
+
+ToRouterFromIngress = Submit | Want | Cancel
+ToIngress = NewTokens | End | Gone
+ToTarget = Open | Ack | Offer | PlanUpdate | Close | Live
+ToDrafter = Open | Commit | PlanUpdate | Close | Live
+ToRouterFromWorker = Verdict | Offer | Resync | Alive
+Message = ToRouterFromIngress | ToIngress | ToTarget | ToDrafter | ToRouterFromWorker

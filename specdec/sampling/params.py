@@ -1,0 +1,78 @@
+"""What a request may say about how its tokens are chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Acceptance = Literal["coupled", "rejection"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one sequence's tokens are chosen; applied to every row, drafted or not, or refused.
+
+    Both models apply all of it, in the order of the fields from the penalties to ``min_p``. Values are assumed valid:
+    :func:`specdec.sampling.validation.validated` checks what comes from a user.
+
+    Attributes:
+        repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or output; 1 is off.
+        presence_penalty: Subtracted once from the logits of tokens in the output; 0 is off.
+        frequency_penalty: Subtracted per occurrence from the logits of tokens in the output; 0 is off.
+        logit_bias: Pairs (token id, bias) added to the logits.
+        min_tokens: Number of output tokens before which no end-of-sequence or stop token may be chosen.
+        temperature: Divides the logits; 0 takes the most likely token, without noise.
+        top_k: Keep this many most likely tokens; 0 keeps all.
+        top_p: Keep the smallest set of most likely tokens whose probabilities reach this sum; 1 keeps all.
+        min_p: Keep tokens at least this likely relative to the most likely one; 0 keeps all.
+        stop_token_ids: Token ids that end the sequence (they are committed, and finish it).
+        ignore_eos: Go on past the model's end-of-sequence tokens.
+        logprobs: Number of most likely tokens to report per output token, beside the chosen one; None reports nothing.
+        prompt_logprobs: The same for the prompt's tokens.
+        acceptance: Rule by which draft tokens are kept; both give the target's own distribution.
+    """
+
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    acceptance: Acceptance = "coupled"
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSpec:
+    """Everything about a sequence that never changes while it is generated.
+
+    Attributes:
+        sampling: How tokens are chosen.
+        seed: 64-bit seed of the sequence's noise, in [0, 2**64). Sample j of prompt i has a seed of its own.
+        output_start: Length of the prompt in tokens: log[output_start:] is the output.
+        max_tokens: Most output tokens, at least 1.
+        eos_token_ids: The model's end-of-sequence ids.
+        arrival_s: Wall-clock time of the request, for fair queueing.
+        num_speculative_tokens: The request's bound on draft tokens per round; 0 switches speculation off, None leaves
+            it to the service.
+    """
+
+    sampling: SamplingParams
+    seed: int
+    output_start: int
+    max_tokens: int
+    eos_token_ids: tuple[int, ...] = ()
+    arrival_s: float = 0.0
+    num_speculative_tokens: int | None = None
+
+    @property
+    def ending_token_ids(self) -> frozenset[int]:
+        """Ids that finish the sequence when committed."""
+        eos = () if self.sampling.ignore_eos else self.eos_token_ids
+        return frozenset(eos) | frozenset(self.sampling.stop_token_ids)

@@ -1,0 +1,1 @@
+"""The world of text: tokenizing, incremental detokenizing, stop strings, chat templates."""
