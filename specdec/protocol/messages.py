@@ -12,9 +12,6 @@ from typing import Literal, NamedTuple
 from specdec.protocol.marks import Mark, Tokens
 from specdec.sampling.params import SequenceSpec
 
-How = str
-"""How each token came, a letter a token: ``a`` accepted, ``c`` corrected, ``b`` bonus, ``p`` plain."""
-
 Finish = Literal["stop", "length"]
 Mode = Literal["overlap", "in_turn"]
 
@@ -44,6 +41,42 @@ class TokenLogprobs:
     logprob: float
     rank: int
     top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """How tokens came: one entry of each field per token.
+
+    Attributes:
+        how: A letter a token: ``a`` accepted, ``c`` corrected, ``b`` bonus, ``p`` plain.
+        num_drafted: At the last token of a round, the draft tokens verified in it; 0 at all others. So sums over any
+            part of a log count rounds and draft tokens exactly, however often a message was repeated.
+        logprobs: Log probabilities, where the request asked for them.
+    """
+
+    how: str = ""
+    num_drafted: Tokens = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+    def last(self, count: int) -> Notes:
+        """The notes of the last ``count`` tokens."""
+        if count == len(self.how):
+            return self
+        start = len(self.how) - count
+        logprobs = None if self.logprobs is None else self.logprobs[start:]
+        return Notes(self.how[start:], self.num_drafted[start:], logprobs)
+
+    def first(self, count: int) -> Notes:
+        """The notes of the first ``count`` tokens."""
+        logprobs = None if self.logprobs is None else self.logprobs[:count]
+        return Notes(self.how[:count], self.num_drafted[:count], logprobs)
+
+    def __add__(self, other: Notes) -> Notes:
+        """Notes of two runs of tokens, one after the other."""
+        logprobs = (
+            None if self.logprobs is None and other.logprobs is None else (self.logprobs or ()) + (other.logprobs or ())
+        )
+        return Notes(self.how + other.how, self.num_drafted + other.num_drafted, logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +133,8 @@ class NewTokens:
     attempt: int
     base: int
     tokens: Tokens
-    how: How
+    notes: Notes
     mark: Mark
-    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,17 +176,15 @@ class Verdict:
         base: Length of the log before ``tokens``.
         mark: Mark of the target's log after ``tokens``.
         finish: Why the sequence ended, if it did.
-        logprobs: One entry per token, if the request asked for them.
     """
 
     seq: str
     inc: Inc
     base: int
     tokens: Tokens
-    how: How
+    notes: Notes
     mark: Mark
     finish: Finish | None = None
-    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

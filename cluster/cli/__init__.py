@@ -1,0 +1,5 @@
+"""The ``specdec`` command."""
+
+from cluster.cli.main import main
+
+__all__ = ["main"]

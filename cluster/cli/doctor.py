@@ -1,0 +1,110 @@
+"""``specdec doctor``: what there is, whether the pair fits together, and what memory it takes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from cluster.cli.flags import add_config_flags, config_overrides
+from cluster.config_files import load_config
+
+if TYPE_CHECKING:
+    from cluster.doctor import Findings, ModelFindings
+    from cluster.machine import Machine
+    from cluster.placement import Placement
+
+USAGE = "[--target MODEL --draft MODEL] [--config FILE.yaml] [--json] [KEY ...]"
+EXIT_CANNOT_BE_SERVED = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``specdec doctor``."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--config", metavar="FILE.yaml", help="configuration file; flags win over it")
+    add_config_flags(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Look at everything and print it.
+
+    Returns:
+        0 where the pair can be served, 2 where it cannot.
+    """
+    config = load_config(arguments.config, config_overrides(arguments))
+    from cluster.doctor import examine
+
+    findings = examine(config, progress=lambda line: print(line, file=sys.stderr, flush=True))
+    if arguments.json:
+        print(json.dumps(findings.as_json()))
+    else:
+        print("\n".join(report(findings)))
+    return EXIT_CANNOT_BE_SERVED if findings.problems else 0
+
+
+def report(findings: Findings) -> Iterator[str]:
+    """The findings as lines of text."""
+    yield from machine_lines(findings.machine)
+    yield from placement_lines(findings.placement, has_draft=findings.draft is not None)
+    for role, model in (("target", findings.target), ("draft", findings.draft)):
+        if model is not None:
+            yield from model_lines(role, model)
+    if findings.pair is not None:
+        yield _line("pair", f"fits together: {findings.pair['vocab_size']} tokens in common")
+        yield from (_line("", note) for note in findings.pair["notes"])
+    yield from (_line("problem", problem) for problem in findings.problems)
+    yield _line("verdict", "cannot be served" if findings.problems else "can be served")
+
+
+def machine_lines(machine: Machine) -> Iterator[str]:
+    """Versions and devices."""
+    yield _line("versions", ", ".join(f"{name} {version}" for name, version in machine.versions.items()))
+    yield _line("cores", str(machine.num_cpus))
+    yield _line("memory", f"{gib(machine.free_bytes)} free of {gib(machine.total_bytes)}")
+    if not machine.gpus:
+        yield _line("GPUs", "none")
+    for index, gpu in enumerate(machine.gpus):
+        yield _line(f"GPU {index}", f"{gpu.name}, {gib(gpu.free_bytes)} free of {gib(gpu.total_bytes)}")
+
+
+def placement_lines(placement: Placement, *, has_draft: bool) -> Iterator[str]:
+    """What each replica of the models would get."""
+    for role, share in (("target", placement.target), ("draft", placement.draft)):
+        if role == "target" or has_draft:
+            options = ", ".join(f"{name} {value}" for name, value in share.ray_actor_options.items())
+            yield _line("placement", f"{role}: {options}, torch threads {share.num_torch_threads}")
+    yield from (_line("", remark) for remark in placement.remarks)
+
+
+def model_lines(role: str, model: ModelFindings) -> Iterator[str]:
+    """One model: what it is, its memory, its admission check."""
+    memory, admission = model.memory, model.admission
+    yield _line(role, f"{model.name}: {model.num_parameters / 1e6:,.1f} M parameters, {model.dtype} on {model.device}")
+    yield _line("", f"weights {mib(memory['weights_bytes'])}, cache {mib(memory['cache_bytes'])}")
+    yield _line(
+        "",
+        f"cache: {memory['num_blocks']:,} blocks of {memory['block_size']} tokens, "
+        f"{memory['bytes_per_token']:,} bytes a token; a sequence of {model.max_model_len:,} tokens takes {mib(memory['sequence_bytes'])}, "
+        f"{model.num_full_sequences:,} of them fit",
+    )
+    yield _line(
+        "",
+        f"admission check passed in {admission['duration_s']:.2f} s: relative error {admission['relative_error']:.1e} "
+        f"(allowed {admission['tolerance']:g}) over {admission['num_tokens']} tokens",
+    )
+
+
+def gib(num_bytes: int) -> str:
+    """Bytes in GiB."""
+    return f"{num_bytes / (1 << 30):.1f} GiB"
+
+
+def mib(num_bytes: int) -> str:
+    """Bytes in MiB."""
+    return f"{num_bytes / (1 << 20):,.1f} MiB"
+
+
+def _line(label: str, text: str) -> str:
+    return f"{label:<10} {text}"

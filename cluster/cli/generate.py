@@ -1,0 +1,123 @@
+"""``specdec generate``: both models in this process, the text to the terminal as it comes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import secrets
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from cluster.cli.flags import add_config_flags, config_overrides
+from cluster.config import ServiceConfig
+from cluster.config_files import load_config
+from specdec.errors import InvalidParameterError
+from specdec.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from specdec.engine.engine import SpeculativeEngine
+    from specdec.engine.stats import SpecStats
+
+CONFIG_KEYS = (
+    "demo",
+    *(f"{role}.{name}" for role in ("target", "draft") for name in ("model", "revision", "token", "dtype", "device")),
+    "target.device_map",
+    "draft.device_map",
+    "target.kv_memory",
+    "max_model_len",
+    "block_size",
+    "max_batch_tokens",
+    "max_num_sequences",
+    "num_speculative_tokens",
+    "log_level",
+)
+
+USAGE = "PROMPT [--target MODEL --draft MODEL] [--temperature T] [--seed N] [--max-tokens N] [KEY ...]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``specdec generate``."""
+    parser.add_argument("prompt", metavar="PROMPT", help="text to continue; - reads it from standard input")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most likely token (default 0)")
+    parser.add_argument("--seed", type=int, default=None, help="seed of the noise; a new one each time by default")
+    parser.add_argument("--max-tokens", type=int, default=128, help="most tokens to generate (default 128)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of the text")
+    parser.add_argument("--config", metavar="FILE.yaml", help="configuration file; flags win over it")
+    add_config_flags(parser, only=CONFIG_KEYS)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Generate once; returns the exit code."""
+    config = load_config(arguments.config, config_overrides(arguments))
+    options = request_options(arguments)
+    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    engine = build_engine(config)
+    if arguments.json:
+        print_json(engine, prompt, options)
+    else:
+        print_stream(engine, prompt, options)
+    return 0
+
+
+def request_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the flags say about the one request.
+
+    Raises:
+        InvalidParameterError: A flag is out of its range.
+    """
+    if not 0 <= arguments.temperature < float("inf"):
+        raise InvalidParameterError("temperature", "--temperature must be a number, at least 0")
+    if arguments.max_tokens < 1:
+        raise InvalidParameterError("max_tokens", "--max-tokens must be at least 1")
+    seed = secrets.randbits(64) if arguments.seed is None else arguments.seed
+    if not 0 <= seed < 1 << 64:
+        raise InvalidParameterError("seed", "--seed must be at least 0 and less than 2**64")
+    sampling = SamplingParams(temperature=arguments.temperature)
+    return {"sampling": sampling, "seed": seed, "max_tokens": arguments.max_tokens}
+
+
+def build_engine(config: ServiceConfig) -> SpeculativeEngine:
+    """Load both models into this process; progress goes to stderr."""
+    from cluster.sources import backend_options, draft_source, target_source
+    from specdec.engine.engine import SpeculativeEngine
+
+    return SpeculativeEngine.from_pretrained(
+        target_source(config),
+        draft_source(config),
+        num_speculative_tokens=config.num_speculative_tokens,
+        options=backend_options(config, config.target),
+        progress=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+
+
+def print_json(engine: SpeculativeEngine, prompt: str, options: dict[str, Any]) -> None:
+    """Print the whole result as one object."""
+    result = engine.generate(prompt, **options)
+    body = {
+        "text": result.text,
+        "token_ids": list(result.token_ids),
+        "finish_reason": result.finish_reason,
+        "stats": stats_as_json(result.stats),
+    }
+    print(json.dumps(body), flush=True)
+
+
+def print_stream(engine: SpeculativeEngine, prompt: str, options: dict[str, Any]) -> None:
+    """Print the continuation as it comes, and a line of figures on stderr."""
+    started_s = time.monotonic()
+    for event in engine.stream(prompt, **options):
+        print(event.text, end="", flush=True)
+    print(flush=True)
+    stats, duration_s = engine.stats, time.monotonic() - started_s
+    figures = f"{stats.num_tokens} tokens, {stats.num_tokens / duration_s:.1f} per second"
+    if stats.num_drafts:
+        figures += f", {stats.acceptance_rate:.0%} of {stats.num_draft_tokens} draft tokens accepted"
+    print(f"[{figures}]", file=sys.stderr)
+
+
+def stats_as_json(stats: SpecStats) -> dict[str, Any]:
+    """The counts of a request, with the two ratios that are read most."""
+    ratios = {"acceptance_rate": stats.acceptance_rate, "mean_acceptance_length": stats.mean_acceptance_length}
+    return dataclasses.asdict(stats) | ratios

@@ -1,0 +1,197 @@
+"""The service's configuration: one tree of typed keys, the same in YAML, as flags, and in Serve's own ``args:``."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_validator
+
+from cluster.strict import StrictModel, refused_key
+from specdec.protocol.leases import Times
+from specdec.protocol.messages import Mode
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+MIN_KV_BYTES = 1 << 20
+DEMO_MODEL_NAME = "specdec-demo"
+
+_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_AMOUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_AMOUNT_HELP = (
+    "'auto', a fraction of the free memory in (0, 1], or at least 1 MiB in bytes or with a unit such as 512MiB"
+)
+
+
+def memory_amount(value: Any) -> Literal["auto"] | float | int:
+    """Read an amount of memory: ``auto``, a fraction in (0, 1] (a float), or a number of bytes (an int).
+
+    Raises:
+        ValueError: For anything else.
+    """
+    if value == "auto":
+        return "auto"
+    match = _AMOUNT.fullmatch(str(value))
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError(f"must be {_AMOUNT_HELP}")
+    number = float(match[1])
+    if not match[2] and 0 < number <= 1:
+        return number
+    num_bytes = int(number * _UNITS[match[2].lower()])
+    if num_bytes < MIN_KV_BYTES:
+        raise ValueError(f"must be {_AMOUNT_HELP}")
+    return num_bytes
+
+
+MemoryAmount = Annotated[Literal["auto"] | float | int, BeforeValidator(memory_amount)]
+
+
+class ModelConfig(StrictModel):
+    """One of the two models, and where it runs. A plain string stands for ``{model: ...}``."""
+
+    model: str | None = Field(
+        None, min_length=1, description="hub id or local folder; the demo pair's where none is given"
+    )
+    revision: str | None = Field(None, description="branch, tag or commit on the hub")
+    token: SecretStr | None = Field(None, description="access token for the hub")
+    dtype: Dtype = Field("auto", description="float32 on a CPU and for the demo pair, else what the checkpoint says")
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
+    device_map: str | dict[str, int | str] | None = Field(
+        None, description="accelerate's device map, for several devices"
+    )
+    kv_memory: MemoryAmount = Field("auto", description=f"memory for cached keys and values: {_AMOUNT_HELP}")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_string(cls, data: Any) -> Any:
+        return {"model": data} if isinstance(data, str) else data
+
+    @model_validator(mode="after")
+    def _nothing_ignored(self) -> ModelConfig:
+        if self.model is None and (self.revision or self.token):
+            raise ValueError("revision and token need a model")
+        if self.device_map is not None and self.device != "auto":
+            raise ValueError("device and device_map exclude each other")
+        return self
+
+
+class Limits(StrictModel):
+    """What the service takes in before it says 400, 413 or 429."""
+
+    max_body_bytes: int = Field(4 << 20, ge=1 << 10, le=1 << 30, description="largest request body; beyond it 413")
+    max_concurrent_requests: int = Field(256, ge=1, le=65536, description="requests that one ingress answers at once")
+    max_queued_requests: int = Field(256, ge=0, le=65536, description="requests that may wait beyond those; then 429")
+    max_sequences: int = Field(128, ge=1, le=4096, description="sequences of one request: prompts times n")
+    max_stop_strings: int = Field(16, ge=0, le=1024, description="stop strings of one request")
+    max_stop_characters: int = Field(1024, ge=1, le=1 << 16, description="length of one stop string")
+    retry_after_s: int = Field(1, ge=1, le=3600, description="what Retry-After says with a 429")
+
+
+class ProtocolTimes(StrictModel):
+    """The protocol's clock; see :class:`specdec.protocol.leases.Times`."""
+
+    lease_s: float = Field(5.0, gt=0, le=3600, description="what nobody renews for so long is freed")
+    renew_s: float = Field(1.0, gt=0, le=1200, description="period of the renewals; at most a third of a lease")
+    repeat_s: float = Field(0.5, gt=0, le=60, description="what is not acknowledged for so long is sent again")
+    settle_s: float = Field(0.5, gt=0, le=60, description="renewals leave out what was opened less than this long ago")
+    silence_s: float = Field(30.0, gt=0, le=3600, description="a peer silent for so long counts as dead")
+    credit_tokens: int = Field(256, ge=1, le=65536, description="tokens a target commits past the last acknowledgement")
+
+    @model_validator(mode="after")
+    def _renewed_in_time(self) -> ProtocolTimes:
+        if 3 * self.renew_s > self.lease_s:
+            raise ValueError(f"renew_s must be at most a third of lease_s ({self.lease_s / 3:g})")
+        return self
+
+    def times(self) -> Times:
+        """The same, as the state machines take it."""
+        return Times(**self.model_dump())
+
+
+class Replicas(StrictModel):
+    """How many copies of each deployment run."""
+
+    target: int = Field(1, ge=1, le=1024, description="replicas of the target")
+    draft: int = Field(1, ge=1, le=1024, description="replicas of the draft, where there is one")
+    router: int = Field(1, ge=1, le=1024, description="replicas of the router")
+    ingress: int = Field(1, ge=1, le=1024, description="replicas of the HTTP ingress")
+
+
+class ActorOptions(StrictModel):
+    """What one replica of a model asks of Ray, in place of what placement would choose."""
+
+    num_gpus: float | None = Field(None, ge=0, le=64, description="GPUs of one replica; a fraction shares one")
+    num_cpus: float | None = Field(None, ge=0, le=1024, description="CPU cores of one replica, and its torch threads")
+    resources: dict[str, float] = Field(default_factory=dict, description="Ray's custom resources of one replica")
+    label_selector: dict[str, str] = Field(default_factory=dict, description="labels its node must have")
+    accelerator_type: str | None = Field(None, description="kind of GPU its node must have")
+
+
+class Actors(StrictModel):
+    """Explicit placement, by model."""
+
+    target: ActorOptions = Field(default_factory=ActorOptions, description="a replica of the target")
+    draft: ActorOptions = Field(default_factory=ActorOptions, description="a replica of the draft")
+
+
+class AppArgs(StrictModel):
+    """Arguments of the application's builder: what to serve and how; where to listen is the launcher's matter."""
+
+    demo: Literal["plain"] = Field("plain", description="demo pair served where no target is given")
+    target: ModelConfig = Field(default_factory=ModelConfig, description="the model that answers")
+    draft: ModelConfig = Field(default_factory=ModelConfig, description="the model that proposes; none: no speculation")
+    served_model_name: str | None = Field(None, min_length=1, description="the model's name in the API")
+    max_model_len: int | None = Field(None, ge=2, le=1 << 24, description="prompt and output together, in tokens")
+    block_size: int = Field(16, ge=1, le=1024, description="tokens in a block of the paged cache")
+    max_batch_tokens: int | None = Field(
+        None, ge=1, le=1 << 20, description="tokens in one forward pass; chosen by device where none is given"
+    )
+    max_num_sequences: int = Field(256, ge=1, le=1 << 16, description="whole sequences the cache need not exceed")
+    num_speculative_tokens: int = Field(4, ge=0, le=64, description="draft tokens per round; 0 is plain decoding")
+    mode: Mode = Field("overlap", description="draft while the target verifies, or in turn")
+    limits: Limits = Field(default_factory=Limits, description="what is taken in at once")
+    protocol: ProtocolTimes = Field(default_factory=ProtocolTimes, description="leases and repeats")
+    replicas: Replicas = Field(default_factory=Replicas, description="copies of each deployment")
+    actors: Actors = Field(
+        default_factory=Actors, description="explicit placement; chosen from what there is otherwise"
+    )
+    log_level: LogLevel = Field("info", description="least severe message that is logged")
+
+    @field_validator("target", "draft", mode="before")
+    @classmethod
+    def _from_nothing(cls, data: Any) -> Any:
+        return {} if data is None else data
+
+    @model_validator(mode="after")
+    def _whole_pair(self) -> AppArgs:
+        if self.draft.model is not None and self.target.model is None:
+            raise refused_key("draft.model", "draft.model: a draft model needs a target: give target too")
+        return self
+
+    @property
+    def is_demo(self) -> bool:
+        """Whether the demo pair is served."""
+        return self.target.model is None
+
+    @property
+    def model_name(self) -> str:
+        """The name that requests give as ``model``."""
+        return self.served_model_name or self.target.model or DEMO_MODEL_NAME
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether there is a draft model at all."""
+        return self.is_demo or self.draft.model is not None
+
+
+class ServiceConfig(AppArgs):
+    """Everything ``specdec serve`` takes: the application's arguments, and where it listens."""
+
+    host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes any free one")
+
+    def app_args(self) -> AppArgs:
+        """The part that the application's builder takes."""
+        own = set(ServiceConfig.model_fields) - set(AppArgs.model_fields)
+        return AppArgs.model_validate(self.model_dump(exclude_unset=True, exclude=own))

@@ -1,0 +1,130 @@
+"""Whether a pair can be served here: loaded, checked and planned as the service would do it, told as data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from cluster.config import AppArgs, ModelConfig
+from cluster.machine import Machine, this_machine
+from cluster.placement import Devices, Placement, plan_placement
+from specdec.errors import SpecdecError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from specdec.engine.build import Built
+    from specdec.models.loading import LoadedModel, ModelSource, Progress
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFindings:
+    """What is known of a model that loads, fits into memory and passes its admission check.
+
+    Attributes:
+        name: Hub id or folder.
+        num_parameters: Each shared one once.
+        dtype: Of its parameters.
+        device: Where it was loaded.
+        max_model_len: Longest sequence it is served with, in tokens.
+        memory: The plan: see :class:`specdec.models.memory.MemoryPlan`.
+        num_full_sequences: Sequences of ``max_model_len`` that the cache holds at once.
+        admission: The check of its cached forward: see :class:`specdec.models.admission.AdmissionReport`.
+    """
+
+    name: str
+    num_parameters: int
+    dtype: str
+    device: str
+    max_model_len: int
+    memory: dict[str, Any]
+    num_full_sequences: int
+    admission: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Findings:
+    """All that was found.
+
+    Attributes:
+        placement: What each replica would get.
+        target: None where there is a problem with it.
+        draft: The same; also None where there is no draft.
+        pair: What holds for both together: see :class:`specdec.models.compat.PairReport`.
+        problems: Why the pair cannot be served, a line each; empty where it can.
+    """
+
+    machine: Machine
+    placement: Placement
+    target: ModelFindings | None = None
+    draft: ModelFindings | None = None
+    pair: dict[str, Any] | None = None
+    problems: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def examine(args: AppArgs, progress: Progress | None = None) -> Findings:
+    """Load both models and look at everything; what is wrong is among the findings and not raised."""
+    from cluster.sources import draft_source, target_source
+
+    machine = this_machine()
+    devices = Devices(len(machine.gpus), machine.num_cpus)
+    findings = Findings(machine, plan_placement(devices, args.replicas, args.actors, has_draft=args.has_draft))
+    target = _examined(target_source(args), args, args.target, findings, progress)
+    if target is not None:
+        findings.target = _findings(target[1])
+    source = draft_source(args)
+    if source is None:
+        return findings
+    if source.device == "auto" and source.device_map is None and len(machine.gpus) > 1:
+        source = replace(source, device="cuda:1")  # a GPU of its own, as it will have in the service
+    draft = _examined(source, args, args.draft, findings, progress)
+    if draft is not None:
+        findings.draft = _findings(draft[1])
+    if target is not None and draft is not None:
+        _examine_pair(findings, (target[0], target[1].loaded), (draft[0], draft[1].loaded))
+    return findings
+
+
+def _examined(
+    source: ModelSource, args: AppArgs, config: ModelConfig, findings: Findings, progress: Progress | None
+) -> tuple[PreTrainedTokenizerBase, Built] | None:
+    from cluster.sources import backend_options
+    from specdec.engine.build import build_target
+    from specdec.models.loading import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(source)
+        return tokenizer, build_target(source, backend_options(args, config, len(tokenizer)), progress)[1]
+    except SpecdecError as error:
+        findings.problems.append(str(error))
+        return None
+
+
+def _examine_pair(
+    findings: Findings,
+    target: tuple[PreTrainedTokenizerBase, LoadedModel],
+    draft: tuple[PreTrainedTokenizerBase, LoadedModel],
+) -> None:
+    from specdec.models.compat import check_pair
+
+    try:
+        findings.pair = asdict(check_pair(target[1], target[0], draft[1], draft[0]))
+    except SpecdecError as error:
+        findings.problems.append(str(error))
+
+
+def _findings(built: Built) -> ModelFindings:
+    return ModelFindings(
+        name=built.loaded.name,
+        num_parameters=built.loaded.num_parameters,
+        dtype=str(built.loaded.dtype).removeprefix("torch."),
+        device=str(built.loaded.device),
+        max_model_len=built.memory.max_model_len,
+        memory=asdict(built.memory),
+        num_full_sequences=built.memory.num_full_sequences,
+        admission=asdict(built.admission),
+    )

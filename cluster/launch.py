@@ -1,0 +1,258 @@
+"""Starting a local Ray and the application on it, watching them, and stopping both again."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from cluster.config import AppArgs, ServiceConfig
+from cluster.processes import OwnProcesses
+from cluster.settings import prepare_for_ray
+from specdec.errors import InvalidParameterError, SpecdecError
+
+APPLICATION = "deployments.app:build_app"
+APPLICATION_NAME = "specdec"
+OBJECT_STORE_BYTES = 256 << 20
+POLL_S = 0.2
+WATCH_S = 2.0
+HTTP_TIMEOUT_S = 30.0
+STOP_GRACE_S = 5.0
+
+Report = Callable[[str], None]
+
+
+class LaunchError(SpecdecError):
+    """The service did not come up, or went away.
+
+    Attributes:
+        is_users: Whether what was asked for cannot be served, rather than something having failed.
+    """
+
+    def __init__(self, message: str, *, is_users: bool = False) -> None:
+        super().__init__(message)
+        self.is_users = is_users
+
+
+class LocalService:
+    """Ray and the application in processes below this one.
+
+    The steps are separate, so that a caller can be interrupted in any of them and still ``stop``.
+
+    Args:
+        config: What to serve, and where to listen; the port is known (not 0).
+        report: Is given a line of progress now and then.
+        application: Import string of the builder: ``module:function``, which takes :class:`cluster.config.AppArgs`.
+    """
+
+    def __init__(self, config: ServiceConfig, report: Report, application: str = APPLICATION) -> None:
+        self._config = config
+        self._report = report
+        self._application = application
+        self._processes = OwnProcesses()
+        self._states: dict[str, str] = {}
+        self._log_folder = ""
+        self._is_ray_started = False
+        self._is_deployed = False
+
+    @property
+    def url(self) -> str:
+        """Where the service listens, without a path."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._config.host, self._config.host)
+        return f"http://{f'[{host}]' if ':' in host else host}:{self._config.port}"
+
+    def start_ray(self) -> None:
+        """Start a Ray of our own on this machine, whatever other Ray there is; token authentication stays on."""
+        self._report("starting Ray")
+        prepare_for_ray()
+        import ray
+
+        self._is_ray_started = True
+        debug = self._config.log_level == "debug"
+        context = ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=debug,
+            logging_level="debug" if debug else "error",
+            object_store_memory=OBJECT_STORE_BYTES,
+            _node_ip_address="127.0.0.1",
+        )
+        self._processes.note()
+        self._log_folder = f"{context.address_info['session_dir']}/logs/serve"
+        have = ray.cluster_resources()
+        self._report(f"Ray is up: {have.get('CPU', 0):g} cores, {have.get('GPU', 0):g} GPUs")
+
+    def deploy(self) -> None:
+        """Start Serve with its HTTP proxy, and hand it the application; does not wait for the replicas.
+
+        Raises:
+            SpecdecError: If the builder refuses the configuration.
+        """
+        from ray import serve
+
+        if self._config.log_level != "debug":
+            logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        serve.start(
+            proxy_location="HeadOnly",
+            http_options={"host": self._config.host, "port": self._config.port},
+            logging_config={"log_level": self._config.log_level.upper(), "enable_access_log": False},
+        )
+        self._report("Serve is up")
+        app = load_builder(self._application)(self._config.app_args())
+        target = serve.RunTarget(target=app, name=APPLICATION_NAME, route_prefix="/")
+        self._is_deployed = True
+        serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        self._processes.note()
+        self._report("replicas start and load their models")
+
+    def wait_until_ready(self) -> None:
+        """Return when every replica is ready and the service answers over HTTP.
+
+        Raises:
+            LaunchError: If the application cannot come up; the message says why, and where the logs are.
+        """
+        while True:
+            application = self._status()
+            failure = first_failure(application)
+            if failure is not None:
+                raise self._launch_error(failure)
+            if application is not None and application.status == "RUNNING":
+                break
+            time.sleep(POLL_S)
+        self._wait_for_http()
+        self._processes.note()
+
+    def watch(self) -> None:
+        """Report every change of the replicas until interrupted."""
+        while True:
+            time.sleep(WATCH_S)
+            self._status()
+
+    def stop(self) -> None:
+        """Stop all that was started, and nothing else; safe to call at any point, and again.
+
+        The application drains first: its replicas get the grace time they are configured with.
+        """
+        if self._is_ray_started:
+            import ray
+
+            self._processes.note()
+            self._drain()
+            self._processes.note()
+            ray.shutdown()
+        self._processes.stop(STOP_GRACE_S)
+
+    def _drain(self) -> None:
+        if not self._is_deployed:
+            return
+        from ray import serve
+
+        self._is_deployed = False
+        try:
+            serve.delete(APPLICATION_NAME)
+        except Exception as error:  # whatever it is, what is left is stopped next
+            self._report(f"the replicas did not end by themselves: {type(error).__name__}")
+
+    def kill(self) -> None:
+        """End everything at once."""
+        self._processes.stop(0.0)
+
+    def _status(self) -> Any:
+        """Serve's view of the application, or None before there is one; changes since the last call are reported."""
+        from ray import serve
+
+        application = serve.status().applications.get(APPLICATION_NAME)
+        for name, deployment in application.deployments.items() if application is not None else ():
+            state = describe(deployment)
+            if self._states.get(name) != state:
+                self._states[name] = state
+                self._report(f"{name}: {state}")
+        return application
+
+    def _wait_for_http(self) -> None:
+        deadline_s = time.monotonic() + HTTP_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(POLL_S)
+        raise LaunchError(f"replicas are ready, but {self.url}/health does not answer; logs: {self._log_folder}")
+
+    def _launch_error(self, message: str) -> LaunchError:
+        line = last_line(message)
+        is_users = line.startswith("specdec.errors.")
+        if is_users:
+            line = line.partition(": ")[2]
+        return LaunchError(f"{line}; logs: {self._log_folder}", is_users=is_users)
+
+
+def load_builder(import_string: str) -> Callable[[AppArgs], Any]:
+    """The function that ``module:function`` names."""
+    module, _, function = import_string.partition(":")
+    builder: Callable[[AppArgs], Any] = getattr(importlib.import_module(module), function)
+    return builder
+
+
+def first_failure(application: Any) -> str | None:
+    """Why an application that is coming up never will, or None while it may.
+
+    A replica whose constructor refuses what the user asked for will refuse it again: Serve's retries are not awaited.
+    """
+    if application is None:
+        return None
+    messages = [deployment.message for deployment in application.deployments.values() if deployment.message]
+    refused = [message for message in messages if "specdec.errors." in message]
+    if refused:
+        return str(refused[0])
+    if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+        return str((messages or [application.message])[0])
+    return None
+
+
+def describe(deployment: Any) -> str:
+    """A few words on a deployment's replicas; those that are stopping do not count."""
+    counts = deployment.replica_states
+    running = counts.get("RUNNING", 0)
+    total = sum(counts.values()) - counts.get("STOPPING", 0)
+    state = "ready" if running and running == total else "starting"
+    return f"{state} ({running} of {total})" if total > 1 else state
+
+
+def last_line(message: str) -> str:
+    """The line of a traceback that names the error."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    named: Iterable[str] = (line for line in reversed(lines) if "Error: " in line)
+    return next(iter(named), lines[-1] if lines else "unknown failure")
+
+
+def check_port(host: str, port: int) -> int:
+    """Check that nobody listens on an address.
+
+    Args:
+        host: Name or address.
+        port: 0 for any free port.
+
+    Returns:
+        The port, or a free one for 0.
+
+    Raises:
+        InvalidParameterError: If the address is not this machine's, or the port is taken.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            return int(listener.getsockname()[1])
+    except socket.gaierror:
+        raise InvalidParameterError("host", f"host: {host} is no address of this machine") from None
+    except PermissionError:
+        raise InvalidParameterError("port", f"port: {port} needs privileges; choose one above 1023") from None
+    except OSError as error:
+        raise InvalidParameterError("port", f"port: {host}:{port} cannot be had ({error.strerror})") from None

@@ -1,0 +1,60 @@
+"""What this machine is: versions, devices, memory. Plain data."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from dataclasses import dataclass
+
+import psutil
+
+PACKAGES = ("specdec", "torch", "transformers", "accelerate", "ray", "pydantic")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU.
+
+    Attributes:
+        name: As its driver calls it.
+        total_bytes: Its memory.
+        free_bytes: What of it nobody holds now.
+    """
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What specdec finds here.
+
+    Attributes:
+        versions: By package, Python included.
+        num_cpus: Cores this process may use.
+        total_bytes: The machine's memory.
+        free_bytes: What of it can still be had.
+        gpus: In the order of CUDA's device numbers.
+    """
+
+    versions: dict[str, str]
+    num_cpus: int
+    total_bytes: int
+    free_bytes: int
+    gpus: tuple[Gpu, ...]
+
+
+def this_machine() -> Machine:
+    """Look at this machine; imports torch."""
+    import torch
+
+    memory = psutil.virtual_memory()
+    versions = {"python": platform.python_version()}
+    versions |= {name: importlib.metadata.version(name) for name in PACKAGES}
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+        gpus.append(Gpu(torch.cuda.get_device_name(index), total_bytes, free_bytes))
+    num_cpus = len(psutil.Process().cpu_affinity() or ())
+    return Machine(versions, num_cpus, memory.total, memory.available, tuple(gpus))

@@ -1,0 +1,114 @@
+"""Which share of the machines each replica gets: a pure function over what there is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.config import ActorOptions, Actors, Replicas
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """What a cluster offers: whole GPUs, and CPU cores."""
+
+    num_gpus: int
+    num_cpus: float
+
+
+@dataclass(frozen=True, slots=True)
+class ActorShare:
+    """What one replica gets.
+
+    Attributes:
+        ray_actor_options: For Serve's deployment of the same name.
+        num_torch_threads: Threads that torch may use in the replica.
+    """
+
+    ray_actor_options: dict[str, Any] = field(default_factory=dict)
+    num_torch_threads: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The share of each deployment's replicas, and remarks for the log where a device is shared."""
+
+    target: ActorShare
+    draft: ActorShare
+    router: ActorShare
+    ingress: ActorShare
+    remarks: tuple[str, ...] = ()
+
+
+def plan_placement(
+    devices: Devices, replicas: Replicas | None = None, actors: Actors | None = None, *, has_draft: bool = True
+) -> Placement:
+    """Share the devices out among the replicas of target and draft; router and ingress take no core of their own.
+
+    A whole GPU each where there are enough; equal fractions where there are fewer; without a GPU, a core and a torch
+    thread each. What ``actors`` says for a model stands in place of that.
+
+    Args:
+        devices: What there is now.
+        replicas: Number of replicas of each deployment; one by default.
+        actors: Explicit options by model.
+        has_draft: Whether there is a draft model.
+    """
+    replicas = replicas or Replicas()
+    actors = actors or Actors()
+    num_workers = replicas.target + (replicas.draft if has_draft else 0)
+    num_gpus = equal_share(devices.num_gpus, num_workers)
+    # Where no node is up yet, a worker still asks for a core: it must not land on a head node that has none.
+    num_cpus = equal_share(devices.num_cpus, num_workers) or 1.0
+    idle = ActorShare({"num_cpus": 0})
+    return Placement(
+        target=_share(actors.target, num_gpus, num_cpus),
+        draft=_share(actors.draft, num_gpus, num_cpus) if has_draft else idle,
+        router=idle,
+        ingress=idle,
+        remarks=_remarks(devices, num_workers, num_gpus, num_cpus),
+    )
+
+
+def equal_share(available: float, num_workers: int) -> float:
+    """What each of ``num_workers`` gets of a number of equal devices: one, or a fraction such that all find a place.
+
+    Several workers share a device, but no worker spans two: with three devices for four workers each gets a half.
+    """
+    whole = math.floor(available)
+    if whole < 1:
+        return 0.0
+    return 1.0 if whole >= num_workers else 1.0 / math.ceil(num_workers / whole)
+
+
+def ray_devices() -> Devices:
+    """What the Ray cluster that this process is connected to has now, in use or not."""
+    import ray
+
+    have = ray.cluster_resources()
+    return Devices(num_gpus=math.floor(have.get("GPU", 0)), num_cpus=float(have.get("CPU", 0)))
+
+
+def _share(options: ActorOptions, num_gpus: float, num_cpus: float) -> ActorShare:
+    gpus = num_gpus if options.num_gpus is None else options.num_gpus
+    cpus = num_cpus if options.num_cpus is None else options.num_cpus
+    ray_options: dict[str, Any] = {"num_cpus": cpus}
+    if gpus:
+        ray_options["num_gpus"] = gpus
+    if options.resources:
+        ray_options["resources"] = dict(options.resources)
+    if options.label_selector:
+        ray_options["label_selector"] = dict(options.label_selector)
+    if options.accelerator_type:
+        ray_options["accelerator_type"] = options.accelerator_type
+    return ActorShare(ray_options, num_torch_threads=max(1, math.floor(cpus)))
+
+
+def _remarks(devices: Devices, num_workers: int, num_gpus: float, num_cpus: float) -> tuple[str, ...]:
+    remarks = []
+    if 0 < num_gpus < 1:
+        remarks.append(f"{num_workers} workers share {devices.num_gpus} GPU(s): {num_gpus:g} of one each")
+    if num_cpus < 1:
+        remarks.append(f"{num_workers} workers share {devices.num_cpus:g} core(s): {num_cpus:g} of one each")
+    return tuple(remarks)

@@ -1,0 +1,49 @@
+"""From the configuration to what the engine library takes. Imports torch; for the processes that hold models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import specdec.demo
+from cluster.config import AppArgs, ModelConfig
+from specdec.engine.build import BackendOptions
+from specdec.models.loading import ModelSource
+
+
+def target_source(args: AppArgs) -> ModelSource:
+    """Where the target model comes from."""
+    return _source(args.target, demo_folder("target"), is_demo=args.is_demo)
+
+
+def draft_source(args: AppArgs) -> ModelSource | None:
+    """Where the draft model comes from; None where there is none."""
+    return _source(args.draft, demo_folder("draft"), is_demo=args.is_demo) if args.has_draft else None
+
+
+def backend_options(args: AppArgs, model: ModelConfig, vocab_size: int | None = None) -> BackendOptions:
+    """How a model is run."""
+    return BackendOptions(
+        max_model_len=args.max_model_len,
+        vocab_size=vocab_size,
+        block_size=args.block_size,
+        max_batch_tokens=args.max_batch_tokens,
+        kv_memory=model.kv_memory,
+        max_num_sequences=args.max_num_sequences,
+    )
+
+
+def demo_folder(role: str) -> Path:
+    """The folder of the demo pair's ``target`` or ``draft``."""
+    return Path(specdec.demo.__file__).parent / role
+
+
+def _source(config: ModelConfig, demo: Path, *, is_demo: bool) -> ModelSource:
+    """The demo pair runs in float32 unless told otherwise: then a seed's tokens are the same for every schedule."""
+    return ModelSource(
+        path=config.model or str(demo),
+        revision=config.revision,
+        token=config.token.get_secret_value() if config.token else None,
+        dtype="float32" if is_demo and config.dtype == "auto" else config.dtype,
+        device=config.device,
+        device_map=config.device_map,
+    )

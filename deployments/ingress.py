@@ -1,0 +1,73 @@
+"""The world of text: the OpenAI-style API in front of the routers."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from ray import serve
+
+from cluster.config import AppArgs
+from cluster.sources import draft_source, target_source
+from deployments.metrics import metrics_page
+from deployments.names import ROUTER
+from deployments.openai.app import create_app
+from deployments.openai.observer import PrometheusObserver
+from deployments.openai.service import GenerationDefaults, ModelInfo, ServedModel
+from deployments.openai.settings import ApiSettings
+from deployments.requests import RoutedTokens
+from deployments.transport.endpoints import IngressEndpoint, PeerGroup, replica_id
+from specdec.models.describe import describe_model
+from specdec.models.loading import load_tokenizer
+from specdec.protocol.ingress import IngressMachine
+
+ROUTERS = PeerGroup(ROUTER, IngressMachine.router_joined, IngressMachine.router_lost)
+
+
+@serve.ingress()
+class OpenAIIngress(IngressEndpoint):
+    """Validates, tokenizes and answers; the tokens come from the routers.
+
+    Args:
+        args: The service's configuration.
+        router: Handle of the routers' deployment, so that Serve deploys it too.
+    """
+
+    def __init__(self, args: AppArgs, router: Any) -> None:
+        self._args = args
+        self._router = router
+        self._registry = CollectorRegistry()
+        info = _model_info(args)
+        self._service = RoutedTokens(info, self._metrics, args.limits.max_concurrent_requests)
+        machine = IngressMachine(replica_id(), args.protocol.times())
+        host = self.start_ingress(machine, routers=ROUTERS, after=self._service.deliver)
+        self._service.connect(host, lambda: bool(self.linked_peers()))
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """The HTTP application of this replica."""
+        settings = ApiSettings(max_body_bytes=self._args.limits.max_body_bytes)
+        tokenizer = load_tokenizer(target_source(self._args))
+        return create_app(self._service, settings, tokenizer, PrometheusObserver(self._registry))
+
+    async def _metrics(self) -> bytes:
+        return await metrics_page(self._registry, self._router, self._service.model_info().target.name)
+
+
+def _model_info(args: AppArgs) -> ModelInfo:
+    """What the API says of the models, from their configurations alone."""
+    source = target_source(args)
+    model = describe_model(source)
+    max_model_len = min(args.max_model_len or model.max_model_len, model.max_model_len)
+    target = ServedModel(
+        name=args.model_name,
+        role="target",
+        max_model_len=max_model_len,
+        vocab_size=len(load_tokenizer(source)),
+        eos_token_ids=model.eos_token_ids,
+        defaults=GenerationDefaults.from_generation_config(model.generation_defaults),
+    )
+    has_draft = draft_source(args) is not None
+    num_draft_tokens = args.num_speculative_tokens if has_draft else 0
+    return ModelInfo(target, num_speculative_tokens=num_draft_tokens, created_s=int(time.time()))

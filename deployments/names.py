@@ -1,0 +1,6 @@
+"""Names of the four deployments; they find each other by them."""
+
+INGRESS = "OpenAIIngress"
+ROUTER = "SpeculationRouter"
+DRAFT = "DraftServer"
+TARGET = "TargetServer"

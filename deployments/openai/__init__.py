@@ -1,0 +1,23 @@
+"""The OpenAI-style HTTP API, over any token service."""
+
+from deployments.openai.app import create_app
+from deployments.openai.service import (
+    GenerationDefaults,
+    ModelInfo,
+    SequenceRequest,
+    ServedModel,
+    TokenDelta,
+    TokenService,
+)
+from deployments.openai.settings import ApiSettings
+
+__all__ = [
+    "ApiSettings",
+    "GenerationDefaults",
+    "ModelInfo",
+    "SequenceRequest",
+    "ServedModel",
+    "TokenDelta",
+    "TokenService",
+    "create_app",
+]

@@ -1,0 +1,132 @@
+"""Sending an answer, whole or as a stream, for as long as somebody listens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from deployments.openai.context import Api
+from deployments.openai.errors import api_error
+from deployments.openai.formats import Envelope, Format, Json
+from deployments.openai.generation import Generation, SampleDelta
+from deployments.openai.job import Job
+
+_T = TypeVar("_T")
+_CLIENT_CLOSED_REQUEST = 499
+
+
+class ClientGoneError(Exception):
+    """The client has closed its connection."""
+
+
+async def answer(api: Api, job: Job, format_: Format, request: Request) -> Response:
+    """The answer to a job: a stream if it asks for one. Nothing is sent before every sequence was taken in."""
+    if job.body.stream:
+        return StreamedAnswer(api, job, format_)
+    try:
+        body = await while_connected(request.receive, _whole(api, job, format_))
+    except ClientGoneError:
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+    return JSONResponse(body)
+
+
+async def _whole(api: Api, job: Job, format_: Format) -> Json:
+    """Generate everything, then write it down."""
+    choices: dict[int, SampleDelta] = {}
+    async with Generation(api, job) as generation:
+        async for delta in generation:
+            before = choices.get(delta.index)
+            choices[delta.index] = delta if before is None else before + delta
+    written = [format_.whole(choices[index]) for index in range(len(job.sequences))]
+    return Envelope(job, format_).whole(written, generation)
+
+
+class StreamedAnswer(Response):
+    """Server-sent events, one per delta; cancelled as soon as the client is gone."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, api: Api, job: Job, format_: Format) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._api = api
+        self._job = job
+        self._format = format_
+        self._envelope = Envelope(job, format_)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Generate and send."""
+        try:
+            await while_connected(receive, self._stream(send))
+        except ClientGoneError:
+            return
+
+    async def _stream(self, send: Send) -> None:
+        """Errors before the first event are raised, and become an answer of their own; later ones become an event."""
+        async with Generation(self._api, self._job) as generation:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            try:
+                await self._events(send, generation)
+                await self._send(send, b"data: [DONE]\n\n")
+            except ClientGoneError:
+                raise
+            except Exception as error:
+                await self._send_json(send, api_error(error, self._api.settings.retry_after_s).body)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self, send: Send, generation: Generation) -> None:
+        for index in range(len(self._job.sequences)):
+            opening = self._format.opening(index)
+            if opening is not None:
+                await self._send_json(send, self._envelope.chunk(opening))
+        async for delta in generation:
+            if self._is_news(delta):
+                await self._send_json(send, self._envelope.chunk(self._format.chunk(delta)))
+        last = self._envelope.last_chunk(generation)
+        if last is not None:
+            await self._send_json(send, last)
+
+    def _is_news(self, delta: SampleDelta) -> bool:
+        """Whether there is anything to send yet."""
+        return bool(delta.text or delta.finish or delta.logprobs or self._job.body.return_token_ids)
+
+    async def _send_json(self, send: Send, body: Json) -> None:
+        text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+        await self._send(send, f"data: {text}\n\n".encode())
+
+    async def _send(self, send: Send, event: bytes) -> None:
+        try:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        except OSError as error:
+            raise ClientGoneError from error
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+    """The result of some work, which is cancelled at once when the client goes away.
+
+    Raises:
+        ClientGoneError: It did.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_until_disconnect(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        for one in (task, watcher):
+            one.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _until_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,133 @@
+"""Everything that can go wrong, as OpenAI's clients expect it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from specdec.errors import InvalidParameterError, ServiceUnavailableError, UnsupportedParameterError
+
+_logger = logging.getLogger(__name__)
+
+UNSUPPORTED = "unsupported_parameter"
+_UNION_LABELS = frozenset({"str", "int", "float", "bool", "dict", "list"})
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    Attributes:
+        status: HTTP status.
+        kind: The body's ``type``.
+        param: The parameter it is about, if it is about one.
+        code: Stable and machine-readable, or None.
+        headers: To send with it.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The whole answer."""
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+def api_error(error: Exception, retry_after_s: int) -> ApiError:
+    """The answer to any exception; what we did not foresee is logged, and nothing of it is told."""
+    match error:
+        case ApiError():
+            return error
+        case InvalidParameterError():
+            code = UNSUPPORTED if isinstance(error, UnsupportedParameterError) and error.code is None else error.code
+            return ApiError(400, str(error), param=error.parameter, code=code)
+        case ServiceUnavailableError():
+            headers = {"Retry-After": str(retry_after_s)}
+            return ApiError(
+                503, str(error) or "no worker is ready", "server_error", None, "service_unavailable", headers
+            )
+        case RequestValidationError():
+            return _invalid_body(error.errors())
+        case HTTPException():
+            return _http_error(error)
+    _logger.error("a request failed", exc_info=error)
+    return ApiError(500, "the server had an error while processing the request", "server_error", code="internal_error")
+
+
+def add_error_handlers(app: FastAPI, retry_after_s: int) -> None:
+    """Answer every exception a route may raise with OpenAI's error object."""
+
+    async def handle(request: Request, error: Exception) -> JSONResponse:
+        if isinstance(error, HTTPException) and error.status_code in (404, 405):
+            return _no_such_route(request, error).response()
+        return api_error(error, retry_after_s).response()
+
+    for kind in (ApiError, InvalidParameterError, ServiceUnavailableError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, handle)
+
+
+def _no_such_route(request: Request, error: HTTPException) -> ApiError:
+    """No such path, or not with that method."""
+    path = request.url.path
+    if error.status_code == 404:
+        return ApiError(404, f"there is no {path}", code="unknown_url")
+    headers = dict(error.headers or {})
+    return ApiError(405, f"{request.method} is not allowed on {path}", code="method_not_allowed", headers=headers)
+
+
+def _http_error(error: HTTPException) -> ApiError:
+    """An error of the framework itself, such as a body that could not be read."""
+    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    code = "request_too_large" if error.status_code == 413 else None
+    return ApiError(error.status_code, str(error.detail), kind, code=code, headers=dict(error.headers or {}))
+
+
+def _invalid_body(errors: Sequence[Any]) -> ApiError:
+    """The first thing that is wrong with a body, with the name of the field."""
+    first = errors[0]
+    path = [part for part in first["loc"][1:] if part not in _UNION_LABELS]
+    if first["type"] == "unknown_field":
+        name = _dotted([*path, first["ctx"]["field"]])
+        return ApiError(400, f"unknown field {name!r}{first['msg']}", param=name, code="unknown_parameter")
+    param = _dotted(path) if path else None
+    if param is None:
+        return ApiError(400, "the body must be a JSON object, sent with Content-Type: application/json")
+    match first["type"]:
+        case "missing":
+            return ApiError(400, f"{param} is required", param=param, code="missing_required_parameter")
+        case "unsupported_parameter":
+            return ApiError(400, f"{param} {first['msg']}", param=param, code=UNSUPPORTED)
+    return ApiError(400, f"{param}: {_lower_first(first['msg'])}", param=param, code="invalid_value")
+
+
+def _dotted(path: Sequence[str | int]) -> str:
+    """``("messages", 0, "role")`` as ``messages[0].role``."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return text.removeprefix(".")
+
+
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]

@@ -1,0 +1,172 @@
+"""The bodies of answers: completions and chat completions, whole and in chunks."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from deployments.openai.context import Api
+from deployments.openai.generation import Generation, SampleDelta
+from deployments.openai.job import Job
+from deployments.openai.logprobs import chat_logprobs, completion_logprobs
+from deployments.openai.schemas.completions import CompletionBody
+from deployments.openai.tally import speculation_metrics
+
+Json = dict[str, Any]
+
+
+class Format(Protocol):
+    """How one endpoint writes its choices."""
+
+    @property
+    def prefix(self) -> str:
+        """Of the answer's id."""
+        ...
+
+    @property
+    def kinds(self) -> tuple[str, str]:
+        """The ``object`` of a whole answer, and of a chunk."""
+        ...
+
+    def opening(self, index: int) -> Json | None:
+        """The choice that a stream begins with, before any token."""
+        ...
+
+    def chunk(self, delta: SampleDelta) -> Json:
+        """A choice with what is new in it."""
+        ...
+
+    def whole(self, delta: SampleDelta) -> Json:
+        """A choice with all there is."""
+        ...
+
+
+class CompletionFormat:
+    """Choices of ``/v1/completions``."""
+
+    prefix = "cmpl"
+    kinds = ("text_completion", "text_completion")
+
+    def __init__(self, api: Api, job: Job) -> None:
+        assert isinstance(job.body, CompletionBody)
+        self._job = job
+        self._body = job.body
+        self._texts = api.texts
+        self._echoes = [_echo(api, job, i) for i in range(len(job.prompts))] if job.body.echo else None
+
+    def opening(self, index: int) -> Json | None:
+        """The echoed prompt, and its tokens."""
+        if self._echoes is None and not self._body.return_token_ids:
+            return None
+        return self._choice(SampleDelta(index, self._echo(index), (), ())) | self._prompt_token_ids(index)
+
+    def chunk(self, delta: SampleDelta) -> Json:
+        """New text."""
+        return self._choice(delta)
+
+    def whole(self, delta: SampleDelta) -> Json:
+        """All text."""
+        choice = self._choice(delta) | self._prompt_token_ids(delta.index)
+        return choice | {"text": self._echo(delta.index) + delta.text}
+
+    def _choice(self, delta: SampleDelta) -> Json:
+        start = len(self._echo(delta.index))
+        logprobs = completion_logprobs(self._texts, delta, self._body.logprobs or 0, start)
+        return {"index": delta.index, "text": delta.text, "logprobs": logprobs, **_ending(self._job, delta)}
+
+    def _echo(self, index: int) -> str:
+        return "" if self._echoes is None else self._echoes[index // self._job.num_samples]
+
+    def _prompt_token_ids(self, index: int) -> Json:
+        if not self._body.return_token_ids:
+            return {}
+        return {"prompt_token_ids": list(self._job.prompts[index // self._job.num_samples])}
+
+
+class ChatFormat:
+    """Choices of ``/v1/chat/completions``."""
+
+    prefix = "chatcmpl"
+    kinds = ("chat.completion", "chat.completion.chunk")
+
+    def __init__(self, api: Api, job: Job) -> None:
+        self._job = job
+        self._texts = api.texts
+
+    def opening(self, index: int) -> Json | None:
+        """Who speaks."""
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} | self._prompt_token_ids()
+
+    def chunk(self, delta: SampleDelta) -> Json:
+        """New text."""
+        return self._choice(delta, {"delta": {"content": delta.text} if delta.text else {}})
+
+    def whole(self, delta: SampleDelta) -> Json:
+        """The whole message."""
+        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        return self._choice(delta, {"message": message}) | self._prompt_token_ids()
+
+    def _choice(self, delta: SampleDelta, said: Json) -> Json:
+        logprobs = chat_logprobs(self._texts, delta)
+        return {"index": delta.index, **said, "logprobs": logprobs, **_ending(self._job, delta)}
+
+    def _prompt_token_ids(self) -> Json:
+        return {"prompt_token_ids": list(self._job.prompts[0])} if self._job.body.return_token_ids else {}
+
+
+class Envelope:
+    """What stands around the choices: the same in every chunk of an answer."""
+
+    def __init__(self, job: Job, format_: Format) -> None:
+        self._job = job
+        self._head = {"id": f"{format_.prefix}-{job.arrival.request_id}", "created": int(job.arrival.wall_s)}
+        self._kinds = format_.kinds
+
+    def whole(self, choices: list[Json], generation: Generation) -> Json:
+        """A whole answer."""
+        return self._body(self._kinds[0], choices) | {"usage": _usage(generation)} | self._metrics(generation)
+
+    def chunk(self, choice: Json) -> Json:
+        """One chunk; its usage is null where a later one has it."""
+        return self._body(self._kinds[1], [choice]) | ({"usage": None} if self._job.body.wants_usage_chunk else {})
+
+    def last_chunk(self, generation: Generation) -> Json | None:
+        """The chunk without choices that ends a stream, if it was asked for."""
+        metrics = self._metrics(generation)
+        if not metrics and not self._job.body.wants_usage_chunk:
+            return None
+        usage = _usage(generation) if self._job.body.wants_usage_chunk else None
+        return self._body(self._kinds[1], []) | {"usage": usage} | metrics
+
+    def _body(self, kind: str, choices: list[Json]) -> Json:
+        return {**self._head, "object": kind, "model": self._job.model.name, "choices": choices}
+
+    def _metrics(self, generation: Generation) -> Json:
+        """What speculation did, if it was asked for; for several choices there is no one answer to that."""
+        detail = self._job.body.per_request_spec_decode_metrics or "none"
+        if detail == "none":
+            return {}
+        if len(generation.tallies) > 1:
+            return {"metrics": {"speculative_decoding": None}}
+        bound = self._job.num_speculative_tokens
+        return {
+            "metrics": {"speculative_decoding": speculation_metrics(generation.tallies[0], bound, detail == "detailed")}
+        }
+
+
+def _usage(generation: Generation) -> Json:
+    prompt, completion = generation.job.num_prompt_tokens, generation.num_completion_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def _ending(job: Job, delta: SampleDelta) -> Json:
+    """How the choice ended, and its token ids where they were asked for."""
+    ending: Json = {"finish_reason": delta.finish, "stop_reason": delta.stop_reason}
+    return ending | {"token_ids": list(delta.token_ids)} if job.body.return_token_ids else ending
+
+
+def _echo(api: Api, job: Job, index: int) -> str:
+    """A prompt's text: as it was sent, or that of its tokens."""
+    assert isinstance(job.body, CompletionBody)
+    prompt = job.body.prompt[index]
+    return prompt if isinstance(prompt, str) else str(api.tokenizer.decode(prompt, clean_up_tokenization_spaces=False))

@@ -1,0 +1,168 @@
+"""The sequences of one request, generated side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing
+from dataclasses import dataclass
+from types import TracebackType
+
+from deployments.openai.context import Api
+from deployments.openai.job import Job
+from deployments.openai.observer import Reason, SequenceObserver
+from deployments.openai.service import SequenceRequest, TokenDelta
+from deployments.openai.tally import RoundTally
+from specdec.protocol.marks import Tokens
+from specdec.protocol.messages import Finish, TokenLogprobs
+from specdec.text.output import OutputText
+
+_MOST_QUEUED = 256
+
+
+@dataclass(frozen=True, slots=True)
+class SampleDelta:
+    """What is new in one choice.
+
+    Attributes:
+        index: Of the choice.
+        text: New text.
+        token_ids: New tokens, as billed.
+        offsets: For each of them, the number of characters of the choice's text before it.
+        logprobs: For each of them, if asked for.
+        finish: Why the choice ended, if it did.
+        stop_reason: The stop string or the stop token id that ended it, if one did.
+    """
+
+    index: int
+    text: str
+    token_ids: Tokens
+    offsets: Tokens
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish: Finish | None = None
+    stop_reason: str | int | None = None
+
+    def __add__(self, later: SampleDelta) -> SampleDelta:
+        """Two pieces of the same choice as one."""
+        return SampleDelta(
+            self.index,
+            self.text + later.text,
+            self.token_ids + later.token_ids,
+            self.offsets + later.offsets,
+            (self.logprobs or ()) + later.logprobs if later.logprobs is not None else self.logprobs,
+            later.finish,
+            later.stop_reason,
+        )
+
+
+class Generation:
+    """Runs a job's sequences: an asynchronous context, inside which it iterates over what comes, as it comes.
+
+    Entering waits until the service has taken in every sequence, or raises what it said. Leaving cancels every
+    sequence that has not ended, and returns when the service knows.
+
+    Attributes:
+        job: What is generated.
+        num_completion_tokens: Tokens billed so far, over all choices.
+        tallies: What speculation did, by choice.
+    """
+
+    def __init__(self, api: Api, job: Job) -> None:
+        self.job = job
+        self.num_completion_tokens = 0
+        self.tallies = [RoundTally() for _ in job.sequences]
+        self._api = api
+        self._num_open = len(job.sequences)
+        self._queue: asyncio.Queue[SampleDelta | Exception] = asyncio.Queue(_MOST_QUEUED)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Generation:
+        loop = asyncio.get_running_loop()
+        admissions: list[asyncio.Future[None]] = []
+        for index, request in enumerate(self.job.sequences):
+            admitted = loop.create_future()
+            admissions.append(admitted)
+            self._tasks.append(asyncio.create_task(self._run(index, request, admitted)))
+        try:
+            await asyncio.gather(*admissions)
+        except BaseException:
+            await self._cancel()
+            raise
+        for prompt in self.job.prompts:
+            self._api.observer.prompt_tokens(self.job.model.name, len(prompt))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._cancel()
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> SampleDelta:
+        if not self._num_open:
+            raise StopAsyncIteration
+        item = await self._queue.get()
+        if isinstance(item, Exception):
+            raise item
+        self._num_open -= item.finish is not None
+        self.num_completion_tokens += len(item.token_ids)
+        return item
+
+    async def _cancel(self) -> None:
+        if self._num_open:
+            for task in self._tasks:
+                task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _run(self, index: int, request: SequenceRequest, admitted: asyncio.Future[None]) -> None:
+        """Generate one sequence to its end; errors go to whoever waits."""
+        age_s = time.monotonic() - self.job.arrival.clock_s
+        observer = self._api.observer.opened(self.job.model.name, age_s)
+        reason: Reason = "abort"
+        try:
+            reason = await self._pump(index, request, admitted, observer)
+        except Exception as error:
+            reason = "error"
+            if admitted.done():
+                await self._queue.put(error)
+            else:
+                admitted.set_exception(error)
+        finally:
+            observer.closed(reason)
+
+    async def _pump(
+        self, index: int, request: SequenceRequest, admitted: asyncio.Future[None], observer: SequenceObserver
+    ) -> Finish:
+        """Turn a sequence's tokens into text, until its end or that of its text."""
+        output = OutputText(self._api.tokenizer, request.prompt, request.spec, self.job.stops)
+        async with aclosing(self._api.service.open(request)) as deltas:
+            async for delta in deltas:
+                if not admitted.done():
+                    observer.admitted()
+                    admitted.set_result(None)
+                if not delta.tokens and delta.finish is None:
+                    continue
+                piece = self._piece(index, delta, output, observer)
+                await self._queue.put(piece)
+                if piece.finish is not None:
+                    return piece.finish
+        raise RuntimeError("the service ended a sequence without a reason")
+
+    def _piece(self, index: int, delta: TokenDelta, output: OutputText, observer: SequenceObserver) -> SampleDelta:
+        """The text of a delta, and what is to be counted of it."""
+        text = output.push(delta.tokens, delta.finish)
+        num_billed, logprobs = text.num_billed, delta.notes.logprobs
+        rounds = self.tallies[index].add(delta.notes)
+        if delta.tokens:
+            observer.tokens(num_billed, len(delta.tokens) - num_billed, rounds)
+        return SampleDelta(
+            index,
+            text.text,
+            delta.tokens[:num_billed],
+            text.offsets,
+            None if logprobs is None else logprobs[:num_billed],
+            text.finish,
+            text.stop_reason,
+        )

@@ -1,0 +1,160 @@
+"""What a request asks of the service: its prompts and its sequences."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deployments.openai.context import Api, Arrival
+from deployments.openai.sampling import output_limit, request_seed, sampling_params
+from deployments.openai.schemas.chat import ChatBody, ChatMessage
+from deployments.openai.schemas.common import GenerationBody
+from deployments.openai.schemas.completions import CompletionBody
+from deployments.openai.service import SequenceRequest, ServedModel
+from specdec.errors import InvalidParameterError, UnsupportedParameterError
+from specdec.protocol.marks import Tokens
+from specdec.sampling.params import SequenceSpec
+from specdec.sampling.philox import derive_seed
+from specdec.sampling.validation import validated_num_speculative_tokens
+from specdec.text.chat import encode_chat
+from specdec.text.prompts import check_token_ids, encode_text
+
+_DEFAULT_COMPLETION_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request, checked and tokenized.
+
+    Attributes:
+        prompts: The tokens of each prompt.
+        sequences: ``n`` for each prompt, in the order of the answer's choices.
+        num_samples: That ``n``.
+        stops: Strings that end a text.
+        num_speculative_tokens: Bound on draft tokens per round.
+    """
+
+    body: GenerationBody
+    model: ServedModel
+    arrival: Arrival
+    prompts: tuple[Tokens, ...]
+    sequences: tuple[SequenceRequest, ...]
+    num_samples: int
+    stops: tuple[str, ...]
+    num_speculative_tokens: int
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """As billed: each prompt once."""
+        return sum(map(len, self.prompts))
+
+
+async def completion_job(api: Api, body: CompletionBody, arrival: Arrival) -> Job:
+    """Check and tokenize a completion request.
+
+    Raises:
+        ApiError, InvalidParameterError, ServiceUnavailableError: The request is refused.
+    """
+    model = api.model(body.model)
+    _check_count(api, body, len(body.prompt))
+    num_characters = sum(len(prompt) for prompt in body.prompt if isinstance(prompt, str))
+    prompts = await api.encode(num_characters, lambda: _encode_prompts(api, body.prompt, model))
+    return _job(api, body, arrival, model, prompts, _DEFAULT_COMPLETION_TOKENS)
+
+
+async def chat_job(api: Api, body: ChatBody, arrival: Arrival) -> Job:
+    """Check and tokenize a chat request.
+
+    Raises:
+        ApiError, InvalidParameterError, ServiceUnavailableError: The request is refused.
+    """
+    model = api.model(body.model)
+    _check_count(api, body, 1)
+    prompt = await conversation_tokens(api, body.messages, body.chat_template, body.chat_template_kwargs)
+    return _job(api, body, arrival, model, [tuple(prompt)], None)
+
+
+async def conversation_tokens(
+    api: Api, messages: Sequence[ChatMessage], template: str | None, variables: dict[str, Any] | None
+) -> list[int]:
+    """Tokens of a conversation, through the request's template, the service's, or the tokenizer's.
+
+    Raises:
+        InvalidParameterError: The template refuses, or there is none.
+        UnsupportedParameterError: The request brings a template, and the service does not trust it.
+    """
+    if template is not None and not api.settings.trust_request_chat_template:
+        raise UnsupportedParameterError("chat_template", "chat_template is not taken from requests by this service")
+    template = template if template is not None else api.settings.chat_template
+    turns = [_turn(message) for message in messages]
+    num_characters = sum(len(turn["content"]) for turn in turns)
+    return await api.encode(num_characters, lambda: encode_chat(api.tokenizer, turns, template, variables))
+
+
+def _turn(message: ChatMessage) -> dict[str, str]:
+    """A message as templates know it; ``developer`` is OpenAI's newer name of ``system``."""
+    role = "system" if message.role == "developer" else message.role
+    turn = {"role": role, "content": message.content}
+    return turn if message.name is None else turn | {"name": message.name}
+
+
+def _check_count(api: Api, body: GenerationBody, num_prompts: int) -> None:
+    most = api.settings.max_sequences
+    if num_prompts * (body.n or 1) > most:
+        raise InvalidParameterError(
+            "n" if num_prompts <= most else "prompt", f"prompts times n must be at most {most} sequences"
+        )
+
+
+def _encode_prompts(api: Api, prompts: Sequence[str | list[int]], model: ServedModel) -> list[Tokens]:
+    encoded = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            encoded.append(tuple(encode_text(api.tokenizer, prompt)))
+        else:
+            check_token_ids(prompt, model.vocab_size)
+            encoded.append(tuple(prompt))
+    return encoded
+
+
+def _job(
+    api: Api,
+    body: GenerationBody,
+    arrival: Arrival,
+    model: ServedModel,
+    prompts: Sequence[Tokens],
+    default_tokens: int | None,
+) -> Job:
+    """Check everything else, and give each sequence its seed and its name."""
+    body.check_together()
+    info = api.service.model_info()
+    sampling = sampling_params(body, model, info, api.settings)
+    limits = [output_limit(body, model, len(prompt), default_tokens) for prompt in prompts]
+    seed, name, num_samples = request_seed(body), uuid.uuid4().hex, body.n or 1
+    bound = 0 if model.role == "draft" else validated_num_speculative_tokens(body.num_speculative_tokens)
+    sequences: list[SequenceRequest] = []
+    for i, prompt in enumerate(prompts):
+        for j in range(num_samples):
+            spec = SequenceSpec(
+                sampling=sampling,
+                seed=derive_seed(seed, i, j),
+                output_start=len(prompt),
+                max_tokens=limits[i],
+                eos_token_ids=model.eos_token_ids,
+                arrival_s=arrival.wall_s,
+                num_speculative_tokens=bound,
+            )
+            seq = f"{name}-{len(sequences)}"
+            sequences.append(SequenceRequest(seq, prompt, spec, model.role, body.cache_salt))
+    return Job(
+        body=body,
+        model=model,
+        arrival=arrival,
+        prompts=tuple(prompts),
+        sequences=tuple(sequences),
+        num_samples=num_samples,
+        stops=tuple(body.stop or ()),
+        num_speculative_tokens=info.num_speculative_tokens if bound is None else bound,
+    )

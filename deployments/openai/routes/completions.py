@@ -1,0 +1,29 @@
+"""``POST /v1/completions`` and ``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from deployments.openai.answers import answer
+from deployments.openai.context import ApiOf, ArrivalOf
+from deployments.openai.formats import ChatFormat, CompletionFormat
+from deployments.openai.job import chat_job, completion_job
+from deployments.openai.schemas.chat import ChatBody
+from deployments.openai.schemas.completions import CompletionBody
+from deployments.openai.strict_json import StrictJsonRoute
+
+router = APIRouter(prefix="/v1", route_class=StrictJsonRoute)
+
+
+@router.post("/completions", response_model=None)
+async def completions(body: CompletionBody, request: Request, api: ApiOf, arrival: ArrivalOf) -> Response:
+    """Go on with a text."""
+    job = await completion_job(api, body, arrival)
+    return await answer(api, job, CompletionFormat(api, job), request)
+
+
+@router.post("/chat/completions", response_model=None)
+async def chat_completions(body: ChatBody, request: Request, api: ApiOf, arrival: ArrivalOf) -> Response:
+    """Go on with a conversation."""
+    job = await chat_job(api, body, arrival)
+    return await answer(api, job, ChatFormat(api, job), request)

@@ -1,0 +1,35 @@
+"""``GET /v1/models`` and ``GET /v1/models/{name}``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+
+from deployments.openai.context import ApiOf
+from deployments.openai.service import ServedModel
+
+router = APIRouter(prefix="/v1")
+
+
+@router.get("/models")
+async def models(api: ApiOf) -> dict[str, Any]:
+    """All models that requests can name."""
+    info = api.service.model_info()
+    return {"object": "list", "data": [_model(model, info.created_s) for model in info.models]}
+
+
+@router.get("/models/{name:path}")
+async def model(name: str, api: ApiOf) -> dict[str, Any]:
+    """One of them."""
+    return _model(api.model(name), api.service.model_info().created_s)
+
+
+def _model(model: ServedModel, created_s: int) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": created_s,
+        "owned_by": "specdec",
+        "max_model_len": model.max_model_len,
+    }

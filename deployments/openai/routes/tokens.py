@@ -1,0 +1,44 @@
+"""``POST /tokenize`` and ``POST /detokenize``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+
+from deployments.openai.context import Api, ApiOf
+from deployments.openai.job import conversation_tokens
+from deployments.openai.schemas.tokens import DetokenizeBody, TokenizeBody
+from deployments.openai.strict_json import StrictJsonRoute
+from specdec.text.prompts import check_token_ids
+
+router = APIRouter(route_class=StrictJsonRoute)
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeBody, api: ApiOf) -> dict[str, Any]:
+    """The tokens of a text or a conversation."""
+    body.check_together()
+    model = api.model(body.model)
+    tokens = await _tokens(api, body)
+    answer = {"count": len(tokens), "max_model_len": model.max_model_len, "tokens": tokens}
+    if body.return_token_strs:
+        answer["token_strs"] = [api.texts.text(token) for token in tokens]
+    return answer
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeBody, api: ApiOf) -> dict[str, Any]:
+    """The text of tokens, special ones included."""
+    model = api.model(body.model)
+    if body.tokens:
+        check_token_ids(body.tokens, model.vocab_size, "tokens")
+    return {"prompt": api.tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False)}
+
+
+async def _tokens(api: Api, body: TokenizeBody) -> list[int]:
+    if body.messages is not None:
+        return await conversation_tokens(api, body.messages, body.chat_template, body.chat_template_kwargs)
+    text, add_special = body.prompt or "", body.add_special_tokens
+    tokens: list[int] = await api.encode(len(text), lambda: api.tokenizer.encode(text, add_special_tokens=add_special))
+    return tokens

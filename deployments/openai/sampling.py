@@ -1,0 +1,87 @@
+"""From what a request says to what a sequence is told."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TypeVar
+
+from deployments.openai.schemas.common import GenerationBody
+from deployments.openai.service import ModelInfo, ServedModel
+from deployments.openai.settings import ApiSettings
+from specdec.errors import InvalidParameterError, UnsupportedParameterError
+from specdec.sampling.params import SamplingParams
+from specdec.sampling.validation import MAX_LOGPROBS, validated, validated_seed
+
+_T = TypeVar("_T")
+
+
+def sampling_params(body: GenerationBody, model: ServedModel, info: ModelInfo, settings: ApiSettings) -> SamplingParams:
+    """How a request's tokens are chosen.
+
+    Raises:
+        InvalidParameterError: A value is not allowed; it names the parameter as the request does.
+    """
+    _check_offered(body, info, settings)
+    defaults = model.defaults
+    params = SamplingParams(
+        repetition_penalty=_or(body.repetition_penalty, defaults.repetition_penalty),
+        presence_penalty=_or(body.presence_penalty, 0.0),
+        frequency_penalty=_or(body.frequency_penalty, 0.0),
+        logit_bias=tuple((body.logit_bias or {}).items()),
+        min_tokens=_or(body.min_tokens, 0),
+        temperature=_or(body.temperature, defaults.temperature),
+        top_k=_or(body.top_k, defaults.top_k),
+        top_p=_or(body.top_p, defaults.top_p),
+        min_p=_or(body.min_p, defaults.min_p),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=body.num_logprobs,
+        acceptance=_or(body.acceptance, "coupled"),
+    )
+    return validated(params, model.vocab_size)
+
+
+def output_limit(body: GenerationBody, model: ServedModel, num_prompt_tokens: int, default: int | None) -> int:
+    """Most output tokens of a prompt: what the request says, else ``default``, else what is left of the context.
+
+    Raises:
+        InvalidParameterError: Prompt and output do not fit into the model's length.
+    """
+    asked, name = body.output_limit, body.output_limit_name
+    room = model.max_model_len - num_prompt_tokens
+    if room < (asked or 1):
+        raise InvalidParameterError(
+            name if room > 0 else body.prompt_name,
+            f"the prompt has {num_prompt_tokens} tokens, and {name} is {asked or 'at least 1'}; "
+            f"{model.name} takes {model.max_model_len} tokens, prompt and output together",
+            "context_length_exceeded",
+        )
+    limit = asked or min(default or room, room)
+    if body.min_tokens is not None and body.min_tokens > limit:
+        raise InvalidParameterError("min_tokens", f"min_tokens must be at most {limit}, the most output tokens")
+    return limit
+
+
+def request_seed(body: GenerationBody) -> int:
+    """The request's seed in [0, 2**64), drawn where it names none."""
+    return secrets.randbits(64) if body.seed is None else validated_seed(body.seed)
+
+
+def _check_offered(body: GenerationBody, info: ModelInfo, settings: ApiSettings) -> None:
+    """What depends on the service rather than on the value."""
+    if body.acceptance is not None and body.acceptance not in info.acceptance_rules:
+        offered = ", ".join(info.acceptance_rules)
+        raise UnsupportedParameterError("acceptance", f"acceptance must be one of: {offered}")
+    if (body.num_logprobs or 0) > MAX_LOGPROBS:
+        raise InvalidParameterError(body.logprobs_name, f"{body.logprobs_name} must be at most {MAX_LOGPROBS}")
+    stops = body.stop or []
+    if len(stops) > settings.max_stop_strings:
+        raise InvalidParameterError("stop", f"stop must hold at most {settings.max_stop_strings} strings")
+    if max(map(len, stops), default=0) > settings.max_stop_characters:
+        raise InvalidParameterError(
+            "stop", f"a stop string must have at most {settings.max_stop_characters} characters"
+        )
+
+
+def _or(value: _T | None, default: _T) -> _T:
+    return default if value is None else value

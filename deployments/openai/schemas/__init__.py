@@ -1,0 +1,1 @@
+"""Request bodies, one file per endpoint."""

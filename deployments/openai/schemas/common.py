@@ -1,0 +1,113 @@
+"""What completions and chat completions have in common."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from deployments.openai.schemas.fields import Bias, Body, Integer, Integers, Stops, refused
+from specdec.sampling.params import Acceptance
+
+MetricsDetail = Literal["none", "summary", "detailed"]
+
+
+class StreamOptions(Body):
+    """How a stream is sent.
+
+    Attributes:
+        include_usage: Send a last chunk with the usage.
+        include_obfuscation: Taken; there is none.
+    """
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationBody(Body):
+    """How to generate; null and absent mean the same: the model's default, or OpenAI's.
+
+    Attributes:
+        model: Name of the target or the draft.
+        n: Samples per prompt.
+        seed: Makes the answer reproducible; drawn where absent.
+        stop: Strings that end the text; they are not part of it.
+        max_tokens: Most output tokens.
+        num_speculative_tokens: Bound on draft tokens per round; 0 is plain decoding.
+        acceptance: Rule by which draft tokens are kept.
+        return_token_ids: Send the tokens' ids too.
+        per_request_spec_decode_metrics: Send what speculation did, as ``metrics.speculative_decoding``.
+        cache_salt: Share cached prefixes only among requests with the same salt.
+    """
+
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    n: Annotated[int, Field(ge=1)] | None = None
+    seed: Integer | None = None
+    stop: Stops | None = None
+    stop_token_ids: Integers | None = None
+    ignore_eos: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Integer | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Bias | None = None
+    min_tokens: Integer | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    num_speculative_tokens: Integer | None = None
+    acceptance: Acceptance | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    per_request_spec_decode_metrics: MetricsDetail | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    prompt_logprobs: Annotated[Any, refused()] = None
+
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    moderation: Annotated[Any, refused()] = None
+
+    def check_together(self) -> None:
+        """Check what concerns several fields.
+
+        Raises:
+            InvalidParameterError: Two fields contradict each other.
+        """
+
+    @property
+    def output_limit(self) -> int | None:
+        """Most output tokens, if the request says."""
+        return self.max_tokens
+
+    @property
+    def output_limit_name(self) -> str:
+        """What the request calls that."""
+        return "max_tokens"
+
+    @property
+    def prompt_name(self) -> str:
+        """What the request calls its prompt."""
+        return "prompt"
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives per token to report; None reports nothing."""
+        return None
+
+    @property
+    def logprobs_name(self) -> str:
+        """What the request calls that."""
+        return "logprobs"
+
+    @property
+    def wants_usage_chunk(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)

@@ -1,0 +1,43 @@
+"""The bodies of ``POST /tokenize`` and ``POST /detokenize``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deployments.openai.schemas.chat import Messages
+from deployments.openai.schemas.fields import Body, Integers
+from specdec.errors import InvalidParameterError
+
+
+class TokenizeBody(Body):
+    """A text or a conversation whose tokens are asked for.
+
+    Attributes:
+        model: Absent, the target.
+        add_special_tokens: Whether a text gets those that the tokenizer adds by itself.
+        return_token_strs: Send each token's own text too.
+    """
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check_together(self) -> None:
+        """Refuse both, and neither.
+
+        Raises:
+            InvalidParameterError: It is not one of ``prompt`` and ``messages``.
+        """
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidParameterError("prompt", "send either prompt or messages")
+
+
+class DetokenizeBody(Body):
+    """Tokens whose text is asked for; absent, ``model`` is the target."""
+
+    model: str | None = None
+    tokens: Integers

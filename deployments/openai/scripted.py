@@ -1,0 +1,79 @@
+"""A token service that follows a script, for tests of whatever stands before it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+
+from deployments.openai.service import ModelInfo, SequenceRequest, TokenDelta
+from specdec.protocol.messages import Finish, Notes, TokenLogprobs
+
+Step = TokenDelta | asyncio.Event | Exception
+"""Send this, wait for this, or fail with this."""
+
+
+class ScriptedService:
+    """Answers every sequence with the steps that ``script`` gives for it.
+
+    Attributes:
+        opened: Requests in the order they came.
+        cancelled: Sequences that were closed before their end.
+        unhealthy: Raised by ``model_info`` and ``check_health`` while set.
+    """
+
+    def __init__(self, info: ModelInfo, script: Callable[[SequenceRequest], Iterable[Step]]) -> None:
+        self._info = info
+        self._script = script
+        self.opened: list[SequenceRequest] = []
+        self.cancelled: list[str] = []
+        self.unhealthy: Exception | None = None
+
+    def model_info(self) -> ModelInfo:
+        """The info given."""
+        if self.unhealthy is not None:
+            raise self.unhealthy
+        return self._info
+
+    async def open(self, request: SequenceRequest) -> AsyncGenerator[TokenDelta]:
+        """Follow the script."""
+        self.opened.append(request)
+        ended = False
+        try:
+            for step in self._script(request):
+                if isinstance(step, asyncio.Event):
+                    await step.wait()
+                elif isinstance(step, Exception):
+                    ended = True
+                    raise step
+                else:
+                    ended = step.finish is not None
+                    yield step
+        finally:
+            if not ended:
+                self.cancelled.append(request.seq)
+
+    async def check_health(self) -> None:
+        """Fail while ``unhealthy`` is set."""
+        self.model_info()
+
+    async def metrics(self) -> bytes:
+        """A page with one line."""
+        return b"scripted_up 1\n"
+
+
+def rounds(
+    tokens: Sequence[int],
+    size: int = 1,
+    finish: Finish = "stop",
+    logprobs: Sequence[TokenLogprobs] | None = None,
+) -> list[TokenDelta]:
+    """Cut tokens into rounds of at most ``size``, all but the last of each drafted and accepted."""
+    deltas = []
+    for start in range(0, len(tokens), size):
+        run = tuple(tokens[start : start + size])
+        how = "a" * (len(run) - 1) + ("b" if len(run) > 1 else "p")
+        num_drafted = (0,) * (len(run) - 1) + (len(run) - 1,)
+        of_run = None if logprobs is None else tuple(logprobs[start : start + len(run)])
+        last = start + size >= len(tokens)
+        deltas.append(TokenDelta(run, Notes(how, num_drafted, of_run), finish if last else None))
+    return deltas

@@ -1,0 +1,142 @@
+"""The border between the world of text and the world of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, Protocol
+
+from specdec.protocol.marks import Tokens
+from specdec.protocol.messages import Finish, Notes
+from specdec.sampling.params import Acceptance, SequenceSpec
+
+Role = Literal["target", "draft"]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """Sampling of requests that do not say how; OpenAI's where the model's ``generation_config.json`` says nothing."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def from_generation_config(cls, config: Mapping[str, Any]) -> GenerationDefaults:
+        """Take what a generation config (as a mapping) says, and leave out what it leaves out."""
+        return cls(**{f.name: config[f.name] for f in fields(cls) if config.get(f.name) is not None})
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that requests can name.
+
+    Attributes:
+        name: What requests give as ``model``.
+        max_model_len: Longest sequence, prompt and output together, in tokens.
+        vocab_size: Number of token ids.
+        eos_token_ids: Ids that end a sequence.
+    """
+
+    name: str
+    role: Role
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: Tokens = ()
+    defaults: GenerationDefaults = GenerationDefaults()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What is served.
+
+    Attributes:
+        draft: The draft as a model of its own; None where there is none, or it is not to be called.
+        num_speculative_tokens: Draft tokens per round where a request says nothing.
+        acceptance_rules: Rules that a request may choose.
+        created_s: When the service was started, in seconds since the epoch.
+    """
+
+    target: ServedModel
+    draft: ServedModel | None = None
+    num_speculative_tokens: int = 0
+    acceptance_rules: tuple[Acceptance, ...] = ("coupled",)
+    created_s: int = 0
+
+    @property
+    def models(self) -> tuple[ServedModel, ...]:
+        """All models that requests can name, the target first."""
+        return (self.target,) if self.draft is None else (self.target, self.draft)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRequest:
+    """One sequence to generate.
+
+    Attributes:
+        seq: Unique among all sequences of all ingresses.
+        prompt: The prompt's tokens, at least one.
+        model: Which of the pair answers; the draft alone runs without speculation.
+        cache_salt: Prefixes are shared only among sequences with the same salt.
+    """
+
+    seq: str
+    prompt: Tokens
+    spec: SequenceSpec
+    model: Role = "target"
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """The next tokens of a sequence, final.
+
+    Attributes:
+        tokens: May be empty: in the first delta, which then says that the sequence was taken in, and in the last.
+        notes: How they came, one entry per token.
+        finish: Why the sequence ended, in the last delta.
+    """
+
+    tokens: Tokens = ()
+    notes: Notes = field(default_factory=Notes)
+    finish: Finish | None = None
+
+
+class TokenService(Protocol):
+    """Whoever generates tokens: the router's client in the service, an engine or a script in tests."""
+
+    def model_info(self) -> ModelInfo:
+        """What is served.
+
+        Raises:
+            ServiceUnavailableError: The models are not ready.
+        """
+        ...
+
+    def open(self, request: SequenceRequest) -> AsyncGenerator[TokenDelta]:
+        """Generate one sequence.
+
+        Nothing happens before the first delta is asked for. It comes, without tokens if need be, as soon as the
+        sequence is taken in: answers begin only then, so that what is refused is refused with a status code. The last
+        delta has ``finish``. Closing the generator before (``aclose``, or cancelling the task that waits in it)
+        cancels the sequence everywhere.
+
+        Raises:
+            ServiceUnavailableError: No worker can take the sequence now.
+            InvalidParameterError: The service cannot honour the request.
+        """
+        ...
+
+    async def check_health(self) -> None:
+        """Return if requests can be served.
+
+        Raises:
+            ServiceUnavailableError: They cannot; the message says why.
+        """
+        ...
+
+    async def metrics(self) -> bytes:
+        """All of the service's metrics, in the text format of Prometheus."""
+        ...

@@ -1,0 +1,31 @@
+"""What the API allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ApiSettings:
+    """Limits and choices of one API.
+
+    Attributes:
+        max_body_bytes: Largest request body; beyond it 413.
+        max_sequences: Most sequences (prompts times ``n``) of one request.
+        max_stop_strings: Most stop strings of one request.
+        max_stop_characters: Longest stop string.
+        retry_after_s: What ``Retry-After`` says where the service cannot take a request now.
+        chat_template: Jinja template in place of the tokenizer's own; None keeps that.
+        trust_request_chat_template: Let requests bring a ``chat_template``. A template is a program: it can keep a
+            thread and memory busy without end, so only those who may do that should reach the API.
+        send_request_id: Send ``x-request-id`` in answers; off where a proxy in front does it.
+    """
+
+    max_body_bytes: int = 4 << 20
+    max_sequences: int = 128
+    max_stop_strings: int = 16
+    max_stop_characters: int = 1024
+    retry_after_s: int = 1
+    chat_template: str | None = None
+    trust_request_chat_template: bool = False
+    send_request_id: bool = True

@@ -1,0 +1,87 @@
+"""What speculation did for one sequence, round by round."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+from specdec.protocol.messages import Notes
+
+
+class Round(NamedTuple):
+    """One verification of a draft."""
+
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+
+class RoundTally:
+    """Puts the notes of tokens together to rounds again, wherever a message cut them.
+
+    Attributes:
+        rounds: How often each kind of round came; only those that verified a draft.
+    """
+
+    def __init__(self) -> None:
+        self.rounds: Counter[Round] = Counter()
+        self._num_accepted = 0
+
+    def add(self, notes: Notes) -> list[Round]:
+        """Take the notes of the next tokens and return the rounds that are now complete."""
+        complete = []
+        for letter, num_drafted in zip(notes.how, notes.num_drafted, strict=True):
+            self._num_accepted += letter == "a"
+            if num_drafted:
+                complete.append(Round(num_drafted, self._num_accepted))
+            if num_drafted or letter != "a":
+                self._num_accepted = 0
+        self.rounds.update(complete)
+        return complete
+
+    @property
+    def num_drafts(self) -> int:
+        """Rounds that verified a draft."""
+        return self.rounds.total()
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Draft tokens verified."""
+        return sum(kind.num_draft_tokens * count for kind, count in self.rounds.items())
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Draft tokens kept."""
+        return sum(kind.num_accepted_tokens * count for kind, count in self.rounds.items())
+
+
+def speculation_metrics(tally: RoundTally, num_spec_tokens: int, detailed: bool) -> dict[str, Any]:
+    """The ``metrics.speculative_decoding`` object of an answer, by vLLM's names.
+
+    Args:
+        tally: Of the answer's one sequence.
+        num_spec_tokens: Bound on draft tokens per round.
+        detailed: Add the histograms: rounds by tokens accepted, over all and by draft length.
+    """
+    drafts, drafted, accepted = tally.num_drafts, tally.num_draft_tokens, tally.num_accepted_tokens
+    metrics: dict[str, Any] = {
+        "mean_acceptance_length": 1 + accepted / drafts if drafts else None,
+        "draft_acceptance_rate": accepted / drafted if drafted else None,
+        "num_spec_steps": drafts,
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": drafted,
+        "num_spec_tokens": num_spec_tokens,
+    }
+    if detailed:
+        lengths = sorted({kind.num_draft_tokens for kind in tally.rounds})
+        metrics["acceptance_histogram"] = _histogram(tally, lengths)
+        metrics["acceptance_histogram_by_draft_length"] = {str(n): _histogram(tally, [n]) for n in lengths}
+    return metrics
+
+
+def _histogram(tally: RoundTally, lengths: list[int]) -> list[int]:
+    """Rounds of these draft lengths, by the number of tokens accepted."""
+    counts = [0] * (max(lengths, default=0) + 1)
+    for kind, count in tally.rounds.items():
+        if kind.num_draft_tokens in lengths:
+            counts[kind.num_accepted_tokens] += count
+    return counts

@@ -1,0 +1,1 @@
+"""How batches of messages travel between the replicas of the Serve deployments; nothing here knows what they mean."""

@@ -1,0 +1,282 @@
+"""Hosts: what gives a state machine its time, its messages and its peers.
+
+``WorkerHost`` runs a machine whose steps take long (torch) on a thread of its own, so that the event loop only passes
+messages. ``LoopHost`` runs one whose steps are short on the event loop itself, which saves the hops between threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import queue
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, Protocol, TypeVar
+
+from deployments.transport.mailbox import Mailbox
+from deployments.transport.wire import HostFailedError
+
+logger = logging.getLogger(__name__)
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long the machine's thread may keep the interpreter while the event loop waits for it."""
+
+
+class Machine(Protocol):
+    """A synchronous, clock-free state machine."""
+
+    def receive(self, message: Any, now_s: float) -> None:
+        """Take in one message."""
+        ...
+
+    def step(self, now_s: float) -> bool:
+        """Do a piece of work, or the timers; True if there may be more to do at once."""
+        ...
+
+    def take_outbox(self) -> dict[str, list[Any]]:
+        """Messages since the last call, by peer id."""
+        ...
+
+
+M = TypeVar("M", bound=Machine)
+Action = Callable[[M, float], None]
+"""Something to do with the machine in its turn, given the time."""
+
+
+class Host(ABC, Generic[M]):
+    """Drives one machine and keeps a mailbox per linked peer.
+
+    Attributes:
+        num_dropped_messages: Messages for peers without a link; the protocol allows for their loss.
+    """
+
+    def __init__(self, machine: M, clock: Callable[[], float] = time.monotonic) -> None:
+        self._machine = machine
+        self._clock = clock
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._failure: Exception | None = None
+        self.last_progress_s = time.monotonic()
+        self.num_dropped_messages = 0
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start driving the machine; on the event loop."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End it, and the links; idempotent."""
+
+    @abstractmethod
+    def post(self, messages: Iterable[Any]) -> None:
+        """Hand messages to the machine."""
+
+    @abstractmethod
+    def tell(self, action: Action[M]) -> None:
+        """Have ``action(machine, now_s)`` done in the machine's turn, in order with the messages."""
+
+    def attach(self, peer: str) -> Mailbox:
+        """A new mailbox for what the machine sends to ``peer``; an older one is closed."""
+        self._close(peer)
+        mailbox = self._mailboxes[peer] = Mailbox()
+        return mailbox
+
+    def detach(self, peer: str, mailbox: Mailbox) -> None:
+        """Close a mailbox; ``peer`` is unlinked unless it has another by now."""
+        mailbox.close()
+        if self._mailboxes.get(peer) is mailbox:
+            del self._mailboxes[peer]
+
+    def unlink_all(self) -> None:
+        """Close all mailboxes, which ends every link."""
+        for peer in list(self._mailboxes):
+            self._close(peer)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the machine has raised."""
+        return self._failure is not None
+
+    def check(self, stall_s: float) -> None:
+        """Whether the machine is well.
+
+        Raises:
+            HostFailedError: It has raised, or one step has gone on for more than ``stall_s``.
+        """
+        if self._failure is not None:
+            raise HostFailedError(f"the machine failed: {self._failure!r}") from self._failure
+        idle_s = time.monotonic() - self.last_progress_s
+        if idle_s > stall_s:
+            raise HostFailedError(f"no progress for {idle_s:.1f} s, allowed are {stall_s} s")
+
+    def _close(self, peer: str) -> None:
+        mailbox = self._mailboxes.pop(peer, None)
+        if mailbox is not None:
+            mailbox.close()
+
+    def _turn(self, items: Iterable[Action[M]]) -> bool:
+        """One turn of the machine: what came, a step, what goes out."""
+        now_s = self._clock()
+        for item in items:
+            item(self._machine, now_s)
+        busy = self._machine.step(self._clock())
+        for peer, messages in self._machine.take_outbox().items():
+            mailbox = self._mailboxes.get(peer)
+            if mailbox is None or not mailbox.put(messages):
+                self.num_dropped_messages += len(messages)
+        self.last_progress_s = time.monotonic()
+        return busy
+
+    def _fail(self, failure: Exception) -> None:
+        logger.error("The machine failed; this replica is lost.", exc_info=failure)
+        self._failure = failure
+        self.unlink_all()
+
+
+def _receive_all(messages: tuple[Any, ...]) -> Action[Any]:
+    def receive(machine: Machine, now_s: float) -> None:
+        for message in messages:
+            machine.receive(message, now_s)
+
+    return receive
+
+
+class WorkerHost(Host[M]):
+    """Runs a machine on a thread of its own; ``post`` and ``tell`` may be called from any thread.
+
+    Args:
+        machine: The machine; nobody else may touch it after ``start``.
+        idle_wait_s: How long the thread waits for messages after a step that did nothing, before the next: the
+            precision of the machine's timers.
+        clock: The machine's time.
+    """
+
+    def __init__(self, machine: M, *, idle_wait_s: float = 0.005, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(machine, clock)
+        self._idle_wait_s = idle_wait_s
+        self._inbox: queue.SimpleQueue[Action[M]] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="machine", daemon=True)
+        self._old_switch_interval_s: float | None = None
+
+    def start(self) -> None:
+        """Start the thread, and let it give way to the event loop sooner than the interpreter's default."""
+        self._old_switch_interval_s = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self.last_progress_s = time.monotonic()
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """End the thread after its running step, waiting for it at most ``timeout_s``."""
+        self._stopping.set()
+        self._inbox.put(lambda _machine, _now_s: None)
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+        self.unlink_all()
+        if self._old_switch_interval_s is not None:
+            sys.setswitchinterval(self._old_switch_interval_s)
+            self._old_switch_interval_s = None
+
+    def post(self, messages: Iterable[Any]) -> None:
+        """Hand messages to the machine, from any thread."""
+        self._inbox.put(_receive_all(tuple(messages)))
+
+    def tell(self, action: Action[M]) -> None:
+        """Have ``action(machine, now_s)`` done on the machine's thread before its next step."""
+        self._inbox.put(action)
+
+    def _run(self) -> None:
+        busy = True
+        try:
+            while not self._stopping.is_set():
+                busy = self._turn(self._pending(0.0 if busy else self._idle_wait_s))
+        except Exception as failure:
+            self._fail(failure)
+
+    def _pending(self, wait_s: float) -> list[Action[M]]:
+        items: list[Action[M]] = []
+        try:
+            items.append(self._inbox.get(wait_s > 0, wait_s))
+            while True:
+                items.append(self._inbox.get_nowait())
+        except queue.Empty:
+            return items
+
+
+class LoopHost(Host[M]):
+    """Runs a machine on the event loop, once for everything that came in one turn of the loop.
+
+    Args:
+        machine: The machine; its steps must be short.
+        tick_s: Longest time between two steps: the precision of the machine's timers.
+        after: Called with the machine after every turn, to take what is not a message.
+        clock: The machine's time.
+    """
+
+    def __init__(
+        self,
+        machine: M,
+        *,
+        tick_s: float = 0.05,
+        after: Callable[[M], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(machine, clock)
+        self._tick_s = tick_s
+        self._after = after
+        self._inbox: list[Action[M]] = []
+        self._woken = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+        self._context = contextvars.Context()
+
+    def start(self) -> None:
+        """Start the timers."""
+        self._tick()
+
+    def stop(self) -> None:
+        """End the timers and the links; what comes later is dropped."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._woken = True
+        self.unlink_all()
+
+    def post(self, messages: Iterable[Any]) -> None:
+        """Hand messages to the machine; on the event loop."""
+        self.tell(_receive_all(tuple(messages)))
+
+    def tell(self, action: Action[M]) -> None:
+        """Have ``action(machine, now_s)`` done before the machine's next step; on the event loop."""
+        self._inbox.append(action)
+        self._wake()
+
+    def check(self, stall_s: float) -> None:
+        """Whether the machine is well; a machine on the loop that answers cannot be stalled."""
+        self.last_progress_s = max(self.last_progress_s, time.monotonic() - stall_s)
+        super().check(stall_s)
+
+    def _wake(self) -> None:
+        if not self._woken:
+            self._woken = True
+            self._loop.call_soon(self._run, context=self._context)
+
+    def _tick(self) -> None:
+        self._wake()
+        self._timer = self._loop.call_later(self._tick_s, self._tick, context=self._context)
+
+    def _run(self) -> None:
+        self._woken = False
+        items, self._inbox = self._inbox, []
+        try:
+            busy = self._turn(items)
+            if self._after is not None:
+                self._after(self._machine)
+        except Exception as failure:
+            self._fail(failure)
+            self.stop()
+        else:
+            if busy:
+                self._wake()

@@ -1,0 +1,54 @@
+"""Calls to one replica, and the list of replicas, through Serve's request router.
+
+To be set on every deployment that is called by replica id::
+
+    RequestRouterConfig(request_router_class="deployments.transport.pinning:PinningRequestRouter")
+
+Serve pickles this class by value into every process that has a handle, so this module must hold nothing that is shared.
+"""
+
+from __future__ import annotations
+
+import random
+
+from ray.serve.request_router import LocalityMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from deployments.transport.board import process_board
+
+
+class PinningRequestRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]
+    """Sends a call to the replica that ``handle.options(session_id=replica_id)`` names.
+
+    Calls without a session, or with one that names no live replica, go to the less busy of two random replicas. So a
+    pinned call can reach another replica than the one meant: Serve offers no way to fail it here that does not leave
+    a routing task behind, so the callee compares (see ``Hello``).
+
+    FIFOMixin must stay away: it gives a replica chosen for one call to the oldest waiting call.
+    """
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """One attempt: the pinned replica alone, or two others at most."""
+        if pending_request is not None and pending_request.metadata.session_id:
+            pinned = [r for r in candidate_replicas if r.replica_id.unique_id == pending_request.metadata.session_id]
+            if pinned:
+                pending_request.routing_context.should_backoff = True
+                return [pinned]
+        allowed = self.apply_locality_routing(pending_request)
+        replicas = [r for r in candidate_replicas if r.replica_id in allowed]
+        return [random.sample(replicas, min(2, len(replicas)))]
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Take in Serve's new list."""
+        super().update_replicas(replicas)
+        self._publish()
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """Forget a replica that a call found dead, before Serve's controller knows."""
+        super().on_replica_actor_died(replica_id)
+        self._publish()
+
+    def _publish(self) -> None:
+        key = (self._deployment_id.app_name, self._deployment_id.name)
+        process_board().publish(key, [replica_id.unique_id for replica_id in self.curr_replicas])

@@ -1,0 +1,68 @@
+"""The world of tensors: a replica per model, its engine on a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from cluster.config import AppArgs
+from cluster.sources import backend_options, draft_source, target_source
+from deployments.names import ROUTER
+from deployments.transport.endpoints import WorkerEndpoint, replica_id
+from specdec.engine.build import Built, build_drafter, build_target
+from specdec.models.compat import check_pair
+from specdec.models.describe import describe_model
+from specdec.models.loading import load_tokenizer
+from specdec.protocol.drafter import DrafterMachine
+from specdec.protocol.target import TargetMachine
+
+logger = logging.getLogger("ray.serve")
+
+STALL_S = 60.0
+"""A step that takes longer than this hangs; the replica is then replaced."""
+
+
+class TargetServer(WorkerEndpoint):
+    """Serves the target model to all routers.
+
+    Args:
+        args: The service's configuration.
+        num_torch_threads: Threads for torch on a CPU.
+    """
+
+    def __init__(self, args: AppArgs, num_torch_threads: int) -> None:
+        torch.set_num_threads(num_torch_threads)
+        source = target_source(args)
+        vocab_size = len(load_tokenizer(source))
+        backend, built = build_target(source, backend_options(args, args.target, vocab_size), logger.info)
+        _report(built)
+        machine = TargetMachine(replica_id(), backend, args.protocol.times())
+        self.start_worker(machine, routers=ROUTER, stall_s=STALL_S)
+
+
+class DraftServer(WorkerEndpoint):
+    """Serves the draft model to all routers; checks first that it fits the target.
+
+    Args:
+        args: The service's configuration.
+        num_torch_threads: Threads for torch on a CPU.
+    """
+
+    def __init__(self, args: AppArgs, num_torch_threads: int) -> None:
+        torch.set_num_threads(num_torch_threads)
+        source = draft_source(args)
+        assert source is not None, "deployed without a draft model"
+        target = target_source(args)
+        tokenizer = load_tokenizer(target)
+        pair = check_pair(describe_model(target), tokenizer, describe_model(source), load_tokenizer(source))
+        for note in pair.notes:
+            logger.info(note)
+        backend, built = build_drafter(source, backend_options(args, args.draft, len(tokenizer)), logger.info)
+        _report(built)
+        machine = DrafterMachine(replica_id(), backend, args.protocol.times())
+        self.start_worker(machine, routers=ROUTER, stall_s=STALL_S)
+
+
+def _report(built: Built) -> None:
+    logger.info("%s: %s; %s", built.loaded.name, built.memory, built.admission)

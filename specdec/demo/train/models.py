@@ -1,0 +1,117 @@
+"""The models' shapes; growing a model in depth; the export that transformers loads."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from specdec.demo.train.tokens import END_ID
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A Llama model with tied embeddings and as many key-value heads as query heads."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    vocab_size: int = 4096
+    max_positions: int = 2048
+
+    def config(self) -> LlamaConfig:
+        """The transformers configuration."""
+        return LlamaConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.num_layers,
+            num_attention_heads=self.num_heads,
+            num_key_value_heads=self.num_heads,
+            max_position_embeddings=self.max_positions,
+            tie_word_embeddings=True,
+            bos_token_id=END_ID,
+            eos_token_id=END_ID,
+        )
+
+
+TARGET = Shape(num_layers=12, hidden_size=256, intermediate_size=768, num_heads=4)
+DRAFT = Shape(num_layers=2, hidden_size=160, intermediate_size=512, num_heads=5)
+
+
+def build(config: LlamaConfig, seed: int) -> LlamaForCausalLM:
+    """A float32 model with random weights; the projections that write to the residual stream start at zero."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config).float()
+    _silence(model, range(config.num_hidden_layers))
+    return model
+
+
+def grow(model: LlamaForCausalLM, num_layers: int) -> tuple[LlamaForCausalLM, dict[str, str]]:
+    """The same function with more layers: after every layer a copy of it that adds nothing yet.
+
+    A copy keeps what it reads and computes and starts with zero output projections, so the loss does not jump and
+    the new projections have a useful gradient at once. (Progressive stacking: Gong et al. 2019, "Efficient Training
+    of BERT by Progressively Stacking"; zero outputs: Chen et al. 2016, "Net2Net", section 2.3.)
+
+    Args:
+        model: Has L layers.
+        num_layers: A multiple of L.
+
+    Returns:
+        The grown model, and for each parameter that the old model had its old name by its new one.
+
+    Raises:
+        ValueError: ``num_layers`` is no multiple of L.
+    """
+    factor, rest = divmod(num_layers, model.config.num_hidden_layers)
+    if rest or factor < 1:
+        raise ValueError(f"num_layers must be a multiple of {model.config.num_hidden_layers}, not {num_layers}")
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = num_layers
+    config.layer_types = None
+    grown = LlamaForCausalLM(LlamaConfig(**_shape_of(config))).float()
+    state, old_names, old = {}, {}, model.state_dict()
+    for name in grown.state_dict():
+        parts = name.split(".")
+        if parts[1] != "layers":
+            state[name], old_names[name] = old[name], name
+            continue
+        source, copy_number = divmod(int(parts[2]), factor)
+        old_name = ".".join([*parts[:2], str(source), *parts[3:]])
+        state[name] = old[old_name]
+        if copy_number == 0:
+            old_names[name] = old_name
+    grown.load_state_dict(state)
+    _silence(grown, [i for i in range(num_layers) if i % factor])
+    return grown, old_names
+
+
+def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Writes a copy of the model in bfloat16 safetensors, and the tokenizer, as transformers loads them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def num_parameters(model: LlamaForCausalLM) -> int:
+    """Number of parameters, tied ones once."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def _shape_of(config: LlamaConfig) -> dict[str, object]:
+    fields = config.to_dict()
+    return {k: v for k, v in fields.items() if k not in ("layer_types", "transformers_version", "architectures")}
+
+
+def _silence(model: LlamaForCausalLM, layers: range | list[int]) -> None:
+    """Zeroes the projections by which the layers write to the residual stream."""
+    with torch.no_grad():
+        for i in layers:
+            layer = model.model.layers[i]
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()

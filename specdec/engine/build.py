@@ -1,0 +1,110 @@
+"""From a model's name to a backend that verifies or drafts; the same for every process that holds a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from specdec.engine.draft_backend import ModelDrafter
+from specdec.engine.target_backend import ModelTarget
+from specdec.models.admission import AdmissionReport, check_admission
+from specdec.models.loading import LoadedModel, ModelSource, Progress, load_model
+from specdec.models.memory import MemoryPlan, plan_memory
+from specdec.models.runner import ModelRunner
+from specdec.sampling.pipeline import Sampler
+
+_CHUNK_TOKENS = {"cpu": 256, "cuda": 2048}
+"""Tokens of a forward pass that keep a device busy, and no more: others wait for no more than one chunk of a prompt."""
+
+
+_KV_FRACTION = {"cpu": 0.25, "cuda": 0.9}
+"""Share of the free memory that the cache may take: a GPU is the model's own, a machine's memory is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A model made ready, and what was found about it."""
+
+    loaded: LoadedModel
+    runner: ModelRunner
+    memory: MemoryPlan
+    admission: AdmissionReport
+
+
+@dataclass(frozen=True, slots=True)
+class BackendOptions:
+    """How a model is run.
+
+    Attributes:
+        max_model_len: Longest sequence in tokens; None takes the model's own.
+        vocab_size: Number of tokens of the tokenizer; rows of the embedding beyond it are padding. None takes all.
+        block_size: Tokens in a block of the paged cache.
+        max_batch_tokens: Most tokens in one forward pass; None chooses by device.
+        kv_memory: Memory for cached keys and values: ``auto``, a fraction of what is free, or bytes.
+        max_num_sequences: Whole sequences that the cache need not exceed, however much memory there is.
+    """
+
+    max_model_len: int | None = None
+    vocab_size: int | None = None
+    block_size: int = 16
+    max_batch_tokens: int | None = None
+    kv_memory: Literal["auto"] | float | int = "auto"
+    max_num_sequences: int = 256
+
+
+def build_target(
+    source: ModelSource, options: BackendOptions, progress: Progress | None = None
+) -> tuple[ModelTarget, Built]:
+    """Load a model and make a target of it.
+
+    Raises:
+        ModelLoadError: It cannot be loaded or served exactly.
+        MemoryPlanError: Its cache cannot hold one sequence.
+    """
+    built = _build(source, options, progress)
+    runner = built.runner
+    backend = ModelTarget(
+        runner,
+        Sampler(runner.vocab_size),
+        max_model_len=built.memory.max_model_len,
+        max_batch_tokens=_max_batch_tokens(built, options),
+    )
+    return backend, built
+
+
+def build_drafter(
+    source: ModelSource, options: BackendOptions, progress: Progress | None = None
+) -> tuple[ModelDrafter, Built]:
+    """Load a model and make a drafter of it; raises like :func:`build_target`.
+
+    A draft model that reads less than ``options.max_model_len`` drafts as far as it reads.
+    """
+    built = _build(source, options, progress)
+    runner = built.runner
+    backend = ModelDrafter(
+        runner,
+        Sampler(runner.vocab_size),
+        max_model_len=built.memory.max_model_len,
+        max_batch_tokens=_max_batch_tokens(built, options),
+    )
+    return backend, built
+
+
+def _build(source: ModelSource, options: BackendOptions, progress: Progress | None) -> Built:
+    loaded = load_model(source, progress)
+    budget = options.kv_memory
+    memory = plan_memory(
+        loaded,
+        budget_bytes=budget if isinstance(budget, int) else None,
+        fraction=budget if isinstance(budget, float) else _KV_FRACTION[loaded.device.type],
+        max_model_len=min(options.max_model_len or loaded.max_model_len, loaded.max_model_len),
+        max_num_sequences=options.max_num_sequences,
+        block_size=options.block_size,
+    )
+    vocab_size = min(options.vocab_size or loaded.vocab_size, loaded.vocab_size)
+    runner = ModelRunner(loaded, num_blocks=memory.num_blocks, block_size=memory.block_size, vocab_size=vocab_size)
+    return Built(loaded, runner, memory, check_admission(runner))
+
+
+def _max_batch_tokens(built: Built, options: BackendOptions) -> int:
+    return options.max_batch_tokens or _CHUNK_TOKENS[built.loaded.device.type]

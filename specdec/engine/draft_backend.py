@@ -1,0 +1,79 @@
+"""The draft model behind the drafter's state machine: one more token for every chain, in one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specdec.engine.states import SequenceStates
+from specdec.models.runner import ModelRunner, RowInput
+from specdec.protocol.backends import DraftJob, Proposal, Status
+from specdec.sampling.pipeline import RowGroup, Sampler
+
+_WAITING = Proposal(Status.WAITING)
+_PREFILLING = Proposal(Status.PREFILLING)
+
+
+class ModelDrafter:
+    """A :class:`specdec.protocol.backends.DraftBackend` over a causal language model.
+
+    It draws with the same pipeline and the same noise as the target (rule 10), so that its tokens are the target's as
+    often as the two distributions allow.
+
+    Args:
+        runner: The model with its caches.
+        sampler: From logits to tokens.
+        max_model_len: Longest sequence in tokens that the model can read.
+        max_batch_tokens: Most tokens forwarded per step.
+    """
+
+    def __init__(self, runner: ModelRunner, sampler: Sampler, *, max_model_len: int, max_batch_tokens: int) -> None:
+        self._runner = runner
+        self._sampler = sampler
+        self._states = SequenceStates(runner)
+        self._max_model_len = max_model_len
+        self._max_batch_tokens = max_batch_tokens
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence, in tokens, that the draft model can read."""
+        return self._max_model_len
+
+    def release(self, key: str) -> None:
+        """Free everything held for a sequence."""
+        self._states.release(key)
+
+    def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
+        """One step over a ragged batch; see :meth:`specdec.protocol.backends.DraftBackend.propose`."""
+        results = [_WAITING] * len(jobs)
+        keys = [job.key for job in jobs]
+        idle = self._states.idle(set(keys))
+        rows: list[RowInput] = []
+        deciding: list[int] = []
+        budget = self._max_batch_tokens
+        for i, job in enumerate(jobs):
+            yielding = idle + keys[:i:-1]
+            row = self._place(job, budget, yielding)
+            if row is not None:
+                budget -= len(row.tokens)
+                rows.append(row)
+                results[i] = _PREFILLING
+                if row.num_logits:
+                    deciding.append(i)
+        if rows:
+            logits = self._runner.forward(rows)
+            groups = [RowGroup(jobs[i].spec, jobs[i].tokens, ()) for i in deciding]
+            chosen = self._sampler.choose(logits, groups).tolist() if groups else []
+            for i, token in zip(deciding, chosen, strict=True):
+                results[i] = Proposal(Status.DECIDED, token)
+        return results
+
+    def _place(self, job: DraftJob, budget: int, yielding: Sequence[str]) -> RowInput | None:
+        if budget <= 0:
+            return None
+        sequence = self._states.align(job.key, job.tokens, job.agreed)
+        if not self._states.make_room(job.key, len(job.tokens), yielding):
+            return None
+        num_cached = len(sequence.tokens)
+        tokens = job.tokens[num_cached : num_cached + budget]
+        finishes = num_cached + len(tokens) == len(job.tokens)
+        return RowInput(sequence, tokens, 1 if finishes else 0)

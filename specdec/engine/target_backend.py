@@ -1,0 +1,120 @@
+"""The target model behind the target's state machine: schedule a ragged batch, forward it, decide."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from specdec.engine.states import SequenceStates
+from specdec.models.runner import ModelRunner, RowInput
+from specdec.protocol.backends import Status, Verification, VerifyJob
+from specdec.protocol.marks import Mark, Tokens
+from specdec.sampling.coupled import verify_coupled
+from specdec.sampling.pipeline import RowGroup, Sampler
+
+Scheduled = list[tuple[int, RowInput, Tokens]]
+"""Rows of a step: index of the job, row, draft that is in it."""
+
+_WAITING = Verification(Status.WAITING)
+_PREFILLING = Verification(Status.PREFILLING)
+
+
+class ModelTarget:
+    """A :class:`specdec.protocol.backends.TargetBackend` over a causal language model.
+
+    Every sequence brings its own past and its own number of new tokens: a part of its prefill, one token, or 1 + K to
+    verify. Rows that decode come first in the budget of a step; what is left reads prompts, in order of arrival. Where
+    blocks are short the draft shrinks first, then sequences that are not in the batch yield, then the newest in it.
+
+    Args:
+        runner: The model with its caches.
+        sampler: From logits to tokens.
+        max_model_len: Longest sequence in tokens; the runner's pool must hold one.
+        max_batch_tokens: Most tokens forwarded per step.
+    """
+
+    def __init__(self, runner: ModelRunner, sampler: Sampler, *, max_model_len: int, max_batch_tokens: int) -> None:
+        self._runner = runner
+        self._sampler = sampler
+        self._states = SequenceStates(runner)
+        self._max_model_len = max_model_len
+        self._max_batch_tokens = max_batch_tokens
+        self._marks: dict[str, Mark] = {}
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence, prompt and output together, in tokens."""
+        return self._max_model_len
+
+    def release(self, key: str) -> None:
+        """Free everything held for a sequence."""
+        self._states.release(key)
+        self._marks.pop(key, None)
+
+    def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
+        """One step over a ragged batch; see :meth:`specdec.protocol.backends.TargetBackend.verify`."""
+        results = [_WAITING] * len(jobs)
+        scheduled = self._schedule(jobs)
+        if not scheduled:
+            return results
+        logits = self._runner.forward([row for _, row, _ in scheduled])
+        deciding = [entry for entry in scheduled if entry[1].num_logits]
+        for i, _, _ in scheduled:
+            results[i] = _PREFILLING
+        for (i, _, _), result in zip(deciding, self._decide(jobs, deciding, logits), strict=True):
+            results[i] = result
+            self._states.truncate(jobs[i].key, len(jobs[i].log) + result.num_accepted)
+        return results
+
+    def _schedule(self, jobs: Sequence[VerifyJob]) -> Scheduled:
+        """Choose what is forwarded in this step."""
+        keys = [job.key for job in jobs]
+        idle = self._states.idle(set(keys))
+        is_prefill = [len(job.log) - self._states.length(job.key) > 1 for job in jobs]
+        budget = self._max_batch_tokens
+        scheduled: Scheduled = []
+        taken: set[int] = set()
+        for i in sorted(range(len(jobs)), key=is_prefill.__getitem__):
+            yielding = idle + [keys[j] for j in range(len(jobs) - 1, i, -1) if j not in taken]
+            placed = self._place(jobs[i], budget, yielding)
+            if placed is not None:
+                row, draft = placed
+                scheduled.append((i, row, draft))
+                taken.add(i)
+                budget -= len(row.tokens)
+        return scheduled
+
+    def _place(self, job: VerifyJob, budget: int, yielding: Sequence[str]) -> tuple[RowInput, Tokens] | None:
+        """A row for one job within ``budget`` tokens, with its blocks reserved; None if it does not fit now.
+
+        Blocks are reserved for the whole log at once, so that a prompt is not begun that could not be finished.
+        """
+        if budget <= 0:
+            return None
+        sequence = self._states.align(job.key, job.log.tokens, self._agreed(job))
+        num_cached, length = len(sequence.tokens), len(job.log)
+        draft = job.draft[: max(0, budget - (length - num_cached))]
+        while draft and not self._runner.reserve(sequence, length + len(draft)):
+            draft = draft[:-1]
+        if not draft and not self._states.make_room(job.key, length, yielding):
+            return None
+        tokens = job.log.tail(num_cached, num_cached + budget)
+        finishes = num_cached + len(tokens) == length
+        self._marks[job.key] = job.log.mark(num_cached)
+        return RowInput(sequence, tokens + draft, 1 + len(draft) if finishes else 0), draft
+
+    def _agreed(self, job: VerifyJob) -> int:
+        """Length up to which the cached tokens are the log's, told by their mark without comparing them."""
+        mark = self._marks.get(job.key)
+        return mark.length if mark is not None and job.log.has(mark) else 0
+
+    def _decide(self, jobs: Sequence[VerifyJob], scheduled: Scheduled, logits: torch.Tensor) -> list[Verification]:
+        """Run the acceptance rule over all rows that have logits, in the order in which they were forwarded."""
+        groups = [RowGroup(jobs[i].spec, jobs[i].log.tokens, draft) for i, _, draft in scheduled]
+        chosen = self._sampler.choose(logits, groups)
+        verified = verify_coupled(chosen, groups)
+        return [
+            Verification(Status.DECIDED, result.run, result.num_accepted, len(group.draft))
+            for result, group in zip(verified, groups, strict=True)
+        ]

@@ -1,0 +1,125 @@
+"""Whether a model's cached, split, rolled back forward gives what its plain forward gives."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from specdec.errors import ModelLoadError
+from specdec.models.attention import ATTENTION_NAME
+from specdec.models.loading import quiet
+from specdec.models.runner import ModelRunner, RowInput
+
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+"""Largest relative error allowed, by dtype: above what rounding gives, far below what a wrong token gives."""
+
+_ROW_LENGTHS = (41, 7, 24, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionReport:
+    """What the check found.
+
+    Attributes:
+        relative_error: Worst row's root mean square difference, over that of the logits about their mean.
+        max_difference: Largest absolute difference of a logit.
+        tolerance: What ``relative_error`` was allowed to be.
+        num_tokens: Tokens compared.
+        duration_s: Wall-clock time of the check.
+    """
+
+    relative_error: float
+    max_difference: float
+    tolerance: float
+    num_tokens: int
+    duration_s: float
+
+
+def check_admission(runner: ModelRunner, seed: int = 0) -> AdmissionReport:
+    """Compare ragged, split forwards, with refused tokens in between, with one plain forward of each row.
+
+    Args:
+        runner: With at least some ten blocks free; it holds what it held before when the check is done.
+        seed: Of the tokens, of the splits and of what is refused.
+
+    Raises:
+        ModelLoadError: they differ by more than rounding; or too few blocks are free.
+    """
+    start_s = time.perf_counter()
+    rng = random.Random(seed)
+    most = max(1, runner.loaded.max_model_len - 4)
+    rows = [[rng.randrange(runner.loaded.vocab_size) for _ in range(min(n, most))] for n in _ROW_LENGTHS]
+    split = _split_forward(runner, rows, rng)
+    with _stock_attention(runner.loaded.model):
+        whole = [_whole_forward(runner, row) for row in rows]
+    differences = [(a.to(b.device) - b) for a, b in zip(split, whole, strict=True)]
+    errors = [
+        (difference.square().mean() / logits.var(dim=-1, correction=0).mean()).sqrt().item()
+        for difference, logits in zip(differences, whole, strict=True)
+    ]
+    report = AdmissionReport(
+        relative_error=max(errors),
+        max_difference=max(difference.abs().max().item() for difference in differences),
+        tolerance=TOLERANCES.get(runner.loaded.dtype, TOLERANCES[torch.bfloat16]),
+        num_tokens=sum(map(len, rows)),
+        duration_s=time.perf_counter() - start_s,
+    )
+    if not report.relative_error <= report.tolerance:  # also where it is not a number
+        raise ModelLoadError(
+            f"{runner.loaded.name} cannot be served exactly: its cached forward differs from its plain one by "
+            f"{report.relative_error:.2g} of the logits' spread, where {report.tolerance:g} is allowed for "
+            f"{str(runner.loaded.dtype).removeprefix('torch.')}"
+        )
+    return report
+
+
+def _split_forward(runner: ModelRunner, rows: list[list[int]], rng: random.Random) -> list[torch.Tensor]:
+    """Logits of every row, [length, vocabulary] each, from pieces with up to 3 refused tokens after each."""
+    sequences = [runner.new_sequence(salt=None) for _ in rows]
+    pieces: list[list[torch.Tensor]] = [[] for _ in rows]
+    try:
+        while any(len(sequence) < len(row) for sequence, row in zip(sequences, rows, strict=True)):
+            inputs, kept = [], []
+            for index, (sequence, row) in enumerate(zip(sequences, rows, strict=True)):
+                new = row[len(sequence) : len(sequence) + rng.randint(1, 9)]
+                if not new:
+                    continue
+                tokens = new + [rng.randrange(runner.loaded.vocab_size) for _ in range(rng.randint(0, 3))]
+                if not runner.reserve(sequence, len(sequence) + len(tokens)):
+                    raise ModelLoadError(f"too few cache blocks to check {runner.loaded.name}")
+                inputs.append(RowInput(sequence, tokens, len(tokens)))
+                kept.append((index, len(sequence) + len(new), len(new)))
+            logits = torch.split(runner.forward(inputs), [row.num_logits for row in inputs])
+            for (index, length, num_kept), values in zip(kept, logits, strict=True):
+                runner.truncate(sequences[index], length)
+                pieces[index].append(values[:num_kept])
+    finally:
+        for sequence in sequences:
+            runner.free(sequence)
+    return [torch.cat(values) for values in pieces]
+
+
+@torch.inference_mode()
+def _whole_forward(runner: ModelRunner, row: list[int]) -> torch.Tensor:
+    tokens = torch.tensor([row], device=runner.loaded.device)
+    positions = torch.arange(len(row), device=runner.loaded.device).unsqueeze(0)
+    logits: torch.Tensor = runner.loaded.model(input_ids=tokens, position_ids=positions, use_cache=False).logits[0]
+    return logits[:, : runner.vocab_size].float()
+
+
+@contextmanager
+def _stock_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Transformers' own attention and masks, for a while."""
+    with quiet():
+        model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        with quiet():
+            model.set_attn_implementation(ATTENTION_NAME)

@@ -1,0 +1,126 @@
+"""Whether a target and a draft speak the same tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from specdec.errors import IncompatiblePairError
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token")
+
+
+class PairMember(Protocol):
+    """What counts of a model in a pair; a loaded model has it, and so has its description."""
+
+    @property
+    def name(self) -> str:
+        """As the user gave it."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of its logits, padding included."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence, in tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PairReport:
+    """What holds for a pair that fits together.
+
+    Attributes:
+        vocab_size: Width that both models' logits are cut to: one more than the highest token id.
+        draft_max_model_len: Sequences longer than this are decoded without drafts.
+        notes: What differs without harm, a sentence each.
+    """
+
+    vocab_size: int
+    draft_max_model_len: int
+    notes: tuple[str, ...] = ()
+
+
+def check_pair(
+    target: PairMember,
+    target_tokenizer: PreTrainedTokenizerBase,
+    draft: PairMember,
+    draft_tokenizer: PreTrainedTokenizerBase,
+) -> PairReport:
+    """Check that a draft's tokens mean the same to the target.
+
+    Args:
+        target: The model whose output is served.
+        target_tokenizer: Its tokenizer.
+        draft: The model that proposes.
+        draft_tokenizer: Its tokenizer.
+
+    Raises:
+        IncompatiblePairError: naming the first difference.
+    """
+    vocabulary = target_tokenizer.get_vocab()
+    _check_vocabulary(vocabulary, draft_tokenizer.get_vocab())
+    _check_special_tokens(target_tokenizer, draft_tokenizer)
+    vocab_size = max(vocabulary.values()) + 1
+    for what, model in (("target", target), ("draft", draft)):
+        if model.vocab_size < vocab_size:
+            raise IncompatiblePairError(
+                f"the {what} {model.name} has {model.vocab_size} logits, but its vocabulary goes up to {vocab_size - 1}"
+            )
+    return PairReport(vocab_size, min(target.max_model_len, draft.max_model_len), _notes(target, draft, vocab_size))
+
+
+def _check_vocabulary(target: dict[str, int], draft: dict[str, int]) -> None:
+    if target == draft:
+        return
+    target_tokens = {token_id: token for token, token_id in target.items()}
+    draft_tokens = {token_id: token for token, token_id in draft.items()}
+    differing = (i for i in target_tokens.keys() | draft_tokens.keys() if target_tokens.get(i) != draft_tokens.get(i))
+    first = min(differing)
+    raise IncompatiblePairError(
+        f"the vocabularies differ: token {first} is {_shown(target_tokens.get(first))} for the target and "
+        f"{_shown(draft_tokens.get(first))} for the draft ({len(target)} and {len(draft)} tokens in all)"
+    )
+
+
+def _check_special_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
+    for name in _SPECIAL:
+        ours, theirs = getattr(target, name), getattr(draft, name)
+        if ours != theirs:
+            raise IncompatiblePairError(f"{name} is {_shown(ours)} for the target and {_shown(theirs)} for the draft")
+    # Padding is left out: nothing here is padded.
+    padding = {target.pad_token_id, draft.pad_token_id}
+    differing = (_special_ids(target) ^ _special_ids(draft)) - padding
+    if differing:
+        first = min(differing)
+        where = "target" if first in _special_ids(target) else "draft"
+        token = _shown(target.convert_ids_to_tokens(first))
+        raise IncompatiblePairError(f"token {first}, {token}, is special for the {where} only")
+
+
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Ids that never stand for text."""
+    added = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added | set(tokenizer.all_special_ids)
+
+
+def _notes(target: PairMember, draft: PairMember, vocab_size: int) -> tuple[str, ...]:
+    notes = []
+    if draft.max_model_len < target.max_model_len:
+        notes.append(
+            f"the draft reads {draft.max_model_len} tokens, the target {target.max_model_len}: "
+            "longer sequences go on without drafts"
+        )
+    for what, model in (("target", target), ("draft", draft)):
+        if model.vocab_size > vocab_size:
+            notes.append(f"the {what}'s logits are padded from {vocab_size} to {model.vocab_size}; the padding is cut")
+    return tuple(notes)
+
+
+def _shown(token: str | list[str] | None) -> str:
+    return "nothing" if token is None else repr(token)

@@ -1,0 +1,315 @@
+"""Models and tokenizers from the hub or a local folder, checked for what this package can serve exactly."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from specdec.errors import ModelLoadError
+from specdec.models.attention import ATTENTION_NAME, register_attention
+from specdec.models.layers import AttentionLayer, find_attention_layers
+
+DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+Progress = Callable[[str], None]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_GENERATION_DEFAULTS = (
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "max_new_tokens",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where a model comes from, and how it is to be held.
+
+    Attributes:
+        path: Hub id or local folder.
+        revision: Branch, tag or commit on the hub; None is the default branch.
+        token: Hub token for gated models; None uses the one stored by ``hf auth login``, if any.
+        dtype: ``auto`` is float32 on a CPU, and the checkpoint's own dtype elsewhere.
+        device: ``auto`` is the first GPU, or the CPU where there is none; else a torch device such as ``cuda:1``.
+        device_map: How accelerate spreads the layers over devices (``auto``, or module names to devices); None puts
+            all on ``device``.
+    """
+
+    path: str
+    revision: str | None = None
+    token: str | None = field(default=None, repr=False)
+    dtype: DTypeName = "auto"
+    device: str = "auto"
+    device_map: str | dict[str, int | str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready for a :class:`specdec.models.runner.ModelRunner`.
+
+    Attributes:
+        model: In eval mode, with the paged attention set.
+        config: Its text configuration.
+        name: As the user gave it.
+        dtype: Of its parameters.
+        device: Where its inputs go.
+        vocab_size: Width of its logits, padding included.
+        eos_token_ids: End-of-sequence ids; several are allowed, and none.
+        max_model_len: Longest sequence, in tokens.
+        num_parameters: Each shared parameter once.
+        weights_bytes: Bytes of parameters and buffers.
+        attention_layers: What it caches.
+        generation_defaults: Sampling values its ``generation_config.json`` sets, under transformers' names.
+    """
+
+    model: PreTrainedModel
+    config: PretrainedConfig
+    name: str
+    dtype: torch.dtype
+    device: torch.device
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    num_parameters: int
+    weights_bytes: int
+    attention_layers: tuple[AttentionLayer, ...]
+    generation_defaults: Mapping[str, Any]
+
+
+def load_model(source: ModelSource, progress: Progress | None = None) -> LoadedModel:
+    """Load a causal language model from safetensors, without remote code.
+
+    Args:
+        source: Where from, and how to hold it.
+        progress: Called with a line for each stage.
+
+    Raises:
+        ModelLoadError: the model is missing, is not a causal language model, has no safetensors, needs code of its
+            own, or is of a kind that cannot be served exactly.
+    """
+    report = progress or _say_nothing
+    report(f"reading the configuration of {source.path}")
+    config = load_config(source)
+    device = _device(source.device)
+    dtype = _dtype(source.dtype, device)
+    report(f"loading {source.path}")
+    model = _load_weights(source, config, device, dtype)
+    loaded = prepare_model(model, source.path)
+    report(
+        f"loaded {source.path}: {loaded.num_parameters / 1e6:,.1f} M parameters, "
+        f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device}"
+    )
+    return loaded
+
+
+def load_config(source: ModelSource) -> PretrainedConfig:
+    """Read a model's configuration, and refuse what cannot be served, before any weights are read.
+
+    Raises:
+        ModelLoadError: as :func:`load_model`.
+    """
+    _check_folder(source.path)
+    config = _from_pretrained(AutoConfig, source)
+    text = config.get_text_config(decoder=True)
+    if config.is_encoder_decoder or type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ModelLoadError(f"{source.path} is not a causal language model ({config.model_type})")
+    if getattr(AutoModelForCausalLM._model_mapping[type(config)], "_is_stateful", False):
+        raise ModelLoadError(f"{source.path} has recurrent layers ({config.model_type}), which are not supported yet")
+    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise ModelLoadError(f"{source.path} has layers of the kind {min(kinds)!r}, which are not supported yet")
+    return config
+
+
+def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
+    """Load a model's tokenizer, without remote code.
+
+    Raises:
+        ModelLoadError: there is none, or it needs code of its own.
+    """
+    _check_folder(source.path, needs_weights=False)
+    return _from_pretrained(AutoTokenizer, source)
+
+
+def prepare_model(model: PreTrainedModel, name: str) -> LoadedModel:
+    """Set the paged attention in a model that is in memory, and gather what the engine needs to know of it.
+
+    Args:
+        model: A causal language model of transformers; it is put into eval mode and changed in place.
+        name: For messages.
+
+    Raises:
+        ModelLoadError: it is of a kind that cannot be served exactly.
+    """
+    model.eval()
+    register_attention()
+    with quiet():
+        layers = find_attention_layers(model)
+        model.set_attn_implementation(ATTENTION_NAME)
+    text = model.config.get_text_config(decoder=True)
+    device = model.get_input_embeddings().weight.device
+    head = model.get_output_embeddings()
+    return LoadedModel(
+        model=model,
+        config=text,
+        name=name,
+        dtype=model.dtype,
+        device=torch.device("cpu") if device.type == "meta" else device,
+        vocab_size=text.vocab_size if head is None else head.weight.shape[0],
+        eos_token_ids=eos_token_ids(model.generation_config, text),
+        max_model_len=max_model_len(text, name),
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        weights_bytes=model.get_memory_footprint(),
+        attention_layers=layers,
+        generation_defaults=generation_defaults(model.generation_config),
+    )
+
+
+def _say_nothing(_: str) -> None:
+    pass
+
+
+def _check_folder(path: str, needs_weights: bool = True) -> None:
+    """Errors for local folders that transformers would report as a failed download."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
+            raise ModelLoadError(f"there is no folder {path}")
+        return
+    if not (folder / "config.json").is_file():
+        raise ModelLoadError(f"{path} has no config.json")
+    if needs_weights and not any(folder.glob("*.safetensors")):
+        raise ModelLoadError(f"{path} has no *.safetensors file; other formats are not read")
+
+
+def _from_pretrained(loader: Any, source: ModelSource, **options: Any) -> Any:
+    """Call ``loader.from_pretrained``, with its failures as one line each."""
+    path = str(Path(source.path).expanduser()) if Path(source.path).expanduser().is_dir() else source.path
+    try:
+        with quiet():
+            return loader.from_pretrained(
+                path, revision=source.revision, token=source.token, trust_remote_code=False, **options
+            )
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError) as error:
+        reason = str(error).strip()
+        if "trust_remote_code" in reason:
+            reason = "it needs code of its own, which is not run"
+        elif "safetensors" in reason and isinstance(error, OSError):
+            reason = "it has no safetensors; other formats are not read"
+        raise ModelLoadError(f"cannot load {source.path}: {reason}") from error
+
+
+def _load_weights(
+    source: ModelSource, config: PretrainedConfig, device: torch.device, dtype: torch.dtype | str
+) -> PreTrainedModel:
+    device_map = source.device_map
+    if device_map is None and device.type != "cpu":
+        device_map = {"": str(device)}
+    model, info = _from_pretrained(
+        AutoModelForCausalLM,
+        source,
+        config=config,
+        dtype=dtype,
+        device_map=device_map,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
+    # transformers fills what a checkpoint lacks with random numbers, and only warns.
+    lacking = sorted(info["missing_keys"]) + sorted(str(entry[0]) for entry in info["mismatched_keys"])
+    if lacking:
+        raise ModelLoadError(
+            f"the weights of {source.path} are not those of a {type(model).__name__}: "
+            f"{len(lacking)} are missing or of another shape, the first being {lacking[0]}"
+        )
+    return model
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ModelLoadError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ModelLoadError(f"device {name} is not there: {torch.cuda.device_count()} GPUs are visible")
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype | str:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    if name not in _DTYPES:
+        raise ModelLoadError(f"dtype must be auto or one of {', '.join(_DTYPES)}, got {name!r}")
+    return _DTYPES[name]
+
+
+def eos_token_ids(generation: GenerationConfig | None, config: PretrainedConfig) -> tuple[int, ...]:
+    """End-of-sequence ids, of the generation config if it names any, else of a text configuration."""
+    ids = generation.eos_token_id if generation is not None else None
+    if ids is None:
+        ids = getattr(config, "eos_token_id", None)
+    if ids is None:
+        return ()
+    return (int(ids),) if isinstance(ids, int) else tuple(int(token) for token in ids)
+
+
+def max_model_len(config: PretrainedConfig, name: str) -> int:
+    """Longest sequence whose positions are all computed in one way.
+
+    Position scaling of the kind ``longrope`` takes other frequencies for all positions once a batch holds a longer
+    sequence than it was first trained on; cached keys, and other rows, would be wrong. Such a model ends there.
+    """
+    length = getattr(config, "max_position_embeddings", None)
+    if not isinstance(length, int):
+        raise ModelLoadError(f"{name} does not say how long a sequence may be (max_position_embeddings)")
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in rope.values() if all(isinstance(value, dict) for value in rope.values()) else [rope]:
+        if parameters.get("rope_type") == "longrope":
+            length = min(length, parameters.get("original_max_position_embeddings") or length)
+    return length
+
+
+def generation_defaults(generation: GenerationConfig | None) -> Mapping[str, Any]:
+    """Sampling values that a generation config sets, under transformers' names."""
+    if generation is None:
+        return MappingProxyType({})
+    values = generation.to_diff_dict()
+    return MappingProxyType({key: values[key] for key in _GENERATION_DEFAULTS if values.get(key) is not None})
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers' progress bars and its warnings to developers from the user, for a while."""
+    verbosity = transformers_logging.get_verbosity()
+    shows_progress = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if shows_progress:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,179 @@
+"""One forward pass over rows of different lengths, with caches that can be rolled back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from specdec.models.attention import AttentionContext, AttentionKernel, Workspace
+from specdec.models.blocks import BlockPool, CachedSequence
+from specdec.models.cache import PagedCache
+from specdec.models.loading import LoadedModel
+from specdec.models.plan import RowSpan, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class RowInput:
+    """One sequence's part in a forward pass.
+
+    Attributes:
+        sequence: What is cached of it; room for ``tokens`` is reserved.
+        tokens: What follows, at least one token: a part of a prompt, a token, or a token and drafts.
+        num_logits: How many of the last positions' logits are wanted; 0 for a part of a prompt.
+    """
+
+    sequence: CachedSequence
+    tokens: Sequence[int]
+    num_logits: int
+
+
+class ModelRunner:
+    """A model and its paged cache. Used by one thread at a time.
+
+    Args:
+        loaded: The model.
+        num_blocks: Blocks in the cache.
+        block_size: Positions per block.
+        vocab_size: Width of the logits: the tokenizer's vocabulary, where the model's is padded beyond it; the
+            model's own by default.
+        padding: ``cut`` ends the logits at ``vocab_size``; ``mask`` keeps the model's width and makes them -inf there.
+        kernel: How attention reads the cache; ``auto`` takes torch's variable-length flash attention on a GPU where
+            the model's layers and dtype allow it.
+
+    Attributes:
+        loaded: The model.
+        pool: The blocks.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        num_blocks: int,
+        block_size: int = 16,
+        vocab_size: int | None = None,
+        padding: Literal["cut", "mask"] = "cut",
+        kernel: AttentionKernel | Literal["auto"] = "auto",
+    ) -> None:
+        vocab_size = loaded.vocab_size if vocab_size is None else vocab_size
+        if not 1 <= vocab_size <= loaded.vocab_size:
+            raise ValueError(f"vocab_size must be in [1, {loaded.vocab_size}], got {vocab_size}")
+        self.loaded = loaded
+        self.pool = BlockPool(num_blocks, block_size)
+        self._vocab_size = vocab_size
+        self._padding = padding
+        self._kernel = choose_kernel(loaded) if kernel == "auto" else kernel
+        self._workspace = Workspace()
+        self._cache = PagedCache(loaded.attention_layers, num_blocks, block_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits of :meth:`forward`."""
+        return self._vocab_size if self._padding == "cut" else self.loaded.vocab_size
+
+    @property
+    def kernel(self) -> AttentionKernel:
+        """How attention reads the cache."""
+        return self._kernel
+
+    def new_sequence(self, salt: bytes | None = b"") -> CachedSequence:
+        """An empty sequence; see :class:`CachedSequence` for ``salt``."""
+        return CachedSequence(salt=salt)
+
+    def reserve(self, sequence: CachedSequence, length: int) -> bool:
+        """Make room for ``length`` positions in all; False, with nothing changed, where there is none."""
+        return self.pool.reserve(sequence, length)
+
+    def truncate(self, sequence: CachedSequence, length: int) -> None:
+        """Forget what is cached from position ``length`` on, and give back reserved room."""
+        self.pool.truncate(sequence, length)
+
+    def fork(self, sequence: CachedSequence) -> CachedSequence:
+        """A sequence with the same past; the two share their blocks until one of them writes."""
+        return self.pool.fork(sequence)
+
+    def free(self, sequence: CachedSequence) -> None:
+        """Forget a sequence and give its blocks back."""
+        self.pool.free(sequence)
+
+    @torch.inference_mode()
+    def forward(self, rows: Sequence[RowInput]) -> torch.Tensor:
+        """Run the model over the rows' tokens, and append them to their sequences.
+
+        Args:
+            rows: At least one; no sequence twice.
+
+        Returns:
+            Logits, float32 [sum of num_logits, vocab_size] on the model's output device: of each row's last
+            ``num_logits`` positions, row by row. An inference tensor: not to be changed in place outside
+            ``torch.inference_mode``.
+
+        Raises:
+            ValueError: a row is empty, wants more logits than it has tokens, has no room reserved, or holds a token
+                that the model does not know.
+        """
+        tokens, positions, wanted, spans = self._lay_out(rows)
+        device = self.loaded.device
+        plan = StepPlan(spans, len(tokens), self.pool.block_size, self._cache.trash_slot)
+        self._cache.copy_blocks(self.pool.take_copies())
+        self._cache.begin(plan)
+        output = self.loaded.model(
+            input_ids=torch.tensor([tokens], device=device),
+            position_ids=torch.tensor([positions], device=device),
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=torch.tensor(wanted, dtype=torch.long, device=device),
+            attention_context=AttentionContext(plan, self._workspace, self._kernel),
+        )
+        for row in rows:
+            row.sequence.tokens.extend(row.tokens)
+        return self._finish(output.logits[0])
+
+    def _lay_out(self, rows: Sequence[RowInput]) -> tuple[list[int], list[int], list[int], list[RowSpan]]:
+        """All rows' tokens behind one another, their positions, the indices that want logits, and the spans."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        wanted: list[int] = []
+        spans: list[RowSpan] = []
+        for row in rows:
+            self._check(row)
+            past, start = len(row.sequence.tokens), len(tokens)
+            spans.append(RowSpan(start, len(row.tokens), past, row.sequence.block_ids))
+            tokens.extend(row.tokens)
+            positions.extend(range(past, past + len(row.tokens)))
+            wanted.extend(range(len(tokens) - row.num_logits, len(tokens)))
+        if not tokens or len({id(row.sequence) for row in rows}) != len(rows):
+            raise ValueError("rows must not be empty, nor hold a sequence twice")
+        if not 0 <= min(tokens) <= max(tokens) < self.loaded.vocab_size:
+            raise ValueError(f"tokens must be in [0, {self.loaded.vocab_size})")
+        return tokens, positions, wanted, spans
+
+    def _check(self, row: RowInput) -> None:
+        sequence, num_tokens = row.sequence, len(row.tokens)
+        if not 0 <= row.num_logits <= num_tokens or not num_tokens:
+            raise ValueError(f"num_logits must be in [0, {num_tokens}], the number of tokens, got {row.num_logits}")
+        if not self.pool.is_reserved(sequence, len(sequence.tokens) + num_tokens):
+            raise ValueError(f"no room is reserved for {num_tokens} tokens after position {len(sequence.tokens)}")
+
+    def _finish(self, logits: torch.Tensor) -> torch.Tensor:
+        if self._vocab_size == self.loaded.vocab_size:
+            return logits.float()
+        if self._padding == "cut":
+            return logits[:, : self._vocab_size].float()
+        logits = logits.float()
+        logits[:, self._vocab_size :] = float("-inf")
+        return logits
+
+
+def choose_kernel(loaded: LoadedModel) -> AttentionKernel:
+    """The fastest kernel that computes what the model's layers want."""
+    layers = loaded.attention_layers
+    fits = loaded.dtype in (torch.float16, torch.bfloat16) and all(
+        layer.device.type == "cuda" and layer.is_plain and layer.key_dim == layer.value_dim <= 256 for layer in layers
+    )
+    if not fits or any(torch.cuda.get_device_capability(layer.device) < (8, 0) for layer in layers):
+        return "gather"
+    return "varlen_paged" if torch.nn.attention.current_flash_attention_impl() == "FA3" else "varlen"

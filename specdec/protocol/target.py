@@ -1,0 +1,228 @@
+"""The target's state machine: it commits."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, fields
+
+from specdec.protocol.backends import Status, TargetBackend, Verification, VerifyJob
+from specdec.protocol.leases import Times
+from specdec.protocol.marks import Tokens
+from specdec.protocol.messages import Ack, Finish, Message, Notes, Offer, Open, Verdict
+from specdec.protocol.worker import WorkerMachine, WorkerRow
+from specdec.sampling.finish import finish_of_log, walk
+
+_OFFERS_KEPT = 4
+
+
+class TargetRow(WorkerRow):
+    """A sequence on a target.
+
+    Attributes:
+        acked: Length up to which the router has the log.
+        notes: How the tokens after ``acked`` came.
+        offers: The newest offers, oldest first.
+        decided_s: When it was last decided; None before the first time.
+        told_s: When its verdict was last sent.
+    """
+
+    __slots__ = ("acked", "decided_s", "finish", "notes", "offers", "told_s")
+
+    def __init__(self, message: Open) -> None:
+        super().__init__(message)
+        self.acked = len(self.log)
+        self.notes = Notes()
+        self.offers: deque[Offer] = deque(maxlen=_OFFERS_KEPT)
+        self.decided_s: float | None = None
+        self.told_s = float("-inf")
+        self.finish: Finish | None = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens committed so far."""
+        return len(self.log) - self.spec.output_start
+
+
+@dataclass(slots=True)
+class TargetCounters:
+    """What a target has done since it started.
+
+    Attributes:
+        num_drafts: Rounds that verified at least one draft token.
+        num_accepted_per_position: Accepted tokens by their place in the draft, first to last.
+        num_stale_offers: Offers dropped because nothing of them agreed with the log.
+    """
+
+    num_steps: int = 0
+    num_rounds: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_committed_tokens: int = 0
+    num_offers: int = 0
+    num_stale_offers: int = 0
+    num_accepted_per_position: list[int] = field(default_factory=list)
+
+    def count_round(self, num_drafted: int, num_accepted: int, num_committed: int) -> None:
+        """Count one verification; ``num_accepted`` are those that were committed."""
+        self.num_rounds += 1
+        self.num_committed_tokens += num_committed
+        if not num_drafted:
+            return
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafted
+        self.num_accepted_tokens += num_accepted
+        per_position = self.num_accepted_per_position
+        per_position.extend([0] * (num_accepted - len(per_position)))
+        for i in range(num_accepted):
+            per_position[i] += 1
+
+
+class TargetMachine(WorkerMachine[TargetRow]):
+    """Decides tokens and reports them, cumulatively, until they are acknowledged.
+
+    No message makes it undo a token under the current inc (rule 1). It needs none to take its next step while it has
+    credit (rule 3).
+    """
+
+    def __init__(self, name: str, backend: TargetBackend, times: Times) -> None:
+        super().__init__(name, times)
+        self._backend = backend
+        self.counters = TargetCounters()
+
+    def step(self, now_s: float) -> bool:
+        """One verification over all sequences that may go on. True if anything was decided or read."""
+        self._expire(now_s)
+        rows = [row for row in self._rows if self._may_go_on(row)]
+        rows.sort(key=lambda row: (row.spec.arrival_s, row.seq))
+        jobs: list[tuple[TargetRow, VerifyJob]] = []
+        for row in rows:
+            draft = self._draft(row)
+            if not self._waits(row, draft, now_s):
+                jobs.append((row, VerifyJob(row.seq, row.log, draft, row.spec)))
+        results = self._backend.verify([job for _, job in jobs]) if jobs else []
+        for (row, _), result in zip(jobs, results, strict=True):
+            if result.status is Status.DECIDED:
+                self._commit(row, result, now_s)
+        self._repeat(now_s)
+        worked = any(result.status is not Status.WAITING for result in results)
+        self.counters.num_steps += worked
+        return worked
+
+    def report(self) -> dict[str, float]:
+        """Counters and gauges for the router; per-position counts are named ``num_accepted_tokens_per_pos/<i>``."""
+        counters = self.counters
+        figures = super().report()
+        for item in fields(counters):
+            value = getattr(counters, item.name)
+            if isinstance(value, int):
+                figures[item.name] = float(value)
+        for i, count in enumerate(counters.num_accepted_per_position):
+            figures[f"num_accepted_tokens_per_pos/{i}"] = float(count)
+        return figures
+
+    def _new_row(self, message: Open, now_s: float) -> TargetRow:
+        row = TargetRow(message)
+        row.finish = finish_of_log(row.log.tokens, row.spec, self._backend.max_model_len)
+        return row
+
+    def _on_other(self, message: Message, now_s: float) -> None:
+        match message:
+            case Ack(seq, inc, length):
+                row = self._rows.current(seq, inc)
+                if row is not None:
+                    self._acknowledge(row, length)
+            case Offer(seq, inc):
+                row = self._rows.current(seq, inc)
+                if row is not None:
+                    self.counters.num_offers += 1
+                    row.offers.append(message)
+
+    def _acknowledge(self, row: TargetRow, length: int) -> None:
+        length = min(length, len(row.log))
+        if length > row.acked:
+            row.acked = length
+            row.notes = row.notes.last(len(row.log) - length)
+
+    def _dropped(self, row: TargetRow | None) -> None:
+        if row is not None:
+            self._backend.release(row.seq)
+
+    def _credit(self, row: TargetRow) -> int:
+        return row.acked + self._times.credit_tokens - len(row.log)
+
+    def _may_go_on(self, row: TargetRow) -> bool:
+        return row.finish is None and self._credit(row) > 0
+
+    def _draft(self, row: TargetRow) -> Tokens:
+        """The longest usable draft of the kept offers, cut to what may be committed (rule 6)."""
+        best: Tokens = ()
+        for offer in list(row.offers):
+            rest = remaining_draft(offer, row)
+            if rest:
+                best = max(best, rest, key=len)
+            else:
+                row.offers.remove(offer)
+                self.counters.num_stale_offers += 1
+        most = min(
+            row.plan.num_draft_tokens,
+            self._credit(row) - 1,
+            row.spec.max_tokens - row.num_output_tokens - 1,
+            self._backend.max_model_len - len(row.log) - 1,
+        )
+        return best[: max(most, 0)]
+
+    def _waits(self, row: TargetRow, draft: Tokens, now_s: float) -> bool:
+        """Whether a row is held back for an offer: only by plan, never before its first token, never for long."""
+        if draft or row.decided_s is None or row.plan.num_draft_tokens == 0:
+            return False
+        if row.spec.max_tokens - row.num_output_tokens <= 1:
+            return False
+        return now_s < row.decided_s + row.plan.draft_wait_s
+
+    def _commit(self, row: TargetRow, result: Verification, now_s: float) -> None:
+        count, row.finish = walk(len(row.log), result.run, row.spec, self._backend.max_model_len)
+        run = result.run[:count]
+        num_accepted = min(result.num_accepted, count)
+        how, num_drafted = "a" * num_accepted, [0] * (count - 1) + [result.num_drafted]
+        if count > num_accepted:
+            full = num_accepted == result.num_drafted
+            how += "p" if not result.num_drafted else "b" if full else "c"
+        logprobs = None if result.logprobs is None else result.logprobs[:count]
+        row.log.extend(run)
+        row.notes = row.notes + Notes(how, tuple(num_drafted), logprobs)
+        row.decided_s = now_s
+        self.counters.count_round(result.num_drafted, num_accepted, count)
+        if row.finish is not None:
+            self._backend.release(row.seq)
+        self._tell(row, now_s)
+
+    def _repeat(self, now_s: float) -> None:
+        """Rule: a verdict is repeated until acknowledged, by a paused row too, and with its finish until Close."""
+        for row in self._rows:
+            unacknowledged = row.finish is not None or len(row.log) > row.acked
+            if unacknowledged and now_s >= row.told_s + self._times.repeat_s:
+                self._tell(row, now_s)
+
+    def _tell(self, row: TargetRow, now_s: float) -> None:
+        row.told_s = now_s
+        tokens = row.log.tail(row.acked)
+        verdict = Verdict(row.seq, row.inc, row.acked, tokens, row.notes, row.log.mark(), row.finish)
+        self._outbox.put(row.router, verdict)
+
+
+def remaining_draft(offer: Offer, row: WorkerRow) -> Tokens:
+    """What an offer still proposes after a row's log; empty if it does not fit (rule 6).
+
+    Some branch, laid over the log, must agree with every token committed since the offer's mark.
+    """
+    if not row.log.has(offer.mark):
+        return ()
+    since = row.log.tail(offer.mark.length)
+    best: Tokens = ()
+    laid_out = [offer.chain]
+    laid_out += [(*offer.chain[:n], token, *chain) for (n, token), chain in offer.branches]
+    for tokens in laid_out:
+        if len(tokens) > len(since) and tokens[: len(since)] == since:
+            best = max(best, tokens[len(since) :], key=len)
+    return best

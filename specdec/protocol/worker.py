@@ -1,0 +1,94 @@
+"""What a target and a drafter have in common: rows under leases, opened, renewed and closed by routers."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+from specdec.protocol.leases import LeasedRows, Outbox, Times
+from specdec.protocol.leases import Row as LeasedRow
+from specdec.protocol.marks import TokenLog
+from specdec.protocol.messages import Alive, Close, Inc, Live, Message, Open, Plan, PlanUpdate, Resync
+from specdec.sampling.params import SequenceSpec
+
+
+class WorkerRow(LeasedRow):
+    """A sequence on a worker."""
+
+    __slots__ = ("log", "plan", "router", "spec")
+
+    def __init__(self, message: Open) -> None:
+        super().__init__(seq=message.seq, inc=message.inc, lease_s=message.lease_s)
+        self.log = TokenLog(message.tokens)
+        self.plan: Plan = message.plan
+        self.router: str = message.router
+        self.spec: SequenceSpec = message.spec
+
+
+R = TypeVar("R", bound=WorkerRow)
+
+
+class WorkerMachine(Generic[R]):
+    """A worker as a plain state machine: messages in by ``receive``, work by ``step``, messages out by ``take_outbox``.
+
+    It reads no clock and owns no thread: whoever drives it gives the time.
+    """
+
+    def __init__(self, name: str, times: Times) -> None:
+        self.name = name
+        self._times = times
+        self._rows: LeasedRows[R] = LeasedRows(times.tombstone_s)
+        self._outbox = Outbox()
+
+    def take_outbox(self) -> dict[str, list[Message]]:
+        """Messages since the last call, by router."""
+        return self._outbox.take()
+
+    def receive(self, message: Message, now_s: float) -> None:
+        """Take in one message; nothing is forwarded through a model here."""
+        match message:
+            case Open():
+                self._on_open(message, now_s)
+            case Close():
+                self._dropped(self._rows.drop(message.seq, message.inc, now_s))
+            case Live():
+                self._on_live(message, now_s)
+            case PlanUpdate():
+                row = self._rows.current(message.seq, message.inc)
+                if row is not None:
+                    row.plan = message.plan
+            case _:
+                self._on_other(message, now_s)
+
+    def report(self) -> dict[str, float]:
+        """The worker's cumulative counters and present gauges, by name."""
+        return {"num_sequences": float(len(self._rows))}
+
+    def _on_open(self, message: Open, now_s: float) -> None:
+        self._rows.admit(self._new_row(message, now_s), now_s)
+
+    def _on_live(self, message: Live, now_s: float) -> None:
+        for seq, inc in message.entries:
+            row = self._rows.current(seq, inc)
+            if row is not None:
+                self._rows.renew(row, now_s)
+            else:
+                self._resync(message.router, seq, inc, "unknown")
+        self._outbox.put(message.router, Alive(self.name, self.report()))
+
+    def _resync(self, router: str, seq: str, inc: Inc, why: str) -> None:
+        row = self._rows.get(seq)
+        have = 0 if row is None else len(row.log)
+        self._outbox.put(router, Resync(self.name, seq, inc, have, why))
+
+    def _expire(self, now_s: float) -> None:
+        for row in self._rows.expire(now_s):
+            self._dropped(row)
+
+    def _new_row(self, message: Open, now_s: float) -> R:
+        raise NotImplementedError
+
+    def _on_other(self, message: Message, now_s: float) -> None:
+        raise NotImplementedError
+
+    def _dropped(self, row: R | None) -> None:
+        raise NotImplementedError

@@ -1,0 +1,201 @@
+"""From logits to tokens and probabilities: the one place where a request's parameters act, for both models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specdec.protocol.messages import TokenLogprobs
+from specdec.sampling.edits import apply_logit_bias, apply_min_tokens, apply_penalties, uses_penalties
+from specdec.sampling.logprobs import token_logprobs
+from specdec.sampling.noise import NoiseCache
+from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.sampling.rows import RowGroup, Rows, VerifiedRun
+from specdec.sampling.truncation import thresholds, uses_truncation
+
+__all__ = ["LogitsProcessor", "RowGroup", "Sampler", "VerifiedRun"]
+
+_DEFAULT_NOISE_CACHE_BYTES = 64 << 20
+
+
+class LogitsProcessor(Protocol):
+    """A hook that may change the logits of single rows, such as a grammar's mask.
+
+    It must be a pure function of its arguments: the same row is computed again by later rounds, by the other model and
+    after a crash. It sees rows after draft tokens that may yet be refused.
+    """
+
+    def __call__(self, spec: SequenceSpec, tokens: Sequence[int], position: int, logits: Tensor) -> Tensor | None:
+        """Process one row.
+
+        Args:
+            spec: The sequence.
+            tokens: All tokens before ``position``, drafts included; not to be changed.
+            position: Absolute position of the token that the row chooses: ``len(tokens)``.
+            logits: float32 [V], after penalties, biases and min_tokens; may be changed in place.
+
+        Returns:
+            The new logits [V], or None to leave them as they are now. Forbidden tokens have -inf; not all may.
+        """
+        ...
+
+
+class Sampler:
+    """Applies a batch's parameters to its logits, row by row exactly, drafted or not.
+
+    Order, as in transformers: repetition, frequency and presence penalties, logit_bias, min_tokens, processors,
+    temperature, top_k, top_p, min_p. Temperature 0 takes the lowest id among the largest logits before the temperature.
+    What nobody in the batch uses costs nothing. Not safe for several threads at once.
+
+    Args:
+        vocab_size: V, the tokens both models know; logits may have more columns (padding), which are never chosen.
+        processors: Hooks, applied in their order to every row.
+        noise_cache_bytes: Memory for Gumbel noise kept between steps.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        processors: Sequence[LogitsProcessor] = (),
+        noise_cache_bytes: int = _DEFAULT_NOISE_CACHE_BYTES,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self._processors = tuple(processors)
+        self._noise = NoiseCache(vocab_size, noise_cache_bytes)
+
+    def choose(self, logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
+        """The coupled rule's token for every row: argmax(log probs + gumbel(seed, position, token)).
+
+        Daliri, Musco and Suresh 2024, "Coupling without communication and drafter-invariant speculative decoding",
+        section 4. With temperature 0 there is no noise.
+
+        Args:
+            logits: float32 [N, at least V], as the model gave them; not changed.
+            groups: The sequences of the N rows, in order.
+
+        Returns:
+            int64 [N], on the device of ``logits``.
+        """
+        rows = self._laid_out(logits, groups)
+        logits = self._edited(logits, rows)
+        sampled = rows.using(_is_random)
+        if not sampled:
+            return logits.argmax(1)
+        part = rows.part(sampled)
+        if part is rows:
+            return self._noised(logits, part).argmax(1)
+        index = torch.tensor(rows.numbers(sampled), device=logits.device)
+        return logits.argmax(1).index_copy_(0, index, self._noised(logits[index], part).argmax(1))
+
+    def probs(self, logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
+        """The distribution each row is drawn from; all on one token with temperature 0.
+
+        Args:
+            logits: float32 [N, at least V], as the model gave them; not changed.
+            groups: The sequences of the N rows, in order.
+
+        Returns:
+            float32 [N, V]; rows sum to 1.
+        """
+        rows = self._laid_out(logits, groups)
+        logits = self._edited(logits, rows)
+        sampled = rows.using(_is_random)
+        if len(sampled) == len(groups):
+            return self._scaled(logits, rows).softmax(1)
+        probs = torch.zeros_like(logits).scatter_(1, logits.argmax(1, keepdim=True), 1.0)
+        if sampled:
+            index = torch.tensor(rows.numbers(sampled), device=logits.device)
+            probs[index] = self._scaled(logits[index], rows.part(sampled)).softmax(1)
+        return probs
+
+    def logprobs(
+        self, logits: Tensor, groups: Sequence[RowGroup], runs: Sequence[Sequence[int]]
+    ) -> list[tuple[TokenLogprobs, ...] | None]:
+        """What to report for the tokens of each group's run, token i from the group's row i.
+
+        Args:
+            logits: float32 [N, at least V], as the model gave them.
+            groups: The sequences of the N rows, in order.
+            runs: Each group's decided tokens, at most as many as it has rows.
+
+        Returns:
+            One entry per group; None where the request asks for none.
+        """
+        rows = Rows(groups)
+        asking = rows.using(lambda params: params.logprobs is not None)
+        if not asking:
+            return [None] * len(groups)
+        numbers = [rows.starts[i] + j for i in asking for j in range(len(runs[i]))]
+        tokens = [token for i in asking for token in runs[i]]
+        num_top = [groups[i].spec.sampling.logprobs or 0 for i in asking for _ in runs[i]]
+        wanted = logits[torch.tensor(numbers, dtype=torch.int64, device=logits.device), : self.vocab_size]
+        entries = iter(token_logprobs(wanted, tokens, num_top))
+        reports: list[tuple[TokenLogprobs, ...] | None] = [None] * len(groups)
+        for i in asking:
+            reports[i] = tuple(next(entries) for _ in runs[i])
+        return reports
+
+    def _laid_out(self, logits: Tensor, groups: Sequence[RowGroup]) -> Rows:
+        rows = Rows(groups)
+        assert logits.dtype == torch.float32, "logits are brought to float32 before sampling"
+        assert logits.shape[0] == rows.num_rows, f"{logits.shape[0]} rows of logits for {rows.num_rows} rows of groups"
+        assert logits.shape[1] >= self.vocab_size, "fewer logits than tokens in the vocabulary"
+        return rows
+
+    def _edited(self, logits: Tensor, rows: Rows) -> Tensor:
+        """Everything before the temperature: [N, V], a copy if anything changes."""
+        logits = logits[:, : self.vocab_size]
+        if not self._processors and not rows.using(_is_edited):
+            return logits
+        logits = logits.clone()
+        apply_penalties(logits, rows)
+        apply_logit_bias(logits, rows)
+        apply_min_tokens(logits, rows)
+        if self._processors:
+            self._process(logits, rows)
+        return logits
+
+    def _process(self, logits: Tensor, rows: Rows) -> None:
+        for start, group in zip(rows.starts, rows.groups, strict=True):
+            for i in range(1 + len(group.draft)):
+                tokens = [*group.tokens, *group.draft[:i]]
+                for processor in self._processors:
+                    changed = processor(group.spec, tokens, len(tokens), logits[start + i])
+                    if changed is not None:
+                        logits[start + i] = changed
+
+    def _scaled(self, logits: Tensor, rows: Rows) -> Tensor:
+        """Logits over temperature, -inf where truncated, each row's maximum 0: a new [N, V].
+
+        The maximum is taken away first, so that float32 keeps its precision at the top for any temperature.
+        """
+        scaled = logits - logits.amax(1, keepdim=True)
+        temperatures = [group.spec.sampling.temperature for group in rows.groups]
+        if any(temperature != 1 for temperature in temperatures):
+            scaled /= torch.tensor(rows.spread(temperatures), device=logits.device).unsqueeze(1)
+        truncated = rows.using(uses_truncation)
+        if not truncated:
+            return scaled
+        part = rows.part(truncated)
+        params = part.spread(group.spec.sampling for group in part.groups)
+        if part is rows:
+            return scaled.masked_fill_(scaled < thresholds(scaled, params), -torch.inf)
+        index = torch.tensor(rows.numbers(truncated), device=logits.device)
+        chosen = scaled[index]
+        scaled[index] = chosen.masked_fill_(chosen < thresholds(chosen, params), -torch.inf)
+        return scaled
+
+    def _noised(self, logits: Tensor, rows: Rows) -> Tensor:
+        """Scaled logits and noise. Leaving out the normalisation moves a row as a whole, and no argmax."""
+        return self._noise.rows(rows.seeds(), rows.positions(), logits.device).add_(self._scaled(logits, rows))
+
+
+def _is_random(params: SamplingParams) -> bool:
+    return params.temperature > 0
+
+
+def _is_edited(params: SamplingParams) -> bool:
+    return bool(params.logit_bias) or params.min_tokens > 0 or uses_penalties(params)

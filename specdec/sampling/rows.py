@@ -1,0 +1,105 @@
+"""The rows of a batch: which sequence and which position each row of logits belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, repeat
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from specdec.protocol.marks import Tokens
+from specdec.sampling.params import SamplingParams, SequenceSpec
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """The 1 + len(draft) consecutive rows of one sequence in a batch.
+
+    Row i is the model's answer to ``tokens + draft[:i]``; the token it chooses stands at position ``len(tokens) + i``.
+
+    Attributes:
+        spec: The sequence's parameters.
+        tokens: Prompt and output before the first row. Never changed, never kept.
+        draft: Draft tokens under verification; empty for plain decoding and for drafting.
+    """
+
+    spec: SequenceSpec
+    tokens: list[int]
+    draft: Tokens = ()
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens before the group's first row."""
+        return len(self.tokens) - self.spec.output_start
+
+
+class VerifiedRun(NamedTuple):
+    """What a rule made of a sequence's draft.
+
+    Attributes:
+        run: The accepted draft tokens, then the next token: the corrected, the bonus, or the plain one.
+        num_accepted: Draft tokens in ``run``: one less than its length, since the next token is not drafted.
+    """
+
+    run: Tokens
+    num_accepted: int
+
+
+class Rows:
+    """The groups of a batch laid out over its rows, in order. Builds lists per sequence; nothing here is per token."""
+
+    def __init__(self, groups: Sequence[RowGroup]) -> None:
+        self.groups = groups
+        self.counts = [1 + len(group.draft) for group in groups]
+        *self.starts, self.num_rows = accumulate(self.counts, initial=0)
+
+    def spread(self, values: Iterable[T]) -> list[T]:
+        """One value per group, repeated for each of its rows."""
+        return list(chain.from_iterable(map(repeat, values, self.counts)))
+
+    def seeds(self) -> list[int]:
+        """Each row's seed."""
+        return self.spread(group.spec.seed for group in self.groups)
+
+    def positions(self) -> list[int]:
+        """The absolute position of the token each row chooses."""
+        lengths = [len(group.tokens) for group in self.groups]
+        ranges = (range(length, length + count) for length, count in zip(lengths, self.counts, strict=True))
+        return list(chain.from_iterable(ranges))
+
+    def offsets(self) -> list[int]:
+        """Each row's number within its group: how many draft tokens stand before it."""
+        return list(chain.from_iterable(map(range, self.counts)))
+
+    def using(self, feature: Callable[[SamplingParams], object]) -> list[int]:
+        """Indexes of the groups whose parameters use a feature."""
+        return [i for i, group in enumerate(self.groups) if feature(group.spec.sampling)]
+
+    def part(self, indexes: Sequence[int]) -> Rows:
+        """The rows of some groups, numbered from 0."""
+        return self if len(indexes) == len(self.groups) else Rows([self.groups[i] for i in indexes])
+
+    def numbers(self, indexes: Sequence[int]) -> list[int]:
+        """The row numbers, in this batch, of some groups."""
+        return list(chain.from_iterable(range(self.starts[i], self.starts[i] + self.counts[i]) for i in indexes))
+
+    def leading(self, kept: Tensor) -> Tensor:
+        """How many drafts of each group are kept before the first that is not.
+
+        Args:
+            kept: bool [N]: whether the draft token that follows each row is kept; false in each group's last row.
+
+        Returns:
+            int64 [number of groups].
+        """
+        device = kept.device
+        number = torch.arange(self.num_rows, device=device)
+        ends = torch.where(kept, self.num_rows, number)
+        group = torch.tensor(self.spread(range(len(self.groups))), device=device)
+        first = torch.full((len(self.groups),), self.num_rows, device=device)
+        return first.scatter_reduce_(0, group, ends, "amin") - torch.tensor(self.starts, device=device)

@@ -1,0 +1,152 @@
+"""Checks of what a user asks for: every parameter is in its range and of its type, or refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NoReturn
+
+from specdec.errors import InvalidParameterError
+from specdec.sampling.params import Acceptance, SamplingParams
+
+MAX_TEMPERATURE = 2.0
+MAX_PENALTY = 2.0
+MIN_REPETITION_PENALTY = 0.01
+MAX_REPETITION_PENALTY = 100.0
+MAX_LOGIT_BIAS = 100.0
+MAX_LOGPROBS = 20
+MAX_NUM_SPECULATIVE_TOKENS = 64
+_MAX_COUNT = 2**31 - 1
+
+
+def validated(params: SamplingParams, vocab_size: int) -> SamplingParams:
+    """The parameters, checked, with numbers and sequences in their declared types.
+
+    ``top_k=-1``, which vLLM's users write for "all", becomes 0.
+
+    Args:
+        params: What a user gave; fields may hold values of any type.
+        vocab_size: Token ids must be below it.
+
+    Raises:
+        InvalidParameterError: A value is not allowed; names the parameter and what is.
+    """
+    top_k = _integer("top_k", params.top_k, -1, _MAX_COUNT)
+    return replace(
+        params,
+        repetition_penalty=_number(
+            "repetition_penalty", params.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        ),
+        presence_penalty=_number("presence_penalty", params.presence_penalty, -MAX_PENALTY, MAX_PENALTY),
+        frequency_penalty=_number("frequency_penalty", params.frequency_penalty, -MAX_PENALTY, MAX_PENALTY),
+        logit_bias=_logit_bias(params.logit_bias, vocab_size),
+        min_tokens=_integer("min_tokens", params.min_tokens, 0, _MAX_COUNT),
+        temperature=_number("temperature", params.temperature, 0, MAX_TEMPERATURE),
+        top_k=max(top_k, 0),
+        top_p=_top_p(params.top_p),
+        min_p=_number("min_p", params.min_p, 0, 1),
+        stop_token_ids=_token_ids("stop_token_ids", params.stop_token_ids, vocab_size),
+        ignore_eos=_flag("ignore_eos", params.ignore_eos),
+        logprobs=_optional_integer("logprobs", params.logprobs, 0, min(MAX_LOGPROBS, vocab_size)),
+        prompt_logprobs=_optional_integer("prompt_logprobs", params.prompt_logprobs, 0, min(MAX_LOGPROBS, vocab_size)),
+        acceptance=_acceptance(params.acceptance),
+    )
+
+
+def validated_max_tokens(value: object, min_tokens: int = 0) -> int:
+    """The most output tokens: an integer of at least 1, and not below ``min_tokens``.
+
+    Raises:
+        InvalidParameterError: Otherwise.
+    """
+    max_tokens = _integer("max_tokens", value, 1, _MAX_COUNT)
+    if max_tokens < min_tokens:
+        _refuse("min_tokens", f"at most max_tokens, which is {max_tokens}", min_tokens)
+    return max_tokens
+
+
+def validated_seed(value: object) -> int:
+    """The seed as a number in [0, 2**64): any integer, taken modulo 2**64.
+
+    Raises:
+        InvalidParameterError: It is not an integer.
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        _refuse("seed", "an integer", value)
+    return value % 2**64
+
+
+def validated_num_speculative_tokens(value: object) -> int | None:
+    """A request's bound on draft tokens per round: an integer from 0 to 64, or None.
+
+    Raises:
+        InvalidParameterError: Otherwise.
+    """
+    return _optional_integer("num_speculative_tokens", value, 0, MAX_NUM_SPECULATIVE_TOKENS)
+
+
+def _refuse(parameter: str, allowed: str, value: object) -> NoReturn:
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    raise InvalidParameterError(parameter, f"{parameter} must be {allowed}, not {shown}")
+
+
+# Booleans are integers to Python, but not to a client: each check below refuses them.
+def _number(parameter: str, value: object, low: float, high: float) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+        _refuse(parameter, f"a number from {low:g} to {high:g}", value)
+    return float(value)
+
+
+def _integer(parameter: str, value: object, low: int, high: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        allowed = f"an integer of at least {low}" if high == _MAX_COUNT else f"an integer from {low} to {high}"
+        _refuse(parameter, allowed, value)
+    return value
+
+
+def _optional_integer(parameter: str, value: object, low: int, high: int) -> int | None:
+    return None if value is None else _integer(parameter, value, low, high)
+
+
+def _flag(parameter: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        _refuse(parameter, "true or false", value)
+    return value
+
+
+def _acceptance(value: object) -> Acceptance:
+    if value != "coupled" and value != "rejection":
+        _refuse("acceptance", "'coupled' or 'rejection'", value)
+    return value
+
+
+def _top_p(value: object) -> float:
+    top_p = _number("top_p", value, 0, 1)
+    if top_p == 0:
+        _refuse("top_p", "above 0 and at most 1", value)
+    return top_p
+
+
+def _token_ids(parameter: str, values: object, vocab_size: int) -> tuple[int, ...]:
+    allowed = f"a list of token ids from 0 to {vocab_size - 1}"
+    if not isinstance(values, (list, tuple)):
+        _refuse(parameter, allowed, values)
+    for value in values:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < vocab_size:
+            _refuse(parameter, allowed, value)
+    return tuple(values)
+
+
+def _logit_bias(pairs: object, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    allowed = "pairs of a token id and a bias"
+    if not isinstance(pairs, (list, tuple)):
+        _refuse("logit_bias", allowed, pairs)
+    biases: dict[int, float] = {}
+    for pair in pairs:
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            _refuse("logit_bias", allowed, pair)
+        (token,) = _token_ids("logit_bias", pair[:1], vocab_size)
+        if token in biases:
+            _refuse("logit_bias", "one bias per token id", pair)
+        biases[token] = _number("logit_bias", pair[1], -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+    return tuple(biases.items())

@@ -1,0 +1,95 @@
+"""Text from tokens as they come, never half a character."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_REPLACEMENT = "\ufffd"
+_MOST_HELD = 3
+"""A UTF-8 character has four bytes at most, so no more than three can wait for the rest."""
+_CONTEXT = 8
+"""Tokens kept before the new ones: more than the bytes of a character, and enough for a decoder to see no start."""
+_MOST_TOKENS = 24
+
+
+def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Ids that ``tokenizer.decode(..., skip_special_tokens=True)`` leaves out."""
+    return frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+
+
+class Detokenizer:
+    """Turns a growing list of tokens into a growing text, at a constant cost per token.
+
+    The pieces ``push`` returns, with what ``finish`` returns, are together ``tokenizer.decode`` of all tokens
+    (without clean-up of spaces). One case is left out on purpose: where a byte-fallback decoder replaces a whole run
+    of bytes because its end is not valid UTF-8, the valid characters that were delivered stand.
+
+    Each token is decoded within a window of the last few tokens, so that decoders which treat the first token
+    differently (a leading space is dropped) see no first token. What may still become a character is held back.
+
+    Args:
+        tokenizer: Any fast tokenizer of transformers.
+        prompt: Tokens that come before; their end gives the context, and is not part of the text.
+        skip_special_tokens: Leave special tokens out of the text.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int] = (), skip_special_tokens: bool = True
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = special_token_ids(tokenizer) if skip_special_tokens else frozenset()
+        self._window = [token for token in prompt[-_CONTEXT:] if token not in self._skipped]
+        text = self._decode(self._window)
+        self._shown = text[: len(text) - _num_held(text)]
+        self._num_clean = len(self._window)
+
+    def push(self, token: int) -> str:
+        """Take one token and return the text that is now certain; often a word, sometimes nothing."""
+        if token in self._skipped:
+            return ""
+        self._window.append(token)
+        text = self._decode(self._window)
+        if self._num_clean and not text.startswith(self._shown):
+            # A byte-fallback decoder went back on text that has been delivered: start at what has not.
+            del self._window[: self._num_clean]
+            self._num_clean, self._shown = 0, ""
+            text = self._decode(self._window)
+        end = max(len(self._shown), len(text) - _num_held(text))
+        piece = text[len(self._shown) : end]
+        self._shown = text[:end]
+        if end == len(text):
+            self._num_clean = len(self._window)
+        if len(self._window) > _MOST_TOKENS:
+            self._shrink(text)
+        return piece
+
+    def finish(self) -> str:
+        """Return what was held back: the sequence has ended, and the rest of the character will not come."""
+        text = self._decode(self._window)
+        held = text[len(self._shown) :]
+        self._shown = text
+        return held
+
+    def _shrink(self, text: str) -> None:
+        """Forget the oldest tokens, where the rest decodes to the same end."""
+        held = text[len(self._shown) :]
+        rest = self._decode(self._window[-_CONTEXT:])
+        if not rest.endswith(held) or len(rest) == len(held):
+            return
+        self._shown = rest[: len(rest) - len(held)]
+        self._num_clean = max(0, self._num_clean - (len(self._window) - _CONTEXT))
+        del self._window[:-_CONTEXT]
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+        return text
+
+
+def _num_held(text: str) -> int:
+    """Characters at the end of a text that later bytes may still change."""
+    end = text[-_MOST_HELD:]
+    return len(end) - len(end.rstrip(_REPLACEMENT))

@@ -1,0 +1,57 @@
+"""Prompts as text or as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from specdec.errors import InvalidParameterError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, parameter: str = "prompt") -> list[int]:
+    """Token ids of a text, with the special tokens the tokenizer adds by itself; at least one.
+
+    An empty text stands for the beginning of a document: the model's beginning-of-sequence token.
+
+    Raises:
+        InvalidParameterError: The text holds half a surrogate pair, or is empty and no token stands for that.
+    """
+    check_text(text, parameter)
+    token_ids: list[int] = tokenizer.encode(text)
+    if token_ids:
+        return token_ids
+    if tokenizer.bos_token_id is None:
+        raise InvalidParameterError(parameter, f"{parameter} must hold at least one token")
+    return [tokenizer.bos_token_id]
+
+
+def check_text(text: str, parameter: str) -> None:
+    """Refuse text that has no UTF-8 form.
+
+    Raises:
+        InvalidParameterError: The text holds half a surrogate pair.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidParameterError(
+            parameter, f"{parameter} is not valid Unicode: half a surrogate pair at character {error.start}"
+        ) from None
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, parameter: str = "prompt") -> None:
+    """Refuse token ids that the model does not have.
+
+    Raises:
+        InvalidParameterError: There is none, or one is outside [0, vocab_size).
+    """
+    if not token_ids:
+        raise InvalidParameterError(parameter, f"{parameter} must hold at least one token")
+    for index, token in enumerate(token_ids):
+        if not 0 <= token < vocab_size:
+            raise InvalidParameterError(
+                parameter, f"{parameter} holds token id {token} at index {index}; allowed are 0 to {vocab_size - 1}"
+            )

@@ -1,0 +1,37 @@
+"""A small application with the shape of the real one, for tests of the launcher."""
+
+import os
+
+from ray import serve
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+
+from cluster.config import AppArgs
+from specdec.errors import ModelLoadError
+
+
+@serve.deployment(name="TargetServer", ray_actor_options={"num_cpus": 1})
+class Worker:
+    def __init__(self, model: str | None) -> None:
+        if model == "missing":
+            raise ModelLoadError("there is no folder missing")
+        if model == "broken":
+            raise RuntimeError("out of luck")
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+@serve.deployment(name="OpenAIIngress", ray_actor_options={"num_cpus": 0})
+class Ingress:
+    def __init__(self, worker: object) -> None:
+        self._worker = worker
+
+    async def __call__(self, request: Request) -> PlainTextResponse:
+        if request.url.path == "/environment":
+            return PlainTextResponse(os.environ.get(request.query_params["name"], ""))
+        return PlainTextResponse(str(await self._worker.pid.remote()))
+
+
+def build_app(args: AppArgs) -> serve.Application:
+    return Ingress.bind(Worker.bind(args.target.model))

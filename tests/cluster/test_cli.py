@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cluster.cli import main
+from cluster.cli.flags import add_config_flags, config_keys, config_overrides, flag_of
+from cluster.cli.main import COMMANDS, build_parser
+from cluster.config import ServiceConfig
+from cluster.config_files import load_config
+from cluster.launch import check_port
+from cluster.settings import RAY_SETTINGS, prepare_for_ray
+from specdec.errors import InvalidParameterError
+
+EXAMPLES = {
+    "demo": "plain",
+    "target.model": "some/target",
+    "target.revision": "main",
+    "target.token": "hf_secret",
+    "target.dtype": "bfloat16",
+    "target.device": "cuda:1",
+    "target.kv_memory": "512MiB",
+    "draft.model": "some/draft",
+    "draft.revision": "v1",
+    "draft.token": "hf_other",
+    "draft.dtype": "float16",
+    "draft.device_map": {"": 0, "lm_head": "cpu"},
+    "draft.kv_memory": 0.25,
+    "served_model_name": "mine",
+    "max_model_len": 4096,
+    "block_size": 32,
+    "max_batch_tokens": 512,
+    "max_num_sequences": 17,
+    "num_speculative_tokens": 7,
+    "mode": "in_turn",
+    "limits.max_body_bytes": 2048,
+    "limits.max_concurrent_requests": 3,
+    "limits.max_queued_requests": 0,
+    "limits.max_sequences": 9,
+    "limits.max_stop_strings": 2,
+    "limits.max_stop_characters": 99,
+    "limits.retry_after_s": 5,
+    "protocol.lease_s": 9.5,
+    "protocol.renew_s": 0.25,
+    "protocol.repeat_s": 0.125,
+    "protocol.settle_s": 0.75,
+    "protocol.silence_s": 12,
+    "protocol.credit_tokens": 64,
+    "replicas.target": 2,
+    "replicas.draft": 3,
+    "replicas.router": 4,
+    "replicas.ingress": 5,
+    "actors.target.num_gpus": 0.5,
+    "actors.target.num_cpus": 2,
+    "actors.target.resources": {"big": 1},
+    "actors.target.label_selector": {"pool": "big"},
+    "actors.target.accelerator_type": "H200",
+    "actors.draft.num_gpus": 1,
+    "actors.draft.num_cpus": 0.5,
+    "actors.draft.resources": {"small": 1},
+    "actors.draft.label_selector": {"pool": "small"},
+    "actors.draft.accelerator_type": "L4",
+    "log_level": "warning",
+    "host": "localhost",
+    "port": 1234,
+}
+NOT_TOGETHER = {"target.device_map": "auto", "draft.device": "cpu"}
+
+
+def as_yaml(values, path):
+    tree = {}
+    for key, value in values.items():
+        *sections, leaf = key.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[leaf] = value
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def from_flags(values):
+    parser = argparse.ArgumentParser()
+    add_config_flags(parser)
+    argv = [f"{flag_of(key)}={value if isinstance(value, str) else json.dumps(value)}" for key, value in values.items()]
+    return load_config(None, config_overrides(parser.parse_args(argv)))
+
+
+def test_there_is_an_example_of_every_key():
+    assert {key for key, _ in config_keys()} == set(EXAMPLES) | set(NOT_TOGETHER)
+
+
+def test_flags_and_yaml_say_the_same(tmp_path):
+    from_file = load_config(as_yaml(EXAMPLES, tmp_path / "service.yaml"))
+    assert from_flags(EXAMPLES) == from_file
+    unset = [key for key in EXAMPLES if key != "demo" and _value(from_file, key) == _value(ServiceConfig(), key)]
+    assert unset == []
+
+
+@pytest.mark.parametrize("key", EXAMPLES | NOT_TOGETHER)
+def test_each_flag_sets_its_key_and_no_other(tmp_path, key):
+    needed = {"target.model": "t", "draft.model": "d"}
+    value = (EXAMPLES | NOT_TOGETHER)[key]
+    file = load_config(as_yaml(needed | {key: value}, tmp_path / "service.yaml"))
+    assert from_flags(needed | {key: value}) == file
+    plain = ServiceConfig.model_validate({"target": "t", "draft": "d"})
+    differing = [name for name, _ in config_keys() if _value(file, name) != _value(plain, name)]
+    assert differing == ([key] if key != "demo" else [])
+
+
+def _value(config, key):
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def run(*argv):
+    return subprocess.run([sys.executable, "-m", "cluster.cli", *argv], capture_output=True, text=True, timeout=60)
+
+
+def test_help_names_every_flag_of_the_configuration(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", "--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert all(flag_of(key) in text for key, _ in config_keys())
+    assert "[limits.max_body_bytes]" in text
+
+
+def test_help_names_every_command(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert all(command in text for command in COMMANDS)
+
+
+def test_the_command_line_as_a_process():
+    shown = run("--version")
+    assert shown.stdout.startswith("specdec ")
+    refused = run("serve", "--prot", "8")
+    assert refused.returncode == 2
+    assert len(refused.stderr.splitlines()) == 1
+    assert "unknown argument --prot; the nearest known one is --port" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["serve", "--port", "99999"], "port: must be a whole number, at least 0 and at most 65535"),
+        (["serve", "--host", "not an address"], "no address of this machine"),
+        (["serve", "--config", "missing.yaml"], "missing.yaml: cannot be read"),
+        (["serve", "--draft", "x"], "needs a target"),
+        (["generate", "x", "--max-tokens", "0"], "--max-tokens must be at least 1"),
+        (["generate", "x", "--temperature", "-1"], "--temperature must be a number, at least 0"),
+        (["generate", "x", "--temperature", "nan"], "--temperature must be a number, at least 0"),
+        (["generate", "x", "--seed", "-1"], "--seed must be at least 0"),
+    ],
+)
+def test_what_is_refused_is_one_line_and_exit_code_2(argv, named, capsys):
+    assert main(argv) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert named in line
+    assert line.startswith(f"specdec {argv[0]}: ")
+
+
+def test_an_unknown_command_is_refused(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["frobnicate"])
+    assert caught.value.code == 2
+    assert "'serve', 'generate', 'doctor'" in capsys.readouterr().err
+
+
+def test_a_flag_is_not_guessed_from_its_beginning():
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["serve", "--num-spec", "3"])
+
+
+def test_a_port_that_is_taken_is_refused(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(InvalidParameterError, match=f"port: 127.0.0.1:{port} cannot be had"):
+            check_port("127.0.0.1", port)
+        assert main(["serve", "--port", str(port)]) == 2
+        assert str(port) in capsys.readouterr().err
+    assert check_port("127.0.0.1", port) == port
+
+
+def test_port_0_is_any_free_one():
+    assert check_port("127.0.0.1", 0) > 0
+
+
+def test_settings_leave_what_the_user_has_set():
+    environment = {"RAY_SERVE_USE_GRPC_BY_DEFAULT": "0"}
+    prepare_for_ray(environment)
+    assert environment == RAY_SETTINGS | {"RAY_SERVE_USE_GRPC_BY_DEFAULT": "0"}
+
+
+def test_the_command_is_installed():
+    command = Path(sys.executable).parent / "specdec"
+    assert subprocess.run([command, "--version"], capture_output=True, text=True, timeout=60).returncode == 0

@@ -1,0 +1,121 @@
+"""``specdec generate`` and ``specdec doctor`` on the demo pair."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from cluster.cli import main
+from cluster.sources import demo_folder
+
+PROMPT = "def fibonacci(n):"
+
+
+def printed(capsys, *argv, code=0):
+    assert main(list(argv)) == code
+    return capsys.readouterr()
+
+
+def generated(capsys, *argv):
+    flags = ("--json", "--max-tokens", "24", "--target-kv-memory", "64MiB", "--max-model-len", "256")
+    return json.loads(printed(capsys, "generate", PROMPT, *flags, *argv).out)
+
+
+def test_generate_prints_one_object(capsys):
+    result = generated(capsys)
+    assert set(result) == {"text", "token_ids", "finish_reason", "stats"}
+    assert len(result["token_ids"]) == 24
+    assert result["finish_reason"] == "length"
+    assert result["text"]
+    stats = result["stats"]
+    assert stats["num_tokens"] == 24
+    assert stats["acceptance_rate"] == stats["num_accepted_tokens"] / stats["num_draft_tokens"] > 0
+    assert stats["mean_acceptance_length"] > 1
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_a_seeds_text_does_not_depend_on_the_draft(capsys, temperature):
+    flags = ("--temperature", temperature, "--seed", "7")
+    with_draft = generated(capsys, *flags)
+    without = generated(capsys, *flags, "--num-speculative-tokens", "0")
+    alone = generated(capsys, *flags, "--target", str(demo_folder("target")))
+    assert with_draft["token_ids"] == without["token_ids"] == alone["token_ids"]
+    assert without["stats"]["num_drafts"] == alone["stats"]["num_drafts"] == 0 < with_draft["stats"]["num_drafts"]
+
+
+def test_generate_streams_the_same_text(capsys):
+    flags = ("--max-tokens", "24", "--target-kv-memory", "64MiB", "--max-model-len", "256")
+    streamed = printed(capsys, "generate", PROMPT, *flags)
+    assert streamed.out == generated(capsys)["text"] + "\n"
+    assert "[24 tokens, " in streamed.err
+
+
+def test_generate_refuses_what_is_too_long(capsys):
+    flags = ("--max-tokens", "300", "--target-kv-memory", "64MiB", "--max-model-len", "256")
+    assert "exceed 256 tokens" in printed(capsys, "generate", PROMPT, *flags, code=2).err
+
+
+def test_a_folder_that_is_not_there_is_one_line(capsys):
+    shown = printed(capsys, "generate", PROMPT, "--target", "/nowhere/model", code=2)
+    assert shown.err.splitlines()[-1] == "specdec generate: there is no folder /nowhere/model"
+
+
+SMALL = ("--target-kv-memory", "64MiB", "--draft-kv-memory", "8MiB", "--max-model-len", "256")
+
+
+def test_doctor_finds_the_demo_pair_well(capsys):
+    found = json.loads(printed(capsys, "doctor", "--json", *SMALL).out)
+    assert found["problems"] == []
+    assert found["pair"]["vocab_size"] == 4096
+    assert set(found["machine"]["versions"]) == {
+        "python",
+        "specdec",
+        "torch",
+        "transformers",
+        "accelerate",
+        "ray",
+        "pydantic",
+    }
+    for role, budget_bytes in (("target", 64 << 20), ("draft", 8 << 20)):
+        model = found[role]
+        assert model["dtype"] == "float32"
+        assert model["max_model_len"] == 256
+        assert model["memory"]["cache_bytes"] <= model["memory"]["budget_bytes"] == budget_bytes
+        assert model["admission"]["relative_error"] <= model["admission"]["tolerance"]
+
+
+def test_doctor_says_it_in_words(capsys):
+    text = printed(capsys, "doctor", *SMALL).out
+    for words in (
+        "torch ",
+        "cores ",
+        "placement ",
+        "admission check passed",
+        "fits together",
+        "verdict    can be served",
+    ):
+        assert words in text
+
+
+def test_doctor_says_what_does_not_fit(capsys, tmp_path):
+    draft = tmp_path / "draft"
+    shutil.copytree(demo_folder("draft"), draft)
+    tokenizer = json.loads((draft / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = sorted(vocabulary, key=vocabulary.get)[1000:1002]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (draft / "tokenizer.json").write_text(json.dumps(tokenizer))
+    pair = ("--target", str(demo_folder("target")), "--draft", str(draft))
+    found = json.loads(printed(capsys, "doctor", "--json", *SMALL, *pair, code=2).out)
+    (problem,) = found["problems"]
+    assert "the vocabularies differ: token 1000 is" in problem
+    assert found["pair"] is None
+
+
+def test_doctor_says_how_much_memory_is_lacking(capsys):
+    shown = printed(capsys, "doctor", "--target-kv-memory", "2MiB", "--draft-kv-memory", "8MiB", code=2)
+    assert "one sequence of 2048 tokens" in shown.out
+    assert "2.0 MiB may be used" in shown.out
+    assert shown.out.splitlines()[-1] == "verdict    cannot be served"

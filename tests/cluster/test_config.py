@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import pytest
+
+from cluster.config import AppArgs, ServiceConfig, memory_amount
+from cluster.config_files import load_config, merged
+from cluster.strict import key_paths
+from specdec.errors import InvalidParameterError
+from specdec.protocol.leases import Times
+
+
+def refused(overrides):
+    with pytest.raises(InvalidParameterError) as caught:
+        load_config(None, overrides)
+    return caught.value.parameter, str(caught.value)
+
+
+def test_defaults_are_the_demo_pair_on_loopback():
+    config = load_config()
+    assert config.is_demo
+    assert config.has_draft
+    assert (config.host, config.port, config.num_speculative_tokens) == ("127.0.0.1", 8000, 4)
+    assert config.model_name == "specdec-demo"
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("prot", "port"),
+        ("num_speculative_token", "num_speculative_tokens"),
+        ("limits.max_boddy_bytes", "limits.max_body_bytes"),
+        ("max_body_bytes", "limits.max_body_bytes"),
+        ("actors.draft.num_gpu", "actors.draft.num_gpus"),
+        ("limits.port", "port"),
+        ("target.modell", "target.model"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_known_one(key, nearest):
+    parameter, message = refused({key: 1})
+    assert parameter == key
+    assert f"unknown key '{key}'" in message
+    assert f"'{nearest}'" in message
+
+
+def test_an_unknown_key_is_refused_in_serves_own_arguments_too():
+    with pytest.raises(ValueError, match=r"unknown key 'limits\.max_body_byte'.*'limits\.max_body_bytes'"):
+        AppArgs.model_validate({"limits": {"max_body_byte": 5}})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("port", 65536, "a whole number, at least 0 and at most 65535"),
+        ("port", -1, "at least 0 and at most 65535"),
+        ("port", "http", "a whole number"),
+        ("port", True, "true and false are not allowed"),
+        ("num_speculative_tokens", 65, "at least 0 and at most 64"),
+        ("block_size", 0, "at least 1 and at most 1024"),
+        ("max_model_len", 1, "at least 2"),
+        ("limits.max_body_bytes", 10, "at least 1024"),
+        ("protocol.lease_s", 0, "more than 0 and at most 3600"),
+        ("protocol.lease_s", float("nan"), "more than 0"),
+        ("replicas.target", 0, "at least 1 and at most 1024"),
+        ("mode", "both", "'overlap' or 'in_turn'"),
+        ("target.dtype", "int8", "'float32'"),
+        ("target.device", "gpu", "auto, cpu, cuda or cuda:N"),
+        ("draft.kv_memory", "1.5", "a fraction of the free memory in (0, 1]"),
+        ("log_level", "loud", "'debug'"),
+        ("limits", 3, "must hold keys and values"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_with_what_is_allowed(key, value, allowed):
+    parameter, message = refused({key: value})
+    assert parameter == key
+    assert allowed in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ({"draft.model": "x"}, "needs a target"),
+        ({"target.revision": "main"}, "need a model"),
+        ({"target.model": "x", "target.device": "cpu", "target.device_map": "auto"}, "exclude each other"),
+        ({"protocol.renew_s": 4, "protocol.lease_s": 5}, "at most a third of lease_s"),
+    ],
+)
+def test_what_would_be_ignored_or_cannot_work_is_refused(overrides, named):
+    assert named in refused(overrides)[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ("auto", "auto"),
+        (0.5, 0.5),
+        ("0.25", 0.25),
+        (1, 1.0),
+        (1 << 30, 1 << 30),
+        ("512MiB", 512 << 20),
+        ("2 GB", 2 * 10**9),
+    ],
+)
+def test_memory_is_a_fraction_or_bytes(given, read):
+    found = memory_amount(given)
+    assert found == read
+    assert type(found) is type(read)
+
+
+@pytest.mark.parametrize("given", [0, -1, 2, 1.5, "1 kB", "much", "nan", "512 cows", None])
+def test_other_amounts_of_memory_are_refused(given):
+    with pytest.raises(ValueError, match="fraction of the free memory"):
+        memory_amount(given)
+
+
+def test_a_string_stands_for_a_model_and_flags_win_over_the_file(tmp_path):
+    path = tmp_path / "service.yaml"
+    path.write_text(
+        "target: some/target\ndraft:\n  model: some/draft\n  dtype: bfloat16\n"
+        "port: 9000\nlimits: {max_queued_requests: 7}\n"
+    )
+    config = load_config(path, {"draft.model": "other/draft", "target.dtype": "float32", "port": "9001"})
+    assert (config.target.model, config.target.dtype) == ("some/target", "float32")
+    assert (config.draft.model, config.draft.dtype) == ("other/draft", "bfloat16")
+    assert (config.port, config.limits.max_queued_requests) == (9001, 7)
+    assert config.model_name == "some/target"
+
+
+def test_a_target_alone_has_no_draft():
+    assert not load_config(None, {"target.model": "x"}).has_draft
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("port: [", "not YAML"),
+        ("- port", "keys and values"),
+        ("7: 8", "keys and values"),
+        ("prot: 1", "nearest known key is 'port'"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(tmp_path, text, named):
+    path = tmp_path / "service.yaml"
+    path.write_text(text)
+    with pytest.raises(InvalidParameterError, match=named) as caught:
+        load_config(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(InvalidParameterError, match=r"missing\.yaml: cannot be read"):
+        load_config(tmp_path / "missing.yaml")
+
+
+def test_an_empty_file_says_nothing(tmp_path):
+    path = tmp_path / "service.yaml"
+    path.write_text("# nothing\n")
+    assert load_config(path) == ServiceConfig()
+
+
+def test_the_applications_arguments_are_all_but_the_address():
+    config = load_config(None, {"target.model": "x", "target.token": "secret", "target.kv_memory": "0.5", "port": 1234})
+    args = config.app_args()
+    assert {path.partition(".")[0] for path in key_paths(ServiceConfig)} - set(AppArgs.model_fields) == {"host", "port"}
+    assert args == AppArgs.model_validate({"target": {"model": "x", "token": "secret", "kv_memory": 0.5}})
+    assert args.target.token.get_secret_value() == "secret"
+    assert "secret" not in repr(config)
+
+
+def test_merging_changes_neither_argument():
+    data = {"limits": {"max_body_bytes": 2048}}
+    assert merged(ServiceConfig, data, {"limits.max_queued_requests": 1})["limits"] == {
+        "max_body_bytes": 2048,
+        "max_queued_requests": 1,
+    }
+    assert data == {"limits": {"max_body_bytes": 2048}}
+
+
+def test_the_protocols_times_are_the_librarys_own():
+    given = ServiceConfig().protocol.model_dump()
+    assert Times(**given) == Times()
+
+
+def test_every_key_is_documented():
+    from cluster.cli.flags import config_keys
+
+    assert all(field.description for _, field in config_keys())

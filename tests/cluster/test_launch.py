@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cluster.launch import first_failure, last_line
+from cluster.processes import OwnProcesses
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Service:
+    """``specdec serve`` with the small application, in a process group of its own, as a terminal would start it."""
+
+    def __init__(self, *argv):
+        self.mark = f"specdec-test-{uuid.uuid4()}"
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "SPECDEC_TEST_MARK": self.mark}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.cluster.run_stub", "--port", "0", *argv],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.output = ""
+
+    def read_until(self, text):
+        for line in self.process.stdout:
+            self.output += line
+            if text in line:
+                return
+        raise AssertionError(f"no {text!r} in:\n{self.output}")
+
+    def end(self):
+        """Exit code, once the process is gone; it ends by itself, or after a signal."""
+        self.output += self.process.communicate(timeout=120)[0]
+        return self.process.returncode
+
+    def processes(self):
+        """All processes that it started, directly or not, whoever their parent is by now; they inherit a mark."""
+        return [
+            process for process in psutil.process_iter() if process.pid != self.process.pid and self._is_own(process)
+        ]
+
+    def _is_own(self, process):
+        try:
+            is_own = process.environ().get("SPECDEC_TEST_MARK") == self.mark
+            return is_own and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+
+
+@pytest.fixture
+def start():
+    services = []
+
+    def start_one(*argv):
+        services.append(Service(*argv))
+        return services[-1]
+
+    yield start_one
+    for service in services:
+        if service.process.poll() is None:
+            service.process.kill()
+            service.process.communicate()
+        for process in service.processes():
+            process.kill()
+
+
+def test_it_serves_until_ctrl_c_and_leaves_nothing_behind(start):
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+    try:
+        service = start()
+        service.read_until("Ctrl-C stops it.")
+        (url,) = re.findall(r"curl (http://127\.0\.0\.1:\d+)/v1/completions", service.output)
+        assert re.search(r"\[ *\d+\.\d s\] Ray is up: \d+ cores", service.output)
+        assert "TargetServer: ready" in service.output
+        for name, value in (("RAY_SERVE_USE_GRPC_BY_DEFAULT", "1"), ("RAY_AUTH_MODE", "token")):
+            with urllib.request.urlopen(f"{url}/environment?name={name}", timeout=10) as answer:
+                assert answer.read().decode() == value
+        names = {process.name() for process in service.processes()}
+        assert {"raylet", "gcs_server", "ray::ProxyActor"} <= names
+
+        os.killpg(service.process.pid, signal.SIGINT)
+        assert service.end() == 0, service.output
+        assert service.output.splitlines()[-1].endswith("stopped")
+        assert "Traceback" not in service.output
+        assert service.processes() == []
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_sigterm_while_ray_starts_stops_what_was_started(start):
+    service = start()
+    service.read_until("starting Ray")
+    deadline_s = time.monotonic() + 60
+    while not service.processes() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    service.process.terminate()
+    assert service.end() == 0, service.output
+    assert service.processes() == []
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line_and_exit_code_2(start):
+    service = start("--target", "missing")
+    service.read_until("specdec serve: ")
+    assert service.end() == 2
+    assert "specdec serve: there is no folder missing; logs: " in service.output
+    assert "Traceback" not in service.output
+    assert service.processes() == []
+
+
+@pytest.mark.soak
+def test_a_second_ctrl_c_ends_everything_at_once(start):
+    service = start()
+    service.read_until("Ctrl-C stops it.")
+    service.process.send_signal(signal.SIGINT)
+    service.read_until("stopping")
+    service.process.send_signal(signal.SIGINT)
+    assert service.end() == 130
+    assert service.processes() == []
+
+
+def test_own_processes_are_those_started_since():
+    command = [sys.executable, "-c", "import time; time.sleep(300)"]
+    before = subprocess.Popen(command)
+    own = OwnProcesses()
+    after = subprocess.Popen([sys.executable, "-c", f"import subprocess; subprocess.Popen({command}).wait()"])
+    try:
+        deadline_s = time.monotonic() + 30
+        while len(own.alive()) < 2 and time.monotonic() < deadline_s:
+            own.note()
+        assert {process.pid for process in own.alive()} > {after.pid}
+        after.kill()
+        after.wait()
+        assert own.stop(0.0) == 1
+        assert own.alive() == []
+        assert before.poll() is None
+    finally:
+        for process in (before, after):
+            process.kill()
+            process.wait()
+
+
+class Deployment:
+    def __init__(self, message):
+        self.message = message
+
+
+class Application:
+    def __init__(self, status, *messages):
+        self.status = status
+        self.message = "the application's own"
+        self.deployments = {str(index): Deployment(message) for index, message in enumerate(messages)}
+
+
+@pytest.mark.parametrize(
+    ("application", "failure"),
+    [
+        (None, None),
+        (Application("DEPLOYING", "", "taking long"), None),
+        (Application("RUNNING", ""), None),
+        (Application("DEPLOYING", "", "x\nspecdec.errors.ModelLoadError: y"), "x\nspecdec.errors.ModelLoadError: y"),
+        (Application("DEPLOY_FAILED", "", "RuntimeError: z"), "RuntimeError: z"),
+        (Application("DEPLOY_FAILED", ""), "the application's own"),
+        (Application("UNHEALTHY", "gone"), "gone"),
+    ],
+)
+def test_an_error_of_the_users_ends_the_start_at_once(application, failure):
+    assert first_failure(application) == failure
+
+
+def test_the_last_line_names_the_error():
+    message = (
+        "The deployment failed 3 times:\nTraceback:\n  File x\nspecdec.errors.ModelLoadError: no folder\nRetrying."
+    )
+    assert last_line(message) == "specdec.errors.ModelLoadError: no folder"
+    assert last_line("nothing here") == "nothing here"

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx2
+import pytest
+
+from deployments.openai import GenerationDefaults
+from specdec.sampling.params import SamplingParams
+
+from .conftest import MAX_MODEL_LEN, Bench
+
+BASE = {"model": "demo", "prompt": [5, 6]}
+
+
+async def sampled(bench: Bench, http: httpx2.AsyncClient, **options: Any) -> Any:
+    """The spec that a completion request with these fields leads to."""
+    bench.says("ok")
+    answer = await http.post("/v1/completions", json=BASE | options)
+    assert answer.status_code == 200, answer.text
+    return bench.service.opened[-1].spec
+
+
+async def test_defaults_are_the_models_else_openais(bench: Bench, http: httpx2.AsyncClient) -> None:
+    spec = await sampled(bench, http)
+    assert spec.sampling == SamplingParams(top_p=0.9, repetition_penalty=1.1)
+    assert (spec.output_start, spec.max_tokens, spec.eos_token_ids) == (2, 16, (0,))
+    assert spec.num_speculative_tokens is None
+
+
+def test_defaults_come_from_a_generation_config() -> None:
+    config = {"temperature": 0.6, "top_k": 20, "top_p": None, "do_sample": True, "eos_token_id": 0}
+    assert GenerationDefaults.from_generation_config(config) == GenerationDefaults(temperature=0.6, top_k=20)
+
+
+async def test_every_parameter_reaches_the_sequence(bench: Bench, http: httpx2.AsyncClient) -> None:
+    spec = await sampled(
+        bench,
+        http,
+        temperature=0,
+        top_p=0.5,
+        top_k=7,
+        min_p=0.1,
+        repetition_penalty=1.5,
+        presence_penalty=-1,
+        frequency_penalty=0.25,
+        logit_bias={"3": -100, "70": 1.5},
+        min_tokens=2,
+        max_tokens=9,
+        stop_token_ids=[8, 9],
+        ignore_eos=True,
+        logprobs=4,
+        acceptance="coupled",
+        num_speculative_tokens=0,
+    )
+    assert spec.sampling == SamplingParams(
+        repetition_penalty=1.5,
+        presence_penalty=-1.0,
+        frequency_penalty=0.25,
+        logit_bias=((3, -100.0), (70, 1.5)),
+        min_tokens=2,
+        temperature=0.0,
+        top_k=7,
+        top_p=0.5,
+        min_p=0.1,
+        stop_token_ids=(8, 9),
+        ignore_eos=True,
+        logprobs=4,
+    )
+    assert (spec.max_tokens, spec.num_speculative_tokens) == (9, 0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", 2.5),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("min_p", 1.5),
+        ("repetition_penalty", 0),
+        ("presence_penalty", 3),
+        ("frequency_penalty", -3),
+        ("logit_bias", {"4096": 1}),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"1": "2"}),
+        ("logit_bias", {"1": 101}),
+        ("logit_bias", [1]),
+        ("stop_token_ids", [4096]),
+        ("min_tokens", -1),
+        ("max_tokens", 0),
+        ("max_tokens", 2**80),
+        ("logprobs", 21),
+        ("n", 0),
+        ("n", 129),
+        ("seed", 2**64),
+        ("num_speculative_tokens", -1),
+        ("num_speculative_tokens", 65),
+        ("acceptance", "rejection"),
+        ("acceptance", "maybe"),
+        ("stop", ["x"] * 17),
+        ("stop", ["x" * 1025]),
+        ("cache_salt", ""),
+        ("prompt", []),
+        ("prompt", [[]]),
+        ("prompt", [4096]),
+        ("prompt", [-1]),
+        ("prompt", ["a", 1]),
+        ("prompt", [1.0]),
+        ("prompt", None),
+        ("prompt", {"a": 1}),
+    ],
+)
+async def test_a_value_out_of_range_is_refused_by_name(refused: Callable[..., Any], field: str, value: Any) -> None:
+    error = await refused("/v1/completions", BASE | {field: value})
+    assert error["param"] == field
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", "1"),
+        ("temperature", True),
+        ("top_k", 1.5),
+        ("max_tokens", "16"),
+        ("max_tokens", 16.0),
+        ("n", True),
+        ("seed", "7"),
+        ("echo", 1),
+        ("stream", "true"),
+        ("ignore_eos", 0),
+        ("logprobs", True),
+        ("model", 3),
+        ("user", 5),
+    ],
+)
+async def test_types_are_strict(refused: Callable[..., Any], field: str, value: Any) -> None:
+    assert (await refused("/v1/completions", BASE | {field: value}))["param"] == field
+
+
+async def test_edge_04_prompt_and_output_must_fit_the_models_length(
+    bench: Bench, http: httpx2.AsyncClient, refused: Callable[..., Any]
+) -> None:
+    body = {"model": "demo", "prompt": [5] * 100}
+    assert (await sampled(bench, http, prompt=[5] * 100, max_tokens=28)).max_tokens == 28
+    error = await refused("/v1/completions", body | {"max_tokens": 29})
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
+    assert all(number in error["message"] for number in ("100", "29", str(MAX_MODEL_LEN)))
+    error = await refused("/v1/completions", {"model": "demo", "prompt": [5] * MAX_MODEL_LEN})
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+    long = [{"role": "user", "content": "word " * 200}]
+    error = await refused("/v1/chat/completions", {"model": "demo", "messages": long})
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+    assert len(bench.service.opened) == 1
+
+
+async def test_edge_04_a_default_limit_shrinks_to_what_is_left(bench: Bench, http: httpx2.AsyncClient) -> None:
+    assert (await sampled(bench, http, prompt=[5] * (MAX_MODEL_LEN - 3))).max_tokens == 3
+
+
+async def test_edge_04_min_tokens_must_fit_into_max_tokens(refused: Callable[..., Any]) -> None:
+    error = await refused("/v1/completions", BASE | {"min_tokens": 5, "max_tokens": 4})
+    assert error["param"] == "min_tokens"

@@ -1,0 +1,27 @@
+"""The lists of live replicas of a process."""
+
+from __future__ import annotations
+
+from deployments.transport.board import ReplicaBoard
+
+KEY = ("app", "Worker")
+
+
+def test_listeners_hear_what_is_known_and_what_changes_of_their_deployment() -> None:
+    board, heard = ReplicaBoard(), []
+    board.publish(KEY, ["a"])
+    board.subscribe(KEY, heard.append)
+    board.publish(KEY, ["b", "a"])
+    board.publish(KEY, ["a", "b"])
+    board.publish(("app", "Other"), ["c"])
+    board.publish(KEY, [])
+    assert heard == [{"a"}, {"a", "b"}, set()]
+
+
+def test_a_listener_that_has_ended_hears_nothing() -> None:
+    board, heard = ReplicaBoard(), []
+    end = board.subscribe(KEY, heard.append)
+    end()
+    end()
+    board.publish(KEY, ["a"])
+    assert heard == []

@@ -1,0 +1,181 @@
+"""Hosts: what a machine is given, what comes out of it, and what happens when it fails or hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from deployments.transport.host import SWITCH_INTERVAL_S, Host, LoopHost, WorkerHost
+from deployments.transport.wire import HostFailedError
+
+IDLE_S = 60.0
+"""Longer than any test: whatever happens sooner was not a timer's doing."""
+
+
+class Recorder:
+    """Answers every message to its sender, does some work for it, and notes who called it."""
+
+    def __init__(self) -> None:
+        self.received: list[Any] = []
+        self.threads: set[int] = set()
+        self.steps = 0
+        self.work = 0
+        self.on_step: Callable[[], None] = lambda: None
+        self._outbox: dict[str, list[Any]] = defaultdict(list)
+
+    def receive(self, message: Any, now_s: float) -> None:
+        if message == "poison":
+            raise ValueError("poisoned")
+        self.threads.add(threading.get_ident())
+        self.received.append(message)
+        peer, text = message
+        self._outbox[peer].append(f"re: {text}")
+
+    def step(self, now_s: float) -> bool:
+        self.threads.add(threading.get_ident())
+        self.steps += 1
+        self.on_step()
+        self.work = max(0, self.work - 1)
+        return self.work > 0
+
+    def take_outbox(self) -> dict[str, list[Any]]:
+        outbox, self._outbox = self._outbox, defaultdict(list)
+        return outbox
+
+
+@contextmanager
+def running(kind: str, machine: Recorder, timer_s: float = IDLE_S) -> Iterator[Host[Recorder]]:
+    host: Host[Recorder] = (
+        WorkerHost(machine, idle_wait_s=timer_s) if kind == "worker" else LoopHost(machine, tick_s=timer_s)
+    )
+    host.start()
+    try:
+        yield host
+    finally:
+        host.stop()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+both_kinds = pytest.mark.parametrize("kind", ["worker", "loop"])
+
+
+@both_kinds
+async def test_answers_go_to_the_mailbox_of_their_peer(kind: str) -> None:
+    with running(kind, Recorder()) as host:
+        a, b = host.attach("a"), host.attach("b")
+        host.post([("a", 1), ("b", 2), ("a", 3)])
+        assert await anext(a.batches(IDLE_S)) == ("re: 1", "re: 3")
+        assert await anext(b.batches(IDLE_S)) == ("re: 2",)
+
+
+@both_kinds
+async def test_messages_for_peers_without_a_link_are_dropped_and_counted(kind: str) -> None:
+    with running(kind, Recorder()) as host:
+        mailbox = host.attach("a")
+        host.detach("a", mailbox)
+        host.post([("a", 1), ("a", 2), ("b", 3)])
+        await until(lambda: host.num_dropped_messages == 3)
+
+
+@both_kinds
+async def test_a_new_link_to_a_peer_ends_the_old_one_alone(kind: str) -> None:
+    with running(kind, Recorder()) as host:
+        old = host.attach("a")
+        new = host.attach("a")
+        host.detach("a", old)
+        host.post([("a", 1)])
+        assert old.closed
+        assert await anext(new.batches(IDLE_S)) == ("re: 1",)
+
+
+@both_kinds
+async def test_it_steps_again_at_once_while_there_is_work(kind: str) -> None:
+    machine = Recorder()
+    with running(kind, machine) as host:
+        host.tell(lambda m, _now_s: setattr(m, "work", 20))
+        await until(lambda: machine.steps >= 20)
+
+
+@both_kinds
+async def test_timers_run_without_messages(kind: str) -> None:
+    machine = Recorder()
+    with running(kind, machine, timer_s=0.001):
+        await until(lambda: machine.steps >= 20)
+
+
+@both_kinds
+async def test_a_failure_is_kept_told_and_ends_the_links(kind: str) -> None:
+    with running(kind, Recorder()) as host:
+        mailbox = host.attach("a")
+        host.check(stall_s=IDLE_S)
+        host.post(["poison"])
+        await until(lambda: host.failed)
+        with pytest.raises(HostFailedError, match="poisoned"):
+            host.check(stall_s=IDLE_S)
+        assert mailbox.closed
+        host.post([("a", 1)])
+
+
+async def test_a_worker_runs_on_one_thread_of_its_own_and_stops() -> None:
+    machine = Recorder()
+    with running("worker", machine) as host:
+        host.post([("a", 1)])
+        host.tell(lambda m, _now_s: m.threads.add(threading.get_ident()))
+        await until(lambda: machine.received == [("a", 1)])
+    assert len(machine.threads) == 1
+    assert threading.get_ident() not in machine.threads
+    assert "machine" not in {thread.name for thread in threading.enumerate()}
+
+
+async def test_a_worker_gives_way_sooner_while_it_runs() -> None:
+    before_s = sys.getswitchinterval()
+    with running("worker", Recorder()):
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)
+    assert sys.getswitchinterval() == pytest.approx(before_s)
+
+
+async def test_the_event_loop_goes_on_during_a_long_step_and_a_stall_is_told() -> None:
+    machine, release = Recorder(), threading.Event()
+    machine.on_step = lambda: release.wait(10) and None
+    with running("worker", machine) as host:
+        try:
+            await until(lambda: machine.steps == 1)
+            await asyncio.sleep(0.02)
+            host.check(stall_s=IDLE_S)
+            with pytest.raises(HostFailedError, match="no progress"):
+                host.check(stall_s=0.01)
+        finally:
+            release.set()
+
+
+async def test_all_messages_of_one_turn_of_the_loop_share_a_step() -> None:
+    machine = Recorder()
+    with running("loop", machine) as host:
+        await asyncio.sleep(0)
+        steps = machine.steps
+        mailbox = host.attach("a")
+        for i in range(100):
+            host.post([("a", i)])
+        assert len(await anext(mailbox.batches(IDLE_S))) == 100
+        assert machine.steps == steps + 1
+
+
+async def test_what_is_not_a_message_is_taken_after_each_turn() -> None:
+    taken: list[int] = []
+    host = LoopHost(Recorder(), tick_s=IDLE_S, after=lambda m: taken.append(len(m.received)))
+    host.start()
+    host.post([("a", 1)])
+    await until(lambda: taken[-1:] == [1])
+    host.stop()

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cluster.config import AppArgs
+from cluster.launch import APPLICATION
+from cluster.settings import RAY_SETTINGS
+from tests.k8s.crd_schema import load_schema, problems
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE = ROOT / "k8s" / "base"
+CRD = ROOT.parent / "shared" / "data" / "crds" / "ray.io_rayservices.yaml"
+
+
+@pytest.fixture(scope="module")
+def manifest():
+    return yaml.safe_load((BASE / "rayservice.yaml").read_text())
+
+
+@pytest.fixture(scope="module")
+def schema():
+    if not CRD.is_file():
+        pytest.skip(f"no CRD schema at {CRD}: put KubeRay's ray.io_rayservices.yaml there")
+    return load_schema(CRD, "v1")
+
+
+def serve_config(manifest):
+    return yaml.safe_load(manifest["spec"]["serveConfigV2"])
+
+
+def containers(manifest):
+    cluster = manifest["spec"]["rayClusterConfig"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    return [container for group in groups for container in group["template"]["spec"]["containers"]]
+
+
+def test_valid_against_the_crd(manifest, schema):
+    assert problems(schema, manifest) == []
+
+
+@pytest.mark.parametrize(
+    ("break_it", "named"),
+    [
+        (lambda spec: spec.update(serveConfigV3="x"), "serveConfigV3"),
+        (lambda spec: spec["rayClusterConfig"]["headGroupSpec"]["template"]["spec"].update(container=[]), "container"),
+        (lambda spec: spec["rayClusterConfig"]["workerGroupSpecs"][0].update(replicas="one"), "replicas"),
+        (lambda spec: spec["rayClusterConfig"]["workerGroupSpecs"][0].pop("groupName"), "groupName"),
+        (lambda spec: spec["rayClusterConfig"]["authOptions"].update(mode="tokens"), "mode"),
+    ],
+)
+def test_what_is_wrong_is_found(manifest, schema, break_it, named):
+    broken = copy.deepcopy(manifest)
+    break_it(broken["spec"])
+    assert any(named in problem for problem in problems(schema, broken))
+
+
+def test_serve_config_is_serves(manifest):
+    from ray.serve.schema import ServeDeploySchema
+
+    (application,) = ServeDeploySchema.model_validate(serve_config(manifest)).applications
+    assert application.import_path == APPLICATION
+
+
+def test_arguments_are_the_builders(manifest):
+    (application,) = serve_config(manifest)["applications"]
+    assert AppArgs.model_validate(application["args"]).is_demo
+
+
+def test_each_model_has_a_worker_group_with_what_its_actor_asks_for(manifest):
+    (application,) = serve_config(manifest)["applications"]
+    args = AppArgs.model_validate(application["args"])
+    groups = {group["groupName"]: group for group in manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"]}
+    for name in ("target", "draft"):
+        wanted = getattr(args.actors, name)
+        offered = {key: float(value) for key, value in groups[name]["resources"].items()}
+        assert wanted.resources == offered
+        (container,) = groups[name]["template"]["spec"]["containers"]
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == wanted.num_gpus
+    assert manifest["spec"]["rayClusterConfig"]["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+
+
+def test_pods_have_the_settings_of_the_local_service(manifest):
+    for container in containers(manifest):
+        environment = {entry["name"]: entry["value"] for entry in container["env"]}
+        assert environment.items() <= RAY_SETTINGS.items()
+        assert environment["RAY_SERVE_USE_GRPC_BY_DEFAULT"] == "1"
+
+
+def test_versions_are_the_installed_ones(manifest):
+    assert manifest["spec"]["rayClusterConfig"]["rayVersion"] == importlib.metadata.version("ray")
+    (image,) = yaml.safe_load((BASE / "kustomization.yaml").read_text())["images"]
+    assert image["newTag"] == importlib.metadata.version("specdec")
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def test_kustomize_builds_it(manifest, schema):
+    built = subprocess.run(["kubectl", "kustomize", str(BASE)], capture_output=True, text=True, check=True, timeout=60)
+    (rendered,) = yaml.safe_load_all(built.stdout)
+    assert problems(schema, rendered) == []
+    assert {container["image"] for container in containers(rendered)} == {"specdec:0.1.0"}
+    assert rendered["spec"]["serveConfigV2"] == manifest["spec"]["serveConfigV2"]

@@ -1,0 +1,320 @@
+"""Each rule of the protocol, switched off in the real machines.
+
+A mutation patches classes of the real code through ``pytest.MonkeyPatch``; nothing in the production code knows of it.
+The first ten are the rules one would think of, the others those that only random schedules taught.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from specdec.protocol.backends import Verification
+from specdec.protocol.drafter import DrafterMachine, DraftRow
+from specdec.protocol.ingress import IngressMachine, Request
+from specdec.protocol.leases import LeasedRows
+from specdec.protocol.marks import Mark, TokenLog
+from specdec.protocol.messages import Alive, End, Inc, Live, Message, NewTokens, Notes, Resync, Verdict
+from specdec.protocol.router import RouterMachine, Session, WorkerLink
+from specdec.protocol.target import TargetMachine, TargetRow
+from specdec.protocol.worker import WorkerMachine, WorkerRow
+
+from .scripted import ScriptedTarget
+
+Mutation = Callable[[pytest.MonkeyPatch], None]
+MUTATIONS: dict[str, Mutation] = {}
+
+
+def mutation(mutate: Mutation) -> Mutation:
+    MUTATIONS[mutate.__name__] = mutate
+    return mutate
+
+
+@mutation
+def no_rewind(patch: pytest.MonkeyPatch) -> None:
+    """Rule 1: no message shortens the target's log. Off: Ack does."""
+
+    def acknowledge(self: TargetMachine, row: TargetRow, length: int) -> None:
+        length = min(length, len(row.log))
+        row.log = TokenLog(row.log.tail(0, length))
+        row.acked, row.notes = length, Notes()
+
+    patch.setattr(TargetMachine, "_acknowledge", acknowledge)
+
+
+@mutation
+def append_once(patch: pytest.MonkeyPatch) -> None:
+    """Rule 2: tokens are taken by position."""
+
+    def takes(self: RouterMachine, session: Session, message: Verdict) -> bool:
+        session.log.extend(message.tokens)
+        return True
+
+    patch.setattr(RouterMachine, "_takes", takes)
+
+
+@mutation
+def credit(patch: pytest.MonkeyPatch) -> None:
+    """Rule 3: at most so many tokens past the last Ack."""
+    patch.setattr(TargetMachine, "_credit", lambda self, row: 1000)
+
+
+@mutation
+def idempotent_open(patch: pytest.MonkeyPatch) -> None:
+    """Rule 4: Open of the inc already held changes nothing."""
+    admit = LeasedRows.admit
+
+    def admit_again(self: LeasedRows[Any], row: Any, now_s: float) -> Any:
+        held = self.get(row.seq)
+        if held is not None and held.inc == row.inc:
+            self._rows.pop(row.seq)
+        return admit(self, row, now_s)
+
+    patch.setattr(LeasedRows, "admit", admit_again)
+
+
+@mutation
+def tombstones(patch: pytest.MonkeyPatch) -> None:
+    """Rule 4: what was closed or ran out does not come back under the same or an older inc."""
+    patch.setattr(LeasedRows, "_is_buried", lambda self, seq, inc, now_s: False)
+
+
+@mutation
+def leases(patch: pytest.MonkeyPatch) -> None:
+    """Rule 5: what nobody renews is freed."""
+    patch.setattr(LeasedRows, "expire", lambda self, now_s: [])
+
+
+@mutation
+def inc(patch: pytest.MonkeyPatch) -> None:
+    """Identities: workers and router compare inc."""
+    admit, drop, on_verdict = LeasedRows.admit, LeasedRows.drop, RouterMachine._on_verdict
+
+    def admit_any(self: LeasedRows[Any], row: Any, now_s: float) -> Any:
+        held = self.get(row.seq)
+        if held is not None and held.inc != row.inc:
+            self._rows.pop(row.seq)
+        return admit(self, row, now_s)
+
+    def drop_any(self: LeasedRows[Any], seq: str, inc: Inc, now_s: float) -> Any:
+        held = self.get(seq)
+        return drop(self, seq, inc if held is None else max(inc, held.inc), now_s)
+
+    def take_any(self: RouterMachine, message: Verdict, now_s: float) -> None:
+        session = self._sessions.get(message.seq)
+        inc = message.inc if session is None else session.link_inc(session.target)
+        on_verdict(self, replace(message, inc=inc), now_s)
+
+    patch.setattr(LeasedRows, "admit", admit_any)
+    patch.setattr(LeasedRows, "drop", drop_any)
+    patch.setattr(LeasedRows, "current", lambda self, seq, inc: self.get(seq))
+    patch.setattr(RouterMachine, "_on_verdict", take_any)
+
+
+@mutation
+def cumulative(patch: pytest.MonkeyPatch) -> None:
+    """A verdict carries every unacknowledged token. Off: each token is sent once."""
+    commit = TargetMachine._commit
+
+    def commit_and_tell_once(self: TargetMachine, row: TargetRow, result: Verification, now_s: float) -> None:
+        base = len(row.log)
+        commit(self, row, result, now_s)
+        tokens, notes = row.log.tail(base), row.notes.last(len(row.log) - base)
+        self._outbox.put(row.router, Verdict(row.seq, row.inc, base, tokens, notes, row.log.mark(), row.finish))
+
+    patch.setattr(TargetMachine, "_commit", commit_and_tell_once)
+    patch.setattr(TargetMachine, "_tell", lambda self, row, now_s: None)
+
+
+@mutation
+def preempted(patch: pytest.MonkeyPatch) -> None:
+    """Rule 7: a preempted or queued sequence is kept, not called unknown."""
+    step = TargetMachine.step
+
+    def step_and_evict(self: TargetMachine, now_s: float) -> bool:
+        assert isinstance(self._backend, ScriptedTarget)
+        self._backend.waiting = set()
+        worked = step(self, now_s)
+        for seq in self._backend.waiting:
+            row = self._rows._rows.pop(seq)
+            self._resync(row.router, seq, row.inc, "evicted")
+        return worked
+
+    patch.setattr(TargetMachine, "step", step_and_evict)
+
+
+@mutation
+def repeat(patch: pytest.MonkeyPatch) -> None:
+    """A verdict is repeated until acknowledged, also by a paused or finished row."""
+    patch.setattr(TargetMachine, "_repeat", lambda self, now_s: None)
+
+
+def _believed(log: TokenLog, message: Verdict | NewTokens) -> Mark:
+    """The mark that a message must have to be taken as it is."""
+    return TokenLog((*log.tokens, *message.tokens[len(log) - message.base :])).mark()
+
+
+def _believe_verdicts(patch: pytest.MonkeyPatch, *, with_news: bool) -> None:
+    takes = RouterMachine._takes
+
+    def takes_unchecked(self: RouterMachine, session: Session, message: Verdict) -> bool:
+        has_news = message.base + len(message.tokens) > len(session.log)
+        if message.base <= len(session.log) and has_news == with_news:
+            message = replace(message, mark=_believed(session.log, message))
+        return takes(self, session, message)
+
+    patch.setattr(RouterMachine, "_takes", takes_unchecked)
+
+
+@mutation
+def mark(patch: pytest.MonkeyPatch) -> None:
+    """The router extends its log only if the result has the verdict's mark; if not, it opens under n + 1."""
+    _believe_verdicts(patch, with_news=True)
+
+
+@mutation
+def mark_shorter(patch: pytest.MonkeyPatch) -> None:
+    """... and compares the mark of a verdict that brings nothing new, too."""
+    _believe_verdicts(patch, with_news=False)
+
+
+@mutation
+def gap(patch: pytest.MonkeyPatch) -> None:
+    """A verdict that begins beyond the router's log: the router opens under n + 1. Off: it is ignored."""
+    on_verdict = RouterMachine._on_verdict
+
+    def ignore_gaps(self: RouterMachine, message: Verdict, now_s: float) -> None:
+        session = self._sessions.get(message.seq)
+        if session is not None and message.base <= len(session.log):
+            on_verdict(self, message, now_s)
+
+    patch.setattr(RouterMachine, "_on_verdict", ignore_gaps)
+
+
+@mutation
+def ingress_mark(patch: pytest.MonkeyPatch) -> None:
+    """The ingress extends its tokens only if the result has the message's mark; if not, it submits again."""
+    on_tokens = IngressMachine._on_tokens
+
+    def believe(self: IngressMachine, request: Request, message: NewTokens, now_s: float) -> None:
+        if message.base <= len(request.log):
+            message = replace(message, mark=_believed(request.log, message))
+        on_tokens(self, request, message, now_s)
+
+    patch.setattr(IngressMachine, "_on_tokens", believe)
+
+
+@mutation
+def ingress_attempt(patch: pytest.MonkeyPatch) -> None:
+    """The ingress drops what carries another attempt than its own."""
+    patch.setattr(IngressMachine, "_current", lambda self, seq, attempt: self._requests.get(seq))
+
+
+@mutation
+def end_mark(patch: pytest.MonkeyPatch) -> None:
+    """End carries a mark; the ingress ends only there."""
+    receive = IngressMachine.receive
+
+    def believe_end(self: IngressMachine, message: Message, now_s: float) -> None:
+        if isinstance(message, End) and message.seq in self._requests:
+            message = replace(message, mark=self._requests[message.seq].log.mark())
+        receive(self, message, now_s)
+
+    patch.setattr(IngressMachine, "receive", believe_end)
+
+
+@mutation
+def finish_on_open(patch: pytest.MonkeyPatch) -> None:
+    """Rule 4: a log that is finished when opened gets no further token."""
+    patch.setattr(TargetMachine, "_new_row", lambda self, message, now_s: TargetRow(message))
+
+
+@mutation
+def finish_equal(patch: pytest.MonkeyPatch) -> None:
+    """Rule 2: finish counts also in a verdict that brings no token."""
+    on_verdict = RouterMachine._on_verdict
+
+    def ignore_finish(self: RouterMachine, message: Verdict, now_s: float) -> None:
+        session = self._sessions.get(message.seq)
+        if session is not None and message.base + len(message.tokens) <= len(session.log):
+            message = replace(message, finish=None)
+        on_verdict(self, message, now_s)
+
+    patch.setattr(RouterMachine, "_on_verdict", ignore_finish)
+
+
+@mutation
+def live_inc(patch: pytest.MonkeyPatch) -> None:
+    """Live carries (seq, inc), Resync echoes it, and the router answers only for its current inc. Off: only seq."""
+    on_live, on_resync = WorkerMachine._on_live, RouterMachine._on_resync
+
+    def renew_any(self: WorkerMachine[WorkerRow], message: Live, now_s: float) -> None:
+        rows = [(seq, self._rows.get(seq), inc) for seq, inc in message.entries]
+        entries = tuple((seq, inc if row is None else row.inc) for seq, row, inc in rows)
+        on_live(self, replace(message, entries=entries), now_s)
+
+    def answer_any(self: RouterMachine, message: Resync, now_s: float) -> None:
+        session = self._sessions.get(message.seq)
+        for link in () if session is None else session.links:
+            if link.worker == message.worker:
+                on_resync(self, replace(message, inc=session.link_inc(link)), now_s)
+
+    patch.setattr(WorkerMachine, "_on_live", renew_any)
+    patch.setattr(RouterMachine, "_on_resync", answer_any)
+
+
+@mutation
+def drafter_n(patch: pytest.MonkeyPatch) -> None:
+    """A drafter, too, is opened anew under a new n, counted per link."""
+    reopen = RouterMachine._reopen
+
+    def reopen_same(self: RouterMachine, session: Session, link: WorkerLink, now_s: float) -> None:
+        link.n -= link.kind == "drafter"
+        reopen(self, session, link, now_s)
+
+    patch.setattr(RouterMachine, "_reopen", reopen_same)
+
+
+# What these machines promise beyond the rules of the protocol.
+
+
+@mutation
+def heard_again(patch: pytest.MonkeyPatch) -> None:
+    """A worker that was silent is used again once it is heard."""
+    on_alive = RouterMachine._on_alive
+
+    def ignore_silent(self: RouterMachine, message: Alive, now_s: float) -> None:
+        worker = self._workers.get(message.worker)
+        if worker is not None and not worker.is_silent:
+            on_alive(self, message, now_s)
+
+    patch.setattr(RouterMachine, "_on_alive", ignore_silent)
+
+
+@mutation
+def release(patch: pytest.MonkeyPatch) -> None:
+    """What a backend holds for a sequence goes with its row."""
+    patch.setattr(TargetMachine, "_dropped", lambda self, row: None)
+    patch.setattr(DrafterMachine, "_dropped", lambda self, row: None)
+
+
+@mutation
+def notes_by_position(patch: pytest.MonkeyPatch) -> None:
+    """Notes are taken by position, as the tokens are."""
+    patch.setattr(Notes, "last", lambda self, count: self)
+
+
+@mutation
+def agreed(patch: pytest.MonkeyPatch) -> None:
+    """A drafter that drops its chain tells its backend from where on the tokens are others."""
+    follow = DrafterMachine._follow
+
+    def follow_and_forget(self: DrafterMachine, row: DraftRow, old_length: int) -> None:
+        before = row.agreed
+        follow(self, row, old_length)
+        row.agreed = before
+
+    patch.setattr(DrafterMachine, "_follow", follow_and_forget)

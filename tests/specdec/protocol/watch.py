@@ -1,0 +1,165 @@
+"""What must hold in every step of a random schedule."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from specdec.protocol.drafter import DrafterMachine
+from specdec.protocol.ingress import Delivery, IngressMachine
+from specdec.protocol.leases import Row, Times
+from specdec.protocol.marks import Tokens
+from specdec.protocol.messages import Ack, Cancel, Close, Finish, Inc, Message, Notes, Open, Submit
+from specdec.protocol.router import RouterMachine
+from specdec.protocol.target import TargetMachine, TargetRow
+
+from .scripted import PROMPT, Script, ScriptedDraft, ScriptedTarget, expect
+
+Machine = IngressMachine | RouterMachine | TargetMachine | DrafterMachine
+NEVER = Inc(-1, 0), 0.0
+
+
+@dataclass
+class Node:
+    """A process: a life of an address."""
+
+    name: str
+    life: int
+    machine: Machine
+    backend: ScriptedTarget | ScriptedDraft | None = None
+
+    @property
+    def rows(self) -> list[Row]:
+        """What it holds for others."""
+        match self.machine:
+            case RouterMachine():
+                return list(self.machine._sessions)
+            case IngressMachine():
+                return []
+            case _:
+                return list(self.machine._rows)
+
+
+@dataclass
+class Client:
+    """What the client of a request has seen."""
+
+    tokens: list[int] = field(default_factory=list)
+    notes: Notes = Notes()  # noqa: RUF009 - immutable
+    state: str = "live"
+    finish: Finish | None = None
+
+
+class Watch:
+    """Follows all processes from outside, and raises Violation at the first broken promise."""
+
+    def __init__(self, scripts: dict[str, Script], times: Times, *, coupled: bool) -> None:
+        self._scripts, self._times, self._coupled = scripts, times, coupled
+        self.clients: dict[str, Client] = {}
+        self.num_opens: Counter[str] = Counter()
+        self.num_draft_opens: Counter[str] = Counter()
+        self._graves: dict[tuple[str, int, str], tuple[Inc, float]] = {}
+        self._held: defaultdict[tuple[str, int], dict[str, Inc]] = defaultdict(dict)
+        self._logs: dict[tuple[object, ...], Tokens] = {}
+        self._granted: dict[tuple[str, Inc], int] = {}
+        self._committed: defaultdict[str, set[Tokens]] = defaultdict(set)
+
+    def sent(self, peer: str, message: Message, *, is_hostile: bool) -> None:
+        """A process has sent a message; whether or not it arrives, it may have given credit."""
+        match message:
+            case Open(seq, inc) if peer.startswith("T"):
+                self._grant(seq, inc, len(message.tokens))
+                self.num_opens[seq] += not is_hostile
+            case Submit(seq):
+                self.num_opens[seq] += not is_hostile
+            case Open(seq):
+                self.num_draft_opens[seq] += not is_hostile
+            case Ack(seq, inc, length):
+                self._grant(seq, inc, length)
+
+    def _grant(self, seq: str, inc: Inc, length: int) -> None:
+        self._granted[seq, inc] = max(length, self._granted.get((seq, inc), 0))
+
+    def received(self, node: Node, message: Message, now: int) -> None:
+        """A process has taken in a message."""
+        self.moved(node, now)
+        if isinstance(message, Close | Cancel):
+            inc = Inc(message.attempt, 0) if isinstance(message, Cancel) else message.inc
+            if message.seq not in self._held[node.name, node.life]:
+                self._bury(node, message.seq, inc, now)
+
+    def moved(self, node: Node, now: int) -> None:
+        """A process has taken in a message, or has made a step."""
+        rows = node.rows
+        incs = {row.seq: row.inc for row in rows}
+        for seq, inc in self._held[node.name, node.life].items():
+            if seq not in incs:
+                self._bury(node, seq, inc, now)
+        self._held[node.name, node.life] = incs
+        for row in rows:
+            inc, until = self._grave(node, row.seq)
+            expect(row.inc > inc or now > until, "a closed sequence came back")
+            if isinstance(row, TargetRow):
+                self._check_target_row(node, row, until)
+        if node.backend is not None:
+            expect(incs.keys() >= set(node.backend.held), "a backend holds a sequence that its machine does not")
+
+    def _grave(self, node: Node, seq: str) -> tuple[Inc, float]:
+        return self._graves.get((node.name, node.life, seq), NEVER)
+
+    def _bury(self, node: Node, seq: str, inc: Inc, now: int) -> None:
+        buried, until = self._grave(node, seq)
+        if inc >= buried or now > until:
+            self._graves[node.name, node.life, seq] = inc, now + self._times.tombstone_s
+
+    def _check_target_row(self, node: Node, row: TargetRow, grave: float) -> None:
+        key, log, script = (node.name, node.life, row.seq, row.inc, grave), row.log.tail(0), self._scripts[row.seq]
+        seen = self._logs.get(key, ())
+        if log == seen:
+            return
+        expect(log[: len(seen)] == seen, "the target undid a token")
+        ends = [n for n in range(len(PROMPT), len(log) + 1) if script.finish(log[:n]) is not None]
+        expect(ends in ([], [len(log)]), "committed after finish")
+        excess = len(log) - self._granted[row.seq, row.inc]
+        expect(excess <= self._times.credit_tokens, "more than the credit past the last acknowledgement")
+        self._logs[key] = log
+        self._committed[row.seq].add(log)
+
+    def delivered(self, deliveries: Iterable[Delivery]) -> None:
+        """The ingress has handed tokens to clients."""
+        for delivery in deliveries:
+            client, script = self.clients[delivery.seq], self._scripts[delivery.seq]
+            expect(client.state == "live", "something was delivered after the end")
+            client.tokens += delivery.tokens
+            client.notes += delivery.notes
+            log = (*PROMPT, *client.tokens)
+            expect(log == PROMPT or log in self._committed[delivery.seq], "the client's tokens are no prefix of one log")
+            if self._coupled:
+                expect(tuple(client.tokens) == script.true[: len(client.tokens)], "not the true sequence")
+            if delivery.finish is not None:
+                client.state, client.finish = "finished", delivery.finish
+                expect(script.finish(log) == client.finish, "ended with tokens missing, or for a wrong reason")
+            check_notes(client, script)
+
+
+def check_notes(client: Client, script: Script) -> None:
+    """Notes name each token, and are made of rounds: accepted ones, then a corrected, bonus or plain one.
+
+    A round may lack its first tokens, where its position had been decided by another life of the target before.
+    """
+    notes, accepted = client.notes, 0
+    expect(len(notes.how) == len(notes.num_drafted) == len(client.tokens), "notes are not one for each token")
+    for i, (letter, num_drafted) in enumerate(zip(notes.how, notes.num_drafted, strict=True)):
+        accepted += letter == "a"
+        if letter == "a" and not num_drafted:
+            expect(i + 1 < len(notes.how), "a round without an end")
+            continue
+        fits = {"a": accepted <= num_drafted, "b": accepted <= num_drafted, "c": accepted < num_drafted}
+        expect(fits.get(letter, letter == "p" and num_drafted == accepted == 0), "a round that cannot be")
+        accepted = 0
+    if script.spec.sampling.logprobs is None:
+        expect(not notes.logprobs, "log probabilities that nobody asked for")
+    else:
+        told = [(-entry.logprob, entry.rank) for entry in notes.logprobs or ()]
+        expect(told == [(token, i + 1) for i, token in enumerate(client.tokens)], "log probabilities of other tokens")

@@ -1,0 +1,266 @@
+"""Ingress, routers, targets and drafters of the real code under a random adversary."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from specdec.protocol.drafter import DrafterMachine
+from specdec.protocol.ingress import IngressMachine
+from specdec.protocol.leases import Times
+from specdec.protocol.messages import Message, Offer, Outcome, Plan, PlanUpdate
+from specdec.protocol.router import RouterMachine
+from specdec.protocol.target import TargetMachine
+from specdec.protocol.worker import WorkerMachine
+from specdec.sampling.params import SequenceSpec
+
+from .network import Network
+from .scripted import PROMPT, Script, ScriptedDraft, ScriptedTarget, Violation, expect
+from .watch import Client, Node, Watch
+
+TIMES = Times(lease_s=8, renew_s=3, repeat_s=3, settle_s=2, silence_s=10, credit_tokens=6)
+INGRESS, ROUTERS, TARGETS, DRAFTERS = "I", ("R0", "R1"), ("T0", "T1"), ("D0", "D1")
+REQUESTS = ("s0", "s1", "s2")
+QUIET_STEPS, OPENS, DRAFT_OPENS = 150, 14, 8
+"""Bounds on a request once the adversary has stopped."""
+
+
+@dataclass
+class Adversary:
+    """How likely each misfortune is, in a step, for the process that is looked at."""
+
+    crash: float
+    lapse: float
+    cancel: float
+    rumour: float
+    plan: float
+
+    @classmethod
+    def random(cls, rng: random.Random) -> Adversary:
+        pick = rng.choice
+        return cls(pick((0, 0.05, 0.2)), pick((0, 0.08, 0.2)), pick((0, 0.04)), pick((0, 0.04)), pick((0, 0.2)))
+
+
+@dataclass
+class Result:
+    """What became of a schedule."""
+
+    seed: int
+    violation: str | None = None
+    counts: Counter[str] = field(default_factory=Counter)
+    worst: tuple[int, int, int] = (0, 0, 0)
+
+
+class World:
+    """One schedule. Time is a step counter; everything random comes from ``seed``. Even seeds use the coupled rule."""
+
+    def __init__(self, seed: int) -> None:
+        rng = self.rng = random.Random(seed)
+        self.coupled, self.now = seed % 2 == 0, 0
+        self.net, self.adversary = Network(rng), Adversary.random(rng)
+        self.skill, self.room = rng.choice((0.0, 0.6, 0.95)), rng.choice((1, 1, 2))
+        max_model_len = rng.choice((16, 64))
+        self.draft_max_model_len = rng.choice((10, max_model_len))
+        self.scripts = {seq: Script.random(rng, seq, max_model_len) for seq in REQUESTS}
+        self.watch = Watch(self.scripts, TIMES, coupled=self.coupled)
+        self.counts: Counter[str] = Counter()
+        self.worst = (0, 0, 0)
+        self._news: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)
+        self._lost: set[tuple[str, str]] = set()
+        self.nodes: dict[str, Node] = {}
+        for name in (INGRESS, *ROUTERS, *TARGETS, *DRAFTERS):
+            self._begin(name, 0)
+        for listener in (INGRESS, *ROUTERS):
+            self._introduce(listener)
+
+    def run(self) -> None:
+        """A hostile time, a quiet one until all requests are finished, and a last check that nothing is left."""
+        for _ in range(self.rng.randint(20, 70)):
+            self.step()
+            self._disturb()
+        self._calm_down()
+        self._await_clients()
+        self._drain(20)
+        self.now += self.rng.choice((0, int(TIMES.tombstone_s) + 1))
+        # Before the tombstones are gone nothing of this may come back to the same life; after that, for a lease.
+        self.net.repeat_all_openings(self.now)
+        self._drain(0)
+
+    def step(self) -> None:
+        """All mail of this step, then a step of every machine."""
+        self.now += 1
+        self.counts["steps"] += 1
+        for tell in self._news.pop(self.now, []):
+            tell()
+        for name, message in self.net.arrivals(self.now):
+            node = self.nodes[name]
+            node.machine.receive(message, self.now)
+            self.watch.received(node, message, self.now)
+        for node in self.nodes.values():
+            node.machine.step(self.now)
+            self.watch.moved(node, self.now)
+            if isinstance(node.machine, IngressMachine):
+                self.watch.delivered(node.machine.take_deliveries())
+            for peer, messages in node.machine.take_outbox().items():
+                for message in messages:
+                    self._send(node.name, peer, message)
+
+    def _send(self, sender: str, peer: str, message: Message) -> None:
+        if isinstance(message, Offer) and self.rng.random() < 0.5:
+            message = self._branched(message)
+        self.watch.sent(peer, message, is_hostile=self.net.is_hostile)
+        self.net.send(sender, peer, message, self.now)
+
+    def _branched(self, offer: Offer) -> Offer:
+        """An offer with a branch for every number of accepted tokens."""
+        backend = self.nodes["D0"].backend
+        assert isinstance(backend, ScriptedDraft)
+        branches = []
+        for n in range(len(offer.chain) + 1):
+            at = min(offer.mark.length + n, self.draft_max_model_len)
+            branches.append((Outcome(n, backend.guess(offer.seq, at)), (backend.guess(offer.seq, at + 1),) * 2))
+        return replace(offer, branches=tuple(branches))
+
+    # Processes, and who hears of them.
+
+    def _begin(self, name: str, life: int) -> None:
+        node = self.nodes[name] = Node(name, life, IngressMachine(name, TIMES))
+        match name[0]:
+            case "R":
+                node.machine = RouterMachine(name, self._plan, TIMES)
+            case "T":
+                node.backend = ScriptedTarget(self.scripts, self.rng, coupled=self.coupled, room=self.room)
+                node.machine = TargetMachine(name, node.backend, TIMES)
+            case "D":
+                node.backend = ScriptedDraft(
+                    self.scripts, self.rng, skill=self.skill, max_model_len=self.draft_max_model_len
+                )
+                node.machine = DrafterMachine(name, node.backend, TIMES)
+
+    def _plan(self, spec: SequenceSpec) -> Plan:
+        rng = self.rng
+        return Plan(rng.choice((0, 1, 3, 5)), mode=rng.choice(("overlap", "in_turn")), draft_wait_s=rng.choice((0, 0, 2)))
+
+    def _listeners(self, name: str) -> tuple[str, ...]:
+        return (INGRESS,) if name in ROUTERS else ROUTERS
+
+    def _introduce(self, listener: str) -> None:
+        """A new process is told of all its peers, of some of them late."""
+        for name in ROUTERS if listener == INGRESS else TARGETS + DRAFTERS:
+            self._lost.add((listener, name))
+            self._tell_later(listener, name, self.rng.choice((0, 0, 0, 10)))
+
+    def _tell(self, listener: str, name: str, *, joined: bool) -> None:
+        machine = self.nodes[listener].machine
+        if isinstance(machine, IngressMachine):
+            (machine.router_joined if joined else machine.router_lost)(name, self.now)
+        elif isinstance(machine, RouterMachine) and joined:
+            machine.worker_joined(name, "target" if name in TARGETS else "drafter", self.now)
+        elif isinstance(machine, RouterMachine):
+            machine.worker_lost(name, self.now)
+        (self._lost.discard if joined else self._lost.add)((listener, name))
+
+    def _tell_later(self, listener: str, name: str, steps: int) -> None:
+        if steps:
+            self._news[self.now + steps].append(lambda: self._tell(listener, name, joined=True))
+        else:
+            self._tell(listener, name, joined=True)
+
+    def _lose(self, listener: str, name: str) -> None:
+        """A listener takes a process for dead, rightly or not, and meets it again later."""
+        self._tell(listener, name, joined=False)
+        self._tell_later(listener, name, self.rng.randint(1, 20))
+
+    # The adversary.
+
+    def _disturb(self) -> None:
+        for seq, script in self.scripts.items():
+            if seq not in self.watch.clients and script.arrival <= self.now:
+                self.watch.clients[seq] = Client()
+                self._ingress.start(seq, PROMPT, script.spec, self.now)
+        node = self.rng.choice(list(self.nodes.values()))
+        if node.name == INGRESS:
+            self._maybe_cancel()
+        elif self.rng.random() < self.adversary.crash:
+            self._restart(node)
+        elif node.rows and self.rng.random() < self.adversary.lapse:
+            self.rng.choice(node.rows).lease_until_s = 0
+            self.counts["lapses"] += 1
+        elif self.rng.random() < self.adversary.rumour:
+            self._lose(self.rng.choice(self._listeners(node.name)), node.name)
+            self.counts["rumours"] += 1
+        elif node.rows and isinstance(node.machine, WorkerMachine) and self.rng.random() < self.adversary.plan:
+            row = self.rng.choice(node.rows)
+            self._send(row.router, node.name, PlanUpdate(row.seq, row.inc, self._plan(self.scripts[row.seq].spec)))
+
+    @property
+    def _ingress(self) -> IngressMachine:
+        machine = self.nodes[INGRESS].machine
+        assert isinstance(machine, IngressMachine)
+        return machine
+
+    def _maybe_cancel(self) -> None:
+        for seq, client in self.watch.clients.items():
+            if client.state == "live" and self.rng.random() < self.adversary.cancel / 2:
+                client.state = "cancelled"
+                self._ingress.cancel(seq)
+                self.counts["cancelled"] += 1
+
+    def _restart(self, node: Node) -> None:
+        """A process dies, and its address is taken by another, of which not everybody is told."""
+        self.counts["restarts"] += 1
+        self._begin(node.name, node.life + 1)
+        if node.name in ROUTERS:
+            self._introduce(node.name)
+        if self.rng.random() < 0.5:
+            self.net.repeat_openings(node.name, self.now)
+        if self.rng.random() < 0.5:
+            self.net.repeat_last_words(node.name, self.now)
+        for listener in self._listeners(node.name):
+            match self.rng.choice(("lost", "joined", "joined", "untold")):
+                case "lost":
+                    self._lose(listener, node.name)
+                case "joined":
+                    self._tell_later(listener, node.name, self.rng.choice((0, 0, 2, 10)))
+
+    # The quiet after it.
+
+    def _calm_down(self) -> None:
+        self.net.calm_down(self.now)
+        self._news.clear()
+        for listener, name in sorted(self._lost):
+            self._tell_later(listener, name, self.rng.randint(1, 20))
+
+    def _await_clients(self) -> None:
+        began, clients, watch = self.now, self.watch.clients.values(), self.watch
+        while any(client.state == "live" for client in clients):
+            expect(self.now - began < QUIET_STEPS, "a request does not finish")
+            self.step()
+            opens, draft_opens = (max(n.values(), default=0) for n in (watch.num_opens, watch.num_draft_opens))
+            self.worst = self.now - began, opens, draft_opens
+            expect(opens <= OPENS, "opened again and again")
+            expect(draft_opens <= DRAFT_OPENS, "a drafter is never in step again")
+        self.counts["finished"] += sum(client.state == "finished" for client in clients)
+
+    def _drain(self, steps: int) -> None:
+        for _ in range(steps + 3 * int(TIMES.lease_s) + 5):
+            self.step()
+        expect(not any(node.rows for node in self.nodes.values()), "a sequence is held for ever")
+        expect(not len(self._ingress), "the ingress keeps a request for ever")
+        expect(not any(node.backend.held for node in self.nodes.values() if node.backend), "a backend keeps a sequence")
+
+
+def run_schedule(seed: int) -> Result:
+    """Run one schedule; a violation, or whatever else the machines raise, is named in the result."""
+    world, result = World(seed), Result(seed)
+    try:
+        world.run()
+    except Violation as violation:
+        result.violation = str(violation)
+    except Exception as error:
+        result.violation = f"raised {error!r}"
+    result.counts, result.worst = world.counts, world.worst
+    result.counts["messages"] = world.net.num_messages
+    return result
