@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib
 import logging
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import psutil
+
 from cluster.config import AppArgs, ServiceConfig
-from cluster.processes import OwnProcesses
+from cluster.processes import OwnProcesses, is_alive
 from cluster.settings import prepare_for_ray
 from specdec.errors import InvalidParameterError, SpecdecError
 
@@ -22,6 +25,8 @@ OBJECT_STORE_BYTES = 256 << 20
 POLL_S = 0.2
 WATCH_S = 2.0
 HTTP_TIMEOUT_S = 30.0
+DRAIN_S = 30.0
+SIGNAL_S = 0.3
 STOP_GRACE_S = 5.0
 
 Report = Callable[[str], None]
@@ -58,7 +63,8 @@ class LocalService:
         self._states: dict[str, str] = {}
         self._log_folder = ""
         self._is_ray_started = False
-        self._is_deployed = False
+        self._is_ready = False
+        self._heart: list[psutil.Process] = []
 
     @property
     def url(self) -> str:
@@ -80,9 +86,9 @@ class LocalService:
             log_to_driver=debug,
             logging_level="debug" if debug else "error",
             object_store_memory=OBJECT_STORE_BYTES,
-            _node_ip_address="127.0.0.1",
         )
         self._processes.note()
+        self._heart = self._processes.children("raylet", "gcs_server")
         self._log_folder = f"{context.address_info['session_dir']}/logs/serve"
         have = ray.cluster_resources()
         self._report(f"Ray is up: {have.get('CPU', 0):g} cores, {have.get('GPU', 0):g} GPUs")
@@ -105,7 +111,6 @@ class LocalService:
         self._report("Serve is up")
         app = load_builder(self._application)(self._config.app_args())
         target = serve.RunTarget(target=app, name=APPLICATION_NAME, route_prefix="/")
-        self._is_deployed = True
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
         self._processes.note()
         self._report("replicas start and load their models")
@@ -124,11 +129,16 @@ class LocalService:
             if application is not None and application.status == "RUNNING":
                 break
             time.sleep(POLL_S)
+        self._is_ready = True
         self._wait_for_http()
         self._processes.note()
 
     def watch(self) -> None:
-        """Report every change of the replicas until interrupted."""
+        """Report every change of the replicas until interrupted.
+
+        Raises:
+            LaunchError: If Ray goes away.
+        """
         while True:
             time.sleep(WATCH_S)
             self._status()
@@ -136,11 +146,12 @@ class LocalService:
     def stop(self) -> None:
         """Stop all that was started, and nothing else; safe to call at any point, and again.
 
-        The application drains first: its replicas get the grace time they are configured with.
+        The application drains first, for at most ``DRAIN_S`` seconds.
         """
         if self._is_ray_started:
             import ray
 
+            self._report("stopping; Ctrl-C again to force")
             self._processes.note()
             self._drain()
             self._processes.note()
@@ -148,24 +159,43 @@ class LocalService:
         self._processes.stop(STOP_GRACE_S)
 
     def _drain(self) -> None:
-        if not self._is_deployed:
+        """Give running requests time to end; where it never got ready there are none.
+
+        A call to a Ray that has died does not return. What stopped us may be on its way to Ray's processes too, so they
+        are given time to end, and the calls are made where nobody waits for them.
+        """
+        if not self._is_ready:
             return
+        self._is_ready = False
+        time.sleep(SIGNAL_S)
+        deadline_s = time.monotonic() + DRAIN_S
+        drain = threading.Thread(target=self._delete_application, args=(deadline_s,), daemon=True)
+        drain.start()
+        while drain.is_alive() and self._ray_is_alive() and time.monotonic() < deadline_s:
+            drain.join(POLL_S)
+
+    def _delete_application(self, deadline_s: float) -> None:
         from ray import serve
 
-        self._is_deployed = False
         try:
-            serve.delete(APPLICATION_NAME)
+            if self._ray_is_alive():
+                serve.delete(APPLICATION_NAME, _blocking=False)
+            while self._ray_is_alive() and time.monotonic() < deadline_s:
+                if APPLICATION_NAME not in serve.status().applications:
+                    return
+                time.sleep(POLL_S)
         except Exception as error:  # whatever it is, what is left is stopped next
             self._report(f"the replicas did not end by themselves: {type(error).__name__}")
 
-    def kill(self) -> None:
-        """End everything at once."""
-        self._processes.stop(0.0)
+    def _ray_is_alive(self) -> bool:
+        return all(is_alive(process) for process in self._heart)
 
     def _status(self) -> Any:
         """Serve's view of the application, or None before there is one; changes since the last call are reported."""
         from ray import serve
 
+        if not self._ray_is_alive():
+            raise LaunchError("Ray has gone away: one of its processes has ended")
         application = serve.status().applications.get(APPLICATION_NAME)
         for name, deployment in application.deployments.items() if application is not None else ():
             state = describe(deployment)

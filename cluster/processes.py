@@ -7,6 +7,9 @@ import time
 
 import psutil
 
+TERMINATE_S = 2.0
+KILL_S = 2.0
+
 
 class OwnProcesses:
     """Every process seen below this one. A process is known by id and start time, so that no other is ever touched."""
@@ -22,23 +25,29 @@ class OwnProcesses:
 
     def alive(self) -> list[psutil.Process]:
         """Those of the processes seen that still run."""
-        return [process for process in self._seen if process.is_running() and not _is_zombie(process)]
+        return [process for process in self._seen if is_alive(process)]
+
+    def children(self, *names: str) -> list[psutil.Process]:
+        """Processes that the root itself has started and that are called so."""
+        return [process for process in self._root.children() if process.name() in names]
 
     def stop(self, grace_s: float) -> int:
-        """End what is left: wait ``grace_s`` seconds for it to end by itself, then ask, then kill.
+        """End what is left: wait ``grace_s`` seconds for it to end by itself, then ask, then kill; kill at once for 0.
 
         Returns:
             How many processes had to be killed.
         """
         self.note()
-        self._wait(grace_s)
-        for process in self.alive():
-            _signal(process, "terminate")
-        self._wait(min(grace_s, 2.0))
+        if grace_s > 0:
+            self._wait(grace_s)
+            for process in self.alive():
+                _signal(process, "terminate")
+            self._wait(TERMINATE_S)
+            self.note()
         left = self.alive()
         for process in left:
             _signal(process, "kill")
-        self._wait(2.0)
+        self._wait(KILL_S)
         return len(left)
 
     def _wait(self, timeout_s: float) -> None:
@@ -48,11 +57,12 @@ class OwnProcesses:
             time.sleep(0.02)
 
 
-def _is_zombie(process: psutil.Process) -> bool:
+def is_alive(process: psutil.Process) -> bool:
+    """Whether a process runs; one that has ended, but was not waited for, does not."""
     try:
-        return bool(process.status() == psutil.STATUS_ZOMBIE)
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
-        return True
+        return False
 
 
 def _signal(process: psutil.Process, how: str) -> None:

@@ -83,12 +83,10 @@ def model_lines(role: str, model: ModelFindings) -> Iterator[str]:
     memory, admission = model.memory, model.admission
     yield _line(role, f"{model.name}: {model.num_parameters / 1e6:,.1f} M parameters, {model.dtype} on {model.device}")
     yield _line("", f"weights {mib(memory['weights_bytes'])}, cache {mib(memory['cache_bytes'])}")
-    yield _line(
-        "",
-        f"cache: {memory['num_blocks']:,} blocks of {memory['block_size']} tokens, "
-        f"{memory['bytes_per_token']:,} bytes a token; a sequence of {model.max_model_len:,} tokens takes {mib(memory['sequence_bytes'])}, "
-        f"{model.num_full_sequences:,} of them fit",
-    )
+    blocks = f"{memory['num_blocks']:,} blocks of {memory['block_size']} tokens"
+    yield _line("", f"cache: {blocks}, {memory['bytes_per_token']:,} bytes a token")
+    one = f"a sequence of {model.max_model_len:,} tokens takes {mib(memory['sequence_bytes'])}"
+    yield _line("", f"{one}; {model.num_full_sequences:,} of them fit")
     yield _line(
         "",
         f"admission check passed in {admission['duration_s']:.2f} s: relative error {admission['relative_error']:.1e} "

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import time
 
+from cluster.cli.failures import exit_code
 from cluster.cli.flags import add_config_flags, config_overrides
-from cluster.cli.signals import StopForced, StopRequested, StopSignals
 from cluster.config import ServiceConfig
 from cluster.config_files import load_config
 from cluster.launch import APPLICATION, LocalService, Report, check_port
-
-EXIT_FORCED = 130
+from cluster.supervise import StopRequested, catch_stop, supervised
 
 USAGE = "[--target MODEL --draft MODEL] [--config FILE.yaml] [--host HOST] [--port PORT] [KEY ...]"
 
@@ -38,44 +36,44 @@ def serve(config: ServiceConfig, application: str = APPLICATION) -> int:
         application: Import string of the application's builder.
 
     Returns:
-        0 after an orderly stop, also of a start. A second signal ends the process at once, with code 130.
+        0 after a stop that was asked for, also during the start; 2 where the configuration cannot be served, 1 where
+        something failed, 130 after a second signal.
 
     Raises:
-        SpecdecError: If the service cannot be started.
+        InvalidParameterError: If the address cannot be had.
     """
     config = config.model_copy(update={"port": check_port(config.host, config.port)})
+    is_debugged = config.log_level == "debug"
+    return supervised(lambda: exit_code("serve", lambda: run_service(config, application), is_debugged=is_debugged))
+
+
+def run_service(config: ServiceConfig, application: str) -> int:
+    """Bring the service up, say how to use it, report its changes until a signal comes, and stop it."""
     report = progress()
-    signals = StopSignals()
-    signals.install()
     service = LocalService(config, report, application)
     try:
         try:
-            start_and_watch(service, config, signals, report)
-        except StopRequested:
-            report("stopping; Ctrl-C again to force")
+            start_ray(service)
+            service.deploy()
+            service.wait_until_ready()
+            report(f"ready: {config.model_name} at {service.url}/v1")
+            print(f"\nTry it:\n  {curl_line(service.url, config.model_name)}\n\nCtrl-C stops it.\n", flush=True)
+            service.watch()
         finally:
             service.stop()
+    except StopRequested:
         report("stopped")
-    except StopForced:
-        service.kill()
-        report("killed")
-        os._exit(EXIT_FORCED)
     return 0
 
 
-def start_and_watch(service: LocalService, config: ServiceConfig, signals: StopSignals, report: Report) -> None:
-    """Bring the service up, say how to use it, and report its changes until a signal comes."""
+def start_ray(service: LocalService) -> None:
+    """Start Ray, which takes SIGTERM for itself meanwhile and then leaves by itself."""
     try:
         service.start_ray()
-    except SystemExit:  # Ray's own handler of SIGTERM, while it starts
+    except SystemExit:
         raise StopRequested from None
     finally:
-        signals.install()
-    service.deploy()
-    service.wait_until_ready()
-    report(f"ready: {config.model_name} at {service.url}/v1")
-    print(f"\nTry it:\n  {curl_line(service.url, config.model_name)}\n\nCtrl-C stops it.\n", flush=True)
-    service.watch()
+        catch_stop()
 
 
 def progress() -> Report:

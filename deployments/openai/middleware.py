@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import uuid
+from contextlib import suppress
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -11,6 +13,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.openai.errors import ApiError, api_error
 
+_CLOSE = {"Connection": "close"}
+"""With an answer to a body that was not read to its end."""
+_DRAINED_BODIES = 4
+_DRAIN_S = 2.0
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -65,7 +71,8 @@ class CatchErrors:
 class BodyLimit:
     """Refuses bodies over a limit, by their declared length or while they are read.
 
-    Starlette's own limit answers in plain text.
+    Starlette's own limit answers in plain text. A client that is still sending would lose an answer that comes with the
+    end of its connection, so a part of the rest is read, and forgotten, before that.
     """
 
     def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
@@ -77,19 +84,54 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        message = f"the body is over the limit of {self._max_body_bytes} bytes"
+        limited = _LimitedBody(receive, send, self._max_body_bytes)
         declared = Headers(scope=scope).get("content-length", "")
         if declared.isdecimal() and (len(declared) > 18 or int(declared) > self._max_body_bytes):
-            await ApiError(413, message, code="request_too_large").response()(scope, receive, send)
-            return
-        num_bytes = 0
+            limited.refused = True
+            error = ApiError(413, limited.message, code="request_too_large", headers=_CLOSE)
+            await error.response()(scope, limited.receive, limited.send)
+        else:
+            await self._app(scope, limited.receive, limited.send)
 
-        async def limited_receive() -> Message:
-            nonlocal num_bytes
-            received = await receive()
-            num_bytes += len(received.get("body", b""))
-            if num_bytes > self._max_body_bytes:
-                raise HTTPException(413, message)
-            return received
 
-        await self._app(scope, limited_receive, send)
+class _LimitedBody:
+    """One request's messages.
+
+    Attributes:
+        refused: Whether the body is over the limit.
+    """
+
+    def __init__(self, receive: Receive, send: Send, max_bytes: int) -> None:
+        self._receive = receive
+        self._send = send
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self.refused = False
+        self.message = f"the body is over the limit of {max_bytes} bytes"
+
+    async def receive(self) -> Message:
+        """The next message; raises 413 beyond the limit."""
+        message = await self._receive()
+        self._num_bytes += len(message.get("body", b""))
+        if self._num_bytes > self._max_bytes:
+            self.refused = True
+            raise HTTPException(413, self.message, _CLOSE)
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Send on; the end of a refusal waits for the client to have sent its body, or most of it."""
+        if self.refused and message["type"] == "http.response.body" and not message.get("more_body"):
+            await self._send({**message, "more_body": True})
+            await self._drain()
+            message = {"type": "http.response.body"}
+        await self._send(message)
+
+    async def _drain(self) -> None:
+        limit = self._num_bytes + _DRAINED_BODIES * self._max_bytes
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_DRAIN_S):
+                while self._num_bytes < limit:
+                    message = await self._receive()
+                    self._num_bytes += len(message.get("body", b""))
+                    if not message.get("more_body"):
+                        return

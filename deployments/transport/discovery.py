@@ -13,7 +13,7 @@ from ray.serve.handle import DeploymentHandle
 from deployments.transport.board import Listener, process_board
 from deployments.transport.wire import LinkError
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("ray.serve")
 
 RETRY_S = 0.5
 

@@ -20,7 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from deployments.transport.mailbox import Mailbox
 from deployments.transport.wire import HostFailedError
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("ray.serve")
 
 SWITCH_INTERVAL_S = 0.0005
 """How long the machine's thread may keep the interpreter while the event loop waits for it."""

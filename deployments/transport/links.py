@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from deployments.transport.wire import LinkError, LinkTimes
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("ray.serve")
 
 PeerEvent = Callable[[str], None]
 """Called on the event loop with the peer's replica id."""

@@ -23,13 +23,10 @@ from deployments.transport.links import spawn, until_first_ends
 from deployments.transport.mailbox import Mailbox
 from deployments.transport.wire import Batch, Greeting, Hello, LinkError, LinkRefusedError, LinkTimes
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("ray.serve")
 
 Stream = AsyncGenerator[Greeting | Batch, None]
 """A greeting, then batches; nothing but a greeting with a refusal where the link is refused."""
-
-Refusal = Callable[[Hello], str | None]
-"""Why a call is refused, or None."""
 
 
 def pinned(handle: DeploymentHandle, method: str, replica: str, *, stream: bool) -> DeploymentHandle:

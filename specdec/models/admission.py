@@ -55,9 +55,14 @@ def check_admission(runner: ModelRunner, seed: int = 0) -> AdmissionReport:
     rng = random.Random(seed)
     most = max(1, runner.loaded.max_model_len - 4)
     rows = [[rng.randrange(runner.loaded.vocab_size) for _ in range(min(n, most))] for n in _ROW_LENGTHS]
-    split = _split_forward(runner, rows, rng)
-    with _stock_attention(runner.loaded.model):
-        whole = [_whole_forward(runner, row) for row in rows]
+    try:
+        split = _split_forward(runner, rows, rng)
+        with _stock_attention(runner.loaded.model):
+            whole = [_whole_forward(runner, row) for row in rows]
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ModelLoadError(
+            f"{runner.loaded.name} cannot run split into pieces: {type(error).__name__}: {error}"
+        ) from error
     differences = [(a.to(b.device) - b) for a, b in zip(split, whole, strict=True)]
     errors = [
         (difference.square().mean() / logits.var(dim=-1, correction=0).mean()).sqrt().item()

@@ -132,7 +132,8 @@ def paged_attention(
         output = attend_varlen(
             queries, key, value, attention_context.plan, scaling, window, paged=kernel == "varlen_paged"
         )
-    return output.view(batch, length, num_heads, value.shape[-1]), None
+    # Contiguous, as transformers' own attention gives it: some models take a view.
+    return output.contiguous().view(batch, length, num_heads, value.shape[-1]), None
 
 
 def _gathered(

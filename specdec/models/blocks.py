@@ -93,7 +93,7 @@ class BlockPool:
             self._copy_on_write(blocks, tail)
         elif writes_into_tail:
             # Its only user is about to change it: what it was kept for is no longer in it.
-            pass
+            self._forget(blocks[tail])
         for _ in range(num_missing):
             blocks.append(self._take(blocks[-1] if blocks else None))
         return True

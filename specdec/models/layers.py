@@ -15,8 +15,6 @@ from specdec.errors import ModelLoadError
 from specdec.models.attention import FROM_MODULE, check_arguments, window_of
 
 _PROBE_NAME = "specdec_probe"
-_FAR = 1 << 20
-"""A position beyond any window or chunk, where a mask shows what it hides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +75,7 @@ class _Probe:
     """What the attention layers said in one forward pass."""
 
     cache: _ProbeCache
+    max_length: int
     layers: dict[int, AttentionLayer] = field(default_factory=dict)
     num_calls: int = 0
 
@@ -88,7 +87,7 @@ class _Probe:
         return None
 
 
-def find_attention_layers(model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
+def find_attention_layers(model: PreTrainedModel, max_length: int) -> tuple[AttentionLayer, ...]:
     """Run two tokens through a model and note what each attention layer caches and reads.
 
     The mask that transformers would build for a layer is compared with the window the layer passes to its attention:
@@ -96,6 +95,7 @@ def find_attention_layers(model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
 
     Args:
         model: In eval mode; its attention implementation is left as :data:`_PROBE_NAME`.
+        max_length: Longest sequence, in tokens, for which masks must agree.
 
     Returns:
         The layers that cache, in the order of their indices.
@@ -110,7 +110,7 @@ def find_attention_layers(model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
     if not model._can_set_attn_implementation():
         raise ModelLoadError(f"{name} does not attend through transformers' attention interface")
     model.set_attn_implementation(_PROBE_NAME)
-    probe = _Probe(_ProbeCache())
+    probe = _Probe(_ProbeCache(), max_length)
     device = model.get_input_embeddings().weight.device
     tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
     positions = torch.arange(2, device=device).unsqueeze(0)
@@ -166,7 +166,7 @@ def _probe_attention(
     if index is None:
         raise ModelLoadError(f"{name} attends over other keys and values than it caches")
     window = window_of(module, sliding_window)
-    _check_mask(name, getattr(attention_mask, "mask_function", None), window)
+    _check_mask(name, getattr(attention_mask, "mask_function", None), window, attention_context.max_length)
     layer = AttentionLayer(
         index=index,
         num_key_heads=key.shape[1],
@@ -183,26 +183,18 @@ def _probe_attention(
     return query.new_zeros(batch, length, num_heads, value.shape[3]), None
 
 
-def _check_mask(name: str, mask_function: Callable[..., Any] | None, window: int | None) -> None:
-    """Compare the model's own mask rule with causal attention within ``window``, around the edges of both."""
+def _check_mask(name: str, mask_function: Callable[..., Any] | None, window: int | None, max_length: int) -> None:
+    """Compare the model's own mask rule with causal attention within ``window``, at the edges and at all scales."""
     if mask_function is None:
         raise ModelLoadError(f"{name} makes a mask of its own, which is not supported")
     zero = torch.tensor(0)
-    edge = 0 if window is None else _FAR - window
-    for position in {
-        0,
-        1,
-        _FAR - 1,
-        _FAR,
-        _FAR + 1,
-        edge - 1,
-        edge,
-        edge + 1,
-        *(_FAR - (1 << k) for k in range(1, 20)),
-    }:
-        if position < 0:
-            continue
-        reads = bool(mask_function(zero, zero, torch.tensor(_FAR), torch.tensor(position)))
-        if reads != (position <= _FAR and (window is None or position > _FAR - window)):
-            what = "all positions" if window is None else f"a window of {window} positions"
-            raise ModelLoadError(f"{name} reads {what}, but its mask says otherwise at a distance of {_FAR - position}")
+    reach = max_length if window is None else window
+    distances = {-1, 0, reach - 1, reach, reach + 1, *(1 << k for k in range(max_length.bit_length()))}
+    for query in (max_length - 1, max_length // 2):
+        for distance in sorted(distances):
+            if not 0 <= query - distance < max_length:
+                continue
+            reads = bool(mask_function(zero, zero, torch.tensor(query), torch.tensor(query - distance)))
+            if reads != (0 <= distance < reach):
+                what = "all positions" if window is None else f"a window of {window} positions"
+                raise ModelLoadError(f"{name} reads {what}, but its mask says otherwise at a distance of {distance}")

@@ -130,14 +130,9 @@ def load_config(source: ModelSource) -> PretrainedConfig:
     """
     _check_folder(source.path)
     config = _from_pretrained(AutoConfig, source)
-    text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder or type(config) not in AutoModelForCausalLM._model_mapping:
         raise ModelLoadError(f"{source.path} is not a causal language model ({config.model_type})")
-    if getattr(AutoModelForCausalLM._model_mapping[type(config)], "_is_stateful", False):
-        raise ModelLoadError(f"{source.path} has recurrent layers ({config.model_type}), which are not supported yet")
-    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
-        raise ModelLoadError(f"{source.path} has layers of the kind {min(kinds)!r}, which are not supported yet")
+    _check_layers(config, AutoModelForCausalLM._model_mapping[type(config)], source.path)
     return config
 
 
@@ -161,12 +156,14 @@ def prepare_model(model: PreTrainedModel, name: str) -> LoadedModel:
     Raises:
         ModelLoadError: it is of a kind that cannot be served exactly.
     """
+    _check_layers(model.config, type(model), name)
     model.eval()
     register_attention()
-    with quiet():
-        layers = find_attention_layers(model)
-        model.set_attn_implementation(ATTENTION_NAME)
     text = model.config.get_text_config(decoder=True)
+    max_model_len = _max_model_len(text, name)
+    with quiet():
+        layers = find_attention_layers(model, max_model_len)
+        model.set_attn_implementation(ATTENTION_NAME)
     device = model.get_input_embeddings().weight.device
     head = model.get_output_embeddings()
     return LoadedModel(
@@ -183,6 +180,16 @@ def prepare_model(model: PreTrainedModel, name: str) -> LoadedModel:
         attention_layers=layers,
         generation_defaults=generation_defaults(model.generation_config),
     )
+
+
+def _check_layers(config: PretrainedConfig, model_class: type[PreTrainedModel], name: str) -> None:
+    """Refuse layers that keep another state than keys and values, by what the model says of itself."""
+    if getattr(model_class, "_is_stateful", False):
+        raise ModelLoadError(f"{name} has recurrent layers ({config.model_type}), which are not supported yet")
+    layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    kinds = set(layer_types) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise ModelLoadError(f"{name} has layers of the kind {min(kinds)!r}, which are not supported yet")
 
 
 def _say_nothing(_: str) -> None:

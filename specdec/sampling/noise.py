@@ -38,6 +38,8 @@ class NoiseCache:
 
     def rows(self, seeds: Sequence[int], positions: Sequence[int], device: torch.device) -> Tensor:
         """Noise for N (seed, position) pairs: float32 [N, V] on ``device``, the caller's to change."""
+        if self._num_slots < 2:
+            return gumbel(seeds, positions, self._vocab_size, device)
         blocks = [(seed, position // _POSITIONS_PER_BLOCK) for seed, position in zip(seeds, positions, strict=True)]
         wanted = dict.fromkeys(blocks)
         if 2 * len(wanted) > self._num_slots:

@@ -78,7 +78,7 @@ def verify_rejection(
     ranges = (range(start, start + count - 1) for start, count in zip(rows.starts, rows.counts, strict=True))
     at_row = torch.tensor(list(chain.from_iterable(ranges)), dtype=torch.int64, device=device)
     tokens = torch.tensor(list(chain.from_iterable(group.draft for group in groups)), dtype=torch.int64, device=device)
-    ids, probs = _sane(draft_ids.to(device), draft_probs.to(device), target_probs.shape[1])
+    ids, probs = _sane(draft_ids.to(device), draft_probs.to(target_probs), target_probs.shape[1])
     draft_prob = probs.masked_fill(ids != tokens.unsqueeze(1), 0).sum(1)
     drawn = draft_prob > 0
     target_prob = target_probs[at_row, torch.where(drawn, tokens, 0)]
@@ -88,7 +88,7 @@ def verify_rejection(
     stop = torch.tensor(rows.starts, device=device) + accepted
     # What is taken off the target's row where a run stops: the refused token's draft distribution, or nothing.
     refused_ids = torch.zeros(rows.num_rows, ids.shape[1], dtype=torch.int64, device=device)
-    refused_probs = torch.zeros(refused_ids.shape, device=device)
+    refused_probs = torch.zeros(refused_ids.shape, dtype=target_probs.dtype, device=device)
     refused_ids[at_row], refused_probs[at_row] = ids, probs * drawn.unsqueeze(1)
     following = _residual(target_probs[stop], refused_ids[stop], refused_probs[stop])
     next_tokens = _draw(following, uniform[stop, 1]).squeeze(1)

@@ -43,9 +43,9 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skipped = special_token_ids(tokenizer) if skip_special_tokens else frozenset()
         self._window = [token for token in prompt[-_CONTEXT:] if token not in self._skipped]
-        text = self._decode(self._window)
-        self._shown = text[: len(text) - _num_held(text)]
-        self._num_clean = len(self._window)
+        self._before = self._decode(self._window)
+        self._shown = self._before[: len(self._before) - _num_held(self._before)]
+        self._num_clean = len(self._window) if self._shown == self._before else 0
 
     def push(self, token: int) -> str:
         """Take one token and return the text that is now certain; often a word, sometimes nothing."""
@@ -59,6 +59,8 @@ class Detokenizer:
             self._num_clean, self._shown = 0, ""
             text = self._decode(self._window)
         end = max(len(self._shown), len(text) - _num_held(text))
+        if end > len(self._before):
+            self._leave_to_prompt(text)
         piece = text[len(self._shown) : end]
         self._shown = text[:end]
         if end == len(text):
@@ -70,9 +72,16 @@ class Detokenizer:
     def finish(self) -> str:
         """Return what was held back: the sequence has ended, and the rest of the character will not come."""
         text = self._decode(self._window)
+        self._leave_to_prompt(text)
         held = text[len(self._shown) :]
         self._shown = text
         return held
+
+    def _leave_to_prompt(self, text: str) -> None:
+        """A prompt that ended within a character keeps the replacement for it, if the output did not complete it."""
+        if text.startswith(self._before) and len(self._shown) < len(self._before):
+            self._shown = self._before
+        self._before = ""
 
     def _shrink(self, text: str) -> None:
         """Forget the oldest tokens, where the rest decodes to the same end."""

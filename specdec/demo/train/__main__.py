@@ -1,30 +1,55 @@
-"""Command line: ``python -m specdec.demo.train {data,target,...} --work FOLDER``."""
+"""Command line: ``python -m specdec.demo.train --work FOLDER [command]``; without a command, the whole recipe.
+
+Every command goes on where an earlier run of it stopped; one that has nothing left to do ends at once.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
+import shutil
 import sys
-from dataclasses import replace
+import time
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer
 
-from specdec.demo.train import corpus, models, target, tokens
+from specdec.demo.train import checkpoints, corpus, distill, evaluate, models, target, tokens
 from specdec.demo.train.loop import Plan
 from specdec.demo.train.optimizers import Rates
 
 DEMO = Path(__file__).parents[1]
-STAGES = "3:1200,6:2000,12:6000"
+STAGES = "3:6000,6:10000,12:16000"
+RECIPE = (
+    "data",
+    f"target --stages {STAGES}",
+    "target --stages 3:6000,6:10000,12:19000 --decay-steps 3000 --start-from target --name target-final",
+    "samples --target target-final",
+    "draft --target target-final --steps 12000",
+    "draft --target target-final --steps 15000 --decay-steps 3000 --tv-weight 0.5 --start-from draft --name draft-final",  # noqa: E501
+    "export --target target-final --draft draft-final",
+    "evaluate --pair {work}/pair",
+)
+"""What makes the pair, command by command; steps are of four windows of 512 tokens."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Parses the command line and runs one command."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     torch.set_num_threads(options.threads)
-    options.run(options)
+    if options.command:
+        options.run(options)
+        return
+    common = ["--work", str(options.work), "--threads", str(options.threads), "--device", options.device]
+    for command in RECIPE:
+        logging.info("== %s", command)
+        step = parser.parse_args([*common, *command.format(work=options.work).split()])
+        step.run(step)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -32,29 +57,55 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--work", type=Path, required=True, help="folder of token files and checkpoints")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
     parser.add_argument("--device", default="cpu")
-    commands = parser.add_subparsers(required=True)
+    commands = parser.add_subparsers(dest="command")
     data = commands.add_parser("data", help="make the tokenizer, if asked, and the token files")
     data.add_argument("--tokenizer", default=str(DEMO / "target"), help="folder of one to use, or 'new'")
     data.add_argument("--vocab-size", type=int, default=4096)
-    data.add_argument("--max-package-chars", type=int, default=12_000_000)
+    data.add_argument("--max-package-chars", type=int, default=30_000_000)
     data.set_defaults(run=_data)
     trained = commands.add_parser("target", help="train the target, or go on")
     _add_training_flags(trained)
     trained.add_argument("--stages", type=target.parse_stages, default=target.parse_stages(STAGES))
     trained.set_defaults(run=_target)
+    _add_draft_commands(commands)
+    exported = commands.add_parser("export", help="write the pair in bfloat16 as transformers loads it")
+    exported.add_argument("--target", default="target", help="name of the target's checkpoint")
+    exported.add_argument("--draft", default="draft", help="name of the draft's checkpoint")
+    exported.add_argument("--out", type=Path, help="folder for target/ and draft/ (default: pair, in the work folder)")
+    exported.set_defaults(run=_export)
+    judged = commands.add_parser("evaluate", help="figures of an exported pair on the held-out files")
+    judged.add_argument("--pair", type=Path, default=DEMO, help="folder that holds target/ and draft/")
+    judged.add_argument("--num-windows", type=int, default=evaluate.Extent().num_windows)
+    judged.set_defaults(run=_evaluate)
     return parser
+
+
+def _add_draft_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    sampled = commands.add_parser("samples", help="let the target write text for the draft to learn from")
+    sampled.add_argument("--target", default="target", help="name of the target's checkpoint")
+    sampled.add_argument("--num-windows", type=int, default=1024)
+    sampled.add_argument("--window-tokens", type=int, default=512)
+    sampled.set_defaults(run=_samples)
+    distilled = commands.add_parser("draft", help="distil the draft, or go on")
+    _add_training_flags(distilled)
+    distilled.add_argument("--target", default="target", help="name of the target's checkpoint")
+    distilled.add_argument("--steps", type=int, default=6000)
+    distilled.add_argument("--tv-weight", type=float, default=0.0, help="weight of the total variation beside the KL")
+    distilled.set_defaults(run=_draft)
 
 
 def _add_training_flags(parser: argparse.ArgumentParser) -> None:
     plan = Plan(num_steps=0)
     parser.add_argument("--name", help="checkpoint's name in the work folder (default: the command's)")
+    parser.add_argument("--start-from", help="name of a checkpoint to copy, where --name has none yet")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="save and stop after this time")
     parser.add_argument("--decay-steps", type=int, default=0, help="last steps, over which the rates fall to zero")
     parser.add_argument("--batch-size", type=int, default=plan.batch_size)
     parser.add_argument("--micro-batch-size", type=int, default=plan.micro_batch_size)
     parser.add_argument("--window-tokens", type=int, default=plan.window_tokens)
     parser.add_argument("--seed", type=int, default=plan.seed)
-    parser.add_argument("--rate", type=float, default=1.0, help="factor on all learning rates")
+    parser.add_argument("--matrix-rate", type=float, default=Rates().matrices, help="learning rate of Muon")
+    parser.add_argument("--other-rate", type=float, default=Rates().others, help="learning rate of AdamW")
 
 
 def _plan(options: argparse.Namespace, num_steps: int) -> Plan:
@@ -65,16 +116,18 @@ def _plan(options: argparse.Namespace, num_steps: int) -> Plan:
         micro_batch_size=options.micro_batch_size,
         seed=options.seed,
         num_decay_steps=options.decay_steps,
-        time_limit_s=options.minutes * 60,
+        deadline_s=time.monotonic() + options.minutes * 60,
     )
 
 
 def _rates(options: argparse.Namespace) -> Rates:
-    rates = Rates()
-    return replace(rates, matrices=rates.matrices * options.rate, others=rates.others * options.rate)
+    return Rates(matrices=options.matrix_rate, others=options.other_rate)
 
 
 def _data(options: argparse.Namespace) -> None:
+    if (options.work / "sources.json").exists():
+        logging.info("the token files are there")
+        return
     packages = [corpus.standard_library(), *corpus.installed_packages()]
     found = list(corpus.documents(packages, options.max_package_chars))
     if options.tokenizer == "new":
@@ -89,11 +142,51 @@ def _data(options: argparse.Namespace) -> None:
     logging.info("%d files, %.2fM tokens", len(found), sum(s.num_tokens for s in sources) / 1e6)
 
 
+def _path(options: argparse.Namespace, default: str) -> Path:
+    """The checkpoint to go on with, copied from another one if that is asked for and it is not there."""
+    path = options.work / f"{options.name or default}.pt"
+    if options.start_from and not path.exists():
+        shutil.copyfile(options.work / f"{options.start_from}.pt", path)
+    return Path(path)
+
+
 def _target(options: argparse.Namespace) -> None:
-    path = options.work / f"{options.name or 'target'}.pt"
-    text = tokens.TokenFile(options.work, "train")
-    plan = _plan(options, num_steps=0)
-    target.train_target(text, models.TARGET, options.stages, plan, _rates(options), path)
+    text = tokens.TokenFile(options.work, "train").tokens
+    plan = _plan(options, num_steps=options.stages[-1].last_step)
+    path = _path(options, "target")
+    target.train_target(text, models.TARGET, options.stages, plan, _rates(options), path, options.device)
+
+
+def _samples(options: argparse.Namespace) -> None:
+    text = tokens.TokenFile(options.work, "train").tokens
+    model = checkpoints.load(options.work / f"{options.target}.pt", options.device).model.eval()
+    sampling = distill.Sampling(options.num_windows, options.window_tokens)
+    distill.write_samples(model, text, sampling, options.work / "samples.bin")
+
+
+def _draft(options: argparse.Namespace) -> None:
+    text = tokens.TokenFile(options.work, "train").tokens
+    model = checkpoints.load(options.work / f"{options.target}.pt", options.device).model
+    samples = distill.read_samples(options.work / "samples.bin", options.window_tokens)
+    plan, path = _plan(options, options.steps), _path(options, "draft")
+    lesson = distill.Lesson(model, text, samples, options.tv_weight)
+    distill.train_draft(lesson, models.DRAFT, plan, _rates(options), path, options.device)
+
+
+def _export(options: argparse.Namespace) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(options.work / "tokenizer")
+    template = (DEMO / "target" / "chat_template.jinja").read_text()
+    for role, name in (("target", options.target), ("draft", options.draft)):
+        model = checkpoints.load(options.work / f"{name}.pt").model
+        models.export(model, tokenizer, (options.out or options.work / "pair") / role, template)
+        logging.info("%s: %d parameters", role, models.num_parameters(model))
+
+
+def _evaluate(options: argparse.Namespace) -> None:
+    extent = evaluate.Extent(num_windows=options.num_windows)
+    text = tokens.TokenFile(options.work, "heldout").tokens
+    figures = evaluate.evaluate(options.pair / "target", options.pair / "draft", text, extent, options.device)
+    logging.info("%s\n%s", json.dumps(asdict(figures), indent=1), evaluate.table(figures))
 
 
 if __name__ == "__main__":

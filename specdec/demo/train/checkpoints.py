@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import PreTrainedModel
 
+from specdec.demo.train import models
 from specdec.demo.train.optimizers import State
 
 
@@ -16,7 +17,7 @@ from specdec.demo.train.optimizers import State
 class Checkpoint:
     """A model after ``step`` steps, and its optimizers' state by parameter name."""
 
-    model: LlamaForCausalLM
+    model: PreTrainedModel
     optimizers: State
     step: int
     num_tokens: int
@@ -52,7 +53,15 @@ def load(path: Path, device: str = "cpu") -> Checkpoint:
         FileNotFoundError: There is none at ``path``.
     """
     content = torch.load(path, map_location=device, weights_only=True)
-    model = LlamaForCausalLM(LlamaConfig(**content["config"])).float().to(device)
+    model = models.from_fields(content["config"]).to(device)
     model.load_state_dict(content["model"])
     rest = {k: content[k] for k in ("optimizers", "step", "num_tokens", "elapsed_s", "decay_start")}
     return Checkpoint(model, **rest)
+
+
+def load_or_start(path: Path, shape: models.Shape, seed: int, device: str = "cpu") -> Checkpoint:
+    """The checkpoint at ``path``, or, where there is none, a new model of a shape before its first step."""
+    if path.exists():
+        return load(path, device)
+    model = models.build(shape, seed).to(device)
+    return Checkpoint(model, {}, step=0, num_tokens=0, elapsed_s=0.0)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from specdec.demo.train import checkpoints
 from specdec.demo.train.checkpoints import Checkpoint
@@ -19,7 +19,7 @@ from specdec.demo.train.optimizers import Optimizers, Rates
 
 logger = logging.getLogger(__name__)
 
-LossFunction = Callable[[LlamaForCausalLM, Tensor], Tensor]
+LossFunction = Callable[[PreTrainedModel, Tensor], Tensor]
 """(model, windows int64 [B, T + 1]) -> mean loss over B * T tokens, a scalar."""
 
 
@@ -30,7 +30,7 @@ class Plan:
     num_steps: int
     """Steps in all, earlier runs counted in."""
     window_tokens: int = 512
-    batch_size: int = 8
+    batch_size: int = 4
     micro_batch_size: int = 1
     """Windows in one forward: one keeps a CPU core's data in its cache, a GPU wants the whole batch."""
     seed: int = 1
@@ -38,11 +38,16 @@ class Plan:
     """The last steps, over which the rates fall to zero; 0 leaves a model to go on from."""
     save_every_s: float = 120.0
     log_every_steps: int = 10
-    time_limit_s: float = float("inf")
-    """The run saves and ends once this is over."""
+    deadline_s: float = float("inf")
+    """The run saves and ends once ``time.monotonic()`` passes this, after one step at least."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the deadline has passed."""
+        return time.monotonic() >= self.deadline_s
 
 
-def next_token_loss(model: LlamaForCausalLM, windows: Tensor) -> Tensor:
+def next_token_loss(model: PreTrainedModel, windows: Tensor) -> Tensor:
     """Cross-entropy of the next token, in nats."""
     logits = model(windows[:, :-1], use_cache=False).logits
     return functional.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
@@ -50,8 +55,8 @@ def next_token_loss(model: LlamaForCausalLM, windows: Tensor) -> Tensor:
 
 def train(
     checkpoint: Checkpoint, batches: Iterator[Tensor], plan: Plan, rates: Rates, path: Path, loss_of: LossFunction
-) -> bool:
-    """Brings the checkpoint to ``plan.num_steps`` steps; it lies at ``path`` afterwards and now and then before.
+) -> None:
+    """Brings the checkpoint to ``plan.num_steps`` steps, if the deadline allows, and keeps it at ``path``.
 
     Args:
         checkpoint: Where to start; changed in place.
@@ -60,9 +65,6 @@ def train(
         rates: Learning rates.
         path: The checkpoint's file.
         loss_of: What is minimised.
-
-    Returns:
-        Whether all steps were made: False when the time limit came first.
     """
     optimizers = Optimizers(checkpoint.model, rates)
     optimizers.load_state_dict(checkpoint.optimizers)
@@ -70,7 +72,7 @@ def train(
         checkpoint.decay_start = max(checkpoint.step, plan.num_steps - plan.num_decay_steps)
     progress = _Progress(checkpoint, plan)
     saved_s = time.monotonic()
-    while checkpoint.step < plan.num_steps and not progress.is_over:
+    while checkpoint.step < plan.num_steps:
         loss = _step(checkpoint.model, next(batches), plan.micro_batch_size, loss_of)
         optimizers.step(rates.scale(checkpoint.step, checkpoint.decay_start, plan.num_decay_steps))
         checkpoint.step += 1
@@ -79,15 +81,16 @@ def train(
         if time.monotonic() - saved_s >= plan.save_every_s:
             _save(checkpoint, optimizers, path, progress)
             saved_s = time.monotonic()
+        if plan.is_over:
+            break
     _save(checkpoint, optimizers, path, progress)
-    return checkpoint.step >= plan.num_steps
 
 
-def _step(model: LlamaForCausalLM, windows: Tensor, micro_batch_size: int, loss_of: LossFunction) -> float:
+def _step(model: PreTrainedModel, windows: Tensor, micro_batch_size: int, loss_of: LossFunction) -> float:
     """Leaves the gradients of the mean loss in the model; returns that loss."""
     model.train()
     total = 0.0
-    for part in windows.to(model.device).split(micro_batch_size):
+    for part in torch.split(windows.to(model.device), micro_batch_size):
         loss = loss_of(model, part) * (len(part) / len(windows))
         torch.autograd.backward(loss)
         total += loss.item()
@@ -113,11 +116,6 @@ class _Progress:
     def elapsed_s(self) -> float:
         """Training time in all, earlier runs counted in."""
         return self._earlier_s + time.monotonic() - self._start_s
-
-    @property
-    def is_over(self) -> bool:
-        """Whether this run's time is spent."""
-        return time.monotonic() - self._start_s >= self._plan.time_limit_s
 
     def add(self, loss: float) -> None:
         """Takes in one step's loss and logs now and then."""

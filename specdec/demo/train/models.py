@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from specdec.demo.train.tokens import END_ID
 
@@ -43,15 +44,21 @@ TARGET = Shape(num_layers=12, hidden_size=256, intermediate_size=768, num_heads=
 DRAFT = Shape(num_layers=2, hidden_size=160, intermediate_size=512, num_heads=5)
 
 
-def build(config: LlamaConfig, seed: int) -> LlamaForCausalLM:
+def build(shape: Shape, seed: int) -> PreTrainedModel:
     """A float32 model with random weights; the projections that write to the residual stream start at zero."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(config).float()
-    _silence(model, range(config.num_hidden_layers))
+    model = from_fields(shape.config().to_dict())
+    _silence(model, range(shape.num_layers))
     return model
 
 
-def grow(model: LlamaForCausalLM, num_layers: int) -> tuple[LlamaForCausalLM, dict[str, str]]:
+def from_fields(fields: dict[str, Any]) -> PreTrainedModel:
+    """A float32 model of any architecture that transformers has, from its configuration's ``to_dict()``."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=torch.float32)
+    return model
+
+
+def grow(model: PreTrainedModel, num_layers: int) -> tuple[PreTrainedModel, dict[str, str]]:
     """The same function with more layers: after every layer a copy of it that adds nothing yet.
 
     A copy keeps what it reads and computes and starts with zero output projections, so the loss does not jump and
@@ -71,10 +78,7 @@ def grow(model: LlamaForCausalLM, num_layers: int) -> tuple[LlamaForCausalLM, di
     factor, rest = divmod(num_layers, model.config.num_hidden_layers)
     if rest or factor < 1:
         raise ValueError(f"num_layers must be a multiple of {model.config.num_hidden_layers}, not {num_layers}")
-    config = copy.deepcopy(model.config)
-    config.num_hidden_layers = num_layers
-    config.layer_types = None
-    grown = LlamaForCausalLM(LlamaConfig(**_shape_of(config))).float()
+    grown = from_fields(model.config.to_dict() | {"num_hidden_layers": num_layers})
     state, old_names, old = {}, {}, model.state_dict()
     for name in grown.state_dict():
         parts = name.split(".")
@@ -91,24 +95,23 @@ def grow(model: LlamaForCausalLM, num_layers: int) -> tuple[LlamaForCausalLM, di
     return grown, old_names
 
 
-def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def export(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path, chat_template: str | None = None
+) -> None:
     """Writes a copy of the model in bfloat16 safetensors, and the tokenizer, as transformers loads them."""
     folder.mkdir(parents=True, exist_ok=True)
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if chat_template is not None:
+        (folder / "chat_template.jinja").write_text(chat_template)
 
 
-def num_parameters(model: LlamaForCausalLM) -> int:
+def num_parameters(model: PreTrainedModel) -> int:
     """Number of parameters, tied ones once."""
     return sum(p.numel() for p in model.parameters())
 
 
-def _shape_of(config: LlamaConfig) -> dict[str, object]:
-    fields = config.to_dict()
-    return {k: v for k, v in fields.items() if k not in ("layer_types", "transformers_version", "architectures")}
-
-
-def _silence(model: LlamaForCausalLM, layers: range | list[int]) -> None:
+def _silence(model: PreTrainedModel, layers: range | list[int]) -> None:
     """Zeroes the projections by which the layers write to the residual stream."""
     with torch.no_grad():
         for i in layers:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy as np
 
 from specdec.demo.train import checkpoints, loop, models
 from specdec.demo.train.checkpoints import Checkpoint
 from specdec.demo.train.loop import Plan
 from specdec.demo.train.optimizers import Rates
-from specdec.demo.train.tokens import TokenFile, batches
+from specdec.demo.train.tokens import batches
 
 logger = logging.getLogger(__name__)
 
@@ -33,43 +36,46 @@ def parse_stages(text: str) -> tuple[Stage, ...]:
         stages = tuple(Stage(*map(int, part.split(":"))) for part in text.split(","))
     except (TypeError, ValueError):
         raise ValueError(f"stages must be pairs layers:last_step separated by commas, not {text!r}") from None
-    for before, after in zip(stages, stages[1:], strict=False):
+    for before, after in itertools.pairwise(stages):
         if after.num_layers % before.num_layers or after.last_step <= before.last_step:
             raise ValueError(f"stages must rise in steps and in multiples of layers, not {text!r}")
     return stages
 
 
 def train_target(
-    text: TokenFile, shape: models.Shape, stages: tuple[Stage, ...], plan: Plan, rates: Rates, path: Path
+    text: np.ndarray,
+    shape: models.Shape,
+    stages: tuple[Stage, ...],
+    plan: Plan,
+    rates: Rates,
+    path: Path,
+    device: str = "cpu",
 ) -> Checkpoint:
     """Trains or goes on training the target at ``path``; ``plan.num_steps`` is ignored: the stages say it.
 
     Args:
-        text: The training tokens.
+        text: Training tokens, uint16 [num_tokens].
         shape: The target's shape; its depth gives way to the stages'.
         stages: Depths over time.
         plan: How steps are made. Its decay, if any, is the end of the last stage.
         rates: Learning rates.
         path: The checkpoint's file.
+        device: Where the model is trained.
 
     Returns:
         The checkpoint reached, at the end of the stages or of the time.
     """
-    if path.exists():
-        checkpoint = checkpoints.load(path)
-    else:
-        config = replace(shape, num_layers=stages[0].num_layers).config()
-        checkpoint = Checkpoint(models.build(config, plan.seed), {}, step=0, num_tokens=0, elapsed_s=0.0)
+    checkpoint = checkpoints.load_or_start(path, replace(shape, num_layers=stages[0].num_layers), plan.seed, device)
     for stage in stages:
         if checkpoint.step >= stage.last_step:
             continue
         _deepen(checkpoint, stage.num_layers)
         last = stage is stages[-1]
-        stage_plan = replace(
-            plan, num_steps=stage.last_step, num_decay_steps=plan.num_decay_steps if last else 0
-        )
-        source = batches(text.tokens, plan.window_tokens, plan.batch_size, plan.seed, checkpoint.step)
-        if not loop.train(checkpoint, source, stage_plan, rates, path, loop.next_token_loss):
+        stage_plan = replace(plan, num_steps=stage.last_step, num_decay_steps=plan.num_decay_steps if last else 0)
+        num_read = checkpoint.num_tokens // plan.window_tokens
+        source = batches(text, plan.window_tokens, plan.batch_size, plan.seed, num_read)
+        loop.train(checkpoint, source, stage_plan, rates, path, loop.next_token_loss)
+        if plan.is_over:
             break
     return checkpoint
 
@@ -78,7 +84,9 @@ def _deepen(checkpoint: Checkpoint, num_layers: int) -> None:
     """Grows the checkpoint's model to ``num_layers``, keeping the optimizers' state of the layers it has."""
     if checkpoint.model.config.num_hidden_layers == num_layers:
         return
+    device = checkpoint.model.device
     checkpoint.model, old_names = models.grow(checkpoint.model, num_layers)
+    checkpoint.model.to(device)
     state = checkpoint.optimizers
     checkpoint.optimizers = {new: state[old] for new, old in old_names.items() if old in state}
     logger.info("grown to %d layers, %d parameters", num_layers, models.num_parameters(checkpoint.model))

@@ -116,7 +116,7 @@ def windows(tokens: np.ndarray, length: int, seed: int, start: int = 0) -> Itera
 
 
 def batches(tokens: np.ndarray, length: int, batch_size: int, seed: int, start: int = 0) -> Iterator[Tensor]:
-    """Batches of windows, int64 [batch_size, length + 1]; ``start`` counts batches."""
-    source = windows(tokens, length, seed, start * batch_size)
+    """Batches of windows, int64 [batch_size, length + 1], from the ``start``-th window on."""
+    source = windows(tokens, length, seed, start)
     while True:
         yield torch.stack([next(source) for _ in range(batch_size)])

@@ -3,8 +3,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, InternalServerError
 
+from specdec.errors import ServiceUnavailableError
 from specdec.sampling.philox import derive_seed
 
 from .conftest import TEXT, Bench
@@ -150,10 +151,6 @@ async def test_the_draft_is_a_model_of_its_own(bench: Bench, client: AsyncOpenAI
 
 
 async def test_the_service_refuses_before_a_stream_begins(bench: Bench, client: AsyncOpenAI) -> None:
-    from openai import InternalServerError
-
-    from specdec.errors import ServiceUnavailableError
-
     bench.script = lambda request: [ServiceUnavailableError("no target is ready")]
     for stream in (False, True):
         with pytest.raises(InternalServerError, match="no target is ready") as caught:

@@ -136,13 +136,13 @@ async def test_a_body_that_does_not_say_it_is_json_is_refused(http: httpx2.Async
 
 
 async def test_many_errors_are_as_quick_as_one(http: httpx2.AsyncClient) -> None:
-    fields = {f"f{i}": 1 for i in range(200_000)}
+    fields = {f"f{i}": 1 for i in range(50_000)}
     for body in (
         COMPLETION | fields,
-        COMPLETION | {"stop_token_ids": ["x"] * 200_000},
-        COMPLETION | {"stop": [1] * 200_000},
+        COMPLETION | {"stop_token_ids": ["x"] * 50_000},
+        COMPLETION | {"stop": [1] * 50_000},
         COMPLETION | {"logit_bias": dict.fromkeys(fields, 1)},
-        CHAT | {"messages": [{}] * 200_000},
+        CHAT | {"messages": [{}] * 50_000},
     ):
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
         answer = await http.post(path, json=body)

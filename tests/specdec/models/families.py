@@ -25,7 +25,10 @@ FAMILIES = {
     "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 6, "layer_types": _MIXED}),
     "qwen3": ("Qwen3", {}),
     "mistral": ("Mistral", {"sliding_window": 6}),
-    "gemma3": ("Gemma3", {"sliding_window": 6, "layer_types": _MIXED, "query_pre_attn_scalar": 16}),
+    "gemma3": (
+        "Gemma3",
+        {"sliding_window": 6, "layer_types": _MIXED, "query_pre_attn_scalar": 16, "tie_word_embeddings": False},
+    ),
     "gemma": ("Gemma", {}),
     "gemma2": ("Gemma2", {"sliding_window": 6, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0}),
     "phi3": ("Phi3", {}),
@@ -41,6 +44,10 @@ FAMILIES = {
         "Qwen2Moe",
         {"use_sliding_window": True, "sliding_window": 6, "layer_types": _MIXED, "num_experts": 4},
     ),
+}
+_RECURRENT = {"layer_types": ["linear_attention", "full_attention"] * 2}
+REFUSED = {
+    # Caches latents, and attends over what it makes of them.
     "deepseek_v3": (
         "DeepseekV3",
         {
@@ -59,16 +66,32 @@ FAMILIES = {
             "first_k_dense_replace": 2,
         },
     ),
+    "qwen3_next": (
+        "Qwen3Next",
+        {**_RECURRENT, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention"] * 2}),
+    "mamba": ("Mamba", {}),
+    "bloom": ("Bloom", {"n_layer": 2, "n_head": 4}),
+    "llama4": (
+        "Llama4",
+        {"layer_types": ["chunked_attention", "full_attention"] * 2, "attention_chunk_size": 8, "num_local_experts": 2},
+    ),
+    "bert": ("Bert", {}),
 }
+
+
+_CONFIG_NAMES = {"gemma3": "Gemma3TextConfig", "llama4": "Llama4TextConfig"}
+_MODEL_NAMES = {"gpt2": "GPT2LMHeadModel", "bert": "BertLMHeadModel"}
 
 
 def make_model(family: str, seed: int = 0) -> PreTrainedModel:
     """A random model whose weights are scaled to 1 / sqrt(fan in), so that logits vary by about 1."""
-    name, options = FAMILIES[family]
-    config_name = "Gemma3TextConfig" if family == "gemma3" else f"{name}Config"
+    name, options = {**FAMILIES, **REFUSED}[family]
+    config_name = _CONFIG_NAMES.get(family, f"{name}Config")
     torch.manual_seed(seed)
     config = getattr(transformers, config_name)(**{**_COMMON, **options})
-    model = getattr(transformers, f"{name}LMHeadModel" if family == "gpt2" else f"{name}ForCausalLM")(config).eval()
+    model = getattr(transformers, _MODEL_NAMES.get(family, f"{name}ForCausalLM"))(config).eval()
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for parameter in model.parameters():

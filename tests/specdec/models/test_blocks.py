@@ -3,7 +3,7 @@
 from copy import deepcopy
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -28,6 +28,7 @@ class PoolMachine(RuleBasedStateMachine):
     def _copy(self, memory: list[int], waves: list[list[tuple[int, int]]]) -> None:
         size = self.pool.block_size
         for wave in waves:
+            assert len({destination for _, destination in wave}) == len(wave), "written in no particular order"
             contents = [memory[source * size : (source + 1) * size] for source, _ in wave]
             for (_, destination), content in zip(wave, contents, strict=True):
                 memory[destination * size : (destination + 1) * size] = content
@@ -37,9 +38,9 @@ class PoolMachine(RuleBasedStateMachine):
         self._copy(self.memory, self.pool.take_copies())
         for sequence, expected, tokens in writes:
             for token in tokens:
-                self.memory[self._slot(sequence, len(sequence.tokens))] = token
-                sequence.tokens.append(token)
                 expected.append(token)
+                self.memory[self._slot(sequence, len(sequence.tokens))] = hash(tuple(expected))
+                sequence.tokens.append(token)
 
     @rule(salt=st.sampled_from([b"", b"other", None]))
     def add(self, salt: bytes | None) -> None:
@@ -116,10 +117,18 @@ class PoolMachine(RuleBasedStateMachine):
         self._copy(memory, deepcopy(self.pool).take_copies())
         for sequence, expected in self.live:
             assert sequence.tokens == expected
-            assert [memory[self._slot(sequence, i)] for i in range(len(expected))] == expected
+            # What is cached at a position depends on all tokens up to it.
+            for i in range(len(expected)):
+                assert memory[self._slot(sequence, i)] == hash(tuple(expected[: i + 1]))
 
 
-PoolMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None, database=None)
+PoolMachine.TestCase.settings = settings(
+    max_examples=100,
+    stateful_step_count=40,
+    deadline=None,
+    database=None,
+    phases=(Phase.explicit, Phase.generate, Phase.shrink),
+)
 TestBlockPool = PoolMachine.TestCase
 
 
@@ -141,6 +150,16 @@ def test_copies_of_copies_come_in_waves() -> None:
     assert pool.take_copies() == []
 
 
+def test_a_block_is_written_once_in_a_wave() -> None:
+    pool = BlockPool(2, 4)
+    first = grown(pool, [1, 2])
+    for _ in range(2):
+        other = pool.fork(first)
+        assert pool.reserve(other, 3)
+        pool.free(other)
+    assert [len(wave) for wave in pool.take_copies()] == [1, 1]
+
+
 def test_only_the_writer_of_a_shared_block_gets_a_copy() -> None:
     pool = BlockPool(8, 4)
     first = grown(pool, [1, 2, 3, 4, 5])
@@ -152,6 +171,20 @@ def test_only_the_writer_of_a_shared_block_gets_a_copy() -> None:
     assert pool.take_copies() == [[(second.block_ids[1], first.block_ids[1])]]
     assert pool.num_in_use == 3
     assert first.block_ids[0] == second.block_ids[0]
+
+
+def test_a_copy_that_finds_no_block_is_refused_with_nothing_changed() -> None:
+    pool = BlockPool(3, 4)
+    first = grown(pool, [1, 2])
+    second = pool.fork(first)
+    grown(pool, [7] * 8)
+    before = list(second.block_ids)
+    assert pool.num_free == 0
+    assert not pool.reserve(second, 3)
+    assert second.block_ids == before
+    assert pool.take_copies() == []
+    pool.free(first)
+    assert pool.reserve(second, 3)
 
 
 def test_kept_blocks_are_taken_least_recently_used_first() -> None:
@@ -199,6 +232,18 @@ def test_a_kept_block_that_is_written_again_is_not_found() -> None:
     assert pool.reserve(sequence, 2)
     sequence.tokens.append(3)
     assert pool.reuse_prefix(CachedSequence(), [1, 2, 0]) == 0
+
+
+def test_what_follows_a_rewritten_block_is_kept_under_its_new_prefix() -> None:
+    pool = BlockPool(8, 2)
+    sequence = grown(pool, [1, 1])
+    pool.keep_prefix(sequence, 2)
+    pool.truncate(sequence, 0)
+    assert pool.reserve(sequence, 4)
+    sequence.tokens.extend([5, 5, 6, 6])
+    pool.keep_prefix(sequence, 4)
+    assert pool.reuse_prefix(CachedSequence(), [1, 1, 6, 6, 0]) == 2
+    assert pool.reuse_prefix(CachedSequence(), [5, 5, 6, 6, 0]) == 4
 
 
 def test_sequences_grow_into_consecutive_blocks() -> None:

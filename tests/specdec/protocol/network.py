@@ -51,7 +51,7 @@ class Network:
     def repeat_openings(self, peer: str, now: int) -> None:
         """The last of what has ever opened a sequence at an address comes once more."""
         latest = {letter[1].seq: letter for letter in self.openings[peer]}
-        self._mail[now + 1] += self._rng.choice((list(latest.values()), self.openings[peer][-4:]))
+        self._mail[now + 1] += list(latest.values()) if self._rng.random() < 0.7 else self.openings[peer][-4:]
 
     def repeat_last_words(self, sender: str, now: int) -> None:
         """What a process said last comes once more, when another may have its address already."""

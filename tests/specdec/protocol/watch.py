@@ -11,7 +11,7 @@ from specdec.protocol.ingress import Delivery, IngressMachine
 from specdec.protocol.leases import Row, Times
 from specdec.protocol.marks import Tokens
 from specdec.protocol.messages import Ack, Cancel, Close, Finish, Inc, Message, Notes, Open, Submit
-from specdec.protocol.router import RouterMachine
+from specdec.protocol.router import RouterMachine, Session
 from specdec.protocol.target import TargetMachine, TargetRow
 
 from .scripted import PROMPT, Script, ScriptedDraft, ScriptedTarget, expect
@@ -102,6 +102,8 @@ class Watch:
             expect(row.inc > inc or now > until, "a closed sequence came back")
             if isinstance(row, TargetRow):
                 self._check_target_row(node, row, until)
+            elif isinstance(row, Session):
+                self._check_session(node, row)
         if node.backend is not None:
             expect(incs.keys() >= set(node.backend.held), "a backend holds a sequence that its machine does not")
 
@@ -125,6 +127,12 @@ class Watch:
         expect(excess <= self._times.credit_tokens, "more than the credit past the last acknowledgement")
         self._logs[key] = log
         self._committed[row.seq].add(log)
+
+    def _check_session(self, node: Node, session: Session) -> None:
+        key, log = (node.name, node.life, session.seq, session.inc), session.log.tail(0)
+        if log != self._logs.get(key, PROMPT):
+            expect(log in self._committed[session.seq], "the log of record is no prefix of one log")
+            self._logs[key] = log
 
     def delivered(self, deliveries: Iterable[Delivery]) -> None:
         """The ingress has handed tokens to clients."""

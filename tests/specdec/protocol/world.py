@@ -80,6 +80,8 @@ class World:
         for _ in range(self.rng.randint(20, 70)):
             self.step()
             self._disturb()
+        for name in self.rng.sample(ROUTERS + TARGETS + DRAFTERS, self.rng.randint(0, 3)):
+            self._restart(self.nodes[name])  # so that the quiet begins where it is hardest
         self._calm_down()
         self._await_clients()
         self._drain(20)

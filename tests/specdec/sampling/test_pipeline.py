@@ -161,6 +161,14 @@ def test_top_p_finds_its_tokens_beyond_the_first_candidates(
     torch.testing.assert_close(Sampler(300).probs(logits, groups), expected, atol=1e-6, rtol=1e-5)
 
 
+def test_a_row_that_keeps_everything_keeps_it_beside_one_that_does_not() -> None:
+    # The last token's share is lost in any float64 sum.
+    logits = torch.tensor([[0.0, -1.0, -60.0]]).expand(3, 3)
+    params = (SamplingParams(), SamplingParams(min_p=1e-30), SamplingParams(top_p=0.5))
+    groups = [RowGroup(make_spec(one), [0]) for one in params]
+    assert (Sampler(3).probs(logits, groups) > 0).tolist() == [[True] * 3, [True] * 3, [True, False, False]]
+
+
 class EvenPositionsOnly:
     """Allows the even half of the vocabulary at even positions, and records what it was called with."""
 

@@ -104,8 +104,16 @@ def test_after_a_prompt_the_first_word_keeps_its_space(tokenizer_named: Get) -> 
     assert detokenizer.push(tokenizer.convert_tokens_to_ids("▁sun")) == " sun"
 
 
-def test_a_prompt_may_end_in_half_a_character(tokenizer_named: Get) -> None:
-    tokenizer = tokenizer_named("byte_level")
-    ids = tokenizer.encode("a🙂")
-    detokenizer = Detokenizer(tokenizer, ids[:-1])
-    assert detokenizer.push(ids[-1]) == "🙂"
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+def test_a_prompt_may_end_in_half_a_character(tokenizer_named: Get, name: str) -> None:
+    tokenizer = tokenizer_named(name)
+    ids = tokenizer.encode("a🙂", add_special_tokens=False)
+    for cut in (2, 3):
+        detokenizer = Detokenizer(tokenizer, ids[:-cut])
+        assert "".join(detokenizer.push(token) for token in ids[-cut:]) == "🙂"
+        assert detokenizer.finish() == ""
+        for text in ("a", ""):
+            other = tokenizer.encode(text, add_special_tokens=False)[-1:]
+            detokenizer = Detokenizer(tokenizer, ids[:-cut])
+            said = "".join(detokenizer.push(token) for token in other) + detokenizer.finish()
+            assert said == whole(tokenizer, other).lstrip()

@@ -1,0 +1,1 @@
+"""Benchmarks: load on a running service, modes compared in interleaved rounds."""

@@ -1,0 +1,151 @@
+"""Distillation: the draft learns the target's distributions, on human text and on text the target wrote."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from specdec.demo.train import checkpoints, loop, models
+from specdec.demo.train.checkpoints import Checkpoint
+from specdec.demo.train.loop import LossFunction, Plan
+from specdec.demo.train.optimizers import Rates
+from specdec.demo.train.tokens import END_ID, batches
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the target writes text for the draft to learn from."""
+
+    num_windows: int
+    window_tokens: int = 512
+    num_prompt_tokens: int = 64
+    batch_size: int = 32
+    greedy_share: float = 0.25
+    """Share of the windows written at temperature 0; the others at 1."""
+    seed: int = 7
+
+
+def write_samples(target: PreTrainedModel, text: np.ndarray, sampling: Sampling, path: Path) -> None:
+    """Appends windows written by the target to ``path`` until it holds ``sampling.num_windows`` of them.
+
+    A window is a prompt from the text and what the target makes of it: uint16 [window_tokens + 1]. An interrupted run
+    goes on at the next whole batch.
+    """
+    row_bytes = 2 * (sampling.window_tokens + 1)
+    batch_bytes = row_bytes * sampling.batch_size
+    num_batches = -(-sampling.num_windows // sampling.batch_size)
+    done = path.stat().st_size // batch_bytes if path.exists() else 0
+    prompts = batches(text, sampling.num_prompt_tokens, sampling.batch_size, sampling.seed, done * sampling.batch_size)
+    with path.open("ab") as file:
+        file.truncate(done * batch_bytes)
+        for number in range(done, num_batches):
+            torch.manual_seed(sampling.seed + number)
+            greedy = number % max(1, round(1 / max(sampling.greedy_share, 1e-9))) == 0 and sampling.greedy_share > 0
+            rows = _continue(target, next(prompts)[:, :-1], sampling.window_tokens + 1, greedy)
+            file.write(rows.numpy().astype(np.uint16).tobytes())
+            file.flush()
+            logger.info("samples %d/%d", (number + 1) * sampling.batch_size, num_batches * sampling.batch_size)
+
+
+def read_samples(path: Path, window_tokens: int) -> np.ndarray:
+    """What ``write_samples`` wrote, uint16 [num_tokens], for ``windows`` to read in whole windows."""
+    return np.memmap(path, dtype=np.uint16, mode="r").reshape(-1, window_tokens + 1)
+
+
+def distillation_loss(target: PreTrainedModel, tv_weight: float) -> LossFunction:
+    """Forward KL from the target's distribution to the draft's, plus ``tv_weight`` times their total variation.
+
+    The KL teaches (Hinton et al. 2015; Zhou et al. 2023, "DistillSpec", section 4); the total variation is what
+    acceptance loses, and is worth adding at the end.
+    """
+
+    def loss_of(draft: PreTrainedModel, windows: Tensor) -> Tensor:
+        inputs = windows[:, :-1]
+        with torch.no_grad():
+            target_log_probs = functional.log_softmax(target(inputs, use_cache=False).logits.float(), -1)
+        draft_log_probs = functional.log_softmax(draft(inputs, use_cache=False).logits.float(), -1)
+        logs = draft_log_probs.flatten(0, 1), target_log_probs.flatten(0, 1)
+        kl = functional.kl_div(*logs, reduction="batchmean", log_target=True)
+        if not tv_weight:
+            return kl
+        distance = (target_log_probs.exp() - draft_log_probs.exp()).abs().sum(-1).mean() / 2
+        return kl + tv_weight * distance
+
+    return loss_of
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """What the draft learns from."""
+
+    target: PreTrainedModel
+    """Gives the distributions."""
+    text: np.ndarray
+    """Training tokens, uint16 [num_tokens]."""
+    samples: np.ndarray | None = None
+    """Windows written by the target, uint16 [N, window_tokens + 1]; a quarter of every batch where given."""
+    tv_weight: float = 0.0
+    """Weight of the total variation beside the KL."""
+
+
+def train_draft(
+    lesson: Lesson, shape: models.Shape, plan: Plan, rates: Rates, path: Path, device: str = "cpu"
+) -> Checkpoint:
+    """Distils, or goes on distilling, the draft at ``path``.
+
+    Args:
+        lesson: Target and texts.
+        shape: The draft's shape.
+        plan: How long, and how steps are made.
+        rates: Learning rates.
+        path: The checkpoint's file.
+        device: Where both models run.
+
+    Returns:
+        The checkpoint reached.
+    """
+    checkpoint = checkpoints.load_or_start(path, shape, plan.seed, device)
+    target = lesson.target.eval().requires_grad_(False)
+    source = _mixed(lesson, plan, checkpoint.step)
+    loop.train(checkpoint, source, plan, rates, path, distillation_loss(target, lesson.tv_weight))
+    return checkpoint
+
+
+def _mixed(lesson: Lesson, plan: Plan, num_batches: int) -> Iterator[Tensor]:
+    """Batches of text and a quarter samples, each sample in turn and around again, from a batch's number on."""
+    samples = lesson.samples
+    num_samples = plan.batch_size // 4 if samples is not None else 0
+    num_texts = plan.batch_size - num_samples
+    for batch in batches(lesson.text, plan.window_tokens, num_texts, plan.seed, num_batches * num_texts):
+        if samples is None or not num_samples:
+            yield batch
+            continue
+        rows = [(num_batches * num_samples + i) % len(samples) for i in range(num_samples)]
+        yield torch.cat((batch, torch.from_numpy(samples[rows].astype(np.int64))))
+        num_batches += 1
+
+
+def _continue(target: PreTrainedModel, prompts: Tensor, num_tokens: int, greedy: bool) -> Tensor:
+    """The prompts continued to ``num_tokens`` by the target, int64 [B, num_tokens] on the CPU."""
+    settings = {"do_sample": False} if greedy else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    prompts = prompts.to(target.device)
+    rows: Tensor = target.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        min_length=num_tokens,
+        max_length=num_tokens,
+        eos_token_id=-1,
+        pad_token_id=END_ID,
+        **settings,
+    )
+    return rows.cpu()

@@ -1,0 +1,108 @@
+"""The service as a user starts it, in processes of its own."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from urllib.request import urlopen
+
+import psutil
+from openai import OpenAI
+
+START_TIMEOUT_S = 240.0
+STOP_TIMEOUT_S = 60.0
+
+
+class RunningService:
+    """``specdec serve`` in a process of its own.
+
+    Attributes:
+        url: Where it listens.
+        lines: What it printed.
+        started_s: How long it took until it was ready.
+    """
+
+    def __init__(self, *flags: str) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self.lines: list[str] = []
+        self._ready = threading.Event()
+        started_s = time.monotonic()
+        command = [sys.executable, "-m", "cluster.cli", "serve", "--port", str(port), *flags]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        threading.Thread(target=self._read, daemon=True).start()
+        if not self._ready.wait(START_TIMEOUT_S):
+            self.stop()
+            raise AssertionError("the service did not start:\n" + "".join(self.lines))
+        self.started_s = time.monotonic() - started_s
+
+    def client(self) -> OpenAI:
+        """The official client, pointed at the service."""
+        return OpenAI(base_url=f"{self.url}/v1", api_key="unused", timeout=120, max_retries=0)
+
+    def pid_of(self, deployment: str) -> int | None:
+        """Process id of a deployment's replica that runs its own code (not one that is starting)."""
+        for child in psutil.Process(self._process.pid).children(recursive=True):
+            try:
+                title = " ".join(child.cmdline())
+            except psutil.Error:
+                continue
+            if title.startswith("ray::ServeReplica") and f":{deployment}" in title:
+                return child.pid
+        return None
+
+    def kill(self, deployment: str) -> int:
+        """End a deployment's replica as a crash would; gives its process id."""
+        pid = self.pid_of(deployment)
+        assert pid is not None, f"{deployment} does not run"
+        psutil.Process(pid).send_signal(signal.SIGKILL)
+        return pid
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample of the metrics page by its name and labels, as they stand there."""
+        with urlopen(f"{self.url}/metrics", timeout=30) as page:
+            lines = page.read().decode().splitlines()
+        return {key: float(value) for key, _, value in (li.rpartition(" ") for li in lines if not li.startswith("#"))}
+
+    def worker_gauge(self, name: str) -> dict[str, float]:
+        """A figure that workers report, by role."""
+        samples = {key: value for key, value in self.metrics().items() if key.startswith(f"specdec_{name}{{")}
+        return {key.split('role="')[1].split('"')[0]: value for key, value in samples.items()}
+
+    def stop(self) -> int:
+        """Stop it as Ctrl-C does; gives its exit code. Nothing it started may be left."""
+        children = psutil.Process(self._process.pid).children(recursive=True) if self._process.poll() is None else []
+        self._process.send_signal(signal.SIGINT)
+        code = self._process.wait(STOP_TIMEOUT_S)
+        left = [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+        assert not left, f"left behind: {left}"
+        return code
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.lines.append(line)
+            if "Try it:" in line:
+                self._ready.set()
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float, what: str) -> float:
+    """Wait until a condition holds; gives the seconds it took."""
+    started_s = time.monotonic()
+    while time.monotonic() < started_s + timeout_s:
+        if condition():
+            return time.monotonic() - started_s
+        time.sleep(0.05)
+    raise AssertionError(f"after {timeout_s} s still not: {what}")

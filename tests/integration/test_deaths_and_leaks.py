@@ -1,0 +1,98 @@
+"""Workers killed under load, clients that go away: nothing is lost, nothing is kept."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from tests.integration.running import RunningService, eventually
+
+logger = logging.getLogger(__name__)
+
+NUM_STREAMS = 8
+
+
+def stream(service: RunningService, i: int, temperature: float) -> tuple[str, float]:
+    """One seeded stream to its end; gives its text and its longest pause in seconds."""
+    pieces, pause_s, heard_s = [], 0.0, time.monotonic()
+    chunks = service.client().completions.create(
+        model="specdec-demo",
+        prompt=f"def function_{i}(values):\n",
+        max_tokens=160,
+        temperature=temperature,
+        seed=100 + i,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    for chunk in chunks:
+        pieces.append(chunk.choices[0].text)
+        pause_s = max(pause_s, time.monotonic() - heard_s)
+        heard_s = time.monotonic()
+    return "".join(pieces), pause_s
+
+
+def all_streams(service: RunningService, pool: ThreadPoolExecutor) -> list:
+    """Eight streams at once, half of them at T=0, half at T=1."""
+    return [pool.submit(stream, service, i, i % 2) for i in range(NUM_STREAMS)]
+
+
+@pytest.mark.parametrize("deployment", ["DraftServer", "TargetServer"])
+def test_a_killed_worker_changes_no_text(service: RunningService, deployment: str) -> None:
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        undisturbed = [future.result() for future in all_streams(service, pool)]
+        streams = all_streams(service, pool)
+        eventually(lambda: all(n > 0 for n in service.worker_gauge("num_sequences").values()), 30, "streams run")
+        killed = service.kill(deployment)
+        disturbed = [future.result() for future in streams]
+    assert [text for text, _ in disturbed] == [text for text, _ in undisturbed]
+    assert all(text for text, _ in disturbed)
+    logger.warning(
+        "killed %s: longest pause %.2f s, undisturbed %.2f s",
+        deployment,
+        max(pause_s for _, pause_s in disturbed),
+        max(pause_s for _, pause_s in undisturbed),
+    )
+    eventually(lambda: service.pid_of(deployment) not in (None, killed), 60, "the replica is replaced")
+    eventually(lambda: set(service.worker_gauge("num_sequences")) == {"target", "drafter"}, 60, "both are linked")
+
+
+def nothing_held(service: RunningService) -> bool:
+    """Neither worker holds a sequence or a block."""
+    gauges = service.worker_gauge("num_sequences"), service.worker_gauge("kv_blocks_in_use")
+    return all(set(gauge) == {"target", "drafter"} and not any(gauge.values()) for gauge in gauges)
+
+
+def test_a_client_that_goes_away_leaves_nothing(service: RunningService) -> None:
+    body = {"model": "specdec-demo", "prompt": "import os\n", "max_tokens": 1900, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=60) as answer:
+        next(answer.iter_lines())
+        eventually(lambda: all(service.worker_gauge("kv_blocks_in_use").values()), 10, "both workers hold it")
+    took_s = eventually(lambda: nothing_held(service), 3, "the sequence and its blocks are gone from both workers")
+    logger.warning("gone from both workers, as the metrics say, %.2f s after the disconnect", took_s)
+
+
+def test_after_mixed_requests_and_cancellations_nothing_is_held(service: RunningService) -> None:
+    rng = random.Random(3)
+    plans = [(i, rng.random() < 0.3, rng.choice((0, 1, 4, None)), rng.randint(1, 24)) for i in range(200)]
+
+    def ask(plan: tuple[int, bool, int | None, int]) -> int:
+        i, goes_away, num_speculative_tokens, max_tokens = plan
+        body = {"model": "specdec-demo", "prompt": f"x_{i} = {i}\n" * (1 + i % 7), "temperature": i % 2, "seed": i}
+        body |= {"max_tokens": 1500 if goes_away else max_tokens, "ignore_eos": goes_away, "stream": goes_away}
+        if num_speculative_tokens is not None:
+            body["num_speculative_tokens"] = num_speculative_tokens
+        with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=120) as answer:
+            assert answer.status_code == 200
+            if goes_away:
+                next(answer.iter_lines())
+                return 0
+            return len(answer.read())
+
+    with ThreadPoolExecutor(16) as pool:
+        assert all(size for size, plan in zip(pool.map(ask, plans), plans, strict=True) if not plan[1])
+    eventually(lambda: nothing_held(service), 5, "no sequence and no block is held")

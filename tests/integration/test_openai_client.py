@@ -1,0 +1,131 @@
+"""The official client against the running service."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from tests.integration.running import RunningService
+
+PROMPT = "def read_file(path):\n"
+
+
+@pytest.fixture
+def client(service: RunningService) -> OpenAI:
+    return service.client()
+
+
+@pytest.fixture
+def model(client: OpenAI) -> str:
+    return client.models.list().data[0].id
+
+
+def test_models(client: OpenAI, model: str) -> None:
+    assert client.models.retrieve(model).id == model
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.completions.create(model="another", prompt=PROMPT)
+    assert caught.value.body["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_change_no_token(client: OpenAI, model: str, temperature: float) -> None:
+    texts = set()
+    for num_speculative_tokens in (0, 1, 4, 8):
+        answer = client.completions.create(
+            model=model,
+            prompt=PROMPT,
+            max_tokens=48,
+            temperature=temperature,
+            seed=5,
+            extra_body={"num_speculative_tokens": num_speculative_tokens},
+        )
+        texts.add(answer.choices[0].text)
+        assert answer.usage.completion_tokens == 48
+        assert answer.choices[0].finish_reason == "length"
+    assert len(texts) == 1
+
+
+def test_a_stream_is_the_whole_answer_in_pieces(client: OpenAI, model: str) -> None:
+    options = {"model": model, "prompt": PROMPT, "max_tokens": 40, "temperature": 0, "seed": 1}
+    whole = client.completions.create(**options)
+    chunks = list(client.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole.choices[0].text
+    assert chunks[-1].usage == whole.usage
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
+    assert len(chunks) > 5
+
+
+def test_chat(client: OpenAI, model: str) -> None:
+    messages = [{"role": "user", "content": "a function that adds two numbers"}]
+    options = {"model": model, "messages": messages, "max_tokens": 24, "temperature": 0}
+    whole = client.chat.completions.create(**options)
+    chunks = list(client.chat.completions.create(**options, stream=True))
+    assert whole.choices[0].message.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == whole.choices[0].message.content
+
+
+def test_a_stop_string_ends_the_text_before_it(client: OpenAI, model: str) -> None:
+    whole = client.completions.create(model=model, prompt=PROMPT, max_tokens=48, temperature=0)
+    stop = whole.choices[0].text[20:26]
+    cut = client.completions.create(model=model, prompt=PROMPT, max_tokens=48, temperature=0, stop=[stop])
+    assert cut.choices[0].text == whole.choices[0].text.split(stop)[0]
+    assert cut.choices[0].finish_reason == "stop"
+    assert cut.usage.completion_tokens < whole.usage.completion_tokens
+
+
+def test_many_at_once_are_each_what_they_are_alone(client: OpenAI, model: str) -> None:
+    def ask(i: int) -> str:
+        prompt, temperature = f"class Thing{i}:\n", i % 2
+        options = {"max_tokens": 12 + i, "temperature": temperature, "seed": i}
+        return client.completions.create(model=model, prompt=prompt, **options).choices[0].text
+
+    with ThreadPoolExecutor(12) as pool:
+        together = list(pool.map(ask, range(12)))
+    assert together == [ask(i) for i in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"temperature": "1"}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 100_000}, "max_tokens"),
+        ({"tools": []}, "tools"),
+        ({"no_such_field": 1}, "no_such_field"),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens"),
+    ],
+)
+def test_bad_input_is_refused_by_name(service: RunningService, model: str, change: dict, param: str) -> None:
+    body = {"model": model, "prompt": PROMPT, **change}
+    answer = httpx.post(f"{service.url}/v1/completions", json=body, timeout=30)
+    error = answer.json()["error"]
+    assert answer.status_code == 400, error
+    assert param in (error["param"], error["message"]) or param in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_other_answers(service: RunningService) -> None:
+    assert httpx.get(f"{service.url}/health").status_code == 200
+    assert httpx.get(f"{service.url}/nowhere").json()["error"]["type"]
+    assert httpx.post(f"{service.url}/v1/models").status_code == 405
+    malformed = httpx.post(f"{service.url}/v1/completions", content=b"{", headers={"content-type": "application/json"})
+    assert malformed.status_code == 400
+    assert json.loads(malformed.text)["error"]["message"]
+
+
+def test_counters_count_what_clients_got(service: RunningService, client: OpenAI, model: str) -> None:
+    def total(name: str) -> float:
+        return sum(value for key, value in service.metrics().items() if key.startswith(f"specdec_{name}_total"))
+
+    names = ("generation_tokens", "prompt_tokens", "spec_decode_num_draft_tokens", "spec_decode_num_drafts")
+    before = {name: total(name) for name in names}
+    usage = client.completions.create(model=model, prompt=PROMPT, max_tokens=30, temperature=0).usage
+    grown = {name: total(name) - before[name] for name in names}
+    assert grown["generation_tokens"] == usage.completion_tokens == 30
+    assert grown["prompt_tokens"] == usage.prompt_tokens
+    assert grown["spec_decode_num_draft_tokens"] >= grown["spec_decode_num_drafts"] > 0

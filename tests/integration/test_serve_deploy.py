@@ -1,0 +1,135 @@
+"""The manifest's ``serveConfigV2``, run as it stands by ``serve deploy`` on a local Ray node."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cluster.launch import check_port
+from cluster.settings import prepare_for_ray
+
+ROOT = Path(__file__).resolve().parents[2]
+MANIFEST = ROOT / "k8s" / "base" / "rayservice.yaml"
+DASHBOARD = ROOT / "k8s" / "monitoring" / "grafana-specdec.json"
+DEPLOY_TIMEOUT_S = 180
+
+
+@pytest.fixture(scope="module")
+def manifest():
+    return yaml.safe_load(MANIFEST.read_text())
+
+
+@pytest.fixture(scope="module")
+def node(manifest):
+    """A Ray node that offers what the manifest's worker groups offer; yields the address of its dashboard.
+
+    The GPUs are Ray's book-keeping only: the models run on a CPU where there is no GPU.
+    """
+    before = dict(os.environ)
+    prepare_for_ray()
+    import ray
+
+    groups = manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    context = ray.init(
+        address="local",
+        num_cpus=2,
+        num_gpus=2,
+        resources={name: float(amount) for group in groups for name, amount in group["resources"].items()},
+        include_dashboard=True,
+        dashboard_host="127.0.0.1",
+        dashboard_port=check_port("127.0.0.1", 0),
+        object_store_memory=256 << 20,
+        logging_level="error",
+        log_to_driver=False,
+    )
+    yield f"http://{context.dashboard_url}"
+    ray.shutdown()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
+def url(node):
+    """Where Serve listens: on this machine alone, and not on the port that a pod would have to itself."""
+    from ray import serve
+
+    port = check_port("127.0.0.1", 0)
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    return f"http://127.0.0.1:{port}"
+
+
+def get(url, body=None, timeout_s=60):
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+        return answer.read().decode()
+
+
+def application_status():
+    from ray import serve
+
+    application = serve.status().applications.get("specdec")
+    if application is None:
+        return "absent", ""
+    messages = [application.message, *(deployment.message for deployment in application.deployments.values())]
+    return str(application.status.value), "\n".join(messages)
+
+
+@pytest.fixture(scope="module")
+def deployed(manifest, node, url, tmp_path_factory):
+    config = tmp_path_factory.mktemp("serve") / "serve.yaml"
+    config.write_text(manifest["spec"]["serveConfigV2"])
+    command = [Path(sys.executable).parent / "serve", "deploy", str(config), "--address", node]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    deadline_s = time.monotonic() + DEPLOY_TIMEOUT_S
+    status, messages = application_status()
+    while status not in ("RUNNING", "DEPLOY_FAILED") and time.monotonic() < deadline_s:
+        time.sleep(0.5)
+        status, messages = application_status()
+    assert status == "RUNNING", messages
+    return url
+
+
+def test_ray_asks_for_a_token(node):
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        get(f"{node}/api/serve/applications/")
+    assert caught.value.code == 401
+
+
+def test_it_answers_a_completion_request(deployed):
+    (model,) = [entry["id"] for entry in json.loads(get(f"{deployed}/v1/models"))["data"]]
+    body = {"model": model, "prompt": "def fibonacci(n):", "max_tokens": 16, "temperature": 0}
+    answer = json.loads(get(f"{deployed}/v1/completions", body))
+    assert answer["usage"]["completion_tokens"] == 16
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["choices"][0]["text"]
+
+
+def test_both_models_run_where_the_manifest_puts_them(deployed):
+    import ray
+
+    free = ray.available_resources()
+    assert {name: free.get(name, 0) for name in ("GPU", "specdec_target", "specdec_draft")} == {
+        "GPU": 0,
+        "specdec_target": 0,
+        "specdec_draft": 0,
+    }
+
+
+def test_the_dashboard_shows_metrics_that_the_service_has(deployed):
+    body = {"model": "specdec-demo", "prompt": "def f(x):", "max_tokens": 24, "temperature": 0}
+    get(f"{deployed}/v1/completions", body)
+    series = {line.partition("{")[0].partition(" ")[0] for line in get(f"{deployed}/metrics").splitlines()}
+    shown = set(re.findall(r"\bspecdec_\w+", DASHBOARD.read_text()))
+    assert shown - series == set()

@@ -1,0 +1,154 @@
+import pickle
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.demo.train import checkpoints, distill, evaluate, loop, models, target, tokens
+from specdec.demo.train.corpus import Document
+from specdec.demo.train.distill import Lesson, Sampling
+from specdec.demo.train.loop import Plan
+from specdec.demo.train.models import Shape
+from specdec.demo.train.optimizers import Rates
+from specdec.sampling.philox import gumbel
+
+SHAPE = Shape(num_layers=1, hidden_size=16, intermediate_size=32, num_heads=2, vocab_size=64, max_positions=64)
+PLAN = Plan(num_steps=0, window_tokens=8, batch_size=4, micro_batch_size=2, save_every_s=0.0, log_every_steps=1)
+RATES = Rates(num_warmup_steps=2)
+STAGES = target.parse_stages("1:3,2:6")
+
+
+@pytest.fixture
+def text():
+    return np.random.default_rng(0).integers(0, 64, 2000).astype(np.uint16) // 8
+
+
+def test_a_run_stopped_after_every_step_ends_with_the_same_weights(tmp_path, text):
+    plan = replace(PLAN, num_decay_steps=2)
+    whole = target.train_target(text, SHAPE, STAGES, plan, RATES, tmp_path / "whole.pt")
+    for step in range(1, 7):
+        stopped = replace(plan, deadline_s=0.0)
+        parts = target.train_target(text, SHAPE, STAGES, stopped, RATES, tmp_path / "parts.pt")
+        assert parts.step == step
+    assert whole.step == 6
+    assert whole.model.config.num_hidden_layers == 2
+    assert whole.num_tokens == parts.num_tokens == 6 * 4 * 8
+    torch.testing.assert_close(whole.model.state_dict(), parts.model.state_dict(), rtol=0, atol=0)
+    stored = checkpoints.load(tmp_path / "parts.pt")
+    torch.testing.assert_close(whole.model.state_dict(), stored.model.state_dict(), rtol=0, atol=0)
+
+
+def test_a_crash_while_saving_leaves_the_old_checkpoint(tmp_path, text):
+    path = tmp_path / "target.pt"
+    target.train_target(text, SHAPE, STAGES[:1], PLAN, RATES, path)
+    checkpoint = checkpoints.load(path)
+    checkpoint.optimizers = {"x": {"unsaveable": lambda: None}}
+    with pytest.raises((AttributeError, TypeError, pickle.PicklingError)):
+        checkpoints.save(checkpoint, path)
+    assert checkpoints.load(path).step == 3
+
+
+def test_training_lowers_the_loss(tmp_path, text):
+    plan = replace(PLAN, batch_size=8, micro_batch_size=8, window_tokens=16)
+    windows = next(tokens.batches(text, 16, 32, seed=5))
+    before = loop.next_token_loss(models.build(SHAPE, plan.seed), windows).item()
+    after = target.train_target(text, SHAPE, target.parse_stages("1:30"), plan, RATES, tmp_path / "t.pt").model
+    # Eight tokens are left of 64, all equally likely: ln 8 = 2.08 is the least.
+    assert before > 4
+    assert 2.0 < loop.next_token_loss(after, windows).item() < 2.5
+
+
+@pytest.mark.parametrize("wrong", ["3", "3:100,4:200", "3:100,6:100", "a:1", ""])
+def test_wrong_stages_are_refused(wrong):
+    with pytest.raises(ValueError, match="stages must"):
+        target.parse_stages(wrong)
+
+
+def test_the_decay_ends_near_zero_and_only_its_steps_are_slower():
+    scales = [Rates(num_warmup_steps=2).scale(step, 6, 4) for step in range(10)]
+    assert scales[:6] == [0.5, 1, 1, 1, 1, 1]
+    assert scales[6:] == pytest.approx([0.8, 0.6, 0.4, 0.2])
+
+
+def test_windows_go_on_where_they_stopped_and_cover_the_text():
+    text = np.arange(101, dtype=np.uint16)
+    whole = [w.tolist() for w in islice(tokens.windows(text, 10, seed=1), 25)]
+    assert [w.tolist() for w in islice(tokens.windows(text, 10, seed=1, start=13), 12)] == whole[13:]
+    epoch = sorted(whole[:9])
+    assert [w[0] for w in epoch] == list(range(epoch[0][0], epoch[0][0] + 90, 10))
+    assert all(len(w) == 11 for w in whole)
+    with pytest.raises(ValueError, match="at least 20"):
+        next(tokens.windows(text[:15], 10, seed=1))
+
+
+def test_the_draft_learns_the_target_and_resumes_exactly(tmp_path, text):
+    teacher = target.train_target(text, SHAPE, STAGES, PLAN, RATES, tmp_path / "target.pt").model
+    path = tmp_path / "samples.bin"
+    sampling = Sampling(8, window_tokens=8, num_prompt_tokens=3, batch_size=4, greedy_share=0.5)
+    distill.write_samples(teacher, text, sampling, path)
+    lesson = Lesson(teacher, text, distill.read_samples(path, 8), tv_weight=0.5)
+    plan = replace(PLAN, num_steps=5)
+    whole = distill.train_draft(lesson, SHAPE, plan, RATES, tmp_path / "whole.pt")
+    for _ in range(5):
+        parts = distill.train_draft(lesson, SHAPE, replace(plan, deadline_s=0.0), RATES, tmp_path / "parts.pt")
+    torch.testing.assert_close(whole.model.state_dict(), parts.model.state_dict(), rtol=0, atol=0)
+    loss_of, windows = distill.distillation_loss(teacher, 1.0), next(tokens.batches(text, 8, 16, seed=5))
+    assert loss_of(whole.model, windows) < loss_of(models.build(SHAPE, plan.seed), windows)
+    assert loss_of(teacher, windows).item() == pytest.approx(0, abs=1e-6)
+
+
+def test_samples_of_an_interrupted_run_are_completed(tmp_path, text):
+    teacher = models.build(SHAPE, seed=0).eval()
+    sampling = Sampling(8, window_tokens=8, num_prompt_tokens=3, batch_size=4, greedy_share=0.5)
+    distill.write_samples(teacher, text, sampling, tmp_path / "whole.bin")
+    half = (tmp_path / "whole.bin").read_bytes()[:100]
+    (tmp_path / "parts.bin").write_bytes(half)
+    distill.write_samples(teacher, text, sampling, tmp_path / "parts.bin")
+    assert (tmp_path / "parts.bin").read_bytes() == (tmp_path / "whole.bin").read_bytes()
+    assert distill.read_samples(tmp_path / "parts.bin", 8).shape == (8, 9)
+
+
+def test_token_files_hold_the_documents(tmp_path):
+    documents = [Document("package", f"m{i}.py", f"value_{i} = {i}\n" * 3) for i in range(40)]
+    tokenizer = tokens.train_tokenizer((d.text for d in documents), vocab_size=300)
+    sources = tokens.write_tokens(documents, tokenizer, tmp_path)
+    files = {split: tokens.TokenFile(tmp_path, split) for split in ("train", "heldout")}
+    assert [(s.package, s.num_files) for s in sources] == [("package", 40)]
+    assert sum(len(f.tokens) for f in files.values()) == sources[0].num_tokens
+    texts = {f"{d.package}/{d.path}": d for d in documents}
+    for split, file in files.items():
+        assert len(file.paths) > 0
+        for i, path in enumerate(file.paths):
+            assert texts[path].held_out is (split == "heldout")
+            assert tokenizer.decode(file.document(i)) == texts[path].text
+
+
+def test_a_model_agrees_with_itself_on_text_and_on_what_it_writes(tmp_path, text):
+    model = target.train_target(text, SHAPE, STAGES, PLAN, RATES, tmp_path / "t.pt").model
+    tokenizer = tokens.train_tokenizer(["x = 1\n"], vocab_size=300)
+    models.export(model, tokenizer, tmp_path / "target")
+    extent = evaluate.Extent(3, 16, 4, num_prompt_tokens=5, num_generated_tokens=6, temperatures=(0.0, 1.0))
+    figures = evaluate.evaluate(tmp_path / "target", tmp_path / "target", text, extent)
+    assert [(a.text, a.temperature) for a in figures.agreements] == [
+        ("held-out", 0.0),
+        ("held-out", 1.0),
+        ("own", 0.0),
+        ("own", 1.0),
+    ]
+    assert [a.num_positions for a in figures.agreements] == [36, 36, 18, 18]
+    assert all(a.acceptance == 1.0 and a.best_possible == pytest.approx(1.0) for a in figures.agreements)
+    assert figures.target_loss == figures.draft_loss
+    assert evaluate.table(figures).count("\n") == 5
+
+
+def test_written_text_follows_the_coupled_noise(tmp_path):
+    model = models.build(SHAPE, seed=0).eval()
+    extent = evaluate.Extent(num_windows=2, num_generated_tokens=4)
+    prompts = torch.randint(8, (2, 5))
+    written = evaluate.generate(model, prompts, extent, 1.0)
+    noise = gumbel([20000, 20001], [7, 7], 64, "cpu")
+    expected = (model(written[:, :7]).logits[:, -1].log_softmax(-1) + noise).argmax(-1)
+    assert written.shape == (2, 9)
+    assert torch.equal(written[:, 7], expected)

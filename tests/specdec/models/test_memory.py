@@ -1,0 +1,68 @@
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from specdec.errors import InvalidParameterError, MemoryPlanError
+from specdec.models.cache import PagedCache
+from specdec.models.loading import LoadedModel
+from specdec.models.memory import cache_bytes_per_token, free_memory_bytes, plan_memory
+
+Models = Callable[[str], tuple[LoadedModel, object]]
+
+
+def test_the_plan_is_what_the_cache_takes(models: Models) -> None:
+    loaded, _ = models("gemma3")
+    plan = plan_memory(loaded, budget_bytes=10_000_000, block_size=8)
+    assert plan.bytes_per_token == cache_bytes_per_token(loaded.attention_layers) == 4 * 2 * 2 * 16 * 4
+    assert PagedCache(loaded.attention_layers, plan.num_blocks, 8).num_bytes == plan.cache_bytes <= 10_000_000
+    assert plan.cache_bytes + plan.bytes_per_block > 10_000_000
+    assert plan.sequence_bytes == 1024 * plan.bytes_per_token
+    assert plan.num_full_sequences == 10_000_000 // plan.sequence_bytes
+    assert plan.total_bytes == plan.cache_bytes + loaded.weights_bytes
+
+
+def test_half_the_width_takes_half_the_bytes(models: Models) -> None:
+    layers = models("llama")[0].attention_layers
+    narrow = [replace(layer, dtype=torch.bfloat16) for layer in layers]
+    assert 2 * cache_bytes_per_token(narrow) == cache_bytes_per_token(layers)
+
+
+def test_one_sequence_must_fit(models: Models) -> None:
+    loaded, _ = models("llama")
+    needed = (1024 // 16 + 1) * 16 * 1024
+    assert plan_memory(loaded, budget_bytes=needed).num_full_sequences == 1
+    with pytest.raises(MemoryPlanError, match=r"1024 tokens of llama takes 1\.0 MiB .*1024 bytes per token") as caught:
+        plan_memory(loaded, budget_bytes=needed - 1)
+    assert "lower max_model_len to 1008" in str(caught.value)
+    assert plan_memory(loaded, budget_bytes=needed - 1, max_model_len=1008).num_blocks == 63
+
+
+def test_no_more_blocks_than_can_be_used(models: Models) -> None:
+    plan = plan_memory(models("llama")[0], budget_bytes=1 << 30, max_model_len=100, max_num_sequences=3)
+    assert plan.num_blocks == 3 * 7
+
+
+def test_a_fraction_of_what_is_free(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert free_memory_bytes(torch.device("cpu")) > 1 << 20
+    monkeypatch.setattr("specdec.models.memory.free_memory_bytes", lambda device: 40_000_000)
+    assert plan_memory(models("llama")[0], fraction=0.25).budget_bytes == 10_000_000
+
+
+def test_the_device_with_the_least_room_for_its_share_decides(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, _ = models("llama")
+    other = torch.device("meta")
+    layers = (*loaded.attention_layers[:3], replace(loaded.attention_layers[3], device=other))
+    free = {other: 4_000_000, torch.device("cpu"): 90_000_000}
+    monkeypatch.setattr("specdec.models.memory.free_memory_bytes", free.__getitem__)
+    assert plan_memory(replace(loaded, attention_layers=layers), fraction=1).budget_bytes == 4 * 4_000_000
+
+
+@pytest.mark.parametrize(
+    ("options", "parameter"), [({"max_model_len": 1025}, "max_model_len"), ({"fraction": 0.0}, "fraction")]
+)
+def test_bad_options_are_named(models: Models, options: dict[str, float], parameter: str) -> None:
+    with pytest.raises(InvalidParameterError, match=f"{parameter} must be in") as caught:
+        plan_memory(models("llama")[0], **options)
+    assert caught.value.parameter == parameter
