@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import socket
@@ -78,6 +79,8 @@ class LocalService:
         prepare_for_ray()
         import ray
 
+        # The application's libraries take seconds to import, Ray as long to start: mostly it waits for its processes.
+        threading.Thread(target=preload, args=(self._application,), daemon=True).start()
         self._is_ray_started = True
         debug = self._config.log_level == "debug"
         context = ray.init(
@@ -227,6 +230,12 @@ def load_builder(import_string: str) -> Callable[[AppArgs], Any]:
     module, _, function = import_string.partition(":")
     builder: Callable[[AppArgs], Any] = getattr(importlib.import_module(module), function)
     return builder
+
+
+def preload(import_string: str) -> None:
+    """Import the builder's module early; what fails will fail again, and be reported, where it is used."""
+    with contextlib.suppress(Exception):
+        load_builder(import_string)
 
 
 def first_failure(application: Any) -> str | None:

@@ -37,7 +37,7 @@ class TargetServer(WorkerEndpoint):
         vocab_size = len(load_tokenizer(source))
         backend, built = build_target(source, backend_options(args, args.target, vocab_size), logger.info)
         _report(built)
-        machine = TargetMachine(replica_id(), backend, args.protocol.times())
+        machine = TargetMachine(replica_id(), backend, args.protocol.times(), backend.gauges)
         self.start_worker(machine, routers=ROUTER, stall_s=STALL_S)
 
 
@@ -60,7 +60,7 @@ class DraftServer(WorkerEndpoint):
             logger.info(note)
         backend, built = build_drafter(source, backend_options(args, args.draft, len(tokenizer)), logger.info)
         _report(built)
-        machine = DrafterMachine(replica_id(), backend, args.protocol.times())
+        machine = DrafterMachine(replica_id(), backend, args.protocol.times(), backend.gauges)
         self.start_worker(machine, routers=ROUTER, stall_s=STALL_S)
 
 

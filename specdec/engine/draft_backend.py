@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdec.engine.states import SequenceStates
+from specdec.engine.rules import propose
+from specdec.engine.states import SequenceStates, prefix_salt
 from specdec.models.runner import ModelRunner, RowInput
 from specdec.protocol.backends import DraftJob, Proposal, Status
 from specdec.sampling.pipeline import RowGroup, Sampler
@@ -38,6 +39,10 @@ class ModelDrafter:
         """Longest sequence, in tokens, that the draft model can read."""
         return self._max_model_len
 
+    def gauges(self) -> dict[str, float]:
+        """What is held now, for the worker's report."""
+        return self._states.gauges()
+
     def release(self, key: str) -> None:
         """Free everything held for a sequence."""
         self._states.release(key)
@@ -57,20 +62,20 @@ class ModelDrafter:
                 budget -= len(row.tokens)
                 rows.append(row)
                 results[i] = _PREFILLING
+                self._states.keep_prefix(job.key, job.num_committed)
                 if row.num_logits:
                     deciding.append(i)
         if rows:
             logits = self._runner.forward(rows)
-            groups = [RowGroup(jobs[i].spec, jobs[i].tokens, ()) for i in deciding]
-            chosen = self._sampler.choose(logits, groups).tolist() if groups else []
-            for i, token in zip(deciding, chosen, strict=True):
-                results[i] = Proposal(Status.DECIDED, token)
+            groups = [RowGroup(jobs[i].spec, jobs[i].tokens) for i in deciding]
+            for i, (token, candidates) in zip(deciding, propose(self._sampler, logits, groups), strict=True):
+                results[i] = Proposal(Status.DECIDED, token, candidates)
         return results
 
     def _place(self, job: DraftJob, budget: int, yielding: Sequence[str]) -> RowInput | None:
         if budget <= 0:
             return None
-        sequence = self._states.align(job.key, job.tokens, job.agreed)
+        sequence = self._states.align(job.key, job.tokens, job.agreed, prefix_salt(job.spec))
         if not self._states.make_room(job.key, len(job.tokens), yielding):
             return None
         num_cached = len(sequence.tokens)

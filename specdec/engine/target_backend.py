@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from specdec.engine.states import SequenceStates
+from specdec.engine.rules import verify
+from specdec.engine.states import SequenceStates, prefix_salt
 from specdec.models.runner import ModelRunner, RowInput
 from specdec.protocol.backends import Status, Verification, VerifyJob
 from specdec.protocol.marks import Mark, Tokens
-from specdec.sampling.coupled import verify_coupled
 from specdec.sampling.pipeline import RowGroup, Sampler
 
 Scheduled = list[tuple[int, RowInput, Tokens]]
@@ -47,6 +47,10 @@ class ModelTarget:
         """Longest sequence, prompt and output together, in tokens."""
         return self._max_model_len
 
+    def gauges(self) -> dict[str, float]:
+        """What is held now, for the worker's report."""
+        return self._states.gauges()
+
     def release(self, key: str) -> None:
         """Free everything held for a sequence."""
         self._states.release(key)
@@ -62,6 +66,7 @@ class ModelTarget:
         deciding = [entry for entry in scheduled if entry[1].num_logits]
         for i, _, _ in scheduled:
             results[i] = _PREFILLING
+            self._states.keep_prefix(jobs[i].key, len(jobs[i].log))
         for (i, _, _), result in zip(deciding, self._decide(jobs, deciding, logits), strict=True):
             results[i] = result
             self._states.truncate(jobs[i].key, len(jobs[i].log) + result.num_accepted)
@@ -92,7 +97,7 @@ class ModelTarget:
         """
         if budget <= 0:
             return None
-        sequence = self._states.align(job.key, job.log.tokens, self._agreed(job))
+        sequence = self._states.align(job.key, job.log.tokens, self._agreed(job), prefix_salt(job.spec))
         num_cached, length = len(sequence.tokens), len(job.log)
         draft = job.draft[: max(0, budget - (length - num_cached))]
         while draft and not self._runner.reserve(sequence, length + len(draft)):
@@ -112,9 +117,10 @@ class ModelTarget:
     def _decide(self, jobs: Sequence[VerifyJob], scheduled: Scheduled, logits: torch.Tensor) -> list[Verification]:
         """Run the acceptance rule over all rows that have logits, in the order in which they were forwarded."""
         groups = [RowGroup(jobs[i].spec, jobs[i].log.tokens, draft) for i, _, draft in scheduled]
-        chosen = self._sampler.choose(logits, groups)
-        verified = verify_coupled(chosen, groups)
+        candidates = [jobs[i].candidates[: len(draft)] for i, _, draft in scheduled]
+        verified = verify(self._sampler, logits, groups, candidates)
+        logprobs = self._sampler.logprobs(logits, groups, [result.run for result in verified])
         return [
-            Verification(Status.DECIDED, result.run, result.num_accepted, len(group.draft))
-            for result, group in zip(verified, groups, strict=True)
+            Verification(Status.DECIDED, result.run, result.num_accepted, len(group.draft), reported)
+            for result, group, reported in zip(verified, groups, logprobs, strict=True)
         ]

@@ -8,7 +8,8 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from specdec.models.loading import ModelSource, eos_token_ids, generation_defaults, load_config, max_model_len
+from specdec.models.configuration import eos_token_ids, generation_defaults, max_model_len
+from specdec.models.loading import ModelSource, load_config
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
-    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -24,21 +23,13 @@ from transformers.utils import logging as transformers_logging
 
 from specdec.errors import ModelLoadError
 from specdec.models.attention import ATTENTION_NAME, register_attention
+from specdec.models.configuration import eos_token_ids, generation_defaults, max_model_len
 from specdec.models.layers import AttentionLayer, find_attention_layers
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Progress = Callable[[str], None]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_GENERATION_DEFAULTS = (
-    "do_sample",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "max_new_tokens",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +121,7 @@ def load_config(source: ModelSource) -> PretrainedConfig:
     """
     _check_folder(source.path)
     config = _from_pretrained(AutoConfig, source)
-    if config.is_encoder_decoder or type(config) not in AutoModelForCausalLM._model_mapping:
-        raise ModelLoadError(f"{source.path} is not a causal language model ({config.model_type})")
-    _check_layers(config, AutoModelForCausalLM._model_mapping[type(config)], source.path)
+    _check_layers(config, _auto_class(config, source.path)._model_mapping[type(config)], source.path)
     return config
 
 
@@ -160,9 +149,9 @@ def prepare_model(model: PreTrainedModel, name: str) -> LoadedModel:
     model.eval()
     register_attention()
     text = model.config.get_text_config(decoder=True)
-    max_model_len = _max_model_len(text, name)
+    longest = max_model_len(text, name)
     with quiet():
-        layers = find_attention_layers(model, max_model_len)
+        layers = find_attention_layers(model, longest)
         model.set_attn_implementation(ATTENTION_NAME)
     device = model.get_input_embeddings().weight.device
     head = model.get_output_embeddings()
@@ -174,12 +163,20 @@ def prepare_model(model: PreTrainedModel, name: str) -> LoadedModel:
         device=torch.device("cpu") if device.type == "meta" else device,
         vocab_size=text.vocab_size if head is None else head.weight.shape[0],
         eos_token_ids=eos_token_ids(model.generation_config, text),
-        max_model_len=max_model_len(text, name),
+        max_model_len=longest,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         weights_bytes=model.get_memory_footprint(),
         attention_layers=layers,
         generation_defaults=generation_defaults(model.generation_config),
     )
+
+
+def _auto_class(config: PretrainedConfig, name: str) -> Any:
+    """Transformers' loader for a decoder; of a model that also reads images, its text part is what is used."""
+    for auto_class in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in auto_class._model_mapping and not config.is_encoder_decoder:
+            return auto_class
+    raise ModelLoadError(f"{name} is not a causal language model ({config.model_type})")
 
 
 def _check_layers(config: PretrainedConfig, model_class: type[PreTrainedModel], name: str) -> None:
@@ -233,7 +230,7 @@ def _load_weights(
     if device_map is None and device.type != "cpu":
         device_map = {"": str(device)}
     model, info = _from_pretrained(
-        AutoModelForCausalLM,
+        _auto_class(config, source.path),
         source,
         config=config,
         dtype=dtype,
@@ -269,40 +266,6 @@ def _dtype(name: str, device: torch.device) -> torch.dtype | str:
     if name not in _DTYPES:
         raise ModelLoadError(f"dtype must be auto or one of {', '.join(_DTYPES)}, got {name!r}")
     return _DTYPES[name]
-
-
-def eos_token_ids(generation: GenerationConfig | None, config: PretrainedConfig) -> tuple[int, ...]:
-    """End-of-sequence ids, of the generation config if it names any, else of a text configuration."""
-    ids = generation.eos_token_id if generation is not None else None
-    if ids is None:
-        ids = getattr(config, "eos_token_id", None)
-    if ids is None:
-        return ()
-    return (int(ids),) if isinstance(ids, int) else tuple(int(token) for token in ids)
-
-
-def max_model_len(config: PretrainedConfig, name: str) -> int:
-    """Longest sequence whose positions are all computed in one way.
-
-    Position scaling of the kind ``longrope`` takes other frequencies for all positions once a batch holds a longer
-    sequence than it was first trained on; cached keys, and other rows, would be wrong. Such a model ends there.
-    """
-    length = getattr(config, "max_position_embeddings", None)
-    if not isinstance(length, int):
-        raise ModelLoadError(f"{name} does not say how long a sequence may be (max_position_embeddings)")
-    rope = getattr(config, "rope_parameters", None) or {}
-    for parameters in rope.values() if all(isinstance(value, dict) for value in rope.values()) else [rope]:
-        if parameters.get("rope_type") == "longrope":
-            length = min(length, parameters.get("original_max_position_embeddings") or length)
-    return length
-
-
-def generation_defaults(generation: GenerationConfig | None) -> Mapping[str, Any]:
-    """Sampling values that a generation config sets, under transformers' names."""
-    if generation is None:
-        return MappingProxyType({})
-    values = generation.to_diff_dict()
-    return MappingProxyType({key: values[key] for key in _GENERATION_DEFAULTS if values.get(key) is not None})
 
 
 @contextmanager

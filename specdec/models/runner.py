@@ -125,7 +125,7 @@ class ModelRunner:
             position_ids=torch.tensor([positions], device=device),
             past_key_values=self._cache,
             use_cache=True,
-            logits_to_keep=torch.tensor(wanted, dtype=torch.long, device=device),
+            logits_to_keep=_logits_to_keep(wanted, len(tokens), device),
             attention_context=AttentionContext(plan, self._workspace, self._kernel),
         )
         for row in rows:
@@ -166,6 +166,13 @@ class ModelRunner:
         logits = logits.float()
         logits[:, self._vocab_size :] = float("-inf")
         return logits
+
+
+def _logits_to_keep(wanted: list[int], num_tokens: int, device: torch.device) -> int | torch.Tensor:
+    """What transformers calls so: 0 keeps all, a number that many of the last, which spares a gather."""
+    if wanted and wanted[0] == num_tokens - len(wanted):
+        return len(wanted) if len(wanted) < num_tokens else 0
+    return torch.tensor(wanted, dtype=torch.long, device=device)
 
 
 def choose_kernel(loaded: LoadedModel) -> AttentionKernel:

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Protocol
 
 from specdec.protocol.marks import TokenLog, Tokens
-from specdec.protocol.messages import TokenLogprobs
+from specdec.protocol.messages import Candidates, TokenLogprobs
 from specdec.sampling.params import SequenceSpec
 
 
@@ -31,12 +31,14 @@ class VerifyJob:
         key: The sequence; the backend keeps its state under this name until ``release``.
         log: All committed tokens. Must not be changed by the backend.
         draft: Proposed tokens, not longer than the worker wants committed at most, less one.
+        candidates: Under the rejection rule, what each draft token was drawn from; else empty.
     """
 
     key: str
     log: TokenLog
     draft: Tokens
     spec: SequenceSpec
+    candidates: tuple[Candidates, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +88,27 @@ class DraftJob:
         key: The sequence (later: and branch); the backend keeps its state under this name until ``release``.
         tokens: Committed tokens and the chain drafted so far. Must not be changed by the backend.
         agreed: Length up to which ``tokens`` is known to equal the tokens of this key's last job.
+        num_committed: How many of ``tokens`` are committed; what follows is the chain.
     """
 
     key: str
     tokens: list[int]
     spec: SequenceSpec
     agreed: int = 0
+    num_committed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What a draft backend did for one job; ``token`` is None unless decided."""
+    """What a draft backend did for one job; ``token`` is None unless decided.
+
+    Attributes:
+        candidates: Under the rejection rule, what the token was drawn from.
+    """
 
     status: Status
     token: int | None = None
+    candidates: Candidates | None = None
 
 
 class DraftBackend(Protocol):

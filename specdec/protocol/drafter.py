@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from specdec.protocol.backends import DraftBackend, DraftJob, Status
 from specdec.protocol.leases import Times
 from specdec.protocol.marks import Extension, common_prefix_length
-from specdec.protocol.messages import Commit, Message, Offer, Open
-from specdec.protocol.worker import WorkerMachine, WorkerRow
+from specdec.protocol.messages import Candidates, Commit, Message, Offer, Open
+from specdec.protocol.worker import Gauges, WorkerMachine, WorkerRow
 
 
 class DraftRow(WorkerRow):
@@ -16,15 +16,17 @@ class DraftRow(WorkerRow):
 
     Attributes:
         chain: Draft tokens after the log.
+        candidates: What each of them was drawn from, under the rejection rule; else empty.
         offered_end: Absolute length, log and chain, up to which the present chain has been offered.
         agreed: Length up to which log and chain are what the backend was given last.
     """
 
-    __slots__ = ("agreed", "chain", "offered_end")
+    __slots__ = ("agreed", "candidates", "chain", "offered_end")
 
     def __init__(self, message: Open) -> None:
         super().__init__(message)
         self.chain: list[int] = []
+        self.candidates: list[Candidates] = []
         self.offered_end = len(self.log)
         self.agreed = 0
 
@@ -52,8 +54,8 @@ class DrafterMachine(WorkerMachine[DraftRow]):
     accepted path; in mode ``in_turn`` it ends at the draft length.
     """
 
-    def __init__(self, name: str, backend: DraftBackend, times: Times) -> None:
-        super().__init__(name, times)
+    def __init__(self, name: str, backend: DraftBackend, times: Times, gauges: Gauges | None = None) -> None:
+        super().__init__(name, times, gauges)
         self._backend = backend
         self.counters = DrafterCounters()
 
@@ -64,13 +66,15 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         if not rows:
             return False
         rows.sort(key=lambda row: (row.spec.arrival_s, row.seq))
-        jobs = [DraftJob(row.seq, row.log.tokens + row.chain, row.spec, row.agreed) for row in rows]
+        jobs = [DraftJob(row.seq, row.log.tokens + row.chain, row.spec, row.agreed, len(row.log)) for row in rows]
         proposals = self._backend.propose(jobs)
         for row, job, proposal in zip(rows, jobs, proposals, strict=True):
             if proposal.status is not Status.WAITING:
                 row.agreed = len(job.tokens)
             if proposal.token is not None:
                 row.chain.append(proposal.token)
+                if proposal.candidates is not None:
+                    row.candidates.append(proposal.candidates)
                 self.counters.num_proposed_tokens += 1
                 self._offer_if_due(row)
         worked = any(proposal.status is not Status.WAITING for proposal in proposals)
@@ -99,7 +103,8 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         if complete or (row.plan.mode == "overlap" and fresh >= part):
             row.offered_end = row.end
             self.counters.num_offers += 1
-            offer = Offer(row.seq, row.inc, row.log.mark(), tuple(row.chain))
+            mark, candidates = row.log.mark(), tuple(row.candidates)
+            offer = Offer(row.seq, row.inc, mark, tuple(row.chain), candidates=candidates)
             self._outbox.put(row.router, offer)
 
     def _new_row(self, message: Open, now_s: float) -> DraftRow:
@@ -125,10 +130,10 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         row.agreed = min(row.agreed, old_length + same)
         self.counters.num_kept_tokens += same
         if same == len(new):
-            del row.chain[:same]
+            del row.chain[:same], row.candidates[:same]
         else:
             self.counters.num_discarded_tokens += len(row.chain) - same
-            row.chain = []
+            row.chain, row.candidates = [], []
             row.offered_end = len(row.log)
         row.offered_end = max(row.offered_end, len(row.log))
 

@@ -207,6 +207,18 @@ class Commit:
     mark: Mark
 
 
+class Candidates(NamedTuple):
+    """What a draft token was drawn from, for the rejection rule: the draft's distribution, cut to its likeliest.
+
+    Attributes:
+        ids: Distinct token ids.
+        probs: float32 probabilities, summing to 1.
+    """
+
+    ids: Tokens
+    probs: tuple[float, ...]
+
+
 class Outcome(NamedTuple):
     """The result of one verification: the key of a branch."""
 
@@ -222,6 +234,7 @@ class Offer:
         chain: Draft tokens from ``mark`` on.
         branches: For outcomes of the verification of ``chain``, what would follow: the log after outcome (n, token)
             would be mark + chain[:n] + (token,), and the branch's chain would go on from there.
+        candidates: Under the rejection rule, what each token of ``chain`` was drawn from; else empty.
     """
 
     seq: str
@@ -229,6 +242,7 @@ class Offer:
     mark: Mark
     chain: Tokens
     branches: tuple[tuple[Outcome, Tokens], ...] = ()
+    candidates: tuple[Candidates, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

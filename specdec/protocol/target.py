@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, fields
 from specdec.protocol.backends import Status, TargetBackend, Verification, VerifyJob
 from specdec.protocol.leases import Times
 from specdec.protocol.marks import Tokens
-from specdec.protocol.messages import Ack, Finish, Message, Notes, Offer, Open, Verdict
-from specdec.protocol.worker import WorkerMachine, WorkerRow
+from specdec.protocol.messages import Ack, Candidates, Finish, Message, Notes, Offer, Open, Verdict
+from specdec.protocol.worker import Gauges, WorkerMachine, WorkerRow
 from specdec.sampling.finish import finish_of_log, walk
 
 _OFFERS_KEPT = 4
@@ -85,8 +85,8 @@ class TargetMachine(WorkerMachine[TargetRow]):
     credit (rule 3).
     """
 
-    def __init__(self, name: str, backend: TargetBackend, times: Times) -> None:
-        super().__init__(name, times)
+    def __init__(self, name: str, backend: TargetBackend, times: Times, gauges: Gauges | None = None) -> None:
+        super().__init__(name, times, gauges)
         self._backend = backend
         self.counters = TargetCounters()
 
@@ -97,9 +97,9 @@ class TargetMachine(WorkerMachine[TargetRow]):
         rows.sort(key=lambda row: (row.spec.arrival_s, row.seq))
         jobs: list[tuple[TargetRow, VerifyJob]] = []
         for row in rows:
-            draft = self._draft(row)
+            draft, candidates = self._draft(row)
             if not self._waits(row, draft, now_s):
-                jobs.append((row, VerifyJob(row.seq, row.log, draft, row.spec)))
+                jobs.append((row, VerifyJob(row.seq, row.log, draft, row.spec, candidates)))
         results = self._backend.verify([job for _, job in jobs]) if jobs else []
         for (row, _), result in zip(jobs, results, strict=True):
             if result.status is Status.DECIDED:
@@ -154,13 +154,15 @@ class TargetMachine(WorkerMachine[TargetRow]):
     def _may_go_on(self, row: TargetRow) -> bool:
         return row.finish is None and self._credit(row) > 0
 
-    def _draft(self, row: TargetRow) -> Tokens:
+    def _draft(self, row: TargetRow) -> tuple[Tokens, tuple[Candidates, ...]]:
         """The longest usable draft of the kept offers, cut to what may be committed (rule 6)."""
         best: Tokens = ()
+        candidates: tuple[Candidates, ...] = ()
         for offer in list(row.offers):
             rest = remaining_draft(offer, row)
             if rest:
-                best = max(best, rest, key=len)
+                if len(rest) > len(best):
+                    best, candidates = rest, offer.candidates[len(row.log) - offer.mark.length :]
             else:
                 row.offers.remove(offer)
                 self.counters.num_stale_offers += 1
@@ -170,7 +172,8 @@ class TargetMachine(WorkerMachine[TargetRow]):
             row.spec.max_tokens - row.num_output_tokens - 1,
             self._backend.max_model_len - len(row.log) - 1,
         )
-        return best[: max(most, 0)]
+        length = max(most, 0)
+        return best[:length], candidates[:length]
 
     def _waits(self, row: TargetRow, draft: Tokens, now_s: float) -> bool:
         """Whether a row is held back for an offer: only by plan, never before its first token, never for long."""
@@ -214,9 +217,12 @@ class TargetMachine(WorkerMachine[TargetRow]):
 def remaining_draft(offer: Offer, row: WorkerRow) -> Tokens:
     """What an offer still proposes after a row's log; empty if it does not fit (rule 6).
 
-    Some branch, laid over the log, must agree with every token committed since the offer's mark.
+    Some branch, laid over the log, must agree with every token committed since the offer's mark. Under the rejection
+    rule nothing can be verified without what it was drawn from.
     """
     if not row.log.has(offer.mark):
+        return ()
+    if row.spec.sampling.acceptance == "rejection" and (len(offer.candidates) != len(offer.chain) or offer.branches):
         return ()
     since = row.log.tail(offer.mark.length)
     best: Tokens = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from specdec.protocol.leases import LeasedRows, Outbox, Times
@@ -9,6 +10,9 @@ from specdec.protocol.leases import Row as LeasedRow
 from specdec.protocol.marks import TokenLog
 from specdec.protocol.messages import Alive, Close, Inc, Live, Message, Open, Plan, PlanUpdate, Resync
 from specdec.sampling.params import SequenceSpec
+
+Gauges = Callable[[], dict[str, float]]
+"""Gives what a worker's backend holds now, by name."""
 
 
 class WorkerRow(LeasedRow):
@@ -33,8 +37,9 @@ class WorkerMachine(Generic[R]):
     It reads no clock and owns no thread: whoever drives it gives the time.
     """
 
-    def __init__(self, name: str, times: Times) -> None:
+    def __init__(self, name: str, times: Times, gauges: Gauges | None = None) -> None:
         self.name = name
+        self._gauges = gauges
         self._times = times
         self._rows: LeasedRows[R] = LeasedRows(times.tombstone_s)
         self._outbox = Outbox()
@@ -61,7 +66,10 @@ class WorkerMachine(Generic[R]):
 
     def report(self) -> dict[str, float]:
         """The worker's cumulative counters and present gauges, by name."""
-        return {"num_sequences": float(len(self._rows))}
+        figures = {"num_sequences": float(len(self._rows))}
+        if self._gauges is not None:
+            figures.update(self._gauges())
+        return figures
 
     def _on_open(self, message: Open, now_s: float) -> None:
         self._rows.admit(self._new_row(message, now_s), now_s)

@@ -61,6 +61,7 @@ class SequenceSpec:
         arrival_s: Wall-clock time of the request, for fair queueing.
         num_speculative_tokens: The request's bound on draft tokens per round; 0 switches speculation off, None leaves
             it to the service.
+        cache_salt: Cached prefixes are shared only among sequences with the same salt.
     """
 
     sampling: SamplingParams
@@ -70,6 +71,7 @@ class SequenceSpec:
     eos_token_ids: tuple[int, ...] = ()
     arrival_s: float = 0.0
     num_speculative_tokens: int | None = None
+    cache_salt: str = ""
 
     @property
     def ending_token_ids(self) -> frozenset[int]:

@@ -22,18 +22,19 @@ from specdec.demo.train.loop import Plan
 from specdec.demo.train.optimizers import Rates
 
 DEMO = Path(__file__).parents[1]
-STAGES = "3:6000,6:10000,12:16000"
+STAGES = "3:6000,6:10000"
 RECIPE = (
     "data",
-    f"target --stages {STAGES}",
-    "target --stages 3:6000,6:10000,12:19000 --decay-steps 3000 --start-from target --name target-final",
+    f"target --stages {STAGES} --window-tokens 256 --batch-size 8",
+    f"target --stages {STAGES},12:16000",
+    f"target --stages {STAGES},12:19000 --decay-steps 3000 --start-from target --name target-final",
     "samples --target target-final",
     "draft --target target-final --steps 12000",
     "draft --target target-final --steps 15000 --decay-steps 3000 --tv-weight 0.5 --start-from draft --name draft-final",  # noqa: E501
     "export --target target-final --draft draft-final",
     "evaluate --pair {work}/pair",
 )
-"""What makes the pair, command by command; steps are of four windows of 512 tokens."""
+"""What makes the pair, command by command. A step is of 2048 tokens, in short windows while the target is shallow."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -42,6 +43,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     torch.set_num_threads(options.threads)
+    if options.device != "cpu":
+        torch.set_float32_matmul_precision("high")
     if options.command:
         options.run(options)
         return
@@ -65,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     data.set_defaults(run=_data)
     trained = commands.add_parser("target", help="train the target, or go on")
     _add_training_flags(trained)
-    trained.add_argument("--stages", type=target.parse_stages, default=target.parse_stages(STAGES))
+    trained.add_argument("--stages", type=target.parse_stages, default=target.parse_stages(f"{STAGES},12:16000"))
     trained.set_defaults(run=_target)
     _add_draft_commands(commands)
     exported = commands.add_parser("export", help="write the pair in bfloat16 as transformers loads it")

@@ -14,8 +14,8 @@ State = dict[str, dict[str, object]]
 class Rates:
     """Learning rates and their schedule (warmup, stable, decay: Hu et al. 2024, "MiniCPM", section 4)."""
 
-    matrices: float = 0.02
-    others: float = 3e-3
+    matrices: float = 0.01
+    others: float = 6e-3
     weight_decay: float = 0.01
     momentum: float = 0.95
     num_warmup_steps: int = 40

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +32,14 @@ MAX_MODEL_LEN = 128
 TEXT = "def add(a, b):\n    return a + b  # 🙂\n\n\ndef sub(a, b):\n    return a - b\n"
 
 
+class KeepingService(ScriptedService):
+    """Holds on to what it has opened, so that only a real close ends it, not the garbage collector."""
+
+    def open(self, request: SequenceRequest) -> AsyncGenerator[TokenDelta]:
+        self.kept = [*getattr(self, "kept", []), super().open(request)]
+        return self.kept[-1]
+
+
 @dataclass
 class Bench:
     """An API over a script that can be changed, and what it takes to talk to it."""
@@ -45,7 +53,7 @@ class Bench:
         target = ServedModel("demo", "target", MAX_MODEL_LEN, VOCAB_SIZE, (0,), defaults)
         info = ModelInfo(target, ServedModel("demo-draft", "draft", 64, VOCAB_SIZE, (0,)), 4, created_s=7)
         self.registry = CollectorRegistry()
-        self.service = ScriptedService(info, lambda request: self.script(request))
+        self.service = KeepingService(info, lambda request: self.script(request))
         self.app = create_app(self.service, self.settings, self.tokenizer, PrometheusObserver(self.registry))
 
     def say(self, text: str, size: int = 1, finish: str = "stop") -> list[Step]:
@@ -87,7 +95,8 @@ def client(http: httpx2.AsyncClient) -> Iterator[AsyncOpenAI]:
 @asynccontextmanager
 async def listening(app: FastAPI) -> AsyncIterator[str]:
     """A real server for an app; its URL."""
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off"))
+    options = {"port": 0, "log_level": "warning", "lifespan": "off", "timeout_graceful_shutdown": 2}
+    server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", **options))
     task = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.01)

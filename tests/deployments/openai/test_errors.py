@@ -119,6 +119,7 @@ async def test_a_missing_field_is_named(refused: Callable[..., Any]) -> None:
         b'"x"',
         b"\xff\xfe",
         b'{"model": "demo", "prompt": "x", "temperature": NaN}',
+        b'{"model": "demo", "prompt": "x", "metadata": {"a": NaN}}',
         b'{"model": "demo", "prompt": "x", "temperature": 1e999}',
         b'{"model": "demo", "prompt": "\\ud83d"}',
         b'{"model": "demo", "prompt": "x", "seed": ' + b"9" * 5000 + b"}",

@@ -40,6 +40,12 @@ def test_a_run_stopped_after_every_step_ends_with_the_same_weights(tmp_path, tex
     torch.testing.assert_close(whole.model.state_dict(), stored.model.state_dict(), rtol=0, atol=0)
 
 
+def test_growing_keeps_the_optimizers_state_of_the_layers_it_had(tmp_path, text):
+    grown = target.train_target(text, SHAPE, STAGES, PLAN, RATES, tmp_path / "target.pt")
+    num_updates = [int(grown.optimizers[f"model.layers.{i}.input_layernorm.weight"]["step"]) for i in range(2)]
+    assert num_updates == [6, 3]
+
+
 def test_a_crash_while_saving_leaves_the_old_checkpoint(tmp_path, text):
     path = tmp_path / "target.pt"
     target.train_target(text, SHAPE, STAGES[:1], PLAN, RATES, path)

@@ -1,5 +1,6 @@
 """Tiny pairs in one process, and what transformers makes of the same prompts."""
 
+import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 EOS = 2
 MAX_MODEL_LEN = 160
+_numbers = itertools.count()
 TIE = 1e-4
 """Logits closer than this may swap by rounding alone."""
 
@@ -68,6 +70,7 @@ def run(service: LocalService, cases: Sequence[Case]) -> tuple[list[list[int]], 
     """Generate all cases in one batch; gives each one's output tokens, and what speculation did."""
     outputs: list[list[int]] = [[] for _ in cases]
     notes: list[list[Notes]] = [[] for _ in cases]
+    names = [f"{next(_numbers)}" for _ in cases]  # a sequence's name is used once: what was closed does not come back
     for i, case in enumerate(cases):
         spec = SequenceSpec(
             case.sampling,
@@ -78,14 +81,15 @@ def run(service: LocalService, cases: Sequence[Case]) -> tuple[list[list[int]], 
             arrival_s=i,
             num_speculative_tokens=case.num_speculative_tokens,
         )
-        service.start(str(i), case.prompt, spec)
+        service.start(names[i], case.prompt, spec)
     running = set(range(len(cases)))
     for _ in range(10_000):
         for delivery in service.pump():
-            outputs[int(delivery.seq)] += delivery.tokens
-            notes[int(delivery.seq)].append(delivery.notes)
+            i = names.index(delivery.seq)
+            outputs[i] += delivery.tokens
+            notes[i].append(delivery.notes)
             if delivery.finish is not None:
-                running.discard(int(delivery.seq))
+                running.discard(i)
         if not running:
             return outputs, sum(map(SpecStats.of, notes), SpecStats())
     raise AssertionError(f"never finished: {running}")

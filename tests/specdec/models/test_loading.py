@@ -11,7 +11,9 @@ from transformers.utils import logging as transformers_logging
 
 import specdec.demo
 from specdec.errors import ModelLoadError
+from specdec.models.admission import check_admission
 from specdec.models.loading import LoadedModel, ModelSource, load_model, load_tokenizer, prepare_model
+from specdec.models.runner import ModelRunner
 from tests.specdec.models.families import FAMILIES, REFUSED, VOCAB_SIZE, make_model
 
 DRAFT = Path(specdec.demo.__path__[0]) / "draft"
@@ -141,6 +143,19 @@ def test_a_layer_whose_mask_is_narrower_than_what_it_reads_is_refused() -> None:
     model.model.layers[0].self_attn.sliding_window = 7
     with pytest.raises(ModelLoadError, match="reads a window of 7 positions, but its mask says otherwise"):
         prepare_model(model, "qwen2_moe")
+
+
+def test_the_text_part_of_a_model_that_reads_images_is_served(tmp_path: Path) -> None:
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlavaConfig(
+        text_config=make_model("llama").config.to_dict(),
+        vision_config={"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14, **vision},
+    )
+    model = transformers.LlavaForConditionalGeneration(config)
+    model.save_pretrained(tmp_path)
+    loaded = load_model(ModelSource(str(tmp_path), device="cpu"))
+    assert (loaded.vocab_size, loaded.max_model_len, len(loaded.attention_layers)) == (VOCAB_SIZE, 1024, 4)
+    assert check_admission(ModelRunner(loaded, num_blocks=40, block_size=4)).relative_error < 1e-4
 
 
 def test_layers_say_what_they_cache_and_read(models: Callable[[str], tuple[LoadedModel, object]]) -> None:

@@ -21,8 +21,7 @@ from specdec.protocol.messages import Alive, End, Inc, Live, Message, NewTokens,
 from specdec.protocol.router import RouterMachine, Session, WorkerLink
 from specdec.protocol.target import TargetMachine, TargetRow
 from specdec.protocol.worker import WorkerMachine, WorkerRow
-
-from .scripted import ScriptedTarget
+from tests.specdec.protocol.scripted import ScriptedTarget
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
 MUTATIONS: dict[str, Mutation] = {}
@@ -138,8 +137,10 @@ def preempted(patch: pytest.MonkeyPatch) -> None:
         assert isinstance(self._backend, ScriptedTarget)
         self._backend.waiting = set()
         worked = step(self, now_s)
-        for seq in self._backend.waiting:
-            row = self._rows._rows.pop(seq)
+        for seq in sorted(self._backend.waiting):
+            row = self._rows.get(seq)
+            assert row is not None
+            self._rows.drop(seq, row.inc, now_s)
             self._resync(row.router, seq, row.inc, "evicted")
         return worked
 

@@ -48,6 +48,10 @@ class Network:
         self._rng.shuffle(letters)
         return letters
 
+    def hold(self, peer: str, message: Message, until: int) -> None:
+        """What cannot be taken in now."""
+        self._mail[until].append((peer, message))
+
     def repeat_openings(self, peer: str, now: int) -> None:
         """The last of what has ever opened a sequence at an address comes once more."""
         latest = {letter[1].seq: letter for letter in self.openings[peer]}

@@ -8,20 +8,20 @@ from dataclasses import dataclass
 
 from specdec.protocol.backends import DraftJob, Proposal, Status, Verification, VerifyJob
 from specdec.protocol.marks import TokenLog, Tokens
-from specdec.protocol.messages import Finish, TokenLogprobs
+from specdec.protocol.messages import Candidates, Finish, TokenLogprobs
 from specdec.sampling.params import SamplingParams, SequenceSpec
 
 EOS, STOP, VOCAB = 0, 1, 14
 PROMPT = (7, 7)
 
 
-class Violation(Exception):
+class ViolationError(Exception):
     """The protocol has broken a promise."""
 
 
 def expect(holds: bool, promise: str) -> None:
     if not holds:
-        raise Violation(promise)
+        raise ViolationError(promise)
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,9 @@ class Script:
     max_model_len: int
 
     @classmethod
-    def random(cls, rng: random.Random, seq: str, max_model_len: int) -> Script:
+    def random(cls, rng: random.Random, seq: str, max_model_len: int, *, coupled: bool) -> Script:
         sampling = SamplingParams(
+            acceptance="coupled" if coupled else "rejection",
             stop_token_ids=rng.choice(((), (STOP,))),
             ignore_eos=rng.random() < 0.5,
             logprobs=rng.choice((None, 1)),
@@ -92,6 +93,8 @@ class ScriptedTarget:
         spec, position = job.spec, len(job.log) - len(PROMPT)
         expect(position + len(job.draft) < spec.max_tokens, "a draft is longer than max_tokens allows")
         expect(len(job.log) + len(job.draft) < self.max_model_len, "a draft is longer than the context allows")
+        drawn_from = [candidates.ids for candidates in job.candidates]
+        expect(self._coupled or drawn_from == [(token,) for token in job.draft], "candidates of other draft tokens")
         draft = job.draft[: self._rng.randint(0, 3)] if self._rng.random() < 0.1 else job.draft  # memory was short
         run: list[int] = []
         for drafted in draft:
@@ -142,7 +145,9 @@ class ScriptedDraft:
         return Proposal(Status.PREFILLING if taken else Status.WAITING)
 
     def _draw(self, job: DraftJob) -> Proposal:
-        return Proposal(Status.DECIDED, self.guess(job.key, len(job.tokens)))
+        token = self.guess(job.key, len(job.tokens))
+        is_coupled = job.spec.sampling.acceptance == "coupled"
+        return Proposal(Status.DECIDED, token, None if is_coupled else Candidates((token,), (1.0,)))
 
     def guess(self, key: str, length: int) -> int:
         """What may stand at absolute position ``length``."""

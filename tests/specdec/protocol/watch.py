@@ -13,8 +13,7 @@ from specdec.protocol.marks import Tokens
 from specdec.protocol.messages import Ack, Cancel, Close, Finish, Inc, Message, Notes, Open, Submit
 from specdec.protocol.router import RouterMachine, Session
 from specdec.protocol.target import TargetMachine, TargetRow
-
-from .scripted import PROMPT, Script, ScriptedDraft, ScriptedTarget, expect
+from tests.specdec.protocol.scripted import PROMPT, Script, ScriptedDraft, ScriptedTarget, expect
 
 Machine = IngressMachine | RouterMachine | TargetMachine | DrafterMachine
 NEVER = Inc(-1, 0), 0.0
@@ -28,6 +27,7 @@ class Node:
     life: int
     machine: Machine
     backend: ScriptedTarget | ScriptedDraft | None = None
+    stalled_until: int = 0
 
     @property
     def rows(self) -> list[Row]:
@@ -52,7 +52,7 @@ class Client:
 
 
 class Watch:
-    """Follows all processes from outside, and raises Violation at the first broken promise."""
+    """Follows all processes from outside, and raises ViolationError at the first broken promise."""
 
     def __init__(self, scripts: dict[str, Script], times: Times, *, coupled: bool) -> None:
         self._scripts, self._times, self._coupled = scripts, times, coupled
@@ -142,7 +142,8 @@ class Watch:
             client.tokens += delivery.tokens
             client.notes += delivery.notes
             log = (*PROMPT, *client.tokens)
-            expect(log == PROMPT or log in self._committed[delivery.seq], "the client's tokens are no prefix of one log")
+            committed = self._committed[delivery.seq]
+            expect(log == PROMPT or log in committed, "the client's tokens are no prefix of one log")
             if self._coupled:
                 expect(tuple(client.tokens) == script.true[: len(client.tokens)], "not the true sequence")
             if delivery.finish is not None:

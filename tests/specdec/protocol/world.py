@@ -15,10 +15,9 @@ from specdec.protocol.router import RouterMachine
 from specdec.protocol.target import TargetMachine
 from specdec.protocol.worker import WorkerMachine
 from specdec.sampling.params import SequenceSpec
-
-from .network import Network
-from .scripted import PROMPT, Script, ScriptedDraft, ScriptedTarget, Violation, expect
-from .watch import Client, Node, Watch
+from tests.specdec.protocol.network import Network
+from tests.specdec.protocol.scripted import PROMPT, Script, ScriptedDraft, ScriptedTarget, ViolationError, expect
+from tests.specdec.protocol.watch import Client, Node, Watch
 
 TIMES = Times(lease_s=8, renew_s=3, repeat_s=3, settle_s=2, silence_s=10, credit_tokens=6)
 INGRESS, ROUTERS, TARGETS, DRAFTERS = "I", ("R0", "R1"), ("T0", "T1"), ("D0", "D1")
@@ -34,13 +33,21 @@ class Adversary:
     crash: float
     lapse: float
     cancel: float
+    stall: float
     rumour: float
     plan: float
 
     @classmethod
     def random(cls, rng: random.Random) -> Adversary:
         pick = rng.choice
-        return cls(pick((0, 0.05, 0.2)), pick((0, 0.08, 0.2)), pick((0, 0.04)), pick((0, 0.04)), pick((0, 0.2)))
+        return cls(
+            crash=pick((0, 0.05, 0.2)),
+            lapse=pick((0, 0.08, 0.2)),
+            cancel=pick((0, 0.04)),
+            stall=pick((0, 0, 0.1)),
+            rumour=pick((0, 0.04)),
+            plan=pick((0, 0.2)),
+        )
 
 
 @dataclass
@@ -63,7 +70,7 @@ class World:
         self.skill, self.room = rng.choice((0.0, 0.6, 0.95)), rng.choice((1, 1, 2))
         max_model_len = rng.choice((16, 64))
         self.draft_max_model_len = rng.choice((10, max_model_len))
-        self.scripts = {seq: Script.random(rng, seq, max_model_len) for seq in REQUESTS}
+        self.scripts = {seq: Script.random(rng, seq, max_model_len, coupled=self.coupled) for seq in REQUESTS}
         self.watch = Watch(self.scripts, TIMES, coupled=self.coupled)
         self.counts: Counter[str] = Counter()
         self.worst = (0, 0, 0)
@@ -98,9 +105,14 @@ class World:
             tell()
         for name, message in self.net.arrivals(self.now):
             node = self.nodes[name]
+            if node.stalled_until > self.now:
+                self.net.hold(name, message, node.stalled_until)
+                continue
             node.machine.receive(message, self.now)
             self.watch.received(node, message, self.now)
         for node in self.nodes.values():
+            if node.stalled_until > self.now:
+                continue
             node.machine.step(self.now)
             self.watch.moved(node, self.now)
             if isinstance(node.machine, IngressMachine):
@@ -110,7 +122,7 @@ class World:
                     self._send(node.name, peer, message)
 
     def _send(self, sender: str, peer: str, message: Message) -> None:
-        if isinstance(message, Offer) and self.rng.random() < 0.5:
+        if isinstance(message, Offer) and self.coupled and self.rng.random() < 0.5:
             message = self._branched(message)
         self.watch.sent(peer, message, is_hostile=self.net.is_hostile)
         self.net.send(sender, peer, message, self.now)
@@ -142,8 +154,8 @@ class World:
                 node.machine = DrafterMachine(name, node.backend, TIMES)
 
     def _plan(self, spec: SequenceSpec) -> Plan:
-        rng = self.rng
-        return Plan(rng.choice((0, 1, 3, 5)), mode=rng.choice(("overlap", "in_turn")), draft_wait_s=rng.choice((0, 0, 2)))
+        pick = self.rng.choice
+        return Plan(pick((0, 1, 3, 5)), mode=pick(("overlap", "in_turn")), draft_wait_s=pick((0, 0, 2)))
 
     def _listeners(self, name: str) -> tuple[str, ...]:
         return (INGRESS,) if name in ROUTERS else ROUTERS
@@ -190,6 +202,9 @@ class World:
         elif node.rows and self.rng.random() < self.adversary.lapse:
             self.rng.choice(node.rows).lease_until_s = 0
             self.counts["lapses"] += 1
+        elif self.rng.random() < self.adversary.stall:
+            node.stalled_until = self.now + self.rng.randint(2, 15)
+            self.counts["stalls"] += 1
         elif self.rng.random() < self.adversary.rumour:
             self._lose(self.rng.choice(self._listeners(node.name)), node.name)
             self.counts["rumours"] += 1
@@ -259,7 +274,7 @@ def run_schedule(seed: int) -> Result:
     world, result = World(seed), Result(seed)
     try:
         world.run()
-    except Violation as violation:
+    except ViolationError as violation:
         result.violation = str(violation)
     except Exception as error:
         result.violation = f"raised {error!r}"

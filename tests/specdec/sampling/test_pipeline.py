@@ -9,6 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from specdec.sampling import truncation
 from specdec.sampling.params import SamplingParams, SequenceSpec
@@ -43,6 +51,24 @@ def test_probs_of_mixed_batches_are_the_naive_ones(case: int) -> None:
     expected = [row_probs(row, *context) for row, context in zip(logits.tolist(), contexts, strict=True)]
     torch.testing.assert_close(Sampler(VOCAB).probs(logits, groups), torch.tensor(expected), atol=1e-6, rtol=1e-5)
     assert torch.equal(logits, before)
+
+
+def test_probs_are_those_of_transformers() -> None:
+    params = SamplingParams(repetition_penalty=1.3, temperature=0.7, top_k=60, top_p=0.9, min_p=0.02)
+    tokens = [5, 9, 9, 31, 2]
+    groups = [RowGroup(make_spec(params, output_start=2), tokens, (17, 5))]
+    logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(4)) * 2
+    processors = LogitsProcessorList(
+        [
+            RepetitionPenaltyLogitsProcessor(params.repetition_penalty),
+            TemperatureLogitsWarper(params.temperature),
+            TopKLogitsWarper(params.top_k),
+            TopPLogitsWarper(params.top_p),
+            MinPLogitsWarper(params.min_p),
+        ]
+    )
+    expected = [processors(torch.tensor([[*tokens, *groups[0].draft[:i]]]), logits[i : i + 1]) for i in range(3)]
+    torch.testing.assert_close(Sampler(100).probs(logits, groups), torch.cat(expected).softmax(1))
 
 
 @pytest.mark.parametrize("case", range(20))

@@ -1,0 +1,82 @@
+"""Both acceptance rules through the whole engine: what travels with a draft, and prefixes that are shared."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from specdec.engine.target_backend import ModelTarget
+from specdec.protocol.messages import Candidates
+from specdec.sampling.params import SamplingParams
+from tests.specdec.engine.pairs import Case, assert_same, greedy, make_model, make_service, run
+from tests.specdec.engine.test_exactness import HALF_RIGHT, make_cases
+
+NOISE = HALF_RIGHT["llama"]
+PROMPT = (5, 9, 77, 31)
+NUM_DRAWS = 2_500
+
+
+def test_the_rejection_rule_at_temperature_zero_is_greedy() -> None:
+    stock = make_model("llama")
+    cases = make_cases(SamplingParams(temperature=0.0, acceptance="rejection"))
+    outputs, stats = run(make_service("llama", NOISE, 4), cases)
+    for got, case in zip(outputs, cases, strict=True):
+        assert_same(got, greedy(stock, case), case, stock)
+    assert stats.acceptance_rate > 0.2
+
+
+def second_token_p_value(*, is_broken: bool = False) -> float:
+    """Chi-square of the second output token, which was drafted, against the target's own distribution."""
+    model = make_model("llama")
+    sampling = SamplingParams(temperature=1.0, acceptance="rejection", ignore_eos=True)
+    cases = [Case(PROMPT, 3, sampling, seed=i) for i in range(NUM_DRAWS)]
+    service = make_service("llama", NOISE, 2, num_blocks=3000, chunk=512)
+    if is_broken:
+        uniform = Candidates(tuple(range(32)), (1 / 32,) * 32)
+        verify = service.target._backend.verify
+        service.target._backend.verify = lambda jobs: verify(
+            [replace(job, candidates=(uniform,) * len(job.candidates)) for job in jobs]
+        )
+    counts = torch.zeros(model.config.vocab_size)
+    num_accepted = 0
+    for start in range(0, NUM_DRAWS, 500):
+        outputs, stats = run(service, cases[start : start + 500])
+        num_accepted += stats.num_accepted_tokens
+        for output in outputs:
+            counts[output[1]] += 1
+    assert is_broken or num_accepted > NUM_DRAWS / 4
+    with torch.inference_mode():
+        first = model(torch.tensor([PROMPT]), use_cache=False).logits[0, -1].softmax(0)
+        rows = torch.tensor([[*PROMPT, token] for token in range(model.config.vocab_size)])
+        expected = NUM_DRAWS * (first @ model(rows, use_cache=False).logits[:, -1].softmax(1))
+    common = expected >= 10
+    observed = [*counts[common].tolist(), counts[~common].sum().item()]
+    wanted = torch.tensor([*expected[common].tolist(), expected[~common].sum().item()], dtype=torch.float64)
+    return float(chisquare(observed, (wanted / wanted.sum() * NUM_DRAWS).tolist()).pvalue)
+
+
+def test_the_rejection_rule_draws_from_the_target() -> None:
+    assert second_token_p_value() > 1e-3
+
+
+def test_wrong_candidates_would_be_found() -> None:
+    assert second_token_p_value(is_broken=True) < 1e-6
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_edge_15_shared_prefixes_change_no_token(temperature: float) -> None:
+    """The second of two equal prompts is read from the cache, and so is one that goes on differently."""
+    rng = random.Random(2)
+    prompt = tuple(rng.randrange(3, 128) for _ in range(37))
+    sampling = SamplingParams(temperature=temperature)
+    cases = [Case(prompt, 12, sampling, 1), Case(prompt[:30] + (7, 8), 12, sampling, 2), Case(prompt, 12, sampling, 1)]
+    alone = [run(make_service("mistral", 0.1, 3), [case])[0][0] for case in cases]
+    service = make_service("mistral", 0.1, 3)
+    assert [run(service, [case])[0][0] for case in cases] == alone
+    backend = service.target._backend
+    assert isinstance(backend, ModelTarget)
+    gauges = backend.gauges()
+    assert gauges["num_reused_tokens"] == 28 + 36
+    assert gauges["kv_blocks_in_use"] == gauges["num_cached_sequences"] == 0

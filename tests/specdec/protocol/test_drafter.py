@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import pytest
+
+from specdec.protocol.backends import Proposal, Status
+from specdec.protocol.drafter import DrafterMachine
+from specdec.protocol.leases import Times
+from specdec.protocol.messages import Candidates, Close, Commit, Inc, Mode, Offer, Open, Plan, Resync
+from specdec.sampling.params import SamplingParams, SequenceSpec
+from tests.specdec.protocol.scripted import PROMPT, log_of
+
+INC = Inc(1, 0)
+
+
+class Counting:
+    """Proposes 100 + position, so that what follows depends on nothing but where it stands."""
+
+    def __init__(self, max_model_len=100):
+        self.max_model_len = max_model_len
+        self.room, self.batches, self.released = 9, [], []
+
+    def propose(self, jobs):
+        self.batches.append([(job.key, len(job.tokens), job.agreed, job.num_committed) for job in jobs])
+        decided = [Proposal(Status.DECIDED, *self._draw(job)) for job in jobs[: self.room]]
+        return decided + [Proposal(Status.WAITING) for _ in jobs[self.room :]]
+
+    def _draw(self, job):
+        token = chain(len(job.tokens) - len(PROMPT), 1)[0]
+        return token, Candidates((token,), (1.0,)) if job.spec.sampling.acceptance == "rejection" else None
+
+    def release(self, key):
+        self.released.append(key)
+
+
+def chain(start, length):
+    """What the backend proposes after ``start`` output tokens."""
+    return tuple(range(100 + start, 100 + start + length))
+
+
+def machine_with(num_draft_tokens=3, mode: Mode = "in_turn", max_tokens=50, max_model_len=100, acceptance="coupled"):
+    machine = DrafterMachine("D", Counting(max_model_len), Times(lease_s=5.0))
+    open_sequence(machine, "s", Plan(num_draft_tokens, mode=mode), max_tokens, acceptance)
+    return machine
+
+
+def open_sequence(machine, seq, plan, max_tokens=50, acceptance="coupled", inc=INC, output=()):
+    spec = SequenceSpec(SamplingParams(acceptance=acceptance), 0, len(PROMPT), max_tokens)
+    machine.receive(Open(seq, inc, "R", (*PROMPT, *output), spec, plan, 5.0), 0.0)
+
+
+def commit(machine, committed, new):
+    """The router reports ``new`` after ``committed``."""
+    mark = log_of((*committed, *new)).mark()
+    machine.receive(Commit("s", INC, len(PROMPT) + len(committed), tuple(new), mark), 0.0)
+
+
+def settle(machine):
+    """Draft until there is nothing to draft; returns what was sent."""
+    while machine.step(0.0):
+        pass
+    return machine.take_outbox().get("R", [])
+
+
+def offer(committed, tokens):
+    return Offer("s", INC, log_of(committed).mark(), tuple(tokens))
+
+
+def test_in_turn_a_chain_ends_at_the_draft_length_and_is_offered_once():
+    machine = machine_with(3)
+    assert settle(machine) == [offer((), chain(0, 3))]
+    assert settle(machine) == []
+
+
+def test_in_overlap_it_goes_on_for_another_round_and_is_offered_in_parts():
+    machine = machine_with(4, "overlap")
+    assert settle(machine) == [offer((), chain(0, length)) for length in (2, 4, 6, 8, 9)]
+
+
+@pytest.mark.parametrize(("mode", "length"), [("in_turn", 3), ("overlap", 7)])
+def test_a_commit_that_agrees_keeps_the_rest_of_the_chain(mode, length):
+    machine = machine_with(3, mode)
+    settle(machine)
+    commit(machine, (), chain(0, 2))
+    before = len(machine._backend.batches)
+    assert settle(machine)[-1] == offer(chain(0, 2), chain(2, length))
+    assert len(machine._backend.batches) == before + 2  # only what is missing is drafted
+    assert machine.counters.num_discarded_tokens == 0
+
+
+def test_in_overlap_a_round_accepted_in_full_leaves_a_whole_draft():
+    machine = machine_with(3, "overlap")
+    settle(machine)
+    commit(machine, (), chain(0, 4))  # three accepted, and the bonus token as foreseen
+    assert machine._rows.get("s").chain == list(chain(4, 3))
+
+
+def test_a_commit_that_differs_drops_the_chain_from_there():
+    machine = machine_with(3)
+    settle(machine)
+    commit(machine, (), (100, 9))
+    assert settle(machine) == [offer((100, 9), chain(2, 3))]
+    job = machine._backend.batches[3][0]
+    assert job == ("s", len(PROMPT) + 2, len(PROMPT) + 1, len(PROMPT) + 2)  # only the prompt and 100 stood there before
+    assert (machine.counters.num_kept_tokens, machine.counters.num_discarded_tokens) == (1, 2)
+
+
+def test_a_commit_that_overtakes_the_chain_starts_a_new_one():
+    machine = machine_with(3)
+    settle(machine)
+    commit(machine, (), chain(0, 5))
+    assert settle(machine) == [offer(chain(0, 5), chain(5, 3))]
+    assert machine.counters.num_kept_tokens == 3
+
+
+def test_a_commit_is_taken_by_position():
+    machine = machine_with(3)
+    settle(machine)
+    commit(machine, (), chain(0, 2))
+    commit(machine, (), chain(0, 1))  # late
+    commit(machine, (), chain(0, 3))  # overlapping
+    assert settle(machine) == [offer(chain(0, 3), chain(3, 3))]
+
+
+@pytest.mark.parametrize(("committed", "why"), [((9,), "gap"), ((), "mismatch")])
+def test_a_commit_that_does_not_fit_asks_for_a_new_opening(committed, why):
+    machine = machine_with(3)
+    mark = log_of((1, 2, 3)).mark()
+    machine.receive(Commit("s", INC, len(PROMPT) + len(committed), (4, 5), mark), 0.0)
+    assert machine.take_outbox()["R"] == [Resync("D", "s", INC, len(PROMPT), why)]
+    assert settle(machine) == [offer((), chain(0, 3))]
+
+
+def test_a_commit_for_an_unknown_inc_is_ignored():
+    machine = machine_with(3)
+    machine.receive(Commit("s", Inc(1, 1), len(PROMPT), (4,), log_of((4,)).mark()), 0.0)
+    assert settle(machine) == [offer((), chain(0, 3))]
+
+
+@pytest.mark.parametrize("mode", ["in_turn", "overlap"])
+def test_beyond_the_draft_models_context_nothing_is_drafted(mode):
+    machine = machine_with(3, mode, max_model_len=len(PROMPT) + 2)
+    assert settle(machine)[-1] == offer((), chain(0, 2))
+    commit(machine, (), chain(0, 1))
+    assert settle(machine) == []
+    commit(machine, chain(0, 1), chain(1, 4))
+    assert settle(machine) == []
+    assert max(length for batch in machine._backend.batches for _, length, _, _ in batch) <= len(PROMPT) + 2
+
+
+@pytest.mark.parametrize(("max_tokens", "length"), [(1, 0), (2, 1), (3, 2), (9, 3)])
+def test_nothing_is_drafted_that_max_tokens_would_cut(max_tokens, length):
+    """The last token needs no draft: the target decides it in any case."""
+    sent = settle(machine_with(3, max_tokens=max_tokens))
+    assert sent == ([offer((), chain(0, length))] if length else [])
+
+
+def test_without_a_draft_length_nothing_is_drafted():
+    assert settle(machine_with(0, "overlap")) == []
+
+
+def test_a_waiting_sequence_keeps_what_was_agreed():
+    machine = machine_with(3)
+    machine.step(0.0)
+    machine._backend.room = 0
+    assert not machine.step(0.0)
+    machine._backend.room = 9
+    machine.step(0.0)
+    agreed = [batch[0][2] for batch in machine._backend.batches]
+    assert agreed == [0, len(PROMPT), len(PROMPT)]
+
+
+def test_under_the_rejection_rule_candidates_go_with_their_tokens():
+    machine = machine_with(3, acceptance="rejection")
+    settle(machine)
+    commit(machine, (), chain(0, 2))
+    (sent,) = settle(machine)
+    assert [candidates.ids for candidates in sent.candidates] == [(token,) for token in sent.chain]
+    commit(machine, chain(0, 2), (9,))
+    (sent,) = settle(machine)
+    assert [candidates.ids for candidates in sent.candidates] == [(token,) for token in sent.chain]
+
+
+def test_all_sequences_share_a_batch_and_are_released_when_they_go():
+    machine = machine_with(2)
+    open_sequence(machine, "t", Plan(1))
+    settle(machine)
+    assert [[key for key, *_ in batch] for batch in machine._backend.batches] == [["s", "t"], ["s"]]
+    machine.receive(Close("s", INC), 1.0)
+    machine.step(6.0)
+    assert machine._backend.released == ["s", "t"]

@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+import pytest
+
+from specdec.protocol.backends import Status, Verification
+from specdec.protocol.leases import Times
+from specdec.protocol.messages import (
+    Ack,
+    Alive,
+    Close,
+    Inc,
+    Live,
+    Notes,
+    Offer,
+    Open,
+    Plan,
+    PlanUpdate,
+    Resync,
+    Verdict,
+)
+from specdec.protocol.target import TargetMachine
+from specdec.sampling.params import SamplingParams, SequenceSpec
+from tests.specdec.protocol.scripted import EOS, PROMPT, log_of
+
+TIMES = Times(lease_s=5.0, repeat_s=0.5, credit_tokens=6)
+TRUE = (3, 4, 5, 6, 7, 8, 9, 3, 4, 5, 6, 7, 8, 9, 3, 4)
+INC = Inc(1, 0)
+
+
+class Oracle:
+    """Decides ``true``, whatever the draft; always has room."""
+
+    def __init__(self, true=TRUE, max_model_len=100):
+        self.true, self.max_model_len = true, max_model_len
+        self.batches, self.released = [], []
+
+    def verify(self, jobs):
+        self.batches.append([(job.key, job.draft) for job in jobs])
+        return [self._decide(job) for job in jobs]
+
+    def _decide(self, job):
+        true = self.true[len(job.log) - len(PROMPT) :]
+        n = next((i for i, token in enumerate(job.draft) if token != true[i]), len(job.draft))
+        return Verification(Status.DECIDED, true[: n + 1], n, len(job.draft))
+
+    def release(self, key):
+        self.released.append(key)
+
+
+def open_message(output=(), inc=INC, plan=None, seq="s", **spec):
+    spec = SequenceSpec(SamplingParams(), 0, len(PROMPT), **{"max_tokens": 12, "eos_token_ids": (EOS,), **spec})
+    return Open(seq, inc, "R", (*PROMPT, *output), spec, plan or Plan(8), TIMES.lease_s)
+
+
+def offer(committed, chain, inc=INC):
+    return Offer("s", inc, log_of(committed).mark(), tuple(chain))
+
+
+def machine_with(*messages, **backend):
+    machine = TargetMachine("T", Oracle(**backend), TIMES)
+    for message in messages:
+        machine.receive(message, 0.0)
+    return machine
+
+
+def verdicts(machine):
+    return machine.take_outbox().get("R", [])
+
+
+def verdict(base, tokens, notes, finish=None, inc=INC):
+    mark = log_of((*TRUE[:base], *tokens)).mark()
+    return Verdict("s", inc, len(PROMPT) + base, tuple(tokens), notes, mark, finish)
+
+
+@pytest.mark.parametrize(
+    ("chain", "run", "notes"),
+    [
+        ((), TRUE[:1], Notes("p", (0,))),
+        (TRUE[:3], TRUE[:4], Notes("aaab", (0, 0, 0, 3))),
+        ((3, 4, 9), TRUE[:3], Notes("aac", (0, 0, 3))),
+        ((9, 4, 5), TRUE[:1], Notes("c", (3,))),
+    ],
+)
+def test_a_round(chain, run, notes):
+    machine = machine_with(open_message(), *([offer((), chain)] if chain else []))
+    assert machine.step(0.0)
+    assert verdicts(machine) == [verdict(0, run, notes)]
+
+
+def test_a_verdict_is_cumulative_until_it_is_acknowledged():
+    machine = machine_with(open_message(), offer((), TRUE[:2]))
+    machine.step(0.0)
+    machine.step(0.0)
+    assert verdicts(machine)[-1] == verdict(0, TRUE[:4], Notes("aabp", (0, 0, 2, 0)))
+    machine.receive(Ack("s", INC, len(PROMPT) + 3), 0.0)
+    machine.step(0.0)
+    assert verdicts(machine) == [verdict(3, TRUE[3:5], Notes("pp", (0, 0)))]
+
+
+def test_without_credit_a_row_pauses_and_repeats_its_verdict():
+    machine = machine_with(open_message())
+    for _ in range(20):
+        machine.step(0.0)
+    last = verdict(0, TRUE[:6], Notes("p" * 6, (0,) * 6))
+    assert verdicts(machine)[-1] == last
+    assert not machine.step(0.4)
+    assert verdicts(machine) == []
+    machine.step(0.5)
+    assert verdicts(machine) == [last]
+    machine.receive(Ack("s", INC, len(PROMPT) + 6), 0.6)
+    assert machine.step(0.6)
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 99])
+def test_no_ack_shortens_the_log(length):
+    machine = machine_with(open_message())
+    for _ in range(3):
+        machine.step(0.0)
+    machine.receive(Ack("s", INC, length), 0.0)
+    machine.step(0.0)
+    sent = verdicts(machine)[-1]
+    assert sent.mark == log_of(TRUE[:4]).mark()
+    assert len(sent.notes.how) == len(sent.tokens) == len(PROMPT) + 4 - sent.base
+
+
+@pytest.mark.parametrize(
+    ("opened", "backend", "most"),
+    [
+        ({"plan": Plan(3)}, {}, 3),
+        ({"plan": Plan(0)}, {}, 0),
+        ({}, {}, TIMES.credit_tokens - 1),
+        ({"max_tokens": 3}, {}, 2),
+        ({"max_tokens": 1}, {}, 0),
+        ({}, {"max_model_len": len(PROMPT) + 4}, 3),
+    ],
+)
+def test_a_draft_is_cut_to_what_may_be_committed(opened, backend, most):
+    machine = machine_with(open_message(**opened), offer((), TRUE[:10]), **backend)
+    machine.step(0.0)
+    assert machine._backend.batches == [[("s", TRUE[:most])]]
+
+
+def test_the_longest_rest_among_the_kept_offers_is_used():
+    offers = [offer((), TRUE[:2]), offer((), TRUE[:4]), offer((), TRUE[:3]), offer((8,), TRUE)]
+    machine = machine_with(open_message(), *offers)
+    machine.step(0.0)
+    assert machine._backend.batches == [[("s", TRUE[:4])]]
+    assert (machine.counters.num_offers, machine.counters.num_stale_offers) == (4, 1)
+
+
+def test_an_offer_under_another_inc_is_ignored():
+    machine = machine_with(open_message(inc=Inc(1, 1)), offer((), TRUE[:2]), offer((), TRUE[:2], Inc(2, 0)))
+    machine.step(0.0)
+    assert machine._backend.batches == [[("s", ())]]
+
+
+@pytest.mark.parametrize(
+    ("true", "spec", "backend", "run", "notes", "finish"),
+    [
+        ((3, EOS, 5, 6), {}, {}, (3, EOS), Notes("aa", (0, 3)), "stop"),  # nothing after it is committed
+        ((3, 4, 5, EOS), {}, {}, (3, 4, 5, EOS), Notes("aaab", (0, 0, 0, 3)), "stop"),
+        ((3, 4, 5, 6), {"max_tokens": 2}, {}, (3, 4), Notes("ab", (0, 1)), "length"),
+        ((3, 4, 5, 6), {}, {"max_model_len": len(PROMPT) + 2}, (3, 4), Notes("ab", (0, 1)), "length"),
+    ],
+)
+def test_finish_is_decided_while_a_run_is_walked(true, spec, backend, run, notes, finish):
+    machine = machine_with(open_message(**spec), offer((), true[:3]), true=true, **backend)
+    machine.step(0.0)
+    (sent,) = verdicts(machine)
+    assert (sent.tokens, sent.notes, sent.finish) == (run, notes, finish)
+    assert machine._backend.released == ["s"]
+    assert not machine.step(0.0)
+    machine.step(0.5)
+    assert verdicts(machine) == [sent]  # until Close
+
+
+def test_a_log_that_is_finished_when_opened_gets_its_finish_only():
+    machine = machine_with(open_message((3, EOS)))
+    assert not machine.step(0.0)
+    assert verdicts(machine) == [Verdict("s", INC, 4, (), Notes(), log_of((3, EOS)).mark(), "stop")]
+
+
+def test_a_newer_inc_replaces_the_log_and_an_older_one_does_not():
+    machine = machine_with(open_message())
+    machine.step(0.0)
+    machine.receive(open_message(TRUE[:5], Inc(2, 0)), 0.0)
+    machine.receive(open_message((), Inc(1, 1)), 0.0)
+    machine.step(0.0)
+    assert verdicts(machine)[-1] == verdict(5, TRUE[5:6], Notes("p", (0,)), inc=Inc(2, 0))
+    assert machine._backend.released == []  # what is cached is reused
+
+
+@pytest.mark.parametrize("how", ["close", "expire"])
+def test_what_is_closed_or_runs_out_is_released(how):
+    machine = machine_with(open_message())
+    if how == "close":
+        machine.receive(Close("s", INC), 1.0)
+    machine.step(TIMES.lease_s + 1)
+    assert machine._backend.released == ["s"]
+    assert (machine.report()["num_sequences"], machine._backend.batches) == (0, [])
+
+
+def test_live_renews_and_names_what_is_unknown():
+    machine = machine_with(open_message())
+    machine.receive(Live("R", (("s", INC), ("s", Inc(1, 1)), ("other", INC))), 4.0)
+    resyncs = [message for message in verdicts(machine) if not isinstance(message, Alive)]
+    assert resyncs == [Resync("T", "s", Inc(1, 1), 2, "unknown"), Resync("T", "other", INC, 0, "unknown")]
+    machine.step(TIMES.lease_s + 1)
+    assert len(machine._backend.batches) == 1
+
+
+def test_sequences_are_served_in_order_of_arrival():
+    machine = machine_with(open_message(seq="b", arrival_s=1.0), open_message(seq="c"), open_message(seq="a"))
+    machine.step(0.0)
+    assert [key for key, _ in machine._backend.batches[0]] == ["a", "c", "b"]
+
+
+def test_a_row_waits_for_an_offer_only_as_long_as_its_plan_says():
+    machine = machine_with(open_message(plan=Plan(3, draft_wait_s=0.2)))
+    assert machine.step(0.0)  # never before the first token
+    assert not machine.step(0.1)
+    machine.receive(offer(TRUE[:1], TRUE[1:3]), 0.1)
+    assert machine.step(0.1)
+    assert not machine.step(0.2)
+    assert machine.step(0.4)
+    machine.receive(PlanUpdate("s", INC, Plan(0)), 0.4)
+    assert machine.step(0.4)
+    assert [batch[0][1] for batch in machine._backend.batches] == [(), TRUE[1:3], (), ()]
+
+
+def test_counters():
+    machine = machine_with(open_message(), offer((), (3, 4, 9)))
+    for _ in range(2):
+        machine.step(0.0)
+    report = machine.report()
+    expected = {"num_rounds": 2, "num_drafts": 1, "num_draft_tokens": 3, "num_accepted_tokens": 2, "num_steps": 2}
+    assert {name: report[name] for name in expected} == expected
+    assert (report["num_committed_tokens"], report["num_sequences"]) == (4, 1)
+    assert [report.get(f"num_accepted_tokens_per_pos/{i}") for i in range(3)] == [1, 1, None]
