@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from specdec.engine.prompt_logprobs import PromptReader
 from specdec.engine.rules import verify
 from specdec.engine.states import SequenceStates, prefix_salt
 from specdec.models.runner import ModelRunner, RowInput
@@ -41,6 +42,7 @@ class ModelTarget:
         self._max_model_len = max_model_len
         self._max_batch_tokens = max_batch_tokens
         self._marks: dict[str, Mark] = {}
+        self._prompts = PromptReader()
 
     @property
     def max_model_len(self) -> int:
@@ -55,6 +57,7 @@ class ModelTarget:
         """Free everything held for a sequence."""
         self._states.release(key)
         self._marks.pop(key, None)
+        self._prompts.release(key)
 
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         """One step over a ragged batch; see :meth:`specdec.protocol.backends.TargetBackend.verify`."""
@@ -62,15 +65,36 @@ class ModelTarget:
         scheduled = self._schedule(jobs)
         if not scheduled:
             return results
+        firsts = {i: len(row.sequence.tokens) for i, row, _ in scheduled}
         logits = self._runner.forward([row for _, row, _ in scheduled])
-        deciding = [entry for entry in scheduled if entry[1].num_logits]
+        logits = self._read_prompts(jobs, scheduled, firsts, logits)
         for i, _, _ in scheduled:
             results[i] = _PREFILLING
             self._states.keep_prefix(jobs[i].key, len(jobs[i].log))
+        deciding = [entry for entry in scheduled if self._states.length(jobs[entry[0]].key) >= len(jobs[entry[0]].log)]
         for (i, _, _), result in zip(deciding, self._decide(jobs, deciding, logits), strict=True):
             results[i] = result
             self._states.truncate(jobs[i].key, len(jobs[i].log) + result.num_accepted)
         return results
+
+    def _read_prompts(
+        self, jobs: Sequence[VerifyJob], scheduled: Scheduled, firsts: dict[int, int], logits: torch.Tensor
+    ) -> torch.Tensor:
+        """Take out the rows that only tell of prompts; gives those that decide, in order."""
+        if not any(self._prompts.wants(jobs[i]) for i, _, _ in scheduled):
+            return logits
+        kept: list[torch.Tensor] = []
+        start = 0
+        for i, row, draft in scheduled:
+            rows = logits[start : start + row.num_logits]
+            start += row.num_logits
+            if self._prompts.wants(jobs[i]):
+                num_prompt_tokens = row.num_logits - len(draft)
+                self._prompts.read(jobs[i], firsts[i], rows[:num_prompt_tokens])
+                finishes = firsts[i] + num_prompt_tokens == len(jobs[i].log)
+                rows = rows[num_prompt_tokens - 1 :] if finishes else rows[:0]
+            kept.append(rows)
+        return torch.cat(kept)
 
     def _schedule(self, jobs: Sequence[VerifyJob]) -> Scheduled:
         """Choose what is forwarded in this step."""
@@ -107,7 +131,8 @@ class ModelTarget:
         tokens = job.log.tail(num_cached, num_cached + budget)
         finishes = num_cached + len(tokens) == length
         self._marks[job.key] = job.log.mark(num_cached)
-        return RowInput(sequence, tokens + draft, 1 + len(draft) if finishes else 0), draft
+        num_logits = len(tokens) + len(draft) if self._prompts.wants(job) else 1 + len(draft) if finishes else 0
+        return RowInput(sequence, tokens + draft, num_logits), draft
 
     def _agreed(self, job: VerifyJob) -> int:
         """Length up to which the cached tokens are the log's, told by their mark without comparing them."""
@@ -121,6 +146,13 @@ class ModelTarget:
         verified = verify(self._sampler, logits, groups, candidates)
         logprobs = self._sampler.logprobs(logits, groups, [result.run for result in verified])
         return [
-            Verification(Status.DECIDED, result.run, result.num_accepted, len(group.draft), reported)
-            for result, group, reported in zip(verified, groups, logprobs, strict=True)
+            Verification(
+                Status.DECIDED,
+                result.run,
+                result.num_accepted,
+                len(group.draft),
+                reported,
+                self._prompts.take(jobs[i]),
+            )
+            for (i, _, _), result, group, reported in zip(scheduled, verified, groups, logprobs, strict=True)
         ]

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Protocol
 
 from specdec.protocol.marks import TokenLog, Tokens
-from specdec.protocol.messages import Candidates, TokenLogprobs
+from specdec.protocol.messages import Candidates, PromptLogprobs, TokenLogprobs
 from specdec.sampling.params import SequenceSpec
 
 
@@ -50,6 +50,7 @@ class Verification:
         num_accepted: How many of them were drafted: ``len(run) - 1``, unless the rule leaves the bonus out.
         num_drafted: How many draft tokens were verified (fewer than offered where memory is short).
         logprobs: One entry per token of ``run``, if the request asked for them.
+        prompt_logprobs: With the first output token, if the request asked for them.
     """
 
     status: Status
@@ -57,6 +58,7 @@ class Verification:
     num_accepted: int = 0
     num_drafted: int = 0
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class TargetBackend(Protocol):

@@ -43,6 +43,10 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
+PromptLogprobs = tuple[TokenLogprobs | None, ...]
+"""One entry per prompt token; None for the first, which nothing foretold."""
+
+
 @dataclass(frozen=True, slots=True)
 class Notes:
     """How tokens came: one entry of each field per token.
@@ -52,11 +56,13 @@ class Notes:
         num_drafted: At the last token of a round, the draft tokens verified in it; 0 at all others. So sums over any
             part of a log count rounds and draft tokens exactly, however often a message was repeated.
         logprobs: Log probabilities, where the request asked for them.
+        prompt_logprobs: Those of the prompt, where asked for; they go with the first output token.
     """
 
     how: str = ""
     num_drafted: Tokens = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
     def last(self, count: int) -> Notes:
         """The notes of the last ``count`` tokens."""
@@ -69,14 +75,15 @@ class Notes:
     def first(self, count: int) -> Notes:
         """The notes of the first ``count`` tokens."""
         logprobs = None if self.logprobs is None else self.logprobs[:count]
-        return Notes(self.how[:count], self.num_drafted[:count], logprobs)
+        return Notes(self.how[:count], self.num_drafted[:count], logprobs, self.prompt_logprobs if count else None)
 
     def __add__(self, other: Notes) -> Notes:
         """Notes of two runs of tokens, one after the other."""
         logprobs = (
             None if self.logprobs is None and other.logprobs is None else (self.logprobs or ()) + (other.logprobs or ())
         )
-        return Notes(self.how + other.how, self.num_drafted + other.num_drafted, logprobs)
+        prompt_logprobs = self.prompt_logprobs if self.how else other.prompt_logprobs
+        return Notes(self.how + other.how, self.num_drafted + other.num_drafted, logprobs, prompt_logprobs)
 
 
 @dataclass(frozen=True, slots=True)

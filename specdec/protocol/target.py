@@ -193,7 +193,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
             how += "p" if not result.num_drafted else "b" if full else "c"
         logprobs = None if result.logprobs is None else result.logprobs[:count]
         row.log.extend(run)
-        row.notes = row.notes + Notes(how, tuple(num_drafted), logprobs)
+        row.notes = row.notes + Notes(how, tuple(num_drafted), logprobs, result.prompt_logprobs)
         row.decided_s = now_s
         self.counters.count_round(result.num_drafted, num_accepted, count)
         if row.finish is not None:

@@ -74,7 +74,8 @@ def test_mixed_draft_lengths_in_one_batch(family: str, references: dict[str, tup
 
 
 @pytest.mark.parametrize(
-    ("family", "draft"), [*((family, "half right") for family in FIVE), ("llama", "never right"), ("llama", "always right")]
+    ("family", "draft"),
+    [*((family, "half right") for family in FIVE), ("llama", "never right"), ("llama", "always right")],
 )
 def test_a_seed_gives_the_same_tokens_with_and_without_drafts(family: str, draft: str) -> None:
     sampling = SamplingParams(temperature=1.0, top_p=0.95)
@@ -114,7 +115,7 @@ def test_a_rollback_that_is_off_by_one_is_found(references: dict[str, tuple], mo
 
     monkeypatch.setattr(ModelRunner, "truncate", noting_truncate)
     monkeypatch.setattr(ModelRunner, "reserve", lambda self, sequence, length: reserve(self, sequence, length + 1))
-    stock, wanted = references["llama"]
+    _stock, wanted = references["llama"]
     cases = make_cases(GREEDY)
     for broken in (False, True):
         if broken:

@@ -71,7 +71,7 @@ def test_edge_15_shared_prefixes_change_no_token(temperature: float) -> None:
     rng = random.Random(2)
     prompt = tuple(rng.randrange(3, 128) for _ in range(37))
     sampling = SamplingParams(temperature=temperature)
-    cases = [Case(prompt, 12, sampling, 1), Case(prompt[:30] + (7, 8), 12, sampling, 2), Case(prompt, 12, sampling, 1)]
+    cases = [Case(prompt, 12, sampling, 1), Case((*prompt[:30], 7, 8), 12, sampling, 2), Case(prompt, 12, sampling, 1)]
     alone = [run(make_service("mistral", 0.1, 3), [case])[0][0] for case in cases]
     service = make_service("mistral", 0.1, 3)
     assert [run(service, [case])[0][0] for case in cases] == alone

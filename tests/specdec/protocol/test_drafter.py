@@ -182,7 +182,7 @@ def test_under_the_rejection_rule_candidates_go_with_their_tokens():
 
 def test_all_sequences_share_a_batch_and_are_released_when_they_go():
     machine = machine_with(2)
-    open_sequence(machine, "t", Plan(1))
+    open_sequence(machine, "t", Plan(1, mode="in_turn"))
     settle(machine)
     assert [[key for key, *_ in batch] for batch in machine._backend.batches] == [["s", "t"], ["s"]]
     machine.receive(Close("s", INC), 1.0)

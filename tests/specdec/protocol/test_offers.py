@@ -57,7 +57,7 @@ BRANCHES = (
         ((1, 2, 3, 4, 0), (2, 2, 2)),  # all accepted, 0 the bonus token
         ((1, 2, 6), ()),  # an outcome that was not foreseen
         ((1,), (2, 3, 4, 0, 2, 2, 2)),  # nothing decided yet: the longest way on
-        ((1, 2, 3), (4, 1, 1, 1)),  # a branch that goes the chain's own way, and further
+        ((1, 2, 3, 4, 1), (1, 1)),  # a branch that went the chain's own way, and further
     ],
 )
 def test_branches_over_what_has_been_committed_since(output, expected):

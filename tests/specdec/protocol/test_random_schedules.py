@@ -8,7 +8,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from tests.specdec.protocol.world import Result, run_schedule
+from specdec.protocol.target import TargetMachine
+from tests.specdec.protocol.world import NOTHING, Result, World, run_schedule
 
 PART = 500
 
@@ -32,6 +33,29 @@ def check(first: int, count: int) -> None:
 @pytest.mark.parametrize("part", range(4))
 def test_random_schedules(part: int) -> None:
     check(part * PART, PART)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_notes_add_up_to_the_targets_counters(seed: int) -> None:
+    """Where nothing fails and every sequence is opened once, notes and counters tell the same of every round."""
+    world = World(seed)
+    world.adversary, world.net.loss, world.net.delay = NOTHING, 0.0, 0.0
+    world.run()
+    clients = world.watch.clients.values()
+    targets = [node.machine for node in world.nodes.values() if isinstance(node.machine, TargetMachine)]
+    told = (
+        sum(len(client.tokens) for client in clients),
+        sum(client.notes.how.count("a") for client in clients),
+        sum(sum(client.notes.num_drafted) for client in clients),
+        sum(count > 0 for client in clients for count in client.notes.num_drafted),
+    )
+    counters = [target.counters for target in targets]
+    assert told == (
+        sum(c.num_committed_tokens for c in counters),
+        sum(c.num_accepted_tokens for c in counters),
+        sum(c.num_draft_tokens for c in counters),
+        sum(c.num_drafts for c in counters),
+    )
 
 
 @pytest.mark.soak

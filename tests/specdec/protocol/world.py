@@ -50,6 +50,9 @@ class Adversary:
         )
 
 
+NOTHING = Adversary(crash=0, lapse=0, cancel=0, stall=0, rumour=0, plan=0)
+
+
 @dataclass
 class Result:
     """What became of a schedule."""

@@ -1,0 +1,47 @@
+"""Log probabilities of a prompt's own tokens, gathered chunk by chunk while it is read."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from specdec.protocol.backends import VerifyJob
+from specdec.protocol.messages import PromptLogprobs, TokenLogprobs
+from specdec.sampling.logprobs import token_logprobs
+
+
+class PromptReader:
+    """Keeps what was reported of prompts that are being read.
+
+    A prompt is read from its beginning for this: cached prefixes of others have no logits any more.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[str, list[TokenLogprobs | None]] = {}
+
+    def wants(self, job: VerifyJob) -> bool:
+        """Whether all positions of the job's log need logits: it is a prompt, and its request asks for them."""
+        return job.spec.sampling.prompt_logprobs is not None and len(job.log) == job.spec.output_start
+
+    def read(self, job: VerifyJob, first: int, logits: Tensor) -> None:
+        """Take a chunk.
+
+        Args:
+            job: For which ``wants`` holds.
+            first: Position of the chunk's first token; 0 begins anew.
+            logits: float32 [M, V]: of positions [first, first + M); the last of a prompt says nothing of it.
+        """
+        entries = self._entries.setdefault(job.key, [None])
+        if first == 0:
+            entries[:] = [None]
+        tokens = job.log.tail(first + 1, first + 1 + logits.shape[0])
+        num_top = job.spec.sampling.prompt_logprobs or 0
+        entries += token_logprobs(logits[: len(tokens)], tokens, [num_top] * len(tokens))
+
+    def take(self, job: VerifyJob) -> PromptLogprobs | None:
+        """All of a prompt's entries, once it is read; None where none were asked for."""
+        entries = self._entries.pop(job.key, None)
+        return None if entries is None else tuple(entries)
+
+    def release(self, key: str) -> None:
+        """Forget a sequence."""
+        self._entries.pop(key, None)

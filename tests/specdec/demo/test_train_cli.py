@@ -1,0 +1,41 @@
+import json
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from specdec.demo.train import __main__ as cli
+from specdec.demo.train import checkpoints, tokens
+from specdec.demo.train.corpus import Document
+
+
+def test_the_commands_make_a_pair_and_its_figures(tmp_path, caplog):
+    caplog.set_level("INFO")
+    code = "".join(f"def name_{i}(x):\n    return x + {i}\n\n\n" for i in range(40))
+    documents = [Document("package", f"m{i}.py", code.replace("name", f"name_{i}")) for i in range(30)]
+    tokenizer = AutoTokenizer.from_pretrained(cli.DEMO / "target")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    tokens.write_tokens(documents, tokenizer, tmp_path)
+
+    def run(command):
+        cli.main(["--work", str(tmp_path), *command.split()])
+
+    small = "--window-tokens 80 --batch-size 4"
+    run(f"target --stages 1:1,2:2 {small}")
+    run(f"target --stages 1:1,2:3 {small} --decay-steps 1 --start-from target --name final")
+    run("samples --target final --num-windows 32 --window-tokens 80")
+    run(f"draft --target final --steps 2 {small}")
+    run("export --target final")
+    run(f"evaluate --pair {tmp_path}/pair --num-windows 1")
+
+    steps = {name: checkpoints.load(tmp_path / f"{name}.pt").step for name in ("target", "final", "draft")}
+    assert steps == {"target": 2, "final": 3, "draft": 2}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "pair" / "target").config.num_hidden_layers == 2
+    assert AutoTokenizer.from_pretrained(tmp_path / "pair" / "draft").chat_template
+    figures = json.loads(caplog.messages[-1].split("\n|")[0])
+    assert len(figures["agreements"]) == 6
+    assert figures["draft_parameters"] == 1_352_480
+
+
+def test_the_recipe_is_of_commands_that_exist(tmp_path):
+    for command in cli.RECIPE:
+        options = cli.build_parser().parse_args(["--work", str(tmp_path), *command.format(work=tmp_path).split()])
+        assert callable(options.run)

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import pytest
+
+from specdec.protocol.ingress import Delivery, IngressMachine
+from specdec.protocol.leases import Times
+from specdec.protocol.messages import Cancel, End, Gone, NewTokens, Notes, Submit, Want
+from specdec.sampling.params import SamplingParams, SequenceSpec
+from tests.specdec.protocol.scripted import PROMPT, log_of
+
+TIMES = Times(renew_s=1.0, repeat_s=0.5, silence_s=4.0)
+SPEC = SequenceSpec(SamplingParams(), 0, len(PROMPT), 12)
+P = len(PROMPT)
+
+
+def ingress(*routers):
+    machine = IngressMachine("I", TIMES)
+    for name in routers:
+        machine.router_joined(name, 0.0)
+    machine.start("s", PROMPT, SPEC, 0.0)
+    return machine
+
+
+def submitted():
+    """An ingress with one request, submitted to its only router."""
+    machine = ingress("R")
+    machine.take_outbox()
+    return machine
+
+
+def submission(attempt=1, output=()):
+    return Submit("s", attempt, "I", (*PROMPT, *output), SPEC)
+
+
+def new_tokens(base, tokens, whole, attempt=1):
+    notes = Notes("p" * len(tokens), (0,) * len(tokens))
+    return NewTokens("s", attempt, P + base, tuple(tokens), notes, log_of(whole).mark())
+
+
+def delivered(*tokens):
+    return Delivery("s", tokens, Notes("p" * len(tokens), (0,) * len(tokens)))
+
+
+def test_tokens_are_delivered_once():
+    machine = submitted()
+    machine.receive(new_tokens(0, (3, 4), (3, 4)), 0.0)
+    machine.receive(new_tokens(0, (3, 4), (3, 4)), 0.0)
+    machine.receive(new_tokens(1, (4, 5), (3, 4, 5)), 0.0)
+    machine.receive(new_tokens(0, (3,), (3,)), 0.0)
+    assert machine.take_deliveries() == [delivered(3, 4), delivered(5)]
+    assert machine.take_deliveries() == []
+
+
+def test_tokens_of_another_history_are_not_delivered_but_submitted_against():
+    machine = submitted()
+    machine.receive(new_tokens(0, (3, 4), (3, 4)), 0.0)
+    machine.receive(new_tokens(0, (3, 9, 9), (3, 9, 9)), 0.0)
+    assert machine.take_deliveries() == [delivered(3, 4)]
+    assert machine.take_outbox() == {"R": [submission(2, (3, 4))]}
+    machine.receive(new_tokens(2, (5,), (3, 4, 5)), 0.0)  # of the attempt before
+    machine.receive(new_tokens(2, (6,), (3, 4, 6), attempt=2), 0.0)
+    assert machine.take_deliveries() == [delivered(6)]
+
+
+def test_it_ends_only_when_it_has_everything():
+    machine = submitted()
+    end = End("s", 1, log_of((3, 4)).mark(), "stop")
+    machine.receive(end, 0.0)
+    machine.receive(new_tokens(0, (3,), (3,)), 0.0)
+    machine.receive(end, 0.0)
+    assert machine.take_deliveries() == [delivered(3)]
+    machine.receive(new_tokens(1, (4,), (3, 4)), 0.0)
+    machine.receive(end, 0.0)
+    machine.receive(end, 0.0)
+    assert machine.take_deliveries() == [delivered(4), Delivery("s", (), Notes(), "stop")]
+    assert machine.take_outbox() == {"R": [Cancel("s", 1)]}
+    assert len(machine) == 0
+
+
+def test_it_wants_and_acknowledges_as_time_goes_by():
+    machine = submitted()
+    machine.step(0.9)
+    machine.receive(new_tokens(0, (3,), (3,)), 0.4)
+    assert machine.take_outbox() == {}
+    machine.receive(new_tokens(0, (3, 4), (3, 4)), 0.5)
+    assert machine.take_outbox() == {"R": [Want("s", 1, "I", P + 2)]}
+    machine.step(1.4)
+    assert machine.take_outbox() == {}
+    machine.step(1.5)
+    assert machine.take_outbox() == {"R": [Want("s", 1, "I", P + 2)]}
+
+
+@pytest.mark.parametrize("how", ["gone", "lost", "silent"])
+def test_when_its_router_is_gone_it_submits_again_with_what_it_has(how):
+    machine = ingress("R", "Q")
+    (first,) = machine.take_outbox()
+    machine.receive(new_tokens(0, (3,), (3,)), 0.0)
+    match how:
+        case "gone":
+            machine.receive(Gone("s", 1), 1.0)
+            machine.receive(Gone("s", 1), 1.0)
+        case "lost":
+            machine.router_lost(first, 1.0)
+        case "silent":
+            machine.step(TIMES.silence_s + 1)
+    assert machine.take_outbox() == {"QR".replace(first, ""): [submission(2, (3,))]}
+    assert machine.num_resubmitted == 1
+
+
+def test_without_a_router_it_waits_for_one():
+    machine = ingress()
+    machine.step(10.0)
+    assert machine.take_outbox() == {}
+    machine.router_joined("R", 20.0)
+    (submit,) = machine.take_outbox()["R"]
+    machine.router_lost("R", 20.0)
+    machine.router_joined("R", 21.0)
+    (again,) = machine.take_outbox()["R"]
+    assert again.attempt > submit.attempt
+    machine.router_joined("R", 22.0)
+    assert machine.take_outbox() == {}
+
+
+def test_a_cancelled_request_is_forgotten():
+    machine = submitted()
+    machine.cancel("s")
+    machine.cancel("s")
+    machine.receive(new_tokens(0, (3,), (3,)), 0.0)
+    assert (machine.take_outbox(), machine.take_deliveries(), len(machine)) == ({"R": [Cancel("s", 1)]}, [], 0)

@@ -1,0 +1,308 @@
+from __future__ import annotations
+
+import pytest
+
+from specdec.protocol.leases import Times
+from specdec.protocol.messages import (
+    Ack,
+    Alive,
+    Cancel,
+    Close,
+    Commit,
+    End,
+    Gone,
+    Inc,
+    Live,
+    NewTokens,
+    Notes,
+    Offer,
+    Open,
+    Plan,
+    Resync,
+    Submit,
+    Verdict,
+    Want,
+)
+from specdec.protocol.router import RouterMachine
+from specdec.sampling.params import SamplingParams, SequenceSpec
+from tests.specdec.protocol.scripted import PROMPT, log_of
+
+TIMES = Times(lease_s=5.0, renew_s=1.0, settle_s=0.5, silence_s=4.0)
+SPEC = SequenceSpec(SamplingParams(), 0, len(PROMPT), 12)
+PLAN = Plan(3)
+P = len(PROMPT)
+
+
+def router(*workers, plan=PLAN):
+    machine = RouterMachine("R", lambda spec: plan, TIMES)
+    for name in workers:
+        join(machine, name)
+    return machine
+
+
+def join(machine, name, now_s=0.0):
+    machine.worker_joined(name, "target" if name.startswith("T") else "drafter", now_s)
+
+
+def submit(machine, seq="s", attempt=1, output=(), now_s=0.0):
+    machine.receive(Submit(seq, attempt, "I", (*PROMPT, *output), SPEC), now_s)
+
+
+def submitted(*workers, plan=PLAN):
+    """A router with one session, whose openings are sent."""
+    machine = router(*workers, plan=plan)
+    submit(machine)
+    machine.take_outbox()
+    return machine
+
+
+def opened(n=0, output=(), attempt=1, seq="s", plan=PLAN):
+    return Open(seq, Inc(attempt, n), "R", (*PROMPT, *output), SPEC, plan, TIMES.lease_s)
+
+
+def notes(tokens):
+    return Notes("p" * len(tokens), (0,) * len(tokens))
+
+
+def verdict(base, tokens, whole=None, n=0, finish=None, attempt=1):
+    mark = log_of(range(base) if whole is None else whole[:base])
+    mark.extend(tokens)
+    return Verdict("s", Inc(attempt, n), P + base, tuple(tokens), notes(tokens), mark.mark(), finish)
+
+
+def new_tokens(base, tokens, whole, attempt=1):
+    return NewTokens("s", attempt, P + base, tuple(tokens), notes(tokens), log_of(whole).mark())
+
+
+def commit(base, tokens, whole, n=0):
+    return Commit("s", Inc(1, n), P + base, tuple(tokens), log_of(whole).mark())
+
+
+def test_a_submitted_sequence_is_opened_on_a_target_and_a_drafter():
+    machine = router("T0", "D0")
+    submit(machine)
+    assert machine.take_outbox() == {"T0": [opened()], "D0": [opened()]}
+    submit(machine)
+    assert machine.take_outbox() == {}
+
+
+def test_where_nothing_is_drafted_no_drafter_is_bothered():
+    machine = router("T0", "D0", plan=Plan(0))
+    submit(machine)
+    assert machine.take_outbox() == {"T0": [opened(plan=Plan(0))]}
+    machine.receive(verdict(0, (0,)), 0.0)
+    assert set(machine.take_outbox()) == {"T0", "I"}
+
+
+def test_sequences_go_to_the_least_loaded_worker():
+    machine = router("T0", "T1")
+    for seq in ("a", "b", "c", "d"):
+        submit(machine, seq)
+    assert {peer: len(messages) for peer, messages in machine.take_outbox().items()} == {"T0": 2, "T1": 2}
+
+
+def test_without_workers_a_sequence_waits_for_one_of_each_kind():
+    machine = router()
+    submit(machine)
+    assert machine.take_outbox() == {}
+    join(machine, "D0")
+    assert machine.take_outbox() == {"D0": [opened()]}
+    join(machine, "T0")
+    assert machine.take_outbox() == {"T0": [opened()]}
+
+
+def test_a_verdict_is_acknowledged_committed_and_told():
+    machine = submitted("T0", "D0")
+    machine.receive(verdict(0, (0, 1)), 0.0)
+    assert machine.take_outbox() == {
+        "T0": [Ack("s", Inc(1, 0), P + 2)],
+        "D0": [commit(0, (0, 1), (0, 1))],
+        "I": [new_tokens(0, (0, 1), (0, 1))],
+    }
+
+
+def test_tokens_are_taken_once_and_told_from_what_the_client_has():
+    machine = submitted("T0", "D0")
+    machine.receive(verdict(0, (0, 1)), 0.0)
+    machine.receive(Want("s", 1, "I", P + 1), 0.0)
+    machine.take_outbox()
+    machine.receive(verdict(0, (0, 1, 2)), 0.0)
+    machine.receive(verdict(0, (0,)), 0.0)
+    sent = machine.take_outbox()
+    assert sent["T0"] == [Ack("s", Inc(1, 0), P + 3)] * 2
+    assert sent["I"] == [new_tokens(1, (1, 2), (0, 1, 2))] * 2
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        verdict(2, (2, 3), whole=(0, 9)),  # another history, and more of it
+        verdict(0, (9,)),  # another history, no longer than this one
+        verdict(3, (3,)),  # beyond what is known here
+    ],
+)
+def test_a_verdict_that_does_not_fit_opens_the_sequence_anew(message):
+    machine = submitted("T0", "D0")
+    machine.receive(verdict(0, (0, 1)), 0.0)
+    machine.take_outbox()
+    machine.receive(message, 0.0)
+    assert machine.take_outbox() == {"T0": [opened(n=1, output=(0, 1))]}
+    machine.receive(verdict(0, (9, 9)), 0.0)  # of the inc before
+    assert machine.take_outbox() == {}
+    machine.receive(verdict(2, (2,), n=1), 0.0)
+    assert machine.take_outbox()["I"] == [new_tokens(0, (0, 1, 2), (0, 1, 2))]
+    assert machine.num_reopened == 1
+
+
+@pytest.mark.parametrize("tokens", [(0, 1), ()])
+def test_a_finish_closes_the_workers_and_is_told_until_the_ingress_leaves(tokens):
+    machine = submitted("T0", "D0")
+    machine.receive(verdict(0, (0, 1)), 0.0)
+    machine.take_outbox()
+    machine.receive(verdict(2 - len(tokens), tokens, finish="stop"), 0.0)
+    told = [new_tokens(0, (0, 1), (0, 1)), End("s", 1, log_of((0, 1)).mark(), "stop")]
+    closed = [Close("s", Inc(1, 0))]
+    assert machine.take_outbox() == {"T0": [Ack("s", Inc(1, 0), P + 2), *closed], "D0": closed, "I": told}
+    machine.receive(Want("s", 1, "I", P), 0.0)
+    machine.receive(verdict(0, (0, 1), finish="stop"), 0.0)
+    machine.receive(Resync("T0", "s", Inc(1, 0), 0, "unknown"), 0.0)
+    assert machine.take_outbox() == {"I": told}
+    machine.receive(Cancel("s", 1), 0.0)
+    assert (machine.take_outbox(), machine.num_sessions) == ({}, 0)
+
+
+def test_an_offer_goes_to_the_target_under_the_targets_inc():
+    machine = submitted("T0", "D0")
+    machine.receive(verdict(3, (3,)), 0.0)
+    machine.take_outbox()
+    offer = Offer("s", Inc(1, 0), log_of(()).mark(), (4, 5))
+    machine.receive(offer, 0.0)
+    machine.receive(Offer("s", Inc(1, 1), log_of(()).mark(), (4, 5)), 0.0)
+    assert machine.take_outbox() == {"T0": [Offer("s", Inc(1, 1), offer.mark, (4, 5))]}
+
+
+def test_commits_are_cumulative_from_the_mark_of_the_last_offer():
+    machine = submitted("T0", "D0")
+    machine.receive(verdict(0, (0, 1)), 0.0)
+    machine.receive(verdict(2, (2,)), 0.0)
+    machine.receive(Offer("s", Inc(1, 0), log_of((0, 1)).mark(), (4, 5)), 0.0)
+    machine.receive(verdict(3, (3,)), 0.0)
+    assert machine.take_outbox()["D0"] == [
+        commit(0, (0, 1), (0, 1)),
+        commit(0, (0, 1, 2), (0, 1, 2)),
+        commit(2, (2, 3), (0, 1, 2, 3)),
+    ]
+
+
+def test_a_resync_is_answered_for_the_current_inc_only():
+    machine = submitted("T0", "D0")
+    machine.receive(Resync("T0", "s", Inc(1, 0), 0, "unknown"), 0.0)
+    machine.receive(Resync("T0", "s", Inc(1, 0), 0, "unknown"), 0.0)
+    machine.receive(Resync("D1", "s", Inc(1, 0), 0, "unknown"), 0.0)
+    assert machine.take_outbox() == {"T0": [opened(n=1)]}
+    machine.receive(Resync("D0", "s", Inc(1, 0), 0, "gap"), 0.0)
+    assert machine.take_outbox() == {"D0": [opened(n=1)]}
+
+
+def test_live_leaves_out_what_was_just_opened_and_repeats_commits():
+    machine = submitted("T0", "D0")
+    machine.step(0.5)
+    assert machine.take_outbox() == {"T0": [Live("R", ())], "D0": [Live("R", ())]}
+    machine.receive(verdict(0, (0,)), 1.0)
+    machine.take_outbox()
+    machine.step(1.0)
+    assert machine.take_outbox() == {}
+    machine.step(1.5)
+    live = Live("R", (("s", Inc(1, 0)),))
+    assert machine.take_outbox() == {"D0": [commit(0, (0,), (0,)), live], "T0": [live]}
+
+
+def test_what_the_ingress_no_longer_wants_is_closed():
+    machine = submitted("T0", "D0")
+    machine.receive(Want("s", 1, "I", P), 3.0)
+    machine.take_outbox()
+    for worker in ("T0", "D0"):
+        machine.receive(Alive(worker), 5.0)
+    machine.step(TIMES.lease_s + 1)
+    assert machine.num_sessions == 1
+    machine.take_outbox()
+    machine.step(3.0 + TIMES.lease_s + 1)
+    closed = Close("s", Inc(1, 0))
+    sent = machine.take_outbox()
+    assert (sent["T0"][0], sent["D0"][0], machine.num_sessions) == (closed, closed, 0)
+    submit(machine, now_s=10.0)  # late
+    assert machine.num_sessions == 0
+    machine.receive(Want("s", 1, "I", P), 10.0)
+    assert machine.take_outbox()["I"] == [Gone("s", 1)]
+
+
+def test_a_higher_attempt_replaces_the_session_and_closes_its_links():
+    machine = submitted("T0", "D0")
+    machine.receive(Want("s", 2, "I", P + 1), 0.0)
+    assert machine.take_outbox() == {"I": [Gone("s", 2)]}
+    submit(machine, attempt=2, output=(0,))
+    for messages in machine.take_outbox().values():
+        assert messages == [Close("s", Inc(1, 0)), opened(attempt=2, output=(0,))]
+    machine.receive(Want("s", 1, "I", P), 0.0)
+    machine.receive(Cancel("s", 1), 0.0)
+    assert (machine.take_outbox(), machine.num_sessions) == ({}, 1)
+
+
+def test_a_lost_worker_is_replaced_by_another():
+    machine = submitted("T0", "D0")
+    join(machine, "T1")
+    machine.receive(verdict(0, (0,)), 0.0)
+    machine.take_outbox()
+    machine.worker_lost("T0", 0.0)
+    assert machine.take_outbox() == {"T1": [opened(n=1, output=(0,))]}
+
+
+def test_a_lost_worker_is_replaced_by_the_next_that_comes():
+    machine = submitted("T0", "D0")
+    machine.worker_lost("T0", 0.0)
+    machine.worker_lost("D0", 0.0)
+    assert machine.take_outbox() == {}
+    join(machine, "T0")
+    join(machine, "D7")
+    assert machine.take_outbox() == {"T0": [opened(n=1)], "D7": [opened(n=1)]}
+
+
+def test_a_worker_that_is_reached_again_gets_its_openings_again():
+    machine = submitted("T0", "D0")
+    machine.receive(verdict(0, (0,)), 0.0)
+    machine.take_outbox()
+    join(machine, "T0")
+    assert machine.take_outbox() == {"T0": [opened(output=(0,))]}
+
+
+def test_a_silent_worker_counts_as_lost_until_it_is_heard_again():
+    machine = submitted("T0", plan=Plan(0))
+    machine.receive(Alive("T0", {"x": 1.0}), 1.0)
+    machine.receive(Want("s", 1, "I", P), 4.0)
+    assert machine.reports() == {"T0": ("target", {"x": 1.0})}
+    machine.step(5.5)
+    assert machine.reports() == {}
+    assert machine.take_outbox()["T0"] == [Live("R", ())]  # it is still asked
+    submit(machine, "late", now_s=5.5)
+    assert machine.take_outbox() == {}
+    machine.receive(Alive("T0", {"x": 2.0}), 6.0)
+    sent = machine.take_outbox()["T0"]
+    assert [(message.seq, message.inc) for message in sent] == [("s", Inc(1, 1)), ("late", Inc(1, 0))]
+    assert machine.reports() == {"T0": ("target", {"x": 2.0})}
+
+
+def test_sequences_move_away_from_a_silent_worker():
+    machine = submitted("T0", plan=Plan(0))
+    machine.receive(Want("s", 1, "I", P), 4.0)
+    join(machine, "T1", 4.0)
+    machine.take_outbox()
+    machine.step(5.0)
+    assert opened(n=1, plan=Plan(0)) in machine.take_outbox()["T1"]
+    machine.receive(Alive("T0"), 5.0)
+    assert machine.take_outbox() == {}  # what has moved stays where it is
+
+
+def test_an_unknown_workers_heartbeat_is_ignored():
+    machine = submitted("T0")
+    machine.receive(Alive("T9"), 0.0)
+    assert set(machine.reports()) == {"T0"}
