@@ -39,7 +39,7 @@ format: $(STAMP)
 	@$(BIN)/ruff check --fix .
 
 bench: $(STAMP)
-	@$(BIN)/python -m cluster.bench $(ARGS)
+	@$(BIN)/specdec bench $(ARGS)
 
 soak: $(STAMP)
 	@$(BIN)/python -m pytest -m soak $(ARGS)

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from cluster.config import AppArgs, ServiceConfig
+from cluster.placement import plan_placement, ray_devices
 from cluster.processes import OwnProcesses, is_alive
 from cluster.settings import prepare_for_ray
 from specdec.errors import InvalidParameterError, SpecdecError
@@ -112,7 +113,11 @@ class LocalService:
             logging_config={"log_level": self._config.log_level.upper(), "enable_access_log": False},
         )
         self._report("Serve is up")
-        app = load_builder(self._application)(self._config.app_args())
+        args = self._config.app_args()
+        placement = plan_placement(ray_devices(), args.replicas, args.actors, has_draft=args.has_draft)
+        for remark in placement.remarks:
+            self._report(remark)
+        app = load_builder(self._application)(args)
         target = serve.RunTarget(target=app, name=APPLICATION_NAME, route_prefix="/")
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
         self._processes.note()

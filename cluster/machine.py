@@ -56,5 +56,6 @@ def this_machine() -> Machine:
     for index in range(torch.cuda.device_count()):
         free_bytes, total_bytes = torch.cuda.mem_get_info(index)
         gpus.append(Gpu(torch.cuda.get_device_name(index), total_bytes, free_bytes))
-    num_cpus = len(psutil.Process().cpu_affinity() or ())
+    process = psutil.Process()
+    num_cpus = len(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else psutil.cpu_count()
     return Machine(versions, num_cpus, memory.total, memory.available, tuple(gpus))

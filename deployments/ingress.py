@@ -15,12 +15,12 @@ from deployments.metrics import metrics_page
 from deployments.names import ROUTER
 from deployments.openai.app import create_app
 from deployments.openai.observer import PrometheusObserver
-from deployments.openai.service import GenerationDefaults, ModelInfo, ServedModel
+from deployments.openai.service import GenerationDefaults, ModelInfo, Role, ServedModel
 from deployments.openai.settings import ApiSettings
 from deployments.requests import RoutedTokens
 from deployments.transport.endpoints import IngressEndpoint, PeerGroup, replica_id
 from specdec.models.describe import describe_model
-from specdec.models.loading import load_tokenizer
+from specdec.models.loading import ModelSource, load_tokenizer
 from specdec.protocol.ingress import IngressMachine
 
 ROUTERS = PeerGroup(ROUTER, IngressMachine.router_joined, IngressMachine.router_lost)
@@ -57,17 +57,27 @@ class OpenAIIngress(IngressEndpoint):
 
 def _model_info(args: AppArgs) -> ModelInfo:
     """What the API says of the models, from their configurations alone."""
-    source = target_source(args)
+    vocab_size = len(load_tokenizer(target_source(args)))
+    target = _served(args, target_source(args), args.model_name, "target", vocab_size)
+    source = draft_source(args)
+    if source is None:
+        return ModelInfo(target, created_s=int(time.time()))
+    return ModelInfo(
+        target,
+        _served(args, source, f"{args.model_name}-draft", "draft", vocab_size),
+        num_speculative_tokens=args.num_speculative_tokens,
+        acceptance_rules=("coupled", "rejection"),
+        created_s=int(time.time()),
+    )
+
+
+def _served(args: AppArgs, source: ModelSource, name: str, role: Role, vocab_size: int) -> ServedModel:
     model = describe_model(source)
-    max_model_len = min(args.max_model_len or model.max_model_len, model.max_model_len)
-    target = ServedModel(
-        name=args.model_name,
-        role="target",
-        max_model_len=max_model_len,
-        vocab_size=len(load_tokenizer(source)),
+    return ServedModel(
+        name=name,
+        role=role,
+        max_model_len=min(args.max_model_len or model.max_model_len, model.max_model_len),
+        vocab_size=vocab_size,
         eos_token_ids=model.eos_token_ids,
         defaults=GenerationDefaults.from_generation_config(model.generation_defaults),
     )
-    has_draft = draft_source(args) is not None
-    num_draft_tokens = args.num_speculative_tokens if has_draft else 0
-    return ModelInfo(target, num_speculative_tokens=num_draft_tokens, created_s=int(time.time()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import replace
 
 from deployments.openai.service import ModelInfo, SequenceRequest, TokenDelta
 from deployments.transport.host import LoopHost
@@ -67,9 +68,10 @@ class RoutedTokens:
             raise ServiceUnavailableError(f"{self._most_sequences} sequences are open, and no more are taken in")
         assert self._host is not None
         seq, queue = request.seq, asyncio.Queue[TokenDelta]()
+        spec = replace(request.spec, model=request.model, cache_salt=request.cache_salt or "")
         self._queues[seq] = queue
         try:
-            self._host.tell(lambda machine, now_s: machine.start(seq, request.prompt, request.spec, now_s))
+            self._host.tell(lambda machine, now_s: machine.start(seq, request.prompt, spec, now_s))
             yield TokenDelta()
             finished = False
             while not finished:

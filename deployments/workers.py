@@ -14,6 +14,7 @@ from specdec.engine.build import Built, build_drafter, build_target
 from specdec.models.compat import check_pair
 from specdec.models.describe import describe_model
 from specdec.models.loading import load_tokenizer
+from specdec.protocol.draft_worker import DraftWorkerMachine
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.target import TargetMachine
 
@@ -58,9 +59,12 @@ class DraftServer(WorkerEndpoint):
         pair = check_pair(describe_model(target), tokenizer, describe_model(source), load_tokenizer(source))
         for note in pair.notes:
             logger.info(note)
-        backend, built = build_drafter(source, backend_options(args, args.draft, len(tokenizer)), logger.info)
+        drafter, solo, built = build_drafter(source, backend_options(args, args.draft, len(tokenizer)), logger.info)
         _report(built)
-        machine = DrafterMachine(replica_id(), backend, args.protocol.times(), backend.gauges)
+        name, times = replica_id(), args.protocol.times()
+        machine = DraftWorkerMachine(
+            DrafterMachine(name, drafter, times, drafter.gauges), TargetMachine(name, solo, times)
+        )
         self.start_worker(machine, routers=ROUTER, stall_s=STALL_S)
 
 

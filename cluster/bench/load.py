@@ -76,6 +76,7 @@ async def run_workload(url: str, model: str, workload: Workload) -> Run:
     Args:
         url: Of the service, without a path.
         model: Name of the model, as the service lists it.
+        workload: What is asked.
 
     Raises:
         httpx.HTTPError: The service cannot be reached, or refuses a request.

@@ -1,20 +1,24 @@
-"""``specdec bench``: the target alone and with speculation, on a running service."""
+"""``specdec bench``: the target alone and with speculation, on a service that runs or on one of its own."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import platform
 
 from cluster.bench.compare import Comparison, compare, table
+from cluster.config_files import load_config
+from cluster.launch import LocalService, check_port
 from specdec.errors import InvalidParameterError
 
-USAGE = "[--url URL] [--streams 1,8] [--rounds N] [--max-tokens N] [--temperature T] [--num-speculative-tokens K,...]"
+USAGE = "[--url URL | --config FILE.yaml] [--streams 1,8] [--num-speculative-tokens 0,4] [--rounds N] [...]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``specdec bench``."""
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="where the service listens")
+    parser.add_argument("--url", help="where the service listens; by default one is started for the time of the bench")
+    parser.add_argument("--config", metavar="FILE.yaml", help="configuration of the service that is started")
     parser.add_argument("--streams", default="1,8", help="numbers of streams at once, separated by commas")
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count; each runs every mode once")
     parser.add_argument("--max-tokens", type=int, default=128, help="output tokens of each stream")
@@ -26,17 +30,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, and print a Markdown table; returns the exit code."""
-    print(asyncio.run(_measure(arguments)))
+    if arguments.url is not None:
+        print(asyncio.run(_measure(arguments, arguments.url)))
+        return 0
+    config = load_config(arguments.config)
+    config = config.model_copy(update={"port": check_port(config.host, 0)})
+    service = LocalService(config, lambda line: print(line, flush=True))
+    try:
+        service.start_ray()
+        service.deploy()
+        service.wait_until_ready()
+        print(asyncio.run(_measure(arguments, service.url)))
+    finally:
+        service.stop()
     return 0
 
 
-async def _measure(arguments: argparse.Namespace) -> str:
-    modes = {_mode(k): k for k in _numbers("num_speculative_tokens", arguments.num_speculative_tokens, least=0)}
+async def _measure(arguments: argparse.Namespace, url: str) -> str:
+    modes: dict[str, int | None] = {
+        _mode(k): k for k in _numbers("num_speculative_tokens", arguments.num_speculative_tokens, least=0)
+    }
     comparisons: list[Comparison] = []
     for num_streams in _numbers("streams", arguments.streams, least=1):
         comparisons.append(
             await compare(
-                arguments.url,
+                url,
                 modes,
                 num_streams,
                 rounds=arguments.rounds,
@@ -45,8 +63,9 @@ async def _measure(arguments: argparse.Namespace) -> str:
                 report=lambda line: print(line, flush=True),
             )
         )
-    head = f"{platform.processor() or platform.machine()}, temperature {arguments.temperature:g}"
-    return f"\n{head}, {arguments.max_tokens} tokens a stream, medians of {arguments.rounds} rounds\n\n{table(comparisons)}"
+    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    work = f"{arguments.max_tokens} tokens a stream at temperature {arguments.temperature:g}"
+    return f"\n{machine}; {work}; medians of {arguments.rounds} rounds\n\n{table(comparisons)}"
 
 
 def _mode(num_speculative_tokens: int) -> str:

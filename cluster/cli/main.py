@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Sequence
 
-from cluster.cli import doctor, generate, serve
+from cluster.cli import bench, doctor, generate, serve
 from cluster.cli.failures import exit_code
 from cluster.cli.flags import Parser
 
 COMMANDS = {
     "serve": (serve, "serve a pair of models over HTTP until Ctrl-C"),
     "generate": (generate, "continue a prompt in this process, without a service"),
+    "bench": (bench, "compare the target alone with speculation, on a service"),
     "doctor": (doctor, "say what there is, and whether the pair fits together and into memory"),
 }
 

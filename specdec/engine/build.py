@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from specdec.engine.draft_backend import ModelDrafter
+from specdec.engine.states import SequenceStates
 from specdec.engine.target_backend import ModelTarget
 from specdec.models.admission import AdmissionReport, check_admission
 from specdec.models.loading import LoadedModel, ModelSource, Progress, load_model
@@ -74,20 +75,21 @@ def build_target(
 
 def build_drafter(
     source: ModelSource, options: BackendOptions, progress: Progress | None = None
-) -> tuple[ModelDrafter, Built]:
-    """Load a model and make a drafter of it; raises like :func:`build_target`.
+) -> tuple[ModelDrafter, ModelTarget, Built]:
+    """Load a model and make a drafter of it, and a target over the same caches, for those who ask the model itself.
 
-    A draft model that reads less than ``options.max_model_len`` drafts as far as it reads.
+    A draft model that reads less than ``options.max_model_len`` drafts as far as it reads. Raises like
+    :func:`build_target`.
     """
     built = _build(source, options, progress)
-    runner = built.runner
-    backend = ModelDrafter(
-        runner,
-        Sampler(runner.vocab_size),
-        max_model_len=built.memory.max_model_len,
-        max_batch_tokens=_max_batch_tokens(built, options),
-    )
-    return backend, built
+    runner, states = built.runner, SequenceStates(built.runner)
+    sampler = Sampler(runner.vocab_size)
+    lengths = {
+        "max_model_len": built.memory.max_model_len,
+        "max_batch_tokens": _max_batch_tokens(built, options),
+    }
+    drafter = ModelDrafter(runner, sampler, states=states, **lengths)
+    return drafter, ModelTarget(runner, sampler, states=states, **lengths), built
 
 
 def _build(source: ModelSource, options: BackendOptions, progress: Progress | None) -> Built:

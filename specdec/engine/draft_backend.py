@@ -25,12 +25,21 @@ class ModelDrafter:
         sampler: From logits to tokens.
         max_model_len: Longest sequence in tokens that the model can read.
         max_batch_tokens: Most tokens forwarded per step.
+        states: Of the runner, where another backend uses it too; by default there is none.
     """
 
-    def __init__(self, runner: ModelRunner, sampler: Sampler, *, max_model_len: int, max_batch_tokens: int) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        sampler: Sampler,
+        *,
+        max_model_len: int,
+        max_batch_tokens: int,
+        states: SequenceStates | None = None,
+    ) -> None:
         self._runner = runner
         self._sampler = sampler
-        self._states = SequenceStates(runner)
+        self._states = states if states is not None else SequenceStates(runner)
         self._max_model_len = max_model_len
         self._max_batch_tokens = max_batch_tokens
 

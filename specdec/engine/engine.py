@@ -146,7 +146,7 @@ class SpeculativeEngine:
         target_backend, built = build_target(target, options, progress)
         draft_backend = None
         if draft is not None:
-            draft_backend, draft_built = build_drafter(draft, options, progress)
+            draft_backend, _, draft_built = build_drafter(draft, options, progress)
             check_pair(built.loaded, tokenizer, draft_built.loaded, load_tokenizer(draft))
         return cls(
             target_backend,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from typing import Any
 
+import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
@@ -31,10 +32,8 @@ class PagedCache(Cache):  # type: ignore[misc]
         self._plan: StepPlan | None = None
         for layer in layers:
             shape = (num_blocks + 1, block_size, layer.num_key_heads)
-            options: dict[str, Any] = {"dtype": layer.dtype, "device": layer.device}
-            # Zeros, since masked keys are still multiplied: what was never written must be finite.
-            keys = torch.zeros(*shape, layer.key_dim, **options)
-            self._pools[layer.index] = (keys, torch.zeros(*shape, layer.value_dim, **options))
+            keys = _zeros((*shape, layer.key_dim), layer)
+            self._pools[layer.index] = (keys, _zeros((*shape, layer.value_dim), layer))
 
     def begin(self, plan: StepPlan) -> None:
         """The step whose keys and values come next."""
@@ -79,3 +78,15 @@ class PagedCache(Cache):  # type: ignore[misc]
     def num_bytes(self) -> int:
         """Bytes of all pools."""
         return sum(pool.nbytes for pools in self._pools.values() for pool in pools)
+
+
+def _zeros(shape: tuple[int, ...], layer: AttentionLayer) -> torch.Tensor:
+    """Zeros, since masked keys are still multiplied: what was never written must be finite.
+
+    On a CPU numpy asks the system for memory that is zero already, and becomes real page by page when it is written:
+    a pool of gigabytes costs nothing until it is used.
+    """
+    if layer.device.type != "cpu":
+        return torch.zeros(shape, dtype=layer.dtype, device=layer.device)
+    num_bytes = math.prod(shape) * layer.dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(layer.dtype).view(shape)

@@ -68,7 +68,7 @@ class Session(Row):
         self.client_length = len(self.log)
         self.notes = Notes()
         self.finish: Finish | None = None
-        self.target = WorkerLink("target")
+        self.target = WorkerLink("target" if message.spec.model == "target" else "drafter")
         self.drafter = WorkerLink("drafter")
 
     @property
@@ -187,7 +187,8 @@ class RouterMachine:
             self._outbox.put(name, Live(self.name, tuple(entries)))
 
     def _on_submit(self, message: Submit, now_s: float) -> None:
-        session = Session(message, self._planner(message.spec), self._times.lease_s)
+        plan = self._planner(message.spec) if message.spec.model == "target" else Plan()
+        session = Session(message, plan, self._times.lease_s)
         held = self._sessions.get(message.seq)
         if self._sessions.admit(session, now_s) is None:
             return

@@ -74,13 +74,21 @@ class WorkerMachine(Generic[R]):
     def _on_open(self, message: Open, now_s: float) -> None:
         self._rows.admit(self._new_row(message, now_s), now_s)
 
-    def _on_live(self, message: Live, now_s: float) -> None:
+    def holds(self, seq: str) -> bool:
+        """Whether there is a row for a sequence, under whatever inc."""
+        return self._rows.get(seq) is not None
+
+    def renew(self, message: Live, now_s: float) -> None:
+        """Renew the leases a router names; what is unknown here it is asked to open."""
         for seq, inc in message.entries:
             row = self._rows.current(seq, inc)
             if row is not None:
                 self._rows.renew(row, now_s)
             else:
                 self._resync(message.router, seq, inc, "unknown")
+
+    def _on_live(self, message: Live, now_s: float) -> None:
+        self.renew(message, now_s)
         self._outbox.put(message.router, Alive(self.name, self.report()))
 
     def _resync(self, router: str, seq: str, inc: Inc, why: str) -> None:

@@ -62,6 +62,7 @@ class SequenceSpec:
         num_speculative_tokens: The request's bound on draft tokens per round; 0 switches speculation off, None leaves
             it to the service.
         cache_salt: Cached prefixes are shared only among sequences with the same salt.
+        model: Which of the pair decides the tokens; the draft does so without speculation.
     """
 
     sampling: SamplingParams
@@ -72,6 +73,7 @@ class SequenceSpec:
     arrival_s: float = 0.0
     num_speculative_tokens: int | None = None
     cache_salt: str = ""
+    model: Literal["target", "draft"] = "target"
 
     @property
     def ending_token_ids(self) -> frozenset[int]:

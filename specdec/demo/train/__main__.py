@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
     common = ["--work", str(options.work), "--threads", str(options.threads), "--device", options.device]
     for command in RECIPE:
         logging.info("== %s", command)
-        step = parser.parse_args([*common, *command.format(work=options.work).split()])
+        step = parser.parse_args([*common, *(word.format(work=options.work) for word in command.split())])
         step.run(step)
 
 

@@ -148,6 +148,18 @@ def test_a_draft_that_says_it_was_not_drawn_is_dropped_and_the_position_decoded_
         assert [result] == verify_rejection(target[:1], [bare], *nothing)
 
 
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("-inf")])
+def test_what_is_no_probability_counts_as_none(wrong: float) -> None:
+    model, sampler = TableModel(VOCAB, 1), Sampler(VOCAB)
+    groups = [RowGroup(make_spec(seed=seed), [2], (3,)) for seed in range(300)]
+    target = sampler.probs(model.rows(groups), groups)
+    ids = torch.tensor([[3, 5]]).expand(300, 2)
+    expected, results = (
+        verify_rejection(target, groups, ids, torch.tensor([[1.0, prob]]).expand(300, 2)) for prob in (0.0, wrong)
+    )
+    assert results == expected
+
+
 def test_a_draft_token_outside_the_vocabulary_is_dropped() -> None:
     model, sampler = TableModel(VOCAB, 1), Sampler(VOCAB)
     for token in (VOCAB, VOCAB + 100, -1):
