@@ -47,7 +47,7 @@ class OpenAIIngress(IngressEndpoint):
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The HTTP application of this replica."""
-        settings = ApiSettings(max_body_bytes=self._args.limits.max_body_bytes)
+        settings = ApiSettings(max_body_bytes=self._args.limits.max_body_bytes, send_request_id=False)
         tokenizer = load_tokenizer(target_source(self._args))
         return create_app(self._service, settings, tokenizer, PrometheusObserver(self._registry))
 

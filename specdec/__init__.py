@@ -1,1 +1,44 @@
-"""The engine library: models, caches, sampling and the protocol's state machines. No Ray in it."""
+"""The engine library: models, caches, sampling and the protocol's state machines. No Ray in it.
+
+The names below are its public face; they are imported when they are first used, as torch takes seconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specdec.engine.build import BackendOptions
+    from specdec.engine.engine import CancellationToken, GenerationResult, SpeculativeEngine, TokenEvent
+    from specdec.engine.stats import SpecStats
+    from specdec.models.loading import ModelSource
+    from specdec.sampling.params import SamplingParams
+
+__all__ = [
+    "BackendOptions",
+    "CancellationToken",
+    "GenerationResult",
+    "ModelSource",
+    "SamplingParams",
+    "SpecStats",
+    "SpeculativeEngine",
+    "TokenEvent",
+]
+
+_MODULES = {
+    "BackendOptions": "specdec.engine.build",
+    "CancellationToken": "specdec.engine.engine",
+    "GenerationResult": "specdec.engine.engine",
+    "ModelSource": "specdec.models.loading",
+    "SamplingParams": "specdec.sampling.params",
+    "SpecStats": "specdec.engine.stats",
+    "SpeculativeEngine": "specdec.engine.engine",
+    "TokenEvent": "specdec.engine.engine",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'specdec' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)

@@ -19,7 +19,7 @@ from specdec.protocol.backends import DraftBackend, TargetBackend
 from specdec.protocol.messages import Finish, Notes
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.philox import derive_seed
-from specdec.sampling.validation import validated
+from specdec.sampling.validation import validated, validated_num_speculative_tokens, validated_seed
 from specdec.text.output import OutputText
 from specdec.text.prompts import check_token_ids, encode_text
 
@@ -250,7 +250,8 @@ class SpeculativeEngine:
         stop: Sequence[str],
     ) -> dict[str, _Running]:
         sampling = validated(sampling, self._vocab_size)
-        seed = secrets.randbits(63) if seed is None else seed
+        num_speculative_tokens = validated_num_speculative_tokens(num_speculative_tokens)
+        seed = secrets.randbits(63) if seed is None else validated_seed(seed)
         running: dict[str, _Running] = {}
         accepted = []
         for index, prompt in enumerate(prompts):

@@ -1,0 +1,108 @@
+"""The public engine on the demo pair: text, streams, stops, cancellation, counts."""
+
+from pathlib import Path
+
+import pytest
+
+import specdec
+import specdec.demo
+from specdec import CancellationToken, ModelSource, SamplingParams, SpeculativeEngine, TokenEvent
+from specdec.errors import CancelledError, IncompatiblePairError, InvalidParameterError
+from specdec.models.loading import load_tokenizer
+
+DEMO = Path(specdec.demo.__file__).parent
+GREEDY = SamplingParams(temperature=0.0)
+PROMPT = "def read(path):\n"
+
+
+@pytest.fixture(scope="module")
+def engine() -> SpeculativeEngine:
+    target, draft = (ModelSource(str(DEMO / role), dtype="float32") for role in ("target", "draft"))
+    return SpeculativeEngine.from_pretrained(target, draft, num_speculative_tokens=3)
+
+
+def test_exported_names_exist() -> None:
+    assert all(getattr(specdec, name).__name__ == name for name in specdec.__all__)
+
+
+def test_counts_add_up(engine: SpeculativeEngine) -> None:
+    engine.reset_stats()
+    result = engine.generate(PROMPT, GREEDY, max_tokens=40)
+    stats = result.stats
+    assert stats == engine.stats
+    assert stats.num_tokens == len(result.token_ids) == 40
+    assert stats.num_tokens == stats.num_accepted_tokens + stats.num_rounds
+    assert 0.2 < stats.acceptance_rate < 1
+    assert stats.mean_acceptance_length == pytest.approx(1 + stats.num_accepted_tokens / stats.num_drafts)
+    engine.generate(PROMPT, GREEDY, max_tokens=5)
+    assert engine.stats.num_tokens == 45
+    engine.reset_stats()
+    assert engine.stats.num_tokens == 0
+
+
+def test_a_stream_is_the_result_in_pieces(engine: SpeculativeEngine) -> None:
+    whole = engine.generate(PROMPT, seed=4, max_tokens=30)
+    events = list(engine.stream(PROMPT, seed=4, max_tokens=30))
+    assert "".join(event.text for event in events) == whole.text
+    assert tuple(token for event in events for token in event.token_ids) == whole.token_ids
+    assert events[-1].finish_reason == whole.finish_reason
+
+
+def test_a_batch_gives_each_what_it_gets_alone(engine: SpeculativeEngine) -> None:
+    prompts = [PROMPT, "class A:\n", "import sys\n"]
+    together = engine.generate_batch(prompts, GREEDY, max_tokens=20)
+    assert [r.text for r in together] == [engine.generate(p, GREEDY, max_tokens=20).text for p in prompts]
+
+
+def test_a_stop_string_is_not_part_of_the_text(engine: SpeculativeEngine) -> None:
+    whole = engine.generate(PROMPT, GREEDY, max_tokens=40)
+    stop = whole.text[15:20]
+    cut = engine.generate(PROMPT, GREEDY, max_tokens=40, stop=[stop])
+    assert (cut.text, cut.finish_reason) == (whole.text.split(stop)[0], "stop")
+
+
+def test_cancelling_leaves_nothing(engine: SpeculativeEngine) -> None:
+    cancellation = CancellationToken()
+    seen: list[TokenEvent] = []
+
+    def cancel_at_the_third(event: TokenEvent) -> None:
+        seen.append(event)
+        if len(seen) == 3:
+            cancellation.cancel()
+
+    with pytest.raises(CancelledError):
+        engine.generate(PROMPT, on_token=cancel_at_the_third, cancellation=cancellation)
+    assert len(seen) == 3
+    stream = engine.stream(PROMPT)
+    next(stream)
+    stream.close()
+    gauges = engine._service.target.report()
+    assert gauges["num_sequences"] == 0
+    assert len(engine._service.ingress) == engine._service.router.num_sessions == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "parameter"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 5000}, "max_tokens"),
+        ({"sampling": SamplingParams(top_p=0.0)}, "top_p"),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens"),
+    ],
+)
+def test_bad_parameters_are_named(engine: SpeculativeEngine, options: dict, parameter: str) -> None:
+    with pytest.raises(InvalidParameterError) as caught:
+        engine.generate(PROMPT, **options)
+    assert caught.value.parameter == parameter
+
+
+def test_a_pair_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    for file in (DEMO / "draft").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tokenizer = load_tokenizer(ModelSource(str(tmp_path)))
+    tokenizer.add_tokens(["retorn"])
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(IncompatiblePairError, match="retorn"):
+        SpeculativeEngine.from_pretrained(
+            ModelSource(str(DEMO / "target"), dtype="float32"), ModelSource(str(tmp_path), dtype="float32")
+        )
