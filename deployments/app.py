@@ -1,6 +1,7 @@
-"""The application: four deployments, bound to each other."""
+"""The application: four deployments, bound to each other.
 
-from __future__ import annotations
+No postponed annotations here: Serve makes the builder's argument by the class that its annotation is.
+"""
 
 import logging
 from typing import Any

@@ -47,7 +47,15 @@ class OpenAIIngress(IngressEndpoint):
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The HTTP application of this replica."""
-        settings = ApiSettings(max_body_bytes=self._args.limits.max_body_bytes, send_request_id=False)
+        limits = self._args.limits
+        settings = ApiSettings(
+            max_body_bytes=limits.max_body_bytes,
+            max_sequences=limits.max_sequences,
+            max_stop_strings=limits.max_stop_strings,
+            max_stop_characters=limits.max_stop_characters,
+            retry_after_s=limits.retry_after_s,
+            send_request_id=False,  # Serve's proxy sends it
+        )
         tokenizer = load_tokenizer(target_source(self._args))
         return create_app(self._service, settings, tokenizer, PrometheusObserver(self._registry))
 

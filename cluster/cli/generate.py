@@ -26,6 +26,7 @@ CONFIG_KEYS = (
     "target.device_map",
     "draft.device_map",
     "target.kv_memory",
+    "draft.kv_memory",
     "max_model_len",
     "block_size",
     "max_batch_tokens",
@@ -88,6 +89,7 @@ def build_engine(config: ServiceConfig) -> SpeculativeEngine:
         draft_source(config),
         num_speculative_tokens=config.num_speculative_tokens,
         options=backend_options(config, config.target),
+        draft_options=backend_options(config, config.draft),
         progress=lambda line: print(line, file=sys.stderr, flush=True),
     )
 

@@ -132,9 +132,18 @@ class SpeculativeEngine:
         *,
         num_speculative_tokens: int = 4,
         options: BackendOptions | None = None,
+        draft_options: BackendOptions | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> SpeculativeEngine:
         """Load a pair.
+
+        Args:
+            target: The model that decides.
+            draft: The model that proposes; None decodes plainly.
+            num_speculative_tokens: Draft tokens per round where a call names none.
+            options: How the target is run.
+            draft_options: How the draft is run; by default like the target.
+            progress: Given a line for each stage.
 
         Raises:
             ModelLoadError: A model cannot be loaded or served exactly.
@@ -146,7 +155,8 @@ class SpeculativeEngine:
         target_backend, built = build_target(target, options, progress)
         draft_backend = None
         if draft is not None:
-            draft_backend, _, draft_built = build_drafter(draft, options, progress)
+            draft_options = replace(draft_options or options, vocab_size=len(tokenizer))
+            draft_backend, _, draft_built = build_drafter(draft, draft_options, progress)
             check_pair(built.loaded, tokenizer, draft_built.loaded, load_tokenizer(draft))
         return cls(
             target_backend,

@@ -50,7 +50,7 @@ class TargetCounters:
     Attributes:
         num_drafts: Rounds that verified at least one draft token.
         num_accepted_per_position: Accepted tokens by their place in the draft, first to last.
-        num_stale_offers: Offers dropped because nothing of them agreed with the log.
+        num_stale_offers: Offers dropped because nothing of them was left to verify after the log.
     """
 
     num_steps: int = 0

@@ -15,9 +15,10 @@ from transformers import PreTrainedModel
 
 from specdec.demo.train import checkpoints, loop, models
 from specdec.demo.train.checkpoints import Checkpoint
+from specdec.demo.train.decode import generate
 from specdec.demo.train.loop import LossFunction, Plan
 from specdec.demo.train.optimizers import Rates
-from specdec.demo.train.tokens import END_ID, batches
+from specdec.demo.train.tokens import batches
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,10 @@ class Sampling:
     """Share of the windows written at temperature 0; the others at 1."""
     seed: int = 7
 
+    def temperature(self, batch_number: int) -> float:
+        """0 or 1, so that batches of both kinds alternate as the share demands."""
+        return float(int((batch_number + 1) * self.greedy_share) == int(batch_number * self.greedy_share))
+
 
 def write_samples(target: PreTrainedModel, text: np.ndarray, sampling: Sampling, path: Path) -> None:
     """Appends windows written by the target to ``path`` until it holds ``sampling.num_windows`` of them.
@@ -43,16 +48,19 @@ def write_samples(target: PreTrainedModel, text: np.ndarray, sampling: Sampling,
     """
     row_bytes = 2 * (sampling.window_tokens + 1)
     batch_bytes = row_bytes * sampling.batch_size
+    num_tokens = sampling.window_tokens + 1 - sampling.num_prompt_tokens
     num_batches = -(-sampling.num_windows // sampling.batch_size)
     done = path.stat().st_size // batch_bytes if path.exists() else 0
     prompts = batches(text, sampling.num_prompt_tokens, sampling.batch_size, sampling.seed, done * sampling.batch_size)
     with path.open("ab") as file:
-        file.truncate(done * batch_bytes)
+        pass
         for number in range(done, num_batches):
-            torch.manual_seed(sampling.seed + number)
-            greedy = number % max(1, round(1 / max(sampling.greedy_share, 1e-9))) == 0 and sampling.greedy_share > 0
-            rows = _continue(target, next(prompts)[:, :-1], sampling.window_tokens + 1, greedy)
-            file.write(rows.numpy().astype(np.uint16).tobytes())
+            first = sampling.seed * 1_000_000 + number * sampling.batch_size
+            seeds = range(first, first + sampling.batch_size)
+            rows = generate(
+                target, next(prompts)[:, :-1].to(target.device), seeds, num_tokens, sampling.temperature(number)
+            )
+            file.write(rows.cpu().numpy().astype(np.uint16).tobytes())
             file.flush()
             logger.info("samples %d/%d", (number + 1) * sampling.batch_size, num_batches * sampling.batch_size)
 
@@ -133,19 +141,3 @@ def _mixed(lesson: Lesson, plan: Plan, num_batches: int) -> Iterator[Tensor]:
         rows = [(num_batches * num_samples + i) % len(samples) for i in range(num_samples)]
         yield torch.cat((batch, torch.from_numpy(samples[rows].astype(np.int64))))
         num_batches += 1
-
-
-def _continue(target: PreTrainedModel, prompts: Tensor, num_tokens: int, greedy: bool) -> Tensor:
-    """The prompts continued to ``num_tokens`` by the target, int64 [B, num_tokens] on the CPU."""
-    settings = {"do_sample": False} if greedy else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-    prompts = prompts.to(target.device)
-    rows: Tensor = target.generate(
-        prompts,
-        attention_mask=torch.ones_like(prompts),
-        min_length=num_tokens,
-        max_length=num_tokens,
-        eos_token_id=-1,
-        pad_token_id=END_ID,
-        **settings,
-    )
-    return rows.cpu()

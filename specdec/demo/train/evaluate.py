@@ -14,6 +14,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specdec.demo.train import models
+from specdec.demo.train.decode import generate, scores
 from specdec.demo.train.tokens import batches
 from specdec.sampling.philox import gumbel
 
@@ -82,7 +83,8 @@ def evaluate(target_folder: Path, draft_folder: Path, text: np.ndarray, extent: 
     windows = next(batches(text, extent.window_tokens, extent.num_windows, extent.seed)).to(device)
     agreements = [_on_text(target, draft, windows, extent, temperature) for temperature in extent.temperatures]
     for temperature in extent.temperatures:
-        written = generate(target, windows[:, : extent.num_prompt_tokens], extent, temperature)
+        prompts, seeds = windows[:, : extent.num_prompt_tokens], _seeds(len(windows), extent)
+        written = generate(target, prompts, seeds, extent.num_generated_tokens, temperature)
         own = Extent(extent.num_windows, written.shape[1] - 1, extent.num_prompt_tokens - 1, seed=extent.seed)
         agreements.append(_on_text(target, draft, written, own, temperature, "own"))
     return Figures(
@@ -95,11 +97,6 @@ def evaluate(target_folder: Path, draft_folder: Path, text: np.ndarray, extent: 
         weights_bytes=sum(f.stat().st_size for d in (target_folder, draft_folder) for f in d.glob("*.safetensors")),
         agreements=tuple(agreements),
     )
-
-
-def scores(logits: Tensor, noise: Tensor, temperature: float) -> Tensor:
-    """What the coupled rule takes the greatest of: log probabilities at a temperature plus noise; at 0 the logits."""
-    return logits if temperature == 0 else functional.log_softmax(logits / temperature, -1) + noise
 
 
 def agreement(target_logits: Tensor, draft_logits: Tensor, noise: Tensor, temperature: float) -> tuple[Tensor, ...]:
@@ -123,18 +120,6 @@ def agreement(target_logits: Tensor, draft_logits: Tensor, noise: Tensor, temper
         return ranks, (ranks == 0).float()
     target_probs, draft_probs = (functional.softmax(x / temperature, -1) for x in (target_logits, draft_logits))
     return ranks, torch.minimum(target_probs, draft_probs).sum(-1)
-
-
-def generate(target: PreTrainedModel, prompts: Tensor, extent: Extent, temperature: float) -> Tensor:
-    """The prompts, int64 [B, P], continued by plain decoding with the coupled noise: int64 [B, P + generated]."""
-    rows, cache = prompts, None
-    for _ in range(extent.num_generated_tokens):
-        output = target(rows if cache is None else rows[:, -1:], past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        noise = gumbel(_seeds(len(rows), extent), [rows.shape[1]] * len(rows), output.logits.shape[-1], rows.device)
-        choice = scores(output.logits[:, -1].float(), noise, temperature).argmax(-1, keepdim=True)
-        rows = torch.cat((rows, choice), 1)
-    return rows
 
 
 def step_time(model: PreTrainedModel, num_context_tokens: int = 128, num_steps: int = 40) -> float:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.demo.train import checkpoints, distill, evaluate, loop, models, target, tokens
+from specdec.demo.train import checkpoints, decode, distill, evaluate, loop, models, target, tokens
 from specdec.demo.train.corpus import Document
 from specdec.demo.train.distill import Lesson, Sampling
 from specdec.demo.train.loop import Plan
@@ -116,6 +116,13 @@ def test_samples_of_an_interrupted_run_are_completed(tmp_path, text):
     assert distill.read_samples(tmp_path / "parts.bin", 8).shape == (8, 9)
 
 
+def test_the_share_of_greedy_batches():
+    sampling = Sampling(8, greedy_share=0.25)
+    assert [sampling.temperature(i) for i in range(8)] == [1, 1, 1, 0, 1, 1, 1, 0]
+    assert {Sampling(8, greedy_share=0.0).temperature(i) for i in range(8)} == {1.0}
+    assert {Sampling(8, greedy_share=1.0).temperature(i) for i in range(8)} == {0.0}
+
+
 def test_token_files_hold_the_documents(tmp_path):
     documents = [Document("package", f"m{i}.py", f"value_{i} = {i}\n" * 3) for i in range(40)]
     tokenizer = tokens.train_tokenizer((d.text for d in documents), vocab_size=300)
@@ -151,9 +158,8 @@ def test_a_model_agrees_with_itself_on_text_and_on_what_it_writes(tmp_path, text
 
 def test_written_text_follows_the_coupled_noise(tmp_path):
     model = models.build(SHAPE, seed=0).eval()
-    extent = evaluate.Extent(num_windows=2, num_generated_tokens=4)
     prompts = torch.randint(8, (2, 5))
-    written = evaluate.generate(model, prompts, extent, 1.0)
+    written = decode.generate(model, prompts, [20000, 20001], 4, 1.0)
     noise = gumbel([20000, 20001], [7, 7], 64, "cpu")
     expected = (model(written[:, :7]).logits[:, -1].log_softmax(-1) + noise).argmax(-1)
     assert written.shape == (2, 9)

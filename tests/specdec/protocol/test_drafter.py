@@ -104,6 +104,17 @@ def test_a_commit_that_differs_drops_the_chain_from_there():
     assert (machine.counters.num_kept_tokens, machine.counters.num_discarded_tokens) == (1, 2)
 
 
+def test_in_overlap_parts_are_offered_from_the_new_start_on():
+    machine = machine_with(4, "overlap")
+    settle(machine)
+    commit(machine, (), (9,))
+    assert [len(sent.chain) for sent in settle(machine)] == [2, 4, 6, 8, 9]
+    machine = machine_with(4, "overlap")
+    machine.step(0.0)
+    commit(machine, (), chain(0, 1))  # before it could be offered
+    assert [len(sent.chain) for sent in settle(machine)] == [2, 4, 6, 8, 9]
+
+
 def test_a_commit_that_overtakes_the_chain_starts_a_new_one():
     machine = machine_with(3)
     settle(machine)

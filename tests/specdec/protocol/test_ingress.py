@@ -107,6 +107,28 @@ def test_when_its_router_is_gone_it_submits_again_with_what_it_has(how):
     assert machine.num_resubmitted == 1
 
 
+def test_a_router_that_answers_is_not_silent():
+    machine = submitted()
+    machine.receive(new_tokens(0, (), ()), 3.0)
+    machine.step(TIMES.silence_s + 1)
+    assert machine.take_outbox() == {"R": [Want("s", 1, "I", P)]}
+
+
+def test_only_the_lost_routers_requests_are_submitted_again():
+    machine = ingress("R", "Q")
+    machine.start("t", PROMPT, SPEC, 0.0)
+    home = {messages[0].seq: router for router, messages in machine.take_outbox().items()}
+    machine.router_lost(home["s"], 1.0)
+    assert [(router, message.seq) for router, (message,) in machine.take_outbox().items()] == [(home["t"], "s")]
+
+
+def test_a_router_that_joined_twice_is_lost_at_once():
+    machine = ingress("R", "R")
+    machine.take_outbox()
+    machine.router_lost("R", 1.0)
+    assert machine.take_outbox() == {}
+
+
 def test_without_a_router_it_waits_for_one():
     machine = ingress()
     machine.step(10.0)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.protocol.leases import LeasedRows, Outbox, Row
+from specdec.protocol.leases import LeasedRows, Outbox, Row, Times
 from specdec.protocol.messages import Gone, Inc
 
 LEASE_S, TOMBSTONE_S = 5.0, 50.0
@@ -94,6 +94,10 @@ def test_a_tombstone_stands_for_its_time_and_is_forgotten_after_it(rows):
     rows.expire(TOMBSTONE_S + 1)
     assert not rows._tombstones
     assert rows.admit(row((1, 0)), TOMBSTONE_S + 1) is not None
+
+
+def test_a_tombstone_stands_for_ten_leases():
+    assert Times(lease_s=5.0).tombstone_s == 50.0
 
 
 def test_an_outbox_keeps_order_per_peer_and_gives_everything_once():

@@ -7,6 +7,7 @@ from specdec.protocol.leases import Times
 from specdec.protocol.messages import (
     Ack,
     Alive,
+    Candidates,
     Close,
     Inc,
     Live,
@@ -36,6 +37,7 @@ class Oracle:
 
     def verify(self, jobs):
         self.batches.append([(job.key, job.draft) for job in jobs])
+        self.candidates = [job.candidates for job in jobs]
         return [self._decide(job) for job in jobs]
 
     def _decide(self, job):
@@ -48,7 +50,8 @@ class Oracle:
 
 
 def open_message(output=(), inc=INC, plan=None, seq="s", **spec):
-    spec = SequenceSpec(SamplingParams(), 0, len(PROMPT), **{"max_tokens": 12, "eos_token_ids": (EOS,), **spec})
+    spec = {"sampling": SamplingParams(), "max_tokens": 12, "eos_token_ids": (EOS,), **spec}
+    spec = SequenceSpec(seed=0, output_start=len(PROMPT), **spec)
     return Open(seq, inc, "R", (*PROMPT, *output), spec, plan or Plan(8), TIMES.lease_s)
 
 
@@ -146,6 +149,17 @@ def test_the_longest_rest_among_the_kept_offers_is_used():
     machine.step(0.0)
     assert machine._backend.batches == [[("s", TRUE[:4])]]
     assert (machine.counters.num_offers, machine.counters.num_stale_offers) == (4, 1)
+
+
+def test_under_the_rejection_rule_each_draft_token_comes_with_its_candidates():
+    opening = open_message(sampling=SamplingParams(acceptance="rejection"), plan=Plan(2))
+    candidates = tuple(Candidates((token,), (1.0,)) for token in TRUE[:5])
+    machine = machine_with(opening)
+    machine.step(0.0)
+    machine.receive(Offer("s", INC, log_of(()).mark(), TRUE[:5], candidates=candidates), 0.0)
+    machine.step(0.0)
+    assert machine._backend.batches[1:] == [[("s", TRUE[1:3])]]
+    assert machine._backend.candidates == [candidates[1:3]]
 
 
 def test_an_offer_under_another_inc_is_ignored():

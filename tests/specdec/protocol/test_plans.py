@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+import pytest
+
+from specdec.protocol.messages import Plan
+from specdec.protocol.plans import fixed_plan, no_drafts
+from specdec.sampling.params import SamplingParams, SequenceSpec
+
+
+@pytest.mark.parametrize(("named", "expected"), [(None, 4), (0, 0), (7, 7)])
+def test_a_request_may_name_its_own_draft_length(named, expected):
+    spec = SequenceSpec(SamplingParams(), 0, 1, 1, num_speculative_tokens=named)
+    assert fixed_plan(4, "overlap", 0.5)(spec) == Plan(expected, mode="overlap", draft_wait_s=0.5)
+    assert no_drafts(spec).num_draft_tokens == 0
