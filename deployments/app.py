@@ -8,6 +8,7 @@ from typing import Any
 
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import BackpressureConfig
 
 from cluster.config import AppArgs
 from cluster.placement import ActorShare, plan_placement, ray_devices
@@ -43,6 +44,7 @@ def build_app(args: AppArgs) -> Application:
         ray_actor_options=placement.ingress.ray_actor_options,
         max_ongoing_requests=args.limits.max_concurrent_requests,
         max_queued_requests=args.limits.max_queued_requests,
+        backpressure_config=BackpressureConfig(status_code=429, retry_after_s=args.limits.retry_after_s),
         health_check_period_s=1.0,
         graceful_shutdown_timeout_s=_STREAM_GRACE_S,
         graceful_shutdown_wait_loop_s=0.2,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
@@ -30,21 +31,28 @@ async def answer(api: Api, job: Job, format_: Format, request: Request) -> Respo
     if job.body.stream:
         return StreamedAnswer(api, job, format_)
     try:
-        body = await while_connected(request.receive, _whole(api, job, format_))
+        return await while_connected(request.receive, _whole(api, job, format_))
     except ClientGoneError:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
-    return JSONResponse(body)
 
 
-async def _whole(api: Api, job: Job, format_: Format) -> Json:
+async def _whole(api: Api, job: Job, format_: Format) -> Response:
     """Generate everything, then write it down."""
     choices: dict[int, SampleDelta] = {}
     async with Generation(api, job) as generation:
         async for delta in generation:
             before = choices.get(delta.index)
             choices[delta.index] = delta if before is None else before + delta
-    written = [format_.whole(choices[index]) for index in range(len(job.sequences))]
-    return Envelope(job, format_).whole(written, generation)
+
+    def write() -> Response:
+        written = [format_.whole(choices[index]) for index in range(len(job.sequences))]
+        return JSONResponse(Envelope(job, format_).whole(written, generation))
+
+    return await api.write(sum(_num_prompt_logprobs(job, delta) for delta in choices.values()), write)
+
+
+def _num_prompt_logprobs(job: Job, delta: SampleDelta) -> int:
+    return len(delta.prompt_logprobs or ()) * (1 + (job.body.num_prompt_logprobs or 0))
 
 
 class StreamedAnswer(Response):
@@ -88,24 +96,33 @@ class StreamedAnswer(Response):
                 await self._send_json(send, self._envelope.chunk(opening))
         async for delta in generation:
             if self._is_news(delta):
-                await self._send_json(send, self._envelope.chunk(self._format.chunk(delta)))
+                count = _num_prompt_logprobs(self._job, delta)
+                await self._send(send, await self._api.write(count, partial(self._written, delta)))
         last = self._envelope.last_chunk(generation)
         if last is not None:
             await self._send_json(send, last)
 
     def _is_news(self, delta: SampleDelta) -> bool:
         """Whether there is anything to send yet."""
-        return bool(delta.text or delta.finish or delta.logprobs or self._job.body.return_token_ids)
+        told = delta.logprobs or delta.prompt_logprobs
+        return bool(delta.text or delta.finish or told or self._job.body.return_token_ids)
+
+    def _written(self, delta: SampleDelta) -> bytes:
+        return _event(self._envelope.chunk(self._format.chunk(delta)))
 
     async def _send_json(self, send: Send, body: Json) -> None:
-        text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
-        await self._send(send, f"data: {text}\n\n".encode())
+        await self._send(send, _event(body))
 
     async def _send(self, send: Send, event: bytes) -> None:
         try:
             await send({"type": "http.response.body", "body": event, "more_body": True})
         except OSError as error:
             raise ClientGoneError from error
+
+
+def _event(body: Json) -> bytes:
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {text}\n\n".encode()
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:

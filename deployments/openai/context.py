@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _QUICK_CHARACTERS = 1 << 14
 """Texts up to this long are tokenized on the event loop: it takes about a millisecond."""
+_CHARACTERS_PER_LOGPROB = 16
+"""About as many are tokenized in the time that it takes to write one log probability, or to place one token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,10 @@ class Api:
     async def encode(self, num_characters: int, work: Callable[[], _T]) -> _T:
         """Run tokenizing work, in a thread where the text is long."""
         return work() if num_characters <= _QUICK_CHARACTERS else await asyncio.to_thread(work)
+
+    async def write(self, num_logprobs: int, work: Callable[[], _T]) -> _T:
+        """Run work that writes log probabilities, or text piece by piece, in a thread where they are many."""
+        return await self.encode(num_logprobs * _CHARACTERS_PER_LOGPROB, work)
 
 
 @dataclass(frozen=True, slots=True)

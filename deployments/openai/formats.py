@@ -7,9 +7,11 @@ from typing import Any, Protocol
 from deployments.openai.context import Api
 from deployments.openai.generation import Generation, SampleDelta
 from deployments.openai.job import Job
-from deployments.openai.logprobs import chat_logprobs, completion_logprobs
+from deployments.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from deployments.openai.schemas.completions import CompletionBody
 from deployments.openai.tally import speculation_metrics
+from specdec.protocol.messages import PromptLogprobs
+from specdec.text.pieces import TokenTexts
 
 Json = dict[str, Any]
 
@@ -51,17 +53,18 @@ class CompletionFormat:
         self._job = job
         self._body = job.body
         self._texts = api.texts
-        self._echoes = [_echo(api, job, i) for i in range(len(job.prompts))] if job.body.echo else None
 
     def opening(self, index: int) -> Json | None:
-        """The echoed prompt, and its tokens."""
-        if self._echoes is None and not self._body.return_token_ids:
+        """The prompt's tokens, and its echo, unless that comes with its log probabilities."""
+        echo = "" if self._body.echoes_logprobs else self._echo(index)
+        if not echo and not self._body.return_token_ids:
             return None
-        return self._choice(SampleDelta(index, self._echo(index), (), ())) | self._prompt_token_ids(index)
+        return self._choice(SampleDelta(index, echo, (), ())) | self._prompt_token_ids(index)
 
     def chunk(self, delta: SampleDelta) -> Json:
         """New text."""
-        return self._choice(delta)
+        begins = self._body.echoes_logprobs and delta.prompt_logprobs is not None
+        return self._choice(delta) | ({"text": self._echo(delta.index) + delta.text} if begins else {})
 
     def whole(self, delta: SampleDelta) -> Json:
         """All text."""
@@ -69,12 +72,25 @@ class CompletionFormat:
         return choice | {"text": self._echo(delta.index) + delta.text}
 
     def _choice(self, delta: SampleDelta) -> Json:
+        choice = {"index": delta.index, "text": delta.text, "logprobs": self._logprobs(delta)}
+        return choice | _ending(self._job, delta) | _prompt_logprobs(self._job, self._texts, delta)
+
+    def _logprobs(self, delta: SampleDelta) -> Json | None:
+        if delta.logprobs is None:
+            return None
+        tokens = delta.token_ids
+        entries: PromptLogprobs = delta.logprobs
         start = len(self._echo(delta.index))
-        logprobs = completion_logprobs(self._texts, delta, self._body.logprobs or 0, start)
-        return {"index": delta.index, "text": delta.text, "logprobs": logprobs, **_ending(self._job, delta)}
+        offsets = tuple(start + offset for offset in delta.offsets)
+        if self._body.echoes_logprobs and delta.prompt_logprobs is not None:
+            prompt = delta.index // self._job.num_samples
+            tokens = self._job.prompts[prompt] + tokens
+            entries = delta.prompt_logprobs + entries
+            offsets = self._job.echoes[prompt].offsets + offsets
+        return completion_logprobs(self._texts, tokens, entries, offsets, self._body.logprobs or 0)
 
     def _echo(self, index: int) -> str:
-        return "" if self._echoes is None else self._echoes[index // self._job.num_samples]
+        return self._job.echoes[index // self._job.num_samples].text if self._body.echo else ""
 
     def _prompt_token_ids(self, index: int) -> Json:
         if not self._body.return_token_ids:
@@ -108,7 +124,8 @@ class ChatFormat:
 
     def _choice(self, delta: SampleDelta, said: Json) -> Json:
         logprobs = chat_logprobs(self._texts, delta)
-        return {"index": delta.index, **said, "logprobs": logprobs, **_ending(self._job, delta)}
+        choice = {"index": delta.index, **said, "logprobs": logprobs}
+        return choice | _ending(self._job, delta) | _prompt_logprobs(self._job, self._texts, delta)
 
     def _prompt_token_ids(self) -> Json:
         return {"prompt_token_ids": list(self._job.prompts[0])} if self._job.body.return_token_ids else {}
@@ -165,8 +182,10 @@ def _ending(job: Job, delta: SampleDelta) -> Json:
     return ending | {"token_ids": list(delta.token_ids)} if job.body.return_token_ids else ending
 
 
-def _echo(api: Api, job: Job, index: int) -> str:
-    """A prompt's text: as it was sent, or that of its tokens."""
-    assert isinstance(job.body, CompletionBody)
-    prompt = job.body.prompt[index]
-    return prompt if isinstance(prompt, str) else str(api.tokenizer.decode(prompt, clean_up_tokenization_spaces=False))
+def _prompt_logprobs(job: Job, texts: TokenTexts, delta: SampleDelta) -> Json:
+    """What is told of a choice's prompt, where the choice begins and it was asked for."""
+    num_top, entries = job.body.prompt_logprobs, delta.prompt_logprobs
+    if num_top is None or entries is None:
+        return {}
+    tokens = job.prompts[delta.index // job.num_samples]
+    return {"prompt_logprobs": prompt_logprobs(texts, tokens, entries, num_top)}

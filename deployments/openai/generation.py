@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 from deployments.openai.context import Api
@@ -14,7 +14,7 @@ from deployments.openai.observer import Reason, SequenceObserver
 from deployments.openai.service import SequenceRequest, TokenDelta
 from deployments.openai.tally import RoundTally
 from specdec.protocol.marks import Tokens
-from specdec.protocol.messages import Finish, TokenLogprobs
+from specdec.protocol.messages import Finish, Notes, PromptLogprobs, TokenLogprobs
 from specdec.text.output import OutputText
 
 _MOST_QUEUED = 256
@@ -32,6 +32,7 @@ class SampleDelta:
         logprobs: For each of them, if asked for.
         finish: Why the choice ended, if it did.
         stop_reason: The stop string or the stop token id that ended it, if one did.
+        prompt_logprobs: In the first piece of a choice, if asked for.
     """
 
     index: int
@@ -41,6 +42,7 @@ class SampleDelta:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish: Finish | None = None
     stop_reason: str | int | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
     def __add__(self, later: SampleDelta) -> SampleDelta:
         """Two pieces of the same choice as one."""
@@ -52,6 +54,7 @@ class SampleDelta:
             (self.logprobs or ()) + later.logprobs if later.logprobs is not None else self.logprobs,
             later.finish,
             later.stop_reason,
+            self.prompt_logprobs,
         )
 
 
@@ -75,10 +78,12 @@ class Generation:
         self._num_open = len(job.sequences)
         self._queue: asyncio.Queue[SampleDelta | Exception] = asyncio.Queue(_MOST_QUEUED)
         self._tasks: list[asyncio.Task[None]] = []
+        self._prompts_read: list[asyncio.Future[PromptLogprobs]] = []
 
     async def __aenter__(self) -> Generation:
         loop = asyncio.get_running_loop()
         admissions: list[asyncio.Future[None]] = []
+        self._prompts_read = [loop.create_future() for _ in self.job.prompts]
         for index, request in enumerate(self.job.sequences):
             admitted = loop.create_future()
             admissions.append(admitted)
@@ -137,6 +142,7 @@ class Generation:
     ) -> Finish:
         """Turn a sequence's tokens into text, until its end or that of its text."""
         output = OutputText(self._api.tokenizer, request.prompt, request.spec, self.job.stops)
+        tells_of_prompt = self.job.body.num_prompt_logprobs is not None
         async with aclosing(self._api.service.open(request)) as deltas:
             async for delta in deltas:
                 if not admitted.done():
@@ -145,6 +151,9 @@ class Generation:
                 if not delta.tokens and delta.finish is None:
                     continue
                 piece = self._piece(index, delta, output, observer)
+                if tells_of_prompt:
+                    piece = replace(piece, prompt_logprobs=await self._prompt_read(index, delta.notes))
+                    tells_of_prompt = False
                 await self._queue.put(piece)
                 if piece.finish is not None:
                     return piece.finish
@@ -152,6 +161,8 @@ class Generation:
 
     def _piece(self, index: int, delta: TokenDelta, output: OutputText, observer: SequenceObserver) -> SampleDelta:
         """The text of a delta, and what is to be counted of it."""
+        if not self.job.body.shows_output:
+            return self._unseen(index, delta, observer)
         text = output.push(delta.tokens, delta.finish)
         num_billed, logprobs = text.num_billed, delta.notes.logprobs
         rounds = self.tallies[index].add(delta.notes)
@@ -166,3 +177,17 @@ class Generation:
             text.finish,
             text.stop_reason,
         )
+
+    def _unseen(self, index: int, delta: TokenDelta, observer: SequenceObserver) -> SampleDelta:
+        """The whole choice where only its prompt is of interest: nothing of a delta is shown or billed."""
+        observer.tokens(0, len(delta.tokens), self.tallies[index].add(delta.notes))
+        return SampleDelta(index, "", (), (), None if delta.notes.logprobs is None else (), "length")
+
+    async def _prompt_read(self, index: int, notes: Notes) -> PromptLogprobs:
+        """What is told of a choice's prompt; it comes with the first tokens of the prompt's first sample."""
+        prompt, sample = divmod(index, self.job.num_samples)
+        if sample == 0:
+            if notes.prompt_logprobs is None:
+                raise RuntimeError("the service left out the log probabilities of a prompt")
+            self._prompts_read[prompt].set_result(notes.prompt_logprobs)
+        return await self._prompts_read[prompt]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from deployments.openai.context import Api, Arrival
+from deployments.openai.echo import Echo, make_echo
 from deployments.openai.sampling import output_limit, request_seed, sampling_params
 from deployments.openai.schemas.chat import ChatBody, ChatMessage
 from deployments.openai.schemas.common import GenerationBody
@@ -34,6 +35,7 @@ class Job:
         num_samples: That ``n``.
         stops: Strings that end a text.
         num_speculative_tokens: Bound on draft tokens per round.
+        echoes: For each prompt, what its choices begin with; none where nothing is echoed.
     """
 
     body: GenerationBody
@@ -44,6 +46,7 @@ class Job:
     num_samples: int
     stops: tuple[str, ...]
     num_speculative_tokens: int
+    echoes: tuple[Echo, ...] = ()
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -61,7 +64,8 @@ async def completion_job(api: Api, body: CompletionBody, arrival: Arrival) -> Jo
     _check_count(api, body, len(body.prompt))
     num_characters = sum(len(prompt) for prompt in body.prompt if isinstance(prompt, str))
     prompts = await api.encode(num_characters, lambda: _encode_prompts(api, body.prompt, model))
-    return _job(api, body, arrival, model, prompts, _DEFAULT_COMPLETION_TOKENS)
+    job = _job(api, body, arrival, model, prompts, _DEFAULT_COMPLETION_TOKENS)
+    return replace(job, echoes=await _echoes(api, body, prompts)) if body.echo else job
 
 
 async def chat_job(api: Api, body: ChatBody, arrival: Arrival) -> Job:
@@ -74,6 +78,16 @@ async def chat_job(api: Api, body: ChatBody, arrival: Arrival) -> Job:
     _check_count(api, body, 1)
     prompt = await conversation_tokens(api, body.messages, body.chat_template, body.chat_template_kwargs)
     return _job(api, body, arrival, model, [tuple(prompt)], None)
+
+
+async def _echoes(api: Api, body: CompletionBody, prompts: Sequence[Tokens]) -> tuple[Echo, ...]:
+    with_offsets = body.echoes_logprobs
+
+    def work() -> tuple[Echo, ...]:
+        pairs = zip(body.prompt, prompts, strict=True)
+        return tuple(make_echo(api.tokenizer, sent, tokens, with_offsets) for sent, tokens in pairs)
+
+    return await api.write(sum(map(len, prompts)), work)
 
 
 async def conversation_tokens(
@@ -138,7 +152,8 @@ def _job(
     for i, prompt in enumerate(prompts):
         for j in range(num_samples):
             spec = SequenceSpec(
-                sampling=sampling,
+                # A prompt is read once for what is asked of it: its first sample tells the others.
+                sampling=sampling if j == 0 else replace(sampling, prompt_logprobs=None),
                 seed=derive_seed(seed, i, j),
                 output_start=len(prompt),
                 max_tokens=limits[i],

@@ -1,35 +1,50 @@
-"""Log probabilities in OpenAI's two shapes."""
+"""Log probabilities in OpenAI's two shapes, and those of prompts in vLLM's."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from deployments.openai.generation import SampleDelta
-from specdec.protocol.messages import TokenLogprobs
+from specdec.protocol.messages import PromptLogprobs, TokenLogprobs
 from specdec.text.pieces import TokenTexts
 
 _LOWEST = -9999.0
 """What OpenAI writes for an impossible token; JSON has no infinity."""
 
 
-def completion_logprobs(texts: TokenTexts, delta: SampleDelta, num_top: int, start: int) -> dict[str, Any] | None:
+def completion_logprobs(
+    texts: TokenTexts, tokens: Sequence[int], entries: PromptLogprobs, offsets: Sequence[int], num_top: int
+) -> dict[str, Any]:
     """The ``logprobs`` object of a completion.
 
     Args:
         texts: The tokenizer's token texts.
-        delta: The tokens.
+        tokens: The tokens; those of the prompt too, where it is echoed.
+        entries: One per token; None becomes null.
+        offsets: For each token, the number of characters of the choice's text before it.
         num_top: Alternatives asked for; with 0 there are none to list.
-        start: Characters before the output, where the prompt is echoed.
     """
-    if delta.logprobs is None:
-        return None
-    chosen = list(zip(delta.token_ids, delta.logprobs, strict=True))
+    top = [
+        None if entry is None else _top_by_text(texts, token, entry, num_top)
+        for token, entry in zip(tokens, entries, strict=True)
+    ]
     return {
-        "tokens": [texts.text(token) for token, _ in chosen],
-        "token_logprobs": [_finite(entry.logprob) for _, entry in chosen],
-        "top_logprobs": [_top_by_text(texts, token, entry) for token, entry in chosen] if num_top else None,
-        "text_offset": [start + offset for offset in delta.offsets],
+        "tokens": [texts.text(token) for token in tokens],
+        "token_logprobs": [None if entry is None else _finite(entry.logprob) for entry in entries],
+        "top_logprobs": top if num_top else None,
+        "text_offset": list(offsets),
     }
+
+
+def prompt_logprobs(
+    texts: TokenTexts, tokens: Sequence[int], entries: PromptLogprobs, num_top: int
+) -> list[dict[str, Any] | None]:
+    """The ``prompt_logprobs`` of a choice: for each prompt token, null or a mapping by token id, its own first."""
+    return [
+        None if entry is None else _by_id(texts, token, entry, num_top)
+        for token, entry in zip(tokens, entries, strict=True)
+    ]
 
 
 def chat_logprobs(texts: TokenTexts, delta: SampleDelta) -> dict[str, Any] | None:
@@ -47,12 +62,22 @@ def _chat_entry(texts: TokenTexts, token: int, logprob: float) -> dict[str, Any]
     return {"token": texts.text(token), "logprob": _finite(logprob), "bytes": list(texts.utf8(token))}
 
 
-def _top_by_text(texts: TokenTexts, token: int, entry: TokenLogprobs) -> dict[str, float]:
+def _top_by_text(texts: TokenTexts, token: int, entry: TokenLogprobs, num_top: int) -> dict[str, float]:
     """The most likely tokens and the chosen one; of two with the same text the more likely stands."""
     top: dict[str, float] = {}
-    for other, logprob in (*entry.top, (token, entry.logprob)):
+    for other, logprob in (*entry.top[:num_top], (token, entry.logprob)):
         top.setdefault(texts.text(other), _finite(logprob))
     return top
+
+
+def _by_id(texts: TokenTexts, token: int, entry: TokenLogprobs, num_top: int) -> dict[str, Any]:
+    ranked = {token: (entry.logprob, entry.rank)}
+    for rank, (other, logprob) in enumerate(entry.top[:num_top], 1):
+        ranked.setdefault(other, (logprob, rank))
+    return {
+        str(one): {"logprob": _finite(logprob), "rank": rank, "decoded_token": texts.text(one)}
+        for one, (logprob, rank) in ranked.items()
+    }
 
 
 def _finite(logprob: float) -> float:

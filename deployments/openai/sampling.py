@@ -36,6 +36,7 @@ def sampling_params(body: GenerationBody, model: ServedModel, info: ModelInfo, s
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
         logprobs=body.num_logprobs,
+        prompt_logprobs=body.num_prompt_logprobs,
         acceptance=_or(body.acceptance, "coupled"),
     )
     return validated(params, model.vocab_size)
@@ -43,6 +44,8 @@ def sampling_params(body: GenerationBody, model: ServedModel, info: ModelInfo, s
 
 def output_limit(body: GenerationBody, model: ServedModel, num_prompt_tokens: int, default: int | None) -> int:
     """Most output tokens of a prompt: what the request says, else ``default``, else what is left of the context.
+
+    At least 1: the target tells of a prompt with the first token it chooses, even where none is shown.
 
     Raises:
         InvalidParameterError: Prompt and output do not fit into the model's length.
@@ -52,14 +55,14 @@ def output_limit(body: GenerationBody, model: ServedModel, num_prompt_tokens: in
     if room < (asked or 1):
         raise InvalidParameterError(
             name if room > 0 else body.prompt_name,
-            f"the prompt has {num_prompt_tokens} tokens, and {name} is {asked or 'at least 1'}; "
+            f"the prompt has {num_prompt_tokens} tokens, and {name} is {_stated(asked)}; "
             f"{model.name} takes {model.max_model_len} tokens, prompt and output together",
             "context_length_exceeded",
         )
-    limit = asked or min(default or room, room)
+    limit = min(default or room, room) if asked is None else asked
     if body.min_tokens is not None and body.min_tokens > limit:
         raise InvalidParameterError("min_tokens", f"min_tokens must be at most {limit}, the most output tokens")
-    return limit
+    return max(limit, 1)
 
 
 def request_seed(body: GenerationBody) -> int:
@@ -81,6 +84,10 @@ def _check_offered(body: GenerationBody, info: ModelInfo, settings: ApiSettings)
         raise InvalidParameterError(
             "stop", f"a stop string must have at most {settings.max_stop_characters} characters"
         )
+
+
+def _stated(limit: int | None) -> str:
+    return "at least 1" if limit is None else str(limit) if limit else "0, which takes room for 1"
 
 
 def _or(value: _T | None, default: _T) -> _T:

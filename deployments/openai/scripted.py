@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from dataclasses import replace
 
 from deployments.openai.service import ModelInfo, SequenceRequest, TokenDelta
-from specdec.protocol.messages import Finish, Notes, TokenLogprobs
+from specdec.protocol.messages import Finish, Notes, PromptLogprobs, TokenLogprobs
 
 Step = TokenDelta | asyncio.Event | Exception
 """Send this, wait for this, or fail with this."""
@@ -14,6 +15,8 @@ Step = TokenDelta | asyncio.Event | Exception
 
 class ScriptedService:
     """Answers every sequence with the steps that ``script`` gives for it.
+
+    What a script tells of a prompt reaches only sequences that asked for it, as it would from a target.
 
     Attributes:
         opened: Requests in the order they came.
@@ -47,7 +50,7 @@ class ScriptedService:
                     raise step
                 else:
                     ended = step.finish is not None
-                    yield step
+                    yield step if request.spec.sampling.prompt_logprobs is not None else _without_prompt(step)
         finally:
             if not ended:
                 self.cancelled.append(request.seq)
@@ -66,6 +69,7 @@ def rounds(
     size: int = 1,
     finish: Finish = "stop",
     logprobs: Sequence[TokenLogprobs] | None = None,
+    prompt_logprobs: PromptLogprobs | None = None,
 ) -> list[TokenDelta]:
     """Cut tokens into rounds of at most ``size``, all but the last of each drafted and accepted."""
     deltas = []
@@ -75,5 +79,10 @@ def rounds(
         num_drafted = (0,) * (len(run) - 1) + (len(run) - 1,)
         of_run = None if logprobs is None else tuple(logprobs[start : start + len(run)])
         last = start + size >= len(tokens)
-        deltas.append(TokenDelta(run, Notes(how, num_drafted, of_run), finish if last else None))
+        notes = Notes(how, num_drafted, of_run, None if start else prompt_logprobs)
+        deltas.append(TokenDelta(run, notes, finish if last else None))
     return deltas
+
+
+def _without_prompt(delta: TokenDelta) -> TokenDelta:
+    return replace(delta, notes=replace(delta.notes, prompt_logprobs=None))

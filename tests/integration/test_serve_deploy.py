@@ -108,7 +108,7 @@ def test_ray_asks_for_a_token(node):
 
 
 def test_it_answers_a_completion_request(deployed):
-    (model,) = [entry["id"] for entry in json.loads(get(f"{deployed}/v1/models"))["data"]]
+    model, _draft = [entry["id"] for entry in json.loads(get(f"{deployed}/v1/models"))["data"]]
     body = {"model": model, "prompt": "def fibonacci(n):", "max_tokens": 16, "temperature": 0}
     answer = json.loads(get(f"{deployed}/v1/completions", body))
     assert answer["usage"]["completion_tokens"] == 16

@@ -38,6 +38,7 @@ class GenerationBody(Body):
         return_token_ids: Send the tokens' ids too.
         per_request_spec_decode_metrics: Send what speculation did, as ``metrics.speculative_decoding``.
         cache_salt: Share cached prefixes only among requests with the same salt.
+        prompt_logprobs: Alternatives to report per prompt token, as vLLM does.
     """
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
@@ -63,7 +64,7 @@ class GenerationBody(Body):
     return_token_ids: bool | None = None
     per_request_spec_decode_metrics: MetricsDetail | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    prompt_logprobs: Annotated[Any, refused()] = None
+    prompt_logprobs: Integer | None = None
 
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -106,6 +107,16 @@ class GenerationBody(Body):
     def logprobs_name(self) -> str:
         """What the request calls that."""
         return "logprobs"
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Alternatives per prompt token that the answer needs; None needs nothing."""
+        return self.prompt_logprobs
+
+    @property
+    def shows_output(self) -> bool:
+        """Whether the answer has output; else it only tells of its prompt."""
+        return True
 
     @property
     def wants_usage_chunk(self) -> bool:

@@ -53,7 +53,7 @@ def write_samples(target: PreTrainedModel, text: np.ndarray, sampling: Sampling,
     done = path.stat().st_size // batch_bytes if path.exists() else 0
     prompts = batches(text, sampling.num_prompt_tokens, sampling.batch_size, sampling.seed, done * sampling.batch_size)
     with path.open("ab") as file:
-        pass
+        file.truncate(done * batch_bytes)
         for number in range(done, num_batches):
             first = sampling.seed * 1_000_000 + number * sampling.batch_size
             seeds = range(first, first + sampling.batch_size)

@@ -25,9 +25,7 @@ def body_of(answer: httpx2.Response, status: int) -> dict[str, Any]:
     return error
 
 
-@pytest.mark.parametrize(
-    "field", ["best_of", "suffix", "prompt_logprobs", "moderation"], ids=lambda field: f"completions-{field}"
-)
+@pytest.mark.parametrize("field", ["best_of", "suffix", "moderation"], ids=lambda field: f"completions-{field}")
 async def test_completion_fields_that_cannot_be_honoured(refused: Callable[..., Any], field: str) -> None:
     error = await refused("/v1/completions", COMPLETION | {field: 2})
     assert (error["param"], error["code"]) == (field, "unsupported_parameter")
@@ -49,7 +47,6 @@ async def test_completion_fields_that_cannot_be_honoured(refused: Callable[..., 
         ("reasoning_effort", "low"),
         ("verbosity", "low"),
         ("web_search_options", {}),
-        ("prompt_logprobs", 1),
     ],
 )
 async def test_chat_fields_that_cannot_be_honoured(refused: Callable[..., Any], field: str, value: Any) -> None:

@@ -111,6 +111,3 @@ async def test_logprobs_that_contradict_are_refused(refused: Callable[..., Any])
     assert (await refused("/v1/chat/completions", chat | {"top_logprobs": 2}))["param"] == "top_logprobs"
     over = chat | {"logprobs": True, "top_logprobs": 21}
     assert (await refused("/v1/chat/completions", over))["param"] == "top_logprobs"
-    echoed = {"model": "demo", "prompt": "x", "echo": True, "logprobs": 1}
-    error = await refused("/v1/completions", echoed)
-    assert (error["param"], error["code"]) == ("logprobs", "unsupported_parameter")

@@ -3,7 +3,7 @@
 import itertools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from transformers import PreTrainedModel
@@ -14,9 +14,9 @@ from specdec.engine.stats import SpecStats
 from specdec.engine.target_backend import ModelTarget
 from specdec.models.loading import prepare_model
 from specdec.models.runner import ModelRunner
-from specdec.protocol.messages import Notes
+from specdec.protocol.messages import Finish, Notes
 from specdec.sampling.params import SamplingParams, SequenceSpec
-from specdec.sampling.pipeline import Sampler
+from specdec.sampling.pipeline import LogitsProcessor, Sampler
 from tests.specdec.models.families import VOCAB_SIZE, make_model
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,28 @@ class Case:
     sampling: SamplingParams
     seed: int = 0
     num_speculative_tokens: int | None = None
+    eos_token_ids: tuple[int, ...] = (EOS,)
+
+    def spec(self, arrival_s: float = 0.0) -> SequenceSpec:
+        """What the service is told of it."""
+        return SequenceSpec(
+            self.sampling,
+            self.seed,
+            len(self.prompt),
+            self.max_tokens,
+            self.eos_token_ids,
+            arrival_s=arrival_s,
+            num_speculative_tokens=self.num_speculative_tokens,
+        )
+
+
+@dataclass
+class Output:
+    """What a sequence gave."""
+
+    tokens: list[int] = field(default_factory=list)
+    notes: Notes = field(default_factory=Notes)
+    finish: Finish | None = None
 
 
 @torch.no_grad()
@@ -54,10 +76,20 @@ def make_draft(family: str, noise: float) -> PreTrainedModel:
     return make_model(family, seed=50) if noise == float("inf") else add_noise(make_model(family), noise)
 
 
-def backend(kind: type, model: PreTrainedModel, *, num_blocks: int = 400, block_size: int = 4, chunk: int = 16):
+def backend(
+    kind: type,
+    model: PreTrainedModel,
+    *,
+    num_blocks: int = 400,
+    block_size: int = 4,
+    chunk: int = 16,
+    max_model_len: int = MAX_MODEL_LEN,
+    processors: Sequence[LogitsProcessor] = (),
+):
     """A target or draft backend over a tiny model."""
     runner = ModelRunner(prepare_model(model, "tiny"), num_blocks=num_blocks, block_size=block_size)
-    return kind(runner, Sampler(VOCAB_SIZE), max_model_len=MAX_MODEL_LEN, max_batch_tokens=chunk)
+    sampler = Sampler(VOCAB_SIZE, processors)
+    return kind(runner, sampler, max_model_len=max_model_len, max_batch_tokens=chunk)
 
 
 def make_service(family: str, noise: float, num_draft_tokens: int, **options: int) -> LocalService:
@@ -68,44 +100,51 @@ def make_service(family: str, noise: float, num_draft_tokens: int, **options: in
 
 def run(service: LocalService, cases: Sequence[Case]) -> tuple[list[list[int]], SpecStats]:
     """Generate all cases in one batch; gives each one's output tokens, and what speculation did."""
-    outputs: list[list[int]] = [[] for _ in cases]
-    notes: list[list[Notes]] = [[] for _ in cases]
-    names = [f"{next(_numbers)}" for _ in cases]  # a sequence's name is used once: what was closed does not come back
-    for i, case in enumerate(cases):
-        spec = SequenceSpec(
-            case.sampling,
-            case.seed,
-            len(case.prompt),
-            case.max_tokens,
-            (EOS,),
-            arrival_s=i,
-            num_speculative_tokens=case.num_speculative_tokens,
-        )
-        service.start(names[i], case.prompt, spec)
-    running = set(range(len(cases)))
+    outputs = collect(service, cases)
+    stats = (SpecStats.of([output.notes]) for output in outputs)
+    return [output.tokens for output in outputs], sum(stats, SpecStats())
+
+
+def collect(service: LocalService, cases: Sequence[Case]) -> list[Output]:
+    """Generate all cases in one batch; gives everything that was delivered."""
+    names = start(service, cases)
+    outputs = {name: Output() for name in names}
     for _ in range(10_000):
-        for delivery in service.pump():
-            i = names.index(delivery.seq)
-            outputs[i] += delivery.tokens
-            notes[i].append(delivery.notes)
-            if delivery.finish is not None:
-                running.discard(i)
-        if not running:
-            return outputs, sum(map(SpecStats.of, notes), SpecStats())
-    raise AssertionError(f"never finished: {running}")
+        deliver(service, outputs)
+        if all(output.finish is not None for output in outputs.values()):
+            return list(outputs.values())
+    raise AssertionError(f"never finished: {outputs}")
+
+
+def start(service: LocalService, cases: Sequence[Case]) -> list[str]:
+    """Take all cases in; gives their names, each of which is used once: what was closed does not come back."""
+    names = [f"{next(_numbers)}" for _ in cases]
+    for i, (name, case) in enumerate(zip(names, cases, strict=True)):
+        service.start(name, case.prompt, case.spec(arrival_s=i))
+    return names
+
+
+def deliver(service: LocalService, outputs: dict[str, Output]) -> None:
+    """One round, and what it gave."""
+    for delivery in service.pump():
+        output = outputs[delivery.seq]
+        output.tokens += delivery.tokens
+        output.notes = output.notes + delivery.notes
+        output.finish = delivery.finish
 
 
 @torch.inference_mode()
-def greedy(stock: PreTrainedModel, case: Case) -> list[int]:
-    """What transformers' own greedy ``generate`` of the target alone gives."""
+def greedy(stock: PreTrainedModel, case: Case, **options: object) -> list[int]:
+    """What transformers' own greedy ``generate`` of the target alone gives; ``options`` are of its own."""
     prompt = torch.tensor([case.prompt])
     output = stock.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
         do_sample=False,
         max_new_tokens=case.max_tokens,
-        eos_token_id=EOS,
+        eos_token_id=list(case.eos_token_ids),
         pad_token_id=0,
+        **options,
     )
     return output[0, len(case.prompt) :].tolist()
 

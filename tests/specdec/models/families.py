@@ -91,10 +91,14 @@ def make_model(family: str, seed: int = 0) -> PreTrainedModel:
     config_name = _CONFIG_NAMES.get(family, f"{name}Config")
     torch.manual_seed(seed)
     config = getattr(transformers, config_name)(**{**_COMMON, **options})
-    model = getattr(transformers, _MODEL_NAMES.get(family, f"{name}ForCausalLM"))(config).eval()
+    return randomize(getattr(transformers, _MODEL_NAMES.get(family, f"{name}ForCausalLM"))(config), seed)
+
+
+@torch.no_grad()
+def randomize(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
+    """Give every matrix of a model random values, scaled to 1 / sqrt(fan in); puts it into eval mode."""
     generator = torch.Generator().manual_seed(seed + 1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
-    return model
+    for parameter in model.parameters():
+        if parameter.ndim >= 2:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
+    return model.eval()

@@ -12,12 +12,12 @@ from specdec.protocol.messages import Notes
 from specdec.protocol.target import TargetMachine
 from tests.specdec.protocol.world import NOTHING, Result, World, run_schedule
 
-PART = 500
+PART = 250
 
 
 def run_all(seeds: Iterable[int]) -> list[Result]:
     with multiprocessing.get_context("fork").Pool(2) as pool:
-        return pool.map(run_schedule, seeds, chunksize=25)
+        return pool.map(run_schedule, seeds, chunksize=10)
 
 
 def check(first: int, count: int) -> None:
@@ -32,7 +32,7 @@ def check(first: int, count: int) -> None:
     assert counts["accepted"] > counts["tokens"] / 10
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(8))
 def test_random_schedules(part: int) -> None:
     check(part * PART, PART)
 
@@ -59,6 +59,6 @@ def test_notes_add_up_to_the_targets_counters() -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("part", range(40))
+@pytest.mark.parametrize("part", range(80))
 def test_random_schedules_long(part: int) -> None:
     check(10_000 + part * PART, PART)

@@ -1,0 +1,99 @@
+"""Greedy output through the engine is that of transformers, for one decoder family after another."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from specdec.engine.draft_backend import ModelDrafter
+from specdec.engine.local import LocalService
+from specdec.engine.target_backend import ModelTarget
+from specdec.models.admission import check_admission
+from specdec.models.loading import LoadedModel, ModelSource, load_model, prepare_model
+from specdec.models.runner import ModelRunner
+from specdec.sampling.params import SamplingParams
+from specdec.sampling.pipeline import Sampler
+from tests.specdec.engine.pairs import Case, add_noise, assert_same, greedy, make_model, run
+from tests.specdec.models.families import FAMILIES, VOCAB_SIZE, randomize
+
+BLOCK_SIZE = CHUNK = 16
+MAX_MODEL_LEN = 128
+NUM_DRAFT_TOKENS = 4
+WINDOW = 6
+PROMPT_LENGTHS = (3, 47, 18, 33)
+"""Shorter than the window, more than two chunks, and a chunk and a bit."""
+WITH_WINDOWS = {"mistral", "gemma2", "gemma3", "cohere2", "gpt_oss", "qwen2", "qwen2_moe"}
+NOISE = {family: 0.08 for family in FAMILIES} | {}
+"""What makes a draft of a family's twin half right."""
+
+
+def make_runner(loaded: LoadedModel) -> ModelRunner:
+    return ModelRunner(loaded, num_blocks=64, block_size=BLOCK_SIZE)
+
+
+def make_service(target: LoadedModel, draft: LoadedModel) -> LocalService:
+    """A pair with blocks of the usual size; a prompt is read in chunks of one block."""
+    lengths = {"max_model_len": MAX_MODEL_LEN, "max_batch_tokens": CHUNK}
+    return LocalService(
+        ModelTarget(make_runner(target), Sampler(VOCAB_SIZE), **lengths),
+        ModelDrafter(make_runner(draft), Sampler(VOCAB_SIZE), **lengths),
+        NUM_DRAFT_TOKENS,
+    )
+
+
+def make_cases() -> list[Case]:
+    rng = random.Random(21)
+    greedily = SamplingParams(temperature=0.0)
+    prompts = [tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(length)) for length in PROMPT_LENGTHS]
+    return [Case(prompt, 18 + 3 * i, greedily) for i, prompt in enumerate(prompts)]
+
+
+def assert_greedy_is_that_of(stock: PreTrainedModel, service: LocalService) -> None:
+    """One ragged batch of four, with a draft that is sometimes right and sometimes wrong."""
+    cases = make_cases()
+    outputs, stats = run(service, cases)
+    for got, case in zip(outputs, cases, strict=True):
+        assert_same(got, greedy(stock, case), case, stock)
+    assert len({token for output in outputs for token in output}) > 8  # no model that says one thing whatever it reads
+    assert 0.25 < stats.acceptance_rate < 0.75, stats
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_output_is_that_of_transformers(family: str) -> None:
+    target = prepare_model(make_model(family), family)
+    windows = {layer.window for layer in target.attention_layers}
+    assert (WINDOW in windows) == (family in WITH_WINDOWS)
+    draft = prepare_model(add_noise(make_model(family), NOISE[family]), family)
+    assert_greedy_is_that_of(make_model(family), make_service(target, draft))
+
+
+def save_gemma3_with_vision(folder: Path) -> None:
+    """A checkpoint that reads images too, as the hub has them: ``Gemma3ForConditionalGeneration`` in safetensors."""
+    text = make_model("gemma3").config.to_dict() | {"tie_word_embeddings": True}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=text,
+        vision_config={**vision, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+        boi_token_index=VOCAB_SIZE - 3,
+        eoi_token_index=VOCAB_SIZE - 2,
+        image_token_index=VOCAB_SIZE - 1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    randomize(transformers.Gemma3ForConditionalGeneration(config)).save_pretrained(folder)
+
+
+def test_the_text_part_of_a_checkpoint_that_reads_images(tmp_path: Path) -> None:
+    save_gemma3_with_vision(tmp_path)
+    source = ModelSource(str(tmp_path), device="cpu")
+    target, draft = load_model(source), load_model(source)
+    assert check_admission(make_runner(target)).relative_error < 1e-4
+    assert WINDOW in {layer.window for layer in target.attention_layers}
+    add_noise(draft.model, 0.08)
+    stock = transformers.Gemma3ForConditionalGeneration.from_pretrained(tmp_path)
+    assert_greedy_is_that_of(stock, make_service(target, draft))
