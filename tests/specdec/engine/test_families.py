@@ -26,7 +26,7 @@ WINDOW = 6
 PROMPT_LENGTHS = (3, 47, 18, 33)
 """Shorter than the window, more than two chunks, and a chunk and a bit."""
 WITH_WINDOWS = {"mistral", "gemma2", "gemma3", "cohere2", "gpt_oss", "qwen2", "qwen2_moe"}
-NOISE = {family: 0.08 for family in FAMILIES} | {}
+NOISE = 0.05
 """What makes a draft of a family's twin half right."""
 
 
@@ -53,6 +53,7 @@ def make_cases() -> list[Case]:
 
 def assert_greedy_is_that_of(stock: PreTrainedModel, service: LocalService) -> None:
     """One ragged batch of four, with a draft that is sometimes right and sometimes wrong."""
+    stock.set_attn_implementation("eager")  # the others leave out what some families do to their scores
     cases = make_cases()
     outputs, stats = run(service, cases)
     for got, case in zip(outputs, cases, strict=True):
@@ -66,18 +67,19 @@ def test_greedy_output_is_that_of_transformers(family: str) -> None:
     target = prepare_model(make_model(family), family)
     windows = {layer.window for layer in target.attention_layers}
     assert (WINDOW in windows) == (family in WITH_WINDOWS)
-    draft = prepare_model(add_noise(make_model(family), NOISE[family]), family)
+    draft = prepare_model(add_noise(make_model(family), NOISE), family)
     assert_greedy_is_that_of(make_model(family), make_service(target, draft))
 
 
 def save_gemma3_with_vision(folder: Path) -> None:
     """A checkpoint that reads images too, as the hub has them: ``Gemma3ForConditionalGeneration`` in safetensors."""
-    text = make_model("gemma3").config.to_dict() | {"tie_word_embeddings": True}
+    text = make_model("gemma3").config.to_dict()
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.Gemma3Config(
         text_config=text,
         vision_config={**vision, "image_size": 28, "patch_size": 14},
         mm_tokens_per_image=4,
+        tie_word_embeddings=False,
         boi_token_index=VOCAB_SIZE - 3,
         eoi_token_index=VOCAB_SIZE - 2,
         image_token_index=VOCAB_SIZE - 1,
@@ -94,6 +96,6 @@ def test_the_text_part_of_a_checkpoint_that_reads_images(tmp_path: Path) -> None
     target, draft = load_model(source), load_model(source)
     assert check_admission(make_runner(target)).relative_error < 1e-4
     assert WINDOW in {layer.window for layer in target.attention_layers}
-    add_noise(draft.model, 0.08)
+    add_noise(draft.model, NOISE)
     stock = transformers.Gemma3ForConditionalGeneration.from_pretrained(tmp_path)
     assert_greedy_is_that_of(stock, make_service(target, draft))

@@ -1,0 +1,84 @@
+"""The hook for logits processors: what it does to the target's rows is part of the target's own distribution."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.engine.draft_backend import ModelDrafter
+from specdec.engine.local import LocalService
+from specdec.engine.target_backend import ModelTarget
+from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.sampling.pipeline import LogitsProcessor
+from tests.specdec.engine.pairs import Case, add_noise, backend, make_model, run
+from tests.specdec.models.families import VOCAB_SIZE
+
+PROMPTS = ((5, 9, 77, 31), tuple(range(30, 63)), (8,))
+
+
+def no_echo(spec: SequenceSpec, tokens: Sequence[int], position: int, logits: Tensor) -> Tensor:
+    """Bans by sequence (its seed), position (its parity) and history (the last four tokens): a new tensor."""
+    assert position == len(tokens)
+    changed = logits.clone()
+    changed[(position + spec.seed) % 2 :: 2] -= 4.0
+    changed[list(tokens[-4:])] = -torch.inf
+    return changed
+
+
+def rising(spec: SequenceSpec, tokens: Sequence[int], position: int, logits: Tensor) -> None:
+    """Prefers tokens above the newest one: in place."""
+    logits[: tokens[-1] + 1] -= 3.0
+
+
+BOTH: tuple[LogitsProcessor, ...] = (no_echo, rising)
+
+
+def make_service(
+    in_target: Sequence[LogitsProcessor], in_draft: Sequence[LogitsProcessor], num_draft_tokens: int
+) -> LocalService:
+    return LocalService(
+        backend(ModelTarget, make_model("llama"), processors=in_target),
+        backend(ModelDrafter, add_noise(make_model("llama"), 0.06), processors=in_draft),
+        num_draft_tokens,
+    )
+
+
+def make_cases(temperature: float, **sampling: object) -> list[Case]:
+    params = SamplingParams(temperature=temperature, **sampling)  # type: ignore[arg-type]
+    return [Case(prompt, 20, params, seed=6 + i) for i, prompt in enumerate(PROMPTS)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_processor_changes_what_is_chosen_and_drafts_do_not(temperature: float) -> None:
+    cases = make_cases(temperature, frequency_penalty=0.3)
+    unchanged, _ = run(make_service((), (), 0), cases)
+    plain, _ = run(make_service(BOTH, (), 0), cases)
+    assert all(a != b for a, b in zip(plain, unchanged, strict=True))
+    for case, output in zip(cases, plain, strict=True):
+        log = [*case.prompt, *output]
+        assert all(log[i] not in log[max(i - 4, 0) : i] for i in range(len(case.prompt), len(log)))
+    in_both, with_both = run(make_service(BOTH, BOTH, 4), cases)
+    in_target, with_target = run(make_service(BOTH, (), 4), cases)
+    assert in_both == in_target == plain
+    assert with_both.acceptance_rate > 0.2
+    assert with_both.acceptance_rate > with_target.acceptance_rate + 0.1
+    assert [run(make_service(BOTH, BOTH, 4), [case])[0][0] for case in cases] == plain
+
+
+def test_a_processor_acts_under_the_rejection_rule_too() -> None:
+    """A row that leaves one token decides it, whatever was drafted."""
+
+    def counts_up(spec: SequenceSpec, tokens: Sequence[int], position: int, logits: Tensor) -> Tensor:
+        only = torch.full_like(logits, -torch.inf)
+        only[3 + (spec.seed + position) % (VOCAB_SIZE - 3)] = 0.0
+        return only
+
+    cases = make_cases(1.0, acceptance="rejection")
+    wanted = [
+        [3 + (case.seed + len(case.prompt) + i) % (VOCAB_SIZE - 3) for i in range(case.max_tokens)] for case in cases
+    ]
+    for in_draft, rate in (((counts_up,), 1.0), ((), 0.1)):
+        outputs, stats = run(make_service((counts_up,), in_draft, 4), cases)
+        assert outputs == wanted
+        assert stats.acceptance_rate == 1.0 if rate == 1.0 else stats.acceptance_rate < rate
