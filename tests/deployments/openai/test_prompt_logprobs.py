@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from deployments.openai import SequenceRequest, TokenDelta
 from deployments.openai.echo import make_echo
 from deployments.openai.scripted import Step, rounds
 from specdec.protocol.messages import PromptLogprobs, TokenLogprobs
+from specdec.text.pieces import TokenTexts
 
 from .conftest import MAX_MODEL_LEN, TEXT, Bench
 
@@ -62,6 +63,7 @@ def only(pieces: list[Any], stream: bool) -> Any:
 
 
 def expected(bench: Bench, prompt: tuple[int, ...], num_top: int) -> list[Any]:
+    texts = TokenTexts(bench.tokenizer)
     wanted: list[Any] = [None]
     for token, entry in list(zip(prompt, told(prompt), strict=True))[1:]:
         assert entry is not None
@@ -69,7 +71,7 @@ def expected(bench: Bench, prompt: tuple[int, ...], num_top: int) -> list[Any]:
         ranked |= {other: (entry.top[i][1], i + 1) for i, other in enumerate((OTHER, OTHER + 1)) if i < num_top}
         wanted.append(
             {
-                str(one): {"logprob": logprob, "rank": rank, "decoded_token": bench.tokenizer.decode([one])}
+                str(one): {"logprob": logprob, "rank": rank, "decoded_token": texts.text(one)}
                 for one, (logprob, rank) in ranked.items()
             }
         )
@@ -119,18 +121,22 @@ async def test_without_being_asked_nothing_is_told(bench: Bench, client: AsyncOp
 
 async def test_a_sample_waits_for_the_one_that_is_told(bench: Bench, client: AsyncOpenAI) -> None:
     scored(bench, "ok")
-    told_last, gate = bench.script, asyncio.Event()
+    tell, gate = bench.script, asyncio.Event()
 
-    def script(request: SequenceRequest) -> list[Step]:
-        """All are taken in at once, but the first sample's tokens come last."""
-        return [TokenDelta(), *([gate] if request.seq.endswith("-0") else []), *told_last(request)]
+    def script(request: SequenceRequest) -> Iterator[Step]:
+        """Both are taken in at once, but the first sample's tokens come after the second's."""
+        yield TokenDelta()
+        if request.seq.endswith("-0"):
+            yield gate
+        gate.set()
+        yield from tell(request)
 
     bench.script = script
-    extra = {"prompt_logprobs": 1}
-    stream = await client.completions.create(model="demo", prompt=[5, 6], n=2, stream=True, extra_body=extra)
-    asyncio.get_running_loop().call_later(0.05, gate.set)
-    pieces = await choices_of(stream, True)
-    assert [[bool(getattr(piece, "prompt_logprobs", None)) for piece in pieces[i]][0] for i in (0, 1)] == [True, True]
+    extra = {"prompt_logprobs": 1, "return_token_ids": True}
+    answer = await client.completions.create(model="demo", prompt=[5, 6], n=2, stream=True, extra_body=extra)
+    pieces = await choices_of(answer, True)
+    for own in pieces.values():
+        assert only(own, True) == expected(bench, (5, 6), 1)
 
 
 async def test_a_service_that_leaves_it_out_fails_rather_than_hangs(bench: Bench, client: AsyncOpenAI) -> None:
@@ -158,16 +164,11 @@ async def test_echoed_logprobs_begin_with_those_of_the_prompt(
         assert len(prompt) + len(output) == sum(len(piece.logprobs.tokens) for piece in own)
         assert own[0].text.startswith(PROMPT)
         logprobs = [value for piece in own for value in piece.logprobs.token_logprobs]
-        of_prompt = told(tuple(prompt))[1:]
-        assert logprobs == [
-            None,
-            *(entry and entry.logprob for entry in of_prompt),
-            *(-0.5 - i for i in range(len(output))),
-        ]
+        of_prompt = [entry and entry.logprob for entry in told(tuple(prompt))]
+        assert logprobs == of_prompt + [-0.5 - i for i in range(len(output))]
         tops = [top for piece in own for top in piece.logprobs.top_logprobs or ()]
-        assert [len(top or ()) for top in tops[: len(prompt)]] == (
-            [0] + [1 + num_top] * len(of_prompt) if num_top else []
-        )
+        num_listed = [0] + [1 + num_top] * (len(prompt) - 1) if num_top else []
+        assert [len(top or ()) for top in tops[: len(prompt)]] == num_listed
         tokens = [token for piece in own for token in piece.logprobs.tokens]
         offsets = [offset for piece in own for offset in piece.logprobs.text_offset]
         for offset, token in zip(offsets, tokens, strict=True):
@@ -259,13 +260,8 @@ def test_tokens_added_before_a_text_lie_at_its_beginning(bench: Bench) -> None:
 async def test_many_log_probabilities_are_written_all_the_same(bench: Bench, client: AsyncOpenAI) -> None:
     scored(bench, "ok")
     prompt = [5 + i for i in range(100)]
+    extra = {"prompt_logprobs": 20, "return_token_ids": True}
     for stream in (False, True):
-        answer = await client.completions.create(
-            model="demo",
-            prompt=prompt,
-            n=8,
-            stream=stream,
-            extra_body={"prompt_logprobs": 20, "return_token_ids": True},
-        )
+        answer = await client.completions.create(model="demo", prompt=prompt, n=8, stream=stream, extra_body=extra)
         pieces = await choices_of(answer, stream)
         assert all(len(only(own, stream)) == 100 for own in pieces.values())
