@@ -15,6 +15,7 @@ from cluster.processes import OwnProcesses
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLL_S = 0.05
 STOP_TIMEOUT_S = 60.0
+RAISE_AGAIN_S = 3
 GRACE_S = 5.0
 EXIT_FAILED = 1
 EXIT_FORCED = 130
@@ -66,6 +67,11 @@ def catch_stop() -> None:
     _handle(_raise_stop)
 
 
+def stop_begun() -> None:
+    """Say that :class:`StopRequested` was caught: it is not raised again."""
+    signal.alarm(0)
+
+
 def _handle(handler: Callable[[int, FrameType | None], None]) -> None:
     for name in STOP_SIGNALS:
         if name != signal.SIGHUP or signal.getsignal(name) != signal.SIG_IGN:  # nohup
@@ -73,6 +79,9 @@ def _handle(handler: Callable[[int, FrameType | None], None]) -> None:
 
 
 def _raise_stop(signum: int, frame: FrameType | None) -> None:
+    """Raise, and again in a while unless it was caught: where Python ignores exceptions, one raised is lost."""
+    signal.signal(signal.SIGALRM, _raise_stop)
+    signal.alarm(RAISE_AGAIN_S)
     raise StopRequested
 
 
@@ -86,6 +95,7 @@ def _run_child(body: Callable[[], int]) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         code = body()
     except StopRequested:
+        stop_begun()
         code = 0
     finally:
         sys.stdout.flush()

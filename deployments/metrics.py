@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -10,6 +12,9 @@ from prometheus_client.registry import Collector
 
 from specdec.protocol.router import WorkerKind
 
+logger = logging.getLogger("ray.serve")
+
+_PATIENCE_S = 2.0
 Reports = dict[str, tuple[WorkerKind, dict[str, float]]]
 
 
@@ -21,10 +26,13 @@ async def metrics_page(registry: CollectorRegistry, router: Any, model_name: str
         router: Handle of the routers, which know the workers' newest reports.
         model_name: Label of every sample.
     """
-    reports: Reports = {}
-    for answer in await router.broadcast("reports").results_async():
-        reports.update(answer)
     own: bytes = generate_latest(registry)
+    reports: Reports = {}
+    try:
+        for answer in await asyncio.wait_for(router.broadcast("reports").results_async(), _PATIENCE_S):
+            reports.update(answer)
+    except Exception as error:  # a router that dies or hangs must not cost this ingress' own counters
+        logger.warning("The workers' figures are missing from this scrape: %r", error)
     workers = CollectorRegistry()
     workers.register(_WorkerReports(reports, model_name))
     theirs: bytes = generate_latest(workers)

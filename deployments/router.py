@@ -11,7 +11,7 @@ from specdec.protocol.plans import fixed_plan, no_drafts
 from specdec.protocol.router import RouterMachine, WorkerKind
 
 IN_TURN_WAIT_S = 1.0
-"""Longest wait of a target for a draft in mode ``in_turn``; a drafter that is gone costs this once per token."""
+"""Longest wait of a target for a draft in mode ``in_turn``; a drafter that is gone costs this once per sequence."""
 
 
 class SpeculationRouter(RouterEndpoint):

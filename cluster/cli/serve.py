@@ -12,7 +12,7 @@ from cluster.cli.flags import add_config_flags, config_overrides
 from cluster.config import ServiceConfig
 from cluster.config_files import load_config
 from cluster.launch import APPLICATION, LocalService, Report, check_port
-from cluster.supervise import StopRequested, catch_stop, supervised
+from cluster.supervise import StopRequested, catch_stop, stop_begun, supervised
 
 USAGE = "[--target MODEL --draft MODEL] [--config FILE.yaml] [--host HOST] [--port PORT] [KEY ...]"
 
@@ -60,6 +60,7 @@ def run_service(config: ServiceConfig, application: str) -> int:
             print(f"\nTry it:\n  {curl_line(service.url, config.model_name)}\n\nCtrl-C stops it.\n", flush=True)
             service.watch()
         finally:
+            stop_begun()
             service.stop()
     except StopRequested:
         report("stopped")

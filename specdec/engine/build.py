@@ -62,7 +62,7 @@ def build_target(
         ModelLoadError: It cannot be loaded or served exactly.
         MemoryPlanError: Its cache cannot hold one sequence.
     """
-    built = _build(source, options, progress)
+    built = _build(source, options, options.max_model_len, progress)
     runner = built.runner
     backend = ModelTarget(
         runner,
@@ -81,7 +81,7 @@ def build_drafter(
     A draft model that reads less than ``options.max_model_len`` drafts as far as it reads. Raises like
     :func:`build_target`.
     """
-    built = _build(source, options, progress)
+    built = _build(source, options, None, progress)
     runner, states = built.runner, SequenceStates(built.runner)
     sampler = Sampler(runner.vocab_size)
     lengths = {
@@ -92,14 +92,15 @@ def build_drafter(
     return drafter, ModelTarget(runner, sampler, states=states, **lengths), built
 
 
-def _build(source: ModelSource, options: BackendOptions, progress: Progress | None) -> Built:
+def _build(source: ModelSource, options: BackendOptions, max_model_len: int | None, progress: Progress | None) -> Built:
+    """Load and check a model; without a ``max_model_len`` of its own it reads what it can of the options'."""
     loaded = load_model(source, progress)
     budget = options.kv_memory
     memory = plan_memory(
         loaded,
         budget_bytes=budget if isinstance(budget, int) else None,
         fraction=budget if isinstance(budget, float) else _KV_FRACTION[loaded.device.type],
-        max_model_len=min(options.max_model_len or loaded.max_model_len, loaded.max_model_len),
+        max_model_len=max_model_len or min(options.max_model_len or loaded.max_model_len, loaded.max_model_len),
         max_num_sequences=options.max_num_sequences,
         block_size=options.block_size,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from specdec.errors import CancelledError, InvalidParameterError
 from specdec.models.compat import check_pair
 from specdec.models.loading import ModelSource, load_tokenizer
 from specdec.protocol.backends import DraftBackend, TargetBackend
+from specdec.protocol.ingress import Delivery
 from specdec.protocol.messages import Finish, Notes
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.philox import derive_seed
@@ -83,6 +85,8 @@ class _Running:
     """A sequence on its way."""
 
     index: int
+    prompt: list[int]
+    spec: SequenceSpec
     output: OutputText
     token_ids: list[int] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
@@ -123,6 +127,7 @@ class SpeculativeEngine:
         self._vocab_size = vocab_size
         self._names = itertools.count()
         self._stats = SpecStats()
+        self._deliveries: dict[str, deque[Delivery]] = {}
 
     @classmethod
     def from_pretrained(
@@ -229,7 +234,7 @@ class SpeculativeEngine:
             CancelledError: ``cancellation`` was used.
         """
         started_s = time.perf_counter()
-        running = self._start(prompts, sampling or SamplingParams(), seed, max_tokens, num_speculative_tokens, stop)
+        running = self._prepare(prompts, sampling or SamplingParams(), seed, max_tokens, num_speculative_tokens, stop)
         for event in self._events(running, cancellation):
             if on_token is not None:
                 on_token(event)
@@ -247,10 +252,10 @@ class SpeculativeEngine:
         cancellation: CancellationToken | None = None,
     ) -> Iterator[TokenEvent]:
         """Generate from one prompt, an event a round; closing the iterator cancels. See :meth:`generate_batch`."""
-        running = self._start([prompt], sampling or SamplingParams(), seed, max_tokens, num_speculative_tokens, stop)
+        running = self._prepare([prompt], sampling or SamplingParams(), seed, max_tokens, num_speculative_tokens, stop)
         return self._events(running, cancellation)
 
-    def _start(
+    def _prepare(
         self,
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
@@ -263,7 +268,6 @@ class SpeculativeEngine:
         num_speculative_tokens = validated_num_speculative_tokens(num_speculative_tokens)
         seed = secrets.randbits(63) if seed is None else validated_seed(seed)
         running: dict[str, _Running] = {}
-        accepted = []
         for index, prompt in enumerate(prompts):
             tokens = self._tokens(prompt)
             limit = self._limit(len(tokens), max_tokens)
@@ -276,12 +280,8 @@ class SpeculativeEngine:
                 arrival_s=float(index),
                 num_speculative_tokens=num_speculative_tokens,
             )
-            accepted.append(
-                (f"local-{next(self._names)}", tokens, spec, OutputText(self._tokenizer, tokens, spec, stop))
-            )
-        for index, (seq, tokens, spec, output) in enumerate(accepted):  # all are valid: none is left behind
-            running[seq] = _Running(index, output)
-            self._service.start(seq, tokens, spec)
+            output = OutputText(self._tokenizer, tokens, spec, stop)
+            running[f"local-{next(self._names)}"] = _Running(index, tokens, spec, output)
         return running
 
     def _tokens(self, prompt: Prompt) -> list[int]:
@@ -300,22 +300,39 @@ class SpeculativeEngine:
         return left if max_tokens is None else max_tokens
 
     def _events(self, running: dict[str, _Running], cancellation: CancellationToken | None) -> Iterator[TokenEvent]:
-        """Pump until all are done; what is not done when the iterator is closed is forgotten everywhere."""
+        """Pump until all are done; what is not done when the iterator is closed is forgotten everywhere.
+
+        Nothing is begun before the first event is asked for. Several iterators may be open: whoever pumps keeps for the
+        others what is theirs.
+        """
         open_seqs = set(running)
         try:
+            for seq, one in running.items():
+                self._deliveries[seq] = deque()
+                self._service.start(seq, one.prompt, one.spec)
             while open_seqs:
                 if cancellation is not None and cancellation.cancelled:
                     raise CancelledError("the generation was cancelled")
-                for delivery in self._service.pump():
-                    if delivery.seq in open_seqs:
-                        one = running[delivery.seq]
-                        yield self._take(one, delivery.tokens, delivery.notes, delivery.finish)
-                        if one.finish_reason is not None:
-                            open_seqs.discard(delivery.seq)
-                            self._service.cancel(delivery.seq)
+                if not any(self._deliveries[seq] for seq in open_seqs):
+                    self._pump()
+                for delivery in [self._deliveries[seq].popleft() for seq in open_seqs if self._deliveries[seq]]:
+                    event = self._take(running[delivery.seq], delivery.tokens, delivery.notes, delivery.finish)
+                    if event.finish_reason is not None:
+                        open_seqs.discard(delivery.seq)
+                        self._close(delivery.seq)
+                    yield event
         finally:
             for seq in open_seqs:
-                self._service.cancel(seq)
+                self._close(seq)
+
+    def _pump(self) -> None:
+        for delivery in self._service.pump():
+            if delivery.seq in self._deliveries:
+                self._deliveries[delivery.seq].append(delivery)
+
+    def _close(self, seq: str) -> None:
+        self._deliveries.pop(seq, None)
+        self._service.cancel(seq)
 
     def _take(self, one: _Running, tokens: tuple[int, ...], notes: Notes, finish: Finish | None) -> TokenEvent:
         delta = one.output.push(tokens, finish)

@@ -45,6 +45,7 @@ class WorkerLink:
         worker: Its name; None while none is to be had.
         n: Raised whenever the sequence is opened anew on this link.
         length: Length of the log that the worker is known to have.
+        sent: Length up to which it was sent.
     """
 
     kind: WorkerKind
@@ -52,6 +53,7 @@ class WorkerLink:
     n: int = 0
     opened_s: float = 0.0
     length: int = 0
+    sent: int = 0
 
 
 class Session(Row):
@@ -182,7 +184,7 @@ class RouterMachine:
                 if link.worker is not None and now_s - link.opened_s > self._times.settle_s:
                     live.setdefault(link.worker, []).append((session.seq, session.link_inc(link)))
             if len(session.links) > 1 and session.drafter.length < len(session.log):
-                self._commit(session)
+                self._commit(session, session.drafter.length)
         for name, entries in live.items():
             self._outbox.put(name, Live(self.name, tuple(entries)))
 
@@ -222,7 +224,7 @@ class RouterMachine:
             self._close_links(session)
             session.finish = message.finish
         elif len(session.links) > 1:
-            self._commit(session)
+            self._commit(session, session.drafter.sent)
         self._tell(session)
 
     def _takes(self, session: Session, message: Verdict) -> bool:
@@ -282,14 +284,16 @@ class RouterMachine:
         self._open(session, link, now_s)
 
     def _open(self, session: Session, link: WorkerLink, now_s: float) -> None:
-        link.opened_s, link.length = now_s, len(session.log)
+        link.opened_s = now_s
+        link.length = link.sent = len(session.log)
         inc, tokens, lease_s = session.link_inc(link), session.log.tail(0), self._times.lease_s
         self._send(link, Open(session.seq, inc, self.name, tokens, session.spec, session.plan, lease_s))
 
-    def _commit(self, session: Session) -> None:
+    def _commit(self, session: Session, base: int) -> None:
+        """Tell the drafter the log from ``base`` on: from what was sent last, and again now and then if it is lost."""
         link = session.drafter
-        tokens = session.log.tail(link.length)
-        self._send(link, Commit(session.seq, session.link_inc(link), link.length, tokens, session.log.mark()))
+        link.sent = len(session.log)
+        self._send(link, Commit(session.seq, session.link_inc(link), base, session.log.tail(base), session.log.mark()))
 
     def _tell(self, session: Session) -> None:
         """Tokens to the ingress, from what it has acknowledged on; the end goes by itself, bound to a mark."""

@@ -24,9 +24,10 @@ class TargetRow(WorkerRow):
         offers: The newest offers, oldest first.
         decided_s: When it was last decided; None before the first time.
         told_s: When its verdict was last sent.
+        is_patient: Whether it waits for offers at all: not since it waited in vain, until the next one comes.
     """
 
-    __slots__ = ("acked", "decided_s", "finish", "notes", "offers", "told_s")
+    __slots__ = ("acked", "decided_s", "finish", "is_patient", "notes", "offers", "told_s")
 
     def __init__(self, message: Open) -> None:
         super().__init__(message)
@@ -36,6 +37,7 @@ class TargetRow(WorkerRow):
         self.decided_s: float | None = None
         self.told_s = float("-inf")
         self.finish: Finish | None = None
+        self.is_patient = True
 
     @property
     def num_output_tokens(self) -> int:
@@ -137,6 +139,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
                 if row is not None:
                     self.counters.num_offers += 1
                     row.offers.append(message)
+                    row.is_patient = True
 
     def _acknowledge(self, row: TargetRow, length: int) -> None:
         length = min(length, len(row.log))
@@ -176,12 +179,13 @@ class TargetMachine(WorkerMachine[TargetRow]):
         return best[:length], candidates[:length]
 
     def _waits(self, row: TargetRow, draft: Tokens, now_s: float) -> bool:
-        """Whether a row is held back for an offer: only by plan, never before its first token, never for long."""
+        """Whether a row is held back for an offer: only by plan, never before its first token, in vain only once."""
         if draft or row.decided_s is None or row.plan.num_draft_tokens == 0:
             return False
         if row.spec.max_tokens - row.num_output_tokens <= 1:
             return False
-        return now_s < row.decided_s + row.plan.draft_wait_s
+        row.is_patient = row.is_patient and now_s < row.decided_s + row.plan.draft_wait_s
+        return row.is_patient
 
     def _commit(self, row: TargetRow, result: Verification, now_s: float) -> None:
         count, row.finish = walk(len(row.log), result.run, row.spec, self._backend.max_model_len)

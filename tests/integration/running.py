@@ -36,9 +36,12 @@ class RunningService:
         command = [sys.executable, "-m", "cluster.cli", "serve", "--port", str(port), *flags]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         threading.Thread(target=self._read, daemon=True).start()
-        if not self._ready.wait(START_TIMEOUT_S):
-            self.stop()
-            raise AssertionError("the service did not start:\n" + "".join(self.lines))
+        while not self._ready.wait(0.2):
+            ended = self._process.poll() is not None
+            if ended or time.monotonic() > started_s + START_TIMEOUT_S:
+                if not ended:
+                    self.stop()
+                raise AssertionError("the service did not start:\n" + "".join(self.lines))
         self.started_s = time.monotonic() - started_s
 
     def client(self) -> OpenAI:

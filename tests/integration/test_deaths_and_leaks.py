@@ -15,11 +15,14 @@ from tests.integration.running import RunningService, eventually
 logger = logging.getLogger(__name__)
 
 NUM_STREAMS = 8
+SEEN: dict[int, int] = {}
+"""Pieces that each running stream has had."""
 
 
 def stream(service: RunningService, i: int, temperature: float) -> tuple[str, float]:
     """One seeded stream to its end; gives its text and its longest pause in seconds."""
     pieces, pause_s, heard_s = [], 0.0, time.monotonic()
+    SEEN[i] = 0
     chunks = service.client().completions.create(
         model="specdec-demo",
         prompt=f"def function_{i}(values):\n",
@@ -31,6 +34,7 @@ def stream(service: RunningService, i: int, temperature: float) -> tuple[str, fl
     )
     for chunk in chunks:
         pieces.append(chunk.choices[0].text)
+        SEEN[i] = len(pieces)
         pause_s = max(pause_s, time.monotonic() - heard_s)
         heard_s = time.monotonic()
     return "".join(pieces), pause_s
@@ -45,8 +49,10 @@ def all_streams(service: RunningService, pool: ThreadPoolExecutor) -> list:
 def test_a_killed_worker_changes_no_text(service: RunningService, deployment: str) -> None:
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
         undisturbed = [future.result() for future in all_streams(service, pool)]
+        SEEN.clear()
         streams = all_streams(service, pool)
-        eventually(lambda: all(n > 0 for n in service.worker_gauge("num_sequences").values()), 30, "streams run")
+        eventually(lambda: len(SEEN) == NUM_STREAMS and min(SEEN.values()) >= 2, 60, "all streams have begun")
+        assert not any(future.done() for future in streams)
         killed = service.kill(deployment)
         disturbed = [future.result() for future in streams]
     assert [text for text, _ in disturbed] == [text for text, _ in undisturbed]
@@ -71,7 +77,7 @@ def test_a_client_that_goes_away_leaves_nothing(service: RunningService) -> None
     body = {"model": "specdec-demo", "prompt": "import os\n", "max_tokens": 1900, "stream": True, "ignore_eos": True}
     with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=60) as answer:
         next(answer.iter_lines())
-        eventually(lambda: all(service.worker_gauge("kv_blocks_in_use").values()), 10, "both workers hold it")
+        eventually(lambda: sum(map(bool, service.worker_gauge("kv_blocks_in_use").values())) == 2, 10, "both hold it")
     took_s = eventually(lambda: nothing_held(service), 3, "the sequence and its blocks are gone from both workers")
     logger.warning("gone from both workers, as the metrics say, %.2f s after the disconnect", took_s)
 

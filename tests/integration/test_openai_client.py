@@ -72,7 +72,10 @@ def test_chat(client: OpenAI, model: str) -> None:
     messages = [{"role": "user", "content": "a function that adds two numbers"}]
     options = {"model": model, "messages": messages, "max_tokens": 24, "temperature": 0}
     whole = client.chat.completions.create(**options)
-    chunks = list(client.chat.completions.create(**options, stream=True))
+    with_usage = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(client.chat.completions.create(**options, **with_usage))
+    assert chunks[-1].usage == whole.usage
+    chunks = chunks[:-1]
     assert whole.choices[0].message.role == "assistant"
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == whole.choices[0].message.content
 
@@ -113,8 +116,23 @@ def test_bad_input_is_refused_by_name(service: RunningService, model: str, chang
     answer = httpx.post(f"{service.url}/v1/completions", json=body, timeout=30)
     error = answer.json()["error"]
     assert answer.status_code == 400, error
-    assert param in (error["param"], error["message"]) or param in error["message"]
+    assert error["param"] == param, error
     assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_errors_reach_the_official_client(client: OpenAI, model: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model=model, prompt=PROMPT, max_tokens=5000)
+    assert caught.value.body["code"] == "context_length_exceeded"
+
+
+def test_prompts_are_scored_by_the_target(client: OpenAI, model: str) -> None:
+    answer = client.completions.create(model=model, prompt=PROMPT, max_tokens=0, echo=True, logprobs=1)
+    assert answer.choices[0].text == PROMPT
+    logprobs = answer.choices[0].logprobs.token_logprobs
+    assert logprobs[0] is None
+    assert all(value < 0 for value in logprobs[1:])
+    assert answer.usage.completion_tokens == 0
 
 
 def test_other_answers(service: RunningService) -> None:

@@ -265,3 +265,12 @@ async def test_many_log_probabilities_are_written_all_the_same(bench: Bench, cli
         answer = await client.completions.create(model="demo", prompt=prompt, n=8, stream=stream, extra_body=extra)
         pieces = await choices_of(answer, stream)
         assert all(len(only(own, stream)) == 100 for own in pieces.values())
+
+
+async def test_a_prompt_is_told_of_even_where_no_text_is_ready(bench: Bench, client: AsyncOpenAI) -> None:
+    scored(bench, "🙂")
+    answer = await client.completions.create(
+        model="demo", prompt=[5, 6], stream=True, extra_body={"prompt_logprobs": 0}
+    )
+    first, *_ = (await choices_of(answer, True))[0]
+    assert (first.text, first.prompt_logprobs) == ("", expected(bench, (5, 6), 0))

@@ -71,10 +71,17 @@ def test_edge_03_an_end_inside_a_run_drops_the_rest_of_it(temperature: float) ->
     assert 0 < num_reused <= len(PROMPT) + at + 1
 
 
+@pytest.mark.parametrize("is_drafter_bounded", [True, False])
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 8, 9, 10, 19])
-def test_edge_04_a_draft_is_never_longer_than_what_may_be_committed(max_tokens: int) -> None:
+def test_edge_04_a_draft_is_never_longer_than_what_may_be_committed(
+    max_tokens: int, is_drafter_bounded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target cuts by itself what a drafter offers beyond the end."""
     wanted = plain(Case(PROMPT, 20, GREEDY))[:max_tokens]
-    (output,) = collect(make_service("llama", ALWAYS_RIGHT, 8), [Case(PROMPT, max_tokens, GREEDY)])
+    service = make_service("llama", ALWAYS_RIGHT, 8)
+    if not is_drafter_bounded:
+        monkeypatch.setattr(service.drafter, "_wanted", lambda row: row.plan.num_draft_tokens)
+    (output,) = collect(service, [Case(PROMPT, max_tokens, GREEDY)])
     assert (output.tokens, output.finish) == (wanted, "length")
     assert all(num_drafted <= min(8, max_tokens - before - 1) for before, num_drafted in rounds(output))
     assert rounds(output)[0] == (0, min(8, max_tokens - 1))

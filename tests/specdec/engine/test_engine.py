@@ -106,3 +106,29 @@ def test_a_pair_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         SpeculativeEngine.from_pretrained(
             ModelSource(str(DEMO / "target"), dtype="float32"), ModelSource(str(tmp_path), dtype="float32")
         )
+
+
+def test_several_streams_of_one_engine_lose_nothing(engine: SpeculativeEngine) -> None:
+    prompts = [PROMPT, "class A:\n"]
+    alone = [engine.generate(prompt, GREEDY, max_tokens=20).text for prompt in prompts]
+    first, second = (engine.stream(prompt, GREEDY, max_tokens=20) for prompt in prompts)
+    pieces = [next(first).text, next(second).text]
+    assert pieces[0] + "".join(event.text for event in first) == alone[0]
+    assert pieces[1] + "".join(event.text for event in second) == alone[1]
+
+
+def test_a_stream_that_is_never_read_begins_nothing(engine: SpeculativeEngine) -> None:
+    engine.stream(PROMPT)
+    assert len(engine._service.ingress) == 0
+
+
+def test_a_generation_within_another(engine: SpeculativeEngine) -> None:
+    inner: list[str] = []
+
+    def ask_again(event: TokenEvent) -> None:
+        if not inner:
+            inner.append(engine.generate("class A:\n", GREEDY, max_tokens=12).text)
+
+    outer = engine.generate(PROMPT, GREEDY, max_tokens=20, on_token=ask_again)
+    assert outer.text == engine.generate(PROMPT, GREEDY, max_tokens=20).text
+    assert inner == [engine.generate("class A:\n", GREEDY, max_tokens=12).text]

@@ -181,7 +181,7 @@ def test_an_offer_goes_to_the_target_under_the_targets_inc():
     assert machine.take_outbox() == {"T0": [Offer("s", Inc(1, 1), offer.mark, (4, 5))]}
 
 
-def test_commits_are_cumulative_from_the_mark_of_the_last_offer():
+def test_a_commit_follows_the_last_and_is_repeated_from_the_mark_of_the_last_offer():
     machine = submitted("T0", "D0")
     machine.receive(verdict(0, (0, 1)), 0.0)
     machine.receive(verdict(2, (2,)), 0.0)
@@ -189,9 +189,11 @@ def test_commits_are_cumulative_from_the_mark_of_the_last_offer():
     machine.receive(verdict(3, (3,)), 0.0)
     assert machine.take_outbox()["D0"] == [
         commit(0, (0, 1), (0, 1)),
-        commit(0, (0, 1, 2), (0, 1, 2)),
-        commit(2, (2, 3), (0, 1, 2, 3)),
+        commit(2, (2,), (0, 1, 2)),
+        commit(3, (3,), (0, 1, 2, 3)),
     ]
+    machine.step(0.0)
+    assert commit(2, (2, 3), (0, 1, 2, 3)) in machine.take_outbox()["D0"]
 
 
 def test_a_resync_is_answered_for_the_current_inc_only():
