@@ -80,7 +80,7 @@ class Limits(StrictModel):
     """What the service takes in before it says 400, 413 or 429."""
 
     max_body_bytes: int = Field(4 << 20, ge=1 << 10, le=1 << 30, description="largest request body; beyond it 413")
-    max_concurrent_requests: int = Field(256, ge=1, le=65536, description="requests that one ingress answers at once")
+    max_concurrent_requests: int = Field(256, ge=1, le=65536, description="sequences that one ingress has open at once")
     max_queued_requests: int = Field(256, ge=0, le=65536, description="requests that may wait beyond those; then 429")
     max_sequences: int = Field(128, ge=1, le=4096, description="sequences of one request: prompts times n")
     max_stop_strings: int = Field(16, ge=0, le=1024, description="stop strings of one request")
@@ -155,6 +155,12 @@ class AppArgs(StrictModel):
     replicas: Replicas = Field(default_factory=Replicas, description="copies of each deployment")
     actors: Actors = Field(
         default_factory=Actors, description="explicit placement; chosen from what there is otherwise"
+    )
+    chat_template: str | None = Field(
+        None, min_length=1, description="Jinja file with a chat template in place of the tokenizer's own"
+    )
+    trust_request_chat_template: bool = Field(
+        False, description="let requests bring a chat_template: a program, for those who may run one"
     )
     log_level: LogLevel = Field("info", description="least severe message that is logged")
 

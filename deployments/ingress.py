@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -54,6 +55,8 @@ class OpenAIIngress(IngressEndpoint):
             max_stop_strings=limits.max_stop_strings,
             max_stop_characters=limits.max_stop_characters,
             retry_after_s=limits.retry_after_s,
+            chat_template=None if self._args.chat_template is None else Path(self._args.chat_template).read_text(),
+            trust_request_chat_template=self._args.trust_request_chat_template,
             send_request_id=False,  # Serve's proxy sends it
         )
         tokenizer = load_tokenizer(target_source(self._args))

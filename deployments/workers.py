@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 
@@ -30,13 +31,15 @@ class TargetServer(WorkerEndpoint):
     Args:
         args: The service's configuration.
         num_torch_threads: Threads for torch on a CPU.
+        gpu_share: Part of a GPU that is this replica's.
     """
 
-    def __init__(self, args: AppArgs, num_torch_threads: int) -> None:
+    def __init__(self, args: AppArgs, num_torch_threads: int, gpu_share: float) -> None:
         torch.set_num_threads(num_torch_threads)
         source = target_source(args)
         vocab_size = len(load_tokenizer(source))
-        backend, built = build_target(source, backend_options(args, args.target, vocab_size), logger.info)
+        options = replace(backend_options(args, args.target, vocab_size), device_share=gpu_share)
+        backend, built = build_target(source, options, logger.info)
         _report(built)
         machine = TargetMachine(replica_id(), backend, args.protocol.times(), backend.gauges)
         self.start_worker(machine, routers=ROUTER, stall_s=STALL_S)
@@ -48,9 +51,10 @@ class DraftServer(WorkerEndpoint):
     Args:
         args: The service's configuration.
         num_torch_threads: Threads for torch on a CPU.
+        gpu_share: Part of a GPU that is this replica's.
     """
 
-    def __init__(self, args: AppArgs, num_torch_threads: int) -> None:
+    def __init__(self, args: AppArgs, num_torch_threads: int, gpu_share: float) -> None:
         torch.set_num_threads(num_torch_threads)
         source = draft_source(args)
         assert source is not None, "deployed without a draft model"
@@ -59,7 +63,8 @@ class DraftServer(WorkerEndpoint):
         pair = check_pair(describe_model(target), tokenizer, describe_model(source), load_tokenizer(source))
         for note in pair.notes:
             logger.info(note)
-        drafter, solo, built = build_drafter(source, backend_options(args, args.draft, len(tokenizer)), logger.info)
+        options = replace(backend_options(args, args.draft, len(tokenizer)), device_share=gpu_share)
+        drafter, solo, built = build_drafter(source, options, logger.info)
         _report(built)
         name, times = replica_id(), args.protocol.times()
         machine = DraftWorkerMachine(

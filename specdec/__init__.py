@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from specdec.engine.stats import SpecStats
     from specdec.models.loading import ModelSource
     from specdec.sampling.params import SamplingParams
+    from specdec.sampling.pipeline import LogitsProcessor
 
 __all__ = [
     "BackendOptions",
     "CancellationToken",
     "GenerationResult",
+    "LogitsProcessor",
     "ModelSource",
     "SamplingParams",
     "SpecStats",
@@ -30,6 +32,7 @@ _MODULES = {
     "BackendOptions": "specdec.engine.build",
     "CancellationToken": "specdec.engine.engine",
     "GenerationResult": "specdec.engine.engine",
+    "LogitsProcessor": "specdec.sampling.pipeline",
     "ModelSource": "specdec.models.loading",
     "SamplingParams": "specdec.sampling.params",
     "SpecStats": "specdec.engine.stats",

@@ -92,7 +92,7 @@ class PrometheusObserver:
     def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.num_running = _gauge(registry, "num_requests_running", "Sequences that are being generated.")
-        self.num_waiting = _gauge(registry, "num_requests_waiting", "Sequences that no worker has taken in yet.")
+        self.num_waiting = _gauge(registry, "num_requests_waiting", "Sequences that are being handed to a router.")
         self.time_to_first_token = _histogram(
             registry, "time_to_first_token_seconds", "Time from the request to its first tokens.", _FIRST_BUCKETS_S
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from specdec.engine.draft_backend import ModelDrafter
 from specdec.engine.states import SequenceStates
 from specdec.engine.target_backend import ModelTarget
@@ -12,14 +14,16 @@ from specdec.models.admission import AdmissionReport, check_admission
 from specdec.models.loading import LoadedModel, ModelSource, Progress, load_model
 from specdec.models.memory import MemoryPlan, plan_memory
 from specdec.models.runner import ModelRunner
-from specdec.sampling.pipeline import Sampler
+from specdec.sampling.pipeline import LogitsProcessor, Sampler
 
 _CHUNK_TOKENS = {"cpu": 256, "cuda": 2048}
 """Tokens of a forward pass that keep a device busy, and no more: others wait for no more than one chunk of a prompt."""
 
 
-_KV_FRACTION = {"cpu": 0.25, "cuda": 0.9}
-"""Share of the free memory that the cache may take: a GPU is the model's own, a machine's memory is not."""
+_CPU_KV_FRACTION = 0.25
+"""Part of a machine's free memory that the cache may take: others need it too."""
+_GPU_KV_FRACTION = 0.9
+"""Part of what a GPU has left for a model that its cache may take; the rest is for what a step computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,8 @@ class BackendOptions:
         max_batch_tokens: Most tokens in one forward pass; None chooses by device.
         kv_memory: Memory for cached keys and values: ``auto``, a fraction of what is free, or bytes.
         max_num_sequences: Whole sequences that the cache need not exceed, however much memory there is.
+        device_share: Part of a GPU that is this model's, where several models share it; for ``auto`` memory.
+        logits_processors: Hooks that may change the logits of every position, drafted or not, before it is sampled.
     """
 
     max_model_len: int | None = None
@@ -51,6 +57,8 @@ class BackendOptions:
     max_batch_tokens: int | None = None
     kv_memory: Literal["auto"] | float | int = "auto"
     max_num_sequences: int = 256
+    device_share: float = 1.0
+    logits_processors: tuple[LogitsProcessor, ...] = ()
 
 
 def build_target(
@@ -66,7 +74,7 @@ def build_target(
     runner = built.runner
     backend = ModelTarget(
         runner,
-        Sampler(runner.vocab_size),
+        Sampler(runner.vocab_size, options.logits_processors),
         max_model_len=built.memory.max_model_len,
         max_batch_tokens=_max_batch_tokens(built, options),
     )
@@ -83,7 +91,7 @@ def build_drafter(
     """
     built = _build(source, options, None, progress)
     runner, states = built.runner, SequenceStates(built.runner)
-    sampler = Sampler(runner.vocab_size)
+    sampler = Sampler(runner.vocab_size, options.logits_processors)
     lengths = {
         "max_model_len": built.memory.max_model_len,
         "max_batch_tokens": _max_batch_tokens(built, options),
@@ -95,11 +103,15 @@ def build_drafter(
 def _build(source: ModelSource, options: BackendOptions, max_model_len: int | None, progress: Progress | None) -> Built:
     """Load and check a model; without a ``max_model_len`` of its own it reads what it can of the options'."""
     loaded = load_model(source, progress)
-    budget = options.kv_memory
+    wanted = options.kv_memory
+    budget_bytes = wanted if isinstance(wanted, int) else None
+    if wanted == "auto" and loaded.device.type == "cuda":
+        free_bytes, total_bytes = torch.cuda.mem_get_info(loaded.device)
+        budget_bytes = gpu_budget_bytes(total_bytes, free_bytes, loaded.weights_bytes, options.device_share)
     memory = plan_memory(
         loaded,
-        budget_bytes=budget if isinstance(budget, int) else None,
-        fraction=budget if isinstance(budget, float) else _KV_FRACTION[loaded.device.type],
+        budget_bytes=budget_bytes,
+        fraction=wanted if isinstance(wanted, float) else _CPU_KV_FRACTION,
         max_model_len=max_model_len or min(options.max_model_len or loaded.max_model_len, loaded.max_model_len),
         max_num_sequences=options.max_num_sequences,
         block_size=options.block_size,
@@ -107,6 +119,14 @@ def _build(source: ModelSource, options: BackendOptions, max_model_len: int | No
     vocab_size = min(options.vocab_size or loaded.vocab_size, loaded.vocab_size)
     runner = ModelRunner(loaded, num_blocks=memory.num_blocks, block_size=memory.block_size, vocab_size=vocab_size)
     return Built(loaded, runner, memory, check_admission(runner))
+
+
+def gpu_budget_bytes(total_bytes: int, free_bytes: int, weights_bytes: int, device_share: float) -> int:
+    """Bytes for a model's cache on a GPU: of its share what its weights leave, and never more than is free.
+
+    Whoever loads first must not take what the other models on the device were promised.
+    """
+    return int(_GPU_KV_FRACTION * max(0, min(free_bytes, total_bytes * device_share - weights_bytes)))
 
 
 def _max_batch_tokens(built: Built, options: BackendOptions) -> int:

@@ -67,6 +67,8 @@ EXAMPLES = {
     "actors.draft.resources": {"small": 1},
     "actors.draft.label_selector": {"pool": "small"},
     "actors.draft.accelerator_type": "L4",
+    "chat_template": "template.jinja",
+    "trust_request_chat_template": True,
     "log_level": "warning",
     "host": "localhost",
     "port": 1234,

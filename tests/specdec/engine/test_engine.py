@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 import specdec
 import specdec.demo
-from specdec import CancellationToken, ModelSource, SamplingParams, SpeculativeEngine, TokenEvent
+from specdec import BackendOptions, CancellationToken, ModelSource, SamplingParams, SpeculativeEngine, TokenEvent
 from specdec.errors import CancelledError, IncompatiblePairError, InvalidParameterError
 from specdec.models.loading import load_tokenizer
 
@@ -132,3 +133,22 @@ def test_a_generation_within_another(engine: SpeculativeEngine) -> None:
     outer = engine.generate(PROMPT, GREEDY, max_tokens=20, on_token=ask_again)
     assert outer.text == engine.generate(PROMPT, GREEDY, max_tokens=20).text
     assert inner == [engine.generate("class A:\n", GREEDY, max_tokens=12).text]
+
+
+def test_a_logits_processor_is_applied_to_every_position() -> None:
+    """A hook that forbids the newline, whatever the draft proposes."""
+    target, draft = (ModelSource(str(DEMO / role), dtype="float32") for role in ("target", "draft"))
+    newline = 201
+
+    def no_newline(spec: object, tokens: list[int], position: int, logits: torch.Tensor) -> torch.Tensor:
+        logits = logits.clone()
+        logits[newline] = float("-inf")
+        return logits
+
+    outputs = set()
+    for k in (0, 4):
+        options = BackendOptions(logits_processors=(no_newline,))
+        engine = SpeculativeEngine.from_pretrained(target, draft, num_speculative_tokens=k, options=options)
+        outputs.add(engine.generate(PROMPT, GREEDY, max_tokens=30).token_ids)
+    assert len(outputs) == 1
+    assert newline not in outputs.pop()

@@ -1,0 +1,75 @@
+"""A draft model that is asked by itself beside its drafting."""
+
+from specdec.protocol.backends import Proposal, Status, Verification
+from specdec.protocol.draft_worker import DraftWorkerMachine
+from specdec.protocol.drafter import DrafterMachine
+from specdec.protocol.leases import Times
+from specdec.protocol.messages import Alive, Close, Inc, Live, Offer, Open, Plan, Resync, Verdict
+from specdec.protocol.target import TargetMachine
+from specdec.sampling.params import SamplingParams, SequenceSpec
+
+
+class Counting:
+    """Both backends: the next token is the length of what was read."""
+
+    max_model_len = 100
+
+    def __init__(self) -> None:
+        self.released: list[str] = []
+
+    def verify(self, jobs):
+        return [Verification(Status.DECIDED, (len(job.log),)) for job in jobs]
+
+    def propose(self, jobs):
+        return [Proposal(Status.DECIDED, len(job.tokens)) for job in jobs]
+
+    def release(self, key: str) -> None:
+        self.released.append(key)
+
+
+def opening(seq: str, model: str) -> Open:
+    spec = SequenceSpec(SamplingParams(), 1, 2, 3, model=model)
+    plan = Plan(num_draft_tokens=2, mode="in_turn") if model == "target" else Plan()
+    return Open(seq, Inc(1, 0), "R", (7, 8), spec, plan, lease_s=5.0)
+
+
+def make() -> tuple[DraftWorkerMachine, Counting]:
+    backend, times = Counting(), Times()
+    machine = DraftWorkerMachine(DrafterMachine("D", backend, times), TargetMachine("D", backend, times))
+    machine.receive(opening("drafted", "target"), 0.0)
+    machine.receive(opening("own", "draft"), 0.0)
+    return machine, backend
+
+
+def run(machine: DraftWorkerMachine, now_s: float = 0.0) -> list:
+    while machine.step(now_s):
+        pass
+    return machine.take_outbox().get("R", [])
+
+
+def test_it_drafts_for_the_target_and_decides_for_itself() -> None:
+    messages = run(make()[0])
+    assert [m.chain for m in messages if isinstance(m, Offer)] == [(2, 3)]
+    verdicts = [m for m in messages if isinstance(m, Verdict)]
+    assert {m.seq for m in verdicts} == {"own"}
+    assert (verdicts[-1].tokens, verdicts[-1].finish) == ((2, 3, 4), "length")
+
+
+def test_leases_of_both_are_renewed_and_what_is_unknown_is_asked_for_once() -> None:
+    machine, backend = make()
+    inc = Inc(1, 0)
+    machine.receive(Live("R", (("drafted", inc), ("own", inc), ("neither", inc))), 4.0)
+    messages = run(machine, 8.0)
+    assert [m.seq for m in messages if isinstance(m, Resync)] == ["neither"]
+    assert [m.report["num_sequences"] for m in messages if isinstance(m, Alive)] == [2.0]
+    assert "drafted" not in backend.released
+    machine.step(10.0)
+    assert {"drafted", "own"} <= set(backend.released)
+
+
+def test_each_is_closed_where_it_is() -> None:
+    machine, backend = make()
+    for seq in ("drafted", "own"):
+        machine.receive(Close(seq, Inc(1, 0)), 0.0)
+    assert sorted(backend.released) == ["drafted", "own"]
+    assert run(machine) == []
