@@ -76,7 +76,8 @@ def nothing_held(service: RunningService) -> bool:
 def test_a_client_that_goes_away_leaves_nothing(service: RunningService) -> None:
     body = {"model": "specdec-demo", "prompt": "import os\n", "max_tokens": 1900, "stream": True, "ignore_eos": True}
     with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=60) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # kept: httpx hangs up when its iterator is collected
+        next(lines)
         eventually(lambda: sum(map(bool, service.worker_gauge("kv_blocks_in_use").values())) == 2, 10, "both hold it")
     took_s = eventually(lambda: nothing_held(service), 3, "the sequence and its blocks are gone from both workers")
     logger.warning("gone from both workers, as the metrics say, %.2f s after the disconnect", took_s)
