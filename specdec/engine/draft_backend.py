@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specdec.engine.rules import propose
-from specdec.engine.states import SequenceStates, prefix_salt
+from specdec.engine.states import SequenceStates, prefix_salt, rank_of
 from specdec.models.runner import ModelRunner, RowInput
 from specdec.protocol.backends import DraftJob, Proposal, Status
 from specdec.sampling.pipeline import RowGroup, Sampler
@@ -52,21 +52,22 @@ class ModelDrafter:
         """What is held now, for the worker's report."""
         return self._states.gauges()
 
+    def rename(self, key: str, new_key: str) -> None:
+        """What is held for a branch is its sequence's from now on."""
+        self._states.rename(key, new_key)
+
     def release(self, key: str) -> None:
-        """Free everything held for a sequence."""
+        """Free everything held for a sequence or branch."""
         self._states.release(key)
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         """One step over a ragged batch; see :meth:`specdec.protocol.backends.DraftBackend.propose`."""
         results = [_WAITING] * len(jobs)
-        keys = [job.key for job in jobs]
-        idle = self._states.idle(set(keys))
         rows: list[RowInput] = []
         deciding: list[int] = []
         budget = self._max_batch_tokens
         for i, job in enumerate(jobs):
-            yielding = idle + keys[:i:-1]
-            row = self._place(job, budget, yielding)
+            row = self._place(job, budget)
             if row is not None:
                 budget -= len(row.tokens)
                 rows.append(row)
@@ -81,11 +82,12 @@ class ModelDrafter:
                 results[i] = Proposal(Status.DECIDED, token, candidates)
         return results
 
-    def _place(self, job: DraftJob, budget: int, yielding: Sequence[str]) -> RowInput | None:
+    def _place(self, job: DraftJob, budget: int) -> RowInput | None:
         if budget <= 0:
             return None
-        sequence = self._states.align(job.key, job.tokens, job.agreed, prefix_salt(job.spec))
-        if not self._states.make_room(job.key, len(job.tokens), yielding):
+        rank = rank_of(job.key, job.spec, is_branch=job.fork_of is not None)
+        sequence = self._states.align(job.key, job.tokens, job.agreed, prefix_salt(job.spec), rank, job.fork_of)
+        if not self._states.make_room(job.key, len(job.tokens)):
             return None
         num_cached = len(sequence.tokens)
         tokens = job.tokens[num_cached : num_cached + budget]

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
-
 from specdec.models.blocks import CachedSequence
 from specdec.models.runner import ModelRunner
 from specdec.protocol.marks import common_prefix_length
 from specdec.sampling.params import SequenceSpec
+
+Rank = tuple[bool, float, str]
+"""Who goes first where room is short: sequences before branches, then by time of arrival, then by name."""
+
+
+def rank_of(key: str, spec: SequenceSpec, is_branch: bool = False) -> Rank:
+    """The rank of a sequence or branch."""
+    return is_branch, spec.arrival_s, key
 
 
 class SequenceStates:
@@ -19,27 +25,39 @@ class SequenceStates:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._sequences: dict[str, CachedSequence] = {}
+        self._ranks: dict[str, Rank] = {}
         self.num_reused_tokens = 0
+        self.num_evictions = 0
 
     def __len__(self) -> int:
         return len(self._sequences)
 
-    def align(self, key: str, tokens: list[int], agreed: int = 0, salt: bytes | None = b"") -> CachedSequence:
+    def align(
+        self, key: str, tokens: list[int], agreed: int, salt: bytes | None, rank: Rank, fork_of: str | None = None
+    ) -> CachedSequence:
         """The state of ``key``, cut back so that it is a proper prefix of ``tokens``.
 
         At least the last token is left to be read, so that the next forward pass gives its logits.
 
         Args:
-            key: The sequence; a state is begun where there is none.
+            key: The sequence or branch; a state is begun where there is none.
             tokens: Committed tokens, and what is drafted after them.
             agreed: Length up to which the cached tokens are known to equal ``tokens``, as far as they go.
             salt: A state that is begun takes its first blocks from what others with this salt left; None takes none.
+            rank: Of the key.
+            fork_of: A state that is begun is a copy of this one, if there is one.
         """
+        self._ranks[key] = rank
         sequence = self._sequences.get(key)
         if sequence is None:
-            sequence = self._sequences[key] = self._runner.new_sequence(salt)
-            agreed = self._runner.pool.reuse_prefix(sequence, tokens)
-            self.num_reused_tokens += agreed
+            parent = self._sequences.get(fork_of) if fork_of is not None else None
+            if parent is not None:
+                sequence = self._runner.fork(parent)
+            else:
+                sequence = self._runner.new_sequence(salt)
+                agreed = self._runner.pool.reuse_prefix(sequence, tokens)
+                self.num_reused_tokens += agreed
+            self._sequences[key] = sequence
         cached = sequence.tokens
         keep = common_prefix_length(cached, tokens, min(agreed, len(cached), len(tokens)))
         keep = min(keep, len(tokens) - 1)
@@ -47,26 +65,39 @@ class SequenceStates:
             self._runner.truncate(sequence, keep)
         return sequence
 
-    def make_room(self, key: str, length: int, yielding: Iterable[str]) -> bool:
-        """Reserve blocks for ``length`` tokens of ``key``; if need be of ``yielding``'s, first to last."""
-        sequence = self._sequences[key]
-        if self._runner.reserve(sequence, length):
-            return True
-        for other in yielding:
-            if other in self._sequences:
-                self.release(other)
-                if self._runner.reserve(sequence, length):
-                    return True
-        return False
+    def make_room(self, key: str, length: int) -> bool:
+        """Reserve blocks for ``length`` tokens of ``key``, taking if need be those of keys of a higher rank.
+
+        Whoever came later yields, the last first, whether it has work now or not: so the first one always gets on.
+        Where that does not suffice, ``key`` itself lets go of what it holds.
+        """
+        sequence, rank = self._sequences[key], self._ranks[key]
+        later: list[str] | None = None
+        while not self._runner.reserve(sequence, length):
+            if later is None:
+                later = [other for other in self._sequences if self._ranks[other] > rank]
+                later.sort(key=self._ranks.__getitem__)
+            if not later:
+                self.release(key)
+                return False
+            self.num_evictions += 1
+            self.release(later.pop())
+        return True
+
+    def rename(self, key: str, new_key: str) -> None:
+        """What is held for ``key`` is held for ``new_key`` from now on, in place of what that held."""
+        sequence = self._sequences.pop(key, None)
+        if sequence is None:
+            return
+        rank = self._ranks.pop(key)
+        rank = self._ranks.get(new_key, (False, rank[1], new_key))
+        self.release(new_key)
+        self._sequences[new_key], self._ranks[new_key] = sequence, rank
 
     def length(self, key: str) -> int:
         """Cached tokens of a sequence; 0 if nothing is held for it."""
         sequence = self._sequences.get(key)
         return 0 if sequence is None else len(sequence.tokens)
-
-    def idle(self, active: Container[str]) -> list[str]:
-        """Keys held that are not among ``active``."""
-        return [key for key in self._sequences if key not in active]
 
     def truncate(self, key: str, length: int) -> None:
         """Keep the first ``length`` cached tokens of a sequence."""
@@ -82,12 +113,14 @@ class SequenceStates:
         return {
             "num_cached_sequences": float(len(self._sequences)),
             "num_reused_tokens": float(self.num_reused_tokens),
+            "num_evictions": float(self.num_evictions),
             "kv_blocks_in_use": float(pool.num_in_use),
             "kv_cache_usage_perc": pool.num_in_use / pool.num_blocks,
         }
 
     def release(self, key: str) -> None:
         """Free what is held for a sequence; unknown keys are ignored."""
+        self._ranks.pop(key, None)
         sequence = self._sequences.pop(key, None)
         if sequence is not None:
             self._runner.free(sequence)

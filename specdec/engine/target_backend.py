@@ -8,7 +8,8 @@ import torch
 
 from specdec.engine.prompt_logprobs import PromptReader
 from specdec.engine.rules import verify
-from specdec.engine.states import SequenceStates, prefix_salt
+from specdec.engine.states import SequenceStates, prefix_salt, rank_of
+from specdec.models.blocks import CachedSequence
 from specdec.models.runner import ModelRunner, RowInput
 from specdec.protocol.backends import Status, Verification, VerifyJob
 from specdec.protocol.marks import Mark, Tokens
@@ -26,7 +27,7 @@ class ModelTarget:
 
     Every sequence brings its own past and its own number of new tokens: a part of its prefill, one token, or 1 + K to
     verify. Rows that decode come first in the budget of a step; what is left reads prompts, in order of arrival. Where
-    blocks are short the draft shrinks first, then sequences that are not in the batch yield, then the newest in it.
+    blocks are short drafts shrink first, then whoever came last yields.
 
     Args:
         runner: The model with its caches.
@@ -106,37 +107,36 @@ class ModelTarget:
         return torch.cat(kept)
 
     def _schedule(self, jobs: Sequence[VerifyJob]) -> Scheduled:
-        """Choose what is forwarded in this step."""
-        keys = [job.key for job in jobs]
-        idle = self._states.idle(set(keys))
-        is_prefill = [len(job.log) - self._states.length(job.key) > 1 for job in jobs]
+        """Choose what is forwarded in this step: room by order of arrival, the budget to rows that decode first."""
+        rooms = [self._make_room(job) for job in jobs]
+        # What an earlier job took from a later one was taken before the later one's turn came.
+        able = [(i, sequence) for i, sequence in enumerate(rooms) if sequence is not None]
+        is_prefill = {i: len(jobs[i].log) - len(sequence) > 1 for i, sequence in able}
         budget = self._max_batch_tokens
         scheduled: Scheduled = []
-        taken: set[int] = set()
-        for i in sorted(range(len(jobs)), key=is_prefill.__getitem__):
-            yielding = idle + [keys[j] for j in range(len(jobs) - 1, i, -1) if j not in taken]
-            placed = self._place(jobs[i], budget, yielding)
-            if placed is not None:
-                row, draft = placed
-                scheduled.append((i, row, draft))
-                taken.add(i)
-                budget -= len(row.tokens)
+        for i, sequence in sorted(able, key=lambda entry: is_prefill[entry[0]]):
+            if budget <= 0:
+                break
+            row, draft = self._row(jobs[i], sequence, budget)
+            scheduled.append((i, row, draft))
+            budget -= len(row.tokens)
         return scheduled
 
-    def _place(self, job: VerifyJob, budget: int, yielding: Sequence[str]) -> tuple[RowInput, Tokens] | None:
-        """A row for one job within ``budget`` tokens, with its blocks reserved; None if it does not fit now.
+    def _make_room(self, job: VerifyJob) -> CachedSequence | None:
+        """The state of a job with blocks for its whole log; None if it must wait.
 
-        Blocks are reserved for the whole log at once, so that a prompt is not begun that could not be finished.
+        A prompt is not begun that could not be finished.
         """
-        if budget <= 0:
-            return None
-        sequence = self._states.align(job.key, job.log.tokens, self._agreed(job), prefix_salt(job.spec))
-        num_cached, length = len(sequence.tokens), len(job.log)
+        rank = rank_of(job.key, job.spec)
+        sequence = self._states.align(job.key, job.log.tokens, self._agreed(job), prefix_salt(job.spec), rank)
+        return sequence if self._states.make_room(job.key, len(job.log)) else None
+
+    def _row(self, job: VerifyJob, sequence: CachedSequence, budget: int) -> tuple[RowInput, Tokens]:
+        """A row for one job within ``budget`` tokens, with its draft as far as blocks are free for that."""
+        num_cached, length = len(sequence), len(job.log)
         draft = job.draft[: max(0, budget - (length - num_cached))]
         while draft and not self._runner.reserve(sequence, length + len(draft)):
             draft = draft[:-1]
-        if not draft and not self._states.make_room(job.key, length, yielding):
-            return None
         tokens = job.log.tail(num_cached, num_cached + budget)
         finishes = num_cached + len(tokens) == length
         self._marks[job.key] = job.log.mark(num_cached)

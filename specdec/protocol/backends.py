@@ -87,10 +87,14 @@ class DraftJob:
     """Propose the token after ``tokens``.
 
     Attributes:
-        key: The sequence (later: and branch); the backend keeps its state under this name until ``release``.
-        tokens: Committed tokens and the chain drafted so far. Must not be changed by the backend.
-        agreed: Length up to which ``tokens`` is known to equal the tokens of this key's last job.
-        num_committed: How many of ``tokens`` are committed; what follows is the chain.
+        key: The sequence or branch; the backend keeps its state under this name until ``release``.
+        tokens: Committed tokens and what is drafted after them so far. Must not be changed by the backend.
+        agreed: Length up to which ``tokens`` is known to equal the tokens of this key's last job; for the first job of
+            a branch, those of the last job of ``fork_of``.
+        num_committed: How many of ``tokens`` are committed; what follows is drafted.
+        fork_of: For a branch, the key of its sequence: where nothing is held for ``key``, it begins with a copy of what
+            is held there. Branches yield to sequences where room is short.
+        num_guesses: How many of the likeliest next tokens are wanted beside the one drawn.
     """
 
     key: str
@@ -98,6 +102,8 @@ class DraftJob:
     spec: SequenceSpec
     agreed: int = 0
     num_committed: int = 0
+    fork_of: str | None = None
+    num_guesses: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +112,14 @@ class Proposal:
 
     Attributes:
         candidates: Under the rejection rule, what the token was drawn from.
+        guesses: Other tokens that may well come at this place, the likeliest first, without ``token``: ranked with the
+            noise under the coupled rule, by probability under the rejection rule. At most as many as were wanted.
     """
 
     status: Status
     token: int | None = None
     candidates: Candidates | None = None
+    guesses: Tokens = ()
 
 
 class DraftBackend(Protocol):
@@ -122,7 +131,18 @@ class DraftBackend(Protocol):
         ...
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
-        """One step over a ragged batch, in order of arrival: one more token for each job, or a part of its prefill."""
+        """One step over a ragged batch, in order of arrival: one more token for each job, or a part of its prefill.
+
+        Branches come after all sequences. A key held by the backend that has no job in this call may lose its state
+        where room is short; it is rebuilt from the tokens when its next job comes.
+        """
+        ...
+
+    def rename(self, key: str, new_key: str) -> None:
+        """What is held for a branch is its sequence's from now on; what was held for ``new_key`` is freed.
+
+        Nothing happens where nothing is held for ``key``.
+        """
         ...
 
     def release(self, key: str) -> None:

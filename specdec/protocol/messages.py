@@ -93,12 +93,17 @@ class Plan:
     Attributes:
         num_draft_tokens: Most draft tokens per round; 0 is plain decoding.
         num_branches: Most outcomes per offer beside the accepted path (its fan-out).
+        num_fit_steps: Draft steps that fit between a verdict and the target's next step boundary: what is drafted by
+            then is offered, finished or not; 0 sends branches when they are finished.
+        acceptance_rate: Expected, per draft token; it shapes the fan-out.
         mode: ``overlap``: draft ahead while the target verifies; ``in_turn``: draft for the newest mark only.
         draft_wait_s: How long the target may hold a row back for an offer; 0 goes on plainly at once.
     """
 
     num_draft_tokens: int = 0
     num_branches: int = 0
+    num_fit_steps: int = 0
+    acceptance_rate: float = 0.8
     mode: Mode = "overlap"
     draft_wait_s: float = 0.0
 

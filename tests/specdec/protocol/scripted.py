@@ -128,6 +128,10 @@ class ScriptedDraft:
     def release(self, key: str) -> None:
         self.held.pop(key, None)
 
+    def rename(self, key: str, new_key: str) -> None:
+        if key in self.held:
+            self.held[new_key] = self.held.pop(key)
+
     def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         for job in jobs:
             last = self.held.get(job.key)
