@@ -162,7 +162,7 @@ def _job(
                 num_speculative_tokens=bound,
             )
             seq = f"{name}-{len(sequences)}"
-            sequences.append(SequenceRequest(seq, prompt, spec, model.role, body.cache_salt))
+            sequences.append(SequenceRequest(seq, prompt, spec, model.role, arrival.cache_salt(body.cache_salt)))
     return Job(
         body=body,
         model=model,

@@ -46,7 +46,7 @@ class LogitsProcessor(Protocol):
 class Sampler:
     """Applies a batch's parameters to its logits, row by row exactly, drafted or not.
 
-    Order, as in transformers: repetition, frequency and presence penalties, logit_bias, min_tokens, processors,
+    Order, as in transformers: logit_bias, repetition, frequency and presence penalties, min_tokens, processors,
     temperature, top_k, top_p, min_p. Temperature 0 takes the lowest id among the largest logits before the temperature.
     What nobody in the batch uses costs nothing. Not safe for several threads at once.
 
@@ -151,8 +151,8 @@ class Sampler:
         if not self._processors and not rows.using(_is_edited):
             return logits
         logits = logits.clone()
-        apply_penalties(logits, rows)
         apply_logit_bias(logits, rows)
+        apply_penalties(logits, rows)
         apply_min_tokens(logits, rows)
         if self._processors:
             self._process(logits, rows)

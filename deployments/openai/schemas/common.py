@@ -37,7 +37,7 @@ class GenerationBody(Body):
         acceptance: Rule by which draft tokens are kept.
         return_token_ids: Send the tokens' ids too.
         per_request_spec_decode_metrics: Send what speculation did, as ``metrics.speculative_decoding``.
-        cache_salt: Share cached prefixes only among requests with the same salt.
+        cache_salt: Share cached prefixes only among requests with the same salt (and the same API key, in any case).
         prompt_logprobs: Alternatives to report per prompt token, as vLLM does.
     """
 
