@@ -147,7 +147,13 @@ def _job(
     sampling = sampling_params(body, model, info, api.settings)
     limits = [output_limit(body, model, len(prompt), default_tokens) for prompt in prompts]
     seed, name, num_samples = request_seed(body), uuid.uuid4().hex, body.n or 1
-    bound = 0 if model.role == "draft" else validated_num_speculative_tokens(body.num_speculative_tokens)
+    bound = validated_num_speculative_tokens(body.num_speculative_tokens)
+    if model.role == "draft":
+        if bound:
+            raise InvalidParameterError(
+                "num_speculative_tokens", f"num_speculative_tokens must be 0 for {model.name!r}: nothing drafts for it"
+            )
+        bound = 0
     sequences: list[SequenceRequest] = []
     for i, prompt in enumerate(prompts):
         for j in range(num_samples):
