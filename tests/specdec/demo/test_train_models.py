@@ -92,4 +92,4 @@ def test_the_hybrid_is_exported_as_transformers_loads_it(tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert loaded.config.layer_types == ["linear_attention"] * 3 + ["full_attention"]
     rows = torch.randint(300, (2, 12))
-    torch.testing.assert_close(loaded(rows).logits, model(rows).logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(loaded(rows).logits, model(rows).logits, rtol=0, atol=1e-4)
