@@ -89,7 +89,7 @@ class Pair:
         ]
 
     def measure(self, temperature: float, rule: Acceptance, num_tokens: int, num_samples: int) -> Row:
-        """Generate ``num_samples`` texts from every prompt, and compare the distributions where drafts were verified."""
+        """Generate from every prompt ``num_samples`` times, and compare the models where drafts were verified."""
         sampling = SamplingParams(temperature=temperature, acceptance=rule)
         texts = self._generate(sampling, num_tokens, num_samples)
         kept = [was_kept for text in texts for _, was_kept in text.drafted()]

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from specdec.sampling.rows import RowGroup
 
 _MAX_KEPT_TOKENS = 1 << 21
+_LEAST_SIZE = 64
+"""What an empty history takes, in tokens."""
 
 Key = tuple[int, int, bool]
 """A seed, where the output starts, whether the prompt is listed: it finds a history, whose tokens are then compared."""
@@ -53,8 +55,10 @@ class History:
         self._places = {token: place for place, token in enumerate(self._ids)}
         self._num_prompt_ids = len(self._ids)
 
-    def __len__(self) -> int:
-        return len(self._prompt) + len(self._output)
+    @property
+    def size(self) -> int:
+        """Memory, in tokens."""
+        return _LEAST_SIZE + len(self._prompt) + len(self._output)
 
     def has_prompt_of(self, log: list[int]) -> bool:
         """Whether the log begins with this history's prompt."""
@@ -120,7 +124,7 @@ class Histories:
     """The histories used last. What is found is compared token by token, so nothing rests on how it was found.
 
     Args:
-        max_kept_tokens: Tokens of all histories together; those unused for longest go first.
+        max_kept_tokens: Size of all histories together, each at least 64; those unused for longest go first.
     """
 
     def __init__(self, max_kept_tokens: int = _MAX_KEPT_TOKENS) -> None:
@@ -135,14 +139,14 @@ class Histories:
         key = (spec.seed, spec.output_start, lists_prompt)
         history = self._kept.pop(key, None)
         if history is not None:
-            self._num_tokens -= len(history)
+            self._num_tokens -= history.size
         if history is None or not history.has_prompt_of(group.tokens):
             history = History(group.tokens[: spec.output_start], lists_prompt, vocab_size)
         history.move_to(group.tokens)
         self._kept[key] = history
-        self._num_tokens += len(history)
+        self._num_tokens += history.size
         while self._num_tokens > self._max_kept_tokens and len(self._kept) > 1:
-            self._num_tokens -= len(self._kept.popitem(last=False)[1])
+            self._num_tokens -= self._kept.popitem(last=False)[1].size
         return history.counted(group.draft)
 
 
