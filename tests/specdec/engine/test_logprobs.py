@@ -91,11 +91,12 @@ def test_prompt_logprobs_of_a_prompt_whose_prefix_is_cached() -> None:
     assert service.target._backend.gauges()["num_reused_tokens"] == num_reused
 
 
-def test_prompt_logprobs_under_preemption() -> None:
+@pytest.mark.parametrize("num_blocks", [27, 40])
+def test_prompt_logprobs_under_preemption(num_blocks: int) -> None:
     """A prompt that yields its blocks half-read, or after its report, is read again; nothing is reported twice."""
     cases = [asking_case(make_prompt(seed)) for seed in range(5)]
     wanted = [alone(case) for case in cases]
-    service = make_service("llama", 0.06, 4, num_blocks=40, max_model_len=80)
+    service = make_service("llama", 0.06, 4, num_blocks=num_blocks, max_model_len=80)
     for output, want in zip(collect(service, cases), wanted, strict=True):
         assert_same_logprobs(output, want)
     assert service.target._backend.gauges()["num_evictions"] > 0
