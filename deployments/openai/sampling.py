@@ -39,7 +39,7 @@ def sampling_params(body: GenerationBody, model: ServedModel, info: ModelInfo, s
         prompt_logprobs=body.num_prompt_logprobs,
         acceptance=_or(body.acceptance, "coupled"),
     )
-    return validated(params, model.vocab_size)
+    return validated(params, model.vocab_size, model.eos_token_ids)
 
 
 def output_limit(body: GenerationBody, model: ServedModel, num_prompt_tokens: int, default: int | None) -> int:

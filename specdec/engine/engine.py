@@ -264,7 +264,7 @@ class SpeculativeEngine:
         num_speculative_tokens: int | None,
         stop: Sequence[str],
     ) -> dict[str, _Running]:
-        sampling = validated(sampling, self._vocab_size)
+        sampling = validated(sampling, self._vocab_size, self._eos_token_ids)
         num_speculative_tokens = validated_num_speculative_tokens(num_speculative_tokens)
         seed = secrets.randbits(63) if seed is None else validated_seed(seed)
         running: dict[str, _Running] = {}

@@ -7,6 +7,9 @@ from typing import Literal
 
 Acceptance = Literal["coupled", "rejection"]
 
+LEAST_TEMPERATURE = 1e-5
+"""Below it only tokens tied within rounding would share the probability, and float32 comes to its end."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -21,7 +24,7 @@ class SamplingParams:
         frequency_penalty: Subtracted per occurrence from the logits of tokens in the output; 0 is off.
         logit_bias: Pairs (token id, bias) added to the logits.
         min_tokens: Number of output tokens before which no end-of-sequence or stop token may be chosen.
-        temperature: Divides the logits; 0 takes the most likely token, without noise.
+        temperature: Divides the logits; below 1e-5 it counts as 0, which takes the most likely token, without noise.
         top_k: Keep this many most likely tokens; 0 keeps all.
         top_p: Keep the smallest set of most likely tokens whose probabilities reach this sum; 1 keeps all.
         min_p: Keep tokens at least this likely relative to the most likely one; 0 keeps all.
@@ -46,6 +49,11 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     acceptance: Acceptance = "coupled"
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken, without noise: the temperature is 0, or as good as that."""
+        return self.temperature < LEAST_TEMPERATURE
 
 
 @dataclass(frozen=True, slots=True)

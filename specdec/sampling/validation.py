@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NoReturn
 
 from specdec.errors import InvalidParameterError
-from specdec.sampling.params import Acceptance, SamplingParams
+from specdec.sampling.params import LEAST_TEMPERATURE, Acceptance, SamplingParams
 
 MAX_TEMPERATURE = 2.0
 MAX_PENALTY = 2.0
@@ -18,20 +19,22 @@ MAX_NUM_SPECULATIVE_TOKENS = 64
 _MAX_COUNT = 2**31 - 1
 
 
-def validated(params: SamplingParams, vocab_size: int) -> SamplingParams:
+def validated(params: SamplingParams, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> SamplingParams:
     """The parameters, checked, with numbers and sequences in their declared types.
 
-    ``top_k=-1``, which vLLM's users write for "all", becomes 0.
+    ``top_k=-1``, which vLLM's users write for "all", becomes 0, and so does a temperature too small to differ from it.
 
     Args:
         params: What a user gave; fields may hold values of any type.
         vocab_size: Token ids must be below it.
+        eos_token_ids: The model's end-of-sequence ids: with the stop tokens they must leave ``min_tokens`` something.
 
     Raises:
         InvalidParameterError: A value is not allowed; names the parameter and what is.
     """
     top_k = _integer("top_k", params.top_k, -1, _MAX_COUNT)
-    return replace(
+    temperature = _number("temperature", params.temperature, 0, MAX_TEMPERATURE)
+    checked = replace(
         params,
         repetition_penalty=_number(
             "repetition_penalty", params.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
@@ -40,7 +43,7 @@ def validated(params: SamplingParams, vocab_size: int) -> SamplingParams:
         frequency_penalty=_number("frequency_penalty", params.frequency_penalty, -MAX_PENALTY, MAX_PENALTY),
         logit_bias=_logit_bias(params.logit_bias, vocab_size),
         min_tokens=_integer("min_tokens", params.min_tokens, 0, _MAX_COUNT),
-        temperature=_number("temperature", params.temperature, 0, MAX_TEMPERATURE),
+        temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
         top_k=max(top_k, 0),
         top_p=_top_p(params.top_p),
         min_p=_number("min_p", params.min_p, 0, 1),
@@ -50,6 +53,10 @@ def validated(params: SamplingParams, vocab_size: int) -> SamplingParams:
         prompt_logprobs=_optional_integer("prompt_logprobs", params.prompt_logprobs, 0, min(MAX_LOGPROBS, vocab_size)),
         acceptance=_acceptance(params.acceptance),
     )
+    ending = {*checked.stop_token_ids, *(() if checked.ignore_eos else eos_token_ids)}
+    if checked.min_tokens > 0 and ending.issuperset(range(vocab_size)):
+        _refuse("min_tokens", "0 where every token ends the text", checked.min_tokens)
+    return checked
 
 
 def validated_max_tokens(value: object, min_tokens: int = 0) -> int:
