@@ -23,3 +23,4 @@ class Forbid:
 
 
 no_newline = Forbid(NEWLINE)
+no_a = Forbid(1)
