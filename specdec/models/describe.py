@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import GenerationConfig
 
 from specdec.errors import ModelLoadError
 from specdec.models.configuration import eos_token_ids, generation_defaults, max_model_len
-from specdec.models.loading import ModelSource, load_config
+from specdec.models.loading import ModelSource, load_config, quiet
 from specdec.sampling.params import GenerationDefaults
 
 
@@ -37,9 +38,8 @@ def describe_model(source: ModelSource) -> ModelDescription:
     Raises:
         ModelLoadError: There is none, it is of a kind that cannot be served, or its defaults are out of their range.
     """
-    config = load_config(source)
-    text = config.get_text_config(decoder=True)
-    generation = _generation_config(source, config)
+    text = load_config(source).get_text_config(decoder=True)
+    generation = _generation_config(source)
     return ModelDescription(
         name=source.path,
         vocab_size=text.vocab_size,
@@ -49,11 +49,15 @@ def describe_model(source: ModelSource) -> ModelDescription:
     )
 
 
-def _generation_config(source: ModelSource, config: PretrainedConfig) -> GenerationConfig:
-    """Its own, or what its configuration says where it has none: as transformers does when it loads the model."""
+def _generation_config(source: ModelSource) -> GenerationConfig:
+    """Its own, or what its ``config.json`` says where it has none: as transformers does when it loads the model."""
+    path, options = Path(source.path).expanduser(), {"revision": source.revision, "token": source.token}
+    name = str(path) if path.is_dir() else source.path
     try:
-        return GenerationConfig.from_pretrained(source.path, revision=source.revision, token=source.token)
-    except OSError:
-        return GenerationConfig.from_model_config(config)
-    except ValueError as error:
+        with quiet():
+            try:
+                return GenerationConfig.from_pretrained(name, **options)
+            except OSError:
+                return GenerationConfig.from_pretrained(name, "config.json", _from_model_config=True, **options)
+    except (OSError, ValueError) as error:
         raise ModelLoadError(f"the generation config of {source.path} cannot be read: {error}") from error

@@ -97,13 +97,19 @@ def test_a_model_with_such_a_default_does_not_load(folder: Path, values: dict[st
             read(ModelSource(str(folder), device="cpu"))
 
 
-def test_a_description_says_what_the_loaded_model_says(folder: Path) -> None:
+@pytest.mark.parametrize("has_own_file", [True, False])
+def test_a_description_says_what_the_loaded_model_says(folder: Path, has_own_file: bool) -> None:
+    """Where there is no generation config, transformers takes what older models say in their config.json."""
+    values = {"temperature": 0.3, "no_repeat_ngram_size": 2, "eos_token_id": [0, 9]}
+    path = folder / "generation_config.json"
+    if has_own_file:
+        path.write_text(json.dumps(values))
+    else:
+        path.unlink()
+        config = folder / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | values))
     source = ModelSource(str(folder), device="cpu")
-    for config in (folder / "generation_config.json", None):
-        if config is None:
-            (folder / "generation_config.json").unlink()
-        else:
-            config.write_text(json.dumps({"temperature": 0.3, "no_repeat_ngram_size": 2, "eos_token_id": [0, 9]}))
-        loaded, described = load_model(source), describe_model(source)
-        assert described.generation_defaults == loaded.generation_defaults
-        assert described.eos_token_ids == loaded.eos_token_ids
+    loaded, described = load_model(source), describe_model(source)
+    assert described.generation_defaults == loaded.generation_defaults
+    assert described.generation_defaults == GenerationDefaults(temperature=0.3, not_honoured=("no_repeat_ngram_size",))
+    assert described.eos_token_ids == loaded.eos_token_ids == (0, 9)
