@@ -68,19 +68,20 @@ def output_limit(body: GenerationBody, model: ServedModel, num_prompt_tokens: in
 def speculation_bound(body: GenerationBody, model: ServedModel) -> int | None:
     """The request's bound on draft tokens per round; None where it leaves that to the service.
 
-    The draft as a model of its own has nobody who proposes to it.
-
     Raises:
-        InvalidParameterError: The bound is not allowed, or drafts are both asked for and switched off.
+        InvalidParameterError: The bound is not allowed, drafts are both asked for and switched off, or they are asked
+            for of the draft itself.
     """
     bound = validated_num_speculative_tokens(body.num_speculative_tokens)
-    if not body.disable_spec_decode:
-        return 0 if model.role == "draft" else bound
-    if bound:
+    if bound and body.disable_spec_decode:
         raise InvalidParameterError(
             "disable_spec_decode", f"disable_spec_decode and num_speculative_tokens ({bound}) exclude each other"
         )
-    return 0
+    if bound and model.role == "draft":
+        raise InvalidParameterError(
+            "num_speculative_tokens", f"num_speculative_tokens must be 0 for {model.name!r}: nothing drafts for it"
+        )
+    return 0 if body.disable_spec_decode or model.role == "draft" else bound
 
 
 def request_seed(body: GenerationBody) -> int:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from deployments.openai.schemas.fields import Bias, Body, Integer, Integers, Stops, refused
+from specdec.errors import InvalidParameterError
 from specdec.sampling.params import Acceptance
 
 MetricsDetail = Literal["none", "summary", "detailed"]
@@ -84,6 +85,8 @@ class GenerationBody(Body):
         Raises:
             InvalidParameterError: Two fields contradict each other.
         """
+        if self.stream_options is not None and not self.stream:
+            raise InvalidParameterError("stream_options", "stream_options needs stream to be true")
 
     @property
     def output_limit(self) -> int | None:

@@ -12,6 +12,7 @@ from specdec.sampling.params import GenerationDefaults, SamplingParams
 from .conftest import MAX_MODEL_LEN, Bench
 
 BASE = {"model": "demo", "prompt": [5, 6]}
+MESSAGES = [{"role": "user", "content": "x"}]
 
 
 async def sampled(bench: Bench, http: httpx2.AsyncClient, **options: Any) -> Any:
@@ -231,3 +232,24 @@ async def test_edge_04_a_default_limit_shrinks_to_what_is_left(bench: Bench, htt
 async def test_edge_04_min_tokens_must_fit_into_max_tokens(refused: Callable[..., Any]) -> None:
     error = await refused("/v1/completions", BASE | {"min_tokens": 5, "max_tokens": 4})
     assert error["param"] == "min_tokens"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"model": "demo", "prompt": "x", "stream_options": {}}, "stream_options"),
+        ("/v1/chat/completions", {"model": "demo", "messages": MESSAGES, "stream_options": {}}, "stream_options"),
+        (
+            "/v1/completions",
+            {"model": "demo-draft", "prompt": "x", "num_speculative_tokens": 3},
+            "num_speculative_tokens",
+        ),
+        ("/tokenize", {"prompt": "x", "chat_template": "{{ 1 }}"}, "chat_template"),
+        ("/tokenize", {"prompt": "x", "chat_template_kwargs": {}}, "chat_template_kwargs"),
+        ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
+    ],
+)
+async def test_what_would_be_ignored_is_refused(
+    refused: Callable[..., Any], path: str, body: dict[str, Any], param: str
+) -> None:
+    assert (await refused(path, body))["param"] == param

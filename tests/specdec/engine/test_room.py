@@ -13,7 +13,7 @@ from specdec.protocol.backends import DraftJob, Status, VerifyJob
 from specdec.protocol.marks import TokenLog
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.pipeline import Sampler
-from tests.specdec.engine.pairs import Case
+from tests.specdec.engine.pairs import Case, make_service, run
 from tests.specdec.models.families import VOCAB_SIZE, make_model
 
 BLOCK_SIZE = 4
@@ -133,3 +133,20 @@ def test_a_promoted_branch_takes_its_sequences_place(shared: tuple) -> None:
 def test_branches_come_after_all_sequences() -> None:
     assert rank_of("s#1", spec(0.0), is_branch=True) > rank_of("other", spec(9.0))
     assert rank_of("a", spec(1.0)) < rank_of("b", spec(1.0)) < rank_of("a", spec(2.0))
+
+
+def test_nobody_is_evicted_in_vain() -> None:
+    """A draft model with room for few: the first of those that do not fit must not take turns with those behind it."""
+    cases = [Case(tuple(range(3 + i, 3 + i + length)), 30, GREEDY) for i, length in enumerate((40, 60, 50, 70, 33))]
+    plain, _ = run(make_service("llama", 0.06, 0), cases)
+    scarce, _ = run(make_service("llama", 0.06, 4, num_blocks=42), cases)
+    assert scarce == plain
+
+
+def test_whoever_waits_again_keeps_what_it_had(shared: tuple) -> None:
+    drafter, target, states = shared
+    assert drafter.propose([draft_job("new", 1, 12, 1.0)])[0].status is Status.DECIDED
+    assert drafter.propose([draft_job("old", 50, 20, 0.0)])[0].status is Status.DECIDED
+    assert target.verify([verify_job("new", 1, 16, 1.0)])[0].status is Status.WAITING
+    assert states.length("new") == 12
+    assert states.num_evictions == 0
