@@ -57,6 +57,49 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """What is taken from a model's ``generation_config.json`` for requests that do not say; else what changes nothing.
+
+    As in vLLM these fields count, and no others. ``do_sample`` does not: whoever wants the most likely tokens asks for
+    temperature 0.
+
+    Attributes:
+        max_tokens: Most output tokens (``max_new_tokens``), for requests that have no other default; it bounds nobody
+            who names a number.
+        not_honoured: Fields that would change what transformers generates, and that change nothing here.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = None
+    not_honoured: tuple[str, ...] = ()
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How tokens are chosen where nothing else is said."""
+        return SamplingParams(
+            repetition_penalty=self.repetition_penalty,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+        )
+
+    def remark(self, name: str) -> str | None:
+        """A line for the log about what is not honoured of the model ``name``; None where there is nothing."""
+        if not self.not_honoured:
+            return None
+        return f"the generation config of {name} sets {', '.join(self.not_honoured)}: not honoured here"
+
+
+PLAIN_DEFAULTS = GenerationDefaults()
+"""Of a model whose generation config says nothing."""
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceSpec:
     """Everything about a sequence that never changes while it is generated.
 

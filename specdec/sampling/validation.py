@@ -17,6 +17,7 @@ MAX_LOGIT_BIAS = 100.0
 MAX_LOGPROBS = 20
 MAX_NUM_SPECULATIVE_TOKENS = 64
 _MAX_COUNT = 2**31 - 1
+_STOPS = "a string or a list of strings, none of them empty"
 
 
 def validated(params: SamplingParams, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> SamplingParams:
@@ -59,16 +60,31 @@ def validated(params: SamplingParams, vocab_size: int, eos_token_ids: Iterable[i
     return checked
 
 
-def validated_max_tokens(value: object, min_tokens: int = 0) -> int:
-    """The most output tokens: an integer of at least 1, and not below ``min_tokens``.
+def validated_max_tokens(value: object, min_tokens: int = 0, name: str = "max_tokens") -> int:
+    """The most output tokens, called ``name``: an integer of at least 1, and not below ``min_tokens``.
 
     Raises:
         InvalidParameterError: Otherwise.
     """
-    max_tokens = _integer("max_tokens", value, 1, _MAX_COUNT)
+    max_tokens = _integer(name, value, 1, _MAX_COUNT)
     if max_tokens < min_tokens:
-        _refuse("min_tokens", f"at most max_tokens, which is {max_tokens}", min_tokens)
+        _refuse("min_tokens", f"at most {name}, which is {max_tokens}", min_tokens)
     return max_tokens
+
+
+def validated_stop(value: object) -> tuple[str, ...]:
+    """Stop strings: one, or a list of them; none of them empty.
+
+    Raises:
+        InvalidParameterError: Otherwise.
+    """
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, (list, tuple)):
+        _refuse("stop", _STOPS, value)
+    for stop in stops:
+        if not isinstance(stop, str) or not stop:
+            _refuse("stop", _STOPS, stop)
+    return tuple(stops)
 
 
 def validated_seed(value: object) -> int:
@@ -139,9 +155,13 @@ def _token_ids(parameter: str, values: object, vocab_size: int) -> tuple[int, ..
     if not isinstance(values, (list, tuple)):
         _refuse(parameter, allowed, values)
     for value in values:
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < vocab_size:
+        if not _is_token(value, vocab_size):
             _refuse(parameter, allowed, value)
     return tuple(values)
+
+
+def _is_token(value: object, vocab_size: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < vocab_size
 
 
 def _logit_bias(pairs: object, vocab_size: int) -> tuple[tuple[int, float], ...]:
@@ -152,7 +172,9 @@ def _logit_bias(pairs: object, vocab_size: int) -> tuple[tuple[int, float], ...]
     for pair in pairs:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             _refuse("logit_bias", allowed, pair)
-        (token,) = _token_ids("logit_bias", pair[:1], vocab_size)
+        token = pair[0]
+        if not _is_token(token, vocab_size):
+            _refuse("logit_bias", f"biases of token ids from 0 to {vocab_size - 1}", token)
         if token in biases:
             _refuse("logit_bias", "one bias per token id", pair)
         biases[token] = _number("logit_bias", pair[1], -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)

@@ -35,6 +35,7 @@ class GenerationBody(Body):
         stop: Strings that end the text; they are not part of it.
         max_tokens: Most output tokens.
         num_speculative_tokens: Bound on draft tokens per round; 0 is plain decoding.
+        disable_spec_decode: True is another way to write ``num_speculative_tokens: 0``.
         acceptance: Rule by which draft tokens are kept.
         return_token_ids: Send the tokens' ids too.
         per_request_spec_decode_metrics: Send what speculation did, as ``metrics.speculative_decoding``.
@@ -59,6 +60,7 @@ class GenerationBody(Body):
     min_tokens: Integer | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     num_speculative_tokens: Integer | None = None
+    disable_spec_decode: bool | None = None
     acceptance: Acceptance | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
