@@ -1,0 +1,200 @@
+"""The sequences that share a target: which way of speculating they follow, and for how long."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from specdec.control.choice import Bounds, Corrections, arms, best, scores, token_price
+from specdec.control.estimates import Round, TrackedRate
+from specdec.control.limits import OFF, Arm, Conditions, Kind, Pace, expected_tokens, guess_rate_of, pace
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the controller proceeds.
+
+    Attributes:
+        first_arm: Before anything was measured.
+        probe_arm: What probing sequences do while the others are off.
+        hysteresis: How much better another arm must be, as a share of the present one.
+        trial_share: A kind of arm that was never measured is tried if its formula promises this share of the best.
+        trial_rounds: Rounds per sequence that an arm is kept at least.
+        settle_rounds: Rounds after a change of plan that are not measured.
+        probe_rounds: Rounds of a probe.
+        probe_cost: Most of the time that probing may cost, as a share.
+        probe_share: Sequences that probe at a time, as a share; at least one does.
+        probe_first_s: Time until the first probe; it doubles with each probe in vain, up to ``probe_last_s``.
+        round_trip_s: Assumed until it is measured.
+    """
+
+    first_arm: Arm = Arm("overlap", 4)
+    probe_arm: Arm = Arm("overlap", 2)
+    hysteresis: float = 0.03
+    trial_share: float = 0.93
+    trial_rounds: int = 24
+    settle_rounds: int = 3
+    probe_rounds: int = 24
+    probe_cost: float = 0.01
+    probe_share: float = 0.05
+    probe_first_s: float = 2.0
+    probe_last_s: float = 60.0
+    round_trip_s: float = 0.004
+
+
+@dataclass
+class Observed:
+    """What was measured of the present arm, as sums."""
+
+    num_rounds: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    seconds: float = 0.0
+
+    def pace(self, acceptance_rate: float) -> Pace:
+        """The pace with the tokens that so many drafts of such a length give on average.
+
+        Not the tokens that came: at one sequence chance moves them by tens of percent for minutes, and the acceptance
+        rate is known better than that.
+        """
+        share = self.num_drafts / self.num_rounds
+        length = self.num_draft_tokens / max(1, self.num_drafts)
+        tokens = 1 + share * (expected_tokens(acceptance_rate, length) - 1)
+        return Pace(tokens, self.seconds / self.num_rounds, share * length)
+
+
+@dataclass
+class Group:
+    """The sequences of one target.
+
+    Attributes:
+        arm: What they follow.
+        num_rows: How many share the target's steps.
+        conditions: As of the last review; None while too little is measured.
+        token_price: See :func:`specdec.control.choice.token_price`.
+    """
+
+    settings: Settings
+    since_s: float
+    arm: Arm = OFF
+    num_rows: int = 0
+    conditions: Conditions | None = None
+    token_price: float = 0.0
+    corrections: Corrections = Corrections()
+    observed: Observed = field(default_factory=Observed)
+    acceptance_rate: float = 0.7
+    _tried: set[tuple[Kind, int]] = field(default_factory=set)
+    _on_trial: bool = False
+    _num_rounds: int = 0
+    _probe_from_s: float = math.inf
+    _probe_until_rounds: int = 0
+    _probe_interval_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.arm = self.settings.first_arm
+
+    def observe(self, arm: Arm, rounds: Sequence[Round], seconds: float) -> None:
+        """A settled sequence had these rounds in so many seconds."""
+        if arm != self.arm:
+            return
+        if self.conditions is not None:  # reading another's prompt, or being preempted, is not the arm's doing
+            seconds = min(seconds, 4 * len(rounds) * self.conditions.target_s(arm.num_draft_tokens) + 0.05)
+        one = self.observed
+        one.num_rounds += len(rounds)
+        one.num_drafts += sum(drafted > 0 for drafted, _ in rounds)
+        one.num_draft_tokens += sum(drafted for drafted, _ in rounds)
+        one.seconds += seconds
+        self._num_rounds += len(rounds)
+
+    def guesses_from(self, guesses: TrackedRate, hits: float, misses: float, acceptance_rate: float) -> TrackedRate:
+        """What branch hits and misses say of the draft's guesses."""
+        if self.arm.kind != "outcomes" or not self.observed.num_drafts:
+            return guesses
+        one = self.observed
+        length = round(one.num_draft_tokens / one.num_drafts)
+        total = hits + misses
+        rate = guess_rate_of(hits / total, round(acceptance_rate * 50) / 50, length, self.arm.num_branches)
+        return guesses.add(rate * total, total)
+
+    def review(
+        self, conditions: Conditions | None, acceptance_rates: Mapping[float, int], bounds: Bounds, now_s: float
+    ) -> None:
+        """Choose the arm anew."""
+        self.conditions = conditions
+        if conditions is None or not acceptance_rates:
+            self.num_rows = max(self.num_rows, sum(acceptance_rates.values()))
+            return
+        self.num_rows = conditions.num_rows
+        count = sum(acceptance_rates.values())
+        self.acceptance_rate = sum(rate * n for rate, n in acceptance_rates.items()) / count
+        self._learn(conditions)
+        if self._on_trial and self._num_rounds < self.settings.trial_rounds * count:
+            return
+        self._on_trial = False
+        scored = scores(arms(bounds), conditions, acceptance_rates, self.corrections)
+        chosen = self._trial(scored, conditions) or best(scored, self.arm, self.settings.hysteresis)
+        if chosen != self.arm:
+            self._change(chosen, now_s)
+        self.token_price = token_price(self.arm, conditions, pace(self.arm, conditions, self.acceptance_rate))
+
+    def _learn(self, conditions: Conditions) -> None:
+        """Compare what was measured of the present arm with its formula."""
+        if self.observed.num_rounds < self.settings.settle_rounds:
+            return
+        measured = self.observed.pace(self.acceptance_rate).tokens_per_s
+        predicted = pace(self.arm, conditions, self.acceptance_rate).tokens_per_s
+        log_ratio = max(-1.5, min(1.5, math.log(measured / predicted)))
+        self.corrections = self.corrections.add(self.arm, self.observed.num_rounds, log_ratio)
+        self.observed = Observed()
+
+    def _trial(self, scored: Mapping[Arm, float], conditions: Conditions) -> Arm | None:
+        """An arm of a kind that was never measured at this load, where it might be the best."""
+        octave = round(math.log2(max(1, conditions.num_rows)))
+        top = max(scored.values())
+        if conditions.target.has_seen(conditions.num_rows, conditions.num_rows):
+            self._tried.add(("off", octave))
+        self._tried.add((self.arm.kind, octave))
+        kinds: tuple[Kind, ...] = ("off", "outcomes", "overlap", "in_turn")
+        for kind in kinds:
+            arm = max((arm for arm in scored if arm.kind == kind), key=scored.__getitem__, default=None)
+            if arm is None or (kind, octave) in self._tried:
+                continue
+            if kind == "off" or scored[arm] >= top * self.settings.trial_share:
+                self._tried.add((kind, octave))
+                self._on_trial = True
+                return arm
+        return None
+
+    def _change(self, arm: Arm, now_s: float) -> None:
+        if arm == OFF and self.conditions is not None:
+            self._probe_interval_s = self._probe_interval_s or self.settings.probe_first_s
+            self._probe_from_s = now_s + self._probe_interval_s
+        self.arm, self.since_s = arm, now_s
+        self.observed, self._num_rounds = Observed(), 0
+
+    def probed(self, seqs: Sequence[str], now_s: float) -> Sequence[str]:
+        """While off, the sequences that draft a little now, so that better times are noticed."""
+        if self.arm != OFF or self.conditions is None or not seqs or now_s < self._probe_from_s:
+            return ()
+        count = max(1, round(self.settings.probe_share * len(seqs)))
+        rows, drafted = self.num_rows, count * self.settings.probe_arm.num_draft_tokens
+        step_s = self.conditions.target_s(0)
+        if now_s >= self._probe_from_s + self.settings.probe_rounds * step_s:
+            loss = self.conditions.target.at(rows, rows + drafted) / step_s - 1
+            least_s = loss * self.settings.probe_rounds * step_s / self.settings.probe_cost
+            self._probe_interval_s = max(least_s, min(2 * self._probe_interval_s, self.settings.probe_last_s))
+            self._probe_from_s = now_s + self._probe_interval_s
+            return ()
+        turn = int(self._probe_from_s * 1000) % len(seqs)
+        return [*seqs[turn:], *seqs[:turn]][:count]
+
+    def figures(self) -> dict[str, float]:
+        """Choice and estimates, by name."""
+        figures = {"planned_arm_draft_tokens": float(self.arm.num_draft_tokens)}
+        if self.conditions is not None:
+            figures["estimated_target_step_seconds"] = self.conditions.target_s(0)
+            figures["estimated_verify_step_seconds"] = self.conditions.target_s(self.arm.num_draft_tokens)
+            figures["estimated_draft_step_seconds"] = self.conditions.draft_s(1 + self.arm.num_branches)
+            figures["estimated_round_trip_seconds"] = self.conditions.round_trip_s
+        return figures

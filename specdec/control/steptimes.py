@@ -1,0 +1,95 @@
+"""The time of a step as a function of what is in it, fitted to what workers report."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class StepTime(NamedTuple):
+    """What a worker measured of steps of about the same size.
+
+    Attributes:
+        rows: Sequences in a step, mean.
+        tokens: Tokens forwarded, mean.
+        seconds: Duration of a step, median.
+        count: Steps behind these.
+    """
+
+    rows: float
+    tokens: float
+    seconds: float
+    count: float
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """A monotone curve through measured step times.
+
+    Steps of about as many rows count most: a point's weight falls by four for each octave between its rows and those
+    asked for. Through the weighted points goes the closest curve that never falls with tokens (isotonic regression by
+    pooling adjacent violators, Barlow et al. 1972), joined by straight lines. Beyond the largest step seen the curve is
+    level: what was not measured is taken to be cheap, and measured as soon as it is tried.
+    """
+
+    points: tuple[StepTime, ...] = ()
+    _curves: dict[int, tuple[list[float], list[float]]] = field(default_factory=dict, compare=False, repr=False)
+
+    def __bool__(self) -> bool:
+        return bool(self.points)
+
+    def at(self, rows: float, tokens: float) -> float:
+        """Seconds of a step of so many rows and tokens.
+
+        Raises:
+            ValueError: Nothing was measured.
+        """
+        if not self.points:
+            raise ValueError("no step was measured")
+        octave = round(2 * math.log2(max(rows, 1)))
+        if octave not in self._curves:
+            self._curves[octave] = monotone_curve(self.points, octave / 2)
+        return interpolate(*self._curves[octave], tokens)
+
+    def has_seen(self, rows: float, tokens: float) -> bool:
+        """Whether a step of about so many rows and tokens (within an eighth) was measured."""
+        return any(
+            abs(math.log2(point.rows / rows)) < 0.6 and abs(math.log2(point.tokens / tokens)) < 0.17
+            for point in self.points
+        )
+
+
+def step_times(report: Mapping[str, float]) -> StepTimes:
+    """What a worker's report says of its steps; see :class:`specdec.engine.timing.StepTimer`. Nonsense is left out."""
+    points = []
+    i = 0
+    while f"step/{i}/seconds" in report:
+        figures = [report.get(f"step/{i}/{name}", 0.0) for name in StepTime._fields]
+        if all(math.isfinite(figure) and figure > 0 for figure in figures):
+            points.append(StepTime(*figures))
+        i += 1
+    return StepTimes(tuple(points))
+
+
+def monotone_curve(points: Iterable[StepTime], octave: float) -> tuple[list[float], list[float]]:
+    """Tokens and seconds, both ascending, of the curve for rows of 2**octave."""
+    blocks: list[list[float]] = []  # sums of weight, weight x tokens, weight x seconds
+    for point in sorted(points, key=lambda point: point.tokens):
+        weight = min(point.count, 8.0) * 4.0 ** -abs(math.log2(max(point.rows, 1)) - octave)
+        blocks.append([weight, weight * point.tokens, weight * point.seconds])
+        while len(blocks) > 1 and blocks[-2][2] / blocks[-2][0] >= blocks[-1][2] / blocks[-1][0]:
+            last = blocks.pop()
+            blocks[-1] = [a + b for a, b in zip(blocks[-1], last, strict=True)]
+    return [block[1] / block[0] for block in blocks], [block[2] / block[0] for block in blocks]
+
+
+def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
+    """The line through the points (xs ascending) at ``x``; level beyond both ends."""
+    i = bisect.bisect_right(xs, x)
+    if i == 0 or i == len(xs):
+        return ys[min(i, len(xs) - 1)]
+    share = (x - xs[i - 1]) / (xs[i] - xs[i - 1])
+    return ys[i - 1] + share * (ys[i] - ys[i - 1])
