@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from specdec.control.limits import OFF, Arm, Conditions, Kind, Pace, Wait, pace
+from specdec.control.limits import OFF, VAIN_WAIT, Arm, Conditions, Kind, Pace, Style, Wait, pace
 from specdec.protocol.messages import Plan
 
 DRAFT_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
@@ -46,7 +46,8 @@ def arms(bounds: Bounds) -> list[Arm]:
 class Corrections:
     """How far arms were from their formulas, as logarithms of measured over predicted pace.
 
-    An arm that was tried stands for itself, as far as it was measured; the others of its kind follow their mean.
+    An arm that was tried stands for itself, as far as it was measured; others follow the mean of their style, and where
+    that was not tried either, of their kind.
 
     Attributes:
         measured: Per arm, rounds measured and the logarithm.
@@ -63,21 +64,21 @@ class Corrections:
         mean += (log_ratio - mean) * num_rounds / total
         return replace(self, measured={**self.measured, arm: (min(total, self.most_weight), mean)})
 
-    def rounds(self, kind: Kind) -> float:
-        """Rounds that were measured of a kind."""
-        return sum(weight for arm, (weight, _) in self.measured.items() if arm.kind == kind)
-
     def factors(self, ways: Iterable[Arm]) -> dict[Arm, float]:
         """Measured over predicted pace, as far as is known, 1 where nothing is."""
-        means: dict[Kind, float] = {}
+        sums: dict[Style | Kind, tuple[float, float]] = {}
         for arm, (weight, mean) in self.measured.items():
-            total = self.rounds(arm.kind) + self.half_weight
-            means[arm.kind] = means.get(arm.kind, 0.0) + weight * mean / total
+            for key in (arm.style, arm.kind):
+                total, weighted = sums.get(key, (0.0, 0.0))
+                sums[key] = total + weight, weighted + weight * mean
         result = {}
         for arm in ways:
+            expected = 0.0
             weight, mean = self.measured.get(arm, (0.0, 0.0))
-            prior = means.get(arm.kind, 0.0)
-            result[arm] = math.exp((weight * mean + self.half_weight * prior) / (weight + self.half_weight))
+            known = sums.get(arm.kind, (0.0, 0.0)), sums.get(arm.style, (0.0, 0.0)), (weight, weight * mean)
+            for total, weighted in known:
+                expected = (weighted + self.half_weight * expected) / (total + self.half_weight)
+            result[arm] = math.exp(expected)
         return result
 
 
@@ -155,7 +156,7 @@ def plan_of(arm: Arm, num_draft_tokens: int, conditions: Conditions | None, acce
     step_s, wait_s = conditions.target_s(num_draft_tokens), 0.0
     fit = conditions.num_fit_steps(step_s, 1 + arm.num_branches)
     if arm.wait != "no":
-        fit, wait_s = arm.num_draft_tokens, 1.1 * conditions.waiting_round_s(step_s, arm, acceptance_rate)
+        fit, wait_s = arm.num_draft_tokens, VAIN_WAIT * conditions.waiting_round_s(step_s, arm, acceptance_rate)
     if arm.wait == "chain":
         chain_s = arm.num_draft_tokens * conditions.draft_s(1 + arm.num_branches) + conditions.round_trip_s
         wait_s = 1.1 * (step_s + chain_s)

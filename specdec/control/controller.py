@@ -57,15 +57,16 @@ class WorkerFigures:
         """As reported."""
         return int(self.report.get("num_sequences", 0))
 
+    def echoed(self, seconds: float) -> None:
+        """An echo came. A busy worker answers after its next step; an echo that took longer than a step is taken for that."""
+        rows = max(1, self.num_sequences)
+        step_s = self.steps.at(rows, rows) if self.steps else 0.0
+        self.echoes_s = [*self.echoes_s[1 - _ECHOES_KEPT :], seconds - step_s if seconds > step_s else seconds]
+
+    @property
     def round_trip_s(self) -> float | None:
-        """Shortest echo of late, less the step that it waited for at a target; None while there is none."""
-        if not self.echoes_s:
-            return None
-        shortest_s = min(self.echoes_s)
-        if self.kind == "target" and self.steps:
-            rows = max(1, self.num_sequences)
-            shortest_s -= self.steps.at(rows, rows)
-        return max(0.0, shortest_s)
+        """Shortest echo of late; None while there is none."""
+        return min(self.echoes_s, default=None)
 
 
 class Controller:
@@ -133,7 +134,7 @@ class Controller:
         """So long after a renewal was sent to a worker its answer came."""
         figures = self._workers.get(worker)
         if figures is not None:
-            figures.echoes_s = [*figures.echoes_s[1 - _ECHOES_KEPT :], seconds]
+            figures.echoed(seconds)
 
     def lost(self, worker: str) -> None:
         """A worker is gone, and what it measured with it."""
@@ -198,7 +199,7 @@ class Controller:
         if figures is None or drafter is None or not figures.steps or not drafters[drafter].steps:
             return None
         num_draft_rows = max(-(-len(self._sequences) // len(drafters)), used[drafter])
-        trips = [figures.round_trip_s(), drafters[drafter].round_trip_s()]
+        trips = [figures.round_trip_s, drafters[drafter].round_trip_s]
         return Conditions(
             target=figures.steps,
             draft=drafters[drafter].steps,

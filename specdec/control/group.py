@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from specdec.control.choice import Bounds, Corrections, arms, best, scores, token_price
 from specdec.control.estimates import Round, TrackedRate
-from specdec.control.limits import OFF, Arm, Conditions, Kind, Pace, expected_tokens, guess_rate_of, pace
+from specdec.control.limits import OFF, Arm, Conditions, Pace, Style, expected_tokens, guess_rate_of, pace
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Settings:
         first_arm: Before anything was measured.
         probe_arm: What probing sequences do while the others are off.
         hysteresis: How much better another arm must be, as a share of the present one.
-        trial_share: A kind of arm that was never measured is tried if its formula promises this share of the best.
+        trial_share: A style that was never measured is tried if its formula promises this share of the best.
         trial_rounds: Rounds per sequence that an arm is kept at least.
         settle_rounds: Rounds after a change of plan that are not measured.
         probe_rounds: Rounds of a probe.
@@ -32,7 +32,7 @@ class Settings:
     first_arm: Arm = Arm("overlap", 4)
     probe_arm: Arm = Arm("overlap", 2)
     hysteresis: float = 0.03
-    trial_share: float = 0.93
+    trial_share: float = 0.9
     trial_rounds: int = 24
     settle_rounds: int = 3
     probe_rounds: int = 24
@@ -84,7 +84,7 @@ class Group:
     corrections: Corrections = Corrections()
     observed: Observed = field(default_factory=Observed)
     acceptance_rate: float = 0.7
-    _tried: set[tuple[Kind, int]] = field(default_factory=set)
+    _tried: set[tuple[Style, int]] = field(default_factory=set)
     _on_trial: bool = False
     _num_rounds: int = 0
     _probe_from_s: float = math.inf
@@ -140,7 +140,7 @@ class Group:
 
     def _learn(self, conditions: Conditions) -> None:
         """Compare what was measured of the present arm with its formula."""
-        if self.observed.num_rounds < self.settings.settle_rounds:
+        if self.observed.num_rounds < self.settings.settle_rounds or not conditions.has_seen(self.arm):
             return
         measured = self.observed.pace(self.acceptance_rate).tokens_per_s
         predicted = pace(self.arm, conditions, self.acceptance_rate).tokens_per_s
@@ -149,19 +149,15 @@ class Group:
         self.observed = Observed()
 
     def _trial(self, scored: Mapping[Arm, float], conditions: Conditions) -> Arm | None:
-        """An arm of a kind that was never measured at this load, where it might be the best."""
+        """An arm of a style that was never measured at this load, where it might be the best."""
         octave = round(math.log2(max(1, conditions.num_rows)))
-        top = max(scored.values())
         if conditions.target.has_seen(conditions.num_rows, conditions.num_rows):
-            self._tried.add(("off", octave))
-        self._tried.add((self.arm.kind, octave))
-        kinds: tuple[Kind, ...] = ("off", "outcomes", "overlap", "in_turn")
-        for kind in kinds:
-            arm = max((arm for arm in scored if arm.kind == kind), key=scored.__getitem__, default=None)
-            if arm is None or (kind, octave) in self._tried:
-                continue
-            if kind == "off" or scored[arm] >= top * self.settings.trial_share:
-                self._tried.add((kind, octave))
+            self._tried.add((OFF.style, octave))
+        self._tried.add((self.arm.style, octave))
+        least = max(scored.values()) * self.settings.trial_share
+        for arm in sorted(scored, key=scored.__getitem__, reverse=True):
+            if (arm.style, octave) not in self._tried and (arm == OFF or scored[arm] >= least):
+                self._tried.add((arm.style, octave))
                 self._on_trial = True
                 return arm
         return None

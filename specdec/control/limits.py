@@ -16,6 +16,7 @@ from specdec.control.steptimes import StepTimes
 
 Wait = Literal["no", "branch", "chain"]
 Kind = Literal["off", "in_turn", "overlap", "outcomes"]
+Style = tuple[Kind, Wait]
 
 GUESS_SHARES = (0.65, 0.25, 0.1)
 """How often the true token is the draft's second, third, fourth guess, where it is one of them but not the first."""
@@ -36,7 +37,15 @@ class Arm(NamedTuple):
     wait: Wait = "no"
 
 
+    @property
+    def style(self) -> Style:
+        """What its errors are alike in."""
+        return self.kind, self.wait
+
+
 OFF = Arm("off")
+VAIN_WAIT = 1.05
+"""Wait of a row for a branch, as a share of the time in which it should come."""
 
 
 class Pace(NamedTuple):
@@ -69,7 +78,8 @@ class Conditions:
         num_draft_rows: Sequences that share its drafter's steps.
         round_trip_s: ``2 delta``.
         guess_rate: How often one of three guesses is right where the draft's own token is not.
-        margin: Part of a target step that is left unused, as step times vary.
+        margin: Part of a target step that is left unused, as step times vary. The draft step that runs when a verdict
+            comes is allowed for besides: ``draft_margin`` of one.
     """
 
     target: StepTimes
@@ -78,7 +88,8 @@ class Conditions:
     num_draft_rows: int
     round_trip_s: float
     guess_rate: float = 0.7
-    margin: float = 0.05
+    margin: float = 0.04
+    draft_margin: float = 0.75
 
     def target_s(self, num_draft_tokens: float) -> float:
         """A step that verifies so many draft tokens per row."""
@@ -93,7 +104,12 @@ class Conditions:
     def num_fit_steps(self, round_s: float, rows_per_sequence: int) -> int:
         """Draft steps between a verdict and the next boundary: floor((t_T - 2 delta - margin) / t_d), DESIGN section 8."""
         left_s = round_s * (1 - self.margin) - self.round_trip_s
-        return max(0, math.floor(left_s / self.draft_s(rows_per_sequence)))
+        return max(0, math.floor(left_s / self.draft_s(rows_per_sequence) - self.draft_margin))
+
+    def has_seen(self, arm: Arm) -> bool:
+        """Whether steps of the size that an arm makes were measured, so that its formula stands on something."""
+        rows = self.num_draft_rows * (1 + arm.num_branches)
+        return arm.kind == "off" or self.draft.has_seen(rows, rows)
 
     def waiting_round_s(self, step_s: float, arm: Arm, acceptance_rate: float) -> float:
         """A round of a row that waits for branches of K tokens: max(t_T, K t_d, (t_T + K t_d + 2 delta) / 2).
@@ -136,32 +152,45 @@ def ahead(arm: Arm, conditions: Conditions, acceptance_rate: float) -> Pace:
     """
     if arm.wait == "chain":
         return _ahead_with_chains(arm, conditions, acceptance_rate)
-    rows = 1 + arm.num_branches
-    draft_s, wanted = conditions.draft_s(rows), arm.num_draft_tokens
-    drafted = 0.0
-    for _ in range(2):  # a longer step fits more draft tokens, which make it longer
+    a, guess_rate, branches = acceptance_rate, conditions.guess_rate, arm.num_branches
+    plain_hit, drafted = hit_rate(a, 0, branches, guess_rate), 0.0
+    for _ in range(3):  # a longer step fits more draft tokens, which make it longer
         round_s = conditions.target_s(drafted)
-        if arm.wait == "branch":
-            round_s = conditions.waiting_round_s(round_s, arm, acceptance_rate)
-            length, after_whole, after_plain = wanted, wanted, wanted - 1
-        else:
-            fit = conditions.num_fit_steps(round_s, rows)
-            length = min(wanted, fit) if arm.num_branches else min(wanted, int(round_s / draft_s))
-            after_whole = min(wanted, max(fit - 1, 0)) if arm.num_branches else length
-            after_plain = min(wanted, fit - 1)
-        if length < 1:
+        lengths = _lengths(arm, conditions, round_s)
+        if lengths.usual < 1:
             return Pace(1.0, round_s, 0.0)
-        hit = hit_rate(acceptance_rate, length, arm.num_branches, conditions.guess_rate)
-        plain_hit = hit_rate(acceptance_rate, 0, arm.num_branches, conditions.guess_rate)
-        if after_plain < 1:  # the lead grows by what a round drafts beyond the one token that it commits
-            gain = round_s / draft_s - 1
-            plain_hit *= acceptance_rate ** math.ceil((1 - after_plain) / gain) if gain > 0.02 else 0.0
-        share = plain_hit / (1 - hit + plain_hit) if plain_hit else 0.0
-        drafted = share * length
-    whole = acceptance_rate**length
-    tokens = (1 - whole) * expected_tokens(acceptance_rate, length)
-    tokens += whole * expected_tokens(acceptance_rate, after_whole)
+        found = plain_hit
+        if lengths.after_plain < 1:  # the lead grows by what a round drafts beyond the one token that it commits
+            gain = round_s / conditions.draft_s(1 + branches) - 1
+            found *= a ** math.ceil((1 - lengths.after_plain) / gain) if gain > 0.02 else 0.0
+        share = found / (1 - hit_rate(a, lengths.usual, branches, guess_rate) + found) if found else 0.0
+        drafted = share * lengths.usual
+    round_s = conditions.target_s(drafted)
+    if arm.wait == "branch":
+        round_s = conditions.waiting_round_s(round_s, arm, a) * (share + (1 - share) * VAIN_WAIT)
+    whole = a**lengths.usual
+    tokens = (1 - whole) * expected_tokens(a, lengths.usual) + whole * expected_tokens(a, lengths.after_whole)
     return Pace(1 + share * (tokens - 1), round_s, drafted)
+
+
+class _Lengths(NamedTuple):
+    """Draft tokens that are there in time: as a rule, after a draft that was kept whole, and after a plain round."""
+
+    usual: int
+    after_whole: int
+    after_plain: int
+
+
+def _lengths(arm: Arm, conditions: Conditions, round_s: float) -> _Lengths:
+    wanted = arm.num_draft_tokens
+    if arm.wait == "branch":
+        return _Lengths(wanted, wanted, wanted - 1)
+    fit = conditions.num_fit_steps(round_s, 1 + arm.num_branches)
+    after_plain = min(wanted, fit - 1)
+    if arm.num_branches:
+        return _Lengths(min(wanted, fit), min(wanted, max(fit - 1, 0)), after_plain)
+    drafted = min(wanted, int(round_s / conditions.draft_s(1)))
+    return _Lengths(drafted, drafted, after_plain)
 
 
 def _ahead_with_chains(arm: Arm, conditions: Conditions, acceptance_rate: float) -> Pace:

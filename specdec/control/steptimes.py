@@ -31,8 +31,9 @@ class StepTimes:
 
     Steps of about as many rows count most: a point's weight falls by four for each octave between its rows and those
     asked for. Through the weighted points goes the closest curve that never falls with tokens (isotonic regression by
-    pooling adjacent violators, Barlow et al. 1972), joined by straight lines. Beyond the largest step seen the curve is
-    level: what was not measured is taken to be cheap, and measured as soon as it is tried.
+    pooling adjacent violators, Barlow et al. 1972), joined by straight lines. Beyond the largest step seen the curve
+    goes on as it did over the last octave; where only one size was seen all are taken to be as cheap, and measured as
+    soon as they are tried.
     """
 
     points: tuple[StepTime, ...] = ()
@@ -87,9 +88,13 @@ def monotone_curve(points: Iterable[StepTime], octave: float) -> tuple[list[floa
 
 
 def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
-    """The line through the points (xs ascending) at ``x``; level beyond both ends."""
+    """The line through the points (xs ascending) at ``x``: level before them, and after them on as over the last octave."""
     i = bisect.bisect_right(xs, x)
-    if i == 0 or i == len(xs):
-        return ys[min(i, len(xs) - 1)]
+    if i == 0:
+        return ys[0]
+    if i == len(xs):
+        half = xs[-1] / 2
+        slope = (ys[-1] - interpolate(xs, ys, half)) / half if len(xs) > 1 else 0.0
+        return ys[-1] + slope * (x - xs[-1])
     share = (x - xs[i - 1]) / (xs[i] - xs[i - 1])
     return ys[i - 1] + share * (ys[i] - ys[i - 1])
