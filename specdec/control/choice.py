@@ -107,7 +107,7 @@ def scores(
 
 
 def best(scored: Mapping[Arm, float], current: Arm, hysteresis: float) -> Arm:
-    """The best arm; the current one unless another is better by more than ``hysteresis``. Ties go to what drafts less."""
+    """The best arm; the current one unless another is better by more than ``hysteresis``. Ties: what drafts less."""
     winner = max(scored, key=lambda arm: (scored[arm], -arm.num_draft_tokens - arm.num_branches))
     return current if scored[winner] <= scored.get(current, 0.0) * (1 + hysteresis) else winner
 

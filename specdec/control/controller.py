@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specdec.control.choice import Bounds, own_length, plan_of
-from specdec.control.estimates import DecayedRate, Round, TrackedRate, acceptance_trials
+from specdec.control.estimates import DecayedRate, Round, TrackedRate, acceptance_trials, rounds_of
 from specdec.control.group import Group, Settings
-from specdec.control.limits import OFF, Arm, Conditions
+from specdec.control.limits import KINDS, OFF, Arm, Conditions
 from specdec.control.steptimes import StepTimes, step_times
-from specdec.protocol.messages import Plan
+from specdec.protocol.messages import Notes, Plan
+from specdec.protocol.plans import Placements, WorkerKind
+from specdec.sampling.params import SequenceSpec
 
 _ECHOES_KEPT = 32
 _PRIOR_ACCEPTANCE, _PRIOR_GUESSES = 0.7, 0.7
@@ -32,7 +34,7 @@ class Tracked:
     bound: int | None
     plan: Plan
     arm: Arm
-    acceptance: DecayedRate = DecayedRate()
+    acceptance: DecayedRate = field(default_factory=DecayedRate)
     since: int = 0
     seen_s: float | None = None
     target: str | None = None
@@ -47,8 +49,8 @@ class Tracked:
 class WorkerFigures:
     """What a worker last reported."""
 
-    kind: str
-    steps: StepTimes = StepTimes()
+    kind: WorkerKind
+    steps: StepTimes = field(default_factory=StepTimes)
     report: Mapping[str, float] = field(default_factory=dict)
     echoes_s: list[float] = field(default_factory=list)
 
@@ -58,7 +60,7 @@ class WorkerFigures:
         return int(self.report.get("num_sequences", 0))
 
     def echoed(self, seconds: float) -> None:
-        """An echo came. A busy worker answers after its next step; an echo that took longer than a step is taken for that."""
+        """An echo came. A busy worker answers after its next step: what took longer than a step is taken for that."""
         rows = max(1, self.num_sequences)
         step_s = self.steps.at(rows, rows) if self.steps else 0.0
         self.echoes_s = [*self.echoes_s[1 - _ECHOES_KEPT :], seconds - step_s if seconds > step_s else seconds]
@@ -86,8 +88,9 @@ class Controller:
         self._acceptance = TrackedRate()
         self._guesses = TrackedRate()
 
-    def opened(self, seq: str, bound: int | None) -> Plan:
-        """A sequence has come; its first plan is that of the largest group."""
+    def opened(self, seq: str, spec: SequenceSpec) -> Plan:
+        """A sequence has come; its first plan is that of the largest group, within its request's bound."""
+        bound = spec.num_speculative_tokens
         group = max(self._groups.values(), key=lambda group: group.num_rows, default=None)
         arm = self._settings.first_arm if group is None else group.arm
         length = own_length(arm, 1.0, 0.0, bound)
@@ -100,10 +103,13 @@ class Controller:
         """A sequence has ended; unknown ones are ignored."""
         self._sequences.pop(seq, None)
 
-    def decided(self, seq: str, rounds: Iterable[Round], now_s: float) -> None:
-        """A verdict of a sequence has come."""
+    def decided(self, seq: str, notes: Notes, now_s: float) -> None:
+        """New tokens of a sequence have come."""
+        self.judged(seq, rounds_of(notes.how, notes.num_drafted), now_s)
+
+    def judged(self, seq: str, rounds: Sequence[Round], now_s: float) -> None:
+        """The same, as rounds."""
         one = self._sequences.get(seq)
-        rounds = list(rounds)
         if one is None or not rounds:
             return
         accepted, judged = acceptance_trials(rounds)
@@ -116,7 +122,7 @@ class Controller:
         one.since += len(rounds)
         one.seen_s = now_s
 
-    def reported(self, worker: str, kind: str, report: Mapping[str, float]) -> None:
+    def reported(self, worker: str, kind: WorkerKind, report: Mapping[str, float]) -> None:
         """A worker's newest report has come."""
         figures = self._workers.setdefault(worker, WorkerFigures(kind))
         before, figures.report = figures.report, report
@@ -141,7 +147,7 @@ class Controller:
         self._workers.pop(worker, None)
         self._groups.pop(worker, None)
 
-    def review(self, placements: Mapping[str, tuple[str, str | None]], now_s: float) -> dict[str, Plan]:
+    def review(self, placements: Placements, now_s: float) -> dict[str, Plan]:
         """Choose anew. Gives the plans that have changed, by sequence.
 
         Args:
@@ -160,9 +166,7 @@ class Controller:
             self._groups[target].num_rows = 0
         return changed
 
-    def _review_group(
-        self, target: str, seqs: list[str], placements: Mapping[str, tuple[str, str | None]], now_s: float
-    ) -> dict[str, Plan]:
+    def _review_group(self, target: str, seqs: list[str], placements: Placements, now_s: float) -> dict[str, Plan]:
         group = self._groups.get(target)
         if group is None:
             group = self._groups[target] = Group(self._settings, now_s)
@@ -188,9 +192,7 @@ class Controller:
                 changed[seq] = plan
         return changed
 
-    def _conditions(
-        self, target: str, seqs: list[str], placements: Mapping[str, tuple[str, str | None]]
-    ) -> Conditions | None:
+    def _conditions(self, target: str, seqs: list[str], placements: Placements) -> Conditions | None:
         """None while too little was measured."""
         figures = self._workers.get(target)
         drafters = {name: one for name, one in self._workers.items() if one.kind == "drafter"}
@@ -225,21 +227,20 @@ class Controller:
         """Per draft token, over all sequences of late."""
         return self._acceptance.rate(_PRIOR_ACCEPTANCE, 4.0)
 
-    def figures(self) -> dict[str, float]:
-        """Choices and estimates, by name; those of one target have ``/<target>`` after it."""
-        plans = [one.plan for one in self._sequences.values()]
-        kinds = Counter(one.arm.kind for one in self._sequences.values())
-        drafting = [plan for plan in plans if plan.num_draft_tokens]
-        figures = {
-            "planned_draft_tokens": sum(plan.num_draft_tokens for plan in drafting) / max(1, len(drafting)),
-            "planned_branches": sum(plan.num_branches for plan in drafting) / max(1, len(drafting)),
+    def figures(self) -> dict[str, dict[str, float]]:
+        """Choices and estimates by name: those of one target under its name, the others under the empty one."""
+        ones = self._sequences.values()
+        kinds = Counter(one.arm.kind for one in ones)
+        drafting = [one.plan for one in ones if one.plan.num_draft_tokens]
+        count = max(1, len(drafting))
+        overall = {
+            "planned_draft_tokens": sum(plan.num_draft_tokens for plan in drafting) / count,
+            "planned_branches": sum(plan.num_branches for plan in drafting) / count,
             "estimated_acceptance_rate": self.acceptance_rate,
             "estimated_guess_rate": self._guesses.rate(_PRIOR_GUESSES, 16.0),
         }
-        figures |= {f"planned_sequences/{kind}": float(kinds[kind]) for kind in ("off", "in_turn", "overlap", "outcomes")}
-        for target, group in self._groups.items():
-            figures |= {f"{name}/{target}": value for name, value in group.figures().items()}
-        return figures
+        overall |= {f"planned_sequences/{kind}": float(kinds[kind]) for kind in KINDS}
+        return {"": overall} | {target: group.figures() for target, group in self._groups.items()}
 
 
 def _differs(a: Plan, b: Plan) -> bool:
@@ -253,4 +254,6 @@ def _differs(a: Plan, b: Plan) -> bool:
         b.num_fit_steps,
     ):
         return True
-    return abs(a.acceptance_rate - b.acceptance_rate) > 0.06 or abs(a.draft_wait_s - b.draft_wait_s) > 0.1 * b.draft_wait_s
+    return (
+        abs(a.acceptance_rate - b.acceptance_rate) > 0.06 or abs(a.draft_wait_s - b.draft_wait_s) > 0.1 * b.draft_wait_s
+    )

@@ -10,6 +10,8 @@ from specdec.control.choice import Bounds, Corrections, arms, best, scores, toke
 from specdec.control.estimates import Round, TrackedRate
 from specdec.control.limits import OFF, Arm, Conditions, Pace, Style, expected_tokens, guess_rate_of, pace
 
+_FIRST_ARM, _PROBE_ARM = Arm("overlap", 4), Arm("overlap", 2)
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -29,8 +31,8 @@ class Settings:
         round_trip_s: Assumed until it is measured.
     """
 
-    first_arm: Arm = Arm("overlap", 4)
-    probe_arm: Arm = Arm("overlap", 2)
+    first_arm: Arm = _FIRST_ARM
+    probe_arm: Arm = _PROBE_ARM
     hysteresis: float = 0.03
     trial_share: float = 0.9
     trial_rounds: int = 24
@@ -81,7 +83,7 @@ class Group:
     num_rows: int = 0
     conditions: Conditions | None = None
     token_price: float = 0.0
-    corrections: Corrections = Corrections()
+    corrections: Corrections = field(default_factory=Corrections)
     observed: Observed = field(default_factory=Observed)
     acceptance_rate: float = 0.7
     _tried: set[tuple[Style, int]] = field(default_factory=set)

@@ -16,6 +16,7 @@ from specdec.control.steptimes import StepTimes
 
 Wait = Literal["no", "branch", "chain"]
 Kind = Literal["off", "in_turn", "overlap", "outcomes"]
+KINDS: tuple[Kind, ...] = ("off", "in_turn", "overlap", "outcomes")
 Style = tuple[Kind, Wait]
 
 GUESS_SHARES = (0.65, 0.25, 0.1)
@@ -35,7 +36,6 @@ class Arm(NamedTuple):
     num_draft_tokens: int = 0
     num_branches: int = 0
     wait: Wait = "no"
-
 
     @property
     def style(self) -> Style:
@@ -102,7 +102,7 @@ class Conditions:
         return self.draft.at(rows, rows)
 
     def num_fit_steps(self, round_s: float, rows_per_sequence: int) -> int:
-        """Draft steps between a verdict and the next boundary: floor((t_T - 2 delta - margin) / t_d), DESIGN section 8."""
+        """Draft steps from a verdict to the next boundary: floor((t_T - 2 delta - margin) / t_d), DESIGN section 8."""
         left_s = round_s * (1 - self.margin) - self.round_trip_s
         return max(0, math.floor(left_s / self.draft_s(rows_per_sequence) - self.draft_margin))
 

@@ -16,13 +16,13 @@ class StepTime(NamedTuple):
         rows: Sequences in a step, mean.
         tokens: Tokens forwarded, mean.
         seconds: Duration of a step, median.
-        count: Steps behind these.
+        num_steps: Steps behind these.
     """
 
     rows: float
     tokens: float
     seconds: float
-    count: float
+    num_steps: float
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def monotone_curve(points: Iterable[StepTime], octave: float) -> tuple[list[floa
     """Tokens and seconds, both ascending, of the curve for rows of 2**octave."""
     blocks: list[list[float]] = []  # sums of weight, weight x tokens, weight x seconds
     for point in sorted(points, key=lambda point: point.tokens):
-        weight = min(point.count, 8.0) * 4.0 ** -abs(math.log2(max(point.rows, 1)) - octave)
+        weight = min(point.num_steps, 8.0) * 4.0 ** -abs(math.log2(max(point.rows, 1)) - octave)
         blocks.append([weight, weight * point.tokens, weight * point.seconds])
         while len(blocks) > 1 and blocks[-2][2] / blocks[-2][0] >= blocks[-1][2] / blocks[-1][0]:
             last = blocks.pop()
@@ -88,7 +88,7 @@ def monotone_curve(points: Iterable[StepTime], octave: float) -> tuple[list[floa
 
 
 def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
-    """The line through the points (xs ascending) at ``x``: level before them, and after them on as over the last octave."""
+    """The line through the points (xs ascending) at ``x``: level before them, after them on as over the last octave."""
     i = bisect.bisect_right(xs, x)
     if i == 0:
         return ys[0]

@@ -45,14 +45,14 @@ class StepTimer:
         self._buckets.move_to_end(key)
 
     def report(self) -> dict[str, float]:
-        """Per bucket ``step/<i>/rows`` and ``step/<i>/tokens`` (means), ``.../seconds`` (median), ``.../count``."""
+        """Per bucket ``step/<i>/rows`` and ``step/<i>/tokens`` (means), ``.../seconds`` (median), ``.../num_steps``."""
         figures: dict[str, float] = {}
         for i, samples in enumerate(self._buckets.values()):
             rows, tokens, seconds = zip(*samples, strict=True)
             figures[f"step/{i}/rows"] = statistics.fmean(rows)
             figures[f"step/{i}/tokens"] = statistics.fmean(tokens)
             figures[f"step/{i}/seconds"] = statistics.median(seconds)
-            figures[f"step/{i}/count"] = float(len(samples))
+            figures[f"step/{i}/num_steps"] = float(len(samples))
         return figures
 
 

@@ -40,6 +40,7 @@ EXAMPLES = {
     "max_num_sequences": 17,
     "num_speculative_tokens": 7,
     "mode": "in_turn",
+    "num_branches": 3,
     "limits.max_body_bytes": 2048,
     "limits.max_concurrent_requests": 3,
     "limits.max_queued_requests": 0,
