@@ -153,11 +153,11 @@ def plan_of(arm: Arm, num_draft_tokens: int, conditions: Conditions | None, acce
         return Plan(num_draft_tokens, acceptance_rate=a, mode="in_turn", draft_wait_s=_IN_TURN_WAIT_S)
     if conditions is None or not conditions.draft or not conditions.target:
         return Plan(num_draft_tokens, arm.num_branches, acceptance_rate=a)
-    step_s, wait_s = conditions.target_s(num_draft_tokens), 0.0
+    step_s, wait_s = conditions.target_s(arm.num_draft_tokens), 0.0
     fit = conditions.num_fit_steps(step_s, 1 + arm.num_branches)
     if arm.wait != "no":
         fit, wait_s = arm.num_draft_tokens, VAIN_WAIT * conditions.waiting_round_s(step_s, arm, acceptance_rate)
     if arm.wait == "chain":
         chain_s = arm.num_draft_tokens * conditions.draft_s(1 + arm.num_branches) + conditions.round_trip_s
         wait_s = 1.1 * (step_s + chain_s)
-    return Plan(num_draft_tokens, arm.num_branches, min(fit, num_draft_tokens + 1), a, "overlap", round(wait_s, 4))
+    return Plan(num_draft_tokens, arm.num_branches, min(fit, arm.num_draft_tokens + 1), a, "overlap", round(wait_s, 4))

@@ -10,6 +10,7 @@ from specdec.control.choice import Bounds, Corrections, arms, best, scores, toke
 from specdec.control.estimates import Round, TrackedRate
 from specdec.control.limits import OFF, Arm, Conditions, Pace, Style, expected_tokens, guess_rate_of, pace
 
+_WORSE = 0.9
 _FIRST_ARM, _PROBE_ARM = Arm("overlap", 4), Arm("overlap", 2)
 
 
@@ -22,7 +23,11 @@ class Settings:
         probe_arm: What probing sequences do while the others are off.
         hysteresis: How much better another arm must be, as a share of the present one.
         trial_share: A style that was never measured is tried if its formula promises this share of the best.
-        trial_rounds: Rounds per sequence that an arm is kept at least.
+        trial_rounds: Rounds per sequence of a trial.
+        trial_s: Longest trial.
+        trial_loss: A trial ends at once when an arm turns out to be worse than the best by this share.
+        most_growth: An arm is considered only if its steps are at most so many times larger than any that was seen, or
+            have no more than ``free_rows`` rows.
         settle_rounds: Rounds after a change of plan that are not measured.
         probe_rounds: Rounds of a probe.
         probe_cost: Most of the time that probing may cost, as a share.
@@ -36,6 +41,10 @@ class Settings:
     hysteresis: float = 0.03
     trial_share: float = 0.9
     trial_rounds: int = 24
+    trial_s: float = 2.0
+    trial_loss: float = 0.2
+    most_growth: float = 4.0
+    free_rows: int = 34
     settle_rounds: int = 3
     probe_rounds: int = 24
     probe_cost: float = 0.01
@@ -131,14 +140,31 @@ class Group:
         count = sum(acceptance_rates.values())
         self.acceptance_rate = sum(rate * n for rate, n in acceptance_rates.items()) / count
         self._learn(conditions)
-        if self._on_trial and self._num_rounds < self.settings.trial_rounds * count:
+        ways = [arm for arm in arms(bounds) if arm == self.arm or self._is_near(arm, conditions)]
+        scored = scores(ways, conditions, acceptance_rates, self.corrections)
+        if self._on_trial and self._goes_on(scored, count, conditions, now_s):
             return
         self._on_trial = False
-        scored = scores(arms(bounds), conditions, acceptance_rates, self.corrections)
         chosen = self._trial(scored, conditions) or best(scored, self.arm, self.settings.hysteresis)
         if chosen != self.arm:
             self._change(chosen, now_s)
-        self.token_price = token_price(self.arm, conditions, pace(self.arm, conditions, self.acceptance_rate))
+        price = token_price(self.arm, conditions, pace(self.arm, conditions, self.acceptance_rate))
+        # The arm was chosen for the average sequence, whatever the slope just there: it is for those that are worse.
+        self.token_price = min(price, (_WORSE * self.acceptance_rate) ** self.arm.num_draft_tokens)
+
+    def _is_near(self, arm: Arm, conditions: Conditions) -> bool:
+        """Whether an arm's draft steps are not much larger than any that was measured."""
+        rows = conditions.num_draft_rows * (1 + arm.num_branches)
+        seen = max(point.rows for point in conditions.draft.points)
+        return rows <= max(self.settings.most_growth * seen, self.settings.free_rows)
+
+    def _goes_on(self, scored: Mapping[Arm, float], count: int, conditions: Conditions, now_s: float) -> bool:
+        """Whether a trial is to be continued."""
+        settings = self.settings
+        if self._num_rounds >= settings.trial_rounds * count or now_s >= self.since_s + settings.trial_s:
+            return False
+        is_bad = scored.get(self.arm, 0.0) < max(scored.values()) * (1 - settings.trial_loss)
+        return not (is_bad and conditions.has_seen(self.arm))
 
     def _learn(self, conditions: Conditions) -> None:
         """Compare what was measured of the present arm with its formula."""
