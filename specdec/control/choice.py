@@ -47,7 +47,7 @@ class Corrections:
     """How far arms were from their formulas, as logarithms of measured over predicted pace.
 
     An arm that was tried stands for itself, as far as it was measured; others follow the mean of their style, and where
-    that was not tried either, of their kind.
+    that was not tried either, of their kind: downwards only, as hope is what an arm is tried for.
 
     Attributes:
         measured: Per arm, rounds measured and the logarithm.
@@ -75,10 +75,9 @@ class Corrections:
         for arm in ways:
             expected = 0.0
             weight, mean = self.measured.get(arm, (0.0, 0.0))
-            known = sums.get(arm.kind, (0.0, 0.0)), sums.get(arm.style, (0.0, 0.0)), (weight, weight * mean)
-            for total, weighted in known:
-                expected = (weighted + self.half_weight * expected) / (total + self.half_weight)
-            result[arm] = math.exp(expected)
+            for total, weighted in (sums.get(arm.kind, (0.0, 0.0)), sums.get(arm.style, (0.0, 0.0))):
+                expected = min(0.0, (weighted + self.half_weight * expected) / (total + self.half_weight))
+            result[arm] = math.exp((weight * mean + self.half_weight * expected) / (weight + self.half_weight))
         return result
 
 
@@ -107,7 +106,12 @@ def scores(
 
 
 def best(scored: Mapping[Arm, float], current: Arm, hysteresis: float) -> Arm:
-    """The best arm; the current one unless another is better by more than ``hysteresis``. Ties: what drafts less."""
+    """The best arm; the current one unless another is better by more than ``hysteresis``.
+
+    Drafting that gains less than a third of that is not worth a drafter's time.
+    """
+    if scored.get(OFF, 0.0) * (1 + hysteresis / 3) > max(scored.values()):
+        return OFF
     winner = max(scored, key=lambda arm: (scored[arm], -arm.num_draft_tokens - arm.num_branches))
     return current if scored[winner] <= scored.get(current, 0.0) * (1 + hysteresis) else winner
 

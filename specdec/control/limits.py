@@ -215,23 +215,24 @@ def hit_rate(acceptance_rate: float, num_draft_tokens: int, num_branches: int, g
     The likeliest outcomes are prepared first: what follows all K and the draft's own next token costs no branch; every
     other outcome (number accepted, next token) costs one.
     """
-    a = round(acceptance_rate * 50) / 50
-    return _hit_rate(a, num_draft_tokens, num_branches, round(guess_rate * 20) / 20)
-
-
-@lru_cache(maxsize=1 << 16)
-def _hit_rate(a: float, num_draft_tokens: int, num_branches: int, guess_rate: float) -> float:
-    own = a ** (num_draft_tokens + 1)
+    own: float = acceptance_rate ** (num_draft_tokens + 1)
     if not num_branches:
         return own
+    guessed = _guessed(round(acceptance_rate * 50) / 50, num_draft_tokens, num_branches)
+    return min(1.0, own + guessed * guess_rate)
+
+
+@lru_cache(maxsize=1 << 14)
+def _guessed(a: float, num_draft_tokens: int, num_branches: int) -> float:
+    """How often the outcome is among the likeliest others, if guesses were always right."""
     refused = [a**n * (1 - a) for n in range(num_draft_tokens + 1)]
-    others = sorted((share * guess_rate * part for part in refused for share in GUESS_SHARES), reverse=True)
-    return own + sum(others[:num_branches])
+    others = sorted((share * part for part in refused for share in GUESS_SHARES), reverse=True)
+    return sum(others[:num_branches])
 
 
 def guess_rate_of(measured_hit_rate: float, acceptance_rate: float, num_draft_tokens: int, num_branches: int) -> float:
     """The guess rate at which so many hits are to be expected; within [0.05, 1]."""
-    low, high = (_hit_rate(acceptance_rate, num_draft_tokens, num_branches, g) for g in (0.0, 1.0))
+    low, high = (hit_rate(acceptance_rate, num_draft_tokens, num_branches, g) for g in (0.0, 1.0))
     if high - low < 1e-6:
         return 1.0
     return min(1.0, max(0.05, (measured_hit_rate - low) / (high - low)))

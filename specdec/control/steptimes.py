@@ -77,14 +77,31 @@ def step_times(report: Mapping[str, float]) -> StepTimes:
 
 def monotone_curve(points: Iterable[StepTime], octave: float) -> tuple[list[float], list[float]]:
     """Tokens and seconds, both ascending, of the curve for rows of 2**octave."""
-    blocks: list[list[float]] = []  # sums of weight, weight x tokens, weight x seconds
+    sizes = _merged(points, octave)
+    blocks: list[tuple[float, float, int]] = []  # weight, weight x seconds, sizes
+    for weight, _, seconds in sizes:
+        blocks.append((weight, weight * seconds, 1))
+        while len(blocks) > 1 and blocks[-2][1] / blocks[-2][0] >= blocks[-1][1] / blocks[-1][0]:
+            last, before = blocks.pop(), blocks.pop()
+            blocks.append((before[0] + last[0], before[1] + last[1], before[2] + last[2]))
+    levels = [seconds / weight for weight, seconds, count in blocks for _ in range(count)]
+    return [tokens for _, tokens, _ in sizes], levels
+
+
+def _merged(points: Iterable[StepTime], octave: float) -> list[tuple[float, float, float]]:
+    """Weight, tokens and seconds, ascending; steps of nearly the same tokens and other rows are one size."""
+    sizes: list[tuple[float, float, float]] = []
     for point in sorted(points, key=lambda point: point.tokens):
         weight = min(point.num_steps, 8.0) * 4.0 ** -abs(math.log2(max(point.rows, 1)) - octave)
-        blocks.append([weight, weight * point.tokens, weight * point.seconds])
-        while len(blocks) > 1 and blocks[-2][2] / blocks[-2][0] >= blocks[-1][2] / blocks[-1][0]:
-            last = blocks.pop()
-            blocks[-1] = [a + b for a, b in zip(blocks[-1], last, strict=True)]
-    return [block[1] / block[0] for block in blocks], [block[2] / block[0] for block in blocks]
+        tokens, seconds = point.tokens, point.seconds
+        if sizes and tokens < 1.06 * sizes[-1][1]:
+            other, other_tokens, other_seconds = sizes.pop()
+            total = other + weight
+            tokens = (other * other_tokens + weight * tokens) / total
+            seconds = (other * other_seconds + weight * seconds) / total
+            weight = total
+        sizes.append((weight, tokens, seconds))
+    return sizes
 
 
 def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:

@@ -86,18 +86,19 @@ class Auto:
         self.reported_s, self.reviewed_s = [0.0] * len(scenarios), [0.0] * len(scenarios)
         self.num_changes = [0] * len(scenarios)
 
-    def run(self, seconds: float) -> np.ndarray:
-        """Tokens per second of every pair in its next so many seconds."""
+    def run(self, num_steps: int) -> np.ndarray:
+        """Tokens per second of every pair, in the time of so many of its plain steps."""
         pairs = self.pairs
         began_s, began_tokens = pairs.now.copy(), pairs.num_tokens.copy()
         rates = np.zeros(len(self.scenarios))
+        seconds = [num_steps * one.target_s(one.batch) for one in self.scenarios]
         while not rates.all():
             result = pairs.step()
             for p, entry in enumerate(zip(*result, strict=True)):
                 if not rates[p]:
                     self._tell(p, *entry)
                     elapsed_s = pairs.now[p] - began_s[p]
-                    if elapsed_s >= seconds:
+                    if elapsed_s >= seconds[p]:
                         rates[p] = (pairs.num_tokens[p] - began_tokens[p]) / elapsed_s
         return rates
 
@@ -164,13 +165,13 @@ class Result:
         return self.auto / self.alone
 
 
-def measure(scenarios: Sequence[Scenario], seed: int = 0, warm_up_s: float = 12.0, run_s: float = 12.0) -> list[Result]:
+def measure(scenarios: Sequence[Scenario], seed: int = 0, num_steps: int = 400) -> list[Result]:
     """Auto after its warm-up, the best fixed plan, and the target alone, over the same scripts; of one batch size."""
     scripts = [Script(scenario, seed) for scenario in scenarios]
     auto = Auto(scenarios, scripts)
-    auto.run(warm_up_s)
+    auto.run(num_steps)
     changes = list(auto.num_changes)
-    rates = auto.run(run_s)
+    rates = auto.run(num_steps)
     results = []
     for p, (scenario, script) in enumerate(zip(scenarios, scripts, strict=True)):
         alone = fixed(scenario, script, [Plan()], 400)[0]
