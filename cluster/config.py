@@ -174,8 +174,8 @@ class AppArgs(StrictModel):
     max_num_sequences: int = Field(256, ge=1, le=1 << 16, description="whole sequences the cache need not exceed")
     num_speculative_tokens: DraftLength = Field(
         "auto",
-        description=f"draft tokens per round, 0 to {MAX_NUM_SPECULATIVE_TOKENS}, 0 being plain decoding; auto measures, "
-        "and chooses what gives the most tokens per second",
+        description=f"draft tokens per round, 0 to {MAX_NUM_SPECULATIVE_TOKENS}, 0 being plain decoding; auto measures "
+        "and takes what gives the most tokens per second",
     )
     mode: Mode | Literal["auto"] = Field(
         "auto",

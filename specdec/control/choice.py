@@ -46,8 +46,8 @@ def arms(bounds: Bounds) -> list[Arm]:
 class Corrections:
     """How far arms were from their formulas, as logarithms of measured over predicted pace.
 
-    An arm that was tried stands for itself, as far as it was measured; others follow the mean of their style, and where
-    that was not tried either, of their kind: downwards only, as hope is what an arm is tried for.
+    An arm that was tried stands for itself, as far as it was measured; others follow the mean of their style, downwards
+    only: hope is what an arm is tried for.
 
     Attributes:
         measured: Per arm, rounds measured and the logarithm.
@@ -66,17 +66,15 @@ class Corrections:
 
     def factors(self, ways: Iterable[Arm]) -> dict[Arm, float]:
         """Measured over predicted pace, as far as is known, 1 where nothing is."""
-        sums: dict[Style | Kind, tuple[float, float]] = {}
+        sums: dict[Style, tuple[float, float]] = {}
         for arm, (weight, mean) in self.measured.items():
-            for key in (arm.style, arm.kind):
-                total, weighted = sums.get(key, (0.0, 0.0))
-                sums[key] = total + weight, weighted + weight * mean
+            total, weighted = sums.get(arm.style, (0.0, 0.0))
+            sums[arm.style] = total + weight, weighted + weight * mean
         result = {}
         for arm in ways:
-            expected = 0.0
+            total, weighted = sums.get(arm.style, (0.0, 0.0))
+            expected = min(0.0, weighted / (total + self.half_weight))
             weight, mean = self.measured.get(arm, (0.0, 0.0))
-            for total, weighted in (sums.get(arm.kind, (0.0, 0.0)), sums.get(arm.style, (0.0, 0.0))):
-                expected = min(0.0, (weighted + self.half_weight * expected) / (total + self.half_weight))
             result[arm] = math.exp((weight * mean + self.half_weight * expected) / (weight + self.half_weight))
         return result
 

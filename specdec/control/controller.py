@@ -61,14 +61,20 @@ class WorkerFigures:
 
     def echoed(self, seconds: float) -> None:
         """An echo came. A busy worker answers after its next step: what took longer than a step is taken for that."""
-        rows = max(1, self.num_sequences)
-        step_s = self.steps.at(rows, rows) if self.steps else 0.0
+        step_s = self._step_s()
         self.echoes_s = [*self.echoes_s[1 - _ECHOES_KEPT :], seconds - step_s if seconds > step_s else seconds]
+
+    def _step_s(self) -> float:
+        rows = max(1, self.num_sequences)
+        return self.steps.at(rows, rows) if self.steps else 0.0
 
     @property
     def round_trip_s(self) -> float | None:
-        """Shortest echo of late; None while there is none."""
-        return min(self.echoes_s, default=None)
+        """Shortest echo of late, less what the shortest of so many waited for a running step; None without any."""
+        if not self.echoes_s:
+            return None
+        shortest_s = min(self.echoes_s)
+        return max(shortest_s / 2, shortest_s - self._step_s() / (1 + len(self.echoes_s)))
 
 
 class Controller:
@@ -186,8 +192,7 @@ class Controller:
                 plan = plan_of(arm, length, conditions, rates[seq])
             one = self._sequences[seq]
             if _differs(plan, one.plan):
-                if arm != one.arm or plan.num_draft_tokens != one.plan.num_draft_tokens:
-                    one.since = 0
+                one.since = 0
                 one.plan, one.arm = plan, arm if plan.num_draft_tokens else OFF
                 changed[seq] = plan
         return changed

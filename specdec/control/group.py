@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -56,23 +57,37 @@ class Settings:
 
 @dataclass
 class Observed:
-    """What was measured of the present arm, as sums."""
+    """What was measured of the present arm.
 
-    num_rounds: int = 0
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
+    Attributes:
+        lengths: Rounds by number of draft tokens.
+        seconds: Of all rounds together.
+    """
+
+    lengths: Counter[int] = field(default_factory=Counter)
     seconds: float = 0.0
 
+    @property
+    def num_rounds(self) -> int:
+        """All rounds, with and without a draft."""
+        return self.lengths.total()
+
+    @property
+    def mean_length(self) -> float:
+        """Draft tokens of the rounds that had any; 0 where none had."""
+        drafts = self.num_rounds - self.lengths[0]
+        return sum(length * count for length, count in self.lengths.items()) / drafts if drafts else 0.0
+
     def pace(self, acceptance_rate: float) -> Pace:
-        """The pace with the tokens that so many drafts of such a length give on average.
+        """The pace with the tokens that drafts of such lengths give on average.
 
         Not the tokens that came: at one sequence chance moves them by tens of percent for minutes, and the acceptance
         rate is known better than that.
         """
-        share = self.num_drafts / self.num_rounds
-        length = self.num_draft_tokens / max(1, self.num_drafts)
-        tokens = 1 + share * (expected_tokens(acceptance_rate, length) - 1)
-        return Pace(tokens, self.seconds / self.num_rounds, share * length)
+        rounds = self.num_rounds
+        tokens = sum(count * expected_tokens(acceptance_rate, length) for length, count in self.lengths.items())
+        drafted = sum(length * count for length, count in self.lengths.items())
+        return Pace(tokens / rounds, self.seconds / rounds, drafted / rounds)
 
 
 @dataclass
@@ -97,6 +112,7 @@ class Group:
     acceptance_rate: float = 0.7
     _tried: set[tuple[Style, int]] = field(default_factory=set)
     _on_trial: bool = False
+    _was_seen: bool = False
     _num_rounds: int = 0
     _probe_from_s: float = math.inf
     _probe_until_rounds: int = 0
@@ -111,19 +127,15 @@ class Group:
             return
         if self.conditions is not None:  # reading another's prompt, or being preempted, is not the arm's doing
             seconds = min(seconds, 4 * len(rounds) * self.conditions.target_s(arm.num_draft_tokens) + 0.05)
-        one = self.observed
-        one.num_rounds += len(rounds)
-        one.num_drafts += sum(drafted > 0 for drafted, _ in rounds)
-        one.num_draft_tokens += sum(drafted for drafted, _ in rounds)
-        one.seconds += seconds
+        self.observed.lengths.update(drafted for drafted, _ in rounds)
+        self.observed.seconds += seconds
         self._num_rounds += len(rounds)
 
     def guesses_from(self, guesses: TrackedRate, hits: float, misses: float, acceptance_rate: float) -> TrackedRate:
         """What branch hits and misses say of the draft's guesses."""
-        if self.arm.kind != "outcomes" or not self.observed.num_drafts:
+        length = round(self.observed.mean_length)
+        if self.arm.kind != "outcomes" or not length:
             return guesses
-        one = self.observed
-        length = round(one.num_draft_tokens / one.num_drafts)
         total = hits + misses
         rate = guess_rate_of(hits / total, round(acceptance_rate * 50) / 50, length, self.arm.num_branches)
         return guesses.add(rate * total, total)
@@ -168,7 +180,12 @@ class Group:
 
     def _learn(self, conditions: Conditions) -> None:
         """Compare what was measured of the present arm with its formula."""
-        if self.observed.num_rounds < self.settings.settle_rounds or not conditions.has_seen(self.arm):
+        one, was_seen = self.observed, self._was_seen
+        self._was_seen = conditions.has_seen(self.arm)
+        if not (was_seen and self._was_seen):  # its plans were made for other times than its steps take
+            self.observed = Observed()
+            return
+        if one.num_rounds < self.settings.settle_rounds or not one.seconds:
             return
         measured = self.observed.pace(self.acceptance_rate).tokens_per_s
         predicted = pace(self.arm, conditions, self.acceptance_rate).tokens_per_s
@@ -195,6 +212,7 @@ class Group:
             self._probe_interval_s = self._probe_interval_s or self.settings.probe_first_s
             self._probe_from_s = now_s + self._probe_interval_s
         self.arm, self.since_s = arm, now_s
+        self._was_seen = self.conditions is not None and self.conditions.has_seen(arm)
         self.observed, self._num_rounds = Observed(), 0
 
     def probed(self, seqs: Sequence[str], now_s: float) -> Sequence[str]:

@@ -42,13 +42,14 @@ def test_a_sequences_own_length(rate, price, bound, length):
     assert own_length(Arm("overlap", 6), rate, price, bound) == length
 
 
-def test_corrections_stand_for_the_arm_and_then_for_its_style_and_kind():
+def test_corrections_stand_for_the_arm_and_downwards_for_its_style():
     tried, alike, unlike = Arm("outcomes", 4, 8), Arm("outcomes", 6, 8), Arm("outcomes", 4, 8, "chain")
     factors = Corrections().add(tried, 1e6, math.log(0.8)).factors([tried, alike, unlike, OFF])
     assert factors[tried] == pytest.approx(0.8, abs=0.01)
     assert factors[alike] == pytest.approx(0.8, abs=0.02)
-    assert factors[unlike] == pytest.approx(0.8, abs=0.03)
-    assert factors[OFF] == 1
+    assert factors[unlike] == factors[OFF] == 1
+    factors = Corrections().add(tried, 1e6, math.log(1.2)).factors([tried, alike])
+    assert (factors[tried], factors[alike]) == (pytest.approx(1.2, abs=0.01), 1)
     assert Corrections().add(tried, 2, math.log(0.5)).factors([tried])[tried] > 0.9
 
 
