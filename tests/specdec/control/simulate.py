@@ -20,6 +20,7 @@ from specdec.protocol.messages import Plan
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from tests.specdec.control.pairs import ONE_WAY_S, Pairs, Scenario, Script
 
+WARM_UP_STEPS = 700
 SPEC = SequenceSpec(SamplingParams(), 0, 1, 1 << 20)
 
 
@@ -169,7 +170,7 @@ def measure(scenarios: Sequence[Scenario], seed: int = 0, num_steps: int = 400) 
     """Auto after its warm-up, the best fixed plan, and the target alone, over the same scripts; of one batch size."""
     scripts = [Script(scenario, seed) for scenario in scenarios]
     auto = Auto(scenarios, scripts)
-    auto.run(num_steps)
+    auto.run(WARM_UP_STEPS)
     changes = list(auto.num_changes)
     rates = auto.run(num_steps)
     results = []
