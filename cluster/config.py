@@ -11,6 +11,7 @@ from cluster.strict import StrictModel, refused_key
 from specdec.protocol.leases import Times
 from specdec.protocol.messages import Mode
 from specdec.sampling.params import Acceptance
+from specdec.sampling.validation import MAX_NUM_SPECULATIVE_TOKENS
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -64,6 +65,29 @@ def import_strings(value: Any) -> Any:
 
 ImportStrings = Annotated[tuple[str, ...], BeforeValidator(import_strings)]
 MemoryAmount = Annotated[Literal["auto"] | float | int, BeforeValidator(memory_amount)]
+
+
+MOST_DRAFT_TOKENS = 16
+"""Longest draft that ``auto`` chooses; a whole number may be larger."""
+
+
+def draft_length(value: Any) -> Literal["auto"] | int:
+    """Read a draft length: ``auto``, or a whole number of tokens.
+
+    Raises:
+        ValueError: For anything else.
+    """
+    if value == "auto":
+        return "auto"
+    text = str(value).strip()
+    if not text.isdecimal() or int(text) > MAX_NUM_SPECULATIVE_TOKENS:
+        raise ValueError(
+            f"must be 'auto' or a whole number of tokens, at least 0 and at most {MAX_NUM_SPECULATIVE_TOKENS}"
+        )
+    return int(text)
+
+
+DraftLength = Annotated[Literal["auto"] | int, BeforeValidator(draft_length)]
 
 
 class ModelConfig(StrictModel):
@@ -167,11 +191,21 @@ class AppArgs(StrictModel):
         None, ge=1, le=1 << 20, description="tokens in one forward pass; chosen by device where none is given"
     )
     max_num_sequences: int = Field(256, ge=1, le=1 << 16, description="whole sequences the cache need not exceed")
-    num_speculative_tokens: int = Field(4, ge=0, le=64, description="draft tokens per round; 0 is plain decoding")
+    num_speculative_tokens: DraftLength = Field(
+        "auto",
+        description=f"draft tokens per round, 0 to {MAX_NUM_SPECULATIVE_TOKENS}, 0 being plain decoding; auto measures "
+        "and takes what gives the most tokens per second",
+    )
     acceptance: Acceptance = Field(
         "coupled", description="rule by which draft tokens are kept, for requests that name none"
     )
-    mode: Mode = Field("overlap", description="draft while the target verifies, or in turn")
+    mode: Mode | Literal["auto"] = Field(
+        "auto",
+        description="draft while the target verifies, or in turn; auto: the faster, overlap at a fixed length",
+    )
+    num_branches: int = Field(
+        0, ge=0, le=64, description="with a fixed draft length: outcomes that the drafter prepares beside the likeliest"
+    )
     limits: Limits = Field(default_factory=Limits, description="what is taken in at once")
     protocol: ProtocolTimes = Field(default_factory=ProtocolTimes, description="leases and repeats")
     replicas: Replicas = Field(default_factory=Replicas, description="copies of each deployment")
@@ -211,6 +245,11 @@ class AppArgs(StrictModel):
     def model_name(self) -> str:
         """The name that requests give as ``model``."""
         return self.served_model_name or self.target.model or DEMO_MODEL_NAME
+
+    @property
+    def most_draft_tokens(self) -> int:
+        """Most draft tokens per round where a request names no number."""
+        return MOST_DRAFT_TOKENS if self.num_speculative_tokens == "auto" else self.num_speculative_tokens
 
     @property
     def has_draft(self) -> bool:

@@ -77,7 +77,7 @@ def _model_info(args: AppArgs) -> ModelInfo:
     return ModelInfo(
         target,
         _served(args, source, f"{args.model_name}-draft", "draft", vocab_size),
-        num_speculative_tokens=args.num_speculative_tokens,
+        num_speculative_tokens=args.most_draft_tokens,
         acceptance_rules=("coupled", "rejection"),
         acceptance=args.acceptance,
         created_s=int(time.time()),

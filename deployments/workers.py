@@ -12,6 +12,7 @@ from cluster.sources import backend_options, draft_source, target_source
 from deployments.names import ROUTER
 from deployments.transport.endpoints import WorkerEndpoint, replica_id
 from specdec.engine.build import Built, build_drafter, build_target
+from specdec.engine.timing import TimedDrafter, TimedTarget
 from specdec.models.compat import check_pair, tokenizer_width
 from specdec.models.describe import describe_model
 from specdec.models.loading import load_tokenizer
@@ -41,7 +42,8 @@ class TargetServer(WorkerEndpoint):
         options = replace(backend_options(args, args.target, width), device_share=gpu_share)
         backend, built = build_target(source, options, logger.info)
         _report(built)
-        machine = TargetMachine(replica_id(), backend, args.protocol.times(), backend.gauges)
+        timed = TimedTarget(backend, backend.gauges)
+        machine = TargetMachine(replica_id(), timed, args.protocol.times(), timed.gauges)
         self.start_worker(machine, routers=ROUTER, stall_s=STALL_S)
 
 
@@ -67,9 +69,8 @@ class DraftServer(WorkerEndpoint):
         drafter, solo, built = build_drafter(source, options, logger.info)
         _report(built)
         name, times = replica_id(), args.protocol.times()
-        machine = DraftWorkerMachine(
-            DrafterMachine(name, drafter, times, drafter.gauges), TargetMachine(name, solo, times)
-        )
+        timed = TimedDrafter(drafter, drafter.gauges)
+        machine = DraftWorkerMachine(DrafterMachine(name, timed, times, timed.gauges), TargetMachine(name, solo, times))
         self.start_worker(machine, routers=ROUTER, stall_s=STALL_S)
 
 

@@ -38,6 +38,9 @@ CONFIG_KEYS = (
     "log_level",
 )
 
+_IN_TURN_TOKENS = 4
+"""In one process nothing is measured: what ``auto`` stands for here."""
+
 USAGE = "PROMPT [--target MODEL --draft MODEL] [--temperature T] [--seed N] [--max-tokens N] [KEY ...]"
 
 
@@ -103,7 +106,9 @@ def build_engine(config: ServiceConfig) -> SpeculativeEngine:
     return SpeculativeEngine.from_pretrained(
         target_source(config),
         draft_source(config),
-        num_speculative_tokens=config.num_speculative_tokens,
+        num_speculative_tokens=_IN_TURN_TOKENS
+        if config.num_speculative_tokens == "auto"
+        else config.num_speculative_tokens,
         options=backend_options(config, config.target),
         draft_options=backend_options(config, config.draft),
         progress=lambda line: print(line, file=sys.stderr, flush=True),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from specdec.protocol.marks import Tokens
-from specdec.protocol.messages import Finish, Notes
+from specdec.protocol.messages import Finish, Notes, Plan
 from specdec.sampling.params import PLAIN_DEFAULTS, Acceptance, GenerationDefaults, SequenceSpec
 
 Role = Literal["target", "draft"]
@@ -84,11 +84,13 @@ class TokenDelta:
         tokens: May be empty: in the first delta, which then says that the sequence was taken in, and in the last.
         notes: How they came, one entry per token.
         finish: Why the sequence ended, in the last delta.
+        plan: By which the sequence is drafted now; None where nobody says.
     """
 
     tokens: Tokens = ()
     notes: Notes = field(default_factory=Notes)
     finish: Finish | None = None
+    plan: Plan | None = None
 
 
 class TokenService(Protocol):

@@ -139,7 +139,11 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """Router to ingress: the tokens from ``base`` on, cumulative since the last Want."""
+    """Router to ingress: the tokens from ``base`` on, cumulative since the last Want.
+
+    Attributes:
+        plan: By which they are drafted now, for those who ask.
+    """
 
     seq: str
     attempt: int
@@ -147,6 +151,7 @@ class NewTokens:
     tokens: Tokens
     notes: Notes
     mark: Mark
+    plan: Plan | None = None
 
 
 @dataclass(frozen=True, slots=True)

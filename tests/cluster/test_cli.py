@@ -42,6 +42,7 @@ EXAMPLES = {
     "acceptance": "rejection",
     "logits_processors": "some.masks:digits, masks:Table.words",
     "mode": "in_turn",
+    "num_branches": 3,
     "limits.max_body_bytes": 2048,
     "limits.max_concurrent_requests": 3,
     "limits.max_queued_requests": 0,

@@ -19,7 +19,7 @@ def test_defaults_are_the_demo_pair_on_loopback():
     config = load_config()
     assert config.is_demo
     assert config.has_draft
-    assert (config.host, config.port, config.num_speculative_tokens) == ("127.0.0.1", 8000, 4)
+    assert (config.host, config.port, config.num_speculative_tokens) == ("127.0.0.1", 8000, "auto")
     assert config.model_name == "specdec-demo"
 
 
@@ -54,7 +54,9 @@ def test_an_unknown_key_is_refused_in_serves_own_arguments_too():
         ("port", -1, "at least 0 and at most 65535"),
         ("port", "http", "a whole number"),
         ("port", True, "true and false are not allowed"),
-        ("num_speculative_tokens", 65, "at least 0 and at most 64"),
+        ("num_speculative_tokens", 65, "'auto' or a whole number of tokens, at least 0 and at most 64"),
+        ("num_speculative_tokens", "many", "'auto' or a whole number"),
+        ("num_speculative_tokens", -1, "'auto' or a whole number"),
         ("block_size", 0, "at least 1 and at most 1024"),
         ("max_model_len", 1, "at least 2"),
         ("limits.max_body_bytes", 10, "at least 1024"),
