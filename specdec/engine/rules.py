@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterable, Sequence
+from itertools import chain, islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from specdec.protocol.marks import Tokens
 from specdec.protocol.messages import Candidates
 from specdec.sampling.coupled import verify_coupled
 from specdec.sampling.pipeline import Sampler
@@ -41,27 +43,54 @@ def verify(
     return [run for run in runs if run is not None]
 
 
-def propose(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup]) -> list[tuple[int, Candidates | None]]:
+class Drawn(NamedTuple):
+    """One draft token.
+
+    Attributes:
+        candidates: Under the rejection rule, what it was drawn from.
+        guesses: Other tokens that may well stand in its place, the likeliest first.
+    """
+
+    token: int
+    candidates: Candidates | None = None
+    guesses: Tokens = ()
+
+
+def propose(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup], num_guesses: int = 0) -> list[Drawn]:
     """Draw one draft token per group by the rule its request names; under rejection, with what it was drawn from.
 
     Args:
         sampler: Applies each request's parameters.
         logits: float32 [N, at least V], the draft's.
         groups: N sequences, one row each.
+        num_guesses: How many other tokens are wanted beside each, at most: ranked with the noise under the coupled
+            rule, by probability under rejection.
     """
-    proposals: list[tuple[int, Candidates | None]] = [(0, None)] * len(groups)
+    proposals = [Drawn(0)] * len(groups)
     coupled, rejection = _by_rule(groups)
     if coupled:
         part, rows = _part(logits, groups, coupled)
-        for i, token in zip(coupled, sampler.choose(rows, part).tolist(), strict=True):
-            proposals[i] = token, None
+        if num_guesses:
+            tokens, best = sampler.choose_and_guess(rows, part, num_guesses)
+            table: list[list[int]] = torch.cat((tokens.unsqueeze(1), best), 1).tolist()
+        else:
+            table = sampler.choose(rows, part).unsqueeze(1).tolist()
+        for i, (token, *others) in zip(coupled, table, strict=True):
+            proposals[i] = Drawn(token, None, _guesses(token, others, num_guesses))
     if rejection:
         part, rows = _part(logits, groups, rejection)
         draft = propose_truncated(sampler, rows, part)
         columns = zip(rejection, draft.tokens.tolist(), draft.ids.tolist(), draft.probs.tolist(), strict=True)
         for i, token, ids, probs in columns:
-            proposals[i] = token, Candidates(tuple(ids), tuple(probs))
+            possible = (other for other, prob in zip(ids, probs, strict=True) if prob > 0)
+            guesses = _guesses(token, possible, num_guesses) if num_guesses else ()
+            proposals[i] = Drawn(token, Candidates(tuple(ids), tuple(probs)), guesses)
     return proposals
+
+
+def _guesses(token: int, ranked: Iterable[int], count: int) -> Tokens:
+    """The first of the ranked tokens that are not the one drawn; -1 is none."""
+    return tuple(islice((other for other in ranked if other not in (token, -1)), count))
 
 
 def _by_rule(groups: Sequence[RowGroup]) -> tuple[list[int], list[int]]:

@@ -90,6 +90,32 @@ class Sampler:
         index = torch.tensor(rows.numbers(sampled), device=logits.device)
         return logits.argmax(1).index_copy_(0, index, self._noised(logits[index], part).argmax(1))
 
+    def choose_and_guess(self, logits: Tensor, groups: Sequence[RowGroup], count: int) -> tuple[Tensor, Tensor]:
+        """The coupled rule's token for every row, and those that come next: what else the target may well choose.
+
+        Tokens are ranked by log probs + gumbel, as they are chosen, so that a guess is as good with noise as without.
+
+        Args:
+            logits: float32 [N, at least V], as the model gave them; not changed.
+            groups: The sequences of the N rows, in order.
+            count: Most guesses wanted per row.
+
+        Returns:
+            int64 [N], what :meth:`choose` gives, and int64 [N, at most 1 + count], the best first: the chosen token
+            may be among them, and -1 stands where a token cannot be chosen.
+        """
+        rows = self._laid_out(logits, groups)
+        scores = self._edited(logits, rows)
+        sampled = rows.using(_is_random)
+        part = rows.part(sampled)
+        if part is rows:
+            scores = self._noised(scores, rows)
+        elif sampled:
+            index = torch.tensor(rows.numbers(sampled), device=logits.device)
+            scores = scores.index_copy(0, index, self._noised(scores[index], part))
+        best, tokens = scores.topk(min(1 + count, self.vocab_size), dim=1)
+        return scores.argmax(1), torch.where(best > -torch.inf, tokens, -1)
+
     def probs(self, logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
         """The distribution each row is drawn from; all on one token with temperature 0.
 

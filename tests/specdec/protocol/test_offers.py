@@ -6,7 +6,8 @@ import pytest
 
 from specdec.protocol.leases import Times
 from specdec.protocol.messages import Candidates, Inc, Offer, Open, Outcome, Plan
-from specdec.protocol.target import TargetRow, remaining_draft
+from specdec.protocol.marks import TokenLog
+from specdec.protocol.offers import remaining_draft
 from specdec.protocol.worker import WorkerRow
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from tests.specdec.protocol.scripted import PROMPT, log_of
