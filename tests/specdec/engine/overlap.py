@@ -49,8 +49,11 @@ class OverlapService:
         return self.ingress.take_deliveries()
 
     def _exchange(self) -> None:
-        while any([self._deliver(machine.take_outbox()) for machine in self._machines.values()]):
-            pass
+        moved = True
+        while moved:
+            moved = False
+            for machine in self._machines.values():
+                moved |= self._deliver(machine.take_outbox())
 
     def _deliver(self, letters: dict[str, list[Message]]) -> bool:
         for peer, messages in letters.items():

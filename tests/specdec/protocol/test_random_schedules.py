@@ -30,6 +30,7 @@ def check(first: int, count: int) -> None:
     assert min(counts[what] for what in ("restarts", "lapses", "rumours", "stalls")) > count / 4
     assert counts["cancelled"] > count / 25
     assert counts["accepted"] > counts["tokens"] / 20
+    assert min(counts["promoted"], counts["branch hits"]) > count / 10
 
 
 @pytest.mark.parametrize("part", range(8))
