@@ -70,22 +70,37 @@ def propose(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup], num_gu
     coupled, rejection = _by_rule(groups)
     if coupled:
         part, rows = _part(logits, groups, coupled)
-        if num_guesses:
-            tokens, best = sampler.choose_and_guess(rows, part, num_guesses)
-            table: list[list[int]] = torch.cat((tokens.unsqueeze(1), best), 1).tolist()
-        else:
-            table = sampler.choose(rows, part).unsqueeze(1).tolist()
-        for i, (token, *others) in zip(coupled, table, strict=True):
-            proposals[i] = Drawn(token, None, _guesses(token, others, num_guesses))
+        for i, drawn in zip(coupled, _draw_coupled(sampler, rows, part, num_guesses), strict=True):
+            proposals[i] = drawn
     if rejection:
         part, rows = _part(logits, groups, rejection)
-        draft = propose_truncated(sampler, rows, part)
-        columns = zip(rejection, draft.tokens.tolist(), draft.ids.tolist(), draft.probs.tolist(), strict=True)
-        for i, token, ids, probs in columns:
-            possible = (other for other, prob in zip(ids, probs, strict=True) if prob > 0)
-            guesses = _guesses(token, possible, num_guesses) if num_guesses else ()
-            proposals[i] = Drawn(token, Candidates(tuple(ids), tuple(probs)), guesses)
+        for i, drawn in zip(rejection, _draw_truncated(sampler, rows, part, num_guesses), strict=True):
+            proposals[i] = drawn
+    greedy = [i for i in rejection if num_guesses and groups[i].spec.sampling.temperature == 0]
+    if greedy:
+        # All probability is on one token, and what the target may say instead is told by the logits alone.
+        part, rows = _part(logits, groups, greedy)
+        for i, drawn in zip(greedy, _draw_coupled(sampler, rows, part, num_guesses), strict=True):
+            proposals[i] = proposals[i]._replace(guesses=drawn.guesses)
     return proposals
+
+
+def _draw_coupled(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup], num_guesses: int) -> list[Drawn]:
+    if not num_guesses:
+        return [Drawn(token) for token in sampler.choose(logits, groups).tolist()]
+    tokens, best = sampler.choose_and_guess(logits, groups, num_guesses)
+    table: list[list[int]] = torch.cat((tokens.unsqueeze(1), best), 1).tolist()
+    return [Drawn(token, None, _guesses(token, ranked, num_guesses)) for token, *ranked in table]
+
+
+def _draw_truncated(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup], num_guesses: int) -> list[Drawn]:
+    draft = propose_truncated(sampler, logits, groups)
+    drawn: list[Drawn] = []
+    for token, ids, probs in zip(draft.tokens.tolist(), draft.ids.tolist(), draft.probs.tolist(), strict=True):
+        possible = (other for other, prob in zip(ids, probs, strict=True) if prob > 0)
+        guesses = _guesses(token, possible, num_guesses) if num_guesses else ()
+        drawn.append(Drawn(token, Candidates(tuple(ids), tuple(probs)), guesses))
+    return drawn
 
 
 def _guesses(token: int, ranked: Iterable[int], count: int) -> Tokens:

@@ -73,6 +73,7 @@ class DraftRow(WorkerRow):
         path: The chain: draft tokens after the log.
         branches: By position and token of their outcome, in the order in which they were forked.
         num_forks: Branches forked so far; numbers their keys.
+        forked_for: Length of the log, number verified and number of guesses for which branches were last forked.
         num_verified: How many of the chain's tokens the target is taken to verify now.
         num_steps: Draft steps since the newest commit.
         offered_end: Absolute length, log and chain, up to which the present chain has been offered.
@@ -81,10 +82,13 @@ class DraftRow(WorkerRow):
 
     __slots__ = (
         "_max_model_len",
+        "_num_guesses",
         "_orders",
         "_orders_plan",
         "agreed",
         "branches",
+        "ending_token_ids",
+        "forked_for",
         "num_forks",
         "num_steps",
         "num_verified",
@@ -96,6 +100,8 @@ class DraftRow(WorkerRow):
         super().__init__(message)
         self.path = Path()
         self.branches: dict[tuple[int, int], Branch] = {}
+        self.ending_token_ids = message.spec.ending_token_ids
+        self.forked_for = 0, 0, 0
         self.num_forks = 0
         self.num_verified = 0
         self.num_steps = 0
@@ -104,6 +110,7 @@ class DraftRow(WorkerRow):
         self._max_model_len = max_model_len
         self._orders: dict[int, tuple[int, ...]] = {}
         self._orders_plan: Plan | None = None
+        self._num_guesses = 0
 
     @property
     def chain(self) -> list[int]:
@@ -153,6 +160,8 @@ class DraftRow(WorkerRow):
         plan = self.plan
         if self._orders_plan is not plan:
             self._orders, self._orders_plan = {}, plan
+            order = self.fan_out(plan.num_draft_tokens)
+            self._num_guesses = max(map(order.count, set(order)), default=0)
         if num_verified not in self._orders:
             self._orders[num_verified] = fan_out(plan.num_branches, num_verified, plan.acceptance_rate)
         return self._orders[num_verified]
@@ -162,8 +171,9 @@ class DraftRow(WorkerRow):
         """Most guesses that are of use at one place: as many as the fan-out of a whole chain gives to any."""
         if not self.has_branches:
             return 0
-        order = self.fan_out(self.plan.num_draft_tokens)
-        return max(map(order.count, set(order)))
+        if self._orders_plan is not self.plan:
+            self.fan_out(self.plan.num_draft_tokens)
+        return self._num_guesses
 
     def chain_job(self) -> DraftJob:
         """To propose the chain's next token."""

@@ -120,8 +120,10 @@ class DrafterMachine(WorkerMachine[DraftRow]):
             # Nothing else is left to do for this verification: the next one is of what was offered in the meantime.
             row.num_verified = max(row.num_verified, min(row.plan.num_draft_tokens, row.num_offered))
         missing = row.plan.num_branches - len(row.branches)
-        if missing <= 0:
+        named = len(row.log), row.num_verified, min(len(row.path), row.num_verified + 1)
+        if missing <= 0 or named == row.forked_for:
             return
+        row.forked_for = named
         for outcome in likely_outcomes(row.fan_out(row.num_verified), row.path.guesses[: row.num_verified + 1]):
             missing -= self._fork(row, outcome)
             if not missing:
@@ -130,8 +132,7 @@ class DrafterMachine(WorkerMachine[DraftRow]):
     def _fork(self, row: DraftRow, outcome: Outcome) -> bool:
         """Begin a branch, unless it is there already or nothing could follow it."""
         position, token = len(row.log) + outcome.num_accepted, outcome.next_token
-        is_useless = token in row.spec.ending_token_ids or not row.num_wanted_after(position)
-        if is_useless or (position, token) in row.branches:
+        if (position, token) in row.branches or token in row.ending_token_ids or not row.num_wanted_after(position):
             return False
         # Numbered with leading zeros: names in the order of likelihood are ranks in the order of likelihood.
         row.branches[position, token] = Branch(f"{row.seq}#{row.num_forks:010d}", position, token)
