@@ -80,8 +80,9 @@ class ModelDrafter:
             groups = [RowGroup(jobs[i].spec, jobs[i].tokens) for i in deciding]
             num_guesses = max((jobs[i].num_guesses for i in deciding), default=0)
             for i, drawn in zip(deciding, propose(self._sampler, logits, groups, num_guesses), strict=True):
-                guesses = drawn.guesses[: jobs[i].num_guesses]
-                results[i] = Proposal(Status.DECIDED, drawn.token, drawn.candidates, guesses)
+                count = jobs[i].num_guesses
+                guesses, likelihoods = drawn.guesses[:count], drawn.likelihoods[: 1 + count]
+                results[i] = Proposal(Status.DECIDED, drawn.token, drawn.candidates, guesses, likelihoods)
         return results
 
     def _place(self, job: DraftJob, budget: int) -> RowInput | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specdec.protocol.backends import DraftJob, Proposal
-from specdec.protocol.branches import fan_out
+from specdec.protocol.branches import Likelihoods, foreseen, likely_outcomes
 from specdec.protocol.marks import Tokens
 from specdec.protocol.messages import Candidates, Offer, Open, Outcome, Plan
 from specdec.protocol.worker import WorkerRow
@@ -16,14 +16,16 @@ class Path:
         tokens: The draft tokens.
         candidates: What each of them was drawn from, under the rejection rule; else empty.
         guesses: For each of them, other tokens that may well stand in its place, the likeliest first.
+        likelihoods: For each of them, how likely it is and each of its guesses; empty where that is unknown.
     """
 
-    __slots__ = ("candidates", "guesses", "tokens")
+    __slots__ = ("candidates", "guesses", "likelihoods", "tokens")
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.candidates: list[Candidates] = []
         self.guesses: list[Tokens] = []
+        self.likelihoods: list[Likelihoods] = []
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -33,12 +35,13 @@ class Path:
         assert proposal.token is not None, "only what was decided is drafted"
         self.tokens.append(proposal.token)
         self.guesses.append(proposal.guesses)
+        self.likelihoods.append(proposal.likelihoods)
         if proposal.candidates is not None:
             self.candidates.append(proposal.candidates)
 
     def drop_first(self, count: int) -> None:
         """Forget the first ``count`` tokens: they are committed."""
-        del self.tokens[:count], self.candidates[:count], self.guesses[:count]
+        del self.tokens[:count], self.candidates[:count], self.guesses[:count], self.likelihoods[:count]
 
 
 class Branch:
@@ -81,10 +84,9 @@ class DraftRow(WorkerRow):
     """
 
     __slots__ = (
+        "_guesses_for",
         "_max_model_len",
         "_num_guesses",
-        "_orders",
-        "_orders_plan",
         "agreed",
         "branches",
         "ending_token_ids",
@@ -108,8 +110,7 @@ class DraftRow(WorkerRow):
         self.offered_end = len(self.log)
         self.agreed = 0
         self._max_model_len = max_model_len
-        self._orders: dict[int, tuple[int, ...]] = {}
-        self._orders_plan: Plan | None = None
+        self._guesses_for: Plan | None = None
         self._num_guesses = 0
 
     @property
@@ -155,24 +156,25 @@ class DraftRow(WorkerRow):
         """Whether a branch is still too short."""
         return len(branch.path) < self.num_wanted_after(branch.position)
 
-    def fan_out(self, num_verified: int) -> tuple[int, ...]:
-        """The plan's fan-out over a verification; see :func:`specdec.protocol.branches.fan_out`."""
-        plan = self.plan
-        if self._orders_plan is not plan:
-            self._orders, self._orders_plan = {}, plan
-            order = self.fan_out(plan.num_draft_tokens)
-            self._num_guesses = max(map(order.count, set(order)), default=0)
-        if num_verified not in self._orders:
-            self._orders[num_verified] = fan_out(plan.num_branches, num_verified, plan.acceptance_rate)
-        return self._orders[num_verified]
+    def likely_outcomes(self) -> list[Outcome]:
+        """The plan's fan-out over what is verified now, as far as the chain's guesses name it by now."""
+        plan, count = self.plan, self.num_verified + 1
+        known = self.path.likelihoods[:count]
+        places = foreseen(plan.num_branches, self.num_verified, plan.acceptance_rate, known)
+        return likely_outcomes(places, self.path.guesses[:count])
 
     @property
     def num_guesses(self) -> int:
-        """Most guesses that are of use at one place: as many as the fan-out of a whole chain gives to any."""
+        """Most guesses that are of use at one place: half as many again as the first gets where nothing is known.
+
+        A place in doubt may need more; but no place shall take the branches of all others.
+        """
         if not self.has_branches:
             return 0
-        if self._orders_plan is not self.plan:
-            self.fan_out(self.plan.num_draft_tokens)
+        plan = self.plan
+        if self._guesses_for is not plan:
+            usual = 1 + max(j for _, j in foreseen(plan.num_branches, plan.num_draft_tokens, plan.acceptance_rate))
+            self._guesses_for, self._num_guesses = plan, min(plan.num_branches, usual + (usual + 1) // 2)
         return self._num_guesses
 
     def chain_job(self) -> DraftJob:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from specdec.protocol.backends import DraftBackend, DraftJob, Proposal, Status
-from specdec.protocol.branches import likely_outcomes
 from specdec.protocol.draft_row import Branch, DraftRow, Path
 from specdec.protocol.leases import Times
 from specdec.protocol.marks import Extension, common_prefix_length
@@ -124,7 +123,7 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         if missing <= 0 or named == row.forked_for:
             return
         row.forked_for = named
-        for outcome in likely_outcomes(row.fan_out(row.num_verified), row.path.guesses[: row.num_verified + 1]):
+        for outcome in row.likely_outcomes():
             missing -= self._fork(row, outcome)
             if not missing:
                 return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -41,6 +41,20 @@ class LogitsProcessor(Protocol):
             The new logits [V], or None to leave them as they are now. Forbidden tokens have -inf; not all may.
         """
         ...
+
+
+class RankedTokens(NamedTuple):
+    """The best tokens of each of N rows.
+
+    Attributes:
+        chosen: int64 [N], what ``Sampler.choose`` gives.
+        tokens: int64 [N, C], the best first, the chosen one among them; -1 where a token cannot be chosen.
+        scores: float32 [N, C]: logits over temperature with noise, or the logits with temperature 0; -inf for -1.
+    """
+
+    chosen: Tensor
+    tokens: Tensor
+    scores: Tensor
 
 
 class Sampler:
@@ -90,7 +104,7 @@ class Sampler:
         index = torch.tensor(rows.numbers(sampled), device=logits.device)
         return logits.argmax(1).index_copy_(0, index, self._noised(logits[index], part).argmax(1))
 
-    def choose_and_guess(self, logits: Tensor, groups: Sequence[RowGroup], count: int) -> tuple[Tensor, Tensor]:
+    def choose_and_guess(self, logits: Tensor, groups: Sequence[RowGroup], count: int) -> RankedTokens:
         """The coupled rule's token for every row, and those that come next: what else the target may well choose.
 
         Tokens are ranked by log probs + gumbel, as they are chosen, so that a guess is as good with noise as without.
@@ -99,10 +113,6 @@ class Sampler:
             logits: float32 [N, at least V], as the model gave them; not changed.
             groups: The sequences of the N rows, in order.
             count: Most guesses wanted per row.
-
-        Returns:
-            int64 [N], what :meth:`choose` gives, and int64 [N, at most 1 + count], the best first: the chosen token
-            may be among them, and -1 stands where a token cannot be chosen.
         """
         rows = self._laid_out(logits, groups)
         scores = self._edited(logits, rows)
@@ -114,7 +124,7 @@ class Sampler:
             index = torch.tensor(rows.numbers(sampled), device=logits.device)
             scores = scores.index_copy(0, index, self._noised(scores[index], part))
         best, tokens = scores.topk(min(1 + count, self.vocab_size), dim=1)
-        return scores.argmax(1), torch.where(best > -torch.inf, tokens, -1)
+        return RankedTokens(scores.argmax(1), torch.where(best > -torch.inf, tokens, -1), best)
 
     def probs(self, logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
         """The distribution each row is drawn from; all on one token with temperature 0.

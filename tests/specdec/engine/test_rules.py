@@ -121,3 +121,21 @@ def test_nothing_is_guessed_that_cannot_be_said(acceptance: Acceptance) -> None:
     token, guesses, logits = guesses_for(SamplingParams(top_k=3, acceptance=acceptance), 10)
     assert {token, *guesses} == set(logits.argsort(descending=True).tolist()[:3])
     assert len(guesses) == 2
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_guesses_come_with_their_likelihoods(temperature: float) -> None:
+    logits = torch.randn(1, 50)
+    groups = [RowGroup(Case(PROMPT, 9, SamplingParams(temperature=temperature)).spec(), [1])]
+    (drawn,) = propose(Sampler(50), logits, groups, 5)
+    assert len(drawn.likelihoods) == 1 + len(drawn.guesses) == 6
+    assert list(drawn.likelihoods) == sorted(drawn.likelihoods, reverse=True)
+    assert sum(drawn.likelihoods) == pytest.approx(1)
+    if not temperature:
+        (sharper,) = propose(Sampler(50), 4 * logits, groups, 5)
+        assert sharper.likelihoods[0] > drawn.likelihoods[0]
+
+
+def test_under_the_rejection_rule_likelihoods_are_left_to_the_acceptance_rate() -> None:
+    group = RowGroup(Case(PROMPT, 9, SamplingParams(acceptance="rejection")).spec(), [1])
+    assert propose(Sampler(50), torch.randn(1, 50), [group], 5)[0].likelihoods == ()

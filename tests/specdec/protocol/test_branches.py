@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specdec.protocol.backends import DraftJob, Proposal, Status
-from specdec.protocol.branches import fan_out, likely_outcomes
+from specdec.protocol.branches import foreseen, likely_outcomes
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.leases import Times
 from specdec.protocol.messages import Candidates, Close, Commit, Inc, Open, Outcome, Plan, PlanUpdate
@@ -81,35 +81,45 @@ def row_of(machine):
 # The fan-out.
 
 
+def counts_of(num_branches, num_verified, rate):
+    places = [n for n, _ in foreseen(num_branches, num_verified, rate)]
+    return [places.count(n) for n in range(num_verified + 1)]
+
+
 def test_fan_out_falls_with_the_number_accepted():
-    order = fan_out(16, 6, 0.7)
-    counts = [order.count(n) for n in range(7)]
+    counts = counts_of(16, 6, 0.7)
     assert sum(counts) == 16
-    assert counts[:6] == sorted(counts[:6], reverse=True)
+    assert counts == sorted(counts, reverse=True)
     assert counts[0] >= 3
-    assert order[0] == 0
+    assert foreseen(16, 6, 0.7)[:2] == [(0, 0), (1, 0)]
 
 
 @pytest.mark.parametrize("rate", [0.3, 0.6, 0.8, 0.9])
 def test_fan_out_is_near_the_formula(rate):
     """F_n = F_0 a**(n / (1 + r)) with r = 1, where there are branches enough to see it."""
-    order = fan_out(2000, 4, rate)
-    counts = [1 + order.count(n) for n in range(5)]
-    for n in range(4):
+    counts = counts_of(2000, 4, rate)
+    for n in range(5):
         assert counts[n] / counts[0] == pytest.approx(rate ** (n / 2), rel=0.05)
-    assert counts[4] / counts[0] == pytest.approx(rate**2 / (1 - rate) ** 0.5, rel=0.05)
 
 
 def test_fan_out_at_its_ends():
-    assert fan_out(3, 0, 0.7) == (0, 0, 0)
-    assert fan_out(3, 4, 0.0) == (0, 0, 0)
-    assert fan_out(3, 4, 1.0) == (4, 4, 4)
-    assert fan_out(0, 4, 0.5) == ()
+    assert foreseen(3, 0, 0.7) == [(0, 0), (0, 1), (0, 2)]
+    assert foreseen(2, 4, 0.0) == [(0, 0), (0, 1)]
+    assert len(foreseen(3, 4, 1.0)) == 3
+    assert foreseen(0, 4, 0.5) == []
+
+
+def test_where_the_draft_is_in_doubt_there_are_more_branches():
+    sure, torn = (0.98, 0.01, 0.01), (0.5, 0.3, 0.2)
+    assert foreseen(3, 2, 0.7, (sure, torn, sure)) == [(1, 0), (1, 1), (0, 0)]
+    assert foreseen(2, 1, 0.7, ((0.1, 0.2, 0.7), sure)) == [(0, 1), (0, 0)]
+    assert foreseen(4, 1, 0.9, (sure,))[:2] == [(1, 0), (1, 1)]  # what is not drafted yet is as usual: 0.1 / 2, / 6
+    assert foreseen(4, 1, 0.9, ((), ())) == foreseen(4, 1, 0.9)
 
 
 def test_outcomes_are_named_as_far_as_the_chain_is_drafted():
-    guesses = [(5, 6), (7,)]
-    assert list(likely_outcomes((0, 1, 2, 0, 1, 0), guesses)) == [Outcome(0, 5), Outcome(1, 7), Outcome(0, 6)]
+    places = [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (0, 2)]
+    assert likely_outcomes(places, [(5, 6), (7,)]) == [Outcome(0, 5), Outcome(1, 7), Outcome(0, 6)]
 
 
 # What is drafted and offered.

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from specdec.protocol.draft_worker import DraftWorkerMachine
 from specdec.protocol.messages import Notes
 from specdec.protocol.target import TargetMachine
 from tests.specdec.protocol.world import NOTHING, Result, World, run_schedule
@@ -49,7 +50,9 @@ def test_notes_add_up_to_the_targets_counters() -> None:
             world.disturb()
         world.await_clients()
         clients = world.watch.clients.values()
-        counters = [node.machine.counters for node in world.nodes.values() if isinstance(node.machine, TargetMachine)]
+        machines = [node.machine for node in world.nodes.values()]
+        deciding = [m.solo if isinstance(m, DraftWorkerMachine) else m for m in machines]
+        counters = [machine.counters for machine in deciding if isinstance(machine, TargetMachine)]
         notes = sum((client.notes for client in clients), Notes())
         num_accepted += notes.how.count("a")
         assert len(notes.how) == sum(c.num_committed_tokens for c in counters)
