@@ -42,7 +42,7 @@ def test_random_schedules(part: int) -> None:
 def test_notes_add_up_to_the_targets_counters() -> None:
     """Where nothing fails and every sequence is opened once, notes and counters tell the same of every round."""
     num_accepted = 0
-    for seed in range(20):
+    for seed in range(40):
         world = World(seed)
         world.adversary, world.net.loss, world.net.delay = NOTHING, 0.0, 0.0
         for _ in range(20):
