@@ -12,7 +12,7 @@ from cluster.sources import backend_options, draft_source, target_source
 from deployments.names import ROUTER
 from deployments.transport.endpoints import WorkerEndpoint, replica_id
 from specdec.engine.build import Built, build_drafter, build_target
-from specdec.models.compat import check_pair
+from specdec.models.compat import check_pair, tokenizer_width
 from specdec.models.describe import describe_model
 from specdec.models.loading import load_tokenizer
 from specdec.protocol.draft_worker import DraftWorkerMachine
@@ -37,8 +37,8 @@ class TargetServer(WorkerEndpoint):
     def __init__(self, args: AppArgs, num_torch_threads: int, gpu_share: float) -> None:
         torch.set_num_threads(num_torch_threads)
         source = target_source(args)
-        vocab_size = len(load_tokenizer(source))
-        options = replace(backend_options(args, args.target, vocab_size), device_share=gpu_share)
+        width = tokenizer_width(load_tokenizer(source))
+        options = replace(backend_options(args, args.target, width), device_share=gpu_share)
         backend, built = build_target(source, options, logger.info)
         _report(built)
         machine = TargetMachine(replica_id(), backend, args.protocol.times(), backend.gauges)
@@ -63,7 +63,7 @@ class DraftServer(WorkerEndpoint):
         pair = check_pair(describe_model(target), tokenizer, describe_model(source), load_tokenizer(source))
         for note in pair.notes:
             logger.info(note)
-        options = replace(backend_options(args, args.draft, len(tokenizer)), device_share=gpu_share)
+        options = replace(backend_options(args, args.draft, pair.vocab_size), device_share=gpu_share)
         drafter, solo, built = build_drafter(source, options, logger.info)
         _report(built)
         name, times = replica_id(), args.protocol.times()
@@ -75,3 +75,6 @@ class DraftServer(WorkerEndpoint):
 
 def _report(built: Built) -> None:
     logger.info("%s: %s; %s", built.loaded.name, built.memory, built.admission)
+    remark = built.loaded.generation_defaults.remark(built.loaded.name)
+    if remark is not None:
+        logger.warning(remark)
