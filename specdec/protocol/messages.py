@@ -252,6 +252,8 @@ class Offer:
         branches: For outcomes of the verification of ``chain``, what would follow: the log after outcome (n, token)
             would be mark + chain[:n] + (token,), and the branch's chain would go on from there.
         candidates: Under the rejection rule, what each token of ``chain`` was drawn from; else empty.
+        branch_candidates: Under the rejection rule, the same for each branch's chain, in the order of ``branches``;
+            else empty. The outcome's own token was not drawn, and has none.
     """
 
     seq: str
@@ -260,6 +262,7 @@ class Offer:
     chain: Tokens
     branches: tuple[tuple[Outcome, Tokens], ...] = ()
     candidates: tuple[Candidates, ...] = ()
+    branch_candidates: tuple[tuple[Candidates, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

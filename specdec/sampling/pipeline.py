@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -46,6 +46,20 @@ class LogitsProcessor(Protocol):
             The new logits [V], or None to leave them as they are now. Forbidden tokens have -inf.
         """
         ...
+
+
+class RankedTokens(NamedTuple):
+    """The best tokens of each of N rows.
+
+    Attributes:
+        chosen: int64 [N], what ``Sampler.choose`` gives.
+        tokens: int64 [N, C], the best first, the chosen one among them; -1 where a token cannot be chosen.
+        scores: float32 [N, C]: logits over temperature with noise, or the logits with temperature 0; -inf for -1.
+    """
+
+    chosen: Tensor
+    tokens: Tensor
+    scores: Tensor
 
 
 class Sampler:
@@ -96,6 +110,28 @@ class Sampler:
             return self._noised(logits, part).argmax(1)
         index = torch.tensor(rows.numbers(sampled), device=logits.device)
         return logits.argmax(1).index_copy_(0, index, self._noised(logits[index], part).argmax(1))
+
+    def choose_and_guess(self, logits: Tensor, groups: Sequence[RowGroup], count: int) -> RankedTokens:
+        """The coupled rule's token for every row, and those that come next: what else the target may well choose.
+
+        Tokens are ranked by log probs + gumbel, as they are chosen, so that a guess is as good with noise as without.
+
+        Args:
+            logits: float32 [N, at least V], as the model gave them; not changed.
+            groups: The sequences of the N rows, in order.
+            count: Most guesses wanted per row.
+        """
+        rows = self._laid_out(logits, groups)
+        scores = self._edited(logits, rows)
+        sampled = rows.using(_is_random)
+        part = rows.part(sampled)
+        if part is rows:
+            scores = self._noised(scores, rows)
+        elif sampled:
+            index = torch.tensor(rows.numbers(sampled), device=logits.device)
+            scores = scores.index_copy(0, index, self._noised(scores[index], part))
+        best, tokens = scores.topk(min(1 + count, self.vocab_size), dim=1)
+        return RankedTokens(scores.argmax(1), torch.where(best > -torch.inf, tokens, -1), best)
 
     def probs(self, logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
         """The distribution each row is drawn from; all on one token with temperature 0.
