@@ -7,14 +7,17 @@ from dataclasses import replace
 
 import torch
 
+from cluster.bench.doubles import emulated_drafter, emulated_target, scripted_pair
 from cluster.config import AppArgs
 from cluster.sources import backend_options, draft_source, target_source
 from deployments.names import ROUTER
 from deployments.transport.endpoints import WorkerEndpoint, replica_id
 from specdec.engine.build import Built, build_drafter, build_target
+from specdec.engine.emulation import inner_gauges
 from specdec.models.compat import check_pair
 from specdec.models.describe import describe_model
 from specdec.models.loading import load_tokenizer
+from specdec.protocol.backends import DraftBackend, TargetBackend
 from specdec.protocol.draft_worker import DraftWorkerMachine
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.target import TargetMachine
@@ -36,12 +39,8 @@ class TargetServer(WorkerEndpoint):
 
     def __init__(self, args: AppArgs, num_torch_threads: int, gpu_share: float) -> None:
         torch.set_num_threads(num_torch_threads)
-        source = target_source(args)
-        vocab_size = len(load_tokenizer(source))
-        options = replace(backend_options(args, args.target, vocab_size), device_share=gpu_share)
-        backend, built = build_target(source, options, logger.info)
-        _report(built)
-        machine = TargetMachine(replica_id(), backend, args.protocol.times(), backend.gauges)
+        backend = emulated_target(args, _target_backend(args, gpu_share))
+        machine = TargetMachine(replica_id(), backend, args.protocol.times(), lambda: inner_gauges(backend))
         self.start_worker(machine, routers=ROUTER, stall_s=STALL_S)
 
 
@@ -56,21 +55,42 @@ class DraftServer(WorkerEndpoint):
 
     def __init__(self, args: AppArgs, num_torch_threads: int, gpu_share: float) -> None:
         torch.set_num_threads(num_torch_threads)
-        source = draft_source(args)
-        assert source is not None, "deployed without a draft model"
-        target = target_source(args)
-        tokenizer = load_tokenizer(target)
-        pair = check_pair(describe_model(target), tokenizer, describe_model(source), load_tokenizer(source))
-        for note in pair.notes:
-            logger.info(note)
-        options = replace(backend_options(args, args.draft, len(tokenizer)), device_share=gpu_share)
-        drafter, solo, built = build_drafter(source, options, logger.info)
-        _report(built)
+        drafter, solo = _draft_backends(args, gpu_share)
+        drafter = emulated_drafter(args, drafter)
         name, times = replica_id(), args.protocol.times()
         machine = DraftWorkerMachine(
-            DrafterMachine(name, drafter, times, drafter.gauges), TargetMachine(name, solo, times)
+            DrafterMachine(name, drafter, times, lambda: inner_gauges(drafter)), TargetMachine(name, solo, times)
         )
         self.start_worker(machine, routers=ROUTER, stall_s=STALL_S)
+
+
+def _target_backend(args: AppArgs, gpu_share: float) -> TargetBackend:
+    if args.is_scripted:
+        return scripted_pair(args)[0]
+    source = target_source(args)
+    vocab_size = len(load_tokenizer(source))
+    options = replace(backend_options(args, args.target, vocab_size), device_share=gpu_share)
+    backend, built = build_target(source, options, logger.info)
+    _report(built)
+    return backend
+
+
+def _draft_backends(args: AppArgs, gpu_share: float) -> tuple[DraftBackend, TargetBackend]:
+    """The drafter, and a target over the same model for those who ask the model itself."""
+    if args.is_scripted:
+        target, drafter = scripted_pair(args)
+        return drafter, target
+    source = draft_source(args)
+    assert source is not None, "deployed without a draft model"
+    target_model = target_source(args)
+    tokenizer = load_tokenizer(target_model)
+    pair = check_pair(describe_model(target_model), tokenizer, describe_model(source), load_tokenizer(source))
+    for note in pair.notes:
+        logger.info(note)
+    options = replace(backend_options(args, args.draft, len(tokenizer)), device_share=gpu_share)
+    model_drafter, model_solo, built = build_drafter(source, options, logger.info)
+    _report(built)
+    return model_drafter, model_solo
 
 
 def _report(built: Built) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM
 
-from cluster.bench.compare import PROMPTS
+from cluster.bench.prompts import CODE
 from cluster.config import ServiceConfig
 from cluster.sources import draft_source, target_source
 from specdec import ModelSource, SamplingParams, SpeculativeEngine
@@ -51,12 +51,12 @@ def measure(target: ModelSource, draft: ModelSource, temperature: float, num_tok
     for rule in RULES:
         engine.reset_stats()
         sampling = SamplingParams(temperature=temperature, acceptance=rule, ignore_eos=True)
-        results = engine.generate_batch(PROMPTS, sampling, seed=1, max_tokens=num_tokens)
+        results = engine.generate_batch(CODE, sampling, seed=1, max_tokens=num_tokens)
         by_rule[rule] = engine.stats.acceptance_rate
         if rule == "coupled":
             num_draft_tokens = engine.stats.num_draft_tokens
             texts = [
-                [*tokenizer.encode(prompt), *result.token_ids] for prompt, result in zip(PROMPTS, results, strict=True)
+                [*tokenizer.encode(prompt), *result.token_ids] for prompt, result in zip(CODE, results, strict=True)
             ]
     return Row(temperature, by_rule, _best(target, draft, texts, num_tokens, temperature), num_draft_tokens)
 

@@ -1,18 +1,27 @@
-"""Streams against a running service, and when their tokens came."""
+"""Streams against a running service, when their tokens came, and what its workers did meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.bench.measures import Arrival, DeviceUse, Run, Stream
+
+ROLES = {"target": "target", "drafter": "draft", "draft": "draft"}
+"""Devices by the ``role`` of their workers' samples."""
+_FIGURES = ("busy_s", "num_steps", "report_s", "num_emulated_steps", "num_overruns")
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is asked of the service in one run.
+    """What is asked in one run.
 
     Attributes:
         prompts: One per stream; they run all at once.
@@ -27,49 +36,6 @@ class Workload:
     num_speculative_tokens: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """What one stream gave.
-
-    Attributes:
-        text: All of it.
-        num_tokens: Output tokens, as the service bills them.
-        first_s: Time to the first token.
-        num_draft_tokens: Draft tokens verified.
-        num_accepted_tokens: Draft tokens kept.
-    """
-
-    text: str
-    num_tokens: int
-    first_s: float
-    num_draft_tokens: int
-    num_accepted_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One run of a workload."""
-
-    streams: tuple[Stream, ...]
-    duration_s: float
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Output tokens of all streams per second."""
-        return sum(stream.num_tokens for stream in self.streams) / self.duration_s
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Accepted over verified draft tokens; 0 where nothing was drafted."""
-        drafted = sum(stream.num_draft_tokens for stream in self.streams)
-        return sum(stream.num_accepted_tokens for stream in self.streams) / drafted if drafted else 0.0
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """The streams' texts, in the order of their prompts."""
-        return tuple(stream.text for stream in self.streams)
-
-
 async def run_workload(url: str, model: str, workload: Workload) -> Run:
     """Run all streams of a workload at once.
 
@@ -81,12 +47,15 @@ async def run_workload(url: str, model: str, workload: Workload) -> Run:
     Raises:
         httpx.HTTPError: The service cannot be reached, or refuses a request.
     """
-    limits = httpx.Limits(max_connections=len(workload.prompts))
+    limits = httpx.Limits(max_connections=len(workload.prompts) + 1)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
+        before = await scrape(client)
         started_s = time.perf_counter()
         asked = [_stream(client, model, workload, index) for index in range(len(workload.prompts))]
         streams = await asyncio.gather(*asked)
-        return Run(tuple(streams), time.perf_counter() - started_s)
+        duration_s = time.perf_counter() - started_s
+        after = await scrape(client)
+    return Run(tuple(streams), duration_s, os.getloadavg()[0], devices_between(before, after, duration_s))
 
 
 async def served_model(url: str) -> str:
@@ -94,6 +63,50 @@ async def served_model(url: str) -> str:
     async with httpx.AsyncClient(base_url=url, timeout=30) as client:
         answer = (await client.get("/v1/models")).raise_for_status()
         return str(answer.json()["data"][0]["id"])
+
+
+Figures = dict[str, dict[str, float]]
+"""What workers report, by device and figure, summed over the workers of a device."""
+
+
+async def scrape(client: httpx.AsyncClient) -> Figures:
+    """The workers' figures on a service's ``/metrics``; those it does not have are left out."""
+    answer = await client.get("/metrics")
+    return worker_figures(answer.text) if answer.is_success else {}
+
+
+def worker_figures(page: str) -> Figures:
+    """Read the workers' figures from a page in Prometheus' text format."""
+    figures: Figures = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            name = sample.name.removeprefix("specdec_").removesuffix("_total").replace("_seconds", "_s")
+            device = ROLES.get(sample.labels.get("role", ""))
+            if device is not None and name in _FIGURES:
+                found = figures.setdefault(device, {})
+                found[name] = found.get(name, 0.0) + sample.value
+    return figures
+
+
+def devices_between(before: Figures, after: Figures, duration_s: float) -> dict[str, DeviceUse]:
+    """What each device did between two scrapes; nothing for a device that does not tell how long it was busy.
+
+    Reports are as old as the last heartbeat. Where they say of when they are (``report_s``), the stretch is that
+    between the reports; otherwise it is ``duration_s``.
+    """
+    uses: dict[str, DeviceUse] = {}
+    for device, last in sorted(after.items()):
+        if "busy_s" not in last or "num_steps" not in last:
+            continue
+        since = {name: last.get(name, 0.0) - before.get(device, {}).get(name, 0.0) for name in _FIGURES}
+        uses[device] = DeviceUse(
+            since["report_s"] if "report_s" in last else duration_s,
+            since["busy_s"],
+            round(since["num_steps"]),
+            round(since["num_emulated_steps"]),
+            round(since["num_overruns"]),
+        )
+    return uses
 
 
 async def _stream(client: httpx.AsyncClient, model: str, workload: Workload, index: int) -> Stream:
@@ -105,26 +118,32 @@ async def _stream(client: httpx.AsyncClient, model: str, workload: Workload, ind
         "seed": index,
         "ignore_eos": True,
         "stream": True,
-        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
         "per_request_spec_decode_metrics": "summary",
     }
     if workload.num_speculative_tokens is not None:
         body["num_speculative_tokens"] = workload.num_speculative_tokens
-    started_s, first_s, pieces, last = time.perf_counter(), 0.0, [], {}
+    started_s = time.perf_counter()
+    arrivals: list[Arrival] = []
+    pieces: list[str] = []
+    last: dict[str, Any] = {}
     async with client.stream("POST", "/v1/completions", json=body) as answer:
         answer.raise_for_status()
         async for line in answer.aiter_lines():
             if not line.startswith("data: {"):
                 continue
             last = json.loads(line.removeprefix("data: "))
-            if last["choices"]:
-                first_s = first_s or time.perf_counter() - started_s
-                pieces.append(last["choices"][0]["text"])
-    speculative = (last.get("metrics") or {}).get("speculative_decoding") or {}
+            for choice in last.get("choices", ()):
+                if choice.get("token_ids"):
+                    arrivals.append(Arrival(time.perf_counter() - started_s, len(choice["token_ids"])))
+                pieces.append(choice["text"])
+    if "error" in last or not arrivals:
+        raise httpx.HTTPError(f"a stream ended without its tokens: {last.get('error', 'none came')}")
+    counts = (last.get("metrics") or {}).get("speculative_decoding") or {}
     return Stream(
         "".join(pieces),
-        last["usage"]["completion_tokens"],
-        first_s,
-        speculative.get("num_draft_tokens", 0),
-        speculative.get("num_accepted_draft_tokens", 0),
+        tuple(arrivals),
+        counts.get("num_spec_steps", 0),
+        counts.get("num_draft_tokens", 0),
+        counts.get("num_accepted_draft_tokens", 0),
     )
