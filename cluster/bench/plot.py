@@ -45,7 +45,7 @@ def draw(report: Report, path: str) -> None:
         axis.set_ylabel("decoding tokens/s")
     axes[0].legend(fontsize="small")
     notes = [*report.environment.stand_ins, report.environment.machine]
-    figure.suptitle("; ".join(notes), fontsize="small")
+    figure.suptitle("\n".join(notes), fontsize="small")
     figure.savefig(path, dpi=120)
 
 
@@ -61,4 +61,3 @@ def _panel(axis: Any, rows: list[Row]) -> None:
         for place, limit in limits:
             axis.hlines(limit, place - width / 2, place + width / 2, colors="black")
     axis.set_xticks(range(len(streams)), [str(count) for count in streams])
-    axis.set_yscale("log")
