@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 
 from cluster.bench.doubles import emulated_drafter, emulated_target, scripted_pair
+from cluster.bench.steps import BusyTime, NotedDrafter, NotedTarget
 from cluster.config import AppArgs
 from cluster.sources import backend_options, draft_source, target_source
 from deployments.names import ROUTER
 from deployments.transport.endpoints import WorkerEndpoint, replica_id
 from specdec.engine.build import Built, build_drafter, build_target
-from specdec.engine.emulation import inner_gauges
 from specdec.models.compat import check_pair
 from specdec.models.describe import describe_model
 from specdec.models.loading import load_tokenizer
@@ -39,8 +39,9 @@ class TargetServer(WorkerEndpoint):
 
     def __init__(self, args: AppArgs, num_torch_threads: int, gpu_share: float) -> None:
         torch.set_num_threads(num_torch_threads)
-        backend = emulated_target(args, _target_backend(args, gpu_share))
-        machine = TargetMachine(replica_id(), backend, args.protocol.times(), lambda: inner_gauges(backend))
+        busy = BusyTime()
+        backend = NotedTarget(emulated_target(args, _target_backend(args, gpu_share)), busy)
+        machine = TargetMachine(replica_id(), backend, args.protocol.times(), lambda: backend.gauges() | busy.gauges())
         self.start_worker(machine, routers=ROUTER, stall_s=STALL_S)
 
 
@@ -55,11 +56,13 @@ class DraftServer(WorkerEndpoint):
 
     def __init__(self, args: AppArgs, num_torch_threads: int, gpu_share: float) -> None:
         torch.set_num_threads(num_torch_threads)
-        drafter, solo = _draft_backends(args, gpu_share)
-        drafter = emulated_drafter(args, drafter)
+        busy = BusyTime()
+        backend, solo = _draft_backends(args, gpu_share)
+        drafter = NotedDrafter(emulated_drafter(args, backend), busy)
         name, times = replica_id(), args.protocol.times()
         machine = DraftWorkerMachine(
-            DrafterMachine(name, drafter, times, lambda: inner_gauges(drafter)), TargetMachine(name, solo, times)
+            DrafterMachine(name, drafter, times, lambda: drafter.gauges() | busy.gauges()),
+            TargetMachine(name, solo, times),
         )
         self.start_worker(machine, routers=ROUTER, stall_s=STALL_S)
 

@@ -55,7 +55,7 @@ class DeviceUse:
         num_steps: How many.
         num_emulated_steps: How many of them ended at an emulated time.
         num_overruns: How many of those took longer to compute than that.
-        decode_step_s: Median time of the steps that read no prompt; None where they are not known one by one.
+        decode_step_s: Mean time of the steps that read no prompt; None where they are not known one by one.
     """
 
     wall_s: float
@@ -213,7 +213,7 @@ def device_use(steps: Iterable[Step], wall_s: float) -> dict[str, DeviceUse]:
     uses: dict[str, DeviceUse] = {}
     for device, done in sorted(by_device.items()):
         decoding = [step.duration_s for step in done if not step.is_prefill]
-        decode_step_s = statistics.median(decoding) if decoding else None
+        decode_step_s = mean(decoding)
         busy_s = sum(step.duration_s for step in done)
         uses[device] = DeviceUse(wall_s, busy_s, len(done), decode_step_s=decode_step_s)
     return uses

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from cluster.bench.compare import Mode
 from cluster.bench.doubles import emulated_drafter, emulated_target, scripted_pair
 from cluster.bench.load import Workload
-from cluster.bench.measures import Arrival, DeviceUse, Run, Stream, covered_s, device_use
-from cluster.bench.steps import RecordedDrafter, RecordedTarget
+from cluster.bench.measures import Arrival, DeviceUse, Run, Step, Stream, covered_s, device_use
+from cluster.bench.steps import NotedDrafter, NotedTarget
 from cluster.config import AppArgs
 from cluster.sources import backend_options, draft_source, target_source
 from specdec.engine.build import build_drafter, build_target
@@ -30,20 +30,20 @@ class Pair:
 
     Attributes:
         drafter: None where there is no draft model.
+        steps: Of both, since the last run began.
         clock: Of everything.
     """
 
     engine: SpeculativeEngine
-    target: RecordedTarget
-    drafter: RecordedDrafter | None
+    target: NotedTarget
+    drafter: NotedDrafter | None
+    steps: list[Step]
     emulated: tuple[EmulatedTarget | EmulatedDrafter, ...]
     clock: Clock
 
     def run(self, mode: Mode, workload: Workload) -> Run:
         """Run a workload once; see :data:`cluster.bench.compare.Runner`."""
-        for backend in (self.target, self.drafter):
-            if backend is not None:
-                backend.steps.clear()
+        self.steps.clear()
         before = {id(backend): backend.device.gauges() for backend in self.emulated}
         arrivals: list[list[Arrival]] = [[] for _ in workload.prompts]
         started_s = self.clock.now_s()
@@ -61,9 +61,9 @@ class Pair:
         )
         duration_s = self.clock.now_s() - started_s
         streams = [_stream(result.text, came, result.stats) for result, came in zip(results, arrivals, strict=True)]
-        steps = [*self.target.steps, *(self.drafter.steps if self.drafter is not None else ())]
-        devices = {name: self._emulated_use(name, use, before) for name, use in device_use(steps, duration_s).items()}
-        return Run(tuple(streams), duration_s, os.getloadavg()[0], devices, duration_s - covered_s(steps))
+        uses = device_use(self.steps, duration_s)
+        devices = {name: self._emulated_use(name, use, before) for name, use in uses.items()}
+        return Run(tuple(streams), duration_s, os.getloadavg()[0], devices, duration_s - covered_s(self.steps))
 
     def _emulated_use(self, device: str, use: DeviceUse, before: dict[int, dict[str, float]]) -> DeviceUse:
         """The same with what was emulated since ``before``."""
@@ -88,21 +88,22 @@ def load_pair(args: AppArgs, report: Callable[[str], None] | None = None, clock:
     tokenizer = load_tokenizer(source)
     target, drafter = _backends(args, len(tokenizer), report)
     target = emulated_target(args, target, clock)
-    recorded_target = RecordedTarget(target, clock.now_s)
-    recorded_drafter = None
+    steps: list[Step] = []
+    noted_target = NotedTarget(target, steps.append, clock.now_s)
+    noted_drafter = None
     if drafter is not None:
         drafter = emulated_drafter(args, drafter, clock)
-        recorded_drafter = RecordedDrafter(drafter, clock.now_s)
+        noted_drafter = NotedDrafter(drafter, steps.append, clock.now_s)
     engine = SpeculativeEngine(
-        recorded_target,
-        recorded_drafter,
+        noted_target,
+        noted_drafter,
         tokenizer,
         eos_token_ids=describe_model(source).eos_token_ids,
         vocab_size=len(tokenizer),
         num_speculative_tokens=args.num_speculative_tokens,
     )
     emulated = [backend for backend in (target, drafter) if isinstance(backend, EmulatedTarget | EmulatedDrafter)]
-    return Pair(engine, recorded_target, recorded_drafter, tuple(emulated), clock)
+    return Pair(engine, noted_target, noted_drafter, steps, tuple(emulated), clock)
 
 
 def _backends(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from cluster.bench.measures import Step
+from specdec.engine.emulation import inner_gauges
 from specdec.protocol.backends import (
     DraftBackend,
     DraftJob,
@@ -24,23 +25,33 @@ from specdec.sampling.params import SamplingParams, SequenceSpec
 _MAX_PREFILL_STEPS = 10_000
 
 
-class RecordedTarget:
-    """A target backend that notes its steps.
+Note = Callable[[Step], None]
+"""Is told of a step as it ends."""
 
-    Attributes:
-        steps: Since the start, or since the list was last emptied.
+
+class NotedTarget:
+    """A target backend whose steps are noted.
+
+    Args:
+        inner: Does the work.
+        note: Is told of every step that did anything.
+        clock: Seconds.
     """
 
-    def __init__(self, inner: TargetBackend, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, inner: TargetBackend, note: Note, clock: Callable[[], float] = time.monotonic) -> None:
         self._inner = inner
+        self._note = note
         self._clock = clock
         self._begun: set[str] = set()
-        self.steps: list[Step] = []
 
     @property
     def max_model_len(self) -> int:
         """Of the inner backend."""
         return self._inner.max_model_len
+
+    def gauges(self) -> dict[str, float]:
+        """Of the inner backend."""
+        return inner_gauges(self._inner)
 
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         """The inner backend's step, noted."""
@@ -51,7 +62,7 @@ class RecordedTarget:
             decided = [(job, result) for job, result in worked if result.status is Status.DECIDED]
             num_tokens = sum(1 + result.num_drafted for _, result in decided)
             is_prefill = not {job.key for job, _ in worked} <= self._begun
-            self.steps.append(Step("target", started_s, self._clock(), len(worked), num_tokens, is_prefill))
+            self._note(Step("target", started_s, self._clock(), len(worked), num_tokens, is_prefill))
             self._begun |= {job.key for job, _ in decided}
         return results
 
@@ -61,19 +72,23 @@ class RecordedTarget:
         self._inner.release(key)
 
 
-class RecordedDrafter:
-    """A draft backend that notes its steps; see :class:`RecordedTarget`."""
+class NotedDrafter:
+    """A draft backend whose steps are noted; see :class:`NotedTarget`."""
 
-    def __init__(self, inner: DraftBackend, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, inner: DraftBackend, note: Note, clock: Callable[[], float] = time.monotonic) -> None:
         self._inner = inner
+        self._note = note
         self._clock = clock
         self._begun: set[str] = set()
-        self.steps: list[Step] = []
 
     @property
     def max_model_len(self) -> int:
         """Of the inner backend."""
         return self._inner.max_model_len
+
+    def gauges(self) -> dict[str, float]:
+        """Of the inner backend."""
+        return inner_gauges(self._inner)
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         """The inner backend's step, noted."""
@@ -83,7 +98,7 @@ class RecordedDrafter:
         if worked:
             decided = {job.key for job, result in worked if result.status is Status.DECIDED}
             is_prefill = not {job.fork_of or job.key for job, _ in worked} <= self._begun
-            self.steps.append(Step("draft", started_s, self._clock(), len(worked), len(decided), is_prefill))
+            self._note(Step("draft", started_s, self._clock(), len(worked), len(decided), is_prefill))
             self._begun |= decided
         return results
 
@@ -97,6 +112,26 @@ class RecordedDrafter:
         """Free everything held for a sequence or branch."""
         self._begun.discard(key)
         self._inner.release(key)
+
+
+class BusyTime:
+    """Sums up the time in steps; a note for a worker's report.
+
+    Args:
+        clock: Seconds, the one that the steps are timed with.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._busy_s = 0.0
+
+    def __call__(self, step: Step) -> None:
+        """Count a step."""
+        self._busy_s += step.duration_s
+
+    def gauges(self) -> dict[str, float]:
+        """``busy_s``, and ``report_s``: the clock now, so that two reports give a share of time."""
+        return {"busy_s": self._busy_s, "report_s": self._clock()}
 
 
 @dataclass(frozen=True, slots=True)
