@@ -54,7 +54,7 @@ async def run_workload(url: str, model: str, workload: Workload) -> Run:
         asked = [_stream(client, model, workload, index) for index in range(len(workload.prompts))]
         streams = await asyncio.gather(*asked)
         duration_s = time.perf_counter() - started_s
-        after = await scrape(client)
+        after = await _fresh_figures(client)
     return Run(tuple(streams), duration_s, os.getloadavg()[0], devices_between(before, after, duration_s))
 
 
@@ -65,6 +65,9 @@ async def served_model(url: str) -> str:
         return str(answer.json()["data"][0]["id"])
 
 
+_FRESH_S = 3.0
+_POLL_S = 0.1
+
 Figures = dict[str, dict[str, float]]
 """What workers report, by device and figure, summed over the workers of a device."""
 
@@ -73,6 +76,21 @@ async def scrape(client: httpx.AsyncClient) -> Figures:
     """The workers' figures on a service's ``/metrics``; those it does not have are left out."""
     answer = await client.get("/metrics")
     return worker_figures(answer.text) if answer.is_success else {}
+
+
+async def _fresh_figures(client: httpx.AsyncClient) -> Figures:
+    """Figures of reports made from now on, as far as workers say when they made them: a report is a heartbeat old."""
+    first = last = await scrape(client)
+    deadline_s = time.perf_counter() + _FRESH_S
+    while any(
+        "report_s" in figures and figures["report_s"] == last.get(device, {}).get("report_s")
+        for device, figures in first.items()
+    ):
+        if time.perf_counter() > deadline_s:
+            break
+        await asyncio.sleep(_POLL_S)
+        last = await scrape(client)
+    return last
 
 
 def worker_figures(page: str) -> Figures:
@@ -91,8 +109,10 @@ def worker_figures(page: str) -> Figures:
 def devices_between(before: Figures, after: Figures, duration_s: float) -> dict[str, DeviceUse]:
     """What each device did between two scrapes; nothing for a device that does not tell how long it was busy.
 
-    Reports are as old as the last heartbeat. Where they say of when they are (``report_s``), the stretch is that
-    between the reports; otherwise it is ``duration_s``.
+    Args:
+        before: Figures of a service at rest.
+        after: The same after a run of ``duration_s``.
+        duration_s: The time that the share of is asked for.
     """
     uses: dict[str, DeviceUse] = {}
     for device, last in sorted(after.items()):
@@ -100,7 +120,7 @@ def devices_between(before: Figures, after: Figures, duration_s: float) -> dict[
             continue
         since = {name: last.get(name, 0.0) - before.get(device, {}).get(name, 0.0) for name in _FIGURES}
         uses[device] = DeviceUse(
-            since["report_s"] if "report_s" in last else duration_s,
+            duration_s,
             since["busy_s"],
             round(since["num_steps"]),
             round(since["num_emulated_steps"]),

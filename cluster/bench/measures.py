@@ -67,7 +67,7 @@ class DeviceUse:
 
     @property
     def idle_share(self) -> float:
-        """Part of the time outside steps; the first and last step of a stretch may stick out by a heartbeat."""
+        """Part of the time outside steps."""
         return max(0.0, 1 - self.busy_s / self.wall_s) if self.wall_s else 0.0
 
     @property
