@@ -128,6 +128,8 @@ def _no_steps(batches: list[int]) -> list[StepTime]:
 
 
 def _modes(arguments: argparse.Namespace, config: ServiceConfig) -> tuple[Mode, ...]:
+    if arguments.offline and arguments.url is not None:
+        raise InvalidParameterError("offline", "offline and url exclude each other")
     lengths = _numbers("num_speculative_tokens", arguments.num_speculative_tokens, least=0)
     if arguments.steps and not arguments.offline:
         _no_steps([])
