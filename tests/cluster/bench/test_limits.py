@@ -40,6 +40,8 @@ def test_by_hand() -> None:
     assert over_outcomes(0.5, 0.25, 2, 0.8, miss=MissPolicy(2)) == pytest.approx((0.8 * 1 + 0.2 * 1.5) / 1.75)
     # Going on plainly: one token more in one step.
     assert over_outcomes(0.5, 0.25, 2, 0.8) == pytest.approx(1 / (0.8 * 1.75 + 0.2))
+    # The same with drafting that takes longer than a step: the next chains are ready after 1.2 steps.
+    assert over_outcomes(0.5, 0.6, 2, 0.8) == pytest.approx(1.2 / (0.8 * 1.75 + 0.2))
     # Waiting for one token; drafting two takes longer than a step.
     time, tokens = 0.8 * 1.2 + 0.2 * 1.7, 0.8 * 1.75 + 0.2 * 1.5
     policy = MissPolicy(1, verify_cost=1.1)

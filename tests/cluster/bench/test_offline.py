@@ -145,6 +145,7 @@ def test_a_drafter_is_idle_while_the_target_works() -> None:
     kinds = [(step.device, round(1e3 * step.started_s), round(1e3 * step.ended_s)) for step in engine.steps]
     assert kinds == [("draft", 0, 3), ("draft", 3, 6), ("target", 6, 36)]
     assert [step.is_prefill for step in engine.steps] == [True, False, True]
+    assert [(step.num_rows, step.num_tokens) for step in engine.steps] == [(1, 1), (1, 1), (1, 3)]
 
 
 def test_only_steps_that_did_something_are_noted() -> None:
