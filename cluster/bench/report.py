@@ -36,6 +36,7 @@ HEAD = (
 
 EXPLANATIONS = (
     "ITL is per token: tokens that come in one message have no time between them.",
+    "Outside is the time outside all forward passes, per target step; over HTTP, outside the target's own.",
     "Decoding tokens/s are those of each stream from its first tokens on, summed. The limit is computed from the "
     "measured step times, acceptance and share of rounds with a draft, as if the system added nothing.",
 )

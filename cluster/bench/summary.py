@@ -58,7 +58,7 @@ class Row:
         hit_rate: Share of rounds that verified a draft.
         step_s: Time of a step by device.
         idle_share: By device.
-        outside_s_per_round: Time outside all forward passes, per target step.
+        outside_s_per_round: Time outside all forward passes, per target step; over HTTP, outside the target's own.
         load: The machine's load average.
         num_emulated_steps: Over all devices and rounds.
         num_overruns: Emulated steps whose computation did not fit.
@@ -120,7 +120,7 @@ def _row(comparison: Comparison, index: int, plain_step_s: float | None) -> Row:
         hit_rate=hit_rate(streams),
         step_s=_step_s(runs),
         idle_share={device: _median(use.idle_share for use in found) for device, found in _by_device(runs).items()},
-        outside_s_per_round=_outside_s(runs),
+        outside_s_per_round=_outside_s(mode, runs),
         limit=limit_of(mode, runs, plain_step_s),
         load=statistics.median(run.load for run in runs),
         has_equal_texts=comparison.has_equal_texts,
@@ -170,12 +170,19 @@ def _step_s(runs: Sequence[Run]) -> dict[str, float]:
     return {device: statistics.median(found) for device, found in times.items() if found}
 
 
-def _outside_s(runs: Sequence[Run]) -> float | None:
-    per_round = [
-        run.outside_s / run.devices["target"].num_steps
-        for run in runs
-        if run.outside_s is not None and "target" in run.devices and run.devices["target"].num_steps
-    ]
+def _outside_s(mode: Mode, runs: Sequence[Run]) -> float | None:
+    """Where steps are known by counters alone, drafting is told from waiting only for one stream in turn."""
+    per_round = []
+    for run in runs:
+        target, draft = run.devices.get("target"), run.devices.get("draft")
+        if target is None or not target.num_steps:
+            continue
+        outside_s = run.outside_s
+        if outside_s is None:
+            is_serial = mode.service_mode == "in_turn" and len(run.streams) == 1
+            drafting_s = draft.busy_s if draft is not None and is_serial else 0.0
+            outside_s = max(0.0, target.wall_s - target.busy_s - drafting_s)
+        per_round.append(outside_s / target.num_steps)
     return statistics.median(per_round) if per_round else None
 
 

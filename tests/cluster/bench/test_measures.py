@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from cluster.bench.compare import ALONE, Comparison, Mode, Work
 from cluster.bench.measures import (
     Arrival,
     DeviceUse,
@@ -19,6 +20,7 @@ from cluster.bench.measures import (
     percentiles_s,
     token_gaps_s,
 )
+from cluster.bench.summary import summarize
 
 ARRIVALS = (Arrival(0.5, 2), Arrival(0.8, 1), Arrival(1.4, 3))
 STREAM = Stream("abcdef", ARRIVALS, num_drafts=2, num_draft_tokens=8, num_accepted_tokens=3)
@@ -88,3 +90,22 @@ def test_a_device_known_by_its_counters_alone() -> None:
     assert DeviceUse(2.0, 0.5, 10).step_s == pytest.approx(0.05)
     assert DeviceUse(2.0, 0.5, 0).step_s is None
     assert DeviceUse(2.0, 2.1, 10).idle_share == 0
+
+
+def test_a_service_whose_devices_tell_their_counters() -> None:
+    """Ten plain rounds of 30 ms in 0.4 s; then five rounds of 36 ms with drafts of 2 ms steps in 0.3 s."""
+    plain = Stream("a" * 10, tuple(Arrival(0.04 * i, 1) for i in range(1, 11)))
+    drafted = Stream("a" * 10, tuple(Arrival(0.06 * i, 2) for i in range(1, 6)), 4, 16, 5)
+    alone = Run((plain,), 0.4, devices={"target": DeviceUse(0.4, 0.3, 10)})
+    devices = {"target": DeviceUse(0.3, 0.18, 5), "draft": DeviceUse(0.3, 0.04, 20)}
+    run = Run((drafted,), 0.3, devices=devices)
+    modes = (Mode(ALONE, 0), Mode("in turn", 4, "in_turn"), Mode("overlap", 4, "overlap"))
+    rows = summarize(Comparison(Work("code", 1, 10, 0.0), modes, ((alone,), (run,), (run,))))
+    assert [row.outside_s_per_round for row in rows] == pytest.approx([0.01, 0.08 / 5, 0.12 / 5])
+    assert rows[1].limit is not None
+    assert rows[1].limit.verify_cost == pytest.approx(36 / 30)
+    assert rows[1].limit.draft_cost == pytest.approx(2 / 30)
+    assert rows[1].limit.tokens_per_s == pytest.approx(2.25 / (0.036 + 4 * 0.002))
+    assert rows[2].limit is not None
+    assert rows[2].limit.hit_rate == 1
+    assert rows[2].limit.tokens_per_s == pytest.approx(2.25 / 0.036)
