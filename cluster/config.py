@@ -11,6 +11,7 @@ from cluster.strict import StrictModel, refused_key
 from specdec.engine.emulation import StepCost, parse_step_costs
 from specdec.protocol.leases import Times
 from specdec.protocol.messages import Mode
+from specdec.sampling.params import Acceptance
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -45,6 +46,24 @@ def memory_amount(value: Any) -> Literal["auto"] | float | int:
     return num_bytes
 
 
+_IMPORT_STRING = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+def import_strings(value: Any) -> Any:
+    """Read a list of import strings; on a command line they are separated by commas.
+
+    Raises:
+        ValueError: One is not of the form ``package.module:name``.
+    """
+    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)) or not all(
+        isinstance(name, str) and _IMPORT_STRING.fullmatch(name) for name in names
+    ):
+        raise ValueError("must be a list of import strings of the form 'package.module:name'")
+    return tuple(names)
+
+
+ImportStrings = Annotated[tuple[str, ...], BeforeValidator(import_strings)]
 MemoryAmount = Annotated[Literal["auto"] | float | int, BeforeValidator(memory_amount)]
 
 
@@ -161,6 +180,9 @@ class AppArgs(StrictModel):
     )
     max_num_sequences: int = Field(256, ge=1, le=1 << 16, description="whole sequences the cache need not exceed")
     num_speculative_tokens: int = Field(4, ge=0, le=64, description="draft tokens per round; 0 is plain decoding")
+    acceptance: Acceptance = Field(
+        "coupled", description="rule by which draft tokens are kept, for requests that name none"
+    )
     mode: Mode = Field("overlap", description="draft while the target verifies, or in turn")
     limits: Limits = Field(default_factory=Limits, description="what is taken in at once")
     protocol: ProtocolTimes = Field(default_factory=ProtocolTimes, description="leases and repeats")
@@ -173,6 +195,9 @@ class AppArgs(StrictModel):
     )
     trust_request_chat_template: bool = Field(
         False, description="let requests bring a chat_template: a program, for those who may run one"
+    )
+    logits_processors: ImportStrings = Field(
+        (), description="hooks on every position's logits, as package.module:name: code that both models' processes run"
     )
     emulate_step_ms: str | None = Field(
         None, description="for benchmarks: let each step take the time of an emulated device, as in target=30,draft=3"
@@ -196,6 +221,8 @@ class AppArgs(StrictModel):
     def _whole_pair(self) -> AppArgs:
         if self.draft.model is not None and self.target.model is None:
             raise refused_key("draft.model", "draft.model: a draft model needs a target: give target too")
+        if self.acceptance != "coupled" and not self.has_draft:
+            raise refused_key("acceptance", f"acceptance: {self.acceptance} needs a draft model: give draft too")
         return self
 
     @property

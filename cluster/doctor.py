@@ -30,6 +30,8 @@ class ModelFindings:
         memory: The plan: see :class:`specdec.models.memory.MemoryPlan`.
         num_full_sequences: Sequences of ``max_model_len`` that the cache holds at once.
         admission: The check of its cached forward: see :class:`specdec.models.admission.AdmissionReport`.
+        defaults: What it sets for requests that do not say: see :class:`specdec.sampling.params.GenerationDefaults`.
+        remark: What of its generation config is not honoured, if there is anything.
     """
 
     name: str
@@ -40,6 +42,8 @@ class ModelFindings:
     memory: dict[str, Any]
     num_full_sequences: int
     admission: dict[str, Any]
+    defaults: dict[str, Any]
+    remark: str | None
 
 
 @dataclass(slots=True)
@@ -94,11 +98,13 @@ def _examined(
 ) -> tuple[PreTrainedTokenizerBase, Built] | None:
     from cluster.sources import backend_options
     from specdec.engine.build import build_target
+    from specdec.models.compat import tokenizer_width
     from specdec.models.loading import load_tokenizer
 
     try:
         tokenizer = load_tokenizer(source)
-        return tokenizer, build_target(source, backend_options(args, config, len(tokenizer)), progress)[1]
+        options = backend_options(args, config, tokenizer_width(tokenizer))
+        return tokenizer, build_target(source, options, progress)[1]
     except SpecdecError as error:
         findings.problems.append(str(error))
         return None
@@ -127,4 +133,6 @@ def _findings(built: Built) -> ModelFindings:
         memory=asdict(built.memory),
         num_full_sequences=built.memory.num_full_sequences,
         admission=asdict(built.admission),
+        defaults=asdict(built.loaded.generation_defaults),
+        remark=built.loaded.generation_defaults.remark(built.loaded.name),
     )

@@ -14,7 +14,7 @@ from cluster.sources import backend_options, draft_source, target_source
 from deployments.names import ROUTER
 from deployments.transport.endpoints import WorkerEndpoint, replica_id
 from specdec.engine.build import Built, build_drafter, build_target
-from specdec.models.compat import check_pair
+from specdec.models.compat import check_pair, tokenizer_width
 from specdec.models.describe import describe_model
 from specdec.models.loading import load_tokenizer
 from specdec.protocol.backends import DraftBackend, TargetBackend
@@ -71,8 +71,8 @@ def _target_backend(args: AppArgs, gpu_share: float) -> TargetBackend:
     if args.is_scripted:
         return scripted_pair(args)[0]
     source = target_source(args)
-    vocab_size = len(load_tokenizer(source))
-    options = replace(backend_options(args, args.target, vocab_size), device_share=gpu_share)
+    width = tokenizer_width(load_tokenizer(source))
+    options = replace(backend_options(args, args.target, width), device_share=gpu_share)
     backend, built = build_target(source, options, logger.info)
     _report(built)
     return backend
@@ -90,7 +90,7 @@ def _draft_backends(args: AppArgs, gpu_share: float) -> tuple[DraftBackend, Targ
     pair = check_pair(describe_model(target_model), tokenizer, describe_model(source), load_tokenizer(source))
     for note in pair.notes:
         logger.info(note)
-    options = replace(backend_options(args, args.draft, len(tokenizer)), device_share=gpu_share)
+    options = replace(backend_options(args, args.draft, pair.vocab_size), device_share=gpu_share)
     model_drafter, model_solo, built = build_drafter(source, options, logger.info)
     _report(built)
     return model_drafter, model_solo
@@ -98,3 +98,6 @@ def _draft_backends(args: AppArgs, gpu_share: float) -> tuple[DraftBackend, Targ
 
 def _report(built: Built) -> None:
     logger.info("%s: %s; %s", built.loaded.name, built.memory, built.admission)
+    remark = built.loaded.generation_defaults.remark(built.loaded.name)
+    if remark is not None:
+        logger.warning(remark)

@@ -6,6 +6,7 @@ from cluster.config import AppArgs
 from cluster.sources import target_source
 from specdec.engine.emulation import Clock, EmulatedDevice, EmulatedDrafter, EmulatedTarget
 from specdec.engine.scripted import Script, ScriptedDrafter, ScriptedTarget, plain_token_ids
+from specdec.models.compat import tokenizer_width
 from specdec.models.describe import describe_model
 from specdec.models.loading import load_tokenizer
 from specdec.protocol.backends import DraftBackend, TargetBackend
@@ -33,7 +34,7 @@ def scripted_pair(args: AppArgs) -> tuple[ScriptedTarget, ScriptedDrafter]:
     assert rate is not None, "nothing is scripted"
     source = target_source(args)
     tokenizer = load_tokenizer(source)
-    script = Script(rate, args.scripted.next_guess_rate, plain_token_ids(tokenizer, len(tokenizer)))
+    script = Script(rate, args.scripted.next_guess_rate, plain_token_ids(tokenizer, tokenizer_width(tokenizer)))
     own = describe_model(source).max_model_len
     max_model_len = min(own, args.max_model_len or own)
     return ScriptedTarget(script, max_model_len), ScriptedDrafter(script, max_model_len)

@@ -15,9 +15,10 @@ from cluster.config import AppArgs
 from cluster.sources import backend_options, draft_source, target_source
 from specdec.engine.build import build_drafter, build_target
 from specdec.engine.emulation import Clock, EmulatedDrafter, EmulatedTarget, RealClock
-from specdec.engine.engine import SpeculativeEngine, TokenEvent
+from specdec.engine.engine import SpeculativeEngine
+from specdec.engine.results import TokenEvent
 from specdec.engine.stats import SpecStats
-from specdec.models.compat import check_pair
+from specdec.models.compat import check_pair, tokenizer_width
 from specdec.models.describe import describe_model
 from specdec.models.loading import load_tokenizer
 from specdec.protocol.backends import DraftBackend, TargetBackend
@@ -86,7 +87,8 @@ def load_pair(args: AppArgs, report: Callable[[str], None] | None = None, clock:
     clock = clock if clock is not None else RealClock()
     source = target_source(args)
     tokenizer = load_tokenizer(source)
-    target, drafter = _backends(args, len(tokenizer), report)
+    width = tokenizer_width(tokenizer)
+    target, drafter = _backends(args, width, report)
     target = emulated_target(args, target, clock)
     steps: list[Step] = []
     noted_target = NotedTarget(target, steps.append, clock.now_s)
@@ -99,7 +101,7 @@ def load_pair(args: AppArgs, report: Callable[[str], None] | None = None, clock:
         noted_drafter,
         tokenizer,
         eos_token_ids=describe_model(source).eos_token_ids,
-        vocab_size=len(tokenizer),
+        vocab_size=width,
         num_speculative_tokens=args.num_speculative_tokens,
     )
     emulated = [backend for backend in (target, drafter) if isinstance(backend, EmulatedTarget | EmulatedDrafter)]
@@ -115,8 +117,8 @@ def _backends(
     target, built = build_target(source, backend_options(args, args.target, vocab_size), report)
     if draft is None:
         return target, None
-    drafter, _, draft_built = build_drafter(draft, backend_options(args, args.draft, vocab_size), report)
-    check_pair(built.loaded, load_tokenizer(source), draft_built.loaded, load_tokenizer(draft))
+    check_pair(built.loaded, load_tokenizer(source), describe_model(draft), load_tokenizer(draft))
+    drafter, _, _ = build_drafter(draft, backend_options(args, args.draft, vocab_size), report)
     return target, drafter
 
 

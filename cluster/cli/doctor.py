@@ -92,6 +92,8 @@ def model_lines(role: str, model: ModelFindings) -> Iterator[str]:
         f"admission check passed in {admission['duration_s']:.2f} s: relative error {admission['relative_error']:.1e} "
         f"(allowed {admission['tolerance']:g}) over {admission['num_tokens']} tokens",
     )
+    if model.remark is not None:
+        yield _line("warning", model.remark)
 
 
 def gib(num_bytes: int) -> str:

@@ -11,6 +11,7 @@ from specdec.engine.draft_backend import ModelDrafter
 from specdec.engine.states import SequenceStates
 from specdec.engine.target_backend import ModelTarget
 from specdec.models.admission import AdmissionReport, check_admission
+from specdec.models.compat import check_width
 from specdec.models.loading import LoadedModel, ModelSource, Progress, load_model
 from specdec.models.memory import MemoryPlan, plan_memory
 from specdec.models.runner import ModelRunner
@@ -42,7 +43,7 @@ class BackendOptions:
 
     Attributes:
         max_model_len: Longest sequence in tokens; None takes the model's own.
-        vocab_size: Number of tokens of the tokenizer; rows of the embedding beyond it are padding. None takes all.
+        vocab_size: Width of the tokenizer (its highest token id and one); logits beyond it are padding. None takes all.
         block_size: Tokens in a block of the paged cache.
         max_batch_tokens: Most tokens in one forward pass; None chooses by device.
         kv_memory: Memory for cached keys and values: ``auto``, a fraction of what is free, or bytes.
@@ -116,7 +117,8 @@ def _build(source: ModelSource, options: BackendOptions, max_model_len: int | No
         max_num_sequences=options.max_num_sequences,
         block_size=options.block_size,
     )
-    vocab_size = min(options.vocab_size or loaded.vocab_size, loaded.vocab_size)
+    vocab_size = options.vocab_size or loaded.vocab_size
+    check_width(loaded.name, loaded.vocab_size, vocab_size)
     runner = ModelRunner(loaded, num_blocks=memory.num_blocks, block_size=memory.block_size, vocab_size=vocab_size)
     return Built(loaded, runner, memory, check_admission(runner))
 

@@ -86,8 +86,8 @@ class ModelDrafter:
         if budget <= 0:
             return None
         rank = rank_of(job.key, job.spec, is_branch=job.fork_of is not None)
-        sequence = self._states.align(job.key, job.tokens, job.agreed, prefix_salt(job.spec), rank, job.fork_of)
-        if not self._states.make_room(job.key, len(job.tokens)):
+        sequence = self._states.prepare(job.key, job.tokens, job.agreed, prefix_salt(job.spec), rank, job.fork_of)
+        if sequence is None:
             return None
         num_cached = len(sequence.tokens)
         tokens = job.tokens[num_cached : num_cached + budget]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -80,11 +81,15 @@ def _part(logits: Tensor, groups: Sequence[RowGroup], indexes: list[int]) -> tup
 
 def _tensors(candidates: Sequence[Candidates], device: torch.device) -> tuple[Tensor, Tensor]:
     """Ids and probabilities, [draft tokens, widest]; shorter ones are filled with probability 0."""
-    width = max(chain((len(drawn.ids) for drawn in candidates), (1,)))
-    ids = [[*drawn.ids, *[0] * (width - len(drawn.ids))] for drawn in candidates]
-    probs = [[*drawn.probs, *[0.0] * (width - len(drawn.probs))] for drawn in candidates]
-    shape = (len(candidates), width)
-    return (
-        torch.tensor(ids, dtype=torch.int64, device=device).reshape(shape),
-        torch.tensor(probs, dtype=torch.float32, device=device).reshape(shape),
-    )
+    width = max(chain.from_iterable((len(drawn.ids), len(drawn.probs)) for drawn in candidates), default=1)
+    ids = _filled([drawn.ids for drawn in candidates], width, np.int64)
+    probs = _filled([drawn.probs for drawn in candidates], width, np.float32)
+    return ids.to(device), probs.to(device)
+
+
+def _filled(lists: Sequence[Sequence[float]], width: int, dtype: type[np.int64 | np.float32]) -> Tensor:
+    """[number of lists, width], with zeros after the end of each."""
+    filled = np.zeros((len(lists), width), dtype=dtype)
+    lengths = np.array([len(values) for values in lists], dtype=np.int64)
+    filled[np.arange(width) < lengths[:, None]] = [*chain.from_iterable(lists)]
+    return torch.from_numpy(filled)

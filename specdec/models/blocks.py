@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -97,6 +97,16 @@ class BlockPool:
         for _ in range(num_missing):
             blocks.append(self._take(blocks[-1] if blocks else None))
         return True
+
+    def fits(self, sequence: CachedSequence, length: int, others: Iterable[CachedSequence]) -> bool:
+        """Whether :meth:`reserve` would make this room after :meth:`free` of ``others``."""
+        held = Counter(block for other in others for block in other.block_ids)
+        num_freed = sum(count == self._num_users[block] for block, count in held.items())
+        blocks = sequence.block_ids
+        tail, offset = divmod(len(sequence.tokens), self.block_size)
+        copies_tail = bool(offset) and length > len(sequence.tokens)
+        copies_tail = copies_tail and self._num_users[blocks[tail]] - held[blocks[tail]] > 1
+        return max(0, self.blocks_for(length) - len(blocks)) + copies_tail <= self.num_free + num_freed
 
     def is_reserved(self, sequence: CachedSequence, length: int) -> bool:
         """Whether positions from the sequence's end up to ``length`` can be written: the room is there, and its own."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ from specdec.errors import ModelLoadError
 from specdec.models.attention import ATTENTION_NAME, register_attention
 from specdec.models.configuration import eos_token_ids, generation_defaults, max_model_len
 from specdec.models.layers import AttentionLayer, find_attention_layers
+from specdec.sampling.params import GenerationDefaults
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Progress = Callable[[str], None]
@@ -70,7 +71,7 @@ class LoadedModel:
         num_parameters: Each shared parameter once.
         weights_bytes: Bytes of parameters and buffers.
         attention_layers: What it caches.
-        generation_defaults: Sampling values its ``generation_config.json`` sets, under transformers' names.
+        generation_defaults: What its ``generation_config.json`` sets for requests that do not say.
     """
 
     model: PreTrainedModel
@@ -84,7 +85,7 @@ class LoadedModel:
     num_parameters: int
     weights_bytes: int
     attention_layers: tuple[AttentionLayer, ...]
-    generation_defaults: Mapping[str, Any]
+    generation_defaults: GenerationDefaults
 
 
 def load_model(source: ModelSource, progress: Progress | None = None) -> LoadedModel:
@@ -167,7 +168,7 @@ def prepare_model(model: PreTrainedModel, name: str) -> LoadedModel:
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         weights_bytes=model.get_memory_footprint(),
         attention_layers=layers,
-        generation_defaults=generation_defaults(model.generation_config),
+        generation_defaults=generation_defaults(model.generation_config, name),
     )
 
 

@@ -87,6 +87,10 @@ class ModelRunner:
         """Make room for ``length`` positions in all; False, with nothing changed, where there is none."""
         return self.pool.reserve(sequence, length)
 
+    def fits(self, sequence: CachedSequence, length: int, others: Sequence[CachedSequence]) -> bool:
+        """Whether room for ``length`` positions could be made by freeing ``others``."""
+        return self.pool.fits(sequence, length, others)
+
     def truncate(self, sequence: CachedSequence, length: int) -> None:
         """Forget what is cached from position ``length`` on, and give back reserved room."""
         self.pool.truncate(sequence, length)

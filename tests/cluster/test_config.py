@@ -66,6 +66,11 @@ def test_an_unknown_key_is_refused_in_serves_own_arguments_too():
         ("target.device", "gpu", "auto, cpu, cuda or cuda:N"),
         ("draft.kv_memory", "1.5", "a fraction of the free memory in (0, 1]"),
         ("log_level", "loud", "'debug'"),
+        ("acceptance", "typical", "'coupled' or 'rejection'"),
+        ("logits_processors", ["masks"], "a list of import strings of the form 'package.module:name'"),
+        ("logits_processors", "masks:", "a list of import strings"),
+        ("logits_processors", [3], "a list of import strings"),
+        ("logits_processors", "", "a list of import strings"),
         ("limits", 3, "must hold keys and values"),
     ],
 )
@@ -81,6 +86,7 @@ def test_a_value_out_of_range_is_refused_with_what_is_allowed(key, value, allowe
         ({"draft.model": "x"}, "needs a target"),
         ({"target.revision": "main"}, "need a model"),
         ({"target.model": "x", "target.device": "cpu", "target.device_map": "auto"}, "exclude each other"),
+        ({"target.model": "x", "acceptance": "rejection"}, "acceptance: rejection needs a draft model"),
         ({"protocol.renew_s": 4, "protocol.lease_s": 5}, "at most a third of lease_s"),
     ],
 )

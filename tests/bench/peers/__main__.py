@@ -40,6 +40,8 @@ class Process:
         flags = ["--target", target, "--draft", draft, "--dtype", options.dtype, "--threads", str(options.threads)]
         length = ["--num-speculative-tokens", str(options.num_speculative_tokens)]
         environment = os.environ | {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"}
+        if PEERS[key].packages:  # another Python must not find this one's packages
+            environment.pop("PYTHONPATH", None)
         self._log = options.work / f"{key}.log"
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
