@@ -16,7 +16,7 @@ from cluster.bench.measures import Arrival, DeviceUse, Run, Stream
 
 ROLES = {"target": "target", "drafter": "draft", "draft": "draft"}
 """Devices by the ``role`` of their workers' samples."""
-_FIGURES = ("busy_s", "num_steps", "report_s", "num_emulated_steps", "num_overruns")
+_FIGURES = ("busy_s", "num_steps", "report_s", "num_emulated_steps", "num_overruns", "is_scripted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,20 @@ async def scrape(client: httpx.AsyncClient) -> Figures:
     """The workers' figures on a service's ``/metrics``; those it does not have are left out."""
     answer = await client.get("/metrics")
     return worker_figures(answer.text) if answer.is_success else {}
+
+
+async def service_stand_ins(url: str) -> tuple[str, ...]:
+    """What a running service's metrics tell of emulated devices and scripted tokens, for the head of a table."""
+    async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+        return told_stand_ins(await scrape(client))
+
+
+def told_stand_ins(figures: Figures) -> tuple[str, ...]:
+    """The same from figures."""
+    emulated = [device for device, found in figures.items() if found.get("num_emulated_steps")]
+    scripted = any(found.get("is_scripted") for found in figures.values())
+    notes = [f"emulated devices: {', '.join(sorted(emulated))}"] if emulated else []
+    return tuple([*notes, "scripted tokens"] if scripted else notes)
 
 
 async def _fresh_figures(client: httpx.AsyncClient) -> Figures:

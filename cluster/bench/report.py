@@ -77,7 +77,8 @@ class Report:
         versions = ", ".join(f"{name} {version}" for name, version in environment.versions.items())
         lines = [f"`{environment.command}`", "", f"{environment.machine}; {versions}."]
         lines += [f"{role}: {shape}." for role, shape in environment.models.items()]
-        lines += [f"{environment.work}.", "", *self.remarks(), "", *table(self.rows)]
+        remarks = self.remarks()
+        lines += [f"{environment.work}.", "", *remarks, *([""] if remarks else []), *table(self.rows)]
         policies = sorted({row.limit.policy for row in self.rows if row.limit is not None})
         lines += ["", *EXPLANATIONS, *([f"Limits assume: {'; '.join(policies)}."] if policies else [])]
         return "\n".join([*lines, *(["", *step_table(self.steps)] if self.steps else [])])

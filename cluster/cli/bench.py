@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.bench.compare import Mode, Runner, Work, compare, parse_modes
+from cluster.bench.load import service_stand_ins
 from cluster.bench.plot import check_plot, draw
 from cluster.bench.prompts import PROMPTS, prompts_of
 from cluster.bench.report import Environment, Report, command_line, processor_name
@@ -167,7 +169,7 @@ def _environment(arguments: argparse.Namespace, config: ServiceConfig) -> Enviro
         machine=f"{processor_name()}, {machine.num_cpus} cores, {gpus}",
         versions=machine.versions,
         models=model_shapes(config) if is_ours else {},
-        stand_ins=stand_ins(config) if is_ours else (),
+        stand_ins=stand_ins(config) if is_ours else asyncio.run(service_stand_ins(arguments.url)),
         work=f"{where}; {arguments.max_tokens} tokens a stream; medians of {arguments.rounds} interleaved rounds",
         command=command_line(sys.argv[1:]),
     )

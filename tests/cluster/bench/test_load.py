@@ -8,7 +8,15 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
-from cluster.bench.load import Workload, devices_between, run_workload, served_model, worker_figures
+from cluster.bench.load import (
+    Workload,
+    devices_between,
+    run_workload,
+    served_model,
+    service_stand_ins,
+    told_stand_ins,
+    worker_figures,
+)
 from cluster.bench.measures import acceptance_rate, hit_rate, mean_acceptance_length
 from cluster.sources import demo_folder
 from specdec.errors import ServiceUnavailableError
@@ -100,3 +108,10 @@ def test_what_devices_did_in_between() -> None:
     assert (target.num_steps, target.num_overruns) == (10, 3)
     assert target.idle_share == pytest.approx(0.75)
     assert target.step_s == pytest.approx(0.15)
+
+
+async def test_a_service_tells_what_is_not_real(url: str) -> None:
+    assert await service_stand_ins(url) == ()
+    figures = {"target": {"num_emulated_steps": 3.0, "is_scripted": 1.0}, "draft": {"num_emulated_steps": 0.0}}
+    assert told_stand_ins(figures) == ("emulated devices: target", "scripted tokens")
+    assert told_stand_ins({"target": {"num_steps": 3.0}}) == ()
