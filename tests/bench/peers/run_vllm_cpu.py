@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from typing import Any
 
 from loop import answer_requests, arguments
-from vllm import LLM, SamplingParams
 
 MAX_MODEL_LEN = 2048
+SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING"}
+"""Read when vLLM is imported: a cache of 1 GiB, and threads where the caller's affinity puts them."""
 
 
 def main() -> None:
     """Load both engines and answer."""
     given = arguments()
+    os.environ.update(SETTINGS)
+    from vllm import LLM, SamplingParams
+
     options: dict[str, Any] = {
         "model": given.target,
         "dtype": given.dtype,
