@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_validator
 
 from cluster.strict import StrictModel, refused_key
+from specdec.engine.emulation import StepCost, parse_step_costs
 from specdec.protocol.leases import Times
 from specdec.protocol.messages import Mode
 from specdec.sampling.params import Acceptance
@@ -178,6 +179,17 @@ class Actors(StrictModel):
     draft: ActorOptions = Field(default_factory=ActorOptions, description="a replica of the draft")
 
 
+class Scripted(StrictModel):
+    """Tokens by a script in place of the models', for benchmarks; see :mod:`specdec.engine.scripted`."""
+
+    acceptance_rate: float | None = Field(
+        None, ge=0, le=1, description="how often a scripted draft token is right; without it the models answer"
+    )
+    next_guess_rate: float = Field(
+        0.95, ge=0, le=1, description="how often the true token is among the next three guesses where it is not"
+    )
+
+
 class AppArgs(StrictModel):
     """Arguments of the application's builder: what to serve and how; where to listen is the launcher's matter."""
 
@@ -221,7 +233,18 @@ class AppArgs(StrictModel):
     logits_processors: ImportStrings = Field(
         (), description="hooks on every position's logits, as package.module:name: code that both models' processes run"
     )
+    emulate_step_ms: str | None = Field(
+        None, description="for benchmarks: let each step take the time of an emulated device, as in target=30,draft=3"
+    )
+    scripted: Scripted = Field(default_factory=Scripted, description="for benchmarks: tokens by a script")
     log_level: LogLevel = Field("info", description="least severe message that is logged")
+
+    @field_validator("emulate_step_ms")
+    @classmethod
+    def _known_costs(cls, text: str | None) -> str | None:
+        if text is not None:
+            parse_step_costs(text)
+        return text
 
     @field_validator("target", "draft", mode="before")
     @classmethod
@@ -255,6 +278,16 @@ class AppArgs(StrictModel):
     def has_draft(self) -> bool:
         """Whether there is a draft model at all."""
         return self.is_demo or self.draft.model is not None
+
+    @property
+    def step_costs(self) -> dict[str, StepCost]:
+        """Costs of a step on each emulated device, by ``target`` and ``draft``."""
+        return {} if self.emulate_step_ms is None else parse_step_costs(self.emulate_step_ms)
+
+    @property
+    def is_scripted(self) -> bool:
+        """Whether tokens come from a script."""
+        return self.scripted.acceptance_rate is not None
 
 
 class ServiceConfig(AppArgs):

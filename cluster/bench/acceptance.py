@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from cluster.bench.compare import PROMPTS
+from cluster.bench.prompts import CODE
 from cluster.config import ServiceConfig
 from cluster.sources import draft_source, target_source
 from specdec import ModelSource, SamplingParams
@@ -82,7 +82,7 @@ class Pair:
         tokenizer = load_tokenizer(target)
         options = BackendOptions(vocab_size=len(tokenizer))
         self._vocab_size = len(tokenizer)
-        self._prompts = [list(tokenizer.encode(prompt)) for prompt in PROMPTS]
+        self._prompts = [list(tokenizer.encode(prompt)) for prompt in CODE]
         self._service = LocalService(build_target(target, options)[0], build_drafter(draft, options)[0], 1)
         self._models: list[PreTrainedModel] = [
             AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32) for source in (target, draft)
