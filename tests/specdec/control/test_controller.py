@@ -132,7 +132,8 @@ def test_echoes_and_reports_become_estimates():
     service.run(kept(0.9), 1.0)
     figures = service.controller.figures()
     assert figures["T"]["estimated_target_step_seconds"] == pytest.approx(STEP_S, rel=0.01)
-    assert figures["T"]["estimated_round_trip_seconds"] == pytest.approx(0.003, abs=1e-6)
+    # 2 ms and 1 ms, of which half at most is taken for waiting on a running step.
+    assert figures["T"]["estimated_round_trip_seconds"] == pytest.approx(0.0015, abs=1e-6)
     assert figures[""]["estimated_acceptance_rate"] > 0.7
     assert sum(value for name, value in figures[""].items() if name.startswith("planned_sequences/")) == 1
 

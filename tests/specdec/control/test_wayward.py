@@ -8,6 +8,7 @@ import pytest
 
 from specdec.control.controller import Controller
 from specdec.engine.timing import TimedDrafter, TimedTarget
+from specdec.protocol.draft_worker import DraftWorkerMachine
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.plans import FixedPlans
 from specdec.protocol.router import RouterMachine
@@ -54,11 +55,14 @@ class ReplannedWorld(World):
             case RouterMachine():
                 node.machine = RouterMachine(name, Wayward(self) if is_random else Settling(self), TIMES)
             case TargetMachine():
-                timed = TimedTarget(node.backend, clock=lambda: next(ticks))
+                timed = TimedTarget(node.backends[0], clock=lambda: next(ticks))
                 node.machine = TargetMachine(name, timed, TIMES, timed.gauges)
-            case DrafterMachine():
-                timed = TimedDrafter(node.backend, clock=lambda: next(ticks))
-                node.machine = DrafterMachine(name, timed, TIMES, timed.gauges)
+            case DraftWorkerMachine():
+                drafter, solo = node.backends
+                timed = TimedDrafter(drafter, clock=lambda: next(ticks))
+                node.machine = DraftWorkerMachine(
+                    DrafterMachine(name, timed, TIMES, timed.gauges), TargetMachine(name, solo, TIMES)
+                )
 
 
 @pytest.mark.parametrize("start", range(0, len(SEEDS), 40))

@@ -9,6 +9,7 @@ from specdec.engine.draft_backend import ModelDrafter
 from specdec.engine.local import LocalService
 from specdec.engine.target_backend import ModelTarget
 from specdec.protocol.backends import DraftJob, Proposal
+from specdec.protocol.draft_row import DraftRow
 from specdec.protocol.messages import Message, Offer, Plan, PlanUpdate
 from specdec.sampling.params import SamplingParams
 from tests.specdec.engine.pairs import (
@@ -80,7 +81,7 @@ def test_edge_04_a_draft_is_never_longer_than_what_may_be_committed(
     wanted = plain(Case(PROMPT, 20, GREEDY))[:max_tokens]
     service = make_service("llama", ALWAYS_RIGHT, 8)
     if not is_drafter_bounded:
-        monkeypatch.setattr(service.drafter, "_wanted", lambda row: row.plan.num_draft_tokens)
+        monkeypatch.setattr(DraftRow, "num_wanted", property(lambda row: row.plan.num_draft_tokens))
     (output,) = collect(service, [Case(PROMPT, max_tokens, GREEDY)])
     assert (output.tokens, output.finish) == (wanted, "length")
     assert all(num_drafted <= min(8, max_tokens - before - 1) for before, num_drafted in rounds(output))
