@@ -20,6 +20,9 @@ _GENERATION_DEFAULTS = (
     "max_new_tokens",
 )
 
+MAX_LENGTH_WITHOUT_POSITIONS = 1 << 15
+"""A model of recurrent layers alone has no positions and so no longest sequence; here it has."""
+
 
 def eos_token_ids(generation: GenerationConfig | None, config: PretrainedConfig) -> tuple[int, ...]:
     """End-of-sequence ids, of the generation config if it names any, else of a text configuration."""
@@ -38,6 +41,8 @@ def max_model_len(config: PretrainedConfig, name: str) -> int:
     sequence than it was first trained on; cached keys, and other rows, would be wrong. Such a model ends there.
     """
     length = getattr(config, "max_position_embeddings", None)
+    if length is None and set(getattr(config, "layer_types", None) or ()) == {"linear_attention"}:
+        return MAX_LENGTH_WITHOUT_POSITIONS
     if not isinstance(length, int):
         raise ModelLoadError(f"{name} does not say how long a sequence may be (max_position_embeddings)")
     rope = getattr(config, "rope_parameters", None) or {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,11 +25,15 @@ from transformers.utils import logging as transformers_logging
 from specdec.errors import ModelLoadError
 from specdec.models.attention import ATTENTION_NAME, register_attention
 from specdec.models.configuration import eos_token_ids, generation_defaults, max_model_len
-from specdec.models.layers import AttentionLayer, find_attention_layers
+from specdec.models.layers import AttentionLayer, find_layers
+from specdec.models.recurrent.binding import RecurrentLayer
+from specdec.models.recurrent.kinds import known_functions
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Progress = Callable[[str], None]
 
+_ATTENTION_KINDS = {"full_attention", "sliding_attention"}
+_RECURRENT_KINDS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mlp", "moe"}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -69,7 +74,8 @@ class LoadedModel:
         max_model_len: Longest sequence, in tokens.
         num_parameters: Each shared parameter once.
         weights_bytes: Bytes of parameters and buffers.
-        attention_layers: What it caches.
+        attention_layers: What it caches per position.
+        recurrent_layers: What it keeps per sequence.
         generation_defaults: Sampling values its ``generation_config.json`` sets, under transformers' names.
     """
 
@@ -85,6 +91,7 @@ class LoadedModel:
     weights_bytes: int
     attention_layers: tuple[AttentionLayer, ...]
     generation_defaults: Mapping[str, Any]
+    recurrent_layers: tuple[RecurrentLayer, ...] = ()
 
 
 def load_model(source: ModelSource, progress: Progress | None = None) -> LoadedModel:
@@ -151,8 +158,9 @@ def prepare_model(model: PreTrainedModel, name: str) -> LoadedModel:
     text = model.config.get_text_config(decoder=True)
     longest = max_model_len(text, name)
     with quiet():
-        layers = find_attention_layers(model, longest)
-        model.set_attn_implementation(ATTENTION_NAME)
+        attention_layers, recurrent_layers = find_layers(model, longest)
+        if attention_layers:
+            model.set_attn_implementation(ATTENTION_NAME)
     device = model.get_input_embeddings().weight.device
     head = model.get_output_embeddings()
     return LoadedModel(
@@ -166,8 +174,9 @@ def prepare_model(model: PreTrainedModel, name: str) -> LoadedModel:
         max_model_len=longest,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         weights_bytes=model.get_memory_footprint(),
-        attention_layers=layers,
+        attention_layers=attention_layers,
         generation_defaults=generation_defaults(model.generation_config),
+        recurrent_layers=recurrent_layers,
     )
 
 
@@ -180,13 +189,14 @@ def _auto_class(config: PretrainedConfig, name: str) -> Any:
 
 
 def _check_layers(config: PretrainedConfig, model_class: type[PreTrainedModel], name: str) -> None:
-    """Refuse layers that keep another state than keys and values, by what the model says of itself."""
-    if getattr(model_class, "_is_stateful", False):
-        raise ModelLoadError(f"{name} has recurrent layers ({config.model_type}), which are not supported yet")
+    """Refuse layers that keep a state of which nothing is known here, by what the model says of itself."""
+    is_known = bool(known_functions(vars(sys.modules[model_class.__module__])))
+    if getattr(model_class, "_is_stateful", False) and not is_known:
+        raise ModelLoadError(f"{name} has recurrent layers ({config.model_type}) whose state cannot be rolled back")
     layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
-    kinds = set(layer_types) - {"full_attention", "sliding_attention"}
+    kinds = set(layer_types) - _ATTENTION_KINDS - (_RECURRENT_KINDS if is_known else set())
     if kinds:
-        raise ModelLoadError(f"{name} has layers of the kind {min(kinds)!r}, which are not supported yet")
+        raise ModelLoadError(f"{name} has layers of the kind {min(kinds)!r}, which are not supported")
 
 
 def _say_nothing(_: str) -> None:
