@@ -134,7 +134,7 @@ class ModelTarget:
     def _row(self, job: VerifyJob, sequence: CachedSequence, budget: int) -> tuple[RowInput, Tokens]:
         """A row for one job within ``budget`` tokens, with its draft as far as blocks are free for that."""
         num_cached, length = len(sequence), len(job.log)
-        draft = job.draft[: max(0, budget - (length - num_cached))]
+        draft = job.draft[: max(0, budget - (length - num_cached))][: self._runner.max_rollback]
         while draft and not self._runner.reserve(sequence, length + len(draft)):
             draft = draft[:-1]
         tokens = job.log.tail(num_cached, num_cached + budget)

@@ -203,6 +203,8 @@ class ModelRunner:
             assert state is not None, "no state is reserved"
             moves.append((state, state_row(span, state, self.states.window)))
         self.states.begin(StateStep([after for _, after in moves], num_tokens, self.states.window))
+        for state, after in moves:
+            state.oldest = after.length + 1  # until the step is done there is nothing to go back to
         return moves
 
     def _lay_out(self, rows: Sequence[RowInput]) -> tuple[list[int], list[int], list[int], list[RowSpan]]:
@@ -230,8 +232,8 @@ class ModelRunner:
             raise ValueError(f"num_logits must be in [0, {num_tokens}], the number of tokens, got {row.num_logits}")
         if not self.pool.is_reserved(sequence, len(sequence.tokens) + num_tokens):
             raise ValueError(f"no room is reserved for {num_tokens} tokens after position {len(sequence.tokens)}")
-        if self.states is not None and sequence.state is None:
-            raise ValueError("no room is reserved for the sequence's recurrent state")
+        if self.states is not None and (sequence.state is None or sequence.state.oldest > len(sequence.tokens)):
+            raise ValueError("no room is reserved for the sequence's recurrent state, or a failed step has spoilt it")
 
     def _finish(self, logits: torch.Tensor) -> torch.Tensor:
         if self._vocab_size == self.loaded.vocab_size:

@@ -19,8 +19,8 @@ _ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_
 _DELTA = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
     "linear_conv_kernel_dim": 4,
     "head_dim": 8,
 }
