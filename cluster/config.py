@@ -148,6 +148,9 @@ class AppArgs(StrictModel):
         None, ge=1, le=1 << 20, description="tokens in one forward pass; chosen by device where none is given"
     )
     max_num_sequences: int = Field(256, ge=1, le=1 << 16, description="whole sequences the cache need not exceed")
+    skip_admission_check: bool = Field(
+        False, description="serve models without comparing their cached forward with their plain one"
+    )
     num_speculative_tokens: int = Field(4, ge=0, le=64, description="draft tokens per round; 0 is plain decoding")
     mode: Mode = Field("overlap", description="draft while the target verifies, or in turn")
     limits: Limits = Field(default_factory=Limits, description="what is taken in at once")

@@ -8,6 +8,7 @@ import specdec.demo
 from cluster.config import AppArgs, ModelConfig
 from specdec.engine.build import BackendOptions
 from specdec.models.loading import ModelSource
+from specdec.models.recurrent.slots import DEFAULT_WINDOW_TOKENS
 
 
 def target_source(args: AppArgs) -> ModelSource:
@@ -29,6 +30,8 @@ def backend_options(args: AppArgs, model: ModelConfig, vocab_size: int | None = 
         max_batch_tokens=args.max_batch_tokens,
         kv_memory=model.kv_memory,
         max_num_sequences=args.max_num_sequences,
+        skip_admission_check=args.skip_admission_check,
+        rollback_tokens=max(DEFAULT_WINDOW_TOKENS, 2 * (args.num_speculative_tokens + 1)),
     )
 
 

@@ -13,6 +13,8 @@ from specdec.engine.target_backend import ModelTarget
 from specdec.models.admission import AdmissionReport, check_admission
 from specdec.models.loading import LoadedModel, ModelSource, Progress, load_model
 from specdec.models.memory import MemoryPlan, plan_memory
+from specdec.models.recurrent.pool import choose_window
+from specdec.models.recurrent.slots import DEFAULT_WINDOW_TOKENS, Route
 from specdec.models.runner import ModelRunner
 from specdec.sampling.pipeline import LogitsProcessor, Sampler
 
@@ -28,12 +30,18 @@ _GPU_KV_FRACTION = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A model made ready, and what was found about it."""
+    """A model made ready, and what was found about it.
+
+    Attributes:
+        admission: None where the check was skipped.
+        notes: What whoever runs the service should know of it, a sentence each.
+    """
 
     loaded: LoadedModel
     runner: ModelRunner
     memory: MemoryPlan
-    admission: AdmissionReport
+    admission: AdmissionReport | None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +56,10 @@ class BackendOptions:
         kv_memory: Memory for cached keys and values: ``auto``, a fraction of what is free, or bytes.
         max_num_sequences: Whole sequences that the cache need not exceed, however much memory there is.
         device_share: Part of a GPU that is this model's, where several models share it; for ``auto`` memory.
+        rollback: How recurrent states are rolled back; ``auto`` chooses by their size.
+        rollback_tokens: How many tokens recurrent states can be brought back for sure without reading anew; a draft to
+            be verified is no longer. A drafter that runs ahead of the target needs twice a draft's length and 1.
+        skip_admission_check: Serve a model without comparing its cached forward with its plain one.
         logits_processors: Hooks that may change the logits of every position, drafted or not, before it is sampled.
     """
 
@@ -58,6 +70,9 @@ class BackendOptions:
     kv_memory: Literal["auto"] | float | int = "auto"
     max_num_sequences: int = 256
     device_share: float = 1.0
+    rollback: Route | Literal["auto"] = "auto"
+    rollback_tokens: int = DEFAULT_WINDOW_TOKENS
+    skip_admission_check: bool = False
     logits_processors: tuple[LogitsProcessor, ...] = ()
 
 
@@ -108,6 +123,10 @@ def _build(source: ModelSource, options: BackendOptions, max_model_len: int | No
     if wanted == "auto" and loaded.device.type == "cuda":
         free_bytes, total_bytes = torch.cuda.mem_get_info(loaded.device)
         budget_bytes = gpu_budget_bytes(total_bytes, free_bytes, loaded.weights_bytes, options.device_share)
+    window = None
+    if loaded.recurrent_layers:
+        route = None if options.rollback == "auto" else options.rollback
+        window = choose_window(loaded.recurrent_layers, options.rollback_tokens, route)
     memory = plan_memory(
         loaded,
         budget_bytes=budget_bytes,
@@ -115,10 +134,33 @@ def _build(source: ModelSource, options: BackendOptions, max_model_len: int | No
         max_model_len=max_model_len or min(options.max_model_len or loaded.max_model_len, loaded.max_model_len),
         max_num_sequences=options.max_num_sequences,
         block_size=options.block_size,
+        window=window,
     )
     vocab_size = min(options.vocab_size or loaded.vocab_size, loaded.vocab_size)
-    runner = ModelRunner(loaded, num_blocks=memory.num_blocks, block_size=memory.block_size, vocab_size=vocab_size)
-    return Built(loaded, runner, memory, check_admission(runner))
+    runner = ModelRunner(
+        loaded,
+        num_blocks=memory.num_blocks,
+        block_size=memory.block_size,
+        vocab_size=vocab_size,
+        num_state_slots=memory.num_state_slots,
+        window=memory.window,
+    )
+    admission = None if options.skip_admission_check else check_admission(runner)
+    notes = _notes(loaded, options)
+    if progress is not None:
+        for note in notes:
+            progress(note)
+    return Built(loaded, runner, memory, admission, notes)
+
+
+def _notes(loaded: LoadedModel, options: BackendOptions) -> tuple[str, ...]:
+    notes = []
+    if loaded.recurrent_layers:
+        what = f"{loaded.name} has {len(loaded.recurrent_layers)} recurrent layers"
+        notes.append(f"{what}: prefixes are not shared, prompts that begin alike are read anew")
+    if options.skip_admission_check:
+        notes.append(f"{loaded.name} was not checked: nobody knows that its cached forward equals its plain one")
+    return tuple(notes)
 
 
 def gpu_budget_bytes(total_bytes: int, free_bytes: int, weights_bytes: int, device_share: float) -> int:

@@ -17,11 +17,8 @@ from specdec.models.loading import LoadedModel
 from specdec.models.plan import RowSpan, StepPlan
 from specdec.models.recurrent.binding import bind
 from specdec.models.recurrent.pool import StatePool, choose_window
-from specdec.models.recurrent.slots import SequenceState, Window
+from specdec.models.recurrent.slots import DEFAULT_WINDOW_TOKENS, SequenceState, Window
 from specdec.models.recurrent.step import StateRow, StateStep
-
-DEFAULT_WINDOW_TOKENS = 18
-"""Twice a draft of eight tokens and the bonus token: what a drafter that runs ahead may have to take back."""
 
 
 @dataclass(frozen=True, slots=True)

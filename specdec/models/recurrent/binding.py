@@ -47,6 +47,11 @@ class RecurrentLayer:
     convolution: ConvShape | None
     scans: tuple[ScanShape, ...]
 
+    @property
+    def device(self) -> torch.device:
+        """Where it is kept."""
+        return self.scans[0].device if self.convolution is None else self.convolution.device
+
 
 class Mixer(Protocol):
     """Where the layers' tokens are mixed."""

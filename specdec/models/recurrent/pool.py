@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from specdec.errors import InvalidParameterError
 from specdec.models.recurrent.binding import RecurrentLayer, ScanShape
 from specdec.models.recurrent.conv import ConvWindows
 from specdec.models.recurrent.rescan import Rescan
@@ -16,6 +17,8 @@ from specdec.models.recurrent.step import StateStep
 
 MAX_STATES_BYTES = 8 << 20
 """With ``auto``, a sequence whose states at every position of the window take no more than this keeps them all."""
+MIN_WINDOW_TOKENS = 4
+"""What the admission check takes back."""
 
 
 class StatePool:
@@ -99,7 +102,14 @@ def _states(shape: ScanShape, num_slots: int, window: Window) -> EveryState | Re
 
 
 def choose_window(layers: Sequence[RecurrentLayer], num_tokens: int, route: Route | None = None) -> Window:
-    """A window of ``num_tokens`` by the route wanted, else by the one that takes less memory unless both are small."""
+    """A window of ``num_tokens`` by the route wanted, else by the one that takes less memory unless both are small.
+
+    Raises:
+        InvalidParameterError: it is too short.
+    """
+    if num_tokens < MIN_WINDOW_TOKENS:
+        message = f"rollback_tokens must be at least {MIN_WINDOW_TOKENS}, got {num_tokens}"
+        raise InvalidParameterError("rollback_tokens", message)
     by_states, by_rescan = Window("states", num_tokens), Window("rescan", num_tokens)
     if route is not None:
         return by_states if route == "states" else by_rescan

@@ -9,6 +9,9 @@ Route = Literal["states", "rescan"]
 """How a state is rolled back. ``states``: the state after every position of the window is kept, and one is selected.
 ``rescan``: the state at the window's beginning and the scan's inputs since then are kept, and scanned again."""
 
+DEFAULT_WINDOW_TOKENS = 18
+"""Twice a draft of eight tokens and the bonus token: what a drafter that runs ahead may have to take back."""
+
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
@@ -31,7 +34,7 @@ class Window:
 
     Attributes:
         route: How they are rolled back.
-        num_tokens: A sequence can go back at least this many tokens, if it is that long.
+        num_tokens: A sequence can go back at least this many tokens from the greatest length it has had.
     """
 
     route: Route

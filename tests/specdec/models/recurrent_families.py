@@ -182,11 +182,11 @@ RECURRENT: dict[str, tuple[str, str, dict[str, object]]] = {
 }
 
 
-def make_recurrent(family: str, seed: int = 0) -> PreTrainedModel:
+def make_recurrent(family: str, seed: int = 0, **changes: object) -> PreTrainedModel:
     """A random model: matrices scaled to 1 / sqrt(fan in), states that last for many tokens."""
     config_name, model_name, options = RECURRENT[family]
     torch.manual_seed(seed)
-    config = _find(family, config_name)(**{**_COMMON, **options})
+    config = _find(family, config_name)(**{**_COMMON, **options, **changes})
     model = _find(family, model_name)(config)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
