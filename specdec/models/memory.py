@@ -129,13 +129,7 @@ def plan_memory(
     if needs.sequence_bytes + needs.block_bytes > budget:
         raise MemoryPlanError(_refusal(needs, budget))
     num_slots = _num_state_slots(needs, budget, max_num_sequences)
-    left = budget - num_slots * needs.slot_bytes
-    if needs.block_bytes:
-        num_blocks = left // needs.block_bytes - 1
-        if max_num_sequences is not None:
-            num_blocks = min(num_blocks, max(1, max_num_sequences) * needs.num_blocks)
-    else:
-        num_blocks = num_slots * needs.num_blocks
+    num_blocks = _num_blocks(needs, budget, num_slots, max_num_sequences)
     return MemoryPlan(
         num_blocks=num_blocks,
         block_size=block_size,
@@ -190,6 +184,13 @@ def _num_state_slots(needs: _Needs, budget: int, max_num_sequences: int | None) 
     spare = budget - needs.sequence_bytes - needs.block_bytes
     most = MAX_STATE_SLOTS if max_num_sequences is None else max(1, max_num_sequences) + NUM_BRANCH_SLOTS
     return min(most, 1 + (spare // 2 if needs.block_bytes else spare) // needs.slot_bytes)
+
+
+def _num_blocks(needs: _Needs, budget: int, num_slots: int, max_num_sequences: int | None) -> int:
+    if not needs.block_bytes:
+        return num_slots * needs.num_blocks
+    num_blocks = (budget - num_slots * needs.slot_bytes) // needs.block_bytes - 1
+    return num_blocks if max_num_sequences is None else min(num_blocks, max(1, max_num_sequences) * needs.num_blocks)
 
 
 def _refusal(needs: _Needs, budget: int) -> str:
