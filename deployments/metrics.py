@@ -52,15 +52,22 @@ class _WorkerReports(Collector):
         families: dict[str, GaugeMetricFamily] = {}
         for name, text in _GAUGES.items():
             families[name] = GaugeMetricFamily(f"specdec_{name}", text, labels=labels)
+        text = "Sequences that ran without speculation since the worker started."
+        fallbacks = GaugeMetricFamily("specdec_num_fallbacks", text, labels=[*labels, "reason"])
         for worker, (kind, report) in sorted(self._reports.items()):
             for name, family in families.items():
                 if name in report:
                     family.add_metric([self._model_name, kind, worker], report[name])
-        return list(families.values())
+            for name, figure in report.items():
+                what, _, reason = name.partition("/")
+                if what == "num_fallbacks":
+                    fallbacks.add_metric([self._model_name, kind, worker, reason], figure)
+        return [*families.values(), fallbacks]
 
 
 _GAUGES = {
     "num_sequences": "Sequences that a worker holds.",
     "kv_cache_usage_perc": "Share of a worker's cache blocks that sequences hold, from 0 to 1.",
     "kv_blocks_in_use": "Cache blocks that sequences hold.",
+    "state_slots_in_use": "Recurrent states that sequences and branches hold.",
 }

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from specdec.engine.draft_backend import ModelDrafter
 from specdec.engine.states import SequenceStates
 from specdec.engine.target_backend import ModelTarget
+from specdec.errors import ModelLoadError
 from specdec.models.admission import AdmissionReport, check_admission
 from specdec.models.loading import LoadedModel, ModelSource, Progress, load_model
-from specdec.models.memory import MemoryPlan, plan_memory
-from specdec.models.recurrent.pool import choose_window
+from specdec.models.memory import MemoryPlan, choose_window_of, plan_memory
 from specdec.models.recurrent.slots import DEFAULT_WINDOW_TOKENS, Route
 from specdec.models.runner import ModelRunner
+from specdec.models.snapshot_runner import SnapshotRunner
 from specdec.sampling.pipeline import LogitsProcessor, Sampler
 
 _CHUNK_TOKENS = {"cpu": 256, "cuda": 2048}
@@ -123,10 +125,8 @@ def _build(source: ModelSource, options: BackendOptions, max_model_len: int | No
     if wanted == "auto" and loaded.device.type == "cuda":
         free_bytes, total_bytes = torch.cuda.mem_get_info(loaded.device)
         budget_bytes = gpu_budget_bytes(total_bytes, free_bytes, loaded.weights_bytes, options.device_share)
-    window = None
-    if loaded.recurrent_layers:
-        route = None if options.rollback == "auto" else options.rollback
-        window = choose_window(loaded.recurrent_layers, options.rollback_tokens, route)
+    route = None if options.rollback == "auto" else options.rollback
+    window = choose_window_of(loaded, options.rollback_tokens, route)
     memory = plan_memory(
         loaded,
         budget_bytes=budget_bytes,
@@ -137,29 +137,42 @@ def _build(source: ModelSource, options: BackendOptions, max_model_len: int | No
         window=window,
     )
     vocab_size = min(options.vocab_size or loaded.vocab_size, loaded.vocab_size)
-    runner = ModelRunner(
-        loaded,
-        num_blocks=memory.num_blocks,
-        block_size=memory.block_size,
-        vocab_size=vocab_size,
-        num_state_slots=memory.num_state_slots,
-        window=memory.window,
-    )
-    admission = None if options.skip_admission_check else check_admission(runner)
-    notes = _notes(loaded, options)
+    runner, admission = _admitted(loaded, memory, vocab_size, options)
+    notes = _notes(runner, options)
     if progress is not None:
         for note in notes:
             progress(note)
     return Built(loaded, runner, memory, admission, notes)
 
 
-def _notes(loaded: LoadedModel, options: BackendOptions) -> tuple[str, ...]:
-    notes = []
-    if loaded.recurrent_layers:
-        what = f"{loaded.name} has {len(loaded.recurrent_layers)} recurrent layers"
-        notes.append(f"{what}: prefixes are not shared, prompts that begin alike are read anew")
+def _admitted(
+    loaded: LoadedModel, memory: MemoryPlan, vocab_size: int, options: BackendOptions
+) -> tuple[ModelRunner, AdmissionReport | None]:
+    """A runner that gives what the plain model gives, the fastest there is."""
+    slots = max(1, memory.num_state_slots)
+    common: dict[str, Any] = {"num_blocks": memory.num_blocks, "block_size": memory.block_size}
+    common |= {"vocab_size": vocab_size, "num_state_slots": slots}
+    if loaded.opaque_state is None:
+        runner = ModelRunner(loaded, window=memory.window, **common)
+        return runner, None if options.skip_admission_check else check_admission(runner)
+    if not options.skip_admission_check:
+        with suppress(ModelLoadError):
+            runner = SnapshotRunner(loaded, reads_many=True, window_tokens=options.rollback_tokens, **common)
+            return runner, check_admission(runner)
+    runner = SnapshotRunner(loaded, reads_many=False, window_tokens=options.rollback_tokens, **common)
+    return runner, None if options.skip_admission_check else check_admission(runner)
+
+
+def _notes(runner: ModelRunner, options: BackendOptions) -> tuple[str, ...]:
+    notes, name = [], runner.loaded.name
+    if runner.states is not None:
+        notes.append(f"{name} has recurrent layers: prefixes are not shared, prompts that begin alike are read anew")
+    if isinstance(runner, SnapshotRunner):
+        notes.append(f"{name} keeps a state that can only be copied: its sequences are read one after another")
+    if runner.no_speculation is not None:
+        notes.append(f"{name} is right token by token only: as a target it runs without speculation")
     if options.skip_admission_check:
-        notes.append(f"{loaded.name} was not checked: nobody knows that its cached forward equals its plain one")
+        notes.append(f"{name} was not checked: nobody knows that its cached forward equals its plain one")
     return tuple(notes)
 
 

@@ -22,6 +22,8 @@ _GENERATION_DEFAULTS = (
 
 MAX_LENGTH_WITHOUT_POSITIONS = 1 << 15
 """A model of recurrent layers alone has no positions and so no longest sequence; here it has."""
+_WITHOUT_POSITIONS = {"xlstm"}
+"""Models of recurrent layers alone that do not say so by their layer types."""
 
 
 def eos_token_ids(generation: GenerationConfig | None, config: PretrainedConfig) -> tuple[int, ...]:
@@ -41,7 +43,8 @@ def max_model_len(config: PretrainedConfig, name: str) -> int:
     sequence than it was first trained on; cached keys, and other rows, would be wrong. Such a model ends there.
     """
     length = getattr(config, "max_position_embeddings", None)
-    if length is None and set(getattr(config, "layer_types", None) or ()) == {"linear_attention"}:
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if length is None and (kinds == {"linear_attention"} or config.model_type in _WITHOUT_POSITIONS):
         return MAX_LENGTH_WITHOUT_POSITIONS
     if not isinstance(length, int):
         raise ModelLoadError(f"{name} does not say how long a sequence may be (max_position_embeddings)")

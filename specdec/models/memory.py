@@ -12,6 +12,7 @@ import torch
 from specdec.errors import InvalidParameterError, MemoryPlanError
 from specdec.models.layers import AttentionLayer
 from specdec.models.loading import LoadedModel
+from specdec.models.recurrent.opaque import NUM_COPIES
 from specdec.models.recurrent.pool import bytes_per_slot, choose_window, state_bytes
 from specdec.models.recurrent.slots import DEFAULT_WINDOW_TOKENS, Route, Window
 
@@ -82,6 +83,13 @@ def cache_bytes_per_token(layers: Iterable[AttentionLayer]) -> int:
     return sum(layer.bytes_per_token for layer in layers)
 
 
+def choose_window_of(loaded: LoadedModel, num_tokens: int, route: Route | None = None) -> Window | None:
+    """How far back the recurrent states of a model reach, and how; None where it has none. Raises as choose_window."""
+    if loaded.opaque_state is not None:
+        return Window("replay", num_tokens)
+    return choose_window(loaded.recurrent_layers, num_tokens, route) if loaded.recurrent_layers else None
+
+
 def free_memory_bytes(device: torch.device) -> int:
     """Bytes that can be taken on a device now without pushing anything out."""
     if device.type == "cuda":
@@ -122,9 +130,7 @@ def plan_memory(
     length = _checked_length(loaded, max_model_len)
     if not 0 < fraction <= 1:
         raise InvalidParameterError("fraction", f"fraction must be in (0, 1], got {fraction}")
-    if loaded.recurrent_layers and window is None:
-        window = choose_window(loaded.recurrent_layers, DEFAULT_WINDOW_TOKENS)
-    needs = _Needs(loaded, length, block_size, window if loaded.recurrent_layers else None)
+    needs = _Needs(loaded, length, block_size, window or choose_window_of(loaded, DEFAULT_WINDOW_TOKENS))
     budget = _budget(needs, fraction) if budget_bytes is None else budget_bytes
     if needs.sequence_bytes + needs.block_bytes > budget:
         raise MemoryPlanError(_refusal(needs, budget))
@@ -134,7 +140,7 @@ def plan_memory(
         num_blocks=num_blocks,
         block_size=block_size,
         max_model_len=length,
-        bytes_per_token=needs.block_bytes // block_size,
+        bytes_per_token=needs.bytes_per_token,
         bytes_per_block=needs.block_bytes,
         sequence_bytes=needs.sequence_bytes,
         cache_bytes=(num_blocks + 1) * needs.block_bytes + num_slots * needs.slot_bytes,
@@ -162,13 +168,20 @@ class _Needs:
     def __init__(self, loaded: LoadedModel, length: int, block_size: int, window: Window | None) -> None:
         self.loaded, self.length, self.block_size, self.window = loaded, length, block_size, window
         self.num_blocks = -(-length // block_size)
-        self.block_bytes = cache_bytes_per_token(loaded.attention_layers) * block_size
+        self.bytes_per_token = cache_bytes_per_token(loaded.attention_layers)
         self.state_bytes = state_bytes(loaded.recurrent_layers)
         self.slot_bytes = bytes_per_slot(loaded.recurrent_layers, window) if window else 0
+        if loaded.opaque_state is not None:
+            self.bytes_per_token = NUM_COPIES * loaded.opaque_state.bytes_per_token
+            self.state_bytes = loaded.opaque_state.bytes_per_sequence
+            self.slot_bytes = NUM_COPIES * self.state_bytes
+        self.block_bytes = self.bytes_per_token * block_size
         self.sequence_bytes = self.num_blocks * self.block_bytes + self.slot_bytes
 
     def by_device(self) -> dict[torch.device, int]:
         """The same, by where the layers are."""
+        if self.loaded.opaque_state is not None:
+            return {self.loaded.device: self.sequence_bytes}
         shares: dict[torch.device, int] = {}
         for layer in self.loaded.attention_layers:
             shares[layer.device] = shares.get(layer.device, 0) + layer.bytes_per_token * self.length
@@ -195,7 +208,7 @@ def _num_blocks(needs: _Needs, budget: int, num_slots: int, max_num_sequences: i
 
 def _refusal(needs: _Needs, budget: int) -> str:
     """One sequence does not fit: what it takes, what there is, and what would help."""
-    per_token = f"{cache_bytes_per_token(needs.loaded.attention_layers)} bytes per token"
+    per_token = f"{needs.bytes_per_token} bytes per token"
     text = f"one sequence of {needs.length} tokens of {needs.loaded.name} takes "
     text += f"{_mib(needs.sequence_bytes + needs.block_bytes)} of cache ({per_token}"
     if needs.window is not None:

@@ -18,6 +18,7 @@ from specdec.models.plan import RowSpan, StepPlan
 from specdec.models.recurrent.binding import bind
 from specdec.models.recurrent.pool import StatePool, choose_window
 from specdec.models.recurrent.slots import DEFAULT_WINDOW_TOKENS, SequenceState, Window
+from specdec.models.recurrent.snapshots import SnapshotPool
 from specdec.models.recurrent.step import StateRow, StateStep
 
 
@@ -78,12 +79,13 @@ class ModelRunner:
         self._padding = padding
         self._kernel = choose_kernel(loaded) if kernel == "auto" else kernel
         self._workspace = Workspace()
-        self.states: StatePool | None = None
+        self.states: StatePool | SnapshotPool | None = None
+        pool: StatePool | None = None
         if loaded.recurrent_layers:
             window = window or choose_window(loaded.recurrent_layers, DEFAULT_WINDOW_TOKENS)
-            self.states = StatePool(loaded.recurrent_layers, num_state_slots, window)
-        self._functions = nullcontext() if self.states is None else bind(loaded.model, self.states)
-        self._cache = PagedCache(loaded.attention_layers, num_blocks, block_size, self.states)
+            self.states = pool = StatePool(loaded.recurrent_layers, num_state_slots, window)
+        self._functions = nullcontext() if pool is None else bind(loaded.model, pool)
+        self._cache = PagedCache(loaded.attention_layers, num_blocks, block_size, pool)
         self._cache_argument = cache_argument(loaded.model)
         self._latent_layers = frozenset(layer.index for layer in loaded.attention_layers if layer.is_latent)
 
@@ -101,6 +103,11 @@ class ModelRunner:
     def max_rollback(self) -> int | None:
         """Most tokens that can be taken back for sure without reading others anew; None: any number."""
         return None if self.states is None else self.states.window.num_tokens
+
+    @property
+    def no_speculation(self) -> str | None:
+        """Why drafts are not worth verifying with this model, in a word; None: they are."""
+        return None
 
     def new_sequence(self, salt: bytes | None = b"") -> CachedSequence:
         """An empty sequence; see :class:`CachedSequence` for ``salt``.
@@ -192,7 +199,7 @@ class ModelRunner:
         self, rows: Sequence[RowInput], spans: list[RowSpan], num_tokens: int
     ) -> list[tuple[SequenceState, StateRow]]:
         """Tell the recurrent layers of the step; gives each row's state with what becomes of it."""
-        if self.states is None:
+        if not isinstance(self.states, StatePool):
             return []
         moves: list[tuple[SequenceState, StateRow]] = []
         for row, span in zip(rows, spans, strict=True):

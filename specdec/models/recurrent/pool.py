@@ -111,6 +111,8 @@ def choose_window(layers: Sequence[RecurrentLayer], num_tokens: int, route: Rout
         message = f"rollback_tokens must be at least {MIN_WINDOW_TOKENS}, got {num_tokens}"
         raise InvalidParameterError("rollback_tokens", message)
     by_states, by_rescan = Window("states", num_tokens), Window("rescan", num_tokens)
+    if route == "replay":
+        raise InvalidParameterError("rollback", "rollback must be auto, states or rescan for this model, got 'replay'")
     if route is not None:
         return by_states if route == "states" else by_rescan
     num_bytes = bytes_per_slot(layers, by_states)

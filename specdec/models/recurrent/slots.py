@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Route = Literal["states", "rescan"]
+Route = Literal["states", "rescan", "replay"]
 """How a state is rolled back. ``states``: the state after every position of the window is kept, and one is selected.
-``rescan``: the state at the window's beginning and the scan's inputs since then are kept, and scanned again."""
+``rescan``: the state at the window's beginning and the scan's inputs since then are kept, and scanned again.
+``replay``: a copy of the whole state is taken now and then, and the model reads the tokens since then once more."""
 
 DEFAULT_WINDOW_TOKENS = 18
 """Twice a draft of eight tokens and the bonus token: what a drafter that runs ahead may have to take back."""

@@ -75,11 +75,8 @@ FAMILIES = {
         },
     ),
 }
-_RECURRENT = {"layer_types": ["linear_attention", "full_attention"] * 2}
 REFUSED = {
-    "minimax": ("MiniMax", {**_RECURRENT, **_MOE}),
     "recurrent_gemma": ("RecurrentGemma", {"num_key_value_heads": 1, "num_hidden_layers": 3}),
-    "rwkv": ("Rwkv", {"context_length": 64}),
     "bloom": ("Bloom", {"n_layer": 2, "n_head": 4}),
     "llama4": (
         "Llama4",

@@ -181,10 +181,53 @@ RECURRENT: dict[str, tuple[str, str, dict[str, object]]] = {
     ),
 }
 
+OPAQUE: dict[str, tuple[str, str, dict[str, object]]] = {
+    "rwkv": ("RwkvConfig", "RwkvForCausalLM", {"num_hidden_layers": 2, "context_length": 256}),
+    "xlstm": (
+        "xLSTMConfig",
+        "xLSTMForCausalLM",
+        {
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "num_heads": 4,
+            "chunk_size": 16,
+            "autocast_kernel_dtype": "float32",
+            "qk_dim_factor": 1.0,
+            "ffn_round_up_to_multiple_of": 16,
+        },
+    ),
+    "minimax": (
+        "MiniMaxConfig",
+        "MiniMaxForCausalLM",
+        {
+            **_ATTENTION,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "block_size": 8,
+        },
+    ),
+    "zaya": (
+        "ZayaConfig",
+        "ZayaForCausalLM",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "num_hidden_layers": 2,
+            "moe_intermediate_size": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 1,
+            "router_hidden_size": 16,
+        },
+    ),
+}
+"""Families whose state can only be copied as a whole."""
+
 
 def make_recurrent(family: str, seed: int = 0, **changes: object) -> PreTrainedModel:
     """A random model: matrices scaled to 1 / sqrt(fan in), states that last for many tokens."""
-    config_name, model_name, options = RECURRENT[family]
+    config_name, model_name, options = {**RECURRENT, **OPAQUE}[family]
     torch.manual_seed(seed)
     config = _find(family, config_name)(**{**_COMMON, **options, **changes})
     model = _find(family, model_name)(config)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from specdec.models.runner import ModelRunner, RowInput
 from tests.specdec.models.recurrent_families import RECURRENT, make_recurrent
 from tests.specdec.models.rounds import WINDOW, Rounds, make_runner, pair, play, whole_forwards
 
-ROUTES: tuple[Route, ...] = get_args(Route)
+ROUTES: tuple[Route, ...] = ("states", "rescan")
 TOLERANCE = 2e-4
 DRAFT_LENGTHS = (1, 2, 5, 8)
 ONE_OF_A_KIND = ("qwen3_5", "kimi_linear", "bamba", "jamba", "lfm2")
