@@ -108,6 +108,7 @@ class SpeculativeEngine:
         eos_token_ids: Tokens that end a text.
         vocab_size: Number of tokens.
         num_speculative_tokens: Draft tokens per round where a call names none.
+        fallback: Why the target runs without speculation, in a word; None where it does not.
     """
 
     def __init__(
@@ -119,7 +120,9 @@ class SpeculativeEngine:
         eos_token_ids: tuple[int, ...],
         vocab_size: int,
         num_speculative_tokens: int = 4,
+        fallback: str | None = None,
     ) -> None:
+        self._fallback = fallback if draft is not None else None
         self._service = LocalService(target, draft, num_speculative_tokens)
         self._max_model_len = target.max_model_len
         self._tokenizer = tokenizer
@@ -170,6 +173,7 @@ class SpeculativeEngine:
             eos_token_ids=built.loaded.eos_token_ids,
             vocab_size=built.runner.vocab_size,
             num_speculative_tokens=num_speculative_tokens,
+            fallback=built.runner.no_speculation,
         )
 
     @property
@@ -342,12 +346,15 @@ class SpeculativeEngine:
         one.finish_reason = delta.finish
         if delta.finish is not None:
             one.ended_s = time.perf_counter()
-            self._stats += SpecStats.of(one.notes)
+            self._stats += self._stats_of(one)
         return TokenEvent(one.index, tokens[: delta.num_billed], delta.text, delta.finish)
 
     def _result(self, one: _Running, started_s: float) -> GenerationResult:
         assert one.finish_reason is not None
-        stats = SpecStats.of(one.notes)
+        duration_s = one.ended_s - started_s
         return GenerationResult(
-            "".join(one.text), tuple(one.token_ids), one.finish_reason, stats, one.ended_s - started_s
+            "".join(one.text), tuple(one.token_ids), one.finish_reason, self._stats_of(one), duration_s
         )
+
+    def _stats_of(self, one: _Running) -> SpecStats:
+        return SpecStats.of(one.notes, self._fallback if one.spec.num_speculative_tokens != 0 else None)
