@@ -16,7 +16,17 @@ from specdec.models.recurrent.slots import Route
 from specdec.models.runner import ModelRunner
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.pipeline import Sampler
-from tests.specdec.engine.pairs import MAX_MODEL_LEN, Case, add_noise, assert_same, greedy, make_draft, make_model, run
+from tests.specdec.engine.pairs import (
+    MAX_MODEL_LEN,
+    Case,
+    add_noise,
+    assert_same,
+    greedy,
+    make_draft,
+    make_model,
+    run,
+    start,
+)
 from tests.specdec.models.recurrent_families import RECURRENT, VOCAB_SIZE, make_recurrent
 from tests.specdec.models.test_recurrent import ONE_OF_A_KIND, keep_refused
 
@@ -151,3 +161,33 @@ def test_drafts_longer_than_the_window_are_cut() -> None:
     for got, case in zip(outputs, cases, strict=True):
         assert_same(got, greedy(stock, case), case, stock)
     assert stats.acceptance_rate == 1.0
+
+
+def test_nothing_is_held_after_mixed_work() -> None:
+    """Sequences that come and go, are cancelled and are preempted: blocks and slots are all given back."""
+    scarce = {"num_state_slots": 3, "num_blocks": 60}
+    target = make_runner(make_recurrent("lfm2"), "rescan", **scarce)
+    draft = make_runner(add_noise(make_recurrent("lfm2"), NOISE), "states", **scarce)
+    service = make_service(target, draft)
+    rng = random.Random(8)
+    open_names: list[str] = []
+    num_cancelled = most_slots = 0
+    for step in range(300):
+        if step < 250 and len(open_names) < 6:
+            prompt = tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 40)))
+            open_names += start(service, [Case(prompt, rng.randint(1, 12), GREEDY, seed=step)])
+        if open_names and rng.random() < 0.2:
+            service.cancel(open_names.pop(rng.randrange(len(open_names))))
+            num_cancelled += 1
+        for delivery in service.pump():
+            if delivery.finish is not None:
+                open_names.remove(delivery.seq)
+                service.cancel(delivery.seq)
+        most_slots = max(most_slots, in_use(target)[1])
+    assert not open_names
+    assert num_cancelled > 20
+    assert most_slots == 3
+    gauges = service.target._backend.gauges()
+    assert gauges["num_evictions"] > 0
+    assert gauges["state_slots_in_use"] == gauges["kv_blocks_in_use"] == 0
+    assert in_use(target) == in_use(draft) == (0, 0)
