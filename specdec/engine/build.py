@@ -165,8 +165,8 @@ def _admitted(
 
 def _notes(runner: ModelRunner, options: BackendOptions) -> tuple[str, ...]:
     notes, name = [], runner.loaded.name
-    if runner.states is not None:
-        notes.append(f"{name} has recurrent layers: prefixes are not shared, prompts that begin alike are read anew")
+    if not runner.shares_prefixes:
+        notes.append(f"{name}: prefixes are not shared, prompts that begin alike are read anew")
     if isinstance(runner, SnapshotRunner):
         notes.append(f"{name} keeps a state that can only be copied: its sequences are read one after another")
     if runner.no_speculation is not None:

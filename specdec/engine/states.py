@@ -56,7 +56,7 @@ class SequenceStates:
                 sequence = self._runner.fork(parent)
             else:
                 sequence = self._runner.new_sequence(salt)
-                agreed = self._runner.pool.reuse_prefix(sequence, tokens)
+                agreed = self._runner.reuse_prefix(sequence, tokens)
                 self.num_reused_tokens += agreed
             self._sequences[key] = sequence
         cached = sequence.tokens
@@ -111,7 +111,7 @@ class SequenceStates:
 
     def keep_prefix(self, key: str, verified_length: int) -> None:
         """Offer the full blocks of a sequence's first tokens, which are committed, to others that begin like it."""
-        self._runner.pool.keep_prefix(self._sequences[key], verified_length)
+        self._runner.keep_prefix(self._sequences[key], verified_length)
 
     def gauges(self) -> dict[str, float]:
         """What is held now; blocks kept only for prefix reuse count as free."""
@@ -122,7 +122,7 @@ class SequenceStates:
             "num_evictions": float(self.num_evictions),
             "kv_blocks_in_use": float(pool.num_in_use),
             "kv_cache_usage_perc": pool.num_in_use / pool.num_blocks,
-            "state_slots_in_use": 0.0 if states is None else float(states.slots.num_in_use),
+            "state_slots_in_use": 0.0 if states is None else float(states.num_in_use),
             "num_reread_tokens": float(self.num_reread_tokens),
         }
 

@@ -86,7 +86,7 @@ def check_admission(runner: ModelRunner, seed: int = 0) -> AdmissionReport:
 
 def _split_forward(runner: ModelRunner, rows: list[list[int]], rng: random.Random) -> list[torch.Tensor]:
     """Logits of every row, [length, vocabulary] each; as many rows side by side as there are states for."""
-    most = len(rows) if runner.states is None else max(1, runner.states.slots.num_free)
+    most = len(rows) if runner.states is None else max(1, runner.states.num_free)
     parts = [_split_rows(runner, rows[i : i + most], rng) for i in range(0, len(rows), most)]
     return [logits for part in parts for logits in part]
 

@@ -109,12 +109,40 @@ class ModelRunner:
         """Why drafts are not worth verifying with this model, in a word; None: they are."""
         return None
 
-    def new_sequence(self, salt: bytes | None = b"") -> CachedSequence:
-        """An empty sequence; see :class:`CachedSequence` for ``salt``.
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether what is cached of one prompt serves others that begin like it."""
+        return self.states is None or (isinstance(self.states, StatePool) and self.states.prefixes.most > 0)
 
-        Where there are recurrent layers it shares no prefix: blocks alone do not bring their states back.
+    def keep_prefix(self, sequence: CachedSequence, verified_length: int) -> None:
+        """Offer the full blocks of the first ``verified_length`` tokens, whose state is final, for reuse."""
+        self.pool.keep_prefix(sequence, verified_length)
+        if isinstance(self.states, StatePool) and sequence.state is not None:
+            self.states.keep_prefix(sequence.state, sequence.block_digests, self.pool.block_size)
+
+    def reuse_prefix(self, sequence: CachedSequence, tokens: Sequence[int]) -> int:
+        """Fill an empty sequence with the longest kept prefix of ``tokens``, in full blocks.
+
+        At least one token is left over. Recurrent layers go as far as a copy of their state was kept.
+
+        Returns:
+            Number of tokens now cached.
         """
-        return CachedSequence(salt=salt if self.states is None else None)
+        length = self.pool.reuse_prefix(sequence, tokens)
+        if not isinstance(self.states, StatePool) or not length:
+            return length
+        digests, num_blocks = sequence.block_digests, len(sequence.block_digests)
+        while num_blocks and digests[num_blocks - 1] not in self.states.prefixes:
+            num_blocks -= 1
+        length = num_blocks * self.pool.block_size
+        state = self.states.reuse_prefix(digests[num_blocks - 1], length) if num_blocks else None
+        self.pool.truncate(sequence, length if state is not None else 0)
+        sequence.state = state
+        return len(sequence)
+
+    def new_sequence(self, salt: bytes | None = b"") -> CachedSequence:
+        """An empty sequence; see :class:`CachedSequence` for ``salt``."""
+        return CachedSequence(salt=salt if self.shares_prefixes else None)
 
     def reserve(self, sequence: CachedSequence, length: int) -> bool:
         """Make room for ``length`` positions in all, and for a recurrent state.
@@ -123,7 +151,7 @@ class ModelRunner:
         """
         if self.states is None or sequence.state is not None:
             return self.pool.reserve(sequence, length)
-        if not self.states.slots.num_free or not self.pool.reserve(sequence, length):
+        if not self.states.num_free or not self.pool.reserve(sequence, length):
             return False
         sequence.state = self.states.take()
         return True

@@ -9,6 +9,7 @@ import torch
 from specdec.errors import InvalidParameterError
 from specdec.models.recurrent.binding import RecurrentLayer, ScanShape
 from specdec.models.recurrent.conv import ConvWindows
+from specdec.models.recurrent.prefixes import PrefixStates
 from specdec.models.recurrent.rescan import Rescan
 from specdec.models.recurrent.scan import Scan
 from specdec.models.recurrent.slots import Route, SequenceState, StateSlots, Window
@@ -24,6 +25,8 @@ MIN_WINDOW_TOKENS = 4
 class StatePool:
     """State slots, and the tensors of all recurrent layers behind them. Used by one thread at a time.
 
+    Up to half of the slots hold copies for prompts that begin alike, while no sequence wants them.
+
     Args:
         layers: The model's recurrent layers.
         num_slots: Most sequences and branches at once.
@@ -33,6 +36,7 @@ class StatePool:
     def __init__(self, layers: Sequence[RecurrentLayer], num_slots: int, window: Window) -> None:
         self.window = window
         self.slots = StateSlots(num_slots)
+        self.prefixes = PrefixStates(num_slots // 2)
         self._step: StateStep | None = None
         self._next_scan: dict[int, int] = {}
         num_kept = window.num_kept_tokens
@@ -48,9 +52,19 @@ class StatePool:
         """Bytes of all slots in all layers."""
         return sum(keeper.num_bytes for keeper in self._keepers())
 
+    @property
+    def num_free(self) -> int:
+        """Slots nobody holds, those kept only for prefix reuse included."""
+        return self.slots.num_free + len(self.prefixes)
+
+    @property
+    def num_in_use(self) -> int:
+        """Slots some sequence or branch holds."""
+        return self.slots.num_in_use - len(self.prefixes)
+
     def take(self) -> SequenceState | None:
         """The state of an empty sequence; None where no slot is free."""
-        state = self.slots.take()
+        state = self._take_slot()
         if state is not None:
             for keeper in self._keepers():
                 keeper.clear(state.slot)
@@ -58,12 +72,39 @@ class StatePool:
 
     def copy(self, state: SequenceState) -> SequenceState | None:
         """A state of its own that can be brought back like ``state``; None where no slot is free."""
+        copy = self._take_slot()
+        if copy is not None:
+            self._copy(state, copy)
+        return copy
+
+    def keep_prefix(self, state: SequenceState, digests: Sequence[bytes], block_size: int) -> None:
+        """Copy a state for others that begin like its sequence, if that is worth a slot, and one is left for it.
+
+        Args:
+            state: Of a sequence that is at least as long as its digests say.
+            digests: Chained digests of its full, verified blocks.
+            block_size: Positions per block.
+        """
+        if not self.prefixes.is_wanted(state, digests, block_size):
+            return
+        if len(self.prefixes) >= self.prefixes.most:
+            self._drop_prefix()
         copy = self.slots.take()
         if copy is not None:
-            copy.oldest, copy.newest = state.oldest, state.newest
-            for keeper in self._keepers():
-                keeper.copy(state.slot, copy.slot)
-        return copy
+            self._copy(state, copy)
+            self.prefixes.add(copy, digests, block_size)
+            state.kept = len(digests) * block_size
+
+    def reuse_prefix(self, digest: bytes, length: int) -> SequenceState | None:
+        """A state after the ``length`` tokens that end with the block of a digest; None where there is none."""
+        if digest not in self.prefixes:
+            return None
+        found = self.prefixes.find(digest)
+        is_last = not self.slots.num_free and len(self.prefixes) == 1
+        state = self.prefixes.pop() if is_last else self.copy(found)
+        if state is not None:
+            state.kept = length
+        return state
 
     def give_back(self, state: SequenceState) -> None:
         """Free a state's slot."""
@@ -90,6 +131,22 @@ class StatePool:
         keeper = self._scans[index][self._next_scan[index]]
         self._next_scan[index] += 1
         return scan.result(keeper.run(scan, self._step))
+
+    def _take_slot(self) -> SequenceState | None:
+        """A free slot, if need be that of the prefix which nobody has used for longest."""
+        if not self.slots.num_free:
+            self._drop_prefix()
+        return self.slots.take()
+
+    def _drop_prefix(self) -> None:
+        dropped = self.prefixes.pop()
+        if dropped is not None:
+            self.slots.give_back(dropped)
+
+    def _copy(self, state: SequenceState, copy: SequenceState) -> None:
+        copy.oldest, copy.newest = state.oldest, state.newest
+        for keeper in self._keepers():
+            keeper.copy(state.slot, copy.slot)
 
     def _keepers(self) -> list[ConvWindows | EveryState | Rescan]:
         return [*self._convolutions.values(), *(keeper for keepers in self._scans.values() for keeper in keepers)]

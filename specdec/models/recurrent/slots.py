@@ -22,11 +22,13 @@ class SequenceState:
         slot: Where its tensors are.
         oldest: Smallest length it can be brought back to without reading tokens anew (but for 0, which always can).
         newest: Length whose state was computed last; with ``rescan`` only that one is there as it is.
+        kept: Length at which it last left a copy for others that begin like it; 0: never.
     """
 
     slot: int
     oldest: int = 0
     newest: int = 0
+    kept: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,16 @@ class SnapshotPool:
         self._reads_many = reads_many
         self._held: dict[int, _Held] = {}
 
+    @property
+    def num_free(self) -> int:
+        """Slots nobody holds."""
+        return self.slots.num_free
+
+    @property
+    def num_in_use(self) -> int:
+        """Slots some sequence or branch holds."""
+        return self.slots.num_in_use
+
     def take(self) -> SequenceState | None:
         """The state of an empty sequence; None where no slot is free."""
         state = self.slots.take()

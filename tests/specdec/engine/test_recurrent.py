@@ -25,7 +25,6 @@ from tests.specdec.engine.pairs import (
     make_draft,
     make_model,
     run,
-    start,
 )
 from tests.specdec.models.recurrent_families import RECURRENT, VOCAB_SIZE, make_recurrent
 from tests.specdec.models.test_recurrent import ONE_OF_A_KIND, keep_refused
@@ -60,7 +59,7 @@ def make_cases(sampling: SamplingParams = GREEDY, draft_lengths: tuple[int | Non
 
 
 def in_use(runner: ModelRunner) -> tuple[int, int]:
-    return runner.pool.num_in_use, 0 if runner.states is None else runner.states.slots.num_in_use
+    return runner.pool.num_in_use, 0 if runner.states is None else runner.states.num_in_use
 
 
 @pytest.mark.parametrize("family", RECURRENT)
@@ -165,7 +164,7 @@ def test_drafts_longer_than_the_window_are_cut() -> None:
 
 def test_nothing_is_held_after_mixed_work() -> None:
     """Sequences that come and go, are cancelled and are preempted: blocks and slots are all given back."""
-    scarce = {"num_state_slots": 3, "num_blocks": 60}
+    scarce = {"num_state_slots": 3, "num_blocks": 24}
     target = make_runner(make_recurrent("lfm2"), "rescan", **scarce)
     draft = make_runner(add_noise(make_recurrent("lfm2"), NOISE), "states", **scarce)
     service = make_service(target, draft)
@@ -175,7 +174,8 @@ def test_nothing_is_held_after_mixed_work() -> None:
     for step in range(300):
         if step < 250 and len(open_names) < 6:
             prompt = tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 40)))
-            open_names += start(service, [Case(prompt, rng.randint(1, 12), GREEDY, seed=step)])
+            service.start(f"mixed-{step}", prompt, Case(prompt, rng.randint(1, 12), GREEDY).spec(arrival_s=step))
+            open_names.append(f"mixed-{step}")
         if open_names and rng.random() < 0.2:
             service.cancel(open_names.pop(rng.randrange(len(open_names))))
             num_cancelled += 1
@@ -190,4 +190,15 @@ def test_nothing_is_held_after_mixed_work() -> None:
     gauges = service.target._backend.gauges()
     assert gauges["num_evictions"] > 0
     assert gauges["state_slots_in_use"] == gauges["kv_blocks_in_use"] == 0
+    assert in_use(target) == in_use(draft) == (0, 0)
+
+
+def test_a_prompt_that_was_read_is_not_read_again() -> None:
+    stock, (case,) = make_recurrent("qwen3_5"), make_cases()[2:3]
+    target, draft = (make_runner(make_recurrent("qwen3_5"), route) for route in ("states", "rescan"))
+    service = make_service(target, draft)
+    for _ in range(3):
+        outputs, _ = run(service, [case])
+        assert_same(outputs[0], greedy(stock, case), case, stock)
+    assert service.target._backend.gauges()["num_reused_tokens"] > 0
     assert in_use(target) == in_use(draft) == (0, 0)

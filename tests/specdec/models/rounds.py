@@ -123,5 +123,5 @@ def play(family: str, route: Route, rounds: Callable[[Rounds], None], seed: int 
     game.drop_all()
     assert game.runner.pool.num_in_use == 0
     assert game.runner.states is not None
-    assert game.runner.states.slots.num_in_use == 0
+    assert game.runner.states.num_in_use == 0
     return game.difference

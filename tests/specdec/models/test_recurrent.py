@@ -116,7 +116,7 @@ def test_slots_run_out_and_come_back() -> None:
     runner.free(second)
     assert runner.fork(first).tokens == [5, 6, 7]
     assert runner.states is not None
-    assert (runner.states.slots.num_in_use, runner.states.slots.num_free) == (2, 0)
+    assert (runner.states.num_in_use, runner.states.num_free) == (2, 0)
     with pytest.raises(ValueError, match="no room is reserved"):
         runner.forward([RowInput(third, [5], 1)])
 
@@ -149,16 +149,6 @@ def test_a_step_that_fails_spoils_the_states_it_touched() -> None:
         runner.forward([RowInput(sequence, [5, 6], 1)])
     runner.truncate(sequence, 19)
     assert len(sequence) == 0
-
-
-def test_hybrids_share_no_prefix() -> None:
-    loaded, _ = pair("lfm2")
-    runner = make_runner(loaded, "states")
-    sequence = runner.new_sequence()
-    assert runner.reserve(sequence, 8)
-    runner.forward([RowInput(sequence, list(range(3, 11)), 0)])
-    runner.pool.keep_prefix(sequence, 8)
-    assert runner.pool.reuse_prefix(runner.new_sequence(), list(range(3, 20))) == 0
 
 
 def test_our_functions_are_in_place_during_a_step_only() -> None:

@@ -26,7 +26,7 @@ def test_families_are_admitted(family: str) -> None:
     assert report.num_tokens == 73
     assert runner.pool.num_in_use == 0
     assert runner.states is not None
-    assert runner.states.slots.num_in_use == 0
+    assert runner.states.num_in_use == 0
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -33,7 +33,7 @@ def test_the_check_finds_out_whether_several_tokens_are_read_right(family: str) 
         with pytest.raises(ModelLoadError, match="cannot be served exactly"):
             check_admission(runner)
     assert runner.states is not None
-    assert (runner.pool.num_in_use, runner.states.slots.num_in_use) == (0, 0)
+    assert (runner.pool.num_in_use, runner.states.num_in_use) == (0, 0)
     assert check_admission(make_runner(family, reads_many=False)).relative_error < 1e-4
 
 
@@ -55,7 +55,7 @@ def test_rows_equal_whole_forwards(family: str) -> None:
     game.runner.free(fork)
     game.drop_all()
     assert game.runner.states is not None
-    assert (game.runner.pool.num_in_use, game.runner.states.slots.num_in_use) == (0, 0)
+    assert (game.runner.pool.num_in_use, game.runner.states.num_in_use) == (0, 0)
 
 
 def test_the_comparison_sees_a_state_that_is_not_restored(monkeypatch: pytest.MonkeyPatch) -> None:
