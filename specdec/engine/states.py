@@ -78,6 +78,9 @@ class SequenceStates:
             if later is None:
                 later = [other for other in self._sequences if self._ranks[other] > rank]
                 later.sort(key=self._ranks.__getitem__)
+                # Room that does not suffice is not taken: its owners would read anew, and lose it again, for ever.
+                if not self._runner.can_reserve(sequence, length, [self._sequences[other] for other in later]):
+                    later = []
             if not later:
                 self.release(key)
                 return False

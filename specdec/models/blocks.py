@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -99,6 +99,14 @@ class BlockPool:
         for _ in range(num_missing):
             blocks.append(self._take(blocks[-1] if blocks else None))
         return True
+
+    def can_reserve(self, sequence: CachedSequence, length: int, others: Sequence[CachedSequence]) -> bool:
+        """Whether :meth:`reserve` would make room if ``others`` were freed first."""
+        tail, offset = divmod(len(sequence.tokens), self.block_size)
+        num_needed = max(0, self.blocks_for(length) - len(sequence.block_ids))
+        num_needed += bool(offset) and length > len(sequence.tokens) and self._num_users[sequence.block_ids[tail]] > 1
+        held = Counter(block for other in others for block in other.block_ids)
+        return num_needed <= self.num_free + sum(self._num_users[block] == count for block, count in held.items())
 
     def is_reserved(self, sequence: CachedSequence, length: int) -> bool:
         """Whether positions from the sequence's end up to ``length`` can be written: the room is there, and its own."""

@@ -162,17 +162,19 @@ def test_drafts_longer_than_the_window_are_cut() -> None:
     assert stats.acceptance_rate == 1.0
 
 
-def test_nothing_is_held_after_mixed_work() -> None:
-    """Sequences that come and go, are cancelled and are preempted: blocks and slots are all given back."""
+@pytest.mark.parametrize("family", ["lfm2", "llama"])
+def test_nothing_is_held_after_mixed_work(family: str) -> None:
+    """Sequences that come and go, are cancelled and are preempted: all get on, and give back blocks and slots."""
+    make = make_model if family == "llama" else make_recurrent
     scarce = {"num_state_slots": 3, "num_blocks": 24}
-    target = make_runner(make_recurrent("lfm2"), "rescan", **scarce)
-    draft = make_runner(add_noise(make_recurrent("lfm2"), NOISE), "states", **scarce)
+    target = make_runner(make(family), "rescan", **scarce)
+    draft = make_runner(add_noise(make(family), NOISE), "states", **scarce)
     service = make_service(target, draft)
     rng = random.Random(8)
     open_names: list[str] = []
     num_cancelled = most_slots = 0
-    for step in range(300):
-        if step < 250 and len(open_names) < 6:
+    for step in range(200):
+        if step < 150 and len(open_names) < 6:
             prompt = tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 40)))
             service.start(f"mixed-{step}", prompt, Case(prompt, rng.randint(1, 12), GREEDY).spec(arrival_s=step))
             open_names.append(f"mixed-{step}")
@@ -185,8 +187,8 @@ def test_nothing_is_held_after_mixed_work() -> None:
                 service.cancel(delivery.seq)
         most_slots = max(most_slots, in_use(target)[1])
     assert not open_names
-    assert num_cancelled > 20
-    assert most_slots == 3
+    assert num_cancelled > 10
+    assert most_slots == (3 if family == "lfm2" else 0)
     gauges = service.target._backend.gauges()
     assert gauges["num_evictions"] > 0
     assert gauges["state_slots_in_use"] == gauges["kv_blocks_in_use"] == 0
