@@ -15,7 +15,7 @@ help:
 	@echo "make serve   the service with the demo pair on 127.0.0.1:8000, until Ctrl-C"
 	@echo "make test    the test suite"
 	@echo "make check   format, lint, types, import layers"
-	@echo "make bench   tokens per second, target alone and with speculation"
+	@echo "make bench   modes compared on the same work: tokens per second, latencies, limits"
 	@echo "make soak    the long tests"
 	@echo "make format  put the source into the project's format"
 	@echo "make clean   remove .venv and everything that was generated"

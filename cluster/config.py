@@ -8,8 +8,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_validator
 
 from cluster.strict import StrictModel, refused_key
+from specdec.engine.emulation import StepCost, parse_step_costs
 from specdec.protocol.leases import Times
 from specdec.protocol.messages import Mode
+from specdec.sampling.params import Acceptance
+from specdec.sampling.validation import MAX_NUM_SPECULATIVE_TOKENS
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -44,7 +47,48 @@ def memory_amount(value: Any) -> Literal["auto"] | float | int:
     return num_bytes
 
 
+_IMPORT_STRING = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+def import_strings(value: Any) -> Any:
+    """Read a list of import strings; on a command line they are separated by commas.
+
+    Raises:
+        ValueError: One is not of the form ``package.module:name``.
+    """
+    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)) or not all(
+        isinstance(name, str) and _IMPORT_STRING.fullmatch(name) for name in names
+    ):
+        raise ValueError("must be a list of import strings of the form 'package.module:name'")
+    return tuple(names)
+
+
+ImportStrings = Annotated[tuple[str, ...], BeforeValidator(import_strings)]
 MemoryAmount = Annotated[Literal["auto"] | float | int, BeforeValidator(memory_amount)]
+
+
+MOST_DRAFT_TOKENS = 16
+"""Longest draft that ``auto`` chooses; a whole number may be larger."""
+
+
+def draft_length(value: Any) -> Literal["auto"] | int:
+    """Read a draft length: ``auto``, or a whole number of tokens.
+
+    Raises:
+        ValueError: For anything else.
+    """
+    if value == "auto":
+        return "auto"
+    text = str(value).strip()
+    if not text.isdecimal() or int(text) > MAX_NUM_SPECULATIVE_TOKENS:
+        raise ValueError(
+            f"must be 'auto' or a whole number of tokens, at least 0 and at most {MAX_NUM_SPECULATIVE_TOKENS}"
+        )
+    return int(text)
+
+
+DraftLength = Annotated[Literal["auto"] | int, BeforeValidator(draft_length)]
 
 
 class ModelConfig(StrictModel):
@@ -135,6 +179,17 @@ class Actors(StrictModel):
     draft: ActorOptions = Field(default_factory=ActorOptions, description="a replica of the draft")
 
 
+class Scripted(StrictModel):
+    """Tokens by a script in place of the models', for benchmarks; see :mod:`specdec.engine.scripted`."""
+
+    acceptance_rate: float | None = Field(
+        None, ge=0, le=1, description="how often a scripted draft token is right; without it the models answer"
+    )
+    next_guess_rate: float = Field(
+        0.95, ge=0, le=1, description="how often the true token is among the next three guesses where it is not"
+    )
+
+
 class AppArgs(StrictModel):
     """Arguments of the application's builder: what to serve and how; where to listen is the launcher's matter."""
 
@@ -151,8 +206,21 @@ class AppArgs(StrictModel):
     skip_admission_check: bool = Field(
         False, description="serve models without comparing their cached forward with their plain one"
     )
-    num_speculative_tokens: int = Field(4, ge=0, le=64, description="draft tokens per round; 0 is plain decoding")
-    mode: Mode = Field("overlap", description="draft while the target verifies, or in turn")
+    num_speculative_tokens: DraftLength = Field(
+        "auto",
+        description=f"draft tokens per round, 0 to {MAX_NUM_SPECULATIVE_TOKENS}, 0 being plain decoding; auto measures "
+        "and takes what gives the most tokens per second",
+    )
+    acceptance: Acceptance = Field(
+        "coupled", description="rule by which draft tokens are kept, for requests that name none"
+    )
+    mode: Mode | Literal["auto"] = Field(
+        "auto",
+        description="draft while the target verifies, or in turn; auto: the faster, overlap at a fixed length",
+    )
+    num_branches: int = Field(
+        0, ge=0, le=64, description="with a fixed draft length: outcomes that the drafter prepares beside the likeliest"
+    )
     limits: Limits = Field(default_factory=Limits, description="what is taken in at once")
     protocol: ProtocolTimes = Field(default_factory=ProtocolTimes, description="leases and repeats")
     replicas: Replicas = Field(default_factory=Replicas, description="copies of each deployment")
@@ -165,7 +233,21 @@ class AppArgs(StrictModel):
     trust_request_chat_template: bool = Field(
         False, description="let requests bring a chat_template: a program, for those who may run one"
     )
+    logits_processors: ImportStrings = Field(
+        (), description="hooks on every position's logits, as package.module:name: code that both models' processes run"
+    )
+    emulate_step_ms: str | None = Field(
+        None, description="for benchmarks: let each step take the time of an emulated device, as in target=30,draft=3"
+    )
+    scripted: Scripted = Field(default_factory=Scripted, description="for benchmarks: tokens by a script")
     log_level: LogLevel = Field("info", description="least severe message that is logged")
+
+    @field_validator("emulate_step_ms")
+    @classmethod
+    def _known_costs(cls, text: str | None) -> str | None:
+        if text is not None:
+            parse_step_costs(text)
+        return text
 
     @field_validator("target", "draft", mode="before")
     @classmethod
@@ -176,6 +258,8 @@ class AppArgs(StrictModel):
     def _whole_pair(self) -> AppArgs:
         if self.draft.model is not None and self.target.model is None:
             raise refused_key("draft.model", "draft.model: a draft model needs a target: give target too")
+        if self.acceptance != "coupled" and not self.has_draft:
+            raise refused_key("acceptance", f"acceptance: {self.acceptance} needs a draft model: give draft too")
         return self
 
     @property
@@ -189,9 +273,24 @@ class AppArgs(StrictModel):
         return self.served_model_name or self.target.model or DEMO_MODEL_NAME
 
     @property
+    def most_draft_tokens(self) -> int:
+        """Most draft tokens per round where a request names no number."""
+        return MOST_DRAFT_TOKENS if self.num_speculative_tokens == "auto" else self.num_speculative_tokens
+
+    @property
     def has_draft(self) -> bool:
         """Whether there is a draft model at all."""
         return self.is_demo or self.draft.model is not None
+
+    @property
+    def step_costs(self) -> dict[str, StepCost]:
+        """Costs of a step on each emulated device, by ``target`` and ``draft``."""
+        return {} if self.emulate_step_ms is None else parse_step_costs(self.emulate_step_ms)
+
+    @property
+    def is_scripted(self) -> bool:
+        """Whether tokens come from a script."""
+        return self.scripted.acceptance_rate is not None
 
 
 class ServiceConfig(AppArgs):

@@ -32,6 +32,8 @@ class ModelFindings:
         admission: The check of its cached forward: see :class:`specdec.models.admission.AdmissionReport`; None where
             it was skipped.
         notes: What whoever runs it should know, a sentence each.
+        defaults: What it sets for requests that do not say: see :class:`specdec.sampling.params.GenerationDefaults`.
+        remark: What of its generation config is not honoured, if there is anything.
     """
 
     name: str
@@ -42,6 +44,8 @@ class ModelFindings:
     memory: dict[str, Any]
     num_full_sequences: int
     admission: dict[str, Any] | None
+    defaults: dict[str, Any]
+    remark: str | None
     notes: tuple[str, ...] = ()
 
 
@@ -97,11 +101,13 @@ def _examined(
 ) -> tuple[PreTrainedTokenizerBase, Built] | None:
     from cluster.sources import backend_options
     from specdec.engine.build import build_target
+    from specdec.models.compat import tokenizer_width
     from specdec.models.loading import load_tokenizer
 
     try:
         tokenizer = load_tokenizer(source)
-        return tokenizer, build_target(source, backend_options(args, config, len(tokenizer)), progress)[1]
+        options = backend_options(args, config, tokenizer_width(tokenizer))
+        return tokenizer, build_target(source, options, progress)[1]
     except SpecdecError as error:
         findings.problems.append(str(error))
         return None
@@ -131,4 +137,6 @@ def _findings(built: Built) -> ModelFindings:
         num_full_sequences=built.memory.num_full_sequences,
         admission=None if built.admission is None else asdict(built.admission),
         notes=built.notes,
+        defaults=asdict(built.loaded.generation_defaults),
+        remark=built.loaded.generation_defaults.remark(built.loaded.name),
     )

@@ -260,12 +260,18 @@ def first_failure(application: Any) -> str | None:
 
 
 def describe(deployment: Any) -> str:
-    """A few words on a deployment's replicas; those that are stopping do not count."""
+    """A few words on a deployment's replicas; those that are stopping do not count.
+
+    What Serve says of replicas that do not come up (no node has what they ask for, say) is part of it.
+    """
     counts = deployment.replica_states
     running = counts.get("RUNNING", 0)
     total = sum(counts.values()) - counts.get("STOPPING", 0)
     state = "ready" if running and running == total else "starting"
-    return f"{state} ({running} of {total})" if total > 1 else state
+    if total > 1:
+        state += f" ({running} of {total})"
+    message = deployment.message.strip() if running < max(total, 1) else ""
+    return f"{state}: {last_line(message)}" if message else state
 
 
 def last_line(message: str) -> str:

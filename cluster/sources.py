@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import pkgutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import specdec.demo
 from cluster.config import AppArgs, ModelConfig
 from specdec.engine.build import BackendOptions
+from specdec.errors import InvalidParameterError
 from specdec.models.loading import ModelSource
 from specdec.models.recurrent.slots import DEFAULT_WINDOW_TOKENS
+from specdec.sampling.pipeline import LogitsProcessor
 
 
 def target_source(args: AppArgs) -> ModelSource:
@@ -22,7 +26,11 @@ def draft_source(args: AppArgs) -> ModelSource | None:
 
 
 def backend_options(args: AppArgs, model: ModelConfig, vocab_size: int | None = None) -> BackendOptions:
-    """How a model is run."""
+    """How a model is run.
+
+    Raises:
+        InvalidParameterError: A logits processor cannot be had.
+    """
     return BackendOptions(
         max_model_len=args.max_model_len,
         vocab_size=vocab_size,
@@ -31,8 +39,37 @@ def backend_options(args: AppArgs, model: ModelConfig, vocab_size: int | None = 
         kv_memory=model.kv_memory,
         max_num_sequences=args.max_num_sequences,
         skip_admission_check=args.skip_admission_check,
-        rollback_tokens=max(DEFAULT_WINDOW_TOKENS, 2 * (args.num_speculative_tokens + 1)),
+        rollback_tokens=max(DEFAULT_WINDOW_TOKENS, 2 * (args.most_draft_tokens + 1)),
+        logits_processors=load_processors(args.logits_processors),
     )
+
+
+def load_processors(names: Iterable[str]) -> tuple[LogitsProcessor, ...]:
+    """Import logits processors: functions or other callables of modules that this process can import.
+
+    Args:
+        names: Import strings, such as ``my_package.masks:only_digits``.
+
+    Raises:
+        InvalidParameterError: One cannot be imported, or called as a processor.
+    """
+    return tuple(_load_processor(name) for name in names)
+
+
+def _load_processor(name: str) -> LogitsProcessor:
+    try:
+        found: LogitsProcessor = pkgutil.resolve_name(name)
+    except Exception as error:  # the module's own code runs here, and may raise anything
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise InvalidParameterError(
+            "logits_processors", f"logits_processors: cannot import {name}: {reason}"
+        ) from error
+    if not callable(found) or isinstance(found, type):
+        kind = "a class" if isinstance(found, type) else f"of type {type(found).__name__}"
+        raise InvalidParameterError(
+            "logits_processors", f"logits_processors: {name} must be a function or a callable object, and is {kind}"
+        )
+    return found
 
 
 def demo_folder(role: str) -> Path:

@@ -16,10 +16,11 @@ from deployments.metrics import metrics_page
 from deployments.names import ROUTER
 from deployments.openai.app import create_app
 from deployments.openai.observer import PrometheusObserver
-from deployments.openai.service import GenerationDefaults, ModelInfo, Role, ServedModel
+from deployments.openai.service import ModelInfo, Role, ServedModel
 from deployments.openai.settings import ApiSettings
 from deployments.requests import RoutedTokens
 from deployments.transport.endpoints import IngressEndpoint, PeerGroup, replica_id
+from specdec.models.compat import check_width, tokenizer_width
 from specdec.models.describe import describe_model
 from specdec.models.loading import ModelSource, load_tokenizer
 from specdec.protocol.ingress import IngressMachine
@@ -68,7 +69,7 @@ class OpenAIIngress(IngressEndpoint):
 
 def _model_info(args: AppArgs) -> ModelInfo:
     """What the API says of the models, from their configurations alone."""
-    vocab_size = len(load_tokenizer(target_source(args)))
+    vocab_size = tokenizer_width(load_tokenizer(target_source(args)))
     target = _served(args, target_source(args), args.model_name, "target", vocab_size)
     source = draft_source(args)
     if source is None:
@@ -76,19 +77,21 @@ def _model_info(args: AppArgs) -> ModelInfo:
     return ModelInfo(
         target,
         _served(args, source, f"{args.model_name}-draft", "draft", vocab_size),
-        num_speculative_tokens=args.num_speculative_tokens,
+        num_speculative_tokens=args.most_draft_tokens,
         acceptance_rules=("coupled", "rejection"),
+        acceptance=args.acceptance,
         created_s=int(time.time()),
     )
 
 
 def _served(args: AppArgs, source: ModelSource, name: str, role: Role, vocab_size: int) -> ServedModel:
     model = describe_model(source)
+    check_width(model.name, model.vocab_size, vocab_size)
     return ServedModel(
         name=name,
         role=role,
         max_model_len=min(args.max_model_len or model.max_model_len, model.max_model_len),
         vocab_size=vocab_size,
         eos_token_ids=model.eos_token_ids,
-        defaults=GenerationDefaults.from_generation_config(model.generation_defaults),
+        defaults=model.generation_defaults,
     )

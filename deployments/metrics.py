@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from specdec.protocol.router import WorkerKind
+from specdec.protocol.plans import WorkerKind
 
 logger = logging.getLogger("ray.serve")
 
 _PATIENCE_S = 2.0
-Reports = dict[str, tuple[WorkerKind, dict[str, float]]]
+Reports = dict[str, tuple[WorkerKind | Literal["router"], dict[str, float]]]
 
 
 async def metrics_page(registry: CollectorRegistry, router: Any, model_name: str) -> bytes:
@@ -34,13 +34,13 @@ async def metrics_page(registry: CollectorRegistry, router: Any, model_name: str
     except Exception as error:  # a router that dies or hangs must not cost this ingress' own counters
         logger.warning("The workers' figures are missing from this scrape: %r", error)
     workers = CollectorRegistry()
-    workers.register(_WorkerReports(reports, model_name))
+    workers.register(WorkerReports(reports, model_name))
     theirs: bytes = generate_latest(workers)
     return own + theirs
 
 
-class _WorkerReports(Collector):
-    """What workers report, as gauges labelled by worker."""
+class WorkerReports(Collector):
+    """What workers report, and what the routers' controllers choose and estimate, as gauges labelled by worker."""
 
     def __init__(self, reports: Reports, model_name: str) -> None:
         self._reports = reports
@@ -52,17 +52,26 @@ class _WorkerReports(Collector):
         families: dict[str, GaugeMetricFamily] = {}
         for name, text in _GAUGES.items():
             families[name] = GaugeMetricFamily(f"specdec_{name}", text, labels=labels)
-        text = "Sequences that ran without speculation since the worker started."
-        fallbacks = GaugeMetricFamily("specdec_num_fallbacks", text, labels=[*labels, "reason"])
         for worker, (kind, report) in sorted(self._reports.items()):
             for name, family in families.items():
                 if name in report:
                     family.add_metric([self._model_name, kind, worker], report[name])
-            for name, figure in report.items():
-                what, _, reason = name.partition("/")
-                if what == "num_fallbacks":
-                    fallbacks.add_metric([self._model_name, kind, worker, reason], figure)
-        return [*families.values(), fallbacks]
+        fallbacks = "Sequences that ran without speculation since the worker started, by reason."
+        planned = "Sequences that the controller has planned for, by way of speculating."
+        return [
+            *families.values(),
+            self._by_part("planned_sequences", planned, [*labels, "mode"]),
+            self._by_part("num_fallbacks", fallbacks, [*labels, "reason"]),
+        ]
+
+    def _by_part(self, name: str, text: str, labels: list[str]) -> GaugeMetricFamily:
+        """One family for all figures called ``name/part``, with the part as its last label."""
+        family = GaugeMetricFamily(f"specdec_{name}", text, labels=labels)
+        for worker, (role, report) in sorted(self._reports.items()):
+            for figure, value in report.items():
+                if figure.startswith(f"{name}/"):
+                    family.add_metric([self._model_name, role, worker, figure.partition("/")[2]], value)
+        return family
 
 
 _GAUGES = {
@@ -70,4 +79,20 @@ _GAUGES = {
     "kv_cache_usage_perc": "Share of a worker's cache blocks that sequences hold, from 0 to 1.",
     "kv_blocks_in_use": "Cache blocks that sequences hold.",
     "state_slots_in_use": "Recurrent states that sequences and branches hold.",
+    "num_steps": "Steps of a worker since it started.",
+    "busy_s": "Seconds that a worker's steps took since it started.",
+    "report_s": "The worker's own clock when it reported, in seconds.",
+    "num_branch_hits": "Verifications whose outcome was among the branches offered, since the target started.",
+    "num_branch_misses": "Verifications with branches offered whose outcome was not among them.",
+    "num_emulated_steps": "Steps that ended at an emulated time.",
+    "num_overruns": "Emulated steps that took longer to compute than the emulated time.",
+    "is_scripted": "1 where tokens come from a script.",
+    "planned_draft_tokens": "Draft tokens per round that the controller plans, mean over the sequences that draft.",
+    "planned_branches": "Outcomes to prepare per sequence that the controller plans, mean over those that draft.",
+    "estimated_acceptance_rate": "Acceptance rate per draft token, over all sequences of late.",
+    "estimated_guess_rate": "How often one of three guesses is right where the draft's own token is not.",
+    "estimated_target_step_seconds": "A step of this target with one token per sequence.",
+    "estimated_verify_step_seconds": "A step of this target that verifies a whole draft per sequence.",
+    "estimated_draft_step_seconds": "A step of the drafter with the branches that are planned.",
+    "estimated_round_trip_seconds": "From a verdict to an offer made of it, drafting left out.",
 }

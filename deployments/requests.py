@@ -38,7 +38,7 @@ class RoutedTokens:
         for delivery in machine.take_deliveries():
             queue = self._queues.get(delivery.seq)
             if queue is not None:
-                queue.put_nowait(TokenDelta(delivery.tokens, delivery.notes, delivery.finish))
+                queue.put_nowait(TokenDelta(delivery.tokens, delivery.notes, delivery.finish, delivery.plan))
 
     def model_info(self) -> ModelInfo:
         """What is served."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from cluster.config import AppArgs
 from deployments.names import DRAFT, TARGET
 from deployments.transport.endpoints import PeerGroup, RouterEndpoint, replica_id
-from specdec.protocol.plans import fixed_plan, no_drafts
-from specdec.protocol.router import RouterMachine, WorkerKind
+from specdec.control.choice import Bounds
+from specdec.control.controller import Controller
+from specdec.control.limits import KINDS, Kind
+from specdec.protocol.plans import PlanController, Planner, WorkerKind, fixed_plan, no_drafts
+from specdec.protocol.router import RouterMachine
 
 IN_TURN_WAIT_S = 1.0
 """Longest wait of a target for a draft in mode ``in_turn``; a drafter that is gone costs this once per sequence."""
@@ -23,17 +26,35 @@ class SpeculationRouter(RouterEndpoint):
     """
 
     def __init__(self, args: AppArgs, *workers: Any) -> None:
-        wait_s = IN_TURN_WAIT_S if args.mode == "in_turn" else 0.0
-        planner = fixed_plan(args.num_speculative_tokens, args.mode, wait_s) if args.has_draft else no_drafts
-        self._machine = RouterMachine(replica_id(), planner, args.protocol.times())
+        self._machine = RouterMachine(replica_id(), planner_of(args), args.protocol.times())
         groups = [_group(TARGET, "target")]
         if args.has_draft:
             groups.append(_group(DRAFT, "drafter"))
         self.start_router(self._machine, workers=groups)
 
-    async def reports(self) -> dict[str, tuple[WorkerKind, dict[str, float]]]:
-        """The newest counters of every live worker, by its name."""
-        return self._machine.reports()
+    async def reports(self) -> dict[str, tuple[WorkerKind | Literal["router"], dict[str, float]]]:
+        """The newest counters of every live worker, by its name, and what the controller estimates and chooses."""
+        figures = self._machine.figures()
+        reports: dict[str, tuple[WorkerKind | Literal["router"], dict[str, float]]] = {
+            name: (kind, {**report, **figures.get(name, {})})
+            for name, (kind, report) in self._machine.reports().items()
+        }
+        return {**reports, self._machine.name: ("router", figures.get("", {}))}
+
+
+def planner_of(args: AppArgs) -> Planner | PlanController:
+    """Who plans: the controller, or the same plan for all where the draft length is fixed."""
+    if not args.has_draft:
+        return no_drafts
+    if args.num_speculative_tokens != "auto":
+        mode = "overlap" if args.mode == "auto" else args.mode
+        wait_s = IN_TURN_WAIT_S if mode == "in_turn" else 0.0
+        return fixed_plan(args.num_speculative_tokens, mode, wait_s, args.num_branches)
+    kinds: dict[str, frozenset[Kind]] = {
+        "in_turn": frozenset({"off", "in_turn"}),
+        "overlap": frozenset({"off", "overlap", "outcomes"}),
+    }
+    return Controller(Bounds(args.most_draft_tokens, kinds=kinds.get(args.mode, frozenset(KINDS))))
 
 
 def _group(deployment: str, kind: WorkerKind) -> PeerGroup[RouterMachine]:

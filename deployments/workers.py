@@ -7,14 +7,18 @@ from dataclasses import replace
 
 import torch
 
+from cluster.bench.doubles import emulated_drafter, emulated_target, scripted_pair
+from cluster.bench.steps import BusyTime, NotedDrafter, NotedTarget
 from cluster.config import AppArgs
 from cluster.sources import backend_options, draft_source, target_source
 from deployments.names import ROUTER
 from deployments.transport.endpoints import WorkerEndpoint, replica_id
 from specdec.engine.build import Built, build_drafter, build_target
-from specdec.models.compat import check_pair
+from specdec.engine.timing import TimedDrafter, TimedTarget
+from specdec.models.compat import check_pair, tokenizer_width
 from specdec.models.describe import describe_model
 from specdec.models.loading import load_tokenizer
+from specdec.protocol.backends import DraftBackend, TargetBackend
 from specdec.protocol.draft_worker import DraftWorkerMachine
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.target import TargetMachine
@@ -36,12 +40,10 @@ class TargetServer(WorkerEndpoint):
 
     def __init__(self, args: AppArgs, num_torch_threads: int, gpu_share: float) -> None:
         torch.set_num_threads(num_torch_threads)
-        source = target_source(args)
-        vocab_size = len(load_tokenizer(source))
-        options = replace(backend_options(args, args.target, vocab_size), device_share=gpu_share)
-        backend, built = build_target(source, options, logger.info)
-        _report(built)
-        machine = TargetMachine(replica_id(), backend, args.protocol.times(), backend.gauges)
+        busy = BusyTime()
+        backend = NotedTarget(emulated_target(args, _target_backend(args, gpu_share)), busy)
+        timed = TimedTarget(backend, lambda: backend.gauges() | busy.gauges())
+        machine = TargetMachine(replica_id(), timed, args.protocol.times(), timed.gauges)
         self.start_worker(machine, routers=ROUTER, stall_s=STALL_S)
 
 
@@ -56,22 +58,46 @@ class DraftServer(WorkerEndpoint):
 
     def __init__(self, args: AppArgs, num_torch_threads: int, gpu_share: float) -> None:
         torch.set_num_threads(num_torch_threads)
-        source = draft_source(args)
-        assert source is not None, "deployed without a draft model"
-        target = target_source(args)
-        tokenizer = load_tokenizer(target)
-        pair = check_pair(describe_model(target), tokenizer, describe_model(source), load_tokenizer(source))
-        for note in pair.notes:
-            logger.info(note)
-        options = replace(backend_options(args, args.draft, len(tokenizer)), device_share=gpu_share)
-        drafter, solo, built = build_drafter(source, options, logger.info)
-        _report(built)
+        busy = BusyTime()
+        backend, solo = _draft_backends(args, gpu_share)
+        drafter = NotedDrafter(emulated_drafter(args, backend), busy)
         name, times = replica_id(), args.protocol.times()
-        machine = DraftWorkerMachine(
-            DrafterMachine(name, drafter, times, drafter.gauges), TargetMachine(name, solo, times)
-        )
+        timed = TimedDrafter(drafter, lambda: drafter.gauges() | busy.gauges())
+        machine = DraftWorkerMachine(DrafterMachine(name, timed, times, timed.gauges), TargetMachine(name, solo, times))
         self.start_worker(machine, routers=ROUTER, stall_s=STALL_S)
+
+
+def _target_backend(args: AppArgs, gpu_share: float) -> TargetBackend:
+    if args.is_scripted:
+        return scripted_pair(args)[0]
+    source = target_source(args)
+    width = tokenizer_width(load_tokenizer(source))
+    options = replace(backend_options(args, args.target, width), device_share=gpu_share)
+    backend, built = build_target(source, options, logger.info)
+    _report(built)
+    return backend
+
+
+def _draft_backends(args: AppArgs, gpu_share: float) -> tuple[DraftBackend, TargetBackend]:
+    """The drafter, and a target over the same model for those who ask the model itself."""
+    if args.is_scripted:
+        target, drafter = scripted_pair(args)
+        return drafter, target
+    source = draft_source(args)
+    assert source is not None, "deployed without a draft model"
+    target_model = target_source(args)
+    tokenizer = load_tokenizer(target_model)
+    pair = check_pair(describe_model(target_model), tokenizer, describe_model(source), load_tokenizer(source))
+    for note in pair.notes:
+        logger.info(note)
+    options = replace(backend_options(args, args.draft, pair.vocab_size), device_share=gpu_share)
+    model_drafter, model_solo, built = build_drafter(source, options, logger.info)
+    _report(built)
+    return model_drafter, model_solo
 
 
 def _report(built: Built) -> None:
     logger.info("%s: %s; %s", built.loaded.name, built.memory, built.admission)
+    remark = built.loaded.generation_defaults.remark(built.loaded.name)
+    if remark is not None:
+        logger.warning(remark)

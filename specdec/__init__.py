@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specdec.engine.build import BackendOptions
-    from specdec.engine.engine import CancellationToken, GenerationResult, SpeculativeEngine, TokenEvent
+    from specdec.engine.engine import SpeculativeEngine
+    from specdec.engine.results import CancellationToken, GenerationResult, TokenEvent
     from specdec.engine.stats import SpecStats
     from specdec.models.loading import ModelSource
+    from specdec.protocol.messages import TokenLogprobs
     from specdec.sampling.params import SamplingParams
     from specdec.sampling.pipeline import LogitsProcessor
 
@@ -26,18 +28,20 @@ __all__ = [
     "SpecStats",
     "SpeculativeEngine",
     "TokenEvent",
+    "TokenLogprobs",
 ]
 
 _MODULES = {
     "BackendOptions": "specdec.engine.build",
-    "CancellationToken": "specdec.engine.engine",
-    "GenerationResult": "specdec.engine.engine",
+    "CancellationToken": "specdec.engine.results",
+    "GenerationResult": "specdec.engine.results",
     "LogitsProcessor": "specdec.sampling.pipeline",
     "ModelSource": "specdec.models.loading",
     "SamplingParams": "specdec.sampling.params",
     "SpecStats": "specdec.engine.stats",
     "SpeculativeEngine": "specdec.engine.engine",
-    "TokenEvent": "specdec.engine.engine",
+    "TokenEvent": "specdec.engine.results",
+    "TokenLogprobs": "specdec.protocol.messages",
 }
 
 

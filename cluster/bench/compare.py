@@ -2,100 +2,128 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, cast, get_args
 
-from cluster.bench.load import Run, Workload, run_workload, served_model
+from cluster.bench.load import Workload
+from cluster.bench.measures import Run
+from cluster.bench.prompts import prompts_of
+from specdec.errors import InvalidParameterError
 
-PROMPTS = (
-    "def read_lines(path):\n",
-    "class Queue:\n    def __init__(self, maxsize=0):\n",
-    "import os\nimport sys\n\n\ndef main():\n",
-    "    def test_split(self):\n        self.assertEqual(",
-    "def parse_args(argv=None):\n    parser = argparse.ArgumentParser(",
-    "class Node:\n    def __init__(self, value, parent=None):\n",
-    "async def connect(host, port, timeout=None):\n",
-    'def encode(text, encoding="utf-8"):\n    """Return',
-)
+ALONE = "target alone"
+ServiceMode = Literal["in_turn", "overlap", "outcomes", "auto"]
+"""Ways of a service: ``outcomes`` is overlap with branches, ``auto`` leaves everything to the controller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One way to do the same work.
+
+    Attributes:
+        name: As it stands in the table.
+        num_speculative_tokens: What each request asks for; 0 is the target alone, None leaves it to the service.
+        service_mode: Mode of the service that is asked; None takes any.
+    """
+
+    name: str
+    num_speculative_tokens: int | None
+    service_mode: ServiceMode | None = None
+
+
+Runner = Callable[[Mode, Workload], Run]
+"""Runs a workload once in a mode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What every mode has to do.
+
+    Attributes:
+        prompts: Kind of prompts; see :mod:`cluster.bench.prompts`.
+        num_streams: Streams at once.
+    """
+
+    prompts: str
+    num_streams: int
+    max_tokens: int
+    temperature: float
+
+    def workload(self, mode: Mode) -> Workload:
+        """As a run takes it."""
+        prompts = prompts_of(self.prompts, self.num_streams)
+        return Workload(prompts, self.max_tokens, self.temperature, mode.num_speculative_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The runs of every mode at one number of streams, round by round.
+    """The runs of every mode on one piece of work, round by round; the others are held against the first mode."""
 
-    Attributes:
-        runs: By mode's name; the first mode is what the others are measured against.
-    """
+    work: Work
+    modes: tuple[Mode, ...]
+    runs: tuple[tuple[Run, ...], ...]
 
-    num_streams: int
-    runs: dict[str, tuple[Run, ...]]
-
-    def tokens_per_s(self, mode: str) -> float:
-        """Median over the rounds."""
-        return statistics.median(run.tokens_per_s for run in self.runs[mode])
-
-    def ratios(self, mode: str) -> tuple[float, float, float]:
-        """Throughput over that of the first mode, within rounds: least, median, most."""
-        base = next(iter(self.runs.values()))
-        ratios = sorted(a.tokens_per_s / b.tokens_per_s for a, b in zip(self.runs[mode], base, strict=True))
+    def ratios(self, mode: int) -> tuple[float, float, float]:
+        """Throughput of a mode over that of the first, within rounds: least, median, most."""
+        pairs = zip(self.runs[mode], self.runs[0], strict=True)
+        ratios = sorted(run.tokens_per_s / base.tokens_per_s for run, base in pairs)
         return ratios[0], statistics.median(ratios), ratios[-1]
 
     @property
     def has_equal_texts(self) -> bool:
         """Whether every run of every mode gave the same texts."""
-        return len({run.texts for runs in self.runs.values() for run in runs}) == 1
+        return len({run.texts for runs in self.runs for run in runs}) == 1
 
 
-async def compare(
-    url: str,
-    modes: dict[str, int | None],
-    num_streams: int,
-    *,
-    rounds: int,
-    max_tokens: int,
-    temperature: float,
-    report: Callable[[str], None],
+def parse_modes(names: Sequence[str], draft_lengths: Sequence[int]) -> tuple[Mode, ...]:
+    """Every service mode at every draft length; length 0 is the target alone, once, and first.
+
+    Mode ``auto`` chooses its lengths itself and stands once.
+
+    Args:
+        names: Service modes; none leaves the mode to the service.
+        draft_lengths: Draft tokens per round.
+
+    Raises:
+        InvalidParameterError: A name is no mode.
+    """
+    known = get_args(ServiceMode)
+    for given in names:
+        if given not in known:
+            raise InvalidParameterError("modes", f"modes: {given!r} is none of {', '.join(known)}")
+    modes = [Mode(ALONE, 0)] if 0 in draft_lengths else []
+    services: tuple[str | None, ...] = tuple(names) or (None,)
+    for name in services:
+        if name == "auto":
+            modes.append(Mode("auto", None, "auto"))
+            continue
+        label = "" if name is None else f"{name.replace('_', ' ')}, "
+        for length in draft_lengths:
+            if length:
+                modes.append(Mode(f"{label}{length} draft tokens", length, cast(ServiceMode | None, name)))
+    return tuple(modes)
+
+
+def compare(
+    runner: Runner, modes: Sequence[Mode], work: Work, *, rounds: int, report: Callable[[str], None]
 ) -> Comparison:
     """Run every mode once a round, after a round that does not count.
 
     Args:
-        url: Of the service.
-        modes: Draft tokens per round, by the mode's name.
-        num_streams: Streams at once.
+        runner: Runs one mode once.
+        modes: At least one.
+        work: The same for all.
         rounds: That count.
-        max_tokens: Output tokens of each stream.
-        temperature: Of all requests.
         report: Is given a line per round.
     """
-    model = await served_model(url)
-    prompts = tuple(PROMPTS[i % len(PROMPTS)] for i in range(num_streams))
-    workload = Workload(prompts, max_tokens, temperature, None)
-    runs: dict[str, list[Run]] = {mode: [] for mode in modes}
+    runs: list[list[Run]] = [[] for _ in modes]
     for number in range(rounds + 1):
-        for mode, num_speculative_tokens in modes.items():
-            run = await run_workload(url, model, replace(workload, num_speculative_tokens=num_speculative_tokens))
+        for mode, done in zip(modes, runs, strict=True):
+            run = runner(mode, work.workload(mode))
             if number:
-                runs[mode].append(run)
-        load = os.getloadavg()[0]
-        report(f"{num_streams} stream(s): round {number} of {rounds} done, load {load:.1f}")
-    return Comparison(num_streams, {mode: tuple(done) for mode, done in runs.items()})
-
-
-def table(comparisons: list[Comparison]) -> str:
-    """A Markdown table: a row per number of streams and mode."""
-    lines = [
-        "| streams | mode | tokens/s | against the first mode (least, median, most) | acceptance | same text |",
-        "|---|---|---|---|---|---|",
-    ]
-    for comparison in comparisons:
-        same = "yes" if comparison.has_equal_texts else "no"
-        for mode, runs in comparison.runs.items():
-            least, median, most = comparison.ratios(mode)
-            accepted = statistics.median(run.acceptance_rate for run in runs)
-            lines.append(
-                f"| {comparison.num_streams} | {mode} | {comparison.tokens_per_s(mode):.1f} "
-                f"| {least:.2f}, {median:.2f}, {most:.2f} | {accepted:.2f} | {same} |"
-            )
-    return "\n".join(lines)
+                done.append(run)
+        rates = ", ".join(f"{done[-1].tokens_per_s:.1f}" for done in runs if done)
+        what = f"{work.prompts}, {work.num_streams} stream(s), temperature {work.temperature:g}"
+        report(f"{what}: round {number} of {rounds}{f': {rates} tokens/s' if rates else ', not counted'}")
+    return Comparison(work, tuple(modes), tuple(tuple(done) for done in runs))

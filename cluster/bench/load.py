@@ -1,18 +1,27 @@
-"""Streams against a running service, and when their tokens came."""
+"""Streams against a running service, when their tokens came, and what its workers did meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.bench.measures import Arrival, DeviceUse, Run, Stream
+
+ROLES = {"target": "target", "drafter": "draft", "draft": "draft"}
+"""Devices by the ``role`` of their workers' samples."""
+_FIGURES = ("busy_s", "num_steps", "report_s", "num_emulated_steps", "num_overruns", "is_scripted")
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is asked of the service in one run.
+    """What is asked in one run.
 
     Attributes:
         prompts: One per stream; they run all at once.
@@ -27,49 +36,6 @@ class Workload:
     num_speculative_tokens: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """What one stream gave.
-
-    Attributes:
-        text: All of it.
-        num_tokens: Output tokens, as the service bills them.
-        first_s: Time to the first token.
-        num_draft_tokens: Draft tokens verified.
-        num_accepted_tokens: Draft tokens kept.
-    """
-
-    text: str
-    num_tokens: int
-    first_s: float
-    num_draft_tokens: int
-    num_accepted_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One run of a workload."""
-
-    streams: tuple[Stream, ...]
-    duration_s: float
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Output tokens of all streams per second."""
-        return sum(stream.num_tokens for stream in self.streams) / self.duration_s
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Accepted over verified draft tokens; 0 where nothing was drafted."""
-        drafted = sum(stream.num_draft_tokens for stream in self.streams)
-        return sum(stream.num_accepted_tokens for stream in self.streams) / drafted if drafted else 0.0
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """The streams' texts, in the order of their prompts."""
-        return tuple(stream.text for stream in self.streams)
-
-
 async def run_workload(url: str, model: str, workload: Workload) -> Run:
     """Run all streams of a workload at once.
 
@@ -81,12 +47,15 @@ async def run_workload(url: str, model: str, workload: Workload) -> Run:
     Raises:
         httpx.HTTPError: The service cannot be reached, or refuses a request.
     """
-    limits = httpx.Limits(max_connections=len(workload.prompts))
+    limits = httpx.Limits(max_connections=len(workload.prompts) + 1)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
+        before = await scrape(client)
         started_s = time.perf_counter()
         asked = [_stream(client, model, workload, index) for index in range(len(workload.prompts))]
         streams = await asyncio.gather(*asked)
-        return Run(tuple(streams), time.perf_counter() - started_s)
+        duration_s = time.perf_counter() - started_s
+        after = await _fresh_figures(client)
+    return Run(tuple(streams), duration_s, os.getloadavg()[0], devices_between(before, after, duration_s))
 
 
 async def served_model(url: str) -> str:
@@ -94,6 +63,84 @@ async def served_model(url: str) -> str:
     async with httpx.AsyncClient(base_url=url, timeout=30) as client:
         answer = (await client.get("/v1/models")).raise_for_status()
         return str(answer.json()["data"][0]["id"])
+
+
+_FRESH_S = 3.0
+_POLL_S = 0.1
+
+Figures = dict[str, dict[str, float]]
+"""What workers report, by device and figure, summed over the workers of a device."""
+
+
+async def scrape(client: httpx.AsyncClient) -> Figures:
+    """The workers' figures on a service's ``/metrics``; those it does not have are left out."""
+    answer = await client.get("/metrics")
+    return worker_figures(answer.text) if answer.is_success else {}
+
+
+async def service_stand_ins(url: str) -> tuple[str, ...]:
+    """What a running service's metrics tell of emulated devices and scripted tokens, for the head of a table."""
+    async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+        return told_stand_ins(await scrape(client))
+
+
+def told_stand_ins(figures: Figures) -> tuple[str, ...]:
+    """The same from figures."""
+    emulated = [device for device, found in figures.items() if found.get("num_emulated_steps")]
+    scripted = any(found.get("is_scripted") for found in figures.values())
+    notes = [f"emulated devices: {', '.join(sorted(emulated))}"] if emulated else []
+    return tuple([*notes, "scripted tokens"] if scripted else notes)
+
+
+async def _fresh_figures(client: httpx.AsyncClient) -> Figures:
+    """Figures of reports made from now on, as far as workers say when they made them: a report is a heartbeat old."""
+    first = last = await scrape(client)
+    deadline_s = time.perf_counter() + _FRESH_S
+    while any(
+        "report_s" in figures and figures["report_s"] == last.get(device, {}).get("report_s")
+        for device, figures in first.items()
+    ):
+        if time.perf_counter() > deadline_s:
+            break
+        await asyncio.sleep(_POLL_S)
+        last = await scrape(client)
+    return last
+
+
+def worker_figures(page: str) -> Figures:
+    """Read the workers' figures from a page in Prometheus' text format."""
+    figures: Figures = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            name = sample.name.removeprefix("specdec_").removesuffix("_total").replace("_seconds", "_s")
+            device = ROLES.get(sample.labels.get("role", ""))
+            if device is not None and name in _FIGURES:
+                found = figures.setdefault(device, {})
+                found[name] = found.get(name, 0.0) + sample.value
+    return figures
+
+
+def devices_between(before: Figures, after: Figures, duration_s: float) -> dict[str, DeviceUse]:
+    """What each device did between two scrapes; nothing for a device that does not tell how long it was busy.
+
+    Args:
+        before: Figures of a service at rest.
+        after: The same after a run of ``duration_s``.
+        duration_s: The time that the share of is asked for.
+    """
+    uses: dict[str, DeviceUse] = {}
+    for device, last in sorted(after.items()):
+        if "busy_s" not in last or "num_steps" not in last:
+            continue
+        since = {name: last.get(name, 0.0) - before.get(device, {}).get(name, 0.0) for name in _FIGURES}
+        uses[device] = DeviceUse(
+            duration_s,
+            since["busy_s"],
+            round(since["num_steps"]),
+            round(since["num_emulated_steps"]),
+            round(since["num_overruns"]),
+        )
+    return uses
 
 
 async def _stream(client: httpx.AsyncClient, model: str, workload: Workload, index: int) -> Stream:
@@ -105,26 +152,32 @@ async def _stream(client: httpx.AsyncClient, model: str, workload: Workload, ind
         "seed": index,
         "ignore_eos": True,
         "stream": True,
-        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
         "per_request_spec_decode_metrics": "summary",
     }
     if workload.num_speculative_tokens is not None:
         body["num_speculative_tokens"] = workload.num_speculative_tokens
-    started_s, first_s, pieces, last = time.perf_counter(), 0.0, [], {}
+    started_s = time.perf_counter()
+    arrivals: list[Arrival] = []
+    pieces: list[str] = []
+    last: dict[str, Any] = {}
     async with client.stream("POST", "/v1/completions", json=body) as answer:
         answer.raise_for_status()
         async for line in answer.aiter_lines():
             if not line.startswith("data: {"):
                 continue
             last = json.loads(line.removeprefix("data: "))
-            if last["choices"]:
-                first_s = first_s or time.perf_counter() - started_s
-                pieces.append(last["choices"][0]["text"])
-    speculative = (last.get("metrics") or {}).get("speculative_decoding") or {}
+            for choice in last.get("choices", ()):
+                if choice.get("token_ids"):
+                    arrivals.append(Arrival(time.perf_counter() - started_s, len(choice["token_ids"])))
+                pieces.append(choice["text"])
+    if "error" in last or not arrivals:
+        raise httpx.HTTPError(f"a stream ended without its tokens: {last.get('error', 'none came')}")
+    counts = (last.get("metrics") or {}).get("speculative_decoding") or {}
     return Stream(
         "".join(pieces),
-        last["usage"]["completion_tokens"],
-        first_s,
-        speculative.get("num_draft_tokens", 0),
-        speculative.get("num_accepted_draft_tokens", 0),
+        tuple(arrivals),
+        counts.get("num_spec_steps", 0),
+        counts.get("num_draft_tokens", 0),
+        counts.get("num_accepted_draft_tokens", 0),
     )

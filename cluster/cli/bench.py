@@ -1,75 +1,211 @@
-"""``specdec bench``: the target alone and with speculation, on a service that runs or on one of its own."""
+"""``specdec bench``: modes compared on the same work, on services or in this process."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import os
-import platform
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
 
-from cluster.bench.compare import Comparison, compare, table
+from cluster.bench.compare import Mode, Runner, ServiceMode, Work, compare, parse_modes
+from cluster.bench.load import service_stand_ins
+from cluster.bench.plot import check_plot, draw
+from cluster.bench.prompts import PROMPTS, prompts_of
+from cluster.bench.report import Environment, Report, command_line, processor_name
+from cluster.bench.services import HttpRunner, Services
+from cluster.bench.summary import summarize
+from cluster.cli.flags import add_config_flags, config_keys, config_overrides
+from cluster.cli.serve import serve
+from cluster.config import ServiceConfig
 from cluster.config_files import load_config
-from cluster.launch import LocalService, check_port
 from specdec.errors import InvalidParameterError
 
-USAGE = "[--url URL | --config FILE.yaml] [--streams 1,8] [--num-speculative-tokens 0,4] [--rounds N] [...]"
+if TYPE_CHECKING:
+    from cluster.bench.steps import StepTime
+
+USAGE = "[--offline | --url URL] [--streams 1,8] [--modes MODE,...] [--num-speculative-tokens 0,4] [...] [KEY ...]"
+_DEFAULT_MODES = "overlap,auto"
+OWN_KEYS = {"num_speculative_tokens", "mode", "host", "port"}
+"""Keys that the bench chooses itself; all others are flags as for ``specdec serve``."""
+
+Say = Callable[[str], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``specdec bench``."""
-    parser.add_argument("--url", help="where the service listens; by default one is started for the time of the bench")
-    parser.add_argument("--config", metavar="FILE.yaml", help="configuration of the service that is started")
+    parser.add_argument("--url", help="where a service listens; by default one is started per mode")
+    parser.add_argument("--offline", action="store_true", help="the engine in this process, in turn, without a service")
+    parser.add_argument("--config", metavar="FILE.yaml", help="configuration file; flags win over it")
     parser.add_argument("--streams", default="1,8", help="numbers of streams at once, separated by commas")
+    parser.add_argument("--prompts", default="code", help=f"kinds of prompts: {', '.join(PROMPTS)}")
+    parser.add_argument("--temperatures", default="0", help="of all requests, separated by commas; 0,1 compares both")
+    parser.add_argument(
+        "--modes", help=f"service modes to compare: {', '.join(get_args(ServiceMode))}; by default {_DEFAULT_MODES}"
+    )
+    parser.add_argument(
+        "--num-speculative-tokens", default="0,4", help="draft lengths to compare; 0 is the target alone, and first"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count; each runs every mode once")
     parser.add_argument("--max-tokens", type=int, default=128, help="output tokens of each stream")
-    parser.add_argument("--temperature", type=float, default=0.0, help="of all requests")
-    parser.add_argument(
-        "--num-speculative-tokens", default="0,4", help="draft lengths to compare; the first is what others relate to"
-    )
+    parser.add_argument("--steps", action="store_true", help="offline: step times by batch and draft length as well")
+    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw them there; needs the extra 'bench'")
+    add_config_flags(parser, only={path for path, _ in config_keys()} - OWN_KEYS)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, and print a Markdown table; returns the exit code."""
-    if arguments.url is not None:
-        print(asyncio.run(_measure(arguments, arguments.url)))
-        return 0
-    config = load_config(arguments.config)
-    config = config.model_copy(update={"port": check_port(config.host, 0)})
-    service = LocalService(config, lambda line: print(line, flush=True))
-    try:
-        service.start_ray()
-        service.deploy()
-        service.wait_until_ready()
-        print(asyncio.run(_measure(arguments, service.url)))
-    finally:
-        service.stop()
+    """Measure, and print Markdown tables; returns the exit code."""
+    overrides = config_overrides(arguments)
+    for key in OWN_KEYS:
+        overrides.pop(key, None)
+    config = load_config(arguments.config, overrides)
+    modes, works = _modes(arguments, config), _works(arguments)
+    check_plot(arguments.plot)
+    with _runner(arguments, config, modes) as (runner, steps):
+        rows = []
+        for work in works:
+            rows += summarize(compare(runner, modes, work, rounds=arguments.rounds, report=_say))
+        measured = steps([work.num_streams for work in works]) if arguments.steps else []
+    report = Report(_environment(arguments, config), tuple(rows), tuple(measured))
+    print(f"\n{report.markdown()}")
+    if arguments.json is not None:
+        Path(arguments.json).write_text(report.as_json(), encoding="utf-8")
+    if arguments.plot is not None:
+        draw(report, arguments.plot)
     return 0
 
 
-async def _measure(arguments: argparse.Namespace, url: str) -> str:
-    modes: dict[str, int | None] = {
-        _mode(k): k for k in _numbers("num_speculative_tokens", arguments.num_speculative_tokens, least=0)
-    }
-    comparisons: list[Comparison] = []
-    for num_streams in _numbers("streams", arguments.streams, least=1):
-        comparisons.append(
-            await compare(
-                url,
-                modes,
-                num_streams,
-                rounds=arguments.rounds,
-                max_tokens=arguments.max_tokens,
-                temperature=arguments.temperature,
-                report=lambda line: print(line, flush=True),
-            )
+Steps = Callable[[list[int]], "list[StepTime]"]
+"""Measures step times at numbers of rows."""
+
+
+@contextmanager
+def _runner(
+    arguments: argparse.Namespace, config: ServiceConfig, modes: tuple[Mode, ...]
+) -> Iterator[tuple[Runner, Steps]]:
+    """What runs the workloads, for as long as they run."""
+    if arguments.offline:
+        yield _offline(config, modes)
+    elif arguments.url is not None:
+        yield HttpRunner({"": arguments.url}), _no_steps
+    else:
+        names = [mode.service_mode for mode in modes if mode.service_mode is not None] or ["auto"]
+        configs: dict[str, ServiceConfig] = {
+            name: config.model_copy(update=_service_keys(name, config)) for name in names
+        }
+        with Services(configs, serve) as services:
+            yield HttpRunner(services.urls), _no_steps
+
+
+def _service_keys(mode: str, config: ServiceConfig) -> dict[str, object]:
+    """What makes a service of this mode; requests say the draft length, except to ``auto``."""
+    if mode == "auto":
+        return {"mode": "auto", "num_speculative_tokens": "auto", "num_branches": 0}
+    own_mode = "overlap" if mode == "outcomes" else mode
+    num_branches = (config.num_branches or _BRANCHES) if mode == "outcomes" else 0
+    return {"mode": own_mode, "num_speculative_tokens": _FIXED_TOKENS, "num_branches": num_branches}
+
+
+_BRANCHES = 16
+"""Where the configuration names no number: what suits up to four streams."""
+_FIXED_TOKENS = 4
+"""Any whole number: it makes the draft length of a request count."""
+
+
+def _offline(config: ServiceConfig, modes: tuple[Mode, ...]) -> tuple[Runner, Steps]:
+    import torch
+
+    from cluster.bench.offline import load_pair
+    from cluster.bench.steps import measure_steps
+
+    torch.set_num_threads(int(config.actors.target.num_cpus or 1))
+    pair = load_pair(config, _say)
+    lengths = sorted({0, *(mode.num_speculative_tokens or 0 for mode in modes)})
+
+    def steps(batches: list[int]) -> list[StepTime]:
+        return measure_steps(
+            pair.target,
+            pair.drafter,
+            batches=sorted(set(batches)),
+            draft_lengths=range(lengths[-1] + 1),
+            context=_CONTEXT,
+            repeats=_REPEATS,
+            clock=pair.clock.now_s,
         )
-    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-    work = f"{arguments.max_tokens} tokens a stream at temperature {arguments.temperature:g}"
-    return f"\n{machine}; {work}; medians of {arguments.rounds} rounds\n\n{table(comparisons)}"
+
+    return pair.run, steps
 
 
-def _mode(num_speculative_tokens: int) -> str:
-    return f"{num_speculative_tokens} draft tokens" if num_speculative_tokens else "target alone"
+_CONTEXT = 256
+"""Tokens behind each row while steps are timed."""
+_REPEATS = 11
+
+
+def _no_steps(batches: list[int]) -> list[StepTime]:
+    raise InvalidParameterError("steps", "steps: only with --offline")
+
+
+def _modes(arguments: argparse.Namespace, config: ServiceConfig) -> tuple[Mode, ...]:
+    if arguments.offline and arguments.url is not None:
+        raise InvalidParameterError("offline", "offline and url exclude each other")
+    lengths = _numbers("num_speculative_tokens", arguments.num_speculative_tokens, least=0)
+    if arguments.steps and not arguments.offline:
+        _no_steps([])
+    if arguments.offline or arguments.url is not None:
+        if arguments.modes is not None:
+            where = "--offline runs in turn" if arguments.offline else "a running service has the mode it has"
+            raise InvalidParameterError("modes", f"modes: {where}; only services started here take modes")
+        return parse_modes(["in_turn"] if arguments.offline else [], lengths)
+    return parse_modes((arguments.modes or _DEFAULT_MODES).split(","), lengths)
+
+
+def _works(arguments: argparse.Namespace) -> list[Work]:
+    for name in ("rounds", "max_tokens"):
+        if getattr(arguments, name) < 1:
+            raise InvalidParameterError(name, f"{name} must be at least 1")
+    streams = _numbers("streams", arguments.streams, least=1)
+    kinds = arguments.prompts.split(",")
+    for kind in kinds:
+        prompts_of(kind, 1)
+    temperatures = _temperatures(arguments.temperatures)
+    return [Work(k, n, arguments.max_tokens, t) for k in kinds for t in temperatures for n in streams]
+
+
+def _environment(arguments: argparse.Namespace, config: ServiceConfig) -> Environment:
+    from cluster.bench.doubles import stand_ins
+    from cluster.bench.shapes import model_shapes
+    from cluster.machine import this_machine
+
+    machine = this_machine()
+    gpus = ", ".join(gpu.name for gpu in machine.gpus) or "no GPU"
+    where = "engine in one process" if arguments.offline else "over HTTP"
+    is_ours = arguments.url is None
+    return Environment(
+        machine=f"{processor_name()}, {machine.num_cpus} cores, {gpus}",
+        versions=machine.versions,
+        models=model_shapes(config) if is_ours else {},
+        stand_ins=stand_ins(config) if is_ours else asyncio.run(service_stand_ins(arguments.url)),
+        work=f"{where}; {arguments.max_tokens} tokens a stream; medians of {arguments.rounds} interleaved rounds",
+        command=command_line(sys.argv[1:]),
+    )
+
+
+def _say(line: str) -> None:
+    print(f"{line} (load {os.getloadavg()[0]:.1f})", flush=True)
+
+
+def _temperatures(text: str) -> list[float]:
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or not all(0 <= value < float("inf") for value in values):
+        raise InvalidParameterError("temperatures", "temperatures takes numbers of at least 0, separated by commas")
+    return values
 
 
 def _numbers(name: str, text: str, least: int) -> list[int]:

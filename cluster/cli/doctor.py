@@ -96,6 +96,8 @@ def model_lines(role: str, model: ModelFindings) -> Iterator[str]:
         error = f"relative error {admission['relative_error']:.1e} (allowed {admission['tolerance']:g})"
         yield _line("", f"{passed}: {error} over {admission['num_tokens']} tokens")
     yield from (_line("", note) for note in model.notes)
+    if model.remark is not None:
+        yield _line("warning", model.remark)
 
 
 def state_line(memory: dict[str, Any]) -> str:

@@ -95,5 +95,5 @@ def _reader(annotation: Any) -> Any:
 def _help(path: str, field: Any) -> str:
     allowed = allowed_range(field)
     default = field.get_default(call_default_factory=True)
-    tail = f"; default {default}" if default not in (None, {}) else ""
+    tail = f"; default {default}" if default not in (None, {}, ()) else ""
     return f"{field.description}{f' ({allowed})' if allowed else ''}{tail} [{path}]".replace("%", "%%")

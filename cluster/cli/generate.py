@@ -14,11 +14,12 @@ from cluster.cli.flags import add_config_flags, config_overrides
 from cluster.config import ServiceConfig
 from cluster.config_files import load_config
 from specdec.errors import InvalidParameterError
-from specdec.sampling.params import SamplingParams
+from specdec.sampling.validation import MAX_TEMPERATURE
 
 if TYPE_CHECKING:
     from specdec.engine.engine import SpeculativeEngine
     from specdec.engine.stats import SpecStats
+    from specdec.sampling.params import SamplingParams
 
 CONFIG_KEYS = (
     "demo",
@@ -32,8 +33,13 @@ CONFIG_KEYS = (
     "max_batch_tokens",
     "max_num_sequences",
     "num_speculative_tokens",
+    "acceptance",
+    "logits_processors",
     "log_level",
 )
+
+_IN_TURN_TOKENS = 4
+"""In one process nothing is measured: what ``auto`` stands for here."""
 
 USAGE = "PROMPT [--target MODEL --draft MODEL] [--temperature T] [--seed N] [--max-tokens N] [KEY ...]"
 
@@ -41,7 +47,12 @@ USAGE = "PROMPT [--target MODEL --draft MODEL] [--temperature T] [--seed N] [--m
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``specdec generate``."""
     parser.add_argument("prompt", metavar="PROMPT", help="text to continue; - reads it from standard input")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most likely token (default 0)")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=None,
+        help="0 takes the most likely token; default: what the model's generation config says, else 1",
+    )
     parser.add_argument("--seed", type=int, default=None, help="seed of the noise; a new one each time by default")
     parser.add_argument("--max-tokens", type=int, default=128, help="most tokens to generate (default 128)")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of the text")
@@ -55,6 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     options = request_options(arguments)
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     engine = build_engine(config)
+    options["sampling"] = sampling_params(engine.default_sampling, arguments, config)
     if arguments.json:
         print_json(engine, prompt, options)
     else:
@@ -68,15 +80,22 @@ def request_options(arguments: argparse.Namespace) -> dict[str, Any]:
     Raises:
         InvalidParameterError: A flag is out of its range.
     """
-    if not 0 <= arguments.temperature < float("inf"):
-        raise InvalidParameterError("temperature", "--temperature must be a number, at least 0")
+    if arguments.temperature is not None and not 0 <= arguments.temperature <= MAX_TEMPERATURE:
+        raise InvalidParameterError("temperature", f"--temperature must be a number from 0 to {MAX_TEMPERATURE:g}")
     if arguments.max_tokens < 1:
         raise InvalidParameterError("max_tokens", "--max-tokens must be at least 1")
     seed = secrets.randbits(64) if arguments.seed is None else arguments.seed
     if not 0 <= seed < 1 << 64:
         raise InvalidParameterError("seed", "--seed must be at least 0 and less than 2**64")
-    sampling = SamplingParams(temperature=arguments.temperature)
-    return {"sampling": sampling, "seed": seed, "max_tokens": arguments.max_tokens}
+    return {"seed": seed, "max_tokens": arguments.max_tokens}
+
+
+def sampling_params(defaults: SamplingParams, arguments: argparse.Namespace, config: ServiceConfig) -> SamplingParams:
+    """The model's own defaults, with what the flags say in their place."""
+    sampling = dataclasses.replace(defaults, acceptance=config.acceptance)
+    if arguments.temperature is None:
+        return sampling
+    return dataclasses.replace(sampling, temperature=arguments.temperature)
 
 
 def build_engine(config: ServiceConfig) -> SpeculativeEngine:
@@ -87,7 +106,9 @@ def build_engine(config: ServiceConfig) -> SpeculativeEngine:
     return SpeculativeEngine.from_pretrained(
         target_source(config),
         draft_source(config),
-        num_speculative_tokens=config.num_speculative_tokens,
+        num_speculative_tokens=_IN_TURN_TOKENS
+        if config.num_speculative_tokens == "auto"
+        else config.num_speculative_tokens,
         options=backend_options(config, config.target),
         draft_options=backend_options(config, config.draft),
         progress=lambda line: print(line, file=sys.stderr, flush=True),

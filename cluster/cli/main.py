@@ -12,7 +12,7 @@ from cluster.cli.flags import Parser
 COMMANDS = {
     "serve": (serve, "serve a pair of models over HTTP until Ctrl-C"),
     "generate": (generate, "continue a prompt in this process, without a service"),
-    "bench": (bench, "compare the target alone with speculation, on a service"),
+    "bench": (bench, "compare modes on the same work, on services or in this process"),
     "doctor": (doctor, "say what there is, and whether the pair fits together and into memory"),
 }
 

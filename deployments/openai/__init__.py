@@ -2,7 +2,6 @@
 
 from deployments.openai.app import create_app
 from deployments.openai.service import (
-    GenerationDefaults,
     ModelInfo,
     SequenceRequest,
     ServedModel,
@@ -13,7 +12,6 @@ from deployments.openai.settings import ApiSettings
 
 __all__ = [
     "ApiSettings",
-    "GenerationDefaults",
     "ModelInfo",
     "SequenceRequest",
     "ServedModel",

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from fastapi import Depends, Request
@@ -67,16 +68,25 @@ class Api:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """When a request came, and under what id.
+    """When a request came, under what id, and from whom.
 
     Attributes:
         clock_s: Monotonic.
         wall_s: Since the epoch.
+        caller: Digest of the API key that came with it; empty where none came.
     """
 
     request_id: str
     clock_s: float
     wall_s: float
+    caller: str = ""
+
+    def cache_salt(self, wanted: str | None) -> str | None:
+        """With whom cached prefixes are shared: with requests of the same key, and the same salt if one is wanted.
+
+        How fast an answer begins tells whether its prompt was cached: nobody is to learn so what others asked.
+        """
+        return f"{self.caller}:{wanted or ''}" if self.caller or wanted else None
 
 
 def _api(request: Request) -> Api:
@@ -85,7 +95,9 @@ def _api(request: Request) -> Api:
 
 
 def _arrival(request: Request) -> Arrival:
-    return Arrival(request.state.request_id, time.monotonic(), time.time())
+    key = request.headers.get("authorization", "")
+    caller = blake2b(key.encode(), digest_size=16).hexdigest() if key else ""
+    return Arrival(request.state.request_id, time.monotonic(), time.time(), caller)
 
 
 ApiOf = Annotated[Api, Depends(_api)]

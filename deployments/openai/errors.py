@@ -16,6 +16,7 @@ from specdec.errors import InvalidParameterError, ServiceUnavailableError, Unsup
 _logger = logging.getLogger(__name__)
 
 UNSUPPORTED = "unsupported_parameter"
+INVALID = "invalid_value"
 _UNION_LABELS = frozenset({"str", "int", "float", "bool", "dict", "list"})
 
 
@@ -62,8 +63,8 @@ def api_error(error: Exception, retry_after_s: int) -> ApiError:
         case ApiError():
             return error
         case InvalidParameterError():
-            code = UNSUPPORTED if isinstance(error, UnsupportedParameterError) and error.code is None else error.code
-            return ApiError(400, str(error), param=error.parameter, code=code)
+            default = UNSUPPORTED if isinstance(error, UnsupportedParameterError) else INVALID
+            return ApiError(400, str(error), param=error.parameter, code=error.code or default)
         case ServiceUnavailableError():
             headers = {"Retry-After": str(retry_after_s)}
             return ApiError(
@@ -120,7 +121,7 @@ def _invalid_body(errors: Sequence[Any]) -> ApiError:
             return ApiError(400, f"{param} is required", param=param, code="missing_required_parameter")
         case "unsupported_parameter":
             return ApiError(400, f"{param} {first['msg']}", param=param, code=UNSUPPORTED)
-    return ApiError(400, f"{param}: {_lower_first(first['msg'])}", param=param, code="invalid_value")
+    return ApiError(400, f"{param}: {_lower_first(first['msg'])}", param=param, code=INVALID)
 
 
 def _dotted(path: Sequence[str | int]) -> str:

@@ -29,6 +29,11 @@ class Format(Protocol):
         """The ``object`` of a whole answer, and of a chunk."""
         ...
 
+    @property
+    def beside_choices(self) -> tuple[str, ...]:
+        """Fields of a choice that belong to the answer, since all choices have one prompt."""
+        ...
+
     def opening(self, index: int) -> Json | None:
         """The choice that a stream begins with, before any token."""
         ...
@@ -47,6 +52,7 @@ class CompletionFormat:
 
     prefix = "cmpl"
     kinds = ("text_completion", "text_completion")
+    beside_choices = ()
 
     def __init__(self, api: Api, job: Job) -> None:
         assert isinstance(job.body, CompletionBody)
@@ -103,6 +109,7 @@ class ChatFormat:
 
     prefix = "chatcmpl"
     kinds = ("chat.completion", "chat.completion.chunk")
+    beside_choices = ("prompt_token_ids", "prompt_logprobs")
 
     def __init__(self, api: Api, job: Job) -> None:
         self._job = job
@@ -138,6 +145,7 @@ class Envelope:
         self._job = job
         self._head = {"id": f"{format_.prefix}-{job.arrival.request_id}", "created": int(job.arrival.wall_s)}
         self._kinds = format_.kinds
+        self._beside = format_.beside_choices
 
     def whole(self, choices: list[Json], generation: Generation) -> Json:
         """A whole answer."""
@@ -156,7 +164,10 @@ class Envelope:
         return self._body(self._kinds[1], []) | {"usage": usage} | metrics
 
     def _body(self, kind: str, choices: list[Json]) -> Json:
-        return {**self._head, "object": kind, "model": self._job.model.name, "choices": choices}
+        first = [choice for choice in choices if choice["index"] == 0]
+        beside = {key: choice[key] for choice in first for key in self._beside if key in choice}
+        choices = [{key: value for key, value in choice.items() if key not in self._beside} for choice in choices]
+        return {**self._head, "object": kind, "model": self._job.model.name, "choices": choices, **beside}
 
     def _metrics(self, generation: Generation) -> Json:
         """What speculation did, if it was asked for; for several choices there is no one answer to that."""

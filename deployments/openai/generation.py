@@ -166,6 +166,7 @@ class Generation:
         text = output.push(delta.tokens, delta.finish)
         num_billed, logprobs = text.num_billed, delta.notes.logprobs
         rounds = self.tallies[index].add(delta.notes)
+        self.tallies[index].plan = delta.plan or self.tallies[index].plan
         if delta.tokens:
             observer.tokens(num_billed, len(delta.tokens) - num_billed, rounds)
         return SampleDelta(

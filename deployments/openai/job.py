@@ -9,7 +9,7 @@ from typing import Any
 
 from deployments.openai.context import Api, Arrival
 from deployments.openai.echo import Echo, make_echo
-from deployments.openai.sampling import output_limit, request_seed, sampling_params
+from deployments.openai.sampling import output_limit, request_seed, sampling_params, speculation_bound
 from deployments.openai.schemas.chat import ChatBody, ChatMessage
 from deployments.openai.schemas.common import GenerationBody
 from deployments.openai.schemas.completions import CompletionBody
@@ -18,7 +18,6 @@ from specdec.errors import InvalidParameterError, UnsupportedParameterError
 from specdec.protocol.marks import Tokens
 from specdec.sampling.params import SequenceSpec
 from specdec.sampling.philox import derive_seed
-from specdec.sampling.validation import validated_num_speculative_tokens
 from specdec.text.chat import encode_chat
 from specdec.text.prompts import check_token_ids, encode_text
 
@@ -77,7 +76,7 @@ async def chat_job(api: Api, body: ChatBody, arrival: Arrival) -> Job:
     model = api.model(body.model)
     _check_count(api, body, 1)
     prompt = await conversation_tokens(api, body.messages, body.chat_template, body.chat_template_kwargs)
-    return _job(api, body, arrival, model, [tuple(prompt)], None)
+    return _job(api, body, arrival, model, [tuple(prompt)], model.defaults.max_tokens)
 
 
 async def _echoes(api: Api, body: CompletionBody, prompts: Sequence[Tokens]) -> tuple[Echo, ...]:
@@ -147,7 +146,7 @@ def _job(
     sampling = sampling_params(body, model, info, api.settings)
     limits = [output_limit(body, model, len(prompt), default_tokens) for prompt in prompts]
     seed, name, num_samples = request_seed(body), uuid.uuid4().hex, body.n or 1
-    bound = 0 if model.role == "draft" else validated_num_speculative_tokens(body.num_speculative_tokens)
+    bound = speculation_bound(body, model)
     sequences: list[SequenceRequest] = []
     for i, prompt in enumerate(prompts):
         for j in range(num_samples):
@@ -162,7 +161,7 @@ def _job(
                 num_speculative_tokens=bound,
             )
             seq = f"{name}-{len(sequences)}"
-            sequences.append(SequenceRequest(seq, prompt, spec, model.role, body.cache_salt))
+            sequences.append(SequenceRequest(seq, prompt, spec, model.role, arrival.cache_salt(body.cache_salt)))
     return Job(
         body=body,
         model=model,

@@ -10,7 +10,7 @@ from deployments.openai.service import ModelInfo, ServedModel
 from deployments.openai.settings import ApiSettings
 from specdec.errors import InvalidParameterError, UnsupportedParameterError
 from specdec.sampling.params import SamplingParams
-from specdec.sampling.validation import MAX_LOGPROBS, validated, validated_seed
+from specdec.sampling.validation import MAX_LOGPROBS, validated, validated_num_speculative_tokens, validated_seed
 
 _T = TypeVar("_T")
 
@@ -37,9 +37,9 @@ def sampling_params(body: GenerationBody, model: ServedModel, info: ModelInfo, s
         ignore_eos=bool(body.ignore_eos),
         logprobs=body.num_logprobs,
         prompt_logprobs=body.num_prompt_logprobs,
-        acceptance=_or(body.acceptance, "coupled"),
+        acceptance=_or(body.acceptance, info.acceptance),
     )
-    return validated(params, model.vocab_size)
+    return validated(params, model.vocab_size, model.eos_token_ids)
 
 
 def output_limit(body: GenerationBody, model: ServedModel, num_prompt_tokens: int, default: int | None) -> int:
@@ -63,6 +63,25 @@ def output_limit(body: GenerationBody, model: ServedModel, num_prompt_tokens: in
     if body.min_tokens is not None and body.min_tokens > limit:
         raise InvalidParameterError("min_tokens", f"min_tokens must be at most {limit}, the most output tokens")
     return max(limit, 1)
+
+
+def speculation_bound(body: GenerationBody, model: ServedModel) -> int | None:
+    """The request's bound on draft tokens per round; None where it leaves that to the service.
+
+    Raises:
+        InvalidParameterError: The bound is not allowed, drafts are both asked for and switched off, or they are asked
+            for of the draft itself.
+    """
+    bound = validated_num_speculative_tokens(body.num_speculative_tokens)
+    if bound and body.disable_spec_decode:
+        raise InvalidParameterError(
+            "disable_spec_decode", f"disable_spec_decode and num_speculative_tokens ({bound}) exclude each other"
+        )
+    if bound and model.role == "draft":
+        raise InvalidParameterError(
+            "num_speculative_tokens", f"num_speculative_tokens must be 0 for {model.name!r}: nothing drafts for it"
+        )
+    return 0 if body.disable_spec_decode or model.role == "draft" else bound
 
 
 def request_seed(body: GenerationBody) -> int:

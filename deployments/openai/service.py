@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Protocol
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 from specdec.protocol.marks import Tokens
-from specdec.protocol.messages import Finish, Notes
-from specdec.sampling.params import Acceptance, SequenceSpec
+from specdec.protocol.messages import Finish, Notes, Plan
+from specdec.sampling.params import PLAIN_DEFAULTS, Acceptance, GenerationDefaults, SequenceSpec
 
 Role = Literal["target", "draft"]
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationDefaults:
-    """Sampling of requests that do not say how; OpenAI's where the model's ``generation_config.json`` says nothing."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-
-    @classmethod
-    def from_generation_config(cls, config: Mapping[str, Any]) -> GenerationDefaults:
-        """Take what a generation config (as a mapping) says, and leave out what it leaves out."""
-        return cls(**{f.name: config[f.name] for f in fields(cls) if config.get(f.name) is not None})
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +22,7 @@ class ServedModel:
         max_model_len: Longest sequence, prompt and output together, in tokens.
         vocab_size: Number of token ids.
         eos_token_ids: Ids that end a sequence.
+        defaults: What holds for requests that do not say.
     """
 
     name: str
@@ -45,7 +30,7 @@ class ServedModel:
     max_model_len: int
     vocab_size: int
     eos_token_ids: Tokens = ()
-    defaults: GenerationDefaults = GenerationDefaults()
+    defaults: GenerationDefaults = PLAIN_DEFAULTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +41,7 @@ class ModelInfo:
         draft: The draft as a model of its own; None where there is none, or it is not to be called.
         num_speculative_tokens: Draft tokens per round where a request says nothing.
         acceptance_rules: Rules that a request may choose.
+        acceptance: The one of them that holds where it chooses none.
         created_s: When the service was started, in seconds since the epoch.
     """
 
@@ -63,6 +49,7 @@ class ModelInfo:
     draft: ServedModel | None = None
     num_speculative_tokens: int = 0
     acceptance_rules: tuple[Acceptance, ...] = ("coupled",)
+    acceptance: Acceptance = "coupled"
     created_s: int = 0
 
     @property
@@ -97,11 +84,13 @@ class TokenDelta:
         tokens: May be empty: in the first delta, which then says that the sequence was taken in, and in the last.
         notes: How they came, one entry per token.
         finish: Why the sequence ended, in the last delta.
+        plan: By which the sequence is drafted now; None where nobody says.
     """
 
     tokens: Tokens = ()
     notes: Notes = field(default_factory=Notes)
     finish: Finish | None = None
+    plan: Plan | None = None
 
 
 class TokenService(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, NamedTuple
 
-from specdec.protocol.messages import Notes
+from specdec.protocol.messages import Notes, Plan
 
 
 class Round(NamedTuple):
@@ -20,10 +20,12 @@ class RoundTally:
 
     Attributes:
         rounds: How often each kind of round came; only those that verified a draft.
+        plan: The newest that was told of.
     """
 
     def __init__(self) -> None:
         self.rounds: Counter[Round] = Counter()
+        self.plan: Plan | None = None
         self._num_accepted = 0
 
     def add(self, notes: Notes) -> list[Round]:
@@ -71,6 +73,13 @@ def speculation_metrics(tally: RoundTally, num_spec_tokens: int, detailed: bool)
         "num_draft_tokens": drafted,
         "num_spec_tokens": num_spec_tokens,
     }
+    if tally.plan is not None:
+        metrics["plan"] = {
+            "num_draft_tokens": tally.plan.num_draft_tokens,
+            "num_branches": tally.plan.num_branches,
+            "mode": tally.plan.mode if tally.plan.num_draft_tokens else "off",
+            "acceptance_rate": tally.plan.acceptance_rate,
+        }
     if detailed:
         lengths = sorted({kind.num_draft_tokens for kind in tally.rounds})
         metrics["acceptance_histogram"] = _histogram(tally, lengths)

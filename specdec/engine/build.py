@@ -13,6 +13,7 @@ from specdec.engine.states import SequenceStates
 from specdec.engine.target_backend import ModelTarget
 from specdec.errors import ModelLoadError
 from specdec.models.admission import AdmissionReport, check_admission
+from specdec.models.compat import check_width
 from specdec.models.loading import LoadedModel, ModelSource, Progress, load_model
 from specdec.models.memory import MemoryPlan, choose_window_of, plan_memory
 from specdec.models.recurrent.slots import DEFAULT_WINDOW_TOKENS, Route
@@ -52,7 +53,7 @@ class BackendOptions:
 
     Attributes:
         max_model_len: Longest sequence in tokens; None takes the model's own.
-        vocab_size: Number of tokens of the tokenizer; rows of the embedding beyond it are padding. None takes all.
+        vocab_size: Width of the tokenizer (its highest token id and one); logits beyond it are padding. None takes all.
         block_size: Tokens in a block of the paged cache.
         max_batch_tokens: Most tokens in one forward pass; None chooses by device.
         kv_memory: Memory for cached keys and values: ``auto``, a fraction of what is free, or bytes.
@@ -136,7 +137,8 @@ def _build(source: ModelSource, options: BackendOptions, max_model_len: int | No
         block_size=options.block_size,
         window=window,
     )
-    vocab_size = min(options.vocab_size or loaded.vocab_size, loaded.vocab_size)
+    vocab_size = options.vocab_size or loaded.vocab_size
+    check_width(loaded.name, loaded.vocab_size, vocab_size)
     runner, admission = _admitted(loaded, memory, vocab_size, options)
     notes = _notes(runner, options)
     if progress is not None:

@@ -78,18 +78,27 @@ class ModelDrafter:
         if rows:
             logits = self._runner.forward(rows)
             groups = [RowGroup(jobs[i].spec, jobs[i].tokens) for i in deciding]
-            for i, (token, candidates) in zip(deciding, propose(self._sampler, logits, groups), strict=True):
-                results[i] = Proposal(Status.DECIDED, token, candidates)
+            num_guesses = max((jobs[i].num_guesses for i in deciding), default=0)
+            for i, drawn in zip(deciding, propose(self._sampler, logits, groups, num_guesses), strict=True):
+                count = jobs[i].num_guesses
+                guesses, likelihoods = drawn.guesses[:count], drawn.likelihoods[: 1 + count]
+                results[i] = Proposal(Status.DECIDED, drawn.token, drawn.candidates, guesses, likelihoods)
         return results
 
     def _place(self, job: DraftJob, budget: int) -> RowInput | None:
-        if budget <= 0:
+        if budget <= 0 or not self._can_begin(job):
             return None
         rank = rank_of(job.key, job.spec, is_branch=job.fork_of is not None)
-        sequence = self._states.align(job.key, job.tokens, job.agreed, prefix_salt(job.spec), rank, job.fork_of)
-        if not self._states.make_room(job.key, len(job.tokens)):
+        sequence = self._states.prepare(job.key, job.tokens, job.agreed, prefix_salt(job.spec), rank, job.fork_of)
+        if sequence is None:
             return None
         num_cached = len(sequence.tokens)
         tokens = job.tokens[num_cached : num_cached + budget]
         finishes = num_cached + len(tokens) == len(job.tokens)
         return RowInput(sequence, tokens, 1 if finishes else 0)
+
+    def _can_begin(self, job: DraftJob) -> bool:
+        """A branch begins with what is held for its sequence; no prompt is read again for it."""
+        if job.fork_of is None or self._states.length(job.key):
+            return True
+        return self._states.length(job.fork_of) >= job.num_committed - 1

@@ -3,96 +3,42 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specdec.engine.build import BackendOptions, build_drafter, build_target
 from specdec.engine.local import LocalService
+from specdec.engine.results import CancellationToken, GenerationResult, RunningSequence, TokenEvent
 from specdec.engine.stats import SpecStats
 from specdec.errors import CancelledError, InvalidParameterError
-from specdec.models.compat import check_pair
+from specdec.models.compat import check_pair, tokenizer_width
+from specdec.models.describe import describe_model
 from specdec.models.loading import ModelSource, load_tokenizer
 from specdec.protocol.backends import DraftBackend, TargetBackend
 from specdec.protocol.ingress import Delivery
-from specdec.protocol.messages import Finish, Notes
-from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.sampling.params import PLAIN_DEFAULTS, GenerationDefaults, SamplingParams, SequenceSpec
 from specdec.sampling.philox import derive_seed
-from specdec.sampling.validation import validated, validated_num_speculative_tokens, validated_seed
+from specdec.sampling.validation import (
+    validated,
+    validated_max_tokens,
+    validated_num_speculative_tokens,
+    validated_seed,
+    validated_stop,
+)
 from specdec.text.output import OutputText
 from specdec.text.prompts import check_token_ids, encode_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
 Prompt = str | Sequence[int]
-
-
-class CancellationToken:
-    """Ends a generation from outside, at its next round; safe to use from any thread."""
-
-    def __init__(self) -> None:
-        self._cancelled = False
-
-    def cancel(self) -> None:
-        """End the generation that was given this token."""
-        self._cancelled = True
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether ``cancel`` was called."""
-        return self._cancelled
-
-
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
-    """New tokens of one sequence.
-
-    Attributes:
-        index: Which prompt, where several were given.
-        token_ids: Committed tokens.
-        text: What they add to the text; may be empty while a character or a stop string is unfinished.
-        finish_reason: ``stop`` or ``length`` with the last event.
-    """
-
-    index: int
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: Finish | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationResult:
-    """A whole generation.
-
-    Attributes:
-        stats: What speculation did in this sequence.
-        duration_s: Time from the call to the sequence's last token.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: Finish
-    stats: SpecStats
-    duration_s: float
-
-
-@dataclass(slots=True)
-class _Running:
-    """A sequence on its way."""
-
-    index: int
-    prompt: list[int]
-    spec: SequenceSpec
-    output: OutputText
-    token_ids: list[int] = field(default_factory=list)
-    text: list[str] = field(default_factory=list)
-    notes: list[Notes] = field(default_factory=list)
-    finish_reason: Finish | None = None
-    ended_s: float = 0.0
 
 
 class SpeculativeEngine:
@@ -108,6 +54,7 @@ class SpeculativeEngine:
         eos_token_ids: Tokens that end a text.
         vocab_size: Number of tokens.
         num_speculative_tokens: Draft tokens per round where a call names none.
+        defaults: What holds for calls that do not say.
         fallback: Why the target runs without speculation, in a word; None where it does not.
     """
 
@@ -120,10 +67,12 @@ class SpeculativeEngine:
         eos_token_ids: tuple[int, ...],
         vocab_size: int,
         num_speculative_tokens: int = 4,
+        defaults: GenerationDefaults = PLAIN_DEFAULTS,
         fallback: str | None = None,
     ) -> None:
         self._fallback = fallback if draft is not None else None
-        self._service = LocalService(target, draft, num_speculative_tokens)
+        self._service = LocalService(target, draft, validated_num_speculative_tokens(num_speculative_tokens) or 0)
+        self._defaults = defaults
         self._max_model_len = target.max_model_len
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
@@ -159,13 +108,17 @@ class SpeculativeEngine:
             MemoryPlanError: A cache cannot hold one sequence.
         """
         tokenizer = load_tokenizer(target)
-        options = replace(options or BackendOptions(), vocab_size=len(tokenizer))
+        options = replace(options or BackendOptions(), vocab_size=tokenizer_width(tokenizer))
         target_backend, built = build_target(target, options, progress)
         draft_backend = None
         if draft is not None:
-            draft_options = replace(draft_options or options, vocab_size=len(tokenizer))
-            draft_backend, _, draft_built = build_drafter(draft, draft_options, progress)
-            check_pair(built.loaded, tokenizer, draft_built.loaded, load_tokenizer(draft))
+            check_pair(built.loaded, tokenizer, describe_model(draft), load_tokenizer(draft))
+            draft_options = replace(draft_options or options, vocab_size=options.vocab_size)
+            draft_backend, _, _ = build_drafter(draft, draft_options, progress)
+        defaults = built.loaded.generation_defaults
+        remark = defaults.remark(target.path)
+        if remark is not None:
+            logger.warning(remark)
         return cls(
             target_backend,
             draft_backend,
@@ -173,8 +126,14 @@ class SpeculativeEngine:
             eos_token_ids=built.loaded.eos_token_ids,
             vocab_size=built.runner.vocab_size,
             num_speculative_tokens=num_speculative_tokens,
+            defaults=defaults,
             fallback=built.runner.no_speculation,
         )
+
+    @property
+    def default_sampling(self) -> SamplingParams:
+        """How tokens are chosen where a call does not say; ``dataclasses.replace`` changes single fields of it."""
+        return self._defaults.sampling
 
     @property
     def stats(self) -> SpecStats:
@@ -193,7 +152,7 @@ class SpeculativeEngine:
         seed: int | None = None,
         max_tokens: int | None = None,
         num_speculative_tokens: int | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         on_token: Callable[[TokenEvent], None] | None = None,
         cancellation: CancellationToken | None = None,
     ) -> GenerationResult:
@@ -217,7 +176,7 @@ class SpeculativeEngine:
         seed: int | None = None,
         max_tokens: int | None = None,
         num_speculative_tokens: int | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         on_token: Callable[[TokenEvent], None] | None = None,
         cancellation: CancellationToken | None = None,
     ) -> list[GenerationResult]:
@@ -225,11 +184,13 @@ class SpeculativeEngine:
 
         Args:
             prompts: Texts, or lists of token ids.
-            sampling: How tokens are chosen; by default the plain distribution at temperature 1.
+            sampling: How tokens are chosen; where none is given, ``default_sampling``: what the model's generation
+                config says, else the plain distribution at temperature 1.
             seed: Of all noise; drawn where there is none. Prompt i has a seed derived from it.
-            max_tokens: Most output tokens of each; by default what is left of the model's length.
+            max_tokens: Most output tokens of each; by default the generation config's ``max_new_tokens``, as far as the
+                model's length allows, else what is left of that length.
             num_speculative_tokens: Draft tokens per round; 0 decodes plainly.
-            stop: Strings that end a text.
+            stop: A string that ends a text, or several.
             on_token: Called with every event as it comes.
             cancellation: Ends the call early.
 
@@ -238,11 +199,13 @@ class SpeculativeEngine:
             CancelledError: ``cancellation`` was used.
         """
         started_s = time.perf_counter()
-        running = self._prepare(prompts, sampling or SamplingParams(), seed, max_tokens, num_speculative_tokens, stop)
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+            raise InvalidParameterError("prompts", "prompts must be a list of texts or of lists of token ids")
+        running = self._prepare(prompts, sampling, seed, max_tokens, num_speculative_tokens, stop)
         for event in self._events(running, cancellation):
             if on_token is not None:
                 on_token(event)
-        return [self._result(one, started_s) for one in running.values()]
+        return [one.result(started_s) for one in running.values()]
 
     def stream(
         self,
@@ -252,29 +215,33 @@ class SpeculativeEngine:
         seed: int | None = None,
         max_tokens: int | None = None,
         num_speculative_tokens: int | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         cancellation: CancellationToken | None = None,
     ) -> Iterator[TokenEvent]:
         """Generate from one prompt, an event a round; closing the iterator cancels. See :meth:`generate_batch`."""
-        running = self._prepare([prompt], sampling or SamplingParams(), seed, max_tokens, num_speculative_tokens, stop)
+        running = self._prepare([prompt], sampling, seed, max_tokens, num_speculative_tokens, stop)
         return self._events(running, cancellation)
 
     def _prepare(
         self,
         prompts: Sequence[Prompt],
-        sampling: SamplingParams,
+        sampling: SamplingParams | None,
         seed: int | None,
         max_tokens: int | None,
         num_speculative_tokens: int | None,
-        stop: Sequence[str],
-    ) -> dict[str, _Running]:
-        sampling = validated(sampling, self._vocab_size)
+        stop: str | Sequence[str],
+    ) -> dict[str, RunningSequence]:
+        if sampling is not None and not isinstance(sampling, SamplingParams):
+            raise InvalidParameterError("sampling", f"sampling must be SamplingParams, not {type(sampling).__name__}")
+        sampling = self.default_sampling if sampling is None else sampling
+        sampling = validated(sampling, self._vocab_size, self._eos_token_ids)
         num_speculative_tokens = validated_num_speculative_tokens(num_speculative_tokens)
         seed = secrets.randbits(63) if seed is None else validated_seed(seed)
-        running: dict[str, _Running] = {}
+        stops = validated_stop(stop)
+        running: dict[str, RunningSequence] = {}
         for index, prompt in enumerate(prompts):
             tokens = self._tokens(prompt)
-            limit = self._limit(len(tokens), max_tokens)
+            limit = self._limit(len(tokens), max_tokens, sampling.min_tokens)
             spec = SequenceSpec(
                 sampling,
                 derive_seed(seed, index, 0),
@@ -284,8 +251,10 @@ class SpeculativeEngine:
                 arrival_s=float(index),
                 num_speculative_tokens=num_speculative_tokens,
             )
-            output = OutputText(self._tokenizer, tokens, spec, stop)
-            running[f"local-{next(self._names)}"] = _Running(index, tokens, spec, output)
+            output = OutputText(self._tokenizer, tokens, spec, stops)
+            running[f"local-{next(self._names)}"] = RunningSequence(
+                index, tokens, spec, output, fallback=self._fallback if spec.num_speculative_tokens != 0 else None
+            )
         return running
 
     def _tokens(self, prompt: Prompt) -> list[int]:
@@ -294,16 +263,20 @@ class SpeculativeEngine:
         check_token_ids(prompt, self._vocab_size)
         return list(prompt)
 
-    def _limit(self, prompt_length: int, max_tokens: int | None) -> int:
+    def _limit(self, prompt_length: int, max_tokens: int | None, min_tokens: int) -> int:
         left = self._max_model_len - prompt_length
-        if max_tokens is not None and max_tokens < 1:
-            raise InvalidParameterError("max_tokens", f"max_tokens must be at least 1, not {max_tokens}")
+        if max_tokens is not None:
+            max_tokens = validated_max_tokens(max_tokens, min_tokens)
         if left < (max_tokens or 1):
             message = f"prompt ({prompt_length}) and max_tokens ({max_tokens or 1}) exceed {self._max_model_len} tokens"
             raise InvalidParameterError("max_tokens", message, "context_length_exceeded")
-        return left if max_tokens is None else max_tokens
+        if max_tokens is None:
+            max_tokens = validated_max_tokens(min(self._defaults.max_tokens or left, left), min_tokens)
+        return max_tokens
 
-    def _events(self, running: dict[str, _Running], cancellation: CancellationToken | None) -> Iterator[TokenEvent]:
+    def _events(
+        self, running: dict[str, RunningSequence], cancellation: CancellationToken | None
+    ) -> Iterator[TokenEvent]:
         """Pump until all are done; what is not done when the iterator is closed is forgotten everywhere.
 
         Nothing is begun before the first event is asked for. Several iterators may be open: whoever pumps keeps for the
@@ -320,8 +293,9 @@ class SpeculativeEngine:
                 if not any(self._deliveries[seq] for seq in open_seqs):
                     self._pump()
                 for delivery in [self._deliveries[seq].popleft() for seq in open_seqs if self._deliveries[seq]]:
-                    event = self._take(running[delivery.seq], delivery.tokens, delivery.notes, delivery.finish)
+                    event = running[delivery.seq].take(delivery)
                     if event.finish_reason is not None:
+                        self._stats += running[delivery.seq].stats
                         open_seqs.discard(delivery.seq)
                         self._close(delivery.seq)
                     yield event
@@ -337,24 +311,3 @@ class SpeculativeEngine:
     def _close(self, seq: str) -> None:
         self._deliveries.pop(seq, None)
         self._service.cancel(seq)
-
-    def _take(self, one: _Running, tokens: tuple[int, ...], notes: Notes, finish: Finish | None) -> TokenEvent:
-        delta = one.output.push(tokens, finish)
-        one.token_ids += tokens[: delta.num_billed]
-        one.notes.append(notes.first(delta.num_billed))
-        one.text.append(delta.text)
-        one.finish_reason = delta.finish
-        if delta.finish is not None:
-            one.ended_s = time.perf_counter()
-            self._stats += self._stats_of(one)
-        return TokenEvent(one.index, tokens[: delta.num_billed], delta.text, delta.finish)
-
-    def _result(self, one: _Running, started_s: float) -> GenerationResult:
-        assert one.finish_reason is not None
-        duration_s = one.ended_s - started_s
-        return GenerationResult(
-            "".join(one.text), tuple(one.token_ids), one.finish_reason, self._stats_of(one), duration_s
-        )
-
-    def _stats_of(self, one: _Running) -> SpecStats:
-        return SpecStats.of(one.notes, self._fallback if one.spec.num_speculative_tokens != 0 else None)

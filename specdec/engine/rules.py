@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterable, Sequence
+from itertools import chain, islice
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.protocol.marks import Tokens
 from specdec.protocol.messages import Candidates
 from specdec.sampling.coupled import verify_coupled
 from specdec.sampling.pipeline import Sampler
@@ -41,27 +44,86 @@ def verify(
     return [run for run in runs if run is not None]
 
 
-def propose(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup]) -> list[tuple[int, Candidates | None]]:
+_MISMATCH = 0.6
+"""By how much, in logits, two models of a pair differ on the tokens that matter: where the draft's best is ahead of
+another by so much, the target is e times likelier to say it. Fitted on the demo pair, which gave 0.5 to 0.75."""
+
+
+class Drawn(NamedTuple):
+    """One draft token.
+
+    Attributes:
+        candidates: Under the rejection rule, what it was drawn from.
+        guesses: Other tokens that may well stand in its place, the likeliest first.
+        likelihoods: Under the coupled rule, how likely the token is to be kept, and each guess to be in its place.
+    """
+
+    token: int
+    candidates: Candidates | None = None
+    guesses: Tokens = ()
+    likelihoods: tuple[float, ...] = ()
+
+
+def propose(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup], num_guesses: int = 0) -> list[Drawn]:
     """Draw one draft token per group by the rule its request names; under rejection, with what it was drawn from.
 
     Args:
         sampler: Applies each request's parameters.
         logits: float32 [N, at least V], the draft's.
         groups: N sequences, one row each.
+        num_guesses: How many other tokens are wanted beside each, at most: ranked with the noise under the coupled
+            rule, by probability under rejection.
     """
-    proposals: list[tuple[int, Candidates | None]] = [(0, None)] * len(groups)
+    proposals = [Drawn(0)] * len(groups)
     coupled, rejection = _by_rule(groups)
     if coupled:
         part, rows = _part(logits, groups, coupled)
-        for i, token in zip(coupled, sampler.choose(rows, part).tolist(), strict=True):
-            proposals[i] = token, None
+        for i, drawn in zip(coupled, _draw_coupled(sampler, rows, part, num_guesses), strict=True):
+            proposals[i] = drawn
     if rejection:
         part, rows = _part(logits, groups, rejection)
-        draft = propose_truncated(sampler, rows, part)
-        columns = zip(rejection, draft.tokens.tolist(), draft.ids.tolist(), draft.probs.tolist(), strict=True)
-        for i, token, ids, probs in columns:
-            proposals[i] = token, Candidates(tuple(ids), tuple(probs))
+        for i, drawn in zip(rejection, _draw_truncated(sampler, rows, part, num_guesses), strict=True):
+            proposals[i] = drawn
+    greedy = [i for i in rejection if num_guesses and groups[i].spec.sampling.temperature == 0]
+    if greedy:
+        # All probability is on one token, and what the target may say instead is told by the logits alone.
+        part, rows = _part(logits, groups, greedy)
+        for i, drawn in zip(greedy, _draw_coupled(sampler, rows, part, num_guesses), strict=True):
+            proposals[i] = proposals[i]._replace(guesses=drawn.guesses)
     return proposals
+
+
+def _draw_coupled(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup], num_guesses: int) -> list[Drawn]:
+    if not num_guesses:
+        return [Drawn(token) for token in sampler.choose(logits, groups).tolist()]
+    ranked = sampler.choose_and_guess(logits, groups, num_guesses)
+    temperatures = torch.tensor([group.spec.sampling.temperature or 1.0 for group in groups], device=logits.device)
+    shares = (ranked.scores * (temperatures / _MISMATCH).unsqueeze(1)).softmax(1)
+    columns = zip(ranked.chosen.tolist(), ranked.tokens.tolist(), shares.tolist(), strict=True)
+    return [_drawn(token, tokens, likelihoods) for token, tokens, likelihoods in columns]
+
+
+def _drawn(token: int, ranked: list[int], likelihoods: list[float]) -> Drawn:
+    """A coupled draft token with those that come after it: as many as were ranked, less itself; -1 is none."""
+    if ranked[0] != token:  # a tie, which two ways of looking for the best have decided differently
+        return Drawn(token, None, _guesses(token, ranked, len(ranked) - 1))
+    guesses = _guesses(token, ranked, len(ranked) - 1)
+    return Drawn(token, None, guesses, tuple(likelihoods[: 1 + len(guesses)]))
+
+
+def _draw_truncated(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup], num_guesses: int) -> list[Drawn]:
+    draft = propose_truncated(sampler, logits, groups)
+    drawn: list[Drawn] = []
+    for token, ids, probs in zip(draft.tokens.tolist(), draft.ids.tolist(), draft.probs.tolist(), strict=True):
+        possible = (other for other, prob in zip(ids, probs, strict=True) if prob > 0)
+        guesses = _guesses(token, possible, num_guesses) if num_guesses else ()
+        drawn.append(Drawn(token, Candidates(tuple(ids), tuple(probs)), guesses))
+    return drawn
+
+
+def _guesses(token: int, ranked: Iterable[int], count: int) -> Tokens:
+    """The first of the ranked tokens that are not the one drawn; -1 is none."""
+    return tuple(islice((other for other in ranked if other not in (token, -1)), count))
 
 
 def _by_rule(groups: Sequence[RowGroup]) -> tuple[list[int], list[int]]:
@@ -80,11 +142,15 @@ def _part(logits: Tensor, groups: Sequence[RowGroup], indexes: list[int]) -> tup
 
 def _tensors(candidates: Sequence[Candidates], device: torch.device) -> tuple[Tensor, Tensor]:
     """Ids and probabilities, [draft tokens, widest]; shorter ones are filled with probability 0."""
-    width = max(chain((len(drawn.ids) for drawn in candidates), (1,)))
-    ids = [[*drawn.ids, *[0] * (width - len(drawn.ids))] for drawn in candidates]
-    probs = [[*drawn.probs, *[0.0] * (width - len(drawn.probs))] for drawn in candidates]
-    shape = (len(candidates), width)
-    return (
-        torch.tensor(ids, dtype=torch.int64, device=device).reshape(shape),
-        torch.tensor(probs, dtype=torch.float32, device=device).reshape(shape),
-    )
+    width = max(chain.from_iterable((len(drawn.ids), len(drawn.probs)) for drawn in candidates), default=1)
+    ids = _filled([drawn.ids for drawn in candidates], width, np.int64)
+    probs = _filled([drawn.probs for drawn in candidates], width, np.float32)
+    return ids.to(device), probs.to(device)
+
+
+def _filled(lists: Sequence[Sequence[float]], width: int, dtype: type[np.int64 | np.float32]) -> Tensor:
+    """[number of lists, width], with zeros after the end of each."""
+    filled = np.zeros((len(lists), width), dtype=dtype)
+    lengths = np.array([len(values) for values in lists], dtype=np.int64)
+    filled[np.arange(width) < lengths[:, None]] = [*chain.from_iterable(lists)]
+    return torch.from_numpy(filled)

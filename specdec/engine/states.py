@@ -33,12 +33,15 @@ class SequenceStates:
     def __len__(self) -> int:
         return len(self._sequences)
 
-    def align(
+    def prepare(
         self, key: str, tokens: list[int], agreed: int, salt: bytes | None, rank: Rank, fork_of: str | None = None
-    ) -> CachedSequence:
-        """The state of ``key``, cut back so that it is a proper prefix of ``tokens``: the longest that can be had.
+    ) -> CachedSequence | None:
+        """The state of ``key``, cut back so that it is a proper prefix of ``tokens``, with room for all of them.
 
-        At least the last token is left to be read, so that the next forward pass gives its logits.
+        At least the last token is left to be read, so that the next forward pass gives its logits. Where blocks are
+        short, keys of a higher rank lose theirs, the last first, whether they have work now or not: so the first one
+        always gets on. None where even that does not suffice: then nobody loses anything, and ``key`` keeps what it
+        held before.
 
         Args:
             key: The sequence or branch; a state is begun where there is none.
@@ -48,8 +51,8 @@ class SequenceStates:
             rank: Of the key.
             fork_of: A state that is begun is a copy of this one, if there is one.
         """
-        self._ranks[key] = rank
         sequence = self._sequences.get(key)
+        begun = sequence is None
         if sequence is None:
             parent = self._sequences.get(fork_of) if fork_of is not None else None
             if parent is not None:
@@ -57,33 +60,29 @@ class SequenceStates:
             else:
                 sequence = self._runner.new_sequence(salt)
                 agreed = self._runner.reuse_prefix(sequence, tokens)
-                self.num_reused_tokens += agreed
-            self._sequences[key] = sequence
         cached = sequence.tokens
         keep = common_prefix_length(cached, tokens, min(agreed, len(cached), len(tokens)))
         keep = min(keep, len(tokens) - 1)
         if keep < len(cached):
             self._truncate(sequence, keep)
+        if not self._make_room(sequence, len(tokens), rank):
+            if begun:
+                self._runner.free(sequence)
+            return None
+        if begun and fork_of is None:
+            self.num_reused_tokens += agreed
+        self._sequences[key], self._ranks[key] = sequence, rank
         return sequence
 
-    def make_room(self, key: str, length: int) -> bool:
-        """Reserve blocks for ``length`` tokens of ``key``, taking if need be those of keys of a higher rank.
-
-        Whoever came later yields, the last first, whether it has work now or not: so the first one always gets on.
-        Where that does not suffice, ``key`` itself lets go of what it holds.
-        """
-        sequence, rank = self._sequences[key], self._ranks[key]
-        later: list[str] | None = None
+    def _make_room(self, sequence: CachedSequence, length: int, rank: Rank) -> bool:
+        if self._runner.reserve(sequence, length):
+            return True
+        later = sorted(
+            (other for other, its_rank in self._ranks.items() if its_rank > rank), key=self._ranks.__getitem__
+        )
+        if not self._runner.fits(sequence, length, [self._sequences[other] for other in later]):
+            return False
         while not self._runner.reserve(sequence, length):
-            if later is None:
-                later = [other for other in self._sequences if self._ranks[other] > rank]
-                later.sort(key=self._ranks.__getitem__)
-                # Room that does not suffice is not taken: its owners would read anew, and lose it again, for ever.
-                if not self._runner.can_reserve(sequence, length, [self._sequences[other] for other in later]):
-                    later = []
-            if not later:
-                self.release(key)
-                return False
             self.num_evictions += 1
             self.release(later.pop())
         return True

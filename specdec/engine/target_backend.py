@@ -133,8 +133,7 @@ class ModelTarget:
         A prompt is not begun that could not be finished.
         """
         rank = rank_of(job.key, job.spec)
-        sequence = self._states.align(job.key, job.log.tokens, self._agreed(job), prefix_salt(job.spec), rank)
-        return sequence if self._states.make_room(job.key, len(job.log)) else None
+        return self._states.prepare(job.key, job.log.tokens, self._agreed(job), prefix_salt(job.spec), rank)
 
     def _row(self, job: VerifyJob, sequence: CachedSequence, budget: int) -> tuple[RowInput, Tokens]:
         """A row for one job within ``budget`` tokens, with its draft as far as blocks are free for that."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -100,13 +100,15 @@ class BlockPool:
             blocks.append(self._take(blocks[-1] if blocks else None))
         return True
 
-    def can_reserve(self, sequence: CachedSequence, length: int, others: Sequence[CachedSequence]) -> bool:
-        """Whether :meth:`reserve` would make room if ``others`` were freed first."""
-        tail, offset = divmod(len(sequence.tokens), self.block_size)
-        num_needed = max(0, self.blocks_for(length) - len(sequence.block_ids))
-        num_needed += bool(offset) and length > len(sequence.tokens) and self._num_users[sequence.block_ids[tail]] > 1
+    def fits(self, sequence: CachedSequence, length: int, others: Iterable[CachedSequence]) -> bool:
+        """Whether :meth:`reserve` would make this room after :meth:`free` of ``others``."""
         held = Counter(block for other in others for block in other.block_ids)
-        return num_needed <= self.num_free + sum(self._num_users[block] == count for block, count in held.items())
+        num_freed = sum(count == self._num_users[block] for block, count in held.items())
+        blocks = sequence.block_ids
+        tail, offset = divmod(len(sequence.tokens), self.block_size)
+        copies_tail = bool(offset) and length > len(sequence.tokens)
+        copies_tail = copies_tail and self._num_users[blocks[tail]] - held[blocks[tail]] > 1
+        return max(0, self.blocks_for(length) - len(blocks)) + copies_tail <= self.num_free + num_freed
 
     def is_reserved(self, sequence: CachedSequence, length: int) -> bool:
         """Whether positions from the sequence's end up to ``length`` can be written: the room is there, and its own."""

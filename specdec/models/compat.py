@@ -1,4 +1,4 @@
-"""Whether a target and a draft speak the same tokens."""
+"""Whether a model has a logit for all of its tokens, and a target and a draft speak the same."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from specdec.errors import IncompatiblePairError
+from specdec.errors import IncompatiblePairError, ModelLoadError
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token")
 
@@ -46,6 +46,26 @@ class PairReport:
     notes: tuple[str, ...] = ()
 
 
+def tokenizer_width(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Number of token ids a tokenizer spans: one more than its highest. There may be gaps below it."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
+def check_width(name: str, num_logits: int, width: int) -> None:
+    """Check that a model has a logit for every token id of its tokenizer.
+
+    Args:
+        name: Of the model, for the message.
+        num_logits: Width of its logits.
+        width: Of the tokenizer, as :func:`tokenizer_width` says.
+
+    Raises:
+        ModelLoadError: The model is narrower.
+    """
+    if num_logits < width:
+        raise ModelLoadError(f"{name} has {num_logits} logits, but its tokenizer has token ids up to {width - 1}")
+
+
 def check_pair(
     target: PairMember,
     target_tokenizer: PreTrainedTokenizerBase,
@@ -63,10 +83,9 @@ def check_pair(
     Raises:
         IncompatiblePairError: naming the first difference.
     """
-    vocabulary = target_tokenizer.get_vocab()
-    _check_vocabulary(vocabulary, draft_tokenizer.get_vocab())
+    _check_vocabulary(target_tokenizer.get_vocab(), draft_tokenizer.get_vocab())
     _check_special_tokens(target_tokenizer, draft_tokenizer)
-    vocab_size = max(vocabulary.values()) + 1
+    vocab_size = tokenizer_width(target_tokenizer)
     for what, model in (("target", target), ("draft", draft)):
         if model.vocab_size < vocab_size:
             raise IncompatiblePairError(

@@ -2,23 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
+from dataclasses import replace
 from typing import Any
 
 from transformers import GenerationConfig, PretrainedConfig
 
-from specdec.errors import ModelLoadError
+from specdec.errors import InvalidParameterError, ModelLoadError
+from specdec.sampling.params import PLAIN_DEFAULTS, GenerationDefaults
+from specdec.sampling.validation import validated, validated_max_tokens
 
-_GENERATION_DEFAULTS = (
-    "do_sample",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "max_new_tokens",
-)
+_HONOURED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_NOT_HONOURED: dict[str, Any] = {
+    "do_sample": True,
+    "max_length": 20,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "max_time": None,
+    "stop_strings": None,
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "num_return_sequences": 1,
+    "top_h": None,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "penalty_alpha": None,
+    "dola_layers": None,
+    "guidance_scale": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "diversity_penalty": 0.0,
+    "exponential_decay_length_penalty": None,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "bad_words_ids": None,
+    "force_words_ids": None,
+    "constraints": None,
+    "sequence_bias": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "token_healing": False,
+    "watermarking_config": None,
+}
+"""Fields that change what transformers generates, with the value that changes nothing."""
 
 MAX_LENGTH_WITHOUT_POSITIONS = 1 << 15
 """A model of recurrent layers alone has no positions and so no longest sequence; here it has."""
@@ -55,9 +82,28 @@ def max_model_len(config: PretrainedConfig, name: str) -> int:
     return length
 
 
-def generation_defaults(generation: GenerationConfig | None) -> Mapping[str, Any]:
-    """Sampling values that a generation config sets, under transformers' names."""
+def generation_defaults(generation: GenerationConfig | None, name: str) -> GenerationDefaults:
+    """What a generation config sets for requests that do not say.
+
+    Args:
+        generation: As transformers reads it; None where a model has none.
+        name: Of the model, for messages.
+
+    Raises:
+        ModelLoadError: A value is out of its range: every request that takes it would be refused.
+    """
     if generation is None:
-        return MappingProxyType({})
-    values = generation.to_diff_dict()
-    return MappingProxyType({key: values[key] for key in _GENERATION_DEFAULTS if values.get(key) is not None})
+        return PLAIN_DEFAULTS
+    values = {key: value for key, value in generation.to_diff_dict().items() if value is not None}
+    ignored = tuple(key for key, neutral in _NOT_HONOURED.items() if values.get(key, neutral) not in (neutral, [], {}))
+    try:
+        max_tokens = values.get("max_new_tokens")
+        given = GenerationDefaults(
+            **{key: values[key] for key in _HONOURED if key in values},
+            max_tokens=None if max_tokens is None else validated_max_tokens(max_tokens, name="max_new_tokens"),
+            not_honoured=ignored,
+        )
+        sampling = validated(given.sampling, vocab_size=1)
+    except InvalidParameterError as error:
+        raise ModelLoadError(f"the generation config of {name} cannot be honoured: {error}") from error
+    return replace(given, **{key: getattr(sampling, key) for key in _HONOURED})

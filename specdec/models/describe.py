@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 from transformers import GenerationConfig
 
+from specdec.errors import ModelLoadError
 from specdec.models.configuration import eos_token_ids, generation_defaults, max_model_len
-from specdec.models.loading import ModelSource, load_config
+from specdec.models.loading import ModelSource, load_config, quiet
+from specdec.sampling.params import GenerationDefaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,21 +22,21 @@ class ModelDescription:
         vocab_size: Rows of its embedding, padding included.
         eos_token_ids: End-of-sequence ids.
         max_model_len: Longest sequence, in tokens.
-        generation_defaults: Sampling values its ``generation_config.json`` sets, under transformers' names.
+        generation_defaults: What its ``generation_config.json`` sets for requests that do not say.
     """
 
     name: str
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_model_len: int
-    generation_defaults: Mapping[str, Any]
+    generation_defaults: GenerationDefaults
 
 
 def describe_model(source: ModelSource) -> ModelDescription:
     """Read a model's configuration.
 
     Raises:
-        ModelLoadError: There is none, or it is of a kind that cannot be served.
+        ModelLoadError: There is none, it is of a kind that cannot be served, or its defaults are out of their range.
     """
     text = load_config(source).get_text_config(decoder=True)
     generation = _generation_config(source)
@@ -44,12 +45,19 @@ def describe_model(source: ModelSource) -> ModelDescription:
         vocab_size=text.vocab_size,
         eos_token_ids=eos_token_ids(generation, text),
         max_model_len=max_model_len(text, source.path),
-        generation_defaults=generation_defaults(generation),
+        generation_defaults=generation_defaults(generation, source.path),
     )
 
 
-def _generation_config(source: ModelSource) -> GenerationConfig | None:
+def _generation_config(source: ModelSource) -> GenerationConfig:
+    """Its own, or what its ``config.json`` says where it has none: as transformers does when it loads the model."""
+    path, options = Path(source.path).expanduser(), {"revision": source.revision, "token": source.token}
+    name = str(path) if path.is_dir() else source.path
     try:
-        return GenerationConfig.from_pretrained(source.path, revision=source.revision, token=source.token)
-    except OSError:  # a model need not have one
-        return None
+        with quiet():
+            try:
+                return GenerationConfig.from_pretrained(name, **options)
+            except OSError:
+                return GenerationConfig.from_pretrained(name, "config.json", _from_model_config=True, **options)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"the generation config of {source.path} cannot be read: {error}") from error

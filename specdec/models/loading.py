@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,7 @@ from specdec.models.configuration import eos_token_ids, generation_defaults, max
 from specdec.models.layers import AttentionLayer, find_layers
 from specdec.models.recurrent.binding import RecurrentLayer
 from specdec.models.recurrent.opaque import OpaqueState, find_opaque_state
+from specdec.sampling.params import GenerationDefaults
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Progress = Callable[[str], None]
@@ -77,7 +78,7 @@ class LoadedModel:
         recurrent_layers: What it keeps per sequence.
         opaque_state: A state that can only be copied as a whole: the model keeps transformers' own attention, for a
             :class:`specdec.models.snapshot_runner.SnapshotRunner`.
-        generation_defaults: Sampling values its ``generation_config.json`` sets, under transformers' names.
+        generation_defaults: What its ``generation_config.json`` sets for requests that do not say.
     """
 
     model: PreTrainedModel
@@ -91,7 +92,7 @@ class LoadedModel:
     num_parameters: int
     weights_bytes: int
     attention_layers: tuple[AttentionLayer, ...]
-    generation_defaults: Mapping[str, Any]
+    generation_defaults: GenerationDefaults
     recurrent_layers: tuple[RecurrentLayer, ...] = ()
     opaque_state: OpaqueState | None = None
 
@@ -175,7 +176,7 @@ def prepare_model(model: PreTrainedModel, name: str) -> LoadedModel:
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         weights_bytes=model.get_memory_footprint(),
         attention_layers=attention_layers,
-        generation_defaults=generation_defaults(model.generation_config),
+        generation_defaults=generation_defaults(model.generation_config, name),
         recurrent_layers=recurrent_layers,
         opaque_state=opaque_state,
     )

@@ -156,12 +156,12 @@ class ModelRunner:
         sequence.state = self.states.take()
         return True
 
-    def can_reserve(self, sequence: CachedSequence, length: int, others: Sequence[CachedSequence]) -> bool:
-        """Whether :meth:`reserve` would make room if ``others`` were freed first."""
+    def fits(self, sequence: CachedSequence, length: int, others: Sequence[CachedSequence]) -> bool:
+        """Whether room for ``length`` positions, and a state, could be made by freeing ``others``."""
         can_have_state = sequence.state is not None or any(other.state is not None for other in others)
         if self.states is not None and not (can_have_state or self.states.num_free):
             return False
-        return self.pool.can_reserve(sequence, length, others)
+        return self.pool.fits(sequence, length, others)
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
         """Forget what is cached from position ``length`` on, and give back reserved room.

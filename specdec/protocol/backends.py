@@ -114,12 +114,14 @@ class Proposal:
         candidates: Under the rejection rule, what the token was drawn from.
         guesses: Other tokens that may well come at this place, the likeliest first, without ``token``: ranked with the
             noise under the coupled rule, by probability under the rejection rule. At most as many as were wanted.
+        likelihoods: How likely it is that the target says ``token``, and each of ``guesses``; empty if that is unknown.
     """
 
     status: Status
     token: int | None = None
     candidates: Candidates | None = None
     guesses: Tokens = ()
+    likelihoods: tuple[float, ...] = ()
 
 
 class DraftBackend(Protocol):

@@ -17,39 +17,43 @@ class DraftWorkerMachine:
     Args:
         drafter: For sequences of the target.
         solo: For sequences of the draft model itself; of the same name.
+
+    Attributes:
+        drafter: As given.
+        solo: As given.
     """
 
     def __init__(self, drafter: DrafterMachine, solo: TargetMachine) -> None:
         assert drafter.name == solo.name
         self.name = drafter.name
-        self._drafter = drafter
-        self._solo = solo
+        self.drafter = drafter
+        self.solo = solo
 
     def receive(self, message: Message, now_s: float) -> None:
         """Take in one message."""
         match message:
             case Open(spec=spec):
-                (self._solo if spec.model == "draft" else self._drafter).receive(message, now_s)
+                (self.solo if spec.model == "draft" else self.drafter).receive(message, now_s)
             case Ack() | Offer():
-                self._solo.receive(message, now_s)
+                self.solo.receive(message, now_s)
             case Live(entries=entries):
-                own = tuple(entry for entry in entries if self._solo.holds(entry[0]))
-                self._solo.renew(replace(message, entries=own), now_s)
-                others = tuple(entry for entry in entries if not self._solo.holds(entry[0]))
-                self._drafter.receive(replace(message, entries=others), now_s)
+                own = tuple(entry for entry in entries if self.solo.holds(entry[0]))
+                self.solo.renew(replace(message, entries=own), now_s)
+                others = tuple(entry for entry in entries if not self.solo.holds(entry[0]))
+                self.drafter.receive(replace(message, entries=others), now_s)
             case _:  # to close, or to plan anew: whoever does not hold it does nothing
-                self._drafter.receive(message, now_s)
-                self._solo.receive(message, now_s)
+                self.drafter.receive(message, now_s)
+                self.solo.receive(message, now_s)
 
     def step(self, now_s: float) -> bool:
         """One step of each part. True if either did anything."""
-        drafted = self._drafter.step(now_s)
-        return self._solo.step(now_s) or drafted
+        drafted = self.drafter.step(now_s)
+        return self.solo.step(now_s) or drafted
 
     def take_outbox(self) -> dict[str, list[Message]]:
         """Messages since the last call, by router."""
-        messages = self._drafter.take_outbox()
-        for peer, more in self._solo.take_outbox().items():
+        messages = self.drafter.take_outbox()
+        for peer, more in self.solo.take_outbox().items():
             messages.setdefault(peer, []).extend(more)
         return {peer: [self._counted(message) for message in batch] for peer, batch in messages.items()}
 
@@ -57,5 +61,5 @@ class DraftWorkerMachine:
         """A heartbeat tells of both parts."""
         if not isinstance(message, Alive):
             return message
-        num_sequences = message.report["num_sequences"] + self._solo.report()["num_sequences"]
+        num_sequences = message.report["num_sequences"] + self.solo.report()["num_sequences"]
         return replace(message, report={**message.report, "num_sequences": num_sequences})

@@ -2,113 +2,162 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from specdec.protocol.backends import DraftBackend, DraftJob, Status
+from specdec.protocol.backends import DraftBackend, DraftJob, Proposal, Status
+from specdec.protocol.draft_row import Branch, DraftRow, Path
 from specdec.protocol.leases import Times
 from specdec.protocol.marks import Extension, common_prefix_length
-from specdec.protocol.messages import Candidates, Commit, Message, Offer, Open
-from specdec.protocol.worker import Gauges, WorkerMachine, WorkerRow
-
-
-class DraftRow(WorkerRow):
-    """A sequence on a drafter.
-
-    Attributes:
-        chain: Draft tokens after the log.
-        candidates: What each of them was drawn from, under the rejection rule; else empty.
-        offered_end: Absolute length, log and chain, up to which the present chain has been offered.
-        agreed: Length up to which log and chain are what the backend was given last.
-    """
-
-    __slots__ = ("agreed", "candidates", "chain", "offered_end")
-
-    def __init__(self, message: Open) -> None:
-        super().__init__(message)
-        self.chain: list[int] = []
-        self.candidates: list[Candidates] = []
-        self.offered_end = len(self.log)
-        self.agreed = 0
-
-    @property
-    def end(self) -> int:
-        """Absolute length of log and chain."""
-        return len(self.log) + len(self.chain)
+from specdec.protocol.messages import Commit, Message, Open, Outcome
+from specdec.protocol.worker import Gauges, WorkerMachine
 
 
 @dataclass(slots=True)
 class DrafterCounters:
-    """What a drafter has done since it started."""
+    """What a drafter has done since it started.
+
+    Attributes:
+        num_kept_tokens: Draft tokens, of chains and promoted branches, that were committed.
+        num_discarded_tokens: Draft tokens of chains that the log went past another way.
+        num_branches_forked: Branches begun.
+        num_promoted: Branches that became the chain, because their outcome came.
+        num_branch_tokens_wasted: Draft tokens of branches whose outcome did not come.
+    """
 
     num_steps: int = 0
     num_proposed_tokens: int = 0
     num_kept_tokens: int = 0
     num_discarded_tokens: int = 0
     num_offers: int = 0
+    num_branches_forked: int = 0
+    num_promoted: int = 0
+    num_branch_tokens_wasted: int = 0
+
+
+Task = tuple[DraftRow, Branch | None, DraftJob]
+"""One row of a step: a sequence's chain, or one of its branches."""
 
 
 class DrafterMachine(WorkerMachine[DraftRow]):
-    """Extends a chain for every sequence, all in one batch, a token a step.
+    """Extends a chain for every sequence, and branches beside it, all in one batch, a token a step.
 
-    In mode ``overlap`` the chain goes one draft length and a bonus token beyond what the target verifies now, along the
-    accepted path; in mode ``in_turn`` it ends at the draft length.
+    In mode ``in_turn`` the chain ends at the draft length. In mode ``overlap`` it goes one draft length and a bonus
+    token beyond what the target verifies now, along the accepted path; and where the plan has branches, other likely
+    outcomes of that verification get a chain each. The verdict promotes one branch, or none, and frees its siblings.
     """
 
     def __init__(self, name: str, backend: DraftBackend, times: Times, gauges: Gauges | None = None) -> None:
         super().__init__(name, times, gauges)
         self._backend = backend
+        self._num_waiting = 0
         self.counters = DrafterCounters()
 
     def step(self, now_s: float) -> bool:
-        """One more draft token for every chain that wants one. True if anything was drafted or read."""
+        """One more draft token for every chain and branch that wants one. True if anything was drafted or read."""
         self._expire(now_s)
-        rows = [row for row in self._rows if len(row.chain) < self._wanted(row)]
-        if not rows:
-            return False
-        rows.sort(key=lambda row: (row.spec.arrival_s, row.seq))
-        jobs = [DraftJob(row.seq, row.log.tokens + row.chain, row.spec, row.agreed, len(row.log)) for row in rows]
-        proposals = self._backend.propose(jobs)
-        for row, job, proposal in zip(rows, jobs, proposals, strict=True):
-            if proposal.status is not Status.WAITING:
-                row.agreed = len(job.tokens)
-            if proposal.token is not None:
-                row.chain.append(proposal.token)
-                if proposal.candidates is not None:
-                    row.candidates.append(proposal.candidates)
-                self.counters.num_proposed_tokens += 1
-                self._offer_if_due(row)
+        rows = list(self._rows)
+        for row in rows:
+            self._branch_out(row)
+        tasks = self._tasks(rows)
+        proposals = self._backend.propose([job for *_, job in tasks]) if tasks else []
+        for task, proposal in zip(tasks, proposals, strict=True):
+            self._take(*task, proposal)
+        self._count(tasks, proposals)
         worked = any(proposal.status is not Status.WAITING for proposal in proposals)
+        for row in rows:
+            row.num_steps += worked
+            if row.is_due:
+                self._outbox.put(row.router, row.take_offer())
+                self.counters.num_offers += 1
         self.counters.num_steps += worked
         return worked
 
     def report(self) -> dict[str, float]:
-        """Counters and gauges for the router."""
+        """Counters and gauges for the router; ``num_waiting_sequences`` found no room in the last step (rule 7)."""
         figures = super().report()
         figures.update({f.name: float(getattr(self.counters, f.name)) for f in fields(self.counters)})
+        figures["num_waiting_sequences"] = float(self._num_waiting)
+        figures["num_branches_held"] = float(sum(len(row.branches) for row in self._rows))
         return figures
 
-    def _wanted(self, row: DraftRow) -> int:
-        """Length the chain should have: by plan, and within the request's and the draft model's lengths."""
-        num_tokens = row.plan.num_draft_tokens
-        if num_tokens and row.plan.mode == "overlap":
-            num_tokens += num_tokens + 1
-        left = row.spec.output_start + row.spec.max_tokens - 1 - len(row.log)
-        return max(0, min(num_tokens, left, self._backend.max_model_len - len(row.log)))
+    # What is drafted.
 
-    def _offer_if_due(self, row: DraftRow) -> None:
-        """Offer a finished chain, and in overlap its parts: a target that has used up its draft needs the next soon."""
-        fresh = row.end - row.offered_end
-        complete = len(row.chain) >= self._wanted(row)
-        part = -(-row.plan.num_draft_tokens // 2)
-        if complete or (row.plan.mode == "overlap" and fresh >= part):
-            row.offered_end = row.end
-            self.counters.num_offers += 1
-            mark, candidates = row.log.mark(), tuple(row.candidates)
-            offer = Offer(row.seq, row.inc, mark, tuple(row.chain), candidates=candidates)
-            self._outbox.put(row.router, offer)
+    def _tasks(self, rows: Sequence[DraftRow]) -> list[Task]:
+        """A job for each chain that is too short, in order of arrival, then for each branch: they yield first."""
+        chains: list[Task] = [(row, None, row.chain_job()) for row in rows if len(row.path) < row.num_wanted]
+        branches: list[Task] = [
+            (row, branch, row.branch_job(branch))
+            for row in rows
+            for branch in row.branches.values()
+            if row.wants(branch)
+        ]
+        return sorted(chains, key=_rank) + sorted(branches, key=_rank)
+
+    def _take(self, row: DraftRow, branch: Branch | None, job: DraftJob, proposal: Proposal) -> None:
+        if branch is not None:
+            branch.is_begun, branch.is_waiting = True, proposal.status is Status.WAITING
+        elif proposal.status is not Status.WAITING:
+            row.agreed = len(job.tokens)
+        if proposal.token is not None:
+            (row.path if branch is None else branch.path).append(proposal)
+            self.counters.num_proposed_tokens += 1
+
+    def _count(self, tasks: Sequence[Task], proposals: Sequence[Proposal]) -> None:
+        """Rule 7: a drafter that is short of room says so."""
+        pairs = zip(tasks, proposals, strict=True)
+        self._num_waiting = sum(branch is None and p.status is Status.WAITING for (_, branch, _), p in pairs)
+
+    # Branches.
+
+    def _branch_out(self, row: DraftRow) -> None:
+        """Fork what the fan-out allows and the chain's guesses name by now."""
+        if not row.has_branches:
+            self._drop_branches(row)
+            return
+        if row.is_complete and not row.has_news:
+            # Nothing else is left to do for this verification: the next one is of what was offered in the meantime.
+            row.num_verified = max(row.num_verified, min(row.plan.num_draft_tokens, row.num_offered))
+        missing = row.plan.num_branches - len(row.branches)
+        named = len(row.log), row.num_verified, min(len(row.path), row.num_verified + 1)
+        if missing <= 0 or named == row.forked_for:
+            return
+        row.forked_for = named
+        for outcome in row.likely_outcomes():
+            missing -= self._fork(row, outcome)
+            if not missing:
+                return
+
+    def _fork(self, row: DraftRow, outcome: Outcome) -> bool:
+        """Begin a branch, unless it is there already or nothing could follow it."""
+        position, token = len(row.log) + outcome.num_accepted, outcome.next_token
+        if (position, token) in row.branches or token in row.ending_token_ids or not row.num_wanted_after(position):
+            return False
+        # Numbered with leading zeros: names in the order of likelihood are ranks in the order of likelihood.
+        row.branches[position, token] = Branch(f"{row.seq}#{row.num_forks:010d}", position, token)
+        row.num_forks += 1
+        self.counters.num_branches_forked += 1
+        return True
+
+    def _drop_branches(self, row: DraftRow, before: int | None = None) -> None:
+        """Free all branches, or those of positions ``before`` one."""
+        for place, branch in list(row.branches.items()):
+            if before is None or branch.position < before:
+                del row.branches[place]
+                self.counters.num_branch_tokens_wasted += len(branch.path)
+                if branch.is_begun:
+                    self._backend.release(branch.key)
+
+    # What is committed.
 
     def _new_row(self, message: Open, now_s: float) -> DraftRow:
-        return DraftRow(message)
+        return DraftRow(message, self._backend.max_model_len)
+
+    def _on_open(self, message: Open, now_s: float) -> None:
+        held = self._rows.get(message.seq)
+        super()._on_open(message, now_s)
+        if held is not None and self._rows.get(message.seq) is not held:
+            self._drop_branches(held)
 
     def _on_other(self, message: Message, now_s: float) -> None:
         if not isinstance(message, Commit):
@@ -120,23 +169,56 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         match row.log.extend_to(message.base, message.tokens, message.mark):
             case Extension.EXTENDED:
                 self._follow(row, length)
+                self._begin_round(row)
             case Extension.GAP | Extension.MISMATCH as problem:
                 self._resync(row.router, row.seq, row.inc, problem.value)
 
     def _follow(self, row: DraftRow, old_length: int) -> None:
-        """Keep of the chain what follows the tokens just committed; drop it where they differ."""
-        new = row.log.tokens[old_length:]
-        same = common_prefix_length(row.chain, new)
-        row.agreed = min(row.agreed, old_length + same)
+        """Keep of chain and branches what follows the tokens just committed; drop what differs."""
+        length = len(row.log)
+        start = self._advance(row, old_length)
+        if start < length:
+            branch = row.branches.pop((start, row.log.tokens[start]), None)
+            self._drop_branches(row)
+            if branch is not None:
+                self._promote(row, branch)
+                start = self._advance(row, start + 1)
+        if start < length:
+            self.counters.num_discarded_tokens += len(row.path)
+            row.path = Path()
+            row.offered_end = length
+        self._drop_branches(row, before=length)
+        row.offered_end = max(row.offered_end, length)
+
+    def _advance(self, row: DraftRow, start: int) -> int:
+        """Take off the chain, which begins at ``start``, what of it is committed; gives the length to which that is."""
+        same = common_prefix_length(row.chain, row.log.tokens[start:])
+        row.path.drop_first(same)
+        row.agreed = min(row.agreed, start + same)
         self.counters.num_kept_tokens += same
-        if same == len(new):
-            del row.chain[:same], row.candidates[:same]
-        else:
-            self.counters.num_discarded_tokens += len(row.chain) - same
-            row.chain, row.candidates = [], []
-            row.offered_end = len(row.log)
-        row.offered_end = max(row.offered_end, len(row.log))
+        return start + same
+
+    def _promote(self, row: DraftRow, branch: Branch) -> None:
+        """The branch is the chain from now on. What either held agrees up to the outcome's token, at least."""
+        self.counters.num_promoted += 1
+        self.counters.num_discarded_tokens += len(row.path)
+        row.path = branch.path
+        row.offered_end = branch.position + 1 + branch.num_offered
+        if branch.is_begun:
+            self._backend.rename(branch.key, row.seq)
+
+    def _begin_round(self, row: DraftRow) -> None:
+        """Take it that the target verifies now what it was offered; nothing, where that is nothing and it goes on."""
+        num_tokens, waits = row.plan.num_draft_tokens, row.plan.draft_wait_s > 0 and not row.num_offered
+        row.num_verified = num_tokens if waits else min(num_tokens, row.num_offered)
+        row.num_steps = 0
 
     def _dropped(self, row: DraftRow | None) -> None:
         if row is not None:
+            self._drop_branches(row)
             self._backend.release(row.seq)
+
+
+def _rank(task: Task) -> tuple[float, str]:
+    _, _, job = task
+    return job.spec.arrival_s, job.key

@@ -8,18 +8,23 @@ from typing import Literal
 
 from specdec.protocol.leases import Outbox, Times
 from specdec.protocol.marks import Extension, TokenLog, Tokens
-from specdec.protocol.messages import Cancel, End, Finish, Gone, Message, NewTokens, Notes, Submit, Want
+from specdec.protocol.messages import Cancel, End, Finish, Gone, Message, NewTokens, Notes, Plan, Submit, Want
 from specdec.sampling.params import SequenceSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What a client gets next: tokens that are final, or the end of its sequence."""
+    """What a client gets next: tokens that are final, or the end of its sequence.
+
+    Attributes:
+        plan: By which the sequence is drafted now.
+    """
 
     seq: str
     tokens: Tokens
     notes: Notes
     finish: Finish | None = None
+    plan: Plan | None = None
 
 
 class Request:
@@ -136,7 +141,7 @@ class IngressMachine:
         match request.log.extend_to(message.base, message.tokens, message.mark):
             case Extension.EXTENDED:
                 new = request.log.tail(length)
-                self._deliveries.append(Delivery(request.seq, new, message.notes.last(len(new))))
+                self._deliveries.append(Delivery(request.seq, new, message.notes.last(len(new)), plan=message.plan))
                 self._want_soon(request, now_s)
             case Extension.MISMATCH:  # another life of a router has used this attempt
                 self._submit(request, now_s)

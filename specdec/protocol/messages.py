@@ -139,7 +139,11 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """Router to ingress: the tokens from ``base`` on, cumulative since the last Want."""
+    """Router to ingress: the tokens from ``base`` on, cumulative since the last Want.
+
+    Attributes:
+        plan: By which they are drafted now, for those who ask.
+    """
 
     seq: str
     attempt: int
@@ -147,6 +151,7 @@ class NewTokens:
     tokens: Tokens
     notes: Notes
     mark: Mark
+    plan: Plan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +252,8 @@ class Offer:
         branches: For outcomes of the verification of ``chain``, what would follow: the log after outcome (n, token)
             would be mark + chain[:n] + (token,), and the branch's chain would go on from there.
         candidates: Under the rejection rule, what each token of ``chain`` was drawn from; else empty.
+        branch_candidates: Under the rejection rule, the same for each branch's chain, in the order of ``branches``;
+            else empty. The outcome's own token was not drawn, and has none.
     """
 
     seq: str
@@ -255,6 +262,7 @@ class Offer:
     chain: Tokens
     branches: tuple[tuple[Outcome, Tokens], ...] = ()
     candidates: tuple[Candidates, ...] = ()
+    branch_candidates: tuple[tuple[Candidates, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import replace
 
-from specdec.protocol.leases import LeasedRows, Outbox, Row, Times
-from specdec.protocol.marks import Extension, TokenLog
+from specdec.protocol.leases import LeasedRows, Outbox, Times
+from specdec.protocol.marks import Extension
 from specdec.protocol.messages import (
     Ack,
     Alive,
@@ -16,88 +14,25 @@ from specdec.protocol.messages import (
     Close,
     Commit,
     End,
-    Finish,
     Gone,
     Inc,
     Live,
     Message,
     NewTokens,
-    Notes,
     Offer,
     Open,
     Plan,
+    PlanUpdate,
     Resync,
     Submit,
     Verdict,
     Want,
 )
-from specdec.sampling.params import SequenceSpec
+from specdec.protocol.plans import FixedPlans, PlanController, Planner, WorkerKind
+from specdec.protocol.sessions import Session, Worker, WorkerLink
 
-WorkerKind = Literal["target", "drafter"]
-Planner = Callable[[SequenceSpec], Plan]
-
-
-@dataclass(slots=True)
-class WorkerLink:
-    """A session's link to one worker.
-
-    Attributes:
-        worker: Its name; None while none is to be had.
-        n: Raised whenever the sequence is opened anew on this link.
-        length: Length of the log that the worker is known to have.
-        sent: Length up to which it was sent.
-    """
-
-    kind: WorkerKind
-    worker: str | None = None
-    n: int = 0
-    opened_s: float = 0.0
-    length: int = 0
-    sent: int = 0
-
-
-class Session(Row):
-    """A sequence's log of record. Its inc is (attempt, 0); each of its links has an ``n`` of its own."""
-
-    __slots__ = ("client_length", "drafter", "finish", "ingress", "log", "notes", "plan", "spec", "target")
-
-    def __init__(self, message: Submit, plan: Plan, lease_s: float) -> None:
-        super().__init__(seq=message.seq, inc=Inc(message.attempt, 0), lease_s=lease_s)
-        self.ingress = message.ingress
-        self.spec = message.spec
-        self.plan = plan
-        self.log = TokenLog(message.tokens)
-        self.client_length = len(self.log)
-        self.notes = Notes()
-        self.finish: Finish | None = None
-        self.target = WorkerLink("target" if message.spec.model == "target" else "drafter")
-        self.drafter = WorkerLink("drafter")
-
-    @property
-    def links(self) -> tuple[WorkerLink, ...]:
-        """The links that this session needs: none once it is finished, no drafter where nothing is drafted."""
-        if self.finish is not None:
-            return ()
-        return (self.target, self.drafter) if self.plan.num_draft_tokens else (self.target,)
-
-    def link_inc(self, link: WorkerLink) -> Inc:
-        """The inc under which the sequence is open on a link."""
-        return Inc(self.inc.attempt, link.n)
-
-
-@dataclass(slots=True)
-class Worker:
-    """A worker as this router knows it.
-
-    Attributes:
-        report: Its newest counters.
-        is_silent: Nothing was heard for too long; it gets no sequence until it is heard again.
-    """
-
-    kind: WorkerKind
-    heard_s: float
-    report: dict[str, float] = field(default_factory=dict)
-    is_silent: bool = False
+_REVIEW_S = 0.25
+"""Period of the controller's reviews: short beside a sequence, long beside a step."""
 
 
 class RouterMachine:
@@ -105,16 +40,21 @@ class RouterMachine:
 
     A plain state machine: messages in by ``receive``, timers by ``step``, messages out by ``take_outbox``. Workers come
     and go by ``worker_joined`` and ``worker_lost``; one that is silent too long counts as lost until it is heard again.
+
+    Args:
+        name: By which its peers know it.
+        planner: Gives each sequence its plan, once; or a controller, which may change it.
+        times: The protocol's clock.
     """
 
-    def __init__(self, name: str, planner: Planner, times: Times) -> None:
+    def __init__(self, name: str, planner: Planner | PlanController, times: Times) -> None:
         self.name = name
-        self._planner = planner
+        self._controller: PlanController = FixedPlans(planner) if callable(planner) else planner
         self._times = times
         self._sessions: LeasedRows[Session] = LeasedRows(times.tombstone_s)
         self._workers: dict[str, Worker] = {}
         self._outbox = Outbox()
-        self._renewed_s = float("-inf")
+        self._renewed_s = self._reviewed_s = float("-inf")
         self.num_reopened = 0
 
     def take_outbox(self) -> dict[str, list[Message]]:
@@ -124,6 +64,10 @@ class RouterMachine:
     def reports(self) -> dict[str, tuple[WorkerKind, dict[str, float]]]:
         """The newest counters of every live worker, by its name."""
         return {name: (worker.kind, worker.report) for name, worker in self._workers.items() if not worker.is_silent}
+
+    def figures(self) -> dict[str, dict[str, float]]:
+        """The controller's choices and estimates; see :meth:`specdec.protocol.plans.PlanController.figures`."""
+        return self._controller.figures()
 
     @property
     def num_sessions(self) -> int:
@@ -143,6 +87,7 @@ class RouterMachine:
     def worker_lost(self, name: str, now_s: float) -> None:
         """A worker is gone: its sessions are opened elsewhere from the log, or wait for the next worker (rule 8)."""
         self._workers.pop(name, None)
+        self._controller.lost(name)
         self._move_from(name, now_s)
 
     def receive(self, message: Message, now_s: float) -> None:
@@ -167,15 +112,45 @@ class RouterMachine:
         """Timers: leases, renewals, repeats, silence. Cheap; to be called a few times a second. Always False."""
         for session in self._sessions.expire(now_s):
             self._end(session)
+        if now_s >= self._reviewed_s + _REVIEW_S:
+            self._reviewed_s = now_s
+            self._review(now_s)
         if now_s < self._renewed_s + self._times.renew_s:
             return False
         self._renewed_s = now_s
         for name, worker in self._workers.items():
             if not worker.is_silent and now_s - worker.heard_s > self._times.silence_s:
                 worker.is_silent = True
+                self._controller.lost(name)
                 self._move_from(name, now_s)
         self._renew(now_s)
         return False
+
+    def _review(self, now_s: float) -> None:
+        """Ask the controller, and carry out what it has changed."""
+        sessions = [session for session in self._sessions if session.is_planned and session.target.worker is not None]
+        placements = {session.seq: (str(session.target.worker), session.drafter.worker) for session in sessions}
+        for seq, plan in self._controller.review(placements, now_s).items():
+            session = self._sessions.get(seq)
+            if session is not None and session.is_planned:
+                self._replan(session, plan, now_s)
+
+    def _replan(self, session: Session, plan: Plan, now_s: float) -> None:
+        """A plan that rises from nothing opens the sequence on a drafter, and one that falls to nothing closes it."""
+        link = session.drafter
+        if not plan.num_draft_tokens and link.worker is not None:
+            self._send(link, Close(session.seq, session.link_inc(link)))
+            link.worker = None
+            link.n += 1  # the tombstone there keeps out what is not newer
+        session.plan = plan
+        for link in session.links:
+            if link.kind == "drafter" and link.worker is None:
+                self._place(session, link, now_s)
+            else:
+                self._send_plan(session, link)
+
+    def _send_plan(self, session: Session, link: WorkerLink) -> None:
+        self._send(link, PlanUpdate(session.seq, session.link_inc(link), session.plan))
 
     def _renew(self, now_s: float) -> None:
         live: dict[str, list[tuple[str, Inc]]] = {name: [] for name in self._workers}
@@ -183,19 +158,24 @@ class RouterMachine:
             for link in session.links:
                 if link.worker is not None and now_s - link.opened_s > self._times.settle_s:
                     live.setdefault(link.worker, []).append((session.seq, session.link_inc(link)))
+                    if session.plan != link.plan:  # nobody acknowledges a plan: it is repeated as long as it holds
+                        self._send_plan(session, link)
             if len(session.links) > 1 and session.drafter.length < len(session.log):
                 self._commit(session, session.drafter.length)
         for name, entries in live.items():
             self._outbox.put(name, Live(self.name, tuple(entries)))
+            if name in self._workers and self._workers[name].asked_s is None:
+                self._workers[name].asked_s = now_s
 
     def _on_submit(self, message: Submit, now_s: float) -> None:
-        plan = self._planner(message.spec) if message.spec.model == "target" else Plan()
-        session = Session(message, plan, self._times.lease_s)
+        session = Session(message, Plan(), self._times.lease_s)
         held = self._sessions.get(message.seq)
         if self._sessions.admit(session, now_s) is None:
             return
         if held is not None:
             self._end(held)
+        if session.is_planned:
+            session.plan = self._controller.opened(message.seq, message.spec)
         for link in session.links:
             self._place(session, link, now_s)
 
@@ -218,11 +198,14 @@ class RouterMachine:
         if not self._takes(session, message):
             self._reopen(session, session.target, now_s)
             return
-        session.notes = session.notes + message.notes.last(len(session.log) - before)
+        new = message.notes.last(len(session.log) - before)
+        session.notes = session.notes + new
+        self._controller.decided(session.seq, new, now_s)
         self._send(session.target, Ack(message.seq, message.inc, len(session.log)))
         if message.finish is not None and message.mark.length == len(session.log):
             self._close_links(session)
             session.finish = message.finish
+            self._controller.closed(session.seq)
         elif len(session.links) > 1:
             self._commit(session, session.drafter.sent)
         self._tell(session)
@@ -255,6 +238,10 @@ class RouterMachine:
             self.worker_joined(message.worker, worker.kind, now_s)
         worker = self._workers[message.worker]
         worker.heard_s, worker.report = now_s, message.report
+        self._controller.reported(message.worker, worker.kind, message.report)
+        if worker.asked_s is not None:
+            self._controller.echoed(message.worker, now_s - worker.asked_s)
+            worker.asked_s = None
 
     def _move_from(self, name: str, now_s: float) -> None:
         for session in self._sessions:
@@ -284,7 +271,7 @@ class RouterMachine:
         self._open(session, link, now_s)
 
     def _open(self, session: Session, link: WorkerLink, now_s: float) -> None:
-        link.opened_s = now_s
+        link.opened_s, link.plan = now_s, session.plan
         link.length = link.sent = len(session.log)
         inc, tokens, lease_s = session.link_inc(link), session.log.tail(0), self._times.lease_s
         self._send(link, Open(session.seq, inc, self.name, tokens, session.spec, session.plan, lease_s))
@@ -299,7 +286,7 @@ class RouterMachine:
         """Tokens to the ingress, from what it has acknowledged on; the end goes by itself, bound to a mark."""
         base, mark = session.client_length, session.log.mark()
         attempt, tokens = session.inc.attempt, session.log.tail(base)
-        message = NewTokens(session.seq, attempt, base, tokens, session.notes, mark)
+        message = NewTokens(session.seq, attempt, base, tokens, session.notes, mark, session.plan)
         self._outbox.put(session.ingress, message)
         if session.finish is not None:
             self._outbox.put(session.ingress, End(session.seq, attempt, mark, session.finish))
@@ -307,6 +294,7 @@ class RouterMachine:
     def _end(self, session: Session | None) -> None:
         if session is not None:
             self._close_links(session)
+            self._controller.closed(session.seq)
 
     def _close_links(self, session: Session) -> None:
         for link in session.links:

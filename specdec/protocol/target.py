@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, fields
 
 from specdec.protocol.backends import Status, TargetBackend, Verification, VerifyJob
 from specdec.protocol.leases import Times
-from specdec.protocol.marks import Tokens
-from specdec.protocol.messages import Ack, Candidates, Finish, Message, Notes, Offer, Open, Verdict
+from specdec.protocol.messages import Ack, Finish, Message, Notes, Offer, Open, Verdict
+from specdec.protocol.offers import NO_DRAFT, Draft, remaining_draft
 from specdec.protocol.worker import Gauges, WorkerMachine, WorkerRow
 from specdec.sampling.finish import finish_of_log, walk
 
@@ -25,9 +25,11 @@ class TargetRow(WorkerRow):
         decided_s: When it was last decided; None before the first time.
         told_s: When its verdict was last sent.
         is_patient: Whether it waits for offers at all: not since it waited in vain, until the next one comes.
+        round_start: Length of the log before its newest round; what was offered for marks up to there foresaw it.
+        is_counted: Whether that round's outcome was looked for among the branches offered.
     """
 
-    __slots__ = ("acked", "decided_s", "finish", "is_patient", "notes", "offers", "told_s")
+    __slots__ = ("acked", "decided_s", "finish", "is_counted", "is_patient", "notes", "offers", "round_start", "told_s")
 
     def __init__(self, message: Open) -> None:
         super().__init__(message)
@@ -38,6 +40,8 @@ class TargetRow(WorkerRow):
         self.told_s = float("-inf")
         self.finish: Finish | None = None
         self.is_patient = True
+        self.round_start = len(self.log)
+        self.is_counted = True
 
     @property
     def num_output_tokens(self) -> int:
@@ -53,6 +57,9 @@ class TargetCounters:
         num_drafts: Rounds that verified at least one draft token.
         num_accepted_per_position: Accepted tokens by their place in the draft, first to last.
         num_stale_offers: Offers dropped because nothing of them was left to verify after the log.
+        num_late_offers: Offers that came after the round that they foresaw had been followed by another.
+        num_branch_hits: Rounds followed by one whose draft had been offered, with branches, before their outcome came.
+        num_branch_misses: Rounds whose outcome was none of those that had been offered.
     """
 
     num_steps: int = 0
@@ -63,6 +70,9 @@ class TargetCounters:
     num_committed_tokens: int = 0
     num_offers: int = 0
     num_stale_offers: int = 0
+    num_late_offers: int = 0
+    num_branch_hits: int = 0
+    num_branch_misses: int = 0
     num_accepted_per_position: list[int] = field(default_factory=list)
 
     def count_round(self, num_drafted: int, num_accepted: int, num_committed: int) -> None:
@@ -99,9 +109,9 @@ class TargetMachine(WorkerMachine[TargetRow]):
         rows.sort(key=lambda row: (row.spec.arrival_s, row.seq))
         jobs: list[tuple[TargetRow, VerifyJob]] = []
         for row in rows:
-            draft, candidates = self._draft(row)
+            draft = self._draft(row)
             if not self._waits(row, draft, now_s):
-                jobs.append((row, VerifyJob(row.seq, row.log, draft, row.spec, candidates)))
+                jobs.append((row, VerifyJob(row.seq, row.log, draft.tokens, row.spec, draft.candidates)))
         results = self._backend.verify([job for _, job in jobs]) if jobs else []
         for (row, _), result in zip(jobs, results, strict=True):
             if result.status is Status.DECIDED:
@@ -138,6 +148,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
                 row = self._rows.current(seq, inc)
                 if row is not None:
                     self.counters.num_offers += 1
+                    self.counters.num_late_offers += message.mark.length < row.round_start
                     row.offers.append(message)
                     row.is_patient = True
 
@@ -157,30 +168,33 @@ class TargetMachine(WorkerMachine[TargetRow]):
     def _may_go_on(self, row: TargetRow) -> bool:
         return row.finish is None and self._credit(row) > 0
 
-    def _draft(self, row: TargetRow) -> tuple[Tokens, tuple[Candidates, ...]]:
+    def _draft(self, row: TargetRow) -> Draft:
         """The longest usable draft of the kept offers, cut to what may be committed (rule 6)."""
-        best: Tokens = ()
-        candidates: tuple[Candidates, ...] = ()
+        best, chosen, foresaw = NO_DRAFT, None, False
         for offer in list(row.offers):
-            rest = remaining_draft(offer, row)
-            if rest:
-                if len(rest) > len(best):
-                    best, candidates = rest, offer.candidates[len(row.log) - offer.mark.length :]
-            else:
+            foresaw |= bool(offer.branches) and offer.mark.length <= row.round_start
+            rest = remaining_draft(offer, row.log, needs_candidates=row.spec.sampling.acceptance == "rejection")
+            if not rest.tokens:
                 row.offers.remove(offer)
                 self.counters.num_stale_offers += 1
+            elif len(rest.tokens) > len(best.tokens):
+                best, chosen = rest, offer
+        if foresaw and not row.is_counted:
+            is_hit = chosen is not None and chosen.mark.length <= row.round_start
+            self.counters.num_branch_hits += is_hit
+            self.counters.num_branch_misses += not is_hit
+        row.is_counted = True
         most = min(
             row.plan.num_draft_tokens,
             self._credit(row) - 1,
             row.spec.max_tokens - row.num_output_tokens - 1,
             self._backend.max_model_len - len(row.log) - 1,
         )
-        length = max(most, 0)
-        return best[:length], candidates[:length]
+        return best.first(max(most, 0))
 
-    def _waits(self, row: TargetRow, draft: Tokens, now_s: float) -> bool:
+    def _waits(self, row: TargetRow, draft: Draft, now_s: float) -> bool:
         """Whether a row is held back for an offer: only by plan, never before its first token, in vain only once."""
-        if draft or row.decided_s is None or row.plan.num_draft_tokens == 0:
+        if draft.tokens or row.decided_s is None or row.plan.num_draft_tokens == 0:
             return False
         if row.spec.max_tokens - row.num_output_tokens <= 1:
             return False
@@ -196,6 +210,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
             full = num_accepted == result.num_drafted
             how += "p" if not result.num_drafted else "b" if full else "c"
         logprobs = None if result.logprobs is None else result.logprobs[:count]
+        row.round_start, row.is_counted = len(row.log), False
         row.log.extend(run)
         row.notes = row.notes + Notes(how, tuple(num_drafted), logprobs, result.prompt_logprobs)
         row.decided_s = now_s
@@ -216,23 +231,3 @@ class TargetMachine(WorkerMachine[TargetRow]):
         tokens = row.log.tail(row.acked)
         verdict = Verdict(row.seq, row.inc, row.acked, tokens, row.notes, row.log.mark(), row.finish)
         self._outbox.put(row.router, verdict)
-
-
-def remaining_draft(offer: Offer, row: WorkerRow) -> Tokens:
-    """What an offer still proposes after a row's log; empty if it does not fit (rule 6).
-
-    Some branch, laid over the log, must agree with every token committed since the offer's mark. Under the rejection
-    rule nothing can be verified without what it was drawn from.
-    """
-    if not row.log.has(offer.mark):
-        return ()
-    if row.spec.sampling.acceptance == "rejection" and (len(offer.candidates) != len(offer.chain) or offer.branches):
-        return ()
-    since = row.log.tail(offer.mark.length)
-    best: Tokens = ()
-    laid_out = [offer.chain]
-    laid_out += [(*offer.chain[:n], token, *chain) for (n, token), chain in offer.branches]
-    for tokens in laid_out:
-        if len(tokens) > len(since) and tokens[: len(since)] == since:
-            best = max(best, tokens[len(since) :], key=len)
-    return best

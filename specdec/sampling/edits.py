@@ -5,16 +5,18 @@ Each touches a few tokens of a row, so each is one gather and one scatter over t
 
 from __future__ import annotations
 
-from array import array
-from collections import Counter
 from collections.abc import Sequence
-from itertools import chain, product, repeat
+from itertools import chain
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from specdec.sampling.histories import Histories
 from specdec.sampling.params import SamplingParams
-from specdec.sampling.rows import RowGroup, Rows
+from specdec.sampling.rows import Rows
 
 
 def uses_penalties(params: SamplingParams) -> bool:
@@ -22,7 +24,7 @@ def uses_penalties(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
 
 
-def apply_penalties(logits: Tensor, rows: Rows) -> None:
+def apply_penalties(logits: Tensor, rows: Rows, histories: Histories) -> None:
     """Repetition, presence and frequency penalties; row i of a group counts the group's first i draft tokens.
 
     Repetition (Keskar et al. 2019, CTRL, section 4.1; as in transformers and vLLM) counts prompt and output: positive
@@ -32,62 +34,65 @@ def apply_penalties(logits: Tensor, rows: Rows) -> None:
     Args:
         logits: float32 [N, V], changed in place.
         rows: The layout of the N rows.
+        histories: Where the counts of earlier steps are kept.
     """
     chosen = rows.using(uses_penalties)
     if not chosen:
         return
     groups = [rows.groups[i] for i in chosen]
     part, device = rows.part(chosen), logits.device
-    prompts = [_prompt_ids(group) for group in groups]
-    histories = [_history(group, prompt, logits.shape[1]) for group, prompt in zip(groups, prompts, strict=True)]
-    ids = _padded([list(history) for history in histories], device)
-    counts = _padded([list(history.values()) for history in histories], device)
-    prompted = [[i in prompt for i in history] for history, prompt in zip(histories, prompts, strict=True)]
-    in_prompt = _padded(prompted, device).bool()
+    counted = [histories.counted(group, logits.shape[1]) for group in groups]
+    fill = [one.undrafted for one in counted]
+    ids = _padded([one.ids for one in counted], fill, device)
+    count = _padded([one.counts for one in counted], fill, device)
+    seen = _padded([one.seen for one in counted], fill, device)
+    strength = torch.tensor(
+        [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in (g.spec.sampling for g in groups)],
+        device=device,
+    )
     of_row = torch.tensor(part.spread(range(len(groups))), device=device)
-    offset = torch.tensor(part.offsets(), device=device)
-    count = counts[of_row] + _drafted_before(groups, ids)[of_row, offset]
-    params = [group.spec.sampling for group in groups]
-    repetition = _column(part.spread(p.repetition_penalty for p in params), device)
-    frequency = _column(part.spread(p.frequency_penalty for p in params), device)
-    presence = _column(part.spread(p.presence_penalty for p in params), device)
-    place = (torch.tensor(rows.numbers(chosen), device=device).unsqueeze(1), ids[of_row])
-    old = logits[place]
-    seen = in_prompt[of_row] | (count > 0)
-    new = torch.where(seen, torch.where(old > 0, old / repetition, old * repetition), old)
-    logits[place] = new - frequency * count - presence * (count > 0)
+    factor, reduction = (each.index_select(0, of_row) for each in _penalties(count, seen, strength))
+    # Only where a draft token stands does a row differ from the group's first one.
+    drafted = _padded([np.array(one.places or [-1]) for one in counted], [0] * len(counted), device)[of_row]
+    places = drafted.clamp(min=0)
+    before = _drafted_before(drafted, places, torch.tensor(part.offsets(), device=device))
+    at = (of_row.unsqueeze(1), places)
+    own_factor, own_reduction = _penalties(count[at] + before, seen[at] | (before > 0), strength[of_row])
+    factor.scatter_(1, places, own_factor)
+    reduction.scatter_(1, places, own_reduction)
+    start = torch.tensor(rows.numbers(chosen), device=device).unsqueeze(1) * logits.shape[1]
+    flat, where = logits.view(-1), ids.index_select(0, of_row) + start
+    old = flat.take(where)
+    # One of the two terms is 0: faster than a choice, and as exact.
+    new = (old.clamp(min=0) / factor).add_(old.clamp_(max=0).mul_(factor)).sub_(reduction)
+    flat.put_(where, new)
 
 
-def _prompt_ids(group: RowGroup) -> set[int]:
-    """The prompt's tokens, where a penalty counts them."""
-    return set(group.tokens[: group.spec.output_start]) if group.spec.sampling.repetition_penalty != 1 else set()
+def _penalties(count: Tensor, seen: Tensor, strength: Tensor) -> tuple[Tensor, Tensor]:
+    """What logits are divided or multiplied by, and what is subtracted then: float32 [G, U] each.
+
+    Args:
+        count: float32 [G, U], occurrences in the output.
+        seen: bool [G, U], whether there are any, or any in the prompt.
+        strength: float32 [G, 3]: repetition, frequency and presence penalty.
+    """
+    repetition, frequency, presence = strength[:, :1], strength[:, 1:2], strength[:, 2:]
+    return torch.where(seen, repetition, 1.0), (frequency * count).add_(presence * (count > 0))
 
 
-def _history(group: RowGroup, prompt: set[int], vocab_size: int) -> dict[int, int]:
-    """Every token that a penalty may touch in the group's rows, with its count in the output before the first row."""
-    history = dict.fromkeys(chain(prompt, group.draft), 0) | Counter(group.tokens[group.spec.output_start :])
-    return {token: count for token, count in history.items() if 0 <= token < vocab_size} or {0: 0}
+def _drafted_before(drafted: Tensor, places: Tensor, offset: Tensor) -> Tensor:
+    """How often each of ``places`` int64 [N, K] is among the first ``offset`` [N] of ``drafted`` [N, K]: [N, K]."""
+    is_before = torch.arange(drafted.shape[1], device=drafted.device) < offset.unsqueeze(1)
+    return ((places.unsqueeze(2) == drafted.unsqueeze(1)) & is_before.unsqueeze(1)).sum(2)
 
 
-def _drafted_before(groups: Sequence[RowGroup], ids: Tensor) -> Tensor:
-    """How often each of ``ids`` [G, U] stands among a row's first 0, 1, ... K draft tokens: int64 [G, 1 + K, U]."""
-    longest = max(len(group.draft) for group in groups)
-    drafts = torch.tensor([(-1, *group.draft) + (-1,) * (longest - len(group.draft)) for group in groups])
-    return (drafts.to(ids.device).unsqueeze(2) == ids.unsqueeze(1)).cumsum(1)
-
-
-def _column(values: list[float], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
-
-
-def _padded(lists: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """int64 [G, longest]; short lists repeat their first entry, so that a scatter writes the same value again."""
-    longest = max(map(len, lists))
-    flat = array("q")
-    for values in lists:
-        flat.extend(values)
-        flat.extend(repeat(values[0], longest - len(values)))
-    return torch.frombuffer(flat, dtype=torch.int64).view(len(lists), longest).to(device)
+def _padded(lists: Sequence[NDArray[Any]], fill: Sequence[int], device: torch.device) -> Tensor:
+    """[G, longest] of the arrays' type, none of which is empty; filled by repeating one entry of each."""
+    padded = np.empty((len(lists), max(map(len, lists))), dtype=lists[0].dtype)
+    for row, values, entry in zip(padded, lists, fill, strict=True):
+        row[: len(values)] = values
+        row[len(values) :] = values[entry]
+    return torch.from_numpy(padded).to(device)
 
 
 def apply_logit_bias(logits: Tensor, rows: Rows) -> None:
@@ -98,33 +103,38 @@ def apply_logit_bias(logits: Tensor, rows: Rows) -> None:
         rows: The layout of the N rows.
     """
     chosen = rows.using(lambda params: params.logit_bias)
-    at_row: list[int] = []
-    at_token: list[int] = []
-    biases: list[float] = []
-    for i in chosen:
-        tokens, values = zip(*rows.groups[i].spec.sampling.logit_bias, strict=True)
-        for row in rows.numbers([i]):
-            at_row += [row] * len(tokens)
-            at_token += tokens
-            biases += values
-    if chosen:
-        place = (torch.tensor(at_row, device=logits.device), torch.tensor(at_token, device=logits.device))
-        logits.index_put_(place, torch.tensor(biases, device=logits.device), accumulate=True)
+    if not chosen:
+        return
+    part, device = rows.part(chosen), logits.device
+    pairs = [np.array(group.spec.sampling.logit_bias) for group in part.groups]
+    of_row, fill = torch.tensor(part.spread(range(len(pairs))), device=device), [0] * len(pairs)
+    ids = _padded([pair[:, 0].astype(np.int64) for pair in pairs], fill, device)[of_row]
+    biases = _padded([pair[:, 1].astype(np.float32) for pair in pairs], fill, device)[of_row]
+    place = (torch.tensor(rows.numbers(chosen), device=device).unsqueeze(1), ids)
+    logits[place] += biases
 
 
 def apply_min_tokens(logits: Tensor, rows: Rows) -> None:
     """Forbid the ending tokens in rows with fewer than ``min_tokens`` output tokens before them, drafts included.
 
+    Where every token of the vocabulary ends the sequence, none is forbidden: a row must leave something to choose.
+
     Args:
         logits: float32 [N, V], changed in place.
         rows: The layout of the N rows.
     """
-    places: list[tuple[int, int]] = []
+    banned_rows: list[range] = []
+    banned: list[NDArray[np.int64]] = []
     for i in rows.using(lambda params: params.min_tokens > 0):
         group, start = rows.groups[i], rows.starts[i]
-        num_banned = group.spec.sampling.min_tokens - group.num_output_tokens
-        banned_rows = range(start, start + max(0, min(num_banned, rows.counts[i])))
-        places += product(banned_rows, (token for token in group.spec.ending_token_ids if token < logits.shape[1]))
-    if places:
-        at_row, at_token = torch.tensor(places, device=logits.device).unbind(1)
-        logits[at_row, at_token] = -torch.inf
+        num_rows = min(group.spec.sampling.min_tokens - group.num_output_tokens, rows.counts[i])
+        if num_rows <= 0:
+            continue
+        ending = [token for token in group.spec.ending_token_ids if 0 <= token < logits.shape[1]]
+        if 0 < len(ending) < logits.shape[1]:
+            banned_rows.append(range(start, start + num_rows))
+            banned.append(np.array(ending))
+    if banned:
+        of_row = [i for i, numbers in enumerate(banned_rows) for _ in numbers]
+        at_row = torch.tensor(list(chain.from_iterable(banned_rows)), device=logits.device).unsqueeze(1)
+        logits[at_row, _padded(banned, [0] * len(banned), logits.device)[of_row]] = -torch.inf

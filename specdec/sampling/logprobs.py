@@ -9,11 +9,16 @@ from torch import Tensor
 
 from specdec.protocol.messages import TokenLogprobs
 
+_MAX_SLICE_BYTES = 64 << 20
+_BYTES_PER_DOUBLE = 8
+_LEAST_DOUBLE = 2.0**-1074
+
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
     """Log probability and rank of one token per row, and the row's most likely tokens.
 
-    Sums are float64: a token that is not certain has a log probability below 0.0, however likely it is.
+    A token that is not certain has a log probability below 0.0, however likely it is. Rows are taken in slices of at
+    most 64 MiB of float64 (or one row).
 
     Args:
         logits: float32 [M, V], as the model gave them.
@@ -23,15 +28,24 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], num_top: Sequence[int]
     Returns:
         One entry per row.
     """
-    if not tokens:
-        return []
-    device = logits.device
-    chosen = logits.gather(1, torch.tensor(tokens, device=device).unsqueeze(1))
-    total = logits.double().logsumexp(1, keepdim=True)
-    rank = (logits > chosen).sum(1) + 1
-    top_values, top_ids = logits.topk(min(max(num_top), logits.shape[1]), dim=1)
+    size = max(1, _MAX_SLICE_BYTES // (_BYTES_PER_DOUBLE * logits.shape[1]))
+    entries: list[TokenLogprobs] = []
+    for start in range(0, len(tokens), size):
+        part = slice(start, start + size)
+        entries += _slice_logprobs(logits[part], tokens[part], num_top[part])
+    return entries
+
+
+def _slice_logprobs(logits: Tensor, tokens: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+    chosen = logits.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1))
+    rank = (logits > chosen).sum(1, keepdim=True) + 1
+    # At least two, where there are two: the second tells whether the first is certain.
+    top_values, top_ids = logits.topk(min(max(2, *num_top), logits.shape[1]), dim=1)
+    best = top_values[:, :1].double()
+    above_best = _total_above_best(logits, top_values, top_ids)
+    logprobs, top = ((values - best) - above_best for values in (chosen, top_values))
     # One transfer; float64 holds every id and rank.
-    numbers = torch.cat((chosen - total, rank.unsqueeze(1), top_values - total, top_ids), 1).tolist()
+    numbers = torch.cat((logprobs, rank, top, top_ids), 1).tolist()
     most = top_ids.shape[1]
     return [
         TokenLogprobs(
@@ -41,3 +55,16 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], num_top: Sequence[int]
         )
         for row, num in zip(numbers, num_top, strict=True)
     ]
+
+
+def _total_above_best(logits: Tensor, top_values: Tensor, top_ids: Tensor) -> Tensor:
+    """A row's log sum exp, less its largest logit: float64 [M, 1].
+
+    It is log1p of what the other tokens weigh relative to the most likely one, which would be lost beside a 1. Above 0
+    wherever another token is possible, even where a float64 cannot hold that.
+    """
+    weights = logits.double().sub_(top_values[:, :1]).exp_().scatter_(1, top_ids[:, :1], 0.0)
+    above = weights.sum(1, keepdim=True).log1p_()
+    if logits.shape[1] == 1:
+        return above
+    return above.where((above > 0) | (top_values[:, 1:2] == -torch.inf), _LEAST_DOUBLE)

@@ -7,6 +7,9 @@ from typing import Literal
 
 Acceptance = Literal["coupled", "rejection"]
 
+LEAST_TEMPERATURE = 1e-5
+"""Below it only tokens tied within rounding would share the probability, and float32 comes to its end."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -21,7 +24,7 @@ class SamplingParams:
         frequency_penalty: Subtracted per occurrence from the logits of tokens in the output; 0 is off.
         logit_bias: Pairs (token id, bias) added to the logits.
         min_tokens: Number of output tokens before which no end-of-sequence or stop token may be chosen.
-        temperature: Divides the logits; 0 takes the most likely token, without noise.
+        temperature: Divides the logits; below 1e-5 it counts as 0, which takes the most likely token, without noise.
         top_k: Keep this many most likely tokens; 0 keeps all.
         top_p: Keep the smallest set of most likely tokens whose probabilities reach this sum; 1 keeps all.
         min_p: Keep tokens at least this likely relative to the most likely one; 0 keeps all.
@@ -46,6 +49,54 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     acceptance: Acceptance = "coupled"
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken, without noise: the temperature is 0, or as good as that."""
+        return self.temperature < LEAST_TEMPERATURE
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """What is taken from a model's ``generation_config.json`` for requests that do not say; else what changes nothing.
+
+    As in vLLM these fields count, and no others. ``do_sample`` does not: whoever wants the most likely tokens asks for
+    temperature 0.
+
+    Attributes:
+        max_tokens: Most output tokens (``max_new_tokens``), for requests that have no other default; it bounds nobody
+            who names a number.
+        not_honoured: Fields that would change what transformers generates, and that change nothing here.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = None
+    not_honoured: tuple[str, ...] = ()
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How tokens are chosen where nothing else is said."""
+        return SamplingParams(
+            repetition_penalty=self.repetition_penalty,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+        )
+
+    def remark(self, name: str) -> str | None:
+        """A line for the log about what is not honoured of the model ``name``; None where there is nothing."""
+        if not self.not_honoured:
+            return None
+        return f"the generation config of {name} sets {', '.join(self.not_honoured)}: not honoured here"
+
+
+PLAIN_DEFAULTS = GenerationDefaults()
+"""Of a model whose generation config says nothing."""
 
 
 @dataclass(frozen=True, slots=True)

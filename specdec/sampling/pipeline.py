@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from specdec.protocol.messages import TokenLogprobs
 from specdec.sampling.edits import apply_logit_bias, apply_min_tokens, apply_penalties, uses_penalties
+from specdec.sampling.histories import Histories
 from specdec.sampling.logprobs import token_logprobs
 from specdec.sampling.noise import NoiseCache
 from specdec.sampling.params import SamplingParams, SequenceSpec
@@ -26,6 +27,10 @@ class LogitsProcessor(Protocol):
 
     It must be a pure function of its arguments: the same row is computed again by later rounds, by the other model and
     after a crash. It sees rows after draft tokens that may yet be refused.
+
+    A row whose largest logit is not finite after all processors (every token forbidden, or a NaN or +inf among them) is
+    drawn as if none had been called: biases, penalties and min_tokens stay. So it is in both models and under both
+    rules. Who wants such a sequence to end leaves it an ending token.
     """
 
     def __call__(self, spec: SequenceSpec, tokens: Sequence[int], position: int, logits: Tensor) -> Tensor | None:
@@ -33,21 +38,36 @@ class LogitsProcessor(Protocol):
 
         Args:
             spec: The sequence.
-            tokens: All tokens before ``position``, drafts included; not to be changed.
+            tokens: All tokens before ``position``, drafts included; not to be changed, nor kept after the call.
             position: Absolute position of the token that the row chooses: ``len(tokens)``.
             logits: float32 [V], after penalties, biases and min_tokens; may be changed in place.
 
         Returns:
-            The new logits [V], or None to leave them as they are now. Forbidden tokens have -inf; not all may.
+            The new logits [V], or None to leave them as they are now. Forbidden tokens have -inf.
         """
         ...
+
+
+class RankedTokens(NamedTuple):
+    """The best tokens of each of N rows.
+
+    Attributes:
+        chosen: int64 [N], what ``Sampler.choose`` gives.
+        tokens: int64 [N, C], the best first, the chosen one among them; -1 where a token cannot be chosen.
+        scores: float32 [N, C]: logits over temperature with noise, or the logits with temperature 0; -inf for -1.
+    """
+
+    chosen: Tensor
+    tokens: Tensor
+    scores: Tensor
 
 
 class Sampler:
     """Applies a batch's parameters to its logits, row by row exactly, drafted or not.
 
-    Order, as in transformers: repetition, frequency and presence penalties, logit_bias, min_tokens, processors,
-    temperature, top_k, top_p, min_p. Temperature 0 takes the lowest id among the largest logits before the temperature.
+    Order, as in transformers: logit_bias, repetition, frequency and presence penalties, min_tokens, processors,
+    temperature, top_k, top_p, min_p. Temperature 0, and any below 1e-5, takes the lowest id among the largest logits
+    before the temperature.
     What nobody in the batch uses costs nothing. Not safe for several threads at once.
 
     Args:
@@ -65,6 +85,7 @@ class Sampler:
         self.vocab_size = vocab_size
         self._processors = tuple(processors)
         self._noise = NoiseCache(vocab_size, noise_cache_bytes)
+        self._histories = Histories()
 
     def choose(self, logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
         """The coupled rule's token for every row: argmax(log probs + gumbel(seed, position, token)).
@@ -89,6 +110,28 @@ class Sampler:
             return self._noised(logits, part).argmax(1)
         index = torch.tensor(rows.numbers(sampled), device=logits.device)
         return logits.argmax(1).index_copy_(0, index, self._noised(logits[index], part).argmax(1))
+
+    def choose_and_guess(self, logits: Tensor, groups: Sequence[RowGroup], count: int) -> RankedTokens:
+        """The coupled rule's token for every row, and those that come next: what else the target may well choose.
+
+        Tokens are ranked by log probs + gumbel, as they are chosen, so that a guess is as good with noise as without.
+
+        Args:
+            logits: float32 [N, at least V], as the model gave them; not changed.
+            groups: The sequences of the N rows, in order.
+            count: Most guesses wanted per row.
+        """
+        rows = self._laid_out(logits, groups)
+        scores = self._edited(logits, rows)
+        sampled = rows.using(_is_random)
+        part = rows.part(sampled)
+        if part is rows:
+            scores = self._noised(scores, rows)
+        elif sampled:
+            index = torch.tensor(rows.numbers(sampled), device=logits.device)
+            scores = scores.index_copy(0, index, self._noised(scores[index], part))
+        best, tokens = scores.topk(min(1 + count, self.vocab_size), dim=1)
+        return RankedTokens(scores.argmax(1), torch.where(best > -torch.inf, tokens, -1), best)
 
     def probs(self, logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
         """The distribution each row is drawn from; all on one token with temperature 0.
@@ -151,21 +194,25 @@ class Sampler:
         if not self._processors and not rows.using(_is_edited):
             return logits
         logits = logits.clone()
-        apply_penalties(logits, rows)
         apply_logit_bias(logits, rows)
+        apply_penalties(logits, rows, self._histories)
         apply_min_tokens(logits, rows)
-        if self._processors:
-            self._process(logits, rows)
-        return logits
+        return self._processed(logits, rows) if self._processors else logits
 
-    def _process(self, logits: Tensor, rows: Rows) -> None:
+    def _processed(self, logits: Tensor, rows: Rows) -> Tensor:
+        """What the processors make of [N, V], but for rows of which they leave nothing to draw from: a new tensor."""
+        processed = logits.clone()
         for start, group in zip(rows.starts, rows.groups, strict=True):
-            for i in range(1 + len(group.draft)):
-                tokens = [*group.tokens, *group.draft[:i]]
+            tokens = [*group.tokens]
+            own = processed[start : start + 1 + len(group.draft)]
+            for row, drafted in zip(own, (*group.draft, None), strict=True):
                 for processor in self._processors:
-                    changed = processor(group.spec, tokens, len(tokens), logits[start + i])
+                    changed = processor(group.spec, tokens, len(tokens), row)
                     if changed is not None:
-                        logits[start + i] = changed
+                        row.copy_(changed)
+                if drafted is not None:
+                    tokens.append(drafted)
+        return torch.where(processed.amax(1, keepdim=True).isfinite(), processed, logits)
 
     def _scaled(self, logits: Tensor, rows: Rows) -> Tensor:
         """Logits over temperature, -inf where truncated, each row's maximum 0: a new [N, V].
@@ -194,7 +241,7 @@ class Sampler:
 
 
 def _is_random(params: SamplingParams) -> bool:
-    return params.temperature > 0
+    return not params.is_greedy
 
 
 def _is_edited(params: SamplingParams) -> bool:

@@ -21,7 +21,8 @@ def uses_truncation(params: SamplingParams) -> bool:
 def thresholds(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """The smallest logit each row keeps.
 
-    As in transformers and vLLM, in this order, each on what the one before has left, normalised anew:
+    As in transformers, in this order, each on what the one before has left, normalised anew (vLLM applies min_p first,
+    so that top_k and top_p act on what that has left):
 
     - top_k keeps the k most likely tokens;
     - top_p (Holtzman et al. 2020, section 3.1) keeps the fewest most likely tokens whose probabilities reach it;

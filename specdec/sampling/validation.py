@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NoReturn
 
 from specdec.errors import InvalidParameterError
-from specdec.sampling.params import Acceptance, SamplingParams
+from specdec.sampling.params import LEAST_TEMPERATURE, Acceptance, SamplingParams
 
 MAX_TEMPERATURE = 2.0
 MAX_PENALTY = 2.0
@@ -16,22 +17,25 @@ MAX_LOGIT_BIAS = 100.0
 MAX_LOGPROBS = 20
 MAX_NUM_SPECULATIVE_TOKENS = 64
 _MAX_COUNT = 2**31 - 1
+_STOPS = "a string or a list of strings, none of them empty"
 
 
-def validated(params: SamplingParams, vocab_size: int) -> SamplingParams:
+def validated(params: SamplingParams, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> SamplingParams:
     """The parameters, checked, with numbers and sequences in their declared types.
 
-    ``top_k=-1``, which vLLM's users write for "all", becomes 0.
+    ``top_k=-1``, which vLLM's users write for "all", becomes 0, and so does a temperature too small to differ from it.
 
     Args:
         params: What a user gave; fields may hold values of any type.
         vocab_size: Token ids must be below it.
+        eos_token_ids: The model's end-of-sequence ids: with the stop tokens they must leave ``min_tokens`` something.
 
     Raises:
         InvalidParameterError: A value is not allowed; names the parameter and what is.
     """
     top_k = _integer("top_k", params.top_k, -1, _MAX_COUNT)
-    return replace(
+    temperature = _number("temperature", params.temperature, 0, MAX_TEMPERATURE)
+    checked = replace(
         params,
         repetition_penalty=_number(
             "repetition_penalty", params.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
@@ -40,7 +44,7 @@ def validated(params: SamplingParams, vocab_size: int) -> SamplingParams:
         frequency_penalty=_number("frequency_penalty", params.frequency_penalty, -MAX_PENALTY, MAX_PENALTY),
         logit_bias=_logit_bias(params.logit_bias, vocab_size),
         min_tokens=_integer("min_tokens", params.min_tokens, 0, _MAX_COUNT),
-        temperature=_number("temperature", params.temperature, 0, MAX_TEMPERATURE),
+        temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
         top_k=max(top_k, 0),
         top_p=_top_p(params.top_p),
         min_p=_number("min_p", params.min_p, 0, 1),
@@ -50,18 +54,37 @@ def validated(params: SamplingParams, vocab_size: int) -> SamplingParams:
         prompt_logprobs=_optional_integer("prompt_logprobs", params.prompt_logprobs, 0, min(MAX_LOGPROBS, vocab_size)),
         acceptance=_acceptance(params.acceptance),
     )
+    ending = {*checked.stop_token_ids, *(() if checked.ignore_eos else eos_token_ids)}
+    if checked.min_tokens > 0 and ending.issuperset(range(vocab_size)):
+        _refuse("min_tokens", "0 where every token ends the text", checked.min_tokens)
+    return checked
 
 
-def validated_max_tokens(value: object, min_tokens: int = 0) -> int:
-    """The most output tokens: an integer of at least 1, and not below ``min_tokens``.
+def validated_max_tokens(value: object, min_tokens: int = 0, name: str = "max_tokens") -> int:
+    """The most output tokens, called ``name``: an integer of at least 1, and not below ``min_tokens``.
 
     Raises:
         InvalidParameterError: Otherwise.
     """
-    max_tokens = _integer("max_tokens", value, 1, _MAX_COUNT)
+    max_tokens = _integer(name, value, 1, _MAX_COUNT)
     if max_tokens < min_tokens:
-        _refuse("min_tokens", f"at most max_tokens, which is {max_tokens}", min_tokens)
+        _refuse("min_tokens", f"at most {name}, which is {max_tokens}", min_tokens)
     return max_tokens
+
+
+def validated_stop(value: object) -> tuple[str, ...]:
+    """Stop strings: one, or a list of them; none of them empty.
+
+    Raises:
+        InvalidParameterError: Otherwise.
+    """
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, (list, tuple)):
+        _refuse("stop", _STOPS, value)
+    for stop in stops:
+        if not isinstance(stop, str) or not stop:
+            _refuse("stop", _STOPS, stop)
+    return tuple(stops)
 
 
 def validated_seed(value: object) -> int:
@@ -132,9 +155,13 @@ def _token_ids(parameter: str, values: object, vocab_size: int) -> tuple[int, ..
     if not isinstance(values, (list, tuple)):
         _refuse(parameter, allowed, values)
     for value in values:
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < vocab_size:
+        if not _is_token(value, vocab_size):
             _refuse(parameter, allowed, value)
     return tuple(values)
+
+
+def _is_token(value: object, vocab_size: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < vocab_size
 
 
 def _logit_bias(pairs: object, vocab_size: int) -> tuple[tuple[int, float], ...]:
@@ -145,7 +172,9 @@ def _logit_bias(pairs: object, vocab_size: int) -> tuple[tuple[int, float], ...]
     for pair in pairs:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             _refuse("logit_bias", allowed, pair)
-        (token,) = _token_ids("logit_bias", pair[:1], vocab_size)
+        token = pair[0]
+        if not _is_token(token, vocab_size):
+            _refuse("logit_bias", f"biases of token ids from 0 to {vocab_size - 1}", token)
         if token in biases:
             _refuse("logit_bias", "one bias per token id", pair)
         biases[token] = _number("logit_bias", pair[1], -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)

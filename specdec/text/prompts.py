@@ -46,12 +46,16 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, parameter: str = 
     """Refuse token ids that the model does not have.
 
     Raises:
-        InvalidParameterError: There is none, or one is outside [0, vocab_size).
+        InvalidParameterError: There is none, or one is no integer in [0, vocab_size).
     """
+    if not isinstance(token_ids, Sequence) or isinstance(token_ids, bytes):
+        raise InvalidParameterError(
+            parameter, f"{parameter} must be a text or a list of token ids, not {type(token_ids).__name__}"
+        )
     if not token_ids:
         raise InvalidParameterError(parameter, f"{parameter} must hold at least one token")
     for index, token in enumerate(token_ids):
-        if not 0 <= token < vocab_size:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
             raise InvalidParameterError(
-                parameter, f"{parameter} holds token id {token} at index {index}; allowed are 0 to {vocab_size - 1}"
+                parameter, f"{parameter} holds {token!r} at index {index}; allowed are token ids 0 to {vocab_size - 1}"
             )

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
 from cluster.cli import main
 from cluster.sources import demo_folder
+from tests.cluster.processors import NEWLINE
+from tests.specdec.checkpoints import save_checkpoint
 
 PROMPT = "def fibonacci(n):"
+RULES = ("coupled", "rejection")
 
 
 def printed(capsys, *argv, code=0):
@@ -18,8 +22,18 @@ def printed(capsys, *argv, code=0):
     return capsys.readouterr()
 
 
-def generated(capsys, *argv):
-    flags = ("--json", "--max-tokens", "24", "--target-kv-memory", "64MiB", "--max-model-len", "256")
+def generated(capsys, *argv, temperature="0"):
+    flags = (
+        "--temperature",
+        temperature,
+        "--json",
+        "--max-tokens",
+        "24",
+        "--target-kv-memory",
+        "64MiB",
+        "--max-model-len",
+        "256",
+    )
     return json.loads(printed(capsys, "generate", PROMPT, *flags, *argv).out)
 
 
@@ -37,19 +51,51 @@ def test_generate_prints_one_object(capsys):
 
 @pytest.mark.parametrize("temperature", ["0", "1"])
 def test_a_seeds_text_does_not_depend_on_the_draft(capsys, temperature):
-    flags = ("--temperature", temperature, "--seed", "7")
-    with_draft = generated(capsys, *flags)
-    without = generated(capsys, *flags, "--num-speculative-tokens", "0")
-    alone = generated(capsys, *flags, "--target", str(demo_folder("target")))
+    def run(*flags):
+        return generated(capsys, "--seed", "7", *flags, temperature=temperature)
+
+    with_draft = run()
+    without = run("--num-speculative-tokens", "0")
+    alone = run("--target", str(demo_folder("target")))
     assert with_draft["token_ids"] == without["token_ids"] == alone["token_ids"]
     assert without["stats"]["num_drafts"] == alone["stats"]["num_drafts"] == 0 < with_draft["stats"]["num_drafts"]
 
 
 def test_generate_streams_the_same_text(capsys):
-    flags = ("--max-tokens", "24", "--target-kv-memory", "64MiB", "--max-model-len", "256")
+    flags = ("--temperature", "0", "--max-tokens", "24", "--target-kv-memory", "64MiB", "--max-model-len", "256")
     streamed = printed(capsys, "generate", PROMPT, *flags)
     assert streamed.out == generated(capsys)["text"] + "\n"
     assert "[24 tokens, " in streamed.err
+
+
+def test_generate_takes_the_models_own_defaults(capsys, tmp_path):
+    """One token is kept: every seed gives the most likely text; a flag wins over a default."""
+    greedy = generated(capsys, "--target", str(demo_folder("target")))
+    target = Path(shutil.copytree(demo_folder("target"), tmp_path / "target"))
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "temperature": 2.0, "top_k": 1}))
+    flags = ("--target", str(target), "--json", "--max-tokens", "24", "--target-kv-memory", "64MiB")
+    found = json.loads(printed(capsys, "generate", PROMPT, *flags, "--max-model-len", "256", "--seed", "3").out)
+    assert found["token_ids"] == greedy["token_ids"]
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "temperature": 0.0}))
+    hot = generated(capsys, "--target", str(target), "--seed", "3", temperature="2")
+    assert hot["token_ids"] != greedy["token_ids"]
+
+
+def test_the_acceptance_rule_is_the_configurations(capsys):
+    """Both rules draw from one distribution, and not the same tokens."""
+    flags = ("--seed", "7", "--num-speculative-tokens", "4")
+    coupled, rejection = (generated(capsys, *flags, "--acceptance", rule, temperature="1") for rule in RULES)
+    assert coupled == generated(capsys, *flags, temperature="1")
+    assert coupled["token_ids"] != rejection["token_ids"]
+
+
+def test_logits_processors_are_named_in_the_configuration(capsys):
+    plain = generated(capsys)
+    masked = generated(capsys, "--logits-processors", "tests.cluster.processors:no_newline")
+    assert NEWLINE in plain["token_ids"]
+    assert NEWLINE not in masked["token_ids"]
+    assert len(masked["token_ids"]) == 24
+    assert masked["stats"]["acceptance_rate"] > 0
 
 
 def test_generate_refuses_what_is_too_long(capsys):
@@ -84,6 +130,34 @@ def test_doctor_finds_the_demo_pair_well(capsys):
         assert model["max_model_len"] == 256
         assert model["memory"]["cache_bytes"] <= model["memory"]["budget_bytes"] == budget_bytes
         assert model["admission"]["relative_error"] <= model["admission"]["tolerance"]
+
+
+def test_doctor_refuses_a_tokenizer_wider_than_its_model(capsys, tmp_path):
+    target = save_checkpoint(tmp_path, num_logits=9)
+    found = json.loads(printed(capsys, "doctor", "--json", "--target", str(target), code=2).out)
+    assert found["problems"] == [f"{target} has 9 logits, but its tokenizer has token ids up to 9"]
+
+
+def test_doctor_names_what_is_not_honoured(capsys, tmp_path):
+    target = save_checkpoint(tmp_path, no_repeat_ngram_size=2, min_new_tokens=3, temperature=0.5)
+    warning = (
+        f"warning    the generation config of {target} sets min_new_tokens, no_repeat_ngram_size: not honoured here"
+    )
+    assert warning in printed(capsys, "doctor", "--target", str(target)).out.splitlines()
+    found = json.loads(printed(capsys, "doctor", "--json", "--target", str(target)).out)
+    assert found["target"]["defaults"]["temperature"] == 0.5
+
+
+def test_doctor_refuses_defaults_out_of_range(capsys, tmp_path):
+    target = save_checkpoint(tmp_path, temperature=3.0)
+    (problem,) = json.loads(printed(capsys, "doctor", "--json", "--target", str(target), code=2).out)["problems"]
+    assert "temperature must be a number from 0 to 2, not 3.0" in problem
+
+
+def test_doctor_names_a_processor_that_is_not_there(capsys):
+    flags = ("--target", str(demo_folder("draft")), "--logits-processors", "nowhere.masks:digits")
+    (problem,) = json.loads(printed(capsys, "doctor", "--json", *flags, code=2).out)["problems"]
+    assert "logits_processors: cannot import nowhere.masks:digits" in problem
 
 
 def test_doctor_says_it_in_words(capsys):

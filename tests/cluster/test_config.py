@@ -19,7 +19,7 @@ def test_defaults_are_the_demo_pair_on_loopback():
     config = load_config()
     assert config.is_demo
     assert config.has_draft
-    assert (config.host, config.port, config.num_speculative_tokens) == ("127.0.0.1", 8000, 4)
+    assert (config.host, config.port, config.num_speculative_tokens) == ("127.0.0.1", 8000, "auto")
     assert config.model_name == "specdec-demo"
 
 
@@ -54,7 +54,9 @@ def test_an_unknown_key_is_refused_in_serves_own_arguments_too():
         ("port", -1, "at least 0 and at most 65535"),
         ("port", "http", "a whole number"),
         ("port", True, "true and false are not allowed"),
-        ("num_speculative_tokens", 65, "at least 0 and at most 64"),
+        ("num_speculative_tokens", 65, "'auto' or a whole number of tokens, at least 0 and at most 64"),
+        ("num_speculative_tokens", "many", "'auto' or a whole number"),
+        ("num_speculative_tokens", -1, "'auto' or a whole number"),
         ("block_size", 0, "at least 1 and at most 1024"),
         ("max_model_len", 1, "at least 2"),
         ("limits.max_body_bytes", 10, "at least 1024"),
@@ -66,6 +68,11 @@ def test_an_unknown_key_is_refused_in_serves_own_arguments_too():
         ("target.device", "gpu", "auto, cpu, cuda or cuda:N"),
         ("draft.kv_memory", "1.5", "a fraction of the free memory in (0, 1]"),
         ("log_level", "loud", "'debug'"),
+        ("acceptance", "typical", "'coupled' or 'rejection'"),
+        ("logits_processors", ["masks"], "a list of import strings of the form 'package.module:name'"),
+        ("logits_processors", "masks:", "a list of import strings"),
+        ("logits_processors", [3], "a list of import strings"),
+        ("logits_processors", "", "a list of import strings"),
         ("limits", 3, "must hold keys and values"),
     ],
 )
@@ -81,6 +88,7 @@ def test_a_value_out_of_range_is_refused_with_what_is_allowed(key, value, allowe
         ({"draft.model": "x"}, "needs a target"),
         ({"target.revision": "main"}, "need a model"),
         ({"target.model": "x", "target.device": "cpu", "target.device_map": "auto"}, "exclude each other"),
+        ({"target.model": "x", "acceptance": "rejection"}, "acceptance: rejection needs a draft model"),
         ({"protocol.renew_s": 4, "protocol.lease_s": 5}, "at most a third of lease_s"),
     ],
 )

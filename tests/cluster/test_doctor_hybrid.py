@@ -21,7 +21,7 @@ def pair(tmp_path: Path) -> tuple[str, ...]:
 
 
 def test_doctor_says_what_states_take(pair: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    memory = ("--target-kv-memory", "64MiB", "--draft-kv-memory", "8MiB")
+    memory = ("--target-kv-memory", "64MiB", "--draft-kv-memory", "8MiB", "--num-speculative-tokens", "4")
     assert main(["doctor", *pair, *memory]) == 0
     text = capsys.readouterr().out
     for words in ("recurrent: ", "MiB of checkpoints a sequence", "rolled back by up to 18 tokens (states)"):

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.launch import first_failure, last_line
+from cluster.launch import describe, first_failure, last_line
 from cluster.processes import OwnProcesses
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -182,6 +182,23 @@ class Application:
 )
 def test_an_error_of_the_users_ends_the_start_at_once(application, failure):
     assert first_failure(application) == failure
+
+
+@pytest.mark.parametrize(
+    ("states", "message", "words"),
+    [
+        ({"RUNNING": 1}, "", "ready"),
+        ({"RUNNING": 1}, "of the past", "ready"),
+        ({"STARTING": 1}, "", "starting"),
+        ({"STARTING": 1}, "no node has that", "starting: no node has that"),
+        ({"RUNNING": 1, "STARTING": 1, "STOPPING": 1}, "slow", "starting (1 of 2): slow"),
+        ({"RUNNING": 2}, "", "ready (2 of 2)"),
+    ],
+)
+def test_a_deployment_in_a_few_words(states, message, words):
+    deployment = Deployment(message)
+    deployment.replica_states = states
+    assert describe(deployment) == words
 
 
 def test_the_last_line_names_the_error():

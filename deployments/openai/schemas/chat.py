@@ -90,6 +90,7 @@ class ChatBody(GenerationBody):
 
     def check_together(self) -> None:
         """Refuse two limits, and alternatives of nothing."""
+        super().check_together()
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise InvalidParameterError("max_tokens", "max_tokens and max_completion_tokens differ; send one of them")
         if self.top_logprobs is not None and not self.logprobs:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from deployments.openai.schemas.fields import Bias, Body, Integer, Integers, Stops, refused
+from specdec.errors import InvalidParameterError
 from specdec.sampling.params import Acceptance
 
 MetricsDetail = Literal["none", "summary", "detailed"]
@@ -34,10 +35,11 @@ class GenerationBody(Body):
         stop: Strings that end the text; they are not part of it.
         max_tokens: Most output tokens.
         num_speculative_tokens: Bound on draft tokens per round; 0 is plain decoding.
+        disable_spec_decode: True is another way to write ``num_speculative_tokens: 0``.
         acceptance: Rule by which draft tokens are kept.
         return_token_ids: Send the tokens' ids too.
         per_request_spec_decode_metrics: Send what speculation did, as ``metrics.speculative_decoding``.
-        cache_salt: Share cached prefixes only among requests with the same salt.
+        cache_salt: Share cached prefixes only among requests with the same salt (and the same API key, in any case).
         prompt_logprobs: Alternatives to report per prompt token, as vLLM does.
     """
 
@@ -58,6 +60,7 @@ class GenerationBody(Body):
     min_tokens: Integer | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     num_speculative_tokens: Integer | None = None
+    disable_spec_decode: bool | None = None
     acceptance: Acceptance | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -82,6 +85,8 @@ class GenerationBody(Body):
         Raises:
             InvalidParameterError: Two fields contradict each other.
         """
+        if self.stream_options is not None and not self.stream:
+            raise InvalidParameterError("stream_options", "stream_options needs stream to be true")
 
     @property
     def output_limit(self) -> int | None:

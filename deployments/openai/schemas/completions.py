@@ -30,6 +30,7 @@ class CompletionBody(GenerationBody):
 
     def check_together(self) -> None:
         """Refuse to answer with nothing."""
+        super().check_together()
         if self.max_tokens == 0 and not self.echo:
             raise InvalidParameterError("max_tokens", "max_tokens must be at least 1; 0 is for echo alone")
 

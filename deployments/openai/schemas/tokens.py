@@ -14,26 +14,34 @@ class TokenizeBody(Body):
 
     Attributes:
         model: Absent, the target.
-        add_special_tokens: Whether a text gets those that the tokenizer adds by itself.
+        add_special_tokens: Whether a text gets those that the tokenizer adds by itself; by default it does. A
+            conversation has those of its template, and no others.
         return_token_strs: Send each token's own text too.
     """
 
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def check_together(self) -> None:
-        """Refuse both, and neither.
+        """Refuse both, and neither, and what would be ignored.
 
         Raises:
-            InvalidParameterError: It is not one of ``prompt`` and ``messages``.
+            InvalidParameterError: It is not one of ``prompt`` and ``messages``, or a field goes with the other.
         """
         if (self.prompt is None) == (self.messages is None):
             raise InvalidParameterError("prompt", "send either prompt or messages")
+        if self.messages is not None and self.add_special_tokens:
+            raise InvalidParameterError(
+                "add_special_tokens", "add_special_tokens needs prompt; messages have a template"
+            )
+        for name in ("chat_template", "chat_template_kwargs"):
+            if self.prompt is not None and getattr(self, name) is not None:
+                raise InvalidParameterError(name, f"{name} needs messages; a prompt has no template")
 
 
 class DetokenizeBody(Body):

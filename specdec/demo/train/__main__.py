@@ -73,6 +73,10 @@ def build_parser() -> argparse.ArgumentParser:
     _add_training_flags(trained)
     trained.add_argument("--stages", type=target.parse_stages, default=target.parse_stages(f"{STAGES},12:12000"))
     trained.set_defaults(run=_target)
+    hybrid = commands.add_parser("hybrid", help="train the hybrid target, or go on")
+    _add_training_flags(hybrid)
+    hybrid.add_argument("--steps", type=int, default=8000)
+    hybrid.set_defaults(run=_hybrid)
     _add_draft_commands(commands)
     exported = commands.add_parser("export", help="write the pair in bfloat16 as transformers loads it")
     exported.add_argument("--target", default="target", help="name of the target's checkpoint")
@@ -161,6 +165,13 @@ def _target(options: argparse.Namespace) -> None:
     plan = _plan(options, num_steps=options.stages[-1].last_step)
     path = _path(options, "target")
     target.train_target(text, models.TARGET, options.stages, plan, _rates(options), path, options.device)
+
+
+def _hybrid(options: argparse.Namespace) -> None:
+    text = tokens.TokenFile(options.work, "train").tokens
+    stages = (target.Stage(models.HYBRID.num_layers, options.steps),)
+    plan, path = _plan(options, options.steps), _path(options, "hybrid")
+    target.train_target(text, models.HYBRID, stages, plan, _rates(options), path, options.device)
 
 
 def _samples(options: argparse.Namespace) -> None:

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3_5TextConfig,
+)
 
 from specdec.demo.train.tokens import END_ID
 
@@ -24,7 +32,7 @@ class Shape:
     vocab_size: int = 4096
     max_positions: int = 2048
 
-    def config(self) -> LlamaConfig:
+    def config(self) -> PreTrainedConfig:
         """The transformers configuration."""
         return LlamaConfig(
             vocab_size=self.vocab_size,
@@ -40,8 +48,40 @@ class Shape:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class HybridShape(Shape):
+    """A Qwen3.5 text model: gated delta rule layers, and full attention in every fourth.
+
+    Yang et al. 2024, "Gated Delta Networks: Improving Mamba2 with Delta Rule". Keys of the linear layers are half as
+    wide as their values.
+    """
+
+    def config(self) -> Qwen3_5TextConfig:
+        """The transformers configuration."""
+        head_size = self.hidden_size // self.num_heads
+        return Qwen3_5TextConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.num_layers,
+            num_attention_heads=self.num_heads,
+            num_key_value_heads=self.num_heads // 2,
+            head_dim=head_size,
+            linear_num_key_heads=self.num_heads,
+            linear_num_value_heads=self.num_heads,
+            linear_key_head_dim=head_size // 2,
+            linear_value_head_dim=head_size,
+            layer_types=["full_attention" if i % 4 == 3 else "linear_attention" for i in range(self.num_layers)],
+            max_position_embeddings=self.max_positions,
+            tie_word_embeddings=True,
+            bos_token_id=END_ID,
+            eos_token_id=END_ID,
+        )
+
+
 TARGET = Shape(num_layers=12, hidden_size=256, intermediate_size=768, num_heads=4)
 DRAFT = Shape(num_layers=2, hidden_size=160, intermediate_size=512, num_heads=5)
+HYBRID = HybridShape(num_layers=4, hidden_size=256, intermediate_size=640, num_heads=4)
 
 
 def build(shape: Shape, seed: int) -> PreTrainedModel:
@@ -116,5 +156,6 @@ def _silence(model: PreTrainedModel, layers: range | list[int]) -> None:
     with torch.no_grad():
         for i in layers:
             layer = model.model.layers[i]
-            layer.self_attn.o_proj.weight.zero_()
+            mixer = layer.self_attn.o_proj if hasattr(layer, "self_attn") else layer.linear_attn.out_proj
+            mixer.weight.zero_()
             layer.mlp.down_proj.weight.zero_()

@@ -17,7 +17,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import specdec.demo
 from deployments.openai import (
     ApiSettings,
-    GenerationDefaults,
     ModelInfo,
     SequenceRequest,
     ServedModel,
@@ -26,6 +25,7 @@ from deployments.openai import (
 )
 from deployments.openai.observer import PrometheusObserver
 from deployments.openai.scripted import ScriptedService, Step, rounds
+from specdec.sampling.params import Acceptance, GenerationDefaults
 
 VOCAB_SIZE = 4096
 MAX_MODEL_LEN = 128
@@ -47,11 +47,14 @@ class Bench:
     tokenizer: PreTrainedTokenizerFast
     settings: ApiSettings = field(default_factory=lambda: ApiSettings(trust_request_chat_template=True))
     script: Callable[[SequenceRequest], Iterable[Step]] = lambda request: [TokenDelta(finish="length")]
+    defaults: GenerationDefaults = GenerationDefaults(top_p=0.9, repetition_penalty=1.1)  # noqa: RUF009 - it is frozen
+    acceptance: Acceptance = "coupled"
+    acceptance_rules: tuple[Acceptance, ...] = ("coupled",)
 
     def __post_init__(self) -> None:
-        defaults = GenerationDefaults(top_p=0.9, repetition_penalty=1.1)
-        target = ServedModel("demo", "target", MAX_MODEL_LEN, VOCAB_SIZE, (0,), defaults)
-        info = ModelInfo(target, ServedModel("demo-draft", "draft", 64, VOCAB_SIZE, (0,)), 4, created_s=7)
+        target = ServedModel("demo", "target", MAX_MODEL_LEN, VOCAB_SIZE, (0,), self.defaults)
+        draft = ServedModel("demo-draft", "draft", 64, VOCAB_SIZE, (0,))
+        info = ModelInfo(target, draft, 4, self.acceptance_rules, self.acceptance, created_s=7)
         self.registry = CollectorRegistry()
         self.service = KeepingService(info, lambda request: self.script(request))
         self.app = create_app(self.service, self.settings, self.tokenizer, PrometheusObserver(self.registry))

@@ -90,4 +90,13 @@ async def test_what_changes_nothing_is_taken(bench: Bench, client: AsyncOpenAI, 
     bench.says("ok")
     answer = await ask(client, extra_body=extra)
     assert answer.choices[0].message.content == "ok"
-    assert bench.service.opened[0].cache_salt == extra.get("cache_salt")
+
+
+async def test_prefixes_are_shared_only_within_a_key_and_a_salt(bench: Bench, client: AsyncOpenAI) -> None:
+    bench.says("ok")
+    for key, salt in (("a", None), ("a", None), ("b", None), ("a", "s"), ("b", "s"), ("a", "t")):
+        await ask(client.with_options(api_key=key), extra_body={"cache_salt": salt})
+    salts = [request.cache_salt for request in bench.service.opened]
+    assert salts[0] == salts[1]
+    assert len(set(salts)) == 5
+    assert not any("Bearer" in salt for salt in salts)

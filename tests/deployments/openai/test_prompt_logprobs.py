@@ -105,11 +105,10 @@ async def test_a_chat_tells_of_its_prompt(bench: Bench, client: AsyncOpenAI, str
     messages = [{"role": "user", "content": "x"}]
     answer = await client.chat.completions.create(model="demo", messages=messages, n=2, stream=stream, extra_body=extra)
     prompt = bench.service.opened[0].prompt
-    pieces = await choices_of(answer, stream)
-    for own in pieces.values():
-        for piece in own if stream else ():
-            piece.token_ids = getattr(piece, "token_ids", None)
-        assert only(own, stream) == expected(bench, prompt, 2)
+    parts = [chunk async for chunk in answer] if stream else [answer]
+    assert not any(hasattr(choice, "prompt_logprobs") for part in parts for choice in part.choices)
+    assert [part.prompt_logprobs for part in parts if hasattr(part, "prompt_logprobs")] == [expected(bench, prompt, 2)]
+    assert [part.prompt_token_ids for part in parts if hasattr(part, "prompt_token_ids")] == [list(prompt)]
 
 
 async def test_without_being_asked_nothing_is_told(bench: Bench, client: AsyncOpenAI) -> None:

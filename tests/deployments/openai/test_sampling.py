@@ -5,13 +5,14 @@ from typing import Any
 
 import httpx2
 import pytest
+from transformers import PreTrainedTokenizerFast
 
-from deployments.openai import GenerationDefaults
-from specdec.sampling.params import SamplingParams
+from specdec.sampling.params import GenerationDefaults, SamplingParams
 
 from .conftest import MAX_MODEL_LEN, Bench
 
 BASE = {"model": "demo", "prompt": [5, 6]}
+MESSAGES = [{"role": "user", "content": "x"}]
 
 
 async def sampled(bench: Bench, http: httpx2.AsyncClient, **options: Any) -> Any:
@@ -22,6 +23,10 @@ async def sampled(bench: Bench, http: httpx2.AsyncClient, **options: Any) -> Any
     return bench.service.opened[-1].spec
 
 
+def client_of(bench: Bench) -> httpx2.AsyncClient:
+    return httpx2.AsyncClient(transport=httpx2.ASGITransport(app=bench.app), base_url="http://api")
+
+
 async def test_defaults_are_the_models_else_openais(bench: Bench, http: httpx2.AsyncClient) -> None:
     spec = await sampled(bench, http)
     assert spec.sampling == SamplingParams(top_p=0.9, repetition_penalty=1.1)
@@ -29,9 +34,21 @@ async def test_defaults_are_the_models_else_openais(bench: Bench, http: httpx2.A
     assert spec.num_speculative_tokens is None
 
 
-def test_defaults_come_from_a_generation_config() -> None:
-    config = {"temperature": 0.6, "top_k": 20, "top_p": None, "do_sample": True, "eos_token_id": 0}
-    assert GenerationDefaults.from_generation_config(config) == GenerationDefaults(temperature=0.6, top_k=20)
+async def test_a_chats_limit_is_the_models_and_shrinks_to_what_is_left(tokenizer: PreTrainedTokenizerFast) -> None:
+    bench = Bench(tokenizer, defaults=GenerationDefaults(max_tokens=70))
+
+    async def limit(text: str, **options: Any) -> tuple[int, int]:
+        bench.says("ok")
+        body = {"model": "demo", "messages": [{"role": "user", "content": text}]}
+        async with client_of(bench) as http:
+            assert (await http.post("/v1/chat/completions", json=body | options)).status_code == 200
+        spec = bench.service.opened[-1].spec
+        return spec.output_start, spec.max_tokens
+
+    assert (await limit("x"))[1] == 70
+    num_prompt_tokens, left = await limit("x " * 60)
+    assert left == MAX_MODEL_LEN - num_prompt_tokens < 70
+    assert (await limit("x", max_tokens=75))[1] == 75
 
 
 async def test_every_parameter_reaches_the_sequence(bench: Bench, http: httpx2.AsyncClient) -> None:
@@ -69,6 +86,48 @@ async def test_every_parameter_reaches_the_sequence(bench: Bench, http: httpx2.A
         logprobs=4,
     )
     assert (spec.max_tokens, spec.num_speculative_tokens) == (9, 0)
+
+
+@pytest.fixture
+def with_rejection(tokenizer: PreTrainedTokenizerFast) -> Bench:
+    return Bench(tokenizer, acceptance="rejection", acceptance_rules=("coupled", "rejection"))
+
+
+@pytest.mark.parametrize("asked", [None, "coupled", "rejection"])
+async def test_the_services_rule_holds_where_a_request_names_none(with_rejection: Bench, asked: str | None) -> None:
+    async with client_of(with_rejection) as http:
+        spec = await sampled(with_rejection, http, acceptance=asked)
+    assert spec.sampling.acceptance == (asked or "rejection")
+
+
+@pytest.mark.parametrize(
+    ("options", "bound"),
+    [
+        ({"disable_spec_decode": True}, 0),
+        ({"disable_spec_decode": True, "num_speculative_tokens": 0}, 0),
+        ({"disable_spec_decode": False}, None),
+        ({"disable_spec_decode": False, "num_speculative_tokens": 3}, 3),
+    ],
+)
+async def test_disable_spec_decode_is_a_bound_of_0(
+    bench: Bench, http: httpx2.AsyncClient, options: dict[str, Any], bound: int | None
+) -> None:
+    assert (await sampled(bench, http, **options)).num_speculative_tokens == bound
+
+
+async def test_drafts_cannot_be_both_asked_for_and_switched_off(refused: Callable[..., Any]) -> None:
+    both = {"disable_spec_decode": True, "num_speculative_tokens": 2}
+    for model in ("demo", "demo-draft"):
+        error = await refused("/v1/completions", BASE | both | {"model": model})
+        assert error["param"] == "disable_spec_decode"
+        assert "num_speculative_tokens" in error["message"]
+    error = await refused("/v1/completions", BASE | {"model": "demo-draft", "num_speculative_tokens": -1})
+    assert error["param"] == "num_speculative_tokens"
+
+
+async def test_a_bias_of_a_token_that_is_not_there_says_so(refused: Callable[..., Any]) -> None:
+    message = (await refused("/v1/completions", BASE | {"logit_bias": {"4096": 1}}))["message"]
+    assert message == "logit_bias must be biases of token ids from 0 to 4095, not 4096"
 
 
 @pytest.mark.parametrize(
@@ -120,6 +179,9 @@ async def test_a_value_out_of_range_is_refused_by_name(refused: Callable[..., An
     error = await refused("/v1/completions", BASE | {field: value})
     assert error["param"] == field
     assert error["type"] == "invalid_request_error"
+    others = {("acceptance", "rejection"): "unsupported_parameter", ("max_tokens", 2**80): "context_length_exceeded"}
+    code = "invalid_value" if isinstance(value, (list, dict)) else others.get((field, value), "invalid_value")
+    assert error["code"] == code
 
 
 @pytest.mark.parametrize(
@@ -135,6 +197,7 @@ async def test_a_value_out_of_range_is_refused_by_name(refused: Callable[..., An
         ("echo", 1),
         ("stream", "true"),
         ("ignore_eos", 0),
+        ("disable_spec_decode", 1),
         ("logprobs", True),
         ("prompt_logprobs", True),
         ("prompt_logprobs", "2"),
@@ -169,3 +232,24 @@ async def test_edge_04_a_default_limit_shrinks_to_what_is_left(bench: Bench, htt
 async def test_edge_04_min_tokens_must_fit_into_max_tokens(refused: Callable[..., Any]) -> None:
     error = await refused("/v1/completions", BASE | {"min_tokens": 5, "max_tokens": 4})
     assert error["param"] == "min_tokens"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"model": "demo", "prompt": "x", "stream_options": {}}, "stream_options"),
+        ("/v1/chat/completions", {"model": "demo", "messages": MESSAGES, "stream_options": {}}, "stream_options"),
+        (
+            "/v1/completions",
+            {"model": "demo-draft", "prompt": "x", "num_speculative_tokens": 3},
+            "num_speculative_tokens",
+        ),
+        ("/tokenize", {"prompt": "x", "chat_template": "{{ 1 }}"}, "chat_template"),
+        ("/tokenize", {"prompt": "x", "chat_template_kwargs": {}}, "chat_template_kwargs"),
+        ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
+    ],
+)
+async def test_what_would_be_ignored_is_refused(
+    refused: Callable[..., Any], path: str, body: dict[str, Any], param: str
+) -> None:
+    assert (await refused(path, body))["param"] == param

@@ -82,3 +82,14 @@ def test_agreement_by_hand():
     assert overlaps.tolist() == [0.0, 1.0]
     noise = torch.tensor([[0.0, 0.0, 5.0], [5.0, 0.0, 0.0]])
     assert evaluate.agreement(target_logits, draft_logits, noise, 1.0)[0].tolist() == [0, 0]
+
+
+def test_the_hybrid_is_exported_as_transformers_loads_it(tmp_path):
+    shape = models.HybridShape(num_layers=4, hidden_size=32, intermediate_size=48, num_heads=2, vocab_size=300)
+    model = trained_like(models.build(shape, seed=0)).to(torch.bfloat16).float()
+    tokenizer = tokens.train_tokenizer(["def f():\n    return 1\n"] * 3, 300)
+    models.export(model, tokenizer, tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert loaded.config.layer_types == ["linear_attention"] * 3 + ["full_attention"]
+    rows = torch.randint(300, (2, 12))
+    torch.testing.assert_close(loaded(rows).logits, model(rows).logits, rtol=0, atol=1e-4)

@@ -1,13 +1,14 @@
 """Reported log probabilities are those of one whole forward pass, with and without drafts."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from specdec.protocol.messages import Notes, TokenLogprobs
 from specdec.sampling.params import SamplingParams, SequenceSpec
-from tests.specdec.engine.pairs import make_model, make_service
+from tests.specdec.engine.pairs import Case, Output, collect, make_model, make_service
 
 
 def generate(prompt: tuple[int, ...], sampling: SamplingParams, k: int) -> tuple[list[int], Notes]:
@@ -48,3 +49,54 @@ def test_edge_05_logprobs_come_from_the_targets_own_row(temperature: float) -> N
         assert notes.prompt_logprobs[0] is None
         check(list(notes.prompt_logprobs[1:]), whole[: len(prompt) - 1], list(prompt[1:]))
         check(list(notes.logprobs or ()), whole[len(prompt) - 1 : -1], tokens)
+
+
+def alone(case: Case) -> Output:
+    """The output of a case that has everything to itself."""
+    return collect(make_service("llama", 0.06, 4), [case])[0]
+
+
+def assert_same_logprobs(got: Output, want: Output) -> None:
+    assert got.tokens == want.tokens
+    entries, wanted = ((*(o.notes.prompt_logprobs or ())[1:], *(o.notes.logprobs or ())) for o in (got, want))
+    assert len(entries) == len(wanted) > 60
+    for a, b in zip(entries, wanted, strict=True):
+        assert a is not None
+        assert b is not None
+        assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+        assert (a.rank, [i for i, _ in a.top]) == (b.rank, [i for i, _ in b.top])
+
+
+def asking_case(prompt: tuple[int, ...]) -> Case:
+    return Case(prompt, 14, SamplingParams(temperature=1.0, ignore_eos=True, logprobs=2, prompt_logprobs=2), 3)
+
+
+def make_prompt(seed: int) -> tuple[int, ...]:
+    rng = random.Random(seed)
+    return tuple(rng.randrange(3, 128) for _ in range(50))
+
+
+def test_prompt_logprobs_of_a_prompt_whose_prefix_is_cached() -> None:
+    """What others left in the cache has no logits: the prompt is read from its beginning."""
+    prompt = make_prompt(4)
+    wanted = alone(asking_case(prompt))
+    service = make_service("llama", 0.06, 4)
+    plain = replace(asking_case(prompt), sampling=SamplingParams(temperature=1.0, ignore_eos=True))
+    assert collect(service, [plain])[0].tokens == wanted.tokens
+    collect(service, [plain])
+    num_reused = service.target._backend.gauges()["num_reused_tokens"]
+    assert num_reused == 48, "the prefix is there for others"
+    (output,) = collect(service, [asking_case(prompt)])
+    assert_same_logprobs(output, wanted)
+    assert service.target._backend.gauges()["num_reused_tokens"] == num_reused
+
+
+@pytest.mark.parametrize("num_blocks", [27, 40])
+def test_prompt_logprobs_under_preemption(num_blocks: int) -> None:
+    """A prompt that yields its blocks half-read, or after its report, is read again; nothing is reported twice."""
+    cases = [asking_case(make_prompt(seed)) for seed in range(5)]
+    wanted = [alone(case) for case in cases]
+    service = make_service("llama", 0.06, 4, num_blocks=num_blocks, max_model_len=80)
+    for output, want in zip(collect(service, cases), wanted, strict=True):
+        assert_same_logprobs(output, want)
+    assert service.target._backend.gauges()["num_evictions"] > 0

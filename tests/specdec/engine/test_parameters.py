@@ -176,6 +176,22 @@ def test_each_parameter_has_its_effect(
         assert output.notes.logprobs is None
 
 
+def assert_equal(output: Output, plain: Output, name: str) -> None:
+    """The same tokens, end, and log probabilities, but for what rounding makes of the latter."""
+    assert (output.tokens, output.finish) == (plain.tokens, plain.finish), name
+    for got, want in (
+        (output.notes.logprobs, plain.notes.logprobs),
+        (output.notes.prompt_logprobs, plain.notes.prompt_logprobs),
+    ):
+        assert (got is None) == (want is None), name
+        for a, b in zip(got or (), want or (), strict=True):
+            assert (a is None) == (b is None), name
+            if a is not None and b is not None:
+                values, wanted = ((e.logprob, *(value for _, value in e.top)) for e in (a, b))
+                assert values == pytest.approx(wanted, abs=TIE), name
+                assert (a.rank, [i for i, _ in a.top]) == (b.rank, [i for i, _ in b.top]), name
+
+
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("num_draft_tokens", DRAFT_LENGTHS)
 def test_all_parameters_in_one_batch_with_drafts(
@@ -187,7 +203,7 @@ def test_all_parameters_in_one_batch_with_drafts(
 ) -> None:
     outputs = outputs_of(services[num_draft_tokens], requests[temperature])
     for name, plain in plain_outputs[temperature].items():
-        assert (outputs[name].tokens, outputs[name].finish) == (plain.tokens, plain.finish), name
+        assert_equal(outputs[name], plain, name)
     if num_draft_tokens:
         assert all(any(output.notes.num_drafted) for name, output in outputs.items() if name != "max_tokens 1")
         how = "".join(output.notes.how for output in outputs.values())
@@ -205,7 +221,7 @@ def test_each_parameter_alone_with_drafts(
 ) -> None:
     for name, plain in plain_outputs[temperature].items():
         (output,) = collect(services[num_draft_tokens], [requests[temperature][name].case])
-        assert (output.tokens, output.finish) == (plain.tokens, plain.finish), name
+        assert_equal(output, plain, name)
 
 
 TRANSFORMERS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
@@ -218,6 +234,10 @@ TRANSFORMERS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "logit_bias": (
         {"logit_bias": ((7, 1.5), (9, 1.2), (11, -2.0))},
         {"sequence_bias": {(7,): 1.5, (9,): 1.2, (11,): -2.0}},
+    ),
+    "logit_bias and repetition_penalty": (
+        {"logit_bias": ((7, 1.5), (9, 1.2), (11, -2.0), (30, 0.7)), "repetition_penalty": 1.6},
+        {"sequence_bias": {(7,): 1.5, (9,): 1.2, (11,): -2.0, (30,): 0.7}, "repetition_penalty": 1.6},
     ),
     "banned tokens": (
         {"logit_bias": tuple((token, -100.0) for token in range(3, 64))},
@@ -260,3 +280,16 @@ def test_a_chosen_parameter_among_equal_prompts(temperature: float, services: di
     assert len(set(map(tuple, plain))) == (2 if temperature == 0 else 4)
     for k in DRAFT_LENGTHS:
         assert run(services[k], cases)[0] == plain * 2
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_equal_requests_in_one_batch_give_equal_outputs(temperature: float, services: dict[int, LocalService]) -> None:
+    """The same prompt, seed and penalties, several times at once, and under another length of output."""
+    sampling = SamplingParams(temperature=temperature, logprobs=2, **PENALTIES)  # type: ignore[arg-type]
+    case = Case(tuple(range(20, 45)), 16, sampling, 3)
+    (plain,) = collect(services[0], [case])
+    for k in DRAFT_LENGTHS:
+        *equal, short = collect(services[k], [case, case, case, replace(case, max_tokens=5)])
+        for output in equal:
+            assert_equal(output, plain, f"K = {k}")
+        assert short.tokens == plain.tokens[:5]

@@ -7,9 +7,12 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from specdec.engine.rules import propose
 from specdec.engine.target_backend import ModelTarget
 from specdec.protocol.messages import Candidates
-from specdec.sampling.params import SamplingParams
+from specdec.sampling.params import Acceptance, SamplingParams
+from specdec.sampling.philox import gumbel
+from specdec.sampling.pipeline import RowGroup, Sampler
 from tests.specdec.engine.pairs import Case, assert_same, greedy, make_model, make_service, run
 from tests.specdec.engine.test_exactness import HALF_RIGHT, make_cases
 
@@ -80,3 +83,59 @@ def test_edge_15_shared_prefixes_change_no_token(temperature: float) -> None:
     gauges = backend.gauges()
     assert gauges["num_reused_tokens"] == 28 + 36
     assert gauges["kv_blocks_in_use"] == gauges["num_cached_sequences"] == 0
+
+
+def guesses_for(sampling: SamplingParams, count: int, seed: int = 3) -> tuple[int, tuple[int, ...], torch.Tensor]:
+    """What is drawn and guessed in the middle of a batch of all kinds, and the row's logits."""
+    logits = torch.randn(3, 60, generator=torch.Generator().manual_seed(seed))
+    others = SamplingParams(temperature=0.0), SamplingParams(acceptance="rejection")
+    groups = [RowGroup(Case(PROMPT, 9, s, seed).spec(), [*PROMPT]) for s in (others[0], sampling, others[1])]
+    drawn = propose(Sampler(50), logits, groups, count)
+    assert [(one.token, one.candidates) for one in drawn] == [
+        (one.token, one.candidates) for one in propose(Sampler(50), logits, groups)
+    ]
+    return drawn[1].token, drawn[1].guesses, logits[1, :50]
+
+
+@pytest.mark.parametrize("count", [1, 4, 60])
+def test_guesses_are_ranked_as_tokens_are_chosen(count: int) -> None:
+    for seed in range(5):
+        token, guesses, logits = guesses_for(SamplingParams(temperature=0.7), count, seed)
+        noised = logits / 0.7 + gumbel([seed], [len(PROMPT)], 50, "cpu")[0]
+        assert [token, *guesses] == noised.argsort(descending=True).tolist()[: count + 1]
+
+
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+def test_with_temperature_zero_guesses_are_the_next_best(acceptance: Acceptance) -> None:
+    token, guesses, logits = guesses_for(SamplingParams(temperature=0.0, acceptance=acceptance), 4)
+    assert [token, *guesses] == logits.argsort(descending=True).tolist()[:5]
+
+
+def test_under_the_rejection_rule_guesses_are_the_likeliest_that_were_not_drawn() -> None:
+    token, guesses, logits = guesses_for(SamplingParams(acceptance="rejection"), 4)
+    assert list(guesses) == [other for other in logits.argsort(descending=True).tolist() if other != token][:4]
+
+
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+def test_nothing_is_guessed_that_cannot_be_said(acceptance: Acceptance) -> None:
+    token, guesses, logits = guesses_for(SamplingParams(top_k=3, acceptance=acceptance), 10)
+    assert {token, *guesses} == set(logits.argsort(descending=True).tolist()[:3])
+    assert len(guesses) == 2
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_guesses_come_with_their_likelihoods(temperature: float) -> None:
+    logits = torch.randn(1, 50)
+    groups = [RowGroup(Case(PROMPT, 9, SamplingParams(temperature=temperature)).spec(), [1])]
+    (drawn,) = propose(Sampler(50), logits, groups, 5)
+    assert len(drawn.likelihoods) == 1 + len(drawn.guesses) == 6
+    assert list(drawn.likelihoods) == sorted(drawn.likelihoods, reverse=True)
+    assert sum(drawn.likelihoods) == pytest.approx(1)
+    if not temperature:
+        (sharper,) = propose(Sampler(50), 4 * logits, groups, 5)
+        assert sharper.likelihoods[0] > drawn.likelihoods[0]
+
+
+def test_under_the_rejection_rule_likelihoods_are_left_to_the_acceptance_rate() -> None:
+    group = RowGroup(Case(PROMPT, 9, SamplingParams(acceptance="rejection")).spec(), [1])
+    assert propose(Sampler(50), torch.randn(1, 50), [group], 5)[0].likelihoods == ()

@@ -1,5 +1,6 @@
 """The block pool against a simulated memory: what a sequence reads back is what it was given."""
 
+import random
 from copy import deepcopy
 
 import pytest
@@ -270,3 +271,28 @@ def test_truncate_and_reuse_refuse_bad_calls() -> None:
         pool.truncate(sequence, 4)
     with pytest.raises(ValueError, match="empty"):
         pool.reuse_prefix(sequence, [1, 2, 3])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_fits_says_what_reserving_after_freeing_does(seed: int) -> None:
+    rng = random.Random(seed)
+    pool = BlockPool(8, block_size=4)
+    held: list[CachedSequence] = []
+    for _ in range(60):
+        if held and rng.random() < 0.3:
+            held.append(pool.fork(rng.choice(held)))
+        elif len(held) > 1 and rng.random() < 0.3:
+            pool.free(held.pop(rng.randrange(len(held))))
+        else:
+            held.append(CachedSequence())
+        sequence = rng.choice(held)
+        length = len(sequence) + rng.randint(1, 12)
+        others = [other for other in held if other is not sequence and rng.random() < 0.5]
+        told = pool.fits(sequence, length, others)
+        trial, trial_sequence, trial_others = deepcopy((pool, sequence, others))
+        for other in trial_others:
+            trial.free(other)
+        assert trial.reserve(trial_sequence, length) == told
+        if pool.reserve(sequence, length):
+            sequence.tokens.extend(rng.randrange(9) for _ in range(length - len(sequence)))
+        pool.take_copies()

@@ -14,6 +14,7 @@ from specdec.errors import ModelLoadError
 from specdec.models.admission import check_admission
 from specdec.models.loading import LoadedModel, ModelSource, load_model, load_tokenizer, prepare_model
 from specdec.models.runner import ModelRunner
+from specdec.sampling.params import GenerationDefaults
 from tests.specdec.models.families import FAMILIES, REFUSED, VOCAB_SIZE, make_model
 
 DRAFT = Path(specdec.demo.__path__[0]) / "draft"
@@ -56,7 +57,7 @@ def test_several_ends_and_the_generation_defaults_are_read(folder: Path) -> None
     edit(folder / "generation_config.json", eos_token_id=[0, 7], do_sample=True, temperature=0.6, top_k=20)
     loaded = load_model(ModelSource(str(folder), device="cpu"))
     assert loaded.eos_token_ids == (0, 7)
-    assert dict(loaded.generation_defaults) == {"do_sample": True, "temperature": 0.6, "top_k": 20}
+    assert loaded.generation_defaults == GenerationDefaults(temperature=0.6, top_k=20)
 
 
 def test_loading_leaves_transformers_settings_as_they_were() -> None:

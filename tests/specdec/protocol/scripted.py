@@ -43,7 +43,15 @@ class Script:
             logprobs=rng.choice((None, 1)),
         )
         arrival = rng.randint(0, 15)
-        spec = SequenceSpec(sampling, 0, len(PROMPT), rng.randint(4, 30), eos_token_ids=(EOS,), arrival_s=arrival)
+        spec = SequenceSpec(
+            sampling,
+            0,
+            len(PROMPT),
+            rng.randint(4, 30),
+            eos_token_ids=(EOS,),
+            arrival_s=arrival,
+            model=rng.choice(("target",) * 5 + ("draft",)),
+        )
         true = tuple(rng.randrange(VOCAB) for _ in range(max_model_len + 20))
         return cls(seq, arrival, spec, true, max_model_len)
 
@@ -64,8 +72,17 @@ class ScriptedTarget:
     drafted one, as under the rejection rule: whoever decides a position again decides something else.
     """
 
-    def __init__(self, scripts: dict[str, Script], rng: random.Random, *, coupled: bool, room: int) -> None:
+    def __init__(
+        self,
+        scripts: dict[str, Script],
+        rng: random.Random,
+        *,
+        coupled: bool,
+        room: int,
+        draft_model: DraftModel | None = None,
+    ) -> None:
         self._scripts, self._rng, self._coupled, self._room = scripts, rng, coupled, room
+        self._draft_model = draft_model
         self._skips_bonus = not coupled and rng.random() < 0.5
         self.max_model_len = next(iter(scripts.values())).max_model_len
         self.held: set[str] = set()
@@ -93,6 +110,7 @@ class ScriptedTarget:
         spec, position = job.spec, len(job.log) - len(PROMPT)
         expect(position + len(job.draft) < spec.max_tokens, "a draft is longer than max_tokens allows")
         expect(len(job.log) + len(job.draft) < self.max_model_len, "a draft is longer than the context allows")
+        self._check_draft(job)
         drawn_from = [candidates.ids for candidates in job.candidates]
         expect(self._coupled or drawn_from == [(token,) for token in job.draft], "candidates of other draft tokens")
         draft = job.draft[: self._rng.randint(0, 3)] if self._rng.random() < 0.1 else job.draft  # memory was short
@@ -109,6 +127,14 @@ class ScriptedTarget:
             logprobs = tuple(TokenLogprobs(-float(token), position + i + 1) for i, token in enumerate(run))
         return Verification(Status.DECIDED, tuple(run), num_accepted, len(draft), logprobs)
 
+    def _check_draft(self, job: VerifyJob) -> None:
+        """No drafter has said what the draft model does not say after these very tokens."""
+        tokens = list(job.log.tokens)
+        for token in job.draft:
+            expected = None if self._draft_model is None else self._draft_model.token(job.key, tokens)
+            expect(token == expected, "a draft that was made for another log")
+            tokens.append(token)
+
     def _token(self, key: str, position: int, drafted: int | None) -> int:
         if self._coupled:
             return self._scripts[key].true[position]
@@ -117,11 +143,33 @@ class ScriptedTarget:
         return self._rng.randrange(VOCAB)
 
 
-class ScriptedDraft:
-    """A drafter's backend: the true token with probability ``skill``, else any; room for two sequences."""
+class DraftModel:
+    """What drafters say: a function of all tokens before. The true token with probability ``skill``, else any."""
 
-    def __init__(self, scripts: dict[str, Script], rng: random.Random, *, skill: float, max_model_len: int) -> None:
-        self._scripts, self._rng, self._skill = scripts, rng, skill
+    def __init__(self, scripts: dict[str, Script], seed: int, *, skill: float) -> None:
+        self._scripts, self._seed, self._skill = scripts, seed, skill
+
+    def token(self, seq: str, tokens: Sequence[int]) -> int:
+        x = hash((self._seed, tuple(tokens)))
+        return self._true(seq, tokens) if x % 1000 < self._skill * 1000 else x // 1000 % VOCAB
+
+    def guesses(self, seq: str, tokens: Sequence[int], count: int) -> Tokens:
+        """Others that may come there, distinct, the true one mostly among them."""
+        x, token = hash((self._seed, 1, tuple(tokens))), self.token(seq, tokens)
+        others = [(x + i) % VOCAB for i in range(VOCAB)]
+        if x // VOCAB % 3:
+            others.insert(x % 2, self._true(seq, tokens))
+        return tuple(dict.fromkeys(other for other in others if other != token))[:count]
+
+    def _true(self, seq: str, tokens: Sequence[int]) -> int:
+        return self._scripts[seq].true[len(tokens) - len(PROMPT)]
+
+
+class ScriptedDraft:
+    """A drafter's backend with room for ``room`` sequences and branches; what is begun anew takes a step to read."""
+
+    def __init__(self, model: DraftModel, *, room: int, max_model_len: int) -> None:
+        self._model, self._room = model, room
         self.max_model_len = max_model_len
         self.held: dict[str, list[int]] = {}
 
@@ -129,35 +177,37 @@ class ScriptedDraft:
         self.held.pop(key, None)
 
     def rename(self, key: str, new_key: str) -> None:
+        expect(key.startswith(f"{new_key}#"), "a branch becomes another sequence")
         if key in self.held:
             self.held[new_key] = self.held.pop(key)
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
-        for job in jobs:
-            last = self.held.get(job.key)
-            if last is not None:
-                expect(last[: job.agreed] == job.tokens[: job.agreed], "a draft job does not agree as far as it says")
-            expect(job.agreed <= len(job.tokens) <= self.max_model_len, "a draft job is longer than the model reads")
-        taken = {job.key: list(job.tokens) for job in jobs[:2]}
-        read = taken.keys() & self.held.keys()
-        if len(self.held.keys() | taken.keys()) > 2:
+        ranks = [(job.fork_of is not None, job.spec.arrival_s, job.key) for job in jobs]
+        expect(ranks == sorted(set(ranks)), "jobs are not in order of arrival, branches last, each once")
+        taken = {job.key for job in jobs[: self._room]}
+        if len(self.held.keys() | taken) > self._room:
             self.held = {key: tokens for key, tokens in self.held.items() if key in taken}
-        self.held.update(taken)
-        return [self._draw(job) if job.key in read else self._pass(job.key in taken) for job in jobs]
+        return [self._propose(job, taken=job.key in taken) for job in jobs]
 
-    def _pass(self, taken: bool) -> Proposal:
-        return Proposal(Status.PREFILLING if taken else Status.WAITING)
+    def _propose(self, job: DraftJob, *, taken: bool) -> Proposal:
+        expect(job.agreed <= len(job.tokens) < self.max_model_len, "a draft job is longer than the model reads")
+        expect(job.fork_of is None or job.key.startswith(f"{job.fork_of}#"), "a branch of another sequence")
+        base = self.held.get(job.key)
+        if base is None and job.fork_of is not None:
+            base = self.held.get(job.fork_of)
+        if base is not None:
+            expect(base[: job.agreed] == job.tokens[: job.agreed], "a draft job does not agree as far as it says")
+        if not taken:
+            return Proposal(Status.WAITING)
+        self.held[job.key] = list(job.tokens)
+        return Proposal(Status.PREFILLING) if base is None else self._draw(job)
 
     def _draw(self, job: DraftJob) -> Proposal:
-        token = self.guess(job.key, len(job.tokens))
+        seq = job.fork_of or job.key
+        token = self._model.token(seq, job.tokens)
         is_coupled = job.spec.sampling.acceptance == "coupled"
-        return Proposal(Status.DECIDED, token, None if is_coupled else Candidates((token,), (1.0,)))
-
-    def guess(self, key: str, length: int) -> int:
-        """What may stand at absolute position ``length``."""
-        if self._rng.random() < self._skill:
-            return self._scripts[key].true[length - len(PROMPT)]
-        return self._rng.randrange(VOCAB)
+        candidates = None if is_coupled else Candidates((token,), (1.0,))
+        return Proposal(Status.DECIDED, token, candidates, self._model.guesses(seq, job.tokens, job.num_guesses))
 
 
 def log_of(tokens: Sequence[int]) -> TokenLog:

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import pytest
 
+from tests.specdec.protocol.branch_mutations import BRANCH_MUTATIONS
 from tests.specdec.protocol.mutations import MUTATIONS
+from tests.specdec.protocol.scripted import ScriptedTarget
 from tests.specdec.protocol.world import run_schedule
 
 SCHEDULES = 1500
+ALL = MUTATIONS | BRANCH_MUTATIONS
 
 
-@pytest.mark.parametrize("rule", MUTATIONS)
+@pytest.mark.parametrize("rule", ALL)
 def test_schedules_catch_a_rule_that_is_off(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    MUTATIONS[rule](monkeypatch)
+    ALL[rule](monkeypatch)
     violations = (run_schedule(seed).violation for seed in range(SCHEDULES))
     caught = next((violation for violation in violations if violation is not None), None)
     assert caught is not None
     assert not caught.startswith("raised"), "the mutation itself no longer fits the code"
+
+
+@pytest.mark.parametrize("rule", ["right_branch", "branch_mark", "decided_outcome", "chosen_branch"])
+def test_under_the_coupled_rule_no_wrong_branch_changes_a_token(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ALL[rule](monkeypatch)
+    monkeypatch.setattr(ScriptedTarget, "_check_draft", lambda self, job: None)
+    assert [violation for seed in range(0, 80, 2) if (violation := run_schedule(seed).violation)] == []

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from specdec.protocol.leases import Times
-from specdec.protocol.messages import Candidates, Inc, Offer, Open, Outcome, Plan
-from specdec.protocol.target import TargetRow, remaining_draft
-from specdec.protocol.worker import WorkerRow
-from specdec.sampling.params import SamplingParams, SequenceSpec
-from tests.specdec.protocol.scripted import PROMPT, log_of
+from specdec.protocol.messages import Candidates, Inc, Offer, Outcome
+from specdec.protocol.offers import remaining_draft
+from tests.specdec.protocol.scripted import log_of
 
 INC = Inc(1, 0)
 
 
-def row_with(output, acceptance="coupled") -> WorkerRow:
-    spec = SequenceSpec(SamplingParams(acceptance=acceptance), 0, len(PROMPT), 20)
-    return TargetRow(Open("s", INC, "R", (*PROMPT, *output), spec, Plan(), Times().lease_s))
+def rest_of(offer, output) -> tuple[int, ...]:
+    return remaining_draft(offer, log_of(output), needs_candidates=False).tokens
 
 
 def offer(committed, chain, branches=(), candidates=()) -> Offer:
@@ -37,13 +35,13 @@ def offer(committed, chain, branches=(), candidates=()) -> Offer:
     ],
 )
 def test_a_chain_after_what_has_been_committed_since(output, expected):
-    assert remaining_draft(offer((1,), (2, 3, 4)), row_with(output)) == expected
+    assert rest_of(offer((1,), (2, 3, 4)), output) == expected
 
 
 BRANCHES = (
     (Outcome(0, 5), (6, 7)),
     (Outcome(1, 5), (8, 9)),
-    (Outcome(2, 4), (1, 1, 1)),
+    (Outcome(1, 6), (8, 9, 9, 9, 9)),
     (Outcome(3, 0), (2, 2, 2)),
 )
 
@@ -55,18 +53,41 @@ BRANCHES = (
         ((1, 5, 6), (7,)),
         ((1, 2, 5), (8, 9)),
         ((1, 2, 3, 4, 0), (2, 2, 2)),  # all accepted, 0 the bonus token
-        ((1, 2, 6), ()),  # an outcome that was not foreseen
-        ((1,), (2, 3, 4, 0, 2, 2, 2)),  # nothing decided yet: the longest way on
-        ((1, 2, 3, 4, 1), (1, 1)),  # a branch that went the chain's own way, and further
+        ((1, 2, 6, 8), (9, 9, 9, 9)),
+        ((1, 2, 6, 7), ()),  # the branch was left
+        ((1, 2, 6, 8, 9, 9, 9, 9), ()),  # nothing is left of it
+        ((1, 2, 8), ()),  # an outcome that was not foreseen
+        ((1, 2, 3, 4, 1), ()),
+        ((1,), (2, 3, 4)),  # nothing decided yet: the chain, however long a branch beside it is
+        ((1, 2), (3, 4)),
+        ((1, 2, 3, 4), ()),  # no outcome is guessed here: the target decides it
     ],
 )
 def test_branches_over_what_has_been_committed_since(output, expected):
-    assert remaining_draft(offer((1,), (2, 3, 4), BRANCHES), row_with(output)) == expected
+    assert rest_of(offer((1,), (2, 3, 4), BRANCHES), output) == expected
+
+
+def drawn(*tokens: int) -> tuple[Candidates, ...]:
+    return tuple(Candidates((token,), (1.0,)) for token in tokens)
 
 
 def test_under_the_rejection_rule_a_draft_needs_what_it_was_drawn_from():
-    candidates = [Candidates((token,), (1.0,)) for token in (2, 3)]
-    row = row_with((1,), "rejection")
-    assert remaining_draft(offer((1,), (2, 3), candidates=candidates), row) == (2, 3)
-    assert remaining_draft(offer((1,), (2, 3)), row) == ()
-    assert remaining_draft(offer((1,), (2, 3), candidates=candidates[:1]), row) == ()
+    def rest(offer):
+        return remaining_draft(offer, log_of((1,)), needs_candidates=True)
+
+    assert rest(offer((1,), (2, 3), candidates=drawn(2, 3))) == ((2, 3), drawn(2, 3))
+    assert rest(offer((1,), (2, 3))) == ((), ())
+    assert rest(offer((1,), (2, 3), candidates=drawn(2))) == ((), ())
+
+
+def test_under_the_rejection_rule_a_branch_brings_its_own_candidates():
+    branches = ((Outcome(0, 5), (6, 7)), (Outcome(2, 5), (8, 9)), (Outcome(1, 9), (4,)))
+    made = replace(offer((1,), (2, 3), branches, drawn(2, 3)), branch_candidates=(drawn(6, 7), drawn(8, 9), ()))
+
+    def rest(*output):
+        return remaining_draft(made, log_of(output), needs_candidates=True)
+
+    assert rest(1, 5) == ((6, 7), drawn(6, 7))
+    assert rest(1, 2, 3, 5, 8) == ((9,), drawn(9))
+    assert rest(1, 2, 9) == ((), ())
+    assert rest(1, 2) == ((3,), drawn(3))

@@ -71,7 +71,7 @@ def verdict(base, tokens, whole=None, n=0, finish=None, attempt=1):
 
 
 def new_tokens(base, tokens, whole, attempt=1):
-    return NewTokens("s", attempt, P + base, tuple(tokens), notes(tokens), log_of(whole).mark())
+    return NewTokens("s", attempt, P + base, tuple(tokens), notes(tokens), log_of(whole).mark(), PLAN)
 
 
 def commit(base, tokens, whole, n=0):

@@ -14,6 +14,7 @@ from specdec.protocol.messages import (
     Notes,
     Offer,
     Open,
+    Outcome,
     Plan,
     PlanUpdate,
     Resync,
@@ -251,3 +252,49 @@ def test_counters():
     assert {name: report[name] for name in expected} == expected
     assert (report["num_committed_tokens"], report["num_sequences"]) == (4, 1)
     assert [report.get(f"num_accepted_tokens_per_pos/{i}") for i in range(3)] == [1, 1, None]
+
+
+def branched(committed, chain, *branches):
+    return Offer("s", INC, log_of(committed).mark(), tuple(chain), branches)
+
+
+def figures(machine):
+    names = ("num_branch_hits", "num_branch_misses", "num_late_offers", "num_stale_offers")
+    return tuple(machine.report()[name] for name in names)
+
+
+def test_rounds_are_counted_by_whether_their_outcome_was_offered():
+    """TRUE is 3, 4, 5, 6, 7, 8, ...; the first round verifies 3, 9."""
+    hit = Outcome(1, 4), (5, 6)
+    machine = machine_with(open_message(), offer((), (3, 9)))
+    machine.step(0.0)
+    assert figures(machine) == (0, 0, 0, 0)  # nothing had been foretold
+    machine.receive(branched((), (3, 9), (Outcome(0, 8), (1,)), hit), 0.0)
+    machine.step(0.0)
+    assert machine._backend.batches[-1] == [("s", (5, 6))]
+    assert figures(machine) == (1, 0, 0, 1)
+    machine.receive(branched(TRUE[:2], (5, 6), (Outcome(2, 8), (9,))), 0.0)
+    machine.step(0.0)  # the token after 5, 6 is 7, not 8
+    assert figures(machine) == (1, 1, 0, 3)
+    machine.step(0.0)
+    assert figures(machine) == (1, 1, 0, 3)
+
+
+def test_an_offer_whose_round_was_followed_by_another_is_late_and_its_tail_is_used():
+    machine = machine_with(open_message())
+    for _ in range(2):
+        machine.step(0.0)
+    machine.receive(branched((), (9,), (Outcome(0, 3), TRUE[1:4])), 0.0)
+    machine.step(0.0)
+    assert machine._backend.batches[-1] == [("s", TRUE[2:4])]
+    assert figures(machine)[2] == 1
+
+
+def test_a_chain_made_after_a_miss_is_no_hit():
+    machine = machine_with(open_message())
+    machine.step(0.0)
+    machine.receive(branched((), (9,), (Outcome(0, 8), (4,))), 0.0)
+    machine.receive(offer(TRUE[:1], TRUE[1:3]), 0.0)
+    machine.step(0.0)
+    assert machine._backend.batches[-1] == [("s", TRUE[1:3])]
+    assert figures(machine)[:2] == (0, 1)

@@ -6,7 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from specdec.protocol.drafter import DrafterMachine
+from specdec.protocol.draft_row import DraftRow
+from specdec.protocol.draft_worker import DraftWorkerMachine
 from specdec.protocol.ingress import Delivery, IngressMachine
 from specdec.protocol.leases import Row, Times
 from specdec.protocol.marks import Tokens
@@ -15,7 +16,7 @@ from specdec.protocol.router import RouterMachine, Session
 from specdec.protocol.target import TargetMachine, TargetRow
 from tests.specdec.protocol.scripted import PROMPT, Script, ScriptedDraft, ScriptedTarget, expect
 
-Machine = IngressMachine | RouterMachine | TargetMachine | DrafterMachine
+Machine = IngressMachine | RouterMachine | TargetMachine | DraftWorkerMachine
 NEVER = Inc(-1, 0), 0.0
 
 
@@ -26,7 +27,7 @@ class Node:
     name: str
     life: int
     machine: Machine
-    backend: ScriptedTarget | ScriptedDraft | None = None
+    backends: tuple[ScriptedTarget | ScriptedDraft, ...] = ()
     stalled_until: int = 0
 
     @property
@@ -37,6 +38,8 @@ class Node:
                 return list(self.machine._sessions)
             case IngressMachine():
                 return []
+            case DraftWorkerMachine():
+                return [*self.machine.drafter._rows, *self.machine.solo._rows]
             case _:
                 return list(self.machine._rows)
 
@@ -54,8 +57,9 @@ class Client:
 class Watch:
     """Follows all processes from outside, and raises ViolationError at the first broken promise."""
 
-    def __init__(self, scripts: dict[str, Script], times: Times, *, coupled: bool) -> None:
+    def __init__(self, scripts: dict[str, Script], times: Times, *, coupled: bool, most_branches: int) -> None:
         self._scripts, self._times, self._coupled = scripts, times, coupled
+        self._most_branches = most_branches
         self.clients: dict[str, Client] = {}
         self.num_opens: Counter[str] = Counter()
         self.num_draft_opens: Counter[str] = Counter()
@@ -68,7 +72,7 @@ class Watch:
     def sent(self, peer: str, message: Message, *, is_hostile: bool) -> None:
         """A process has sent a message; whether or not it arrives, it may have given credit."""
         match message:
-            case Open(seq, inc) if peer.startswith("T"):
+            case Open(seq, inc, spec=spec) if peer.startswith("T") or spec.model == "draft":
                 self._grant(seq, inc, len(message.tokens))
                 self.num_opens[seq] += not is_hostile
             case Submit(seq):
@@ -104,8 +108,11 @@ class Watch:
                 self._check_target_row(node, row, until)
             elif isinstance(row, Session):
                 self._check_session(node, row)
-        if node.backend is not None:
-            expect(incs.keys() >= set(node.backend.held), "a backend holds a sequence that its machine does not")
+            elif isinstance(row, DraftRow):
+                expect(len(row.branches) <= self._most_branches, "more branches than any plan allows")
+        known = incs.keys() | {b.key for row in rows if isinstance(row, DraftRow) for b in row.branches.values()}
+        for backend in node.backends:
+            expect(known >= set(backend.held), "a backend holds a sequence or branch that its machine does not")
 
     def _grave(self, node: Node, seq: str) -> tuple[Inc, float]:
         return self._graves.get((node.name, node.life, seq), NEVER)

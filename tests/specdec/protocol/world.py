@@ -5,23 +5,32 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from specdec.protocol.draft_worker import DraftWorkerMachine
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import IngressMachine
 from specdec.protocol.leases import Times
-from specdec.protocol.messages import Message, Offer, Outcome, Plan, PlanUpdate
+from specdec.protocol.messages import Message, Plan, PlanUpdate
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.target import TargetMachine
-from specdec.protocol.worker import WorkerMachine
 from specdec.sampling.params import SequenceSpec
 from tests.specdec.protocol.network import Network
-from tests.specdec.protocol.scripted import PROMPT, Script, ScriptedDraft, ScriptedTarget, ViolationError, expect
+from tests.specdec.protocol.scripted import (
+    PROMPT,
+    DraftModel,
+    Script,
+    ScriptedDraft,
+    ScriptedTarget,
+    ViolationError,
+    expect,
+)
 from tests.specdec.protocol.watch import Client, Node, Watch
 
 TIMES = Times(lease_s=8, renew_s=3, repeat_s=3, settle_s=2, silence_s=10, credit_tokens=6)
 INGRESS, ROUTERS, TARGETS, DRAFTERS = "I", ("R0", "R1"), ("T0", "T1"), ("D0", "D1")
 REQUESTS = ("s0", "s1", "s2")
+MOST_BRANCHES = 6
 QUIET_STEPS, OPENS, DRAFT_OPENS = 200, 14, 10
 """Bounds on a request once the adversary has stopped."""
 
@@ -75,7 +84,9 @@ class World:
         max_model_len = rng.choice((16, 64))
         self.draft_max_model_len = rng.choice((10, max_model_len))
         self.scripts = {seq: Script.random(rng, seq, max_model_len, coupled=self.coupled) for seq in REQUESTS}
-        self.watch = Watch(self.scripts, TIMES, coupled=self.coupled)
+        self.draft_model = DraftModel(self.scripts, seed, skill=self.skill)
+        self.draft_room = rng.choice((2, 6, 30))
+        self.watch = Watch(self.scripts, TIMES, coupled=self.coupled, most_branches=MOST_BRANCHES)
         self.counts: Counter[str] = Counter()
         self.worst = (0, 0, 0)
         self._news: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)
@@ -119,7 +130,7 @@ class World:
                 continue
             for _ in range(self._pace(node)):
                 node.machine.step(self.now)
-            self.watch.moved(node, self.now)
+                self.watch.moved(node, self.now)
             if isinstance(node.machine, IngressMachine):
                 self.watch.delivered(node.machine.take_deliveries())
             for peer, messages in node.machine.take_outbox().items():
@@ -133,20 +144,8 @@ class World:
         return self.drafts_per_step if node.name in DRAFTERS else 1
 
     def _send(self, sender: str, peer: str, message: Message) -> None:
-        if isinstance(message, Offer) and self.coupled and self.rng.random() < 0.5:
-            message = self._branched(message)
         self.watch.sent(peer, message, is_hostile=self.net.is_hostile)
         self.net.send(sender, peer, message, self.now)
-
-    def _branched(self, offer: Offer) -> Offer:
-        """An offer with a branch for every number of accepted tokens."""
-        backend = self.nodes["D0"].backend
-        assert isinstance(backend, ScriptedDraft)
-        branches = []
-        for n in range(len(offer.chain) + 1):
-            at = min(offer.mark.length + n, self.draft_max_model_len)
-            branches.append((Outcome(n, backend.guess(offer.seq, at)), (backend.guess(offer.seq, at + 1),) * 2))
-        return replace(offer, branches=tuple(branches))
 
     # Processes, and who hears of them.
 
@@ -156,17 +155,31 @@ class World:
             case "R":
                 node.machine = RouterMachine(name, self._plan, TIMES)
             case "T":
-                node.backend = ScriptedTarget(self.scripts, self.rng, coupled=self.coupled, room=self.room)
-                node.machine = TargetMachine(name, node.backend, TIMES)
+                node.backends = (self._target_backend(),)
+                node.machine = TargetMachine(name, node.backends[0], TIMES)
             case "D":
-                node.backend = ScriptedDraft(
-                    self.scripts, self.rng, skill=self.skill, max_model_len=self.draft_max_model_len
+                drafter = ScriptedDraft(self.draft_model, room=self.draft_room, max_model_len=self.draft_max_model_len)
+                solo = self._target_backend()
+                node.backends = drafter, solo
+                node.machine = DraftWorkerMachine(
+                    DrafterMachine(name, drafter, TIMES), TargetMachine(name, solo, TIMES)
                 )
-                node.machine = DrafterMachine(name, node.backend, TIMES)
+
+    def _target_backend(self) -> ScriptedTarget:
+        return ScriptedTarget(
+            self.scripts, self.rng, coupled=self.coupled, room=self.room, draft_model=self.draft_model
+        )
 
     def _plan(self, spec: SequenceSpec) -> Plan:
         pick = self.rng.choice
-        return Plan(pick((0, 2, 5, 5)), mode=pick(("overlap", "in_turn")), draft_wait_s=pick((0, 0, 6)))
+        return Plan(
+            num_draft_tokens=pick((0, 2, 5, 5)),
+            num_branches=pick((0, 1, MOST_BRANCHES)),
+            num_fit_steps=pick((0, 2, 6)),
+            acceptance_rate=pick((0.0, 0.7, 1.0)),
+            mode=pick(("overlap", "overlap", "in_turn")),
+            draft_wait_s=pick((0, 0, 6)),
+        )
 
     def _listeners(self, name: str) -> tuple[str, ...]:
         return (INGRESS,) if name in ROUTERS else ROUTERS
@@ -219,7 +232,7 @@ class World:
         elif self.rng.random() < self.adversary.rumour:
             self._lose(self.rng.choice(self._listeners(node.name)), node.name)
             self.counts["rumours"] += 1
-        elif node.rows and isinstance(node.machine, WorkerMachine) and self.rng.random() < self.adversary.plan:
+        elif node.rows and node.backends and self.rng.random() < self.adversary.plan:
             row = self.rng.choice(node.rows)
             self._send(row.router, node.name, PlanUpdate(row.seq, row.inc, self._plan(self.scripts[row.seq].spec)))
 
@@ -273,13 +286,19 @@ class World:
             self.counts[client.state] += 1
             self.counts["tokens"] += len(client.tokens)
             self.counts["accepted"] += client.notes.how.count("a")
+        for node in self.nodes.values():
+            if isinstance(node.machine, DraftWorkerMachine):
+                self.counts["promoted"] += node.machine.drafter.counters.num_promoted
+            elif isinstance(node.machine, TargetMachine):
+                self.counts["branch hits"] += node.machine.counters.num_branch_hits
 
     def _drain(self, steps: int) -> None:
         for _ in range(steps + 3 * int(TIMES.lease_s) + 5):
             self.step()
         expect(not any(node.rows for node in self.nodes.values()), "a sequence is held for ever")
         expect(not len(self._ingress), "the ingress keeps a request for ever")
-        expect(not any(node.backend.held for node in self.nodes.values() if node.backend), "a backend keeps a sequence")
+        held = [backend.held for node in self.nodes.values() for backend in node.backends]
+        expect(not any(held), "a backend keeps a sequence")
 
 
 def run_schedule(seed: int) -> Result:

@@ -21,17 +21,17 @@ def make_spec(params: SamplingParams | None = None, seed: int = 0, **fields: obj
 
 
 def edited_row(logits: Sequence[float], spec: SequenceSpec, tokens: Sequence[int]) -> list[float]:
-    """Penalties, biases and min_tokens on the row that follows ``tokens``."""
+    """Biases, penalties and min_tokens on the row that follows ``tokens``."""
     params, output = spec.sampling, list(tokens[spec.output_start :])
     row = list(logits)
+    for token, bias in params.logit_bias:
+        row[token] += bias
     for token in range(len(row)):
         if token in tokens:
             divides = row[token] > 0
             row[token] = row[token] / params.repetition_penalty if divides else row[token] * params.repetition_penalty
         row[token] -= params.frequency_penalty * output.count(token)
         row[token] -= params.presence_penalty * (token in output)
-    for token, bias in params.logit_bias:
-        row[token] += bias
     if len(output) < params.min_tokens:
         for token in spec.ending_token_ids:
             row[token] = -math.inf

@@ -21,7 +21,7 @@ from specdec.sampling.coupled import verify_coupled
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.philox import gumbel
 from specdec.sampling.pipeline import RowGroup, Sampler, VerifiedRun
-from specdec.sampling.rejection import propose_truncated, verify_rejection
+from specdec.sampling.rejection import NUM_DRAFT_CANDIDATES, propose_truncated, verify_rejection
 
 from .reference import make_spec, row_probs
 
@@ -36,6 +36,11 @@ PARAMS = {
     "top_k": SamplingParams(temperature=1.3, top_k=4),
     "penalties": SamplingParams(repetition_penalty=1.4, presence_penalty=0.4, frequency_penalty=0.3),
 }
+# More tokens than a draft is cut to: what is cut off has a tenth of the mass, and its tokens are the target's too.
+WIDE = 48
+WIDE_TARGET = torch.randn(WIDE, WIDE, generator=torch.Generator().manual_seed(21))
+WIDE_DRAFT = WIDE_TARGET * 0.3 + torch.randn(WIDE, WIDE, generator=torch.Generator().manual_seed(22)) * 0.7
+LEAST_EXPECTED = 5.0
 Verify = Callable[[Sampler, SamplingParams, float], list[VerifiedRun]]
 
 
@@ -96,17 +101,44 @@ def rejection_runs(sampler: Sampler, params: SamplingParams, bias: float) -> lis
     return verify_rejection(target.flatten(0, 1), groups, ids, torch.stack(drawn_from, 1).flatten(0, 1))
 
 
-def p_value(runs: Sequence[VerifiedRun], spec: SequenceSpec) -> float:
-    """Of the tokens decided after each prefix, under the target's distribution there, in plain Python."""
+def wide_runs(*, says_what_it_drew_from: bool) -> list[VerifiedRun]:
+    """The drafter as it is: its 32 most likely tokens of 48, drawn and sent by the package."""
+    sampler = Sampler(WIDE, noise_cache_bytes=0)
+    specs = [make_spec(seed=seed) for seed in range(NUM_SEQUENCES)]
+    chains = torch.empty(NUM_SEQUENCES, 0, dtype=torch.int64)
+    drawn_from = []
+    for _ in range(NUM_DRAFTED):
+        heads = [RowGroup(spec, [*PROMPT, *chain]) for spec, chain in zip(specs, chains.tolist(), strict=True)]
+        logits = logits_after(WIDE_DRAFT, chains[:, -1:]).view(NUM_SEQUENCES, -1, WIDE)[:, -1]
+        draft = propose_truncated(sampler, logits, heads)
+        assert draft.ids.shape[1] == NUM_DRAFT_CANDIDATES < WIDE
+        uncut_probs = logits.softmax(1).gather(1, draft.ids)
+        assert 0.02 < 1 - uncut_probs.sum(1).mean() < 0.2
+        chains = torch.cat((chains, draft.tokens.unsqueeze(1)), 1)
+        drawn_from.append((draft.ids, draft.probs if says_what_it_drew_from else uncut_probs))
+    groups = groups_of(SamplingParams(), chains)
+    ids, probs = (torch.stack([*parts], 1).flatten(0, 1) for parts in zip(*drawn_from, strict=True))
+    return verify_rejection(sampler.probs(logits_after(WIDE_TARGET, chains), groups), groups, ids, probs)
+
+
+def p_value(runs: Sequence[VerifiedRun], spec: SequenceSpec, table: Tensor = TARGET) -> float:
+    """Of the tokens decided after each prefix, under the target's distribution there, in plain Python.
+
+    Tokens that are expected less than five times after a prefix are counted as one.
+    """
+    vocab_size = len(table)
     counts = Counter(run[: i + 1] for run, _ in runs for i in range(min(2, len(run))))
     assert counts.total() >= 200_000
     statistic, freedom = 0.0, 0
-    for prefix in [(), *itertools.product(range(VOCAB), repeat=1)]:
+    for prefix in [(), *itertools.product(range(vocab_size), repeat=1)]:
         tokens = [*PROMPT, *prefix]
-        observed = [counts[(*prefix, token)] for token in range(VOCAB)]
-        probs = row_probs(TARGET[tokens[-1]].tolist(), spec, tokens)
+        observed = [counts[(*prefix, token)] for token in range(vocab_size)]
+        probs = row_probs(table[tokens[-1]].tolist(), spec, tokens)
         possible = [(count, sum(observed) * prob) for count, prob in zip(observed, probs, strict=True) if prob > 0]
         assert sum(count for count, _ in possible) == sum(observed), "a token without probability"
+        rare = [each for each in possible if each[1] < LEAST_EXPECTED]
+        common = [each for each in possible if each[1] >= LEAST_EXPECTED]
+        possible = [*common, (sum(count for count, _ in rare), sum(mean for _, mean in rare))] if rare else common
         if sum(observed) > 0:
             statistic += sum((count - mean) ** 2 / mean for count, mean in possible)
             freedom += len(possible) - 1
@@ -123,9 +155,21 @@ def test_output_follows_the_target(verify: Verify, name: str) -> None:
 
 
 @pytest.mark.parametrize("verify", [coupled_runs, rejection_runs])
-def test_a_rule_biased_by_2_percent_is_found_out(verify: Verify) -> None:
-    runs = verify(Sampler(VOCAB, noise_cache_bytes=0), PARAMS["plain"], BIAS)
-    assert p_value(runs, make_spec(PARAMS["plain"])) < 1e-6
+@pytest.mark.parametrize("name", ["plain", "penalties"])
+def test_a_rule_biased_by_2_percent_is_found_out(verify: Verify, name: str) -> None:
+    runs = verify(Sampler(VOCAB, noise_cache_bytes=0), PARAMS[name], BIAS)
+    assert p_value(runs, make_spec(PARAMS[name])) < 1e-6
+
+
+def test_output_follows_the_target_where_the_draft_is_cut_to_32_tokens() -> None:
+    runs = wide_runs(says_what_it_drew_from=True)
+    outcomes = Counter(num_accepted for _, num_accepted in runs)
+    assert min(outcomes[n] for n in range(NUM_DRAFTED + 1)) > 0.05 * NUM_SEQUENCES, "not every outcome was tried"
+    assert p_value(runs, make_spec(), WIDE_TARGET) > 1e-3
+
+
+def test_a_draft_that_says_it_was_not_cut_is_found_out() -> None:
+    assert p_value(wide_runs(says_what_it_drew_from=False), make_spec(), WIDE_TARGET) < 1e-6
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])

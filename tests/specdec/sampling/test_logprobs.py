@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
+from specdec.sampling import logprobs as module
 from specdec.sampling.logprobs import token_logprobs
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.pipeline import RowGroup, Sampler
@@ -45,3 +48,44 @@ def test_no_tokens_no_entries() -> None:
     assert token_logprobs(torch.empty(0, 4), [], []) == []
     groups = [RowGroup(make_spec(SamplingParams(logprobs=1)), [1])]
     assert Sampler(4).logprobs(torch.zeros(1, 4), groups, [()]) == [()]
+
+
+@pytest.mark.parametrize("margin", [1.0, 30.0, 37.0, 60.0, 100.0, 500.0, 740.0])
+def test_edge_05_a_certain_looking_token_has_the_logprob_of_what_the_others_weigh(margin: float) -> None:
+    logits = torch.tensor([[0.0, margin, 0.0, 0.0]])
+    for token, expected in ((1, -math.log1p(3 * math.exp(-margin))), (2, -margin - math.log1p(3 * math.exp(-margin)))):
+        (entry,) = token_logprobs(logits, [token], [1])
+        assert entry.logprob == pytest.approx(expected, rel=1e-9 if margin < 700 else 0.02, abs=0.0)
+        assert entry.top == ((1, pytest.approx(-math.log1p(3 * math.exp(-margin)), rel=0.02, abs=0.0)),)
+
+
+@pytest.mark.parametrize("margin", [744.0, 745.0, 746.0, 1e4, 1e38])
+def test_edge_05_a_weight_that_no_float_holds_is_still_not_nothing(margin: float) -> None:
+    (entry,) = token_logprobs(torch.tensor([[margin, 0.0]]), [0], [1])
+    assert -1e-322 < entry.logprob < 0.0
+
+
+def test_only_a_token_without_any_other_has_a_logprob_of_zero() -> None:
+    for logits in (torch.tensor([[7.0]]), torch.tensor([[7.0, -torch.inf, -torch.inf]])):
+        (entry,) = token_logprobs(logits, [0], [1])
+        assert repr(entry.logprob) == "0.0"
+
+
+def test_equally_likely_tokens_share() -> None:
+    (entry,) = token_logprobs(torch.full((1, 8), 90.0), [5], [8])
+    assert entry.logprob == pytest.approx(-math.log(8), abs=1e-12)
+    assert [value for _, value in entry.top] == pytest.approx([-math.log(8)] * 8, abs=1e-12)
+
+
+@pytest.mark.parametrize("max_rows", [0, 1, 3, 100])
+def test_rows_are_taken_in_slices_of_bounded_size(max_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(10, 7, generator=torch.Generator().manual_seed(1))
+    tokens, num_top = [i % 7 for i in range(10)], [i % 4 for i in range(10)]
+    whole = token_logprobs(logits, tokens, num_top)
+    sizes: list[int] = []
+    take = module._slice_logprobs
+    monkeypatch.setattr(module, "_MAX_SLICE_BYTES", max_rows * 7 * 8)
+    monkeypatch.setattr(module, "_slice_logprobs", lambda rows, *rest: (sizes.append(len(rows)), take(rows, *rest))[1])
+    assert token_logprobs(logits, tokens, num_top) == whole
+    assert sum(sizes) == 10
+    assert max(sizes) == min(10, max(1, max_rows))

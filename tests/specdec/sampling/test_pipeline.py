@@ -13,6 +13,7 @@ from transformers.generation.logits_process import (
     LogitsProcessorList,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -54,12 +55,14 @@ def test_probs_of_mixed_batches_are_the_naive_ones(case: int) -> None:
 
 
 def test_probs_are_those_of_transformers() -> None:
-    params = SamplingParams(repetition_penalty=1.3, temperature=0.7, top_k=60, top_p=0.9, min_p=0.02)
+    bias = ((5, 1.5), (9, -2.0), (40, 0.7))
+    params = SamplingParams(repetition_penalty=1.3, temperature=0.7, top_k=60, top_p=0.9, min_p=0.02, logit_bias=bias)
     tokens = [5, 9, 9, 31, 2]
     groups = [RowGroup(make_spec(params, output_start=2), tokens, (17, 5))]
     logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(4)) * 2
     processors = LogitsProcessorList(
         [
+            SequenceBiasLogitsProcessor({(token,): value for token, value in bias}),
             RepetitionPenaltyLogitsProcessor(params.repetition_penalty),
             TemperatureLogitsWarper(params.temperature),
             TopKLogitsWarper(params.top_k),

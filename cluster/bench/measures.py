@@ -1,0 +1,228 @@
+"""Figures from what happened: plain arithmetic on arrivals and steps."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+PERCENTILES = (50, 95, 99)
+
+
+class Arrival(NamedTuple):
+    """Tokens that came together.
+
+    Attributes:
+        time_s: When, counted from the request.
+        num_tokens: How many.
+    """
+
+    time_s: float
+    num_tokens: int
+
+
+class Step(NamedTuple):
+    """One forward pass on one device.
+
+    Attributes:
+        device: ``target`` or ``draft``.
+        num_rows: Sequences in it.
+        num_tokens: Tokens it decided on: 1 + K a row on a target, 1 on a drafter; prompts are not counted.
+        is_prefill: Whether it read a part of a prompt.
+    """
+
+    device: str
+    started_s: float
+    ended_s: float
+    num_rows: int
+    num_tokens: int
+    is_prefill: bool = False
+
+    @property
+    def duration_s(self) -> float:
+        """Its time."""
+        return self.ended_s - self.started_s
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """What one device did in a stretch of time.
+
+    Attributes:
+        wall_s: Length of the stretch.
+        busy_s: Time in steps.
+        num_steps: How many.
+        num_emulated_steps: How many of them ended at an emulated time.
+        num_overruns: How many of those took longer to compute than that.
+        decode_step_s: Mean time of the steps that read no prompt; None where they are not known one by one.
+    """
+
+    wall_s: float
+    busy_s: float
+    num_steps: int
+    num_emulated_steps: int = 0
+    num_overruns: int = 0
+    decode_step_s: float | None = None
+
+    @property
+    def idle_share(self) -> float:
+        """Part of the time outside steps."""
+        return max(0.0, 1 - self.busy_s / self.wall_s) if self.wall_s else 0.0
+
+    @property
+    def step_s(self) -> float | None:
+        """Time of a step: of one that reads no prompt where that is known, else the mean of all."""
+        return self.decode_step_s or (self.busy_s / self.num_steps if self.num_steps else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """What one request gave.
+
+    Attributes:
+        text: All of it.
+        arrivals: Its tokens, by when they came.
+        num_drafts: Rounds that verified a draft.
+        num_draft_tokens: Draft tokens verified.
+        num_accepted_tokens: Draft tokens kept.
+    """
+
+    text: str
+    arrivals: tuple[Arrival, ...]
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens."""
+        return sum(arrival.num_tokens for arrival in self.arrivals)
+
+    @property
+    def num_rounds(self) -> int:
+        """Verifications, with a draft and without: each gives one token beside those accepted."""
+        return self.num_tokens - self.num_accepted_tokens
+
+    @property
+    def first_s(self) -> float:
+        """Time to the first token."""
+        return self.arrivals[0].time_s
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Tokens after the first message per second after it; 0 where there was only one."""
+        first, last = self.arrivals[0], self.arrivals[-1]
+        span_s = last.time_s - first.time_s
+        return (self.num_tokens - first.num_tokens) / span_s if span_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of a workload in one mode.
+
+    Attributes:
+        load: The machine's load average after it.
+        devices: What the devices did, by ``target`` and ``draft``, as far as known.
+        outside_s: Time in which no device was in a step; None where the steps are not known one by one.
+    """
+
+    streams: tuple[Stream, ...]
+    duration_s: float
+    load: float = 0.0
+    devices: dict[str, DeviceUse] = field(default_factory=dict)
+    outside_s: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens of all streams."""
+        return sum(stream.num_tokens for stream in self.streams)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens of all streams per second, the prompts' time included."""
+        return self.num_tokens / self.duration_s
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Tokens per second of all streams, each from its first tokens on."""
+        return sum(stream.decode_tokens_per_s for stream in self.streams)
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The streams' texts, in the order of their prompts."""
+        return tuple(stream.text for stream in self.streams)
+
+
+def token_gaps_s(arrivals: Sequence[Arrival]) -> list[float]:
+    """Inter-token latencies of one stream: for every token but the first, the time since the token before it.
+
+    Tokens that came together have no time between them: a message of n tokens gives one gap and n - 1 zeros. So the
+    mean is that of the stream, and the high percentiles are pauses that a reader sees.
+    """
+    gaps: list[float] = []
+    last_s: float | None = None
+    for time_s, num_tokens in arrivals:
+        first = [] if last_s is None else [time_s - last_s]
+        gaps += [*first, *[0.0] * (num_tokens - 1)] if num_tokens else []
+        last_s = time_s if num_tokens else last_s
+    return gaps
+
+
+def percentiles_s(gaps: Iterable[float]) -> tuple[float, ...]:
+    """The 50th, 95th and 99th percentile, interpolated linearly; zeros where there are no values."""
+    values = list(gaps)
+    if len(values) < 2:
+        return tuple((values or [0.0]) * len(PERCENTILES))
+    hundredths = statistics.quantiles(values, n=100, method="inclusive")
+    return tuple(hundredths[p - 1] for p in PERCENTILES)
+
+
+def mean(values: Iterable[float]) -> float | None:
+    """The arithmetic mean; None of nothing."""
+    values = list(values)
+    return sum(values) / len(values) if values else None
+
+
+def acceptance_rate(streams: Iterable[Stream]) -> float | None:
+    """Accepted over verified draft tokens; None where nothing was drafted."""
+    streams = list(streams)
+    drafted = sum(stream.num_draft_tokens for stream in streams)
+    return sum(stream.num_accepted_tokens for stream in streams) / drafted if drafted else None
+
+
+def mean_acceptance_length(streams: Iterable[Stream]) -> float | None:
+    """Tokens per verified draft, the corrected or bonus token included; None where nothing was drafted."""
+    streams = list(streams)
+    num_drafts = sum(stream.num_drafts for stream in streams)
+    return 1 + sum(stream.num_accepted_tokens for stream in streams) / num_drafts if num_drafts else None
+
+
+def hit_rate(streams: Iterable[Stream]) -> float | None:
+    """Share of the rounds after each stream's first that had a draft to verify; None where there were none."""
+    streams = list(streams)
+    num_rounds = sum(stream.num_rounds - 1 for stream in streams)
+    return min(1.0, sum(stream.num_drafts for stream in streams) / num_rounds) if num_rounds > 0 else None
+
+
+def device_use(steps: Iterable[Step], wall_s: float) -> dict[str, DeviceUse]:
+    """What each device did, from its steps one by one."""
+    by_device: dict[str, list[Step]] = {}
+    for step in steps:
+        by_device.setdefault(step.device, []).append(step)
+    uses: dict[str, DeviceUse] = {}
+    for device, done in sorted(by_device.items()):
+        decoding = [step.duration_s for step in done if not step.is_prefill]
+        decode_step_s = mean(decoding)
+        busy_s = sum(step.duration_s for step in done)
+        uses[device] = DeviceUse(wall_s, busy_s, len(done), decode_step_s=decode_step_s)
+    return uses
+
+
+def covered_s(steps: Iterable[Step]) -> float:
+    """Time in which at least one device was in a step."""
+    total_s, end_s = 0.0, float("-inf")
+    for step in sorted(steps, key=lambda step: step.started_s):
+        total_s += max(0.0, step.ended_s - max(step.started_s, end_s))
+        end_s = max(end_s, step.ended_s)
+    return total_s

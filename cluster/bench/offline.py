@@ -1,0 +1,126 @@
+"""The engine in this process: both models in turn in one thread, no service and no messages."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from cluster.bench.compare import Mode
+from cluster.bench.doubles import emulated_drafter, emulated_target, scripted_pair
+from cluster.bench.load import Workload
+from cluster.bench.measures import Arrival, DeviceUse, Run, Step, Stream, covered_s, device_use
+from cluster.bench.steps import NotedDrafter, NotedTarget
+from cluster.config import AppArgs
+from cluster.sources import backend_options, draft_source, target_source
+from specdec.engine.build import build_drafter, build_target
+from specdec.engine.emulation import Clock, EmulatedDrafter, EmulatedTarget, RealClock
+from specdec.engine.engine import SpeculativeEngine
+from specdec.engine.results import TokenEvent
+from specdec.engine.stats import SpecStats
+from specdec.models.compat import check_pair, tokenizer_width
+from specdec.models.describe import describe_model
+from specdec.models.loading import load_tokenizer
+from specdec.protocol.backends import DraftBackend, TargetBackend
+from specdec.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Both backends with their steps noted, and the engine over them.
+
+    Attributes:
+        drafter: None where there is no draft model.
+        steps: Of both, since the last run began.
+        clock: Of everything.
+    """
+
+    engine: SpeculativeEngine
+    target: NotedTarget
+    drafter: NotedDrafter | None
+    steps: list[Step]
+    emulated: tuple[EmulatedTarget | EmulatedDrafter, ...]
+    clock: Clock
+
+    def run(self, mode: Mode, workload: Workload) -> Run:
+        """Run a workload once; see :data:`cluster.bench.compare.Runner`."""
+        self.steps.clear()
+        before = {id(backend): backend.device.gauges() for backend in self.emulated}
+        arrivals: list[list[Arrival]] = [[] for _ in workload.prompts]
+        started_s = self.clock.now_s()
+
+        def note(event: TokenEvent) -> None:
+            arrivals[event.index].append(Arrival(self.clock.now_s() - started_s, len(event.token_ids)))
+
+        results = self.engine.generate_batch(
+            workload.prompts,
+            SamplingParams(temperature=workload.temperature, ignore_eos=True),
+            seed=0,
+            max_tokens=workload.max_tokens,
+            num_speculative_tokens=mode.num_speculative_tokens,
+            on_token=note,
+        )
+        duration_s = self.clock.now_s() - started_s
+        streams = [_stream(result.text, came, result.stats) for result, came in zip(results, arrivals, strict=True)]
+        uses = device_use(self.steps, duration_s)
+        devices = {name: self._emulated_use(name, use, before) for name, use in uses.items()}
+        return Run(tuple(streams), duration_s, os.getloadavg()[0], devices, duration_s - covered_s(self.steps))
+
+    def _emulated_use(self, device: str, use: DeviceUse, before: dict[int, dict[str, float]]) -> DeviceUse:
+        """The same with what was emulated since ``before``."""
+        for backend in self.emulated:
+            if isinstance(backend, EmulatedTarget) == (device == "target"):
+                then, now = before[id(backend)], backend.device.gauges()
+                counts = {name: int(now[name] - then[name]) for name in ("num_emulated_steps", "num_overruns")}
+                return replace(use, **counts)
+        return use
+
+
+def load_pair(args: AppArgs, report: Callable[[str], None] | None = None, clock: Clock | None = None) -> Pair:
+    """Load what the configuration names, or its stand-ins, into this process.
+
+    Raises:
+        ModelLoadError: A model cannot be loaded or served exactly.
+        IncompatiblePairError: The two do not fit together.
+        MemoryPlanError: A cache cannot hold one sequence.
+    """
+    clock = clock if clock is not None else RealClock()
+    source = target_source(args)
+    tokenizer = load_tokenizer(source)
+    width = tokenizer_width(tokenizer)
+    target, drafter = _backends(args, width, report)
+    target = emulated_target(args, target, clock)
+    steps: list[Step] = []
+    noted_target = NotedTarget(target, steps.append, clock.now_s)
+    noted_drafter = None
+    if drafter is not None:
+        drafter = emulated_drafter(args, drafter, clock)
+        noted_drafter = NotedDrafter(drafter, steps.append, clock.now_s)
+    engine = SpeculativeEngine(
+        noted_target,
+        noted_drafter,
+        tokenizer,
+        eos_token_ids=describe_model(source).eos_token_ids,
+        vocab_size=width,
+        num_speculative_tokens=0 if args.num_speculative_tokens == "auto" else args.num_speculative_tokens,
+    )
+    emulated = [backend for backend in (target, drafter) if isinstance(backend, EmulatedTarget | EmulatedDrafter)]
+    return Pair(engine, noted_target, noted_drafter, steps, tuple(emulated), clock)
+
+
+def _backends(
+    args: AppArgs, vocab_size: int, report: Callable[[str], None] | None
+) -> tuple[TargetBackend, DraftBackend | None]:
+    if args.is_scripted:
+        return scripted_pair(args)
+    source, draft = target_source(args), draft_source(args)
+    target, built = build_target(source, backend_options(args, args.target, vocab_size), report)
+    if draft is None:
+        return target, None
+    check_pair(built.loaded, load_tokenizer(source), describe_model(draft), load_tokenizer(draft))
+    drafter, _, _ = build_drafter(draft, backend_options(args, args.draft, vocab_size), report)
+    return target, drafter
+
+
+def _stream(text: str, arrivals: list[Arrival], stats: SpecStats) -> Stream:
+    return Stream(text, tuple(arrivals), stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens)

@@ -1,0 +1,63 @@
+"""The rows of a benchmark as a picture: needs the extra ``bench`` (matplotlib)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from cluster.bench.report import Report
+from cluster.bench.summary import Row
+from specdec.errors import InvalidParameterError
+
+_WIDTH = 0.8
+
+
+def check_plot(path: str | None) -> None:
+    """Say before anything is measured whether a plot can be drawn.
+
+    Raises:
+        InvalidParameterError: There is no matplotlib, or the file is not to be a PNG.
+    """
+    if path is None:
+        return
+    if Path(path).suffix.lower() != ".png":
+        raise InvalidParameterError("plot", f"plot: {path} must end in .png")
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        message = "plot: needs matplotlib, which the extra 'bench' brings: pip install 'specdec[bench]'"
+        raise InvalidParameterError("plot", message) from None
+
+
+def draw(report: Report, path: str) -> None:
+    """Write a PNG: a panel per prompts and temperature, bars of tokens/s by mode, the limit as a line over each."""
+    from matplotlib.figure import Figure
+
+    panels: dict[tuple[str, float], list[Row]] = {}
+    for row in report.rows:
+        panels.setdefault((row.prompts, row.temperature), []).append(row)
+    figure = Figure(figsize=(5.5 * len(panels), 4.2), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axis, ((prompts, temperature), rows) in zip(axes, panels.items(), strict=True):
+        _panel(axis, rows)
+        axis.set_title(f"{prompts}, temperature {temperature:g}")
+        axis.set_xlabel("streams")
+        axis.set_ylabel("decoding tokens/s")
+    axes[0].legend(fontsize="small")
+    notes = [*report.environment.stand_ins, report.environment.machine]
+    figure.suptitle("\n".join(notes), fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def _panel(axis: Any, rows: list[Row]) -> None:
+    streams = sorted({row.num_streams for row in rows})
+    modes = list(dict.fromkeys(row.mode for row in rows))
+    width = _WIDTH / len(modes)
+    for i, mode in enumerate(modes):
+        own = [row for row in rows if row.mode == mode]
+        places = [streams.index(row.num_streams) + (i - (len(modes) - 1) / 2) * width for row in own]
+        axis.bar(places, [row.decode_tokens_per_s for row in own], width, label=mode)
+        limits = [(place, row.limit.tokens_per_s) for place, row in zip(places, own, strict=True) if row.limit]
+        for place, limit in limits:
+            axis.hlines(limit, place - width / 2, place + width / 2, colors="black")
+    axis.set_xticks(range(len(streams)), [str(count) for count in streams])

@@ -1,0 +1,162 @@
+"""A benchmark's results for people and for programs: Markdown, JSON, a plot."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.bench.steps import StepTime, verify_cost
+from cluster.bench.summary import Row
+
+HEAD = (
+    "prompts",
+    "T",
+    "streams",
+    "mode",
+    "tokens/s",
+    "against the first mode (least, median, most)",
+    "TTFT ms",
+    "ITL ms mean; p50, p95, p99",
+    "acceptance",
+    "tokens a draft",
+    "step ms target, draft",
+    "idle target, draft",
+    "outside ms a round",
+    "decoding tokens/s",
+    "its limit",
+    "share of it",
+    "same text",
+    "load",
+)
+
+EXPLANATIONS = (
+    "ITL is per token: tokens that come in one message have no time between them.",
+    "Outside is the time outside all forward passes, per target step; over HTTP, outside the target's own.",
+    "Decoding tokens/s are those of each stream from its first tokens on, summed. The limit is computed from the "
+    "measured step times, acceptance and share of rounds with a draft, as if the system added nothing.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Where and how the figures were made.
+
+    Attributes:
+        machine: Processor, cores, GPUs.
+        versions: By package.
+        models: Shape of each model, by role.
+        stand_ins: Emulated devices and scripted tokens; empty where all is real.
+        work: What was run, in words.
+        command: That makes the figures again.
+    """
+
+    machine: str
+    versions: dict[str, str]
+    models: dict[str, str]
+    stand_ins: tuple[str, ...]
+    work: str
+    command: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All results of one benchmark."""
+
+    environment: Environment
+    rows: tuple[Row, ...]
+    steps: tuple[StepTime, ...] = ()
+
+    def markdown(self) -> str:
+        """The tables, with what they were made with."""
+        environment = self.environment
+        versions = ", ".join(f"{name} {version}" for name, version in environment.versions.items())
+        lines = [f"`{environment.command}`", "", f"{environment.machine}; {versions}."]
+        lines += [f"{role}: {shape}." for role, shape in environment.models.items()]
+        remarks = self.remarks()
+        lines += [f"{environment.work}.", "", *remarks, *([""] if remarks else []), *table(self.rows)]
+        policies = sorted({row.limit.policy for row in self.rows if row.limit is not None})
+        lines += ["", *EXPLANATIONS, *([f"Limits assume: {'; '.join(policies)}."] if policies else [])]
+        return "\n".join([*lines, *(["", *step_table(self.steps)] if self.steps else [])])
+
+    def remarks(self) -> list[str]:
+        """What must be read with every figure of the table."""
+        remarks = [f"**Not real: {note}.**" for note in self.environment.stand_ins]
+        emulated, overrun = (sum(getattr(row, name) for row in self.rows) for name in _EMULATED)
+        if emulated:
+            verdict = "all fitted" if not overrun else f"**{overrun} did not fit: their time is real, not emulated**"
+            remarks.append(f"Computation inside the emulated time: {emulated} steps, {verdict}.")
+        return remarks
+
+    def as_json(self) -> str:
+        """Everything, as one JSON object."""
+        rows = [asdict(row) | {"share_of_limit": row.share_of_limit} for row in self.rows]
+        body: dict[str, Any] = {"environment": asdict(self.environment), "rows": rows}
+        return json.dumps(body | {"steps": [asdict(step) for step in self.steps]}, indent=1)
+
+
+_EMULATED = ("num_emulated_steps", "num_overruns")
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Lines of a Markdown table."""
+    lines = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
+    return lines + [f"| {' | '.join(_cells(row))} |" for row in rows]
+
+
+def _cells(row: Row) -> list[str]:
+    p50, p95, p99 = (f"{1e3 * gap:.1f}" for gap in row.gap_percentiles_s)
+    return [
+        row.prompts,
+        f"{row.temperature:g}",
+        str(row.num_streams),
+        row.mode,
+        f"{row.tokens_per_s:.1f}",
+        ", ".join(f"{ratio:.2f}" for ratio in row.ratio),
+        f"{1e3 * row.first_s:.1f}",
+        f"{_number(row.gap_mean_s, 1e3, '.1f')}; {p50}, {p95}, {p99}",
+        _number(row.acceptance_rate, 1, ".3f"),
+        _number(row.mean_acceptance_length, 1, ".2f"),
+        ", ".join(_number(row.step_s.get(device), 1e3, ".2f") for device in ("target", "draft")),
+        ", ".join(_number(row.idle_share.get(device), 100, ".0f", "%") for device in ("target", "draft")),
+        _number(row.outside_s_per_round, 1e3, ".2f"),
+        f"{row.decode_tokens_per_s:.1f}",
+        _number(row.limit.tokens_per_s if row.limit is not None else None, 1, ".1f"),
+        _number(row.share_of_limit, 100, ".0f", "%"),
+        "yes" if row.has_equal_texts else "no",
+        f"{row.load:.1f}",
+    ]
+
+
+def step_table(steps: Sequence[StepTime]) -> list[str]:
+    """Step times by batch and draft length: lines of a Markdown table, with v(K) beside them."""
+    lines = ["| device | rows | draft tokens a row | median ms | worst ms | v(K) |", "|---|---|---|---|---|---|"]
+    for step in steps:
+        v = verify_cost(steps, step.num_rows, step.num_draft_tokens) if step.device == "target" else None
+        length = str(step.num_draft_tokens) if step.device == "target" else "-"
+        times = f"{1e3 * step.median_s:.2f} | {1e3 * step.worst_s:.2f}"
+        lines.append(f"| {step.device} | {step.num_rows} | {length} | {times} | {_number(v, 1, '.2f')} |")
+    return lines
+
+
+def command_line(argv: Sequence[str]) -> str:
+    """The command as it can be given again."""
+    return shlex.join(["specdec", *argv])
+
+
+def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """What the processor calls itself."""
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _number(value: float | None, factor: float, form: str, unit: str = "") -> str:
+    return "-" if value is None else f"{value * factor:{form}}{unit}"

@@ -1,0 +1,125 @@
+"""Services for the time of a benchmark: one per service mode, side by side, so that rounds can be interleaved."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.context import SpawnProcess
+from types import TracebackType
+
+import httpx
+
+from cluster.bench.compare import Mode
+from cluster.bench.load import Workload, run_workload, served_model
+from cluster.bench.measures import Run
+from cluster.config import ServiceConfig
+from cluster.launch import LaunchError, check_port
+
+START_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 90.0
+INTERRUPT_GRACE_S = 30.0
+POLL_S = 0.5
+
+Serve = Callable[[ServiceConfig], int]
+"""Serves until it is told to stop; returns an exit code."""
+
+
+class Services:
+    """Running services, by the mode they serve; a context manager that stops what it started.
+
+    Args:
+        configs: What to serve, by name. The ports are chosen here.
+        serve: Runs one service in a process of its own, until SIGTERM.
+    """
+
+    def __init__(self, configs: Mapping[str, ServiceConfig], serve: Serve) -> None:
+        self._configs = dict(configs)
+        self._serve = serve
+        self._processes: dict[str, SpawnProcess] = {}
+        self.urls: dict[str, str] = {}
+
+    def __enter__(self) -> Services:
+        """Start all, one after the other, and wait until each answers.
+
+        Raises:
+            LaunchError: One of them ended, or did not answer in time.
+        """
+        try:
+            for name, config in self._configs.items():
+                self._start(name, config)
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop all. After Ctrl-C they have had the signal too, and a second one would not let them drain."""
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            deadline_s = time.monotonic() + INTERRUPT_GRACE_S
+            for process in self._processes.values():
+                process.join(max(0.0, deadline_s - time.monotonic()))
+        for process in self._processes.values():
+            if process.is_alive():
+                process.terminate()
+        for process in self._processes.values():
+            process.join(STOP_TIMEOUT_S)
+            if process.is_alive():
+                process.kill()
+
+    def _start(self, name: str, config: ServiceConfig) -> None:
+        config = config.model_copy(update={"port": check_port(config.host, 0)})
+        process = multiprocessing.get_context("spawn").Process(target=_exit_with, args=(self._serve, config))
+        process.start()
+        self._processes[name] = process
+        url = f"http://{config.host}:{config.port}"
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while not is_healthy(url):
+            if process.exitcode is not None:
+                message = f"the service for {name} ended while it started, with exit code {process.exitcode}"
+                raise LaunchError(message, is_users=process.exitcode == 2)
+            if time.monotonic() > deadline_s:
+                raise LaunchError(f"the service for {name} does not answer after {START_TIMEOUT_S:g} s")
+            time.sleep(POLL_S)
+        self.urls[name] = url
+
+
+class HttpRunner:
+    """Runs workloads against services; see :data:`cluster.bench.compare.Runner`.
+
+    Args:
+        urls: By service mode; the first also takes modes that leave it open.
+    """
+
+    def __init__(self, urls: Mapping[str, str]) -> None:
+        self._urls = dict(urls)
+        self._models: dict[str, str] = {}
+
+    def __call__(self, mode: Mode, workload: Workload) -> Run:
+        """Run a workload once.
+
+        Raises:
+            httpx.HTTPError: The service cannot be reached, or refuses a request.
+        """
+        url = self._urls.get(mode.service_mode or "") or next(iter(self._urls.values()))
+        return asyncio.run(self._run(url, workload))
+
+    async def _run(self, url: str, workload: Workload) -> Run:
+        if url not in self._models:
+            self._models[url] = await served_model(url)
+        return await run_workload(url, self._models[url], workload)
+
+
+def is_healthy(url: str) -> bool:
+    """Whether a service answers."""
+    try:
+        return httpx.get(f"{url}/health", timeout=5).is_success
+    except httpx.HTTPError:
+        return False
+
+
+def _exit_with(serve: Serve, config: ServiceConfig) -> None:
+    raise SystemExit(serve(config))

@@ -1,0 +1,239 @@
+"""Steps one by one: backends that note when each began and ended, and step times as functions of batch and tokens."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from cluster.bench.measures import Step
+from specdec.engine.emulation import inner_gauges
+from specdec.protocol.backends import (
+    DraftBackend,
+    DraftJob,
+    Proposal,
+    Status,
+    TargetBackend,
+    Verification,
+    VerifyJob,
+)
+from specdec.protocol.marks import TokenLog
+from specdec.sampling.params import SamplingParams, SequenceSpec
+
+_MAX_PREFILL_STEPS = 10_000
+
+
+Note = Callable[[Step], None]
+"""Is told of a step as it ends."""
+
+
+class NotedTarget:
+    """A target backend whose steps are noted.
+
+    Args:
+        inner: Does the work.
+        note: Is told of every step that did anything.
+        clock: Seconds.
+    """
+
+    def __init__(self, inner: TargetBackend, note: Note, clock: Callable[[], float] = time.monotonic) -> None:
+        self._inner = inner
+        self._note = note
+        self._clock = clock
+        self._begun: set[str] = set()
+
+    @property
+    def max_model_len(self) -> int:
+        """Of the inner backend."""
+        return self._inner.max_model_len
+
+    def gauges(self) -> dict[str, float]:
+        """Of the inner backend."""
+        return inner_gauges(self._inner)
+
+    def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
+        """The inner backend's step, noted."""
+        started_s = self._clock()
+        results = self._inner.verify(jobs)
+        worked = [(j, r) for j, r in zip(jobs, results, strict=True) if r.status is not Status.WAITING]
+        if worked:
+            decided = [(job, result) for job, result in worked if result.status is Status.DECIDED]
+            num_tokens = sum(1 + result.num_drafted for _, result in decided)
+            is_prefill = not {job.key for job, _ in worked} <= self._begun
+            self._note(Step("target", started_s, self._clock(), len(worked), num_tokens, is_prefill))
+            self._begun |= {job.key for job, _ in decided}
+        return results
+
+    def release(self, key: str) -> None:
+        """Free everything held for a sequence."""
+        self._begun.discard(key)
+        self._inner.release(key)
+
+
+class NotedDrafter:
+    """A draft backend whose steps are noted; see :class:`NotedTarget`."""
+
+    def __init__(self, inner: DraftBackend, note: Note, clock: Callable[[], float] = time.monotonic) -> None:
+        self._inner = inner
+        self._note = note
+        self._clock = clock
+        self._begun: set[str] = set()
+
+    @property
+    def max_model_len(self) -> int:
+        """Of the inner backend."""
+        return self._inner.max_model_len
+
+    def gauges(self) -> dict[str, float]:
+        """Of the inner backend."""
+        return inner_gauges(self._inner)
+
+    def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
+        """The inner backend's step, noted."""
+        started_s = self._clock()
+        results = self._inner.propose(jobs)
+        worked = [(j, r) for j, r in zip(jobs, results, strict=True) if r.status is not Status.WAITING]
+        if worked:
+            decided = {job.key for job, result in worked if result.status is Status.DECIDED}
+            is_prefill = not {job.fork_of or job.key for job, _ in worked} <= self._begun
+            self._note(Step("draft", started_s, self._clock(), len(worked), len(decided), is_prefill))
+            self._begun |= decided
+        return results
+
+    def rename(self, key: str, new_key: str) -> None:
+        """What is held for a branch is its sequence's from now on."""
+        if key in self._begun:
+            self._begun = self._begun - {key} | {new_key}
+        self._inner.rename(key, new_key)
+
+    def release(self, key: str) -> None:
+        """Free everything held for a sequence or branch."""
+        self._begun.discard(key)
+        self._inner.release(key)
+
+
+class BusyTime:
+    """Sums up the time in steps; a note for a worker's report.
+
+    Args:
+        clock: Seconds, the one that the steps are timed with.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._busy_s = 0.0
+
+    def __call__(self, step: Step) -> None:
+        """Count a step."""
+        self._busy_s += step.duration_s
+
+    def gauges(self) -> dict[str, float]:
+        """``busy_s``, and ``report_s``: the clock now, so that two reports give a share of time."""
+        return {"busy_s": self._busy_s, "report_s": self._clock()}
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Time of a step at one batch.
+
+    Attributes:
+        device: ``target`` or ``draft``.
+        num_rows: Sequences in the batch.
+        num_draft_tokens: Draft tokens verified in each row; 0 on a drafter.
+        median_s: Over the repeats.
+        worst_s: The longest of them.
+    """
+
+    device: str
+    num_rows: int
+    num_draft_tokens: int
+    median_s: float
+    worst_s: float
+
+
+def verify_cost(times: Sequence[StepTime], num_rows: int, num_draft_tokens: int) -> float | None:
+    """v(K): a target step over 1 + K tokens a row, over one of 1 token a row; None where either was not measured."""
+    by_length = {t.num_draft_tokens: t.median_s for t in times if t.device == "target" and t.num_rows == num_rows}
+    if 0 not in by_length or num_draft_tokens not in by_length:
+        return None
+    return by_length[num_draft_tokens] / by_length[0]
+
+
+def measure_steps(
+    target: TargetBackend,
+    drafter: DraftBackend | None,
+    *,
+    batches: Sequence[int],
+    draft_lengths: Sequence[int],
+    context: int,
+    repeats: int,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[StepTime]:
+    """Time steps of both models over batches of equal rows that have ``context`` tokens behind them.
+
+    Args:
+        target: Decides; its draft tokens are arbitrary, as a verification costs the same whatever is kept.
+        drafter: Proposes; None where there is none.
+        batches: Numbers of rows.
+        draft_lengths: Draft tokens a row; 0 is a plain step.
+        context: Tokens of each row before the step.
+        repeats: Of every step; each length has its turn in each round of repeats.
+        clock: Seconds.
+    """
+    times: list[StepTime] = []
+    for num_rows in batches:
+        logs = [TokenLog([3 + (7 * row + i) % 11 for i in range(context)]) for row in range(num_rows)]
+        spec = SequenceSpec(SamplingParams(temperature=0, ignore_eos=True), 0, context, target.max_model_len)
+        keys = [f"step-{num_rows}-{row}" for row in range(num_rows)]
+        _read(target, drafter, keys, logs, spec)
+        spent: dict[int, list[float]] = {length: [] for length in draft_lengths}
+        drafting: list[float] = []
+        for number in range(repeats):
+            for length in draft_lengths:
+                draft = tuple(3 + (number + i) % 11 for i in range(length))
+                jobs = [VerifyJob(key, log, draft, spec) for key, log in zip(keys, logs, strict=True)]
+                spent[length].append(_timed(partial(target.verify, jobs), clock))
+            if drafter is not None:
+                asked = [DraftJob(k, log.tokens, spec, context, context) for k, log in zip(keys, logs, strict=True)]
+                drafting.append(_timed(partial(drafter.propose, asked), clock))
+        times += [_summary("target", num_rows, length, durations) for length, durations in spent.items()]
+        if drafting:
+            times.append(_summary("draft", num_rows, 0, drafting))
+        for key in keys:
+            target.release(key)
+            if drafter is not None:
+                drafter.release(key)
+    return times
+
+
+def _summary(device: str, num_rows: int, num_draft_tokens: int, durations: Sequence[float]) -> StepTime:
+    return StepTime(device, num_rows, num_draft_tokens, statistics.median(durations), max(durations))
+
+
+def _read(
+    target: TargetBackend,
+    drafter: DraftBackend | None,
+    keys: Sequence[str],
+    logs: Sequence[TokenLog],
+    spec: SequenceSpec,
+) -> None:
+    """Have both models read all rows' tokens."""
+    verifying = [VerifyJob(key, log, (), spec) for key, log in zip(keys, logs, strict=True)]
+    proposing = [DraftJob(key, log.tokens, spec, 0, len(log)) for key, log in zip(keys, logs, strict=True)]
+    for _ in range(_MAX_PREFILL_STEPS):
+        if all(result.status is Status.DECIDED for result in target.verify(verifying)):
+            break
+    else:
+        raise RuntimeError(f"{len(keys)} rows of {len(logs[0])} tokens do not fit the target's cache at once")
+    for _ in range(_MAX_PREFILL_STEPS if drafter is not None else 0):
+        assert drafter is not None
+        if all(proposal.status is Status.DECIDED for proposal in drafter.propose(proposing)):
+            break
+
+
+def _timed(work: Callable[[], object], clock: Callable[[], float]) -> float:
+    started_s = clock()
+    work()
+    return clock() - started_s

@@ -1,0 +1,165 @@
+"""The choice: of all ways of speculating the one with the most tokens per second of the pair."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from specdec.control.limits import OFF, VAIN_WAIT, Arm, Conditions, Kind, Pace, Style, Wait, pace
+from specdec.protocol.messages import Plan
+
+DRAFT_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+WAITS: tuple[Wait, ...] = ("no", "branch", "chain")
+BRANCHES = (2, 4, 8, 16, 32)
+_IN_TURN_WAIT_S = 1.0
+_CONTENDERS = 6
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What the controller may choose from.
+
+    Attributes:
+        num_draft_tokens: Most draft tokens per round.
+        num_branches: Most branches per sequence: by configuration, and by the drafter's memory.
+        kinds: Ways of speculating.
+    """
+
+    num_draft_tokens: int = 16
+    num_branches: int = 32
+    kinds: frozenset[Kind] = frozenset({"off", "in_turn", "overlap", "outcomes"})
+
+
+def arms(bounds: Bounds) -> list[Arm]:
+    """All ways of speculating within bounds."""
+    lengths = [n for n in DRAFT_LENGTHS if n <= bounds.num_draft_tokens]
+    branches = [n for n in BRANCHES if n <= bounds.num_branches]
+    ways = [OFF]
+    ways += [Arm("in_turn", n) for n in lengths]
+    ways += [Arm("overlap", n) for n in lengths]
+    ways += [Arm("outcomes", n, b, wait) for n in lengths for b in branches for wait in WAITS]
+    return [arm for arm in ways if arm.kind in bounds.kinds]
+
+
+@dataclass(frozen=True)
+class Corrections:
+    """How far arms were from their formulas, as logarithms of measured over predicted pace.
+
+    An arm that was tried stands for itself, as far as it was measured; others follow the mean of their style, downwards
+    only: hope is what an arm is tried for.
+
+    Attributes:
+        measured: Per arm, rounds measured and the logarithm.
+    """
+
+    measured: Mapping[Arm, tuple[float, float]] = field(default_factory=dict)
+    half_weight: float = 64.0
+    most_weight: float = 4096.0
+
+    def add(self, arm: Arm, num_rounds: float, log_ratio: float) -> Corrections:
+        """With a newer measurement of an arm."""
+        weight, mean = self.measured.get(arm, (0.0, 0.0))
+        total = weight + num_rounds
+        mean += (log_ratio - mean) * num_rounds / total
+        return replace(self, measured={**self.measured, arm: (min(total, self.most_weight), mean)})
+
+    def factors(self, ways: Iterable[Arm]) -> dict[Arm, float]:
+        """Measured over predicted pace, as far as is known, 1 where nothing is."""
+        sums: dict[Style, tuple[float, float]] = {}
+        for arm, (weight, mean) in self.measured.items():
+            total, weighted = sums.get(arm.style, (0.0, 0.0))
+            sums[arm.style] = total + weight, weighted + weight * mean
+        result = {}
+        for arm in ways:
+            total, weighted = sums.get(arm.style, (0.0, 0.0))
+            expected = min(0.0, weighted / (total + self.half_weight))
+            weight, mean = self.measured.get(arm, (0.0, 0.0))
+            result[arm] = math.exp((weight * mean + self.half_weight * expected) / (weight + self.half_weight))
+        return result
+
+
+def scores(
+    ways: Sequence[Arm], conditions: Conditions, acceptance_rates: Mapping[float, int], corrections: Corrections
+) -> dict[Arm, float]:
+    """Tokens per second of a sequence, by arm, where all that share a target speculate alike.
+
+    Args:
+        ways: What to choose from.
+        conditions: Of the group.
+        acceptance_rates: How many of its sequences have about which rate.
+        corrections: What is known of the formulas' errors.
+    """
+    count = sum(acceptance_rates.values())
+    mean = sum(rate * n for rate, n in acceptance_rates.items()) / count
+    factors = corrections.factors(ways)
+    rough = {arm: pace(arm, conditions, mean).tokens_per_s * factors[arm] for arm in ways}
+    if len(acceptance_rates) == 1:
+        return rough
+    exact = sorted(ways, key=rough.__getitem__, reverse=True)[:_CONTENDERS]
+    for arm in exact:
+        rates = (pace(arm, conditions, rate).tokens_per_s * n for rate, n in acceptance_rates.items())
+        rough[arm] = sum(rates) / count * factors[arm]
+    return rough
+
+
+def best(scored: Mapping[Arm, float], current: Arm, hysteresis: float) -> Arm:
+    """The best arm; the current one unless another is better by more than ``hysteresis``.
+
+    Drafting that gains less than a third of that is not worth a drafter's time.
+    """
+    if scored.get(OFF, 0.0) * (1 + hysteresis / 3) > max(scored.values()):
+        return OFF
+    winner = max(scored, key=lambda arm: (scored[arm], -arm.num_draft_tokens - arm.num_branches))
+    return current if scored[winner] <= scored.get(current, 0.0) * (1 + hysteresis) else winner
+
+
+def own_length(arm: Arm, acceptance_rate: float, token_price: float, bound: int | None) -> int:
+    """Draft length of one sequence within its group's arm.
+
+    A draft token is worth verifying while its chance to be kept, a^k, exceeds what the time it takes would have given
+    the group otherwise (the marginal form of the goodput that Liu et al. 2024, arXiv 2406.14066, maximise).
+
+    Args:
+        arm: Of the group.
+        acceptance_rate: Of the sequence.
+        token_price: Tokens that the group loses by verifying one token more.
+        bound: The request's own.
+    """
+    most = arm.num_draft_tokens if bound is None else min(bound, arm.num_draft_tokens)
+    length = 0
+    while length < most and acceptance_rate ** (length + 1) >= token_price:
+        length += 1
+    return length
+
+
+def token_price(arm: Arm, conditions: Conditions, group: Pace) -> float:
+    """Tokens that a group loses by verifying one token more: its pace times the growth of a step."""
+    if arm.kind == "off":
+        return 0.0
+    drafted = group.num_draft_tokens
+    growth_s = conditions.target_s(drafted + 0.5) - conditions.target_s(max(drafted - 0.5, 0.0))
+    num_tokens = conditions.num_rows * (0.5 + min(drafted, 0.5))
+    return conditions.num_rows * group.tokens_per_s * growth_s / num_tokens
+
+
+def plan_of(arm: Arm, num_draft_tokens: int, conditions: Conditions | None, acceptance_rate: float) -> Plan:
+    """The plan that carries out an arm for one sequence.
+
+    ``draft_wait_s`` counts from the start of the step that decided last, as the target's does.
+    """
+    if not num_draft_tokens:
+        return Plan()
+    a = round(acceptance_rate * 20) / 20
+    if arm.kind == "in_turn":
+        return Plan(num_draft_tokens, acceptance_rate=a, mode="in_turn", draft_wait_s=_IN_TURN_WAIT_S)
+    if conditions is None or not conditions.draft or not conditions.target:
+        return Plan(num_draft_tokens, arm.num_branches, acceptance_rate=a)
+    step_s, wait_s = conditions.target_s(arm.num_draft_tokens), 0.0
+    fit = conditions.num_fit_steps(step_s, 1 + arm.num_branches)
+    if arm.wait != "no":
+        fit, wait_s = arm.num_draft_tokens, VAIN_WAIT * conditions.waiting_round_s(step_s, arm, acceptance_rate)
+    if arm.wait == "chain":
+        chain_s = arm.num_draft_tokens * conditions.draft_s(1 + arm.num_branches) + conditions.round_trip_s
+        wait_s = 1.1 * (step_s + chain_s)
+    return Plan(num_draft_tokens, arm.num_branches, min(fit, arm.num_draft_tokens + 1), a, "overlap", round(wait_s, 4))

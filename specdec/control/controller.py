@@ -1,0 +1,264 @@
+"""The controller: holds the newest measurements, and says what each sequence's plan is."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from specdec.control.choice import Bounds, own_length, plan_of
+from specdec.control.estimates import DecayedRate, Round, TrackedRate, acceptance_trials, rounds_of
+from specdec.control.group import Group, Settings
+from specdec.control.limits import KINDS, OFF, Arm, Conditions
+from specdec.control.steptimes import StepTimes, step_times
+from specdec.protocol.messages import Notes, Plan
+from specdec.protocol.plans import Placements, WorkerKind
+from specdec.sampling.params import SequenceSpec
+
+_ECHOES_KEPT = 32
+_PRIOR_ACCEPTANCE, _PRIOR_GUESSES = 0.7, 0.7
+_FULL_CACHE = 0.95
+
+
+@dataclass
+class Tracked:
+    """A sequence as the controller sees it.
+
+    Attributes:
+        bound: The request's ``num_speculative_tokens``.
+        arm: What its plan carries out.
+        since: Rounds since the plan changed.
+        seen_s: When it was last decided.
+    """
+
+    bound: int | None
+    plan: Plan
+    arm: Arm
+    acceptance: DecayedRate = field(default_factory=DecayedRate)
+    since: int = 0
+    seen_s: float | None = None
+    target: str | None = None
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether its request allows any draft."""
+        return self.bound != 0
+
+
+@dataclass
+class WorkerFigures:
+    """What a worker last reported."""
+
+    kind: WorkerKind
+    steps: StepTimes = field(default_factory=StepTimes)
+    report: Mapping[str, float] = field(default_factory=dict)
+    echoes_s: list[float] = field(default_factory=list)
+
+    @property
+    def num_sequences(self) -> int:
+        """As reported."""
+        return int(self.report.get("num_sequences", 0))
+
+    def echoed(self, seconds: float) -> None:
+        """An echo came. A busy worker answers after its next step: what took longer than a step is taken for that."""
+        step_s = self._step_s()
+        self.echoes_s = [*self.echoes_s[1 - _ECHOES_KEPT :], seconds - step_s if seconds > step_s else seconds]
+
+    def _step_s(self) -> float:
+        rows = max(1, self.num_sequences)
+        return self.steps.at(rows, rows) if self.steps else 0.0
+
+    @property
+    def round_trip_s(self) -> float | None:
+        """Shortest echo of late, less what the shortest of so many waited for a running step; None without any."""
+        if not self.echoes_s:
+            return None
+        shortest_s = min(self.echoes_s)
+        return max(shortest_s / 2, shortest_s - self._step_s() / (1 + len(self.echoes_s)))
+
+
+class Controller:
+    """Chooses draft length, fan-out, mode and off per sequence, for the most tokens per second.
+
+    A plain state machine over measurements: ``decided``, ``reported`` and ``echoed`` take them in, ``review`` gives the
+    plans that have changed. Sequences that share a target form a group and speculate in one way; a sequence's own draft
+    length follows its own acceptance rate and its request's bound.
+    """
+
+    def __init__(self, bounds: Bounds | None = None, settings: Settings | None = None) -> None:
+        self._bounds = bounds or Bounds()
+        self._settings = settings or Settings()
+        self._sequences: dict[str, Tracked] = {}
+        self._workers: dict[str, WorkerFigures] = {}
+        self._groups: dict[str, Group] = {}
+        self._acceptance = TrackedRate()
+        self._guesses = TrackedRate()
+
+    def opened(self, seq: str, spec: SequenceSpec) -> Plan:
+        """A sequence has come; its first plan is that of the largest group, within its request's bound."""
+        bound = spec.num_speculative_tokens
+        group = max(self._groups.values(), key=lambda group: group.num_rows, default=None)
+        arm = self._settings.first_arm if group is None else group.arm
+        length = own_length(arm, 1.0, 0.0, bound)
+        conditions = None if group is None else group.conditions
+        plan = plan_of(arm, min(length, self._bounds.num_draft_tokens), conditions, self.acceptance_rate)
+        self._sequences[seq] = Tracked(bound, plan, arm if plan.num_draft_tokens else OFF)
+        return plan
+
+    def closed(self, seq: str) -> None:
+        """A sequence has ended; unknown ones are ignored."""
+        self._sequences.pop(seq, None)
+
+    def decided(self, seq: str, notes: Notes, now_s: float) -> None:
+        """New tokens of a sequence have come."""
+        self.judged(seq, rounds_of(notes.how, notes.num_drafted), now_s)
+
+    def judged(self, seq: str, rounds: Sequence[Round], now_s: float) -> None:
+        """The same, as rounds."""
+        one = self._sequences.get(seq)
+        if one is None or not rounds:
+            return
+        accepted, judged = acceptance_trials(rounds)
+        if judged:
+            one.acceptance = one.acceptance.add(accepted, judged)
+            self._acceptance = self._acceptance.add(accepted, judged)
+        group = self._groups.get(one.target or "")
+        if group is not None and one.seen_s is not None and one.since >= self._settings.settle_rounds:
+            group.observe(one.arm, rounds, now_s - one.seen_s)
+        one.since += len(rounds)
+        one.seen_s = now_s
+
+    def reported(self, worker: str, kind: WorkerKind, report: Mapping[str, float]) -> None:
+        """A worker's newest report has come."""
+        figures = self._workers.setdefault(worker, WorkerFigures(kind))
+        before, figures.report = figures.report, report
+        steps = step_times(report)
+        if steps:
+            figures.steps = steps
+        if kind == "target":
+            hits = report.get("num_branch_hits", 0.0) - before.get("num_branch_hits", 0.0)
+            misses = report.get("num_branch_misses", 0.0) - before.get("num_branch_misses", 0.0)
+            group = self._groups.get(worker)
+            if group is not None and hits >= 0 and misses >= 0 and hits + misses > 0:
+                self._guesses = group.guesses_from(self._guesses, hits, misses, self.acceptance_rate)
+
+    def echoed(self, worker: str, seconds: float) -> None:
+        """So long after a renewal was sent to a worker its answer came."""
+        figures = self._workers.get(worker)
+        if figures is not None:
+            figures.echoed(seconds)
+
+    def lost(self, worker: str) -> None:
+        """A worker is gone, and what it measured with it."""
+        self._workers.pop(worker, None)
+        self._groups.pop(worker, None)
+
+    def review(self, placements: Placements, now_s: float) -> dict[str, Plan]:
+        """Choose anew. Gives the plans that have changed, by sequence.
+
+        Args:
+            placements: Target and drafter of each sequence that has a target.
+            now_s: Time.
+        """
+        members: defaultdict[str, list[str]] = defaultdict(list)
+        for seq, (target, _) in placements.items():
+            if seq in self._sequences:
+                self._sequences[seq].target = target
+                members[target].append(seq)
+        changed: dict[str, Plan] = {}
+        for target, seqs in members.items():
+            changed.update(self._review_group(target, seqs, placements, now_s))
+        for target in [name for name in self._groups if name not in members]:
+            self._groups[target].num_rows = 0
+        return changed
+
+    def _review_group(self, target: str, seqs: list[str], placements: Placements, now_s: float) -> dict[str, Plan]:
+        group = self._groups.get(target)
+        if group is None:
+            group = self._groups[target] = Group(self._settings, now_s)
+        able = [seq for seq in seqs if self._sequences[seq].may_draft]
+        rates = {seq: self._sequences[seq].acceptance.rate(self.acceptance_rate, 32.0) for seq in able}
+        conditions = self._conditions(target, seqs, placements)
+        bounds = self._bounds_for(conditions, [placements[seq][1] for seq in seqs])
+        group.review(conditions, Counter(round(rate * 20) / 20 for rate in rates.values()), bounds, now_s)
+        probing = set(group.probed(able, now_s))
+        changed = {}
+        for seq in seqs:
+            plan, arm = Plan(), OFF
+            if seq in rates:
+                arm = self._settings.probe_arm if seq in probing else group.arm
+                price = 0.0 if seq in probing else group.token_price
+                length = own_length(arm, 1.0 if seq in probing else rates[seq], price, self._sequences[seq].bound)
+                plan = plan_of(arm, length, conditions, rates[seq])
+            one = self._sequences[seq]
+            if _differs(plan, one.plan):
+                one.since = 0
+                one.plan, one.arm = plan, arm if plan.num_draft_tokens else OFF
+                changed[seq] = plan
+        return changed
+
+    def _conditions(self, target: str, seqs: list[str], placements: Placements) -> Conditions | None:
+        """None while too little was measured."""
+        figures = self._workers.get(target)
+        drafters = {name: one for name, one in self._workers.items() if one.kind == "drafter"}
+        used = Counter(name for seq in seqs if (name := placements[seq][1]) in drafters)
+        drafter = used.most_common(1)[0][0] if used else next(iter(drafters), None)
+        if figures is None or drafter is None or not figures.steps or not drafters[drafter].steps:
+            return None
+        num_draft_rows = max(-(-len(self._sequences) // len(drafters)), used[drafter])
+        trips = [figures.round_trip_s, drafters[drafter].round_trip_s]
+        return Conditions(
+            target=figures.steps,
+            draft=drafters[drafter].steps,
+            num_rows=max(len(seqs), figures.num_sequences),
+            num_draft_rows=num_draft_rows,
+            round_trip_s=sum(self._settings.round_trip_s / 2 if trip is None else trip for trip in trips),
+            guess_rate=self._guesses.rate(_PRIOR_GUESSES, 16.0),
+        )
+
+    def _bounds_for(self, conditions: Conditions | None, drafters: Iterable[str | None]) -> Bounds:
+        """Without room in the drafters' caches there are no branches."""
+        usage = max((self._usage(name) for name in set(drafters) if name is not None), default=0.0)
+        if conditions is None or usage < _FULL_CACHE:
+            return self._bounds
+        return Bounds(self._bounds.num_draft_tokens, 0, self._bounds.kinds)
+
+    def _usage(self, worker: str) -> float:
+        figures = self._workers.get(worker)
+        return 0.0 if figures is None else figures.report.get("kv_cache_usage_perc", 0.0)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Per draft token, over all sequences of late."""
+        return self._acceptance.rate(_PRIOR_ACCEPTANCE, 4.0)
+
+    def figures(self) -> dict[str, dict[str, float]]:
+        """Choices and estimates by name: those of one target under its name, the others under the empty one."""
+        ones = self._sequences.values()
+        kinds = Counter(one.arm.kind for one in ones)
+        drafting = [one.plan for one in ones if one.plan.num_draft_tokens]
+        count = max(1, len(drafting))
+        overall = {
+            "planned_draft_tokens": sum(plan.num_draft_tokens for plan in drafting) / count,
+            "planned_branches": sum(plan.num_branches for plan in drafting) / count,
+            "estimated_acceptance_rate": self.acceptance_rate,
+            "estimated_guess_rate": self._guesses.rate(_PRIOR_GUESSES, 16.0),
+        }
+        overall |= {f"planned_sequences/{kind}": float(kinds[kind]) for kind in KINDS}
+        return {"": overall} | {target: group.figures() for target, group in self._groups.items()}
+
+
+def _differs(a: Plan, b: Plan) -> bool:
+    """Whether a plan is worth a message: figures that only drift a little are not."""
+    if not a.num_draft_tokens and not b.num_draft_tokens:
+        return False
+    if (a.num_draft_tokens, a.num_branches, a.mode, a.num_fit_steps) != (
+        b.num_draft_tokens,
+        b.num_branches,
+        b.mode,
+        b.num_fit_steps,
+    ):
+        return True
+    return (
+        abs(a.acceptance_rate - b.acceptance_rate) > 0.06 or abs(a.draft_wait_s - b.draft_wait_s) > 0.1 * b.draft_wait_s
+    )

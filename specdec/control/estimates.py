@@ -1,0 +1,97 @@
+"""Rates that are estimated from counts, older ones counting less."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Round(NamedTuple):
+    """One verification of one sequence, with or without a draft."""
+
+    num_drafted: int
+    num_accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecayedRate:
+    """Successes among trials; what is older than ``memory`` trials counts less and less.
+
+    Attributes:
+        successes: Weighted.
+        trials: Weighted; approaches ``memory``.
+        memory: Trials after which a trial counts 1/e.
+    """
+
+    successes: float = 0.0
+    trials: float = 0.0
+    memory: float = 256.0
+
+    def add(self, successes: float, trials: float) -> DecayedRate:
+        """With newer counts."""
+        kept = max(0.0, 1 - trials / self.memory)
+        return DecayedRate(self.successes * kept + successes, self.trials * kept + trials, self.memory)
+
+    def rate(self, prior: float, weight: float) -> float:
+        """The rate, with a prior that counts like ``weight`` trials."""
+        return (self.successes + prior * weight) / (self.trials + weight)
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedRate:
+    """A steady estimate that lets go of its past as soon as the newest trials contradict it.
+
+    Attributes:
+        slow: What is used.
+        fast: The newest trials; where they differ from ``slow`` by more than three standard errors, ``slow`` begins
+            anew from them.
+    """
+
+    slow: DecayedRate = DecayedRate(memory=2048.0)
+    fast: DecayedRate = DecayedRate(memory=64.0)
+
+    def add(self, successes: float, trials: float) -> TrackedRate:
+        """With newer counts."""
+        slow, fast = self.slow.add(successes, trials), self.fast.add(successes, trials)
+        if fast.trials >= 16:
+            steady, newest = slow.rate(0.5, 1.0), fast.rate(0.5, 1.0)
+            error = math.sqrt(max(steady * (1 - steady), 0.01) / fast.trials)
+            if abs(newest - steady) > 3 * error + 0.02:
+                slow = DecayedRate(fast.successes, fast.trials, slow.memory)
+        return TrackedRate(slow, fast)
+
+    def rate(self, prior: float, weight: float) -> float:
+        """The rate, with a prior that counts like ``weight`` trials."""
+        return self.slow.rate(prior, weight)
+
+    @property
+    def trials(self) -> float:
+        """Weight of the evidence."""
+        return self.slow.trials
+
+
+def acceptance_trials(rounds: Iterable[Round]) -> tuple[int, int]:
+    """Accepted draft tokens, and draft tokens that were judged: what follows the first refused one was not.
+
+    Their ratio estimates the acceptance rate per token whatever the draft length (it is the maximum-likelihood
+    estimate for a geometric run cut at K); accepted over drafted would fall as K grows.
+    """
+    accepted = judged = 0
+    for num_drafted, num_accepted in rounds:
+        accepted += num_accepted
+        judged += num_accepted + (num_accepted < num_drafted)
+    return accepted, judged
+
+
+def rounds_of(how: str, num_drafted: Iterable[int]) -> list[Round]:
+    """The rounds in the notes of some tokens (:class:`specdec.protocol.messages.Notes`); the last token ends one."""
+    rounds = []
+    accepted = 0
+    for letter, drafted in zip(how, num_drafted, strict=True):
+        accepted += letter == "a"
+        if drafted or letter != "a":
+            rounds.append(Round(drafted, accepted))
+            accepted = 0
+    return rounds

@@ -1,0 +1,238 @@
+"""What each way of speculating gives at best: tokens of a round and the time of a round, as formulas.
+
+Units: a round is one verification of one sequence. Notation of the design (section 7): ``t_T`` one target step, ``t_d``
+one draft step, ``K`` the draft length, ``a`` the acceptance rate per draft token, ``E = (1 - a^(K+1)) / (1 - a)``, and
+``2 delta`` the time from a verdict leaving the target to an offer made of it reaching the target, drafting left out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from specdec.control.steptimes import StepTimes
+
+Wait = Literal["no", "branch", "chain"]
+Kind = Literal["off", "in_turn", "overlap", "outcomes"]
+KINDS: tuple[Kind, ...] = ("off", "in_turn", "overlap", "outcomes")
+Style = tuple[Kind, Wait]
+
+GUESS_SHARES = (0.65, 0.25, 0.1)
+"""How often the true token is the draft's second, third, fourth guess, where it is one of them but not the first."""
+
+
+class Arm(NamedTuple):
+    """A way of speculating.
+
+    Attributes:
+        kind: ``overlap`` drafts ahead along the accepted path, ``outcomes`` for ``num_branches`` outcomes beside it.
+        wait: For what the target holds a row back: ``branch`` for the rest of a branch that was begun, ``chain`` for a
+            whole new chain after a miss, too.
+    """
+
+    kind: Kind
+    num_draft_tokens: int = 0
+    num_branches: int = 0
+    wait: Wait = "no"
+
+    @property
+    def style(self) -> Style:
+        """What its errors are alike in."""
+        return self.kind, self.wait
+
+
+OFF = Arm("off")
+VAIN_WAIT = 1.05
+"""Wait of a row for a branch, as a share of the time in which it should come."""
+
+
+class Pace(NamedTuple):
+    """What an arm gives in the long run.
+
+    Attributes:
+        tokens: Committed per round.
+        round_s: Duration of a round.
+        num_draft_tokens: Verified per round, rounds without a draft counted.
+    """
+
+    tokens: float
+    round_s: float
+    num_draft_tokens: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of one sequence."""
+        return self.tokens / self.round_s
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What the pace of a sequence depends on.
+
+    Attributes:
+        target: Step times of its target.
+        draft: Step times of its drafter.
+        num_rows: Sequences that share its target's steps.
+        num_draft_rows: Sequences that share its drafter's steps.
+        round_trip_s: ``2 delta``.
+        guess_rate: How often one of three guesses is right where the draft's own token is not.
+        margin: Part of a target step that is left unused, as step times vary. The draft step that runs when a verdict
+            comes is allowed for besides: ``draft_margin`` of one.
+    """
+
+    target: StepTimes
+    draft: StepTimes
+    num_rows: int
+    num_draft_rows: int
+    round_trip_s: float
+    guess_rate: float = 0.7
+    margin: float = 0.04
+    draft_margin: float = 0.75
+
+    def target_s(self, num_draft_tokens: float) -> float:
+        """A step that verifies so many draft tokens per row."""
+        rows = self.num_rows
+        return self.target.at(rows, rows * (1 + num_draft_tokens))
+
+    def draft_s(self, rows_per_sequence: int) -> float:
+        """A draft step with so many rows per sequence."""
+        rows = self.num_draft_rows * rows_per_sequence
+        return self.draft.at(rows, rows)
+
+    def num_fit_steps(self, round_s: float, rows_per_sequence: int) -> int:
+        """Draft steps from a verdict to the next boundary: floor((t_T - 2 delta - margin) / t_d), DESIGN section 8."""
+        left_s = round_s * (1 - self.margin) - self.round_trip_s
+        return max(0, math.floor(left_s / self.draft_s(rows_per_sequence) - self.draft_margin))
+
+    def has_seen(self, arm: Arm) -> bool:
+        """Whether steps of the size that an arm makes were measured, so that its formula stands on something."""
+        rows = self.num_draft_rows * (1 + arm.num_branches)
+        return arm.kind == "off" or self.draft.has_seen(rows, rows)
+
+    def waiting_round_s(self, step_s: float, arm: Arm, acceptance_rate: float) -> float:
+        """A round of a row that waits for branches of K tokens: max(t_T, K t_d, (t_T + K t_d + 2 delta) / 2).
+
+        Branches begin when the chain is drafted that they belong to, and not before the verdict that it follows. Where
+        drafting is slower than the verification it sets the pace; in between two rounds take a step and a chain. After
+        a chain that is kept whole the next token has to be drafted first: a step more.
+        """
+        num_steps = arm.num_draft_tokens + acceptance_rate**arm.num_draft_tokens
+        chain_s = num_steps * self.draft_s(1 + arm.num_branches) * (1 + self.margin / 2)
+        return max(step_s, chain_s, (step_s + chain_s + self.round_trip_s) / 2)
+
+
+def pace(arm: Arm, conditions: Conditions, acceptance_rate: float) -> Pace:
+    """The pace of one sequence where all that share its steps speculate alike."""
+    match arm.kind:
+        case "off":
+            return Pace(1.0, conditions.target_s(0), 0.0)
+        case "in_turn":
+            return in_turn(arm, conditions, acceptance_rate)
+        case _:
+            return ahead(arm, conditions, acceptance_rate)
+
+
+def in_turn(arm: Arm, conditions: Conditions, acceptance_rate: float) -> Pace:
+    """Draft, then verify: E tokens in t_T + 2 delta + K t_d (DESIGN section 7; Leviathan et al. 2023, theorem 3.8)."""
+    num_tokens = arm.num_draft_tokens
+    drafting_s = num_tokens * conditions.draft_s(1) + conditions.round_trip_s
+    round_s = conditions.target_s(num_tokens) + drafting_s
+    return Pace(expected_tokens(acceptance_rate, num_tokens), round_s, num_tokens)
+
+
+def ahead(arm: Arm, conditions: Conditions, acceptance_rate: float) -> Pace:
+    """Draft while the target verifies, along the accepted path or for the likely outcomes.
+
+    A chain of two states: a row has a draft (E tokens) or has none and goes on plainly (one token). From the first it
+    comes to a draft again if the outcome was prepared (``hit_rate``), from the second if the plain token was. In the
+    terms of SSD (arXiv 2603.03251) the first is a cache hit; a miss costs a plain round. Where a row waits for a chain
+    after a miss too, it is SSD's own: E tokens in h P + (1 - h) (t_T + 2 delta + K t_d).
+    """
+    if arm.wait == "chain":
+        return _ahead_with_chains(arm, conditions, acceptance_rate)
+    a, guess_rate, branches = acceptance_rate, conditions.guess_rate, arm.num_branches
+    plain_hit, drafted = hit_rate(a, 0, branches, guess_rate), 0.0
+    for _ in range(3):  # a longer step fits more draft tokens, which make it longer
+        round_s = conditions.target_s(drafted)
+        lengths = _lengths(arm, conditions, round_s)
+        if lengths.usual < 1:
+            return Pace(1.0, round_s, 0.0)
+        found = plain_hit
+        if lengths.after_plain < 1:  # the lead grows by what a round drafts beyond the one token that it commits
+            gain = round_s / conditions.draft_s(1 + branches) - 1
+            found *= a ** math.ceil((1 - lengths.after_plain) / gain) if gain > 0.02 else 0.0
+        share = found / (1 - hit_rate(a, lengths.usual, branches, guess_rate) + found) if found else 0.0
+        drafted = share * lengths.usual
+    round_s = conditions.target_s(drafted)
+    if arm.wait == "branch":
+        round_s = conditions.waiting_round_s(round_s, arm, a) * (share + (1 - share) * VAIN_WAIT)
+    whole = a**lengths.usual
+    tokens = (1 - whole) * expected_tokens(a, lengths.usual) + whole * expected_tokens(a, lengths.after_whole)
+    return Pace(1 + share * (tokens - 1), round_s, drafted)
+
+
+class _Lengths(NamedTuple):
+    """Draft tokens that are there in time: as a rule, after a draft that was kept whole, and after a plain round."""
+
+    usual: int
+    after_whole: int
+    after_plain: int
+
+
+def _lengths(arm: Arm, conditions: Conditions, round_s: float) -> _Lengths:
+    wanted = arm.num_draft_tokens
+    if arm.wait == "branch":
+        return _Lengths(wanted, wanted, wanted - 1)
+    fit = conditions.num_fit_steps(round_s, 1 + arm.num_branches)
+    after_plain = min(wanted, fit - 1)
+    if arm.num_branches:
+        return _Lengths(min(wanted, fit), min(wanted, max(fit - 1, 0)), after_plain)
+    drafted = min(wanted, int(round_s / conditions.draft_s(1)))
+    return _Lengths(drafted, drafted, after_plain)
+
+
+def _ahead_with_chains(arm: Arm, conditions: Conditions, acceptance_rate: float) -> Pace:
+    num_tokens = arm.num_draft_tokens
+    step_s = conditions.target_s(num_tokens)
+    hit = hit_rate(acceptance_rate, num_tokens, arm.num_branches, conditions.guess_rate)
+    chain_s = num_tokens * conditions.draft_s(1 + arm.num_branches) + conditions.round_trip_s
+    round_s = hit * conditions.waiting_round_s(step_s, arm, acceptance_rate) + (1 - hit) * (step_s + chain_s)
+    return Pace(expected_tokens(acceptance_rate, num_tokens), round_s, num_tokens)
+
+
+def expected_tokens(acceptance_rate: float, num_draft_tokens: float) -> float:
+    """E = 1 + a + ... + a^K: tokens of a verification of K draft tokens (Leviathan et al. 2023, equation 1)."""
+    if acceptance_rate > 0.9999:
+        return 1.0 + num_draft_tokens
+    return float((1 - acceptance_rate ** (num_draft_tokens + 1)) / (1 - acceptance_rate))
+
+
+def hit_rate(acceptance_rate: float, num_draft_tokens: int, num_branches: int, guess_rate: float) -> float:
+    """How often the outcome of verifying K draft tokens was prepared with so many branches.
+
+    The likeliest outcomes are prepared first: what follows all K and the draft's own next token costs no branch; every
+    other outcome (number accepted, next token) costs one.
+    """
+    own: float = acceptance_rate ** (num_draft_tokens + 1)
+    if not num_branches:
+        return own
+    guessed = _guessed(round(acceptance_rate * 50) / 50, num_draft_tokens, num_branches)
+    return min(1.0, own + guessed * guess_rate)
+
+
+@lru_cache(maxsize=1 << 14)
+def _guessed(a: float, num_draft_tokens: int, num_branches: int) -> float:
+    """How often the outcome is among the likeliest others, if guesses were always right."""
+    refused = [a**n * (1 - a) for n in range(num_draft_tokens + 1)]
+    others = sorted((share * part for part in refused for share in GUESS_SHARES), reverse=True)
+    return sum(others[:num_branches])
+
+
+def guess_rate_of(measured_hit_rate: float, acceptance_rate: float, num_draft_tokens: int, num_branches: int) -> float:
+    """The guess rate at which so many hits are to be expected; within [0.05, 1]."""
+    low, high = (hit_rate(acceptance_rate, num_draft_tokens, num_branches, g) for g in (0.0, 1.0))
+    if high - low < 1e-6:
+        return 1.0
+    return min(1.0, max(0.05, (measured_hit_rate - low) / (high - low)))

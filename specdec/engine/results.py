@@ -1,0 +1,121 @@
+"""What a generation gives: events as they come, the whole result, and the hand-brake."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from specdec.engine.stats import SpecStats
+from specdec.protocol.ingress import Delivery
+from specdec.protocol.messages import Finish, Notes, PromptLogprobs, TokenLogprobs
+from specdec.sampling.params import SequenceSpec
+from specdec.text.output import OutputText
+
+
+class CancellationToken:
+    """Ends a generation from outside, at its next round; safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """End the generation that was given this token."""
+        self._cancelled = True
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether ``cancel`` was called."""
+        return self._cancelled
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """New tokens of one sequence.
+
+    Attributes:
+        index: Which prompt, where several were given.
+        token_ids: Committed tokens.
+        text: What they add to the text; may be empty while a character or a stop string is unfinished.
+        finish_reason: ``stop`` or ``length`` with the last event.
+        logprobs: Where ``SamplingParams.logprobs`` asks for them, one :class:`specdec.TokenLogprobs` per token of
+            ``token_ids``, from the target's own row.
+        prompt_logprobs: Where ``SamplingParams.prompt_logprobs`` asks for them, with the first event that has tokens:
+            one entry per prompt token, None for the first, which nothing foretold.
+    """
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: Finish | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationResult:
+    """A whole generation.
+
+    Attributes:
+        stats: What speculation did in this sequence.
+        duration_s: Time from the call to the sequence's last token.
+        logprobs: One entry per token of ``token_ids``, where they were asked for; see :class:`TokenEvent`.
+        prompt_logprobs: One entry per prompt token, where they were asked for.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: Finish
+    stats: SpecStats
+    duration_s: float
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+@dataclass(slots=True)
+class RunningSequence:
+    """A sequence on its way, and what it gave so far."""
+
+    index: int
+    prompt: list[int]
+    spec: SequenceSpec
+    output: OutputText
+    token_ids: list[int] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    notes: list[Notes] = field(default_factory=list)
+    finish_reason: Finish | None = None
+    ended_s: float = 0.0
+    fallback: str | None = None
+
+    def take(self, delivery: Delivery) -> TokenEvent:
+        """Take what was delivered, up to where the text ends."""
+        delta = self.output.push(delivery.tokens, delivery.finish)
+        tokens, notes = delivery.tokens[: delta.num_billed], delivery.notes.first(delta.num_billed)
+        self.token_ids += tokens
+        self.notes.append(notes)
+        self.text.append(delta.text)
+        self.finish_reason = delta.finish
+        if delta.finish is not None:
+            self.ended_s = time.perf_counter()
+        logprobs = None if self.spec.sampling.logprobs is None else notes.logprobs or ()
+        return TokenEvent(self.index, tokens, delta.text, delta.finish, logprobs, notes.prompt_logprobs)
+
+    @property
+    def stats(self) -> SpecStats:
+        """What speculation did so far."""
+        return SpecStats.of(self.notes, self.fallback)
+
+    def result(self, started_s: float) -> GenerationResult:
+        """The whole of it, once it has ended."""
+        assert self.finish_reason is not None
+        sampling = self.spec.sampling
+        entries = [entry for notes in self.notes for entry in notes.logprobs or ()]
+        told = [notes.prompt_logprobs for notes in self.notes if notes.prompt_logprobs is not None]
+        return GenerationResult(
+            "".join(self.text),
+            tuple(self.token_ids),
+            self.finish_reason,
+            self.stats,
+            self.ended_s - started_s,
+            None if sampling.logprobs is None else tuple(entries),
+            told[0] if told else None,
+        )

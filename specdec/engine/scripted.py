@@ -1,0 +1,146 @@
+"""Backends without a model: tokens by a hash, so that acceptance and next guesses are dials.
+
+The true token at a position is a hash of (seed, position), whatever stands before it. A draft token is right with a
+given probability, independently by position; where it is wrong, the true token is among the next three guesses with
+another. Everything is a function of seed and position, so that every schedule gives the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from specdec.protocol.backends import DraftJob, Proposal, Status, Verification, VerifyJob
+from specdec.protocol.marks import Tokens
+from specdec.protocol.messages import Candidates, TokenLogprobs
+from specdec.sampling.params import SequenceSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+RANK_SHARES = (0.7, 0.2, 0.1)
+"""Where the true token stands among a wrong draft token's first three guesses, if it is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What the scripted backends say.
+
+    Attributes:
+        acceptance_rate: Probability that a draft token is the true one.
+        next_guess_rate: Probability that, where it is not, the true token is among the next three guesses.
+        vocabulary: Ids that may be said; at least 8, so that there are wrong ones to guess.
+    """
+
+    acceptance_rate: float
+    next_guess_rate: float
+    vocabulary: Tokens
+
+    def true_token(self, seed: int, position: int) -> int:
+        """The token at an absolute position of a sequence."""
+        return self.vocabulary[self._true_index(seed, position)]
+
+    def draft_tokens(self, seed: int, position: int, num_guesses: int) -> Tokens:
+        """The draft's token at a position, and ``num_guesses`` more, the likeliest first; all different."""
+        rank = self._true_rank(seed, position)
+        true, size = self._true_index(seed, position), len(self.vocabulary)
+        wrong = (self.vocabulary[(true + 1 + i) % size] for i in range(size - 1))
+        count = min(1 + num_guesses, size - 1)
+        return tuple(self.vocabulary[true] if i == rank else next(wrong) for i in range(count))
+
+    def _true_index(self, seed: int, position: int) -> int:
+        return _hash(seed, position, b"true") % len(self.vocabulary)
+
+    def _true_rank(self, seed: int, position: int) -> int | None:
+        """Where the true token stands: 0 is the draft token itself, 1 to 3 the guesses, None nowhere."""
+        if _uniform(seed, position, b"accept") < self.acceptance_rate:
+            return 0
+        if _uniform(seed, position, b"guess") >= self.next_guess_rate:
+            return None
+        drawn = _uniform(seed, position, b"rank")
+        reached = (drawn < share for share in accumulate(RANK_SHARES[:-1]))
+        return next((rank for rank, is_reached in enumerate(reached, 1) if is_reached), len(RANK_SHARES))
+
+
+class ScriptedTarget:
+    """A :class:`specdec.protocol.backends.TargetBackend` that says what the script does, for any sequence.
+
+    A draft token is kept where it is the true one, under either acceptance rule.
+    """
+
+    def __init__(self, script: Script, max_model_len: int) -> None:
+        self._script = script
+        self.max_model_len = max_model_len
+
+    def gauges(self) -> dict[str, float]:
+        """Scripted tokens hold nothing."""
+        return {"is_scripted": 1.0}
+
+    def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
+        """One step; see :meth:`specdec.protocol.backends.TargetBackend.verify`."""
+        return [self._verify(job) for job in jobs]
+
+    def release(self, key: str) -> None:
+        """Nothing is held."""
+
+    def _verify(self, job: VerifyJob) -> Verification:
+        run: list[int] = []
+        for place in range(len(job.draft) + 1):
+            run.append(self._script.true_token(job.spec.seed, len(job.log) + place))
+            if place == len(job.draft) or run[place] != job.draft[place]:
+                break
+        return Verification(Status.DECIDED, tuple(run), len(run) - 1, len(job.draft), _logprobs(job.spec, len(run)))
+
+
+class ScriptedDrafter:
+    """A :class:`specdec.protocol.backends.DraftBackend` that guesses as the script says."""
+
+    def __init__(self, script: Script, max_model_len: int) -> None:
+        self._script = script
+        self.max_model_len = max_model_len
+
+    def gauges(self) -> dict[str, float]:
+        """Scripted tokens hold nothing."""
+        return {"is_scripted": 1.0}
+
+    def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
+        """One step; see :meth:`specdec.protocol.backends.DraftBackend.propose`."""
+        return [self._propose(job) for job in jobs]
+
+    def rename(self, key: str, new_key: str) -> None:
+        """Nothing is held."""
+
+    def release(self, key: str) -> None:
+        """Nothing is held."""
+
+    def _propose(self, job: DraftJob) -> Proposal:
+        token, *guesses = self._script.draft_tokens(job.spec.seed, len(job.tokens), job.num_guesses)
+        is_coupled = job.spec.sampling.acceptance == "coupled"
+        candidates = None if is_coupled else Candidates((token,), (1.0,))
+        return Proposal(Status.DECIDED, token, candidates, tuple(guesses))
+
+
+def plain_token_ids(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Tokens:
+    """Ids of tokens that are printable ASCII by themselves: a text of them has no unfinished character."""
+    special = set(tokenizer.all_special_ids)
+    texts = tokenizer.batch_decode([[token] for token in range(vocab_size)])
+    plain = (token for token, text in enumerate(texts) if token not in special and text.isascii())
+    return tuple(token for token in plain if texts[token].isprintable() and texts[token])
+
+
+def _logprobs(spec: SequenceSpec, count: int) -> tuple[TokenLogprobs, ...] | None:
+    """A script is certain of what it says."""
+    return None if spec.sampling.logprobs is None else (TokenLogprobs(0.0, 1),) * count
+
+
+def _hash(seed: int, position: int, purpose: bytes) -> int:
+    message = seed.to_bytes(8, "little") + position.to_bytes(8, "little")
+    return int.from_bytes(blake2b(message, digest_size=8, key=purpose).digest(), "little")
+
+
+def _uniform(seed: int, position: int, purpose: bytes) -> float:
+    """In [0, 1)."""
+    return (_hash(seed, position, purpose) >> 11) / 2**53

@@ -1,0 +1,158 @@
+"""How long a worker's steps take, by how much is in them: what the controller plans with."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+
+from specdec.protocol.backends import (
+    DraftBackend,
+    DraftJob,
+    Proposal,
+    Status,
+    TargetBackend,
+    Verification,
+    VerifyJob,
+)
+from specdec.protocol.worker import Gauges
+
+_SAMPLES_KEPT = 31
+_BUCKETS_KEPT = 48
+_BUCKETS_PER_OCTAVE = 4
+
+
+class StepTimer:
+    """Durations of steps, by rows and tokens, in buckets a quarter of an octave wide.
+
+    Of each bucket the newest samples are kept and their median is reported, so that a pause of the process, or a
+    neighbour on the same device, does not count for more than the one step that it hit. Buckets unused for longest are
+    forgotten first.
+    """
+
+    def __init__(self) -> None:
+        self._buckets: OrderedDict[tuple[int, int], deque[tuple[int, int, float]]] = OrderedDict()
+
+    def add(self, num_rows: int, num_tokens: int, duration_s: float) -> None:
+        """A step of so many rows and tokens, at least one of each, took so many seconds."""
+        key = _bucket(num_rows), _bucket(num_tokens)
+        if key not in self._buckets:
+            self._buckets[key] = deque(maxlen=_SAMPLES_KEPT)
+            while len(self._buckets) > _BUCKETS_KEPT:
+                self._buckets.popitem(last=False)
+        self._buckets[key].append((num_rows, num_tokens, duration_s))
+        self._buckets.move_to_end(key)
+
+    def report(self) -> dict[str, float]:
+        """Per bucket ``step/<i>/rows`` and ``step/<i>/tokens`` (means), ``.../seconds`` (median), ``.../num_steps``."""
+        figures: dict[str, float] = {}
+        for i, samples in enumerate(self._buckets.values()):
+            rows, tokens, seconds = zip(*samples, strict=True)
+            figures[f"step/{i}/rows"] = statistics.fmean(rows)
+            figures[f"step/{i}/tokens"] = statistics.fmean(tokens)
+            figures[f"step/{i}/seconds"] = statistics.median(seconds)
+            figures[f"step/{i}/num_steps"] = float(len(samples))
+        return figures
+
+
+def _bucket(count: int) -> int:
+    """Buckets of one up to 8, then a quarter of an octave wide."""
+    if count <= 2 * _BUCKETS_PER_OCTAVE:
+        return count
+    octave = count.bit_length() - 1
+    return _BUCKETS_PER_OCTAVE * octave + ((count - (1 << octave)) * _BUCKETS_PER_OCTAVE >> octave)
+
+
+class TimedTarget:
+    """A target backend, and how long its verifications take.
+
+    Steps that read a prompt, or rebuild what was taken from a sequence, are left out.
+
+    Args:
+        backend: Does the work.
+        gauges: Of the backend, to which the times are added.
+        clock: Seconds.
+    """
+
+    def __init__(
+        self, backend: TargetBackend, gauges: Gauges | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._backend = backend
+        self._gauges = gauges
+        self._clock = clock
+        self._timer = StepTimer()
+        self._settled: set[str] = set()
+
+    @property
+    def max_model_len(self) -> int:
+        """Of the backend."""
+        return self._backend.max_model_len
+
+    def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
+        """One step, timed."""
+        before_s = self._clock()
+        results = self._backend.verify(jobs)
+        duration_s = self._clock() - before_s
+        is_plain = bool(jobs)
+        for job, result in zip(jobs, results, strict=True):
+            is_plain = is_plain and job.key in self._settled and result.status is Status.DECIDED
+            (self._settled.add if result.status is Status.DECIDED else self._settled.discard)(job.key)
+        if is_plain:
+            self._timer.add(len(jobs), sum(1 + result.num_drafted for result in results), duration_s)
+        return results
+
+    def release(self, key: str) -> None:
+        """Free everything held for a sequence."""
+        self._settled.discard(key)
+        self._backend.release(key)
+
+    def gauges(self) -> dict[str, float]:
+        """The backend's, and the times of steps."""
+        return {**(self._gauges() if self._gauges is not None else {}), **self._timer.report()}
+
+
+class TimedDrafter:
+    """A draft backend, and how long its steps take; see :class:`TimedTarget`. A branch's first step counts."""
+
+    def __init__(
+        self, backend: DraftBackend, gauges: Gauges | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._backend = backend
+        self._gauges = gauges
+        self._clock = clock
+        self._timer = StepTimer()
+        self._settled: set[str] = set()
+
+    @property
+    def max_model_len(self) -> int:
+        """Of the backend."""
+        return self._backend.max_model_len
+
+    def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
+        """One step, timed."""
+        before_s = self._clock()
+        results = self._backend.propose(jobs)
+        duration_s = self._clock() - before_s
+        is_plain = bool(jobs)
+        for job, result in zip(jobs, results, strict=True):
+            decided = result.status is Status.DECIDED
+            is_plain = is_plain and decided and (job.key in self._settled or job.fork_of is not None)
+            (self._settled.add if decided else self._settled.discard)(job.key)
+        if is_plain:
+            self._timer.add(len(jobs), len(jobs), duration_s)
+        return results
+
+    def rename(self, key: str, new_key: str) -> None:
+        """What is held for a branch is its sequence's from now on."""
+        self._settled.discard(key)
+        self._backend.rename(key, new_key)
+
+    def release(self, key: str) -> None:
+        """Free everything held for a sequence or branch."""
+        self._settled.discard(key)
+        self._backend.release(key)
+
+    def gauges(self) -> dict[str, float]:
+        """The backend's, and the times of steps."""
+        return {**(self._gauges() if self._gauges is not None else {}), **self._timer.report()}

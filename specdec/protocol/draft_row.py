@@ -1,0 +1,248 @@
+"""A sequence on a drafter: its chain, its branches, and what of both is wanted, due, and known to the target."""
+
+from __future__ import annotations
+
+from specdec.protocol.backends import DraftJob, Proposal
+from specdec.protocol.branches import Likelihoods, foreseen, likely_outcomes
+from specdec.protocol.marks import Tokens
+from specdec.protocol.messages import Candidates, Offer, Open, Outcome, Plan
+from specdec.protocol.worker import WorkerRow
+
+
+class Path:
+    """Draft tokens, with what is known of each.
+
+    Attributes:
+        tokens: The draft tokens.
+        candidates: What each of them was drawn from, under the rejection rule; else empty.
+        guesses: For each of them, other tokens that may well stand in its place, the likeliest first.
+        likelihoods: For each of them, how likely it is and each of its guesses; empty where that is unknown.
+    """
+
+    __slots__ = ("candidates", "guesses", "likelihoods", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.candidates: list[Candidates] = []
+        self.guesses: list[Tokens] = []
+        self.likelihoods: list[Likelihoods] = []
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def append(self, proposal: Proposal) -> None:
+        """Add the token that a backend proposed."""
+        assert proposal.token is not None, "only what was decided is drafted"
+        self.tokens.append(proposal.token)
+        self.guesses.append(proposal.guesses)
+        self.likelihoods.append(proposal.likelihoods)
+        if proposal.candidates is not None:
+            self.candidates.append(proposal.candidates)
+
+    def drop_first(self, count: int) -> None:
+        """Forget the first ``count`` tokens: they are committed."""
+        del self.tokens[:count], self.candidates[:count], self.guesses[:count], self.likelihoods[:count]
+
+
+class Branch:
+    """A chain after an outcome that the target may yet come to.
+
+    Attributes:
+        key: Under which the backend holds its state.
+        position: Absolute position of the outcome's token: the draft tokens before it are accepted.
+        token: The outcome's token.
+        path: What would follow it.
+        num_offered: Tokens of ``path`` that the target was told of.
+        is_begun: Whether the backend was ever asked for it.
+        is_waiting: Whether it found no room when it was asked last.
+    """
+
+    __slots__ = ("is_begun", "is_waiting", "key", "num_offered", "path", "position", "token")
+
+    def __init__(self, key: str, position: int, token: int) -> None:
+        self.key = key
+        self.position = position
+        self.token = token
+        self.path = Path()
+        self.num_offered = 0
+        self.is_begun = False
+        self.is_waiting = False
+
+
+class DraftRow(WorkerRow):
+    """A sequence on a drafter.
+
+    Attributes:
+        path: The chain: draft tokens after the log.
+        branches: By position and token of their outcome, in the order in which they were forked.
+        num_forks: Branches forked so far; numbers their keys.
+        forked_for: Length of the log, number verified and number of guesses for which branches were last forked.
+        num_verified: How many of the chain's tokens the target is taken to verify now.
+        num_steps: Draft steps since the newest commit.
+        offered_end: Absolute length, log and chain, up to which the present chain has been offered.
+        agreed: Length up to which log and chain are what the backend was given last.
+    """
+
+    __slots__ = (
+        "_guesses_for",
+        "_max_model_len",
+        "_num_guesses",
+        "agreed",
+        "branches",
+        "ending_token_ids",
+        "forked_for",
+        "num_forks",
+        "num_steps",
+        "num_verified",
+        "offered_end",
+        "path",
+    )
+
+    def __init__(self, message: Open, max_model_len: int) -> None:
+        super().__init__(message)
+        self.path = Path()
+        self.branches: dict[tuple[int, int], Branch] = {}
+        self.ending_token_ids = message.spec.ending_token_ids
+        self.forked_for = 0, 0, 0
+        self.num_forks = 0
+        self.num_verified = 0
+        self.num_steps = 0
+        self.offered_end = len(self.log)
+        self.agreed = 0
+        self._max_model_len = max_model_len
+        self._guesses_for: Plan | None = None
+        self._num_guesses = 0
+
+    @property
+    def chain(self) -> list[int]:
+        """Draft tokens after the log."""
+        return self.path.tokens
+
+    @property
+    def end(self) -> int:
+        """Absolute length of log and chain."""
+        return len(self.log) + len(self.path)
+
+    @property
+    def num_offered(self) -> int:
+        """Tokens of the chain that the target was told of."""
+        return self.offered_end - len(self.log)
+
+    @property
+    def has_branches(self) -> bool:
+        """Whether its plan has any."""
+        return self.plan.mode == "overlap" and bool(self.plan.num_draft_tokens and self.plan.num_branches)
+
+    # What is wanted.
+
+    @property
+    def limit(self) -> int:
+        """Absolute length beyond which no draft token is of use: the target decides the last token in any case."""
+        return min(self.spec.output_start + self.spec.max_tokens - 1, self._max_model_len)
+
+    @property
+    def num_wanted(self) -> int:
+        """Length the chain should have: by plan, and within the request's and the draft model's lengths."""
+        num_tokens = self.plan.num_draft_tokens
+        if num_tokens and self.plan.mode == "overlap":
+            num_tokens += 1 + (self.num_verified if self.has_branches else num_tokens)
+        return max(0, min(num_tokens, self.limit - len(self.log)))
+
+    def num_wanted_after(self, position: int) -> int:
+        """Draft tokens that are wanted after an outcome whose token stands at ``position``."""
+        return max(0, min(self.plan.num_draft_tokens, self.limit - position - 1))
+
+    def wants(self, branch: Branch) -> bool:
+        """Whether a branch is still too short."""
+        return len(branch.path) < self.num_wanted_after(branch.position)
+
+    def likely_outcomes(self) -> list[Outcome]:
+        """The plan's fan-out over what is verified now, as far as the chain's guesses name it by now."""
+        plan, count = self.plan, self.num_verified + 1
+        known = self.path.likelihoods[:count]
+        places = foreseen(plan.num_branches, self.num_verified, plan.acceptance_rate, known)
+        return likely_outcomes(places, self.path.guesses[:count])
+
+    @property
+    def num_guesses(self) -> int:
+        """Most guesses that are of use at one place: half as many again as the first gets where nothing is known.
+
+        A place in doubt may need more; but no place shall take the branches of all others.
+        """
+        if not self.has_branches:
+            return 0
+        plan = self.plan
+        if self._guesses_for is not plan:
+            usual = 1 + max(j for _, j in foreseen(plan.num_branches, plan.num_draft_tokens, plan.acceptance_rate))
+            self._guesses_for, self._num_guesses = plan, min(plan.num_branches, usual + (usual + 1) // 2)
+        return self._num_guesses
+
+    def chain_job(self) -> DraftJob:
+        """To propose the chain's next token."""
+        tokens = self.log.tokens + self.chain
+        return DraftJob(self.seq, tokens, self.spec, self.agreed, len(self.log), num_guesses=self.num_guesses)
+
+    def branch_job(self, branch: Branch) -> DraftJob:
+        """To propose a branch's next token.
+
+        Up to the outcome its tokens are the sequence's. Nothing further is said to agree: where the backend has lost
+        the branch, it begins again with a copy of the sequence.
+        """
+        prefix = self.chain[: branch.position - len(self.log)]
+        tokens = [*self.log.tokens, *prefix, branch.token, *branch.path.tokens]
+        agreed = min(self.agreed, branch.position)
+        return DraftJob(branch.key, tokens, self.spec, agreed, len(self.log), self.seq, self.num_guesses)
+
+    # What is offered.
+
+    @property
+    def has_news(self) -> bool:
+        """Whether anything was drafted that has not been offered."""
+        return self.end > self.offered_end or any(len(b.path) > b.num_offered for b in self.branches.values())
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether chain and branches are as long as they should be, but for branches that find no room."""
+        return len(self.path) >= self.num_wanted and not any(
+            self.wants(branch) and not branch.is_waiting for branch in self.branches.values()
+        )
+
+    @property
+    def is_due(self) -> bool:
+        """Whether to offer what there is now.
+
+        A target without a draft needs one soon, so that the first chain is offered half done and done; and so are, in
+        overlap, the following parts of a chain without branches. Branches go when they are done, or when another step
+        would miss the target's next step boundary; after that, where it comes later than foreseen, in parts.
+        """
+        plan = self.plan
+        if not plan.num_draft_tokens or not self.has_news:
+            return False
+        if plan.mode == "in_turn" or self.is_complete:
+            return self.is_complete
+        part, fresh = -(-plan.num_draft_tokens // 2), self.end - self.offered_end
+        if not self.has_branches:
+            return fresh >= part
+        if self.num_offered < plan.num_draft_tokens and (fresh >= part or len(self.path) == plan.num_draft_tokens):
+            return True
+        late = self.num_steps - plan.num_fit_steps
+        return plan.num_fit_steps > 0 and late >= 0 and late % part == 0
+
+    def take_offer(self) -> Offer:
+        """All that is drafted, which counts as offered from now on."""
+        if self.plan.draft_wait_s and self.num_offered < self.plan.num_draft_tokens <= len(self.path):
+            self.num_steps = 0  # the target has waited for this: its step begins now
+        self.offered_end = self.end
+        branches = [branch for branch in self.branches.values() if len(branch.path)]
+        for branch in branches:
+            branch.num_offered = len(branch.path)
+        length, is_drawn = len(self.log), bool(self.path.candidates)
+        return Offer(
+            self.seq,
+            self.inc,
+            self.log.mark(),
+            tuple(self.chain),
+            tuple((Outcome(b.position - length, b.token), tuple(b.path.tokens)) for b in branches),
+            tuple(self.path.candidates),
+            tuple(tuple(b.path.candidates) for b in branches) if is_drawn else (),
+        )

@@ -1,0 +1,65 @@
+"""What a target makes of an offer: the draft that is left of it after the log."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from specdec.protocol.marks import TokenLog, Tokens
+from specdec.protocol.messages import Candidates, Offer
+
+
+class Draft(NamedTuple):
+    """Draft tokens for one verification.
+
+    Attributes:
+        tokens: Proposed tokens after the log.
+        candidates: Under the rejection rule, what each of them was drawn from; else empty.
+    """
+
+    tokens: Tokens = ()
+    candidates: tuple[Candidates, ...] = ()
+
+    def first(self, count: int) -> Draft:
+        """The first ``count`` tokens."""
+        return Draft(self.tokens[:count], self.candidates[:count])
+
+
+NO_DRAFT = Draft()
+
+
+def remaining_draft(offer: Offer, log: TokenLog, *, needs_candidates: bool) -> Draft:
+    """What an offer still proposes after a log; nothing if it does not fit (rule 6).
+
+    Its chain, or the branch of the outcome that has come, must agree with every token committed since its mark. A
+    branch is chosen by tokens that are committed, never by one that is still to be decided. So under the rejection
+    rule nothing has been drawn yet at the positions of the draft that is left, and each of its tokens, drawn from its
+    candidates without regard to the choice, gets the ratio test it needs (rule 9).
+
+    Args:
+        offer: Of the same sequence.
+        log: The committed tokens.
+        needs_candidates: Under the rejection rule a draft is of no use without what it was drawn from.
+    """
+    if not log.has(offer.mark):
+        return NO_DRAFT
+    since = log.tail(offer.mark.length)
+    same = _num_same(offer.chain, since)
+    if same == len(since):
+        rest = Draft(offer.chain[same:], offer.candidates[same:])
+    else:
+        rest = _branch(offer, same, since[same], since[same + 1 :])
+    return rest if len(rest.candidates) == len(rest.tokens) or not needs_candidates else NO_DRAFT
+
+
+def _branch(offer: Offer, num_accepted: int, next_token: int, since: Tokens) -> Draft:
+    """What is left of the branch of an outcome after the tokens committed since that."""
+    outcome = (num_accepted, next_token)
+    for i, (foreseen, chain) in enumerate(offer.branches):
+        if foreseen == outcome and chain[: len(since)] == since:
+            candidates = offer.branch_candidates[i] if i < len(offer.branch_candidates) else ()
+            return Draft(chain[len(since) :], candidates[len(since) :])
+    return NO_DRAFT
+
+
+def _num_same(a: Tokens, b: Tokens) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

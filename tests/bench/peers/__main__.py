@@ -1,0 +1,212 @@
+"""The same pair in other engines: same prompts, dtype, cores and draft length, interleaved, one stream, T = 0.
+
+    python -m tests.bench.peers --target FOLDER --draft FOLDER --work FOLDER [--peers ours,assisted,openvino,vllm_cpu]
+
+A peer that does not install or run is skipped with a message. Models and environments are kept in ``--work``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from cluster.bench.prompts import prompts_of
+from cluster.bench.report import processor_name
+from tests.bench.peers.install import PEERS, SkippedError, models_of, python_of
+
+HERE = Path(__file__).parent
+STOP_TIMEOUT_S = 20
+HEAD = "| peer | versions | plain tokens/s (least, median, most) | speculative | speculative over plain | same text |"
+
+
+class Process:
+    """A running peer; a context manager."""
+
+    def __init__(self, key: str, options: argparse.Namespace) -> None:
+        python = python_of(key, options.work, options.install_timeout)
+        pair = (options.target, options.draft)
+        target, draft = models_of(key, python, pair, options.dtype, options.work, options.install_timeout)
+        flags = ["--target", target, "--draft", draft, "--dtype", options.dtype, "--threads", str(options.threads)]
+        length = ["--num-speculative-tokens", str(options.num_speculative_tokens)]
+        environment = os.environ | {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"}
+        if PEERS[key].packages:  # another Python must not find this one's packages
+            environment.pop("PYTHONPATH", None)
+        self._log = options.work / f"{key}.log"
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [python, str(HERE / f"run_{key}.py"), *flags, *length],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment,
+            )
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End it: its input ends, and after a while it is killed."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def read(self) -> dict[str, Any]:
+        """The next message.
+
+        Raises:
+            SkippedError: The process has ended instead.
+        """
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                return dict(json.loads(line))
+        lines = self._log.read_text().strip().splitlines()
+        raise SkippedError(f"{lines[-1] if lines else 'it ended without a word'} (all of it: {self._log})")
+
+    def ask(self, prompt_ids: list[int], max_tokens: int, num_speculative_tokens: int) -> dict[str, Any]:
+        """Have a prompt continued."""
+        assert self._process.stdin is not None
+        request = {"prompt_ids": prompt_ids, "max_tokens": max_tokens, "num_speculative_tokens": num_speculative_tokens}
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return self.read()
+
+
+@dataclass
+class Results:
+    """What one peer did.
+
+    Attributes:
+        rates: Tokens per second, round by round, plain and speculative.
+        texts: Token ids by prompt and whether it was speculative.
+    """
+
+    versions: str
+    settings: str
+    rates: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
+    texts: dict[tuple[int, bool], list[int]] = field(default_factory=dict)
+
+
+def measure(options: argparse.Namespace, processes: dict[str, Process]) -> dict[str, Results]:
+    """Ask all peers in turns; the first round does not count. One that fails on the way is skipped from there on."""
+    tokenizer = AutoTokenizer.from_pretrained(options.target)
+    prompts = [tokenizer.encode(prompt) for prompt in prompts_of(options.prompts, options.num_prompts)]
+    results: dict[str, Results] = {}
+    for key, process in list(processes.items()):
+        try:
+            ready = process.read()
+        except SkippedError as error:
+            skip(key, error, processes)
+            continue
+        versions = ", ".join(f"{name} {version}" for name, version in ready["versions"].items())
+        results[key] = Results(versions, ready["settings"])
+    for number in range(options.rounds + 1):
+        for key in list(processes):
+            try:
+                run_round(options, processes[key], prompts, results[key], counts=number > 0)
+            except SkippedError as error:
+                skip(key, error, processes)
+                del results[key]
+        say(f"round {number} of {options.rounds} done, load {os.getloadavg()[0]:.1f}")
+    return results
+
+
+def run_round(
+    options: argparse.Namespace, process: Process, prompts: list[list[int]], results: Results, *, counts: bool
+) -> None:
+    """All prompts plainly, and all with drafts."""
+    for is_speculative in (False, True):
+        num_tokens, duration_s = 0, 0.0
+        for index, prompt in enumerate(prompts):
+            length = options.num_speculative_tokens if is_speculative else 0
+            answer = process.ask(prompt, options.max_tokens, length)
+            num_tokens, duration_s = num_tokens + len(answer["token_ids"]), duration_s + answer["duration_s"]
+            results.texts[index, is_speculative] = answer["token_ids"]
+        if counts:
+            results.rates[is_speculative].append(num_tokens / duration_s)
+
+
+def skip(key: str, error: Exception, processes: dict[str, Process]) -> None:
+    """Say why a peer is missing."""
+    processes.pop(key, None)
+    say(f"{PEERS[key].name}: skipped: {error}")
+
+
+def table(results: dict[str, Results]) -> list[str]:
+    """Lines of Markdown; texts are compared with those of the first peer's plain decoding."""
+    lines = [HEAD, "|---" * 6 + "|"]
+    first = next(iter(results.values()), None)
+    for key, found in results.items():
+        assert first is not None
+        ratio = statistics.median(b / a for a, b in zip(found.rates[False], found.rates[True], strict=True))
+        same = sum(tokens == first.texts[index, False] for (index, _), tokens in found.texts.items())
+        plain, speculative = (spread(found.rates[kind]) for kind in (False, True))
+        cells = [f"{PEERS[key].name}: {found.settings}", found.versions, plain, speculative, f"{ratio:.2f}"]
+        lines.append(f"| {' | '.join([*cells, f'{same} of {len(found.texts)}'])} |")
+    return lines
+
+
+def spread(rates: Sequence[float]) -> str:
+    """Least, median and most."""
+    return f"{min(rates):.1f}, {statistics.median(rates):.1f}, {max(rates):.1f}"
+
+
+def say(line: str) -> None:
+    """A line to whoever watches."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Start every peer that can be had, measure, print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=Path, required=True, help="folder of the target")
+    parser.add_argument("--draft", type=Path, required=True, help="folder of the draft")
+    parser.add_argument("--work", type=Path, required=True, help="folder for environments, converted models and logs")
+    parser.add_argument("--peers", default=",".join(PEERS), help="which, separated by commas")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--threads", type=int, default=1, help="of each peer; taskset chooses the cores of all")
+    parser.add_argument("--prompts", default="code", help="kind of prompts")
+    parser.add_argument("--num-prompts", type=int, default=4)
+    parser.add_argument("--max-tokens", type=int, default=128, help="output tokens of each prompt")
+    parser.add_argument("--num-speculative-tokens", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="rounds that count")
+    parser.add_argument("--install-timeout", type=float, default=600, help="seconds for each step of an installation")
+    options = parser.parse_args(arguments)
+    keys = options.peers.split(",")
+    unknown = [key for key in keys if key not in PEERS]
+    if unknown:
+        parser.error(f"--peers: {unknown[0]} is none of {', '.join(PEERS)}")
+    options.work.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        processes: dict[str, Process] = {}
+        for key in keys:
+            try:
+                processes[key] = stack.enter_context(Process(key, options))
+            except SkippedError as error:
+                skip(key, error, processes)
+        results = measure(options, processes)
+    work = f"{options.num_prompts} prompts ({options.prompts}), {options.max_tokens} tokens each, one at a time, T = 0"
+    say(f"\n{processor_name()}, {options.threads} thread(s), {options.dtype}; {work}; {options.rounds} rounds\n")
+    say("\n".join(table(results)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

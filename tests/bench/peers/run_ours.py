@@ -1,0 +1,32 @@
+"""This project's engine in one process."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+import torch
+from loop import answer_requests, arguments
+
+from specdec import BackendOptions, ModelSource, SamplingParams, SpeculativeEngine
+
+
+def main() -> None:
+    """Load the pair and answer."""
+    given = arguments()
+    torch.set_num_threads(given.threads)
+    sources = [ModelSource(folder, dtype=given.dtype, device="cpu") for folder in (given.target, given.draft)]
+    engine = SpeculativeEngine.from_pretrained(*sources, options=BackendOptions(kv_memory=256 << 20))
+    sampling = SamplingParams(temperature=0, ignore_eos=True)
+
+    def generate(prompt_ids: list[int], max_tokens: int, num_speculative_tokens: int) -> dict[str, Any]:
+        options = {"max_tokens": max_tokens, "num_speculative_tokens": num_speculative_tokens}
+        result = engine.generate(prompt_ids, sampling, seed=0, **options)
+        return {"token_ids": list(result.token_ids), "num_accepted": result.stats.num_accepted_tokens}
+
+    versions = {name: importlib.metadata.version(name) for name in ("specdec", "torch")}
+    answer_requests(versions, "engine in process, in turn", generate)
+
+
+if __name__ == "__main__":
+    main()

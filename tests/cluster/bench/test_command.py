@@ -1,0 +1,133 @@
+"""``specdec bench`` as it is typed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from cluster.bench.prompts import CODE_LONG, PROMPTS, prompts_of
+from cluster.bench.services import Services, is_healthy
+from cluster.cli import main
+from cluster.config import ServiceConfig
+from cluster.launch import LaunchError
+from specdec.errors import InvalidParameterError
+
+SCRIPTED = ("--scripted-acceptance-rate", "0.8", "--emulate-step-ms", "target=2,draft=0.2")
+Capture = pytest.CaptureFixture[str]
+
+
+def bench(*flags: str) -> int:
+    return main(["bench", *flags])
+
+
+def test_offline_on_scripted_tokens(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "figures.json"
+    work = (
+        "--streams",
+        "1,3",
+        "--temperatures",
+        "0,1",
+        "--rounds",
+        "1",
+        "--max-tokens",
+        "12",
+        "--prompts",
+        "code,mixed",
+    )
+    assert bench("--offline", *SCRIPTED, *work, "--steps", "--json", str(path)) == 0
+    text = capsys.readouterr().out
+    assert "Not real: emulated devices: target=2,draft=0.2" in text
+    assert "Not real: scripted tokens: acceptance 0.8" in text
+    assert "scripted, no model runs" in text
+    body = json.loads(path.read_text())
+    kinds = {(row["prompts"], row["temperature"], row["num_streams"], row["mode"]) for row in body["rows"]}
+    assert len(kinds) == len(body["rows"]) == 2 * 2 * 2 * 2
+    assert all(row["has_equal_texts"] and row["num_emulated_steps"] for row in body["rows"])
+    assert {(step["device"], step["num_rows"]) for step in body["steps"]} == {
+        (d, n) for d in ("target", "draft") for n in (1, 3)
+    }
+
+
+def test_offline_on_the_demo_pair(capsys: Capture) -> None:
+    memory = ("--target-kv-memory", "64MiB", "--draft-kv-memory", "64MiB", "--max-model-len", "256")
+    work = ("--streams", "2", "--rounds", "1", "--max-tokens", "8", "--num-speculative-tokens", "0,2")
+    assert bench("--offline", *memory, *work) == 0
+    text = capsys.readouterr().out
+    assert "target: llama, 8 layers" in text
+    assert "Not real" not in text
+    assert text.count("| yes |") == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--streams", "0"], "streams takes whole numbers of at least 1"),
+        (["--num-speculative-tokens", "x"], "num_speculative_tokens takes whole numbers"),
+        (["--temperatures", "-1"], "temperatures takes numbers of at least 0"),
+        (["--temperatures", "nan"], "temperatures takes numbers of at least 0"),
+        (["--rounds", "0"], "rounds must be at least 1"),
+        (["--prompts", "songs"], "'songs' is none of code, code-long, prose, mixed"),
+        (["--modes", "fast"], "'fast' is none of"),
+        (["--steps"], "steps: only with --offline"),
+        (["--offline", "--modes", "overlap"], "--offline runs in turn"),
+        (["--url", "http://127.0.0.1:9", "--modes", "overlap"], "a running service has the mode it has"),
+        (["--plot", "a.pdf"], "must end in .png"),
+        (["--emulate-step-ms", "target=fast"], "emulate_step_ms: must be written as target=30,draft=3"),
+        (["--scripted-acceptance-rate", "2"], "scripted.acceptance_rate: must be a number, at least 0"),
+        (["--offline", "--url", "http://127.0.0.1:9"], "offline and url exclude each other"),
+    ],
+)
+def test_bad_flags_are_one_line_before_anything_starts(flags: list[str], message: str, capsys: Capture) -> None:
+    assert bench(*flags) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+    assert not printed.out
+
+
+def test_prompts_are_of_several_lengths() -> None:
+    assert len({len(prompts) for prompts in PROMPTS.values()}) > 1
+    assert min(map(len, CODE_LONG)) > 50 * min(map(len, PROMPTS["code"]))
+    assert prompts_of("prose", 6)[4:] == prompts_of("prose", 2)
+    with pytest.raises(InvalidParameterError):
+        prompts_of("songs", 1)
+
+
+def fail(config: ServiceConfig) -> int:
+    """A service that ends at once."""
+    return 2
+
+
+def hold(config: ServiceConfig) -> int:
+    """A service that answers everything, until it is told to stop."""
+    os.execvp("python", ["python", "-c", _SERVER, str(config.port)])
+    return 0
+
+
+_SERVER = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def log_message(self, *args): pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_a_service_that_ends_is_reported() -> None:
+    message = "service for overlap ended while it started, with exit code 2"
+    with pytest.raises(LaunchError, match=message) as caught, Services({"overlap": ServiceConfig()}, fail):
+        pass
+    assert caught.value.is_users
+
+
+def test_services_run_side_by_side_and_are_stopped() -> None:
+    with Services({"overlap": ServiceConfig(), "in_turn": ServiceConfig()}, hold) as services:
+        urls = services.urls
+        assert set(urls) == {"overlap", "in_turn"}
+        assert len(set(urls.values())) == 2
+        assert all(map(is_healthy, urls.values()))
+    assert not any(map(is_healthy, urls.values()))

@@ -1,0 +1,117 @@
+"""Streams against a real server whose tokens come by a script, and what its metrics tell of devices."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from transformers import AutoTokenizer
+
+from cluster.bench.load import (
+    Workload,
+    devices_between,
+    run_workload,
+    served_model,
+    service_stand_ins,
+    told_stand_ins,
+    worker_figures,
+)
+from cluster.bench.measures import acceptance_rate, hit_rate, mean_acceptance_length
+from cluster.sources import demo_folder
+from specdec.errors import ServiceUnavailableError
+from tests.deployments.openai.conftest import Bench, listening
+
+TEXT = "for item in items:\n    print('é', item)\n"
+
+PAGE = """
+# TYPE specdec_num_steps gauge
+specdec_num_steps{model_name="m",role="target",worker="a"} 10.0
+specdec_num_steps{model_name="m",role="target",worker="b"} 5.0
+specdec_num_steps{model_name="m",role="drafter",worker="c"} 40.0
+# TYPE specdec_busy_s gauge
+specdec_busy_s{model_name="m",role="target",worker="a"} 1.5
+specdec_busy_s{model_name="m",role="target",worker="b"} 0.5
+# TYPE specdec_num_overruns gauge
+specdec_num_overruns{model_name="m",role="target",worker="a"} 3.0
+# TYPE specdec_generation_tokens counter
+specdec_generation_tokens_total{model_name="m"} 99.0
+"""
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench(AutoTokenizer.from_pretrained(demo_folder("target")))
+
+
+@pytest.fixture
+async def url(bench: Bench) -> AsyncIterator[str]:
+    async with listening(bench.app) as url:
+        yield url
+
+
+async def test_a_stream_is_counted_in_tokens(bench: Bench, url: str) -> None:
+    ids = bench.tokenizer.encode(TEXT)
+    bench.says(TEXT, 4, "length")
+    assert await served_model(url) == "demo"
+    run = await run_workload(url, "demo", Workload(("a", "b"), len(ids), 0.5, 3))
+    assert run.texts == (TEXT, TEXT)
+    assert run.num_tokens == 2 * len(ids)
+    for stream in run.streams:
+        sizes = [arrival.num_tokens for arrival in stream.arrivals]
+        assert sizes == [4] * (len(ids) // 4) + [len(ids) % 4] * bool(len(ids) % 4)
+        times = [arrival.time_s for arrival in stream.arrivals]
+        assert times[0] > 0
+        assert times == sorted(times)
+        assert times[-1] <= run.duration_s
+    assert acceptance_rate(run.streams) == 1
+    # Every round but a last one of a single token kept three draft tokens.
+    assert mean_acceptance_length(run.streams) == pytest.approx(len(ids) / -(-len(ids) // 4), abs=1)
+    assert hit_rate(run.streams) == 1
+    assert run.devices == {}
+
+
+async def test_requests_are_as_the_workload_says(bench: Bench, url: str) -> None:
+    bench.says(TEXT, 1, "length")
+    await run_workload(url, "demo", Workload(("a", "b"), 9, 0.5, None))
+    await run_workload(url, "demo", Workload(("a",), 9, 0.0, 0))
+    specs = [request.spec for request in bench.service.opened]
+    assert [spec.num_speculative_tokens for spec in specs] == [None, None, 0]
+    assert [spec.sampling.temperature for spec in specs] == [0.5, 0.5, 0.0]
+    assert all(spec.sampling.ignore_eos and spec.max_tokens == 9 for spec in specs)
+    assert len({spec.seed for spec in specs[:2]}) == 2, "each stream has a seed of its own"
+
+
+async def test_a_stream_that_fails_is_no_result(bench: Bench, url: str) -> None:
+    bench.script = lambda request: [*bench.say(TEXT, 4, "length")[:1], ServiceUnavailableError("gone")]
+    with pytest.raises(httpx.HTTPError, match="without its tokens"):
+        await run_workload(url, "demo", Workload(("a",), 9, 0.0, 0))
+
+
+async def test_a_refusal_is_an_error(url: str) -> None:
+    with pytest.raises(httpx.HTTPStatusError):
+        await run_workload(url, "another", Workload(("a",), 9, 0.0, 0))
+
+
+def test_figures_of_workers_are_summed_by_device() -> None:
+    assert worker_figures(PAGE) == {
+        "target": {"num_steps": 15.0, "busy_s": 2.0, "num_overruns": 3.0},
+        "draft": {"num_steps": 40.0},
+    }
+
+
+def test_what_devices_did_in_between() -> None:
+    before = {"target": {"num_steps": 5.0, "busy_s": 0.5}}
+    uses = devices_between(before, worker_figures(PAGE), 6.0)
+    assert set(uses) == {"target"}, "the draft does not tell how long it was busy"
+    target = uses["target"]
+    assert (target.num_steps, target.num_overruns) == (10, 3)
+    assert target.idle_share == pytest.approx(0.75)
+    assert target.step_s == pytest.approx(0.15)
+
+
+async def test_a_service_tells_what_is_not_real(url: str) -> None:
+    assert await service_stand_ins(url) == ()
+    figures = {"target": {"num_emulated_steps": 3.0, "is_scripted": 1.0}, "draft": {"num_emulated_steps": 0.0}}
+    assert told_stand_ins(figures) == ("emulated devices: target", "scripted tokens")
+    assert told_stand_ins({"target": {"num_steps": 3.0}}) == ()

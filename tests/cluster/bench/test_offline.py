@@ -1,0 +1,176 @@
+"""The bench on scripted tokens and emulated devices in virtual time: its figures are those worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.bench.compare import ALONE, Mode, Work, compare, parse_modes
+from cluster.bench.doubles import scripted_pair
+from cluster.bench.limits import expected_tokens
+from cluster.bench.measures import Step
+from cluster.bench.offline import Pair, load_pair
+from cluster.bench.steps import NotedDrafter, NotedTarget, measure_steps, verify_cost
+from cluster.bench.summary import Row, summarize
+from cluster.config import AppArgs
+from specdec.engine.emulation import EmulatedDevice, EmulatedTarget, StepCost, VirtualClock
+from specdec.errors import InvalidParameterError
+from specdec.sampling.philox import derive_seed
+
+
+def pair(acceptance_rate: float, costs: str = "target=30,draft=3") -> Pair:
+    args = AppArgs.model_validate({"scripted": {"acceptance_rate": acceptance_rate}, "emulate_step_ms": costs})
+    return load_pair(args, clock=VirtualClock())
+
+
+def rows(pair: Pair, num_streams: int = 1, max_tokens: int = 20, lengths: tuple[int, ...] = (0, 4)) -> list[Row]:
+    modes = parse_modes(["in_turn"], lengths)
+    work = Work("code", num_streams, max_tokens, 0.0)
+    return summarize(compare(pair.run, modes, work, rounds=2, report=lambda line: None))
+
+
+def test_target_alone() -> None:
+    row = rows(pair(1.0))[0]
+    assert row.mode == ALONE
+    assert row.tokens_per_s == pytest.approx(20 / 0.6)
+    assert row.first_s == pytest.approx(0.030)
+    assert row.gap_mean_s == pytest.approx(0.030)
+    assert row.gap_percentiles_s == pytest.approx((0.030, 0.030, 0.030))
+    assert row.idle_share == {"target": pytest.approx(0)}
+    assert (row.acceptance_rate, row.mean_acceptance_length, row.hit_rate) == (None, None, 0.0)
+    assert row.limit is not None
+    assert row.limit.tokens_per_s == pytest.approx(1 / 0.030)
+    assert row.share_of_limit == pytest.approx(1)
+
+
+def test_everything_accepted() -> None:
+    """Four rounds of four draft steps and one target step, five tokens each."""
+    row = rows(pair(1.0))[1]
+    assert row.tokens_per_s == pytest.approx(20 / (4 * 0.042))
+    assert row.ratio == pytest.approx((0.6 / 0.168,) * 3)
+    assert row.first_s == pytest.approx(0.042)
+    assert row.gap_mean_s == pytest.approx(3 * 0.042 / 19)
+    # 16 gaps of 0 and 3 of 42 ms: the median is 0, the 95th percentile the 18.1th of 19.
+    assert row.gap_percentiles_s == pytest.approx((0.0, 0.042, 0.042))
+    assert row.acceptance_rate == 1
+    assert row.mean_acceptance_length == 5
+    assert row.step_s == pytest.approx({"target": 0.030, "draft": 0.003})
+    assert row.idle_share == pytest.approx({"target": 1 - 0.120 / 0.168, "draft": 1 - 0.048 / 0.168})
+    assert row.outside_s_per_round == pytest.approx(0, abs=1e-12)
+    assert row.limit is not None
+    assert row.limit.tokens_per_s == pytest.approx(1 / (0.030 * (1 + 4 * 0.1) / 5))
+    assert row.share_of_limit == pytest.approx(1)
+    assert (row.num_emulated_steps, row.num_overruns) == (2 * (4 + 16), 0)
+    assert row.has_equal_texts
+
+
+def test_nothing_accepted() -> None:
+    row = rows(pair(0.0), max_tokens=10)[1]
+    # The last token takes no draft, the three before it shorter ones: 6 rounds of 42 ms, then 39, 36, 33 and 30.
+    assert row.tokens_per_s == pytest.approx(10 / (6 * 0.042 + 0.138))
+    assert row.acceptance_rate == 0
+    assert row.mean_acceptance_length == 1
+    assert row.limit is not None
+    assert row.limit.alpha == pytest.approx(0, abs=1e-9)
+
+
+def test_acceptance_and_time_of_a_script() -> None:
+    """Played out again from the script alone."""
+    engine, max_tokens, length = pair(0.8), 200, 4
+    row = rows(engine, max_tokens=max_tokens)[1]
+    script = scripted_pair(AppArgs.model_validate({"scripted": {"acceptance_rate": 0.8}}))[0]._script
+    seed, start = derive_seed(0, 0, 0), 8  # tokens of the first prompt
+    position, drafted, kept, rounds, duration_s = 0, 0, 0, 0, 0.0
+    while position < max_tokens:
+        count = min(length, max_tokens - position - 1)
+        places = range(start + position, start + position + count)
+        right = [script.draft_tokens(seed, at, 0)[0] == script.true_token(seed, at) for at in places]
+        run = right.index(False) if False in right else count
+        drafted, kept, rounds = drafted + count, kept + run, rounds + bool(count)
+        duration_s += 0.030 + 0.003 * count
+        position += run + 1
+    assert row.tokens_per_s == pytest.approx(max_tokens / duration_s)
+    assert row.acceptance_rate == pytest.approx(kept / drafted)
+    assert row.mean_acceptance_length == pytest.approx(1 + kept / rounds)
+    assert row.mean_acceptance_length == pytest.approx(expected_tokens(0.8, length), rel=0.15)
+
+
+def test_costs_by_row_and_token() -> None:
+    """Two streams alone: the first step reads 8 and 19 prompt tokens, the others one token a row."""
+    row = rows(pair(1.0, "target=10+1/row+0.5/token,draft=1"), num_streams=2, max_tokens=5)[0]
+    first_s = 0.010 + 0.002 + 0.0005 * 27
+    assert row.first_s == pytest.approx(first_s)
+    assert row.tokens_per_s == pytest.approx(10 / (first_s + 4 * 0.013))
+    assert row.step_s["target"] == pytest.approx(0.013)
+    assert row.limit is not None
+    assert row.limit.tokens_per_s == pytest.approx(2 / 0.013)
+
+
+def test_the_cost_of_verifying_is_in_the_limit() -> None:
+    """With v(4) = (10 + 5 * 2) / (10 + 2) and everything accepted, the limit is met."""
+    row = rows(pair(1.0, "target=10+2/token,draft=1"), max_tokens=100)[1]
+    assert row.limit is not None
+    assert row.limit.verify_cost == pytest.approx(20 / 12)
+    assert row.limit.tokens_per_s == pytest.approx(5 / 0.024)
+    assert row.share_of_limit == pytest.approx(1)
+
+
+def test_step_times_are_those_of_the_devices() -> None:
+    engine = pair(0.5, "target=10+1/row+0.5/token,draft=2+0.25/row")
+    times = measure_steps(
+        engine.target,
+        engine.drafter,
+        batches=[1, 8],
+        draft_lengths=range(3),
+        context=20,
+        repeats=3,
+        clock=engine.clock.now_s,
+    )
+    assert {(t.device, t.num_rows, t.num_draft_tokens): round(1e3 * t.median_s, 6) for t in times} == {
+        ("target", 1, 0): 11.5,
+        ("target", 1, 1): 12.0,
+        ("target", 1, 2): 12.5,
+        ("draft", 1, 0): 2.25,
+        ("target", 8, 0): 22.0,
+        ("target", 8, 1): 26.0,
+        ("target", 8, 2): 30.0,
+        ("draft", 8, 0): 4.0,
+    }
+    assert verify_cost(times, 8, 2) == pytest.approx(30 / 22)
+    assert verify_cost(times, 8, 5) is None
+
+
+def test_a_drafter_is_idle_while_the_target_works() -> None:
+    engine = pair(1.0)
+    engine.run(Mode("in turn", 2, "in_turn"), Work("code", 1, 3, 0.0).workload(Mode("in turn", 2)))
+    kinds = [(step.device, round(1e3 * step.started_s), round(1e3 * step.ended_s)) for step in engine.steps]
+    assert kinds == [("draft", 0, 3), ("draft", 3, 6), ("target", 6, 36)]
+    assert [step.is_prefill for step in engine.steps] == [True, False, True]
+    assert [(step.num_rows, step.num_tokens) for step in engine.steps] == [(1, 1), (1, 1), (1, 3)]
+
+
+def test_only_steps_that_did_something_are_noted() -> None:
+    steps: list[Step] = []
+    target, drafter = scripted_pair(AppArgs.model_validate({"scripted": {"acceptance_rate": 1.0}}))
+    assert NotedTarget(target, steps.append).verify([]) == []
+    assert NotedDrafter(drafter, steps.append).propose([]) == []
+    assert steps == []
+
+
+def test_modes() -> None:
+    names = [(m.name, m.num_speculative_tokens, m.service_mode) for m in parse_modes(["in_turn", "overlap"], [0, 2])]
+    assert names == [
+        (ALONE, 0, None),
+        ("in turn, 2 draft tokens", 2, "in_turn"),
+        ("overlap, 2 draft tokens", 2, "overlap"),
+    ]
+    assert parse_modes(["auto"], [0, 2, 4])[1:] == (Mode("auto", None, "auto"),)
+    assert [mode.name for mode in parse_modes([], [3])] == ["3 draft tokens"]
+    with pytest.raises(InvalidParameterError, match="'fast' is none of in_turn, overlap, outcomes, auto"):
+        parse_modes(["fast"], [3])
+
+
+def test_an_emulated_device_without_work_takes_no_time() -> None:
+    clock = VirtualClock()
+    target, _ = scripted_pair(AppArgs.model_validate({"scripted": {"acceptance_rate": 1.0}}))
+    EmulatedTarget(target, EmulatedDevice(StepCost(30), clock)).verify([])
+    assert clock.now_s() == 0

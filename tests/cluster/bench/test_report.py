@@ -1,0 +1,141 @@
+"""What people and programs get to read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cluster.bench import plot
+from cluster.bench.report import Environment, Report, command_line, processor_name
+from cluster.bench.steps import StepTime
+from cluster.bench.summary import Limit, Row
+from specdec.errors import InvalidParameterError
+
+ROW = Row(
+    prompts="code",
+    temperature=0.0,
+    num_streams=2,
+    mode="in turn, 4 draft tokens",
+    tokens_per_s=80.0,
+    ratio=(0.9, 1.5, 2.0),
+    decode_tokens_per_s=90.0,
+    first_s=0.0425,
+    gap_mean_s=0.0126,
+    gap_percentiles_s=(0.0, 0.042, 0.045),
+    acceptance_rate=0.625,
+    mean_acceptance_length=3.5,
+    hit_rate=1.0,
+    step_s={"target": 0.03, "draft": 0.003},
+    idle_share={"target": 0.3, "draft": 0.7},
+    outside_s_per_round=0.0005,
+    limit=Limit(100.0, "in turn"),
+    load=1.5,
+    has_equal_texts=True,
+    num_emulated_steps=0,
+    num_overruns=0,
+)
+ENVIRONMENT = Environment(
+    machine="A processor, 2 cores, no GPU",
+    versions={"torch": "2.13"},
+    models={"target": "llama, 8 layers"},
+    stand_ins=(),
+    work="over HTTP",
+    command="specdec bench --streams 2",
+)
+
+
+def cells(report: Report, line: int) -> dict[str, str]:
+    rows = [
+        [cell.strip() for cell in text.strip("|").split("|")] for text in report.markdown().splitlines() if "|" in text
+    ]
+    return dict(zip(rows[0], rows[line], strict=True))
+
+
+def test_a_row() -> None:
+    row = cells(Report(ENVIRONMENT, (ROW,)), 2)
+    assert row["tokens/s"] == "80.0"
+    assert row["against the first mode (least, median, most)"] == "0.90, 1.50, 2.00"
+    assert row["TTFT ms"] == "42.5"
+    assert row["ITL ms mean; p50, p95, p99"] == "12.6; 0.0, 42.0, 45.0"
+    assert row["acceptance"] == "0.625"
+    assert row["tokens a draft"] == "3.50"
+    assert row["step ms target, draft"] == "30.00, 3.00"
+    assert row["idle target, draft"] == "30%, 70%"
+    assert row["outside ms a round"] == "0.50"
+    assert row["its limit"] == "100.0"
+    assert row["share of it"] == "90%"
+    assert row["same text"] == "yes"
+
+
+def test_what_is_not_known_is_a_dash() -> None:
+    bare = replace(
+        ROW, acceptance_rate=None, limit=None, step_s={}, idle_share={}, outside_s_per_round=None, has_equal_texts=False
+    )
+    row = cells(Report(ENVIRONMENT, (bare,)), 2)
+    assert row["acceptance"] == row["its limit"] == row["share of it"] == row["outside ms a round"] == "-"
+    assert row["step ms target, draft"] == "-, -"
+    assert row["same text"] == "no"
+
+
+def test_it_says_where_and_how() -> None:
+    text = Report(ENVIRONMENT, (ROW,)).markdown()
+    for said in ("A processor", "torch 2.13", "llama, 8 layers", "over HTTP", "`specdec bench --streams 2`"):
+        assert said in text
+    assert "Not real" not in text
+    assert "emulated" not in text
+
+
+@pytest.mark.parametrize(("num_overruns", "verdict"), [(0, "all fitted"), (7, "7 did not fit")])
+def test_emulation_is_said(num_overruns: int, verdict: str) -> None:
+    environment = replace(ENVIRONMENT, stand_ins=("emulated devices: target=30", "scripted tokens"))
+    row = replace(ROW, num_emulated_steps=50, num_overruns=num_overruns)
+    text = Report(environment, (row, row)).markdown()
+    assert "**Not real: emulated devices: target=30.**" in text
+    assert "**Not real: scripted tokens.**" in text
+    assert "100 steps" in text
+    assert verdict.replace("7", str(2 * num_overruns)) in text
+
+
+def test_step_times_come_with_the_cost_of_verifying() -> None:
+    steps = (
+        StepTime("target", 1, 0, 0.03, 0.04),
+        StepTime("target", 1, 4, 0.036, 0.04),
+        StepTime("draft", 1, 0, 0.003, 0.003),
+    )
+    text = Report(ENVIRONMENT, (ROW,), steps).markdown()
+    assert "| target | 1 | 4 | 36.00 | 40.00 | 1.20 |" in text
+    assert "| draft | 1 | - | 3.00 | 3.00 | - |" in text
+
+
+def test_json_has_everything() -> None:
+    body = json.loads(Report(ENVIRONMENT, (ROW,), (StepTime("draft", 1, 0, 0.003, 0.003),)).as_json())
+    assert body["environment"]["command"] == ENVIRONMENT.command
+    assert body["rows"][0]["tokens_per_s"] == 80.0
+    assert body["rows"][0]["share_of_limit"] == 0.9
+    assert body["rows"][0]["limit"]["policy"] == "in turn"
+    assert body["steps"][0]["median_s"] == 0.003
+
+
+def test_a_plot_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [replace(ROW, temperature=t, num_streams=n, mode=m) for t in (0, 1) for n in (1, 8) for m in ("a", "b")]
+    path = tmp_path / "bench.png"
+    plot.check_plot(str(path))
+    plot.draw(Report(ENVIRONMENT, (*rows, replace(ROW, limit=None))), str(path))
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_only_png_is_drawn() -> None:
+    plot.check_plot(None)
+    with pytest.raises(InvalidParameterError, match=r"plot: bench.pdf must end in .png"):
+        plot.check_plot("bench.pdf")
+
+
+def test_the_command_can_be_given_again(tmp_path: Path) -> None:
+    assert command_line(["bench", "--emulate-step-ms", "a b"]) == "specdec bench --emulate-step-ms 'a b'"
+    (tmp_path / "cpuinfo").write_text("processor : 0\nmodel name : Some CPU @ 3 GHz\n")
+    assert processor_name(tmp_path / "cpuinfo") == "Some CPU @ 3 GHz"
+    assert processor_name(tmp_path / "missing")

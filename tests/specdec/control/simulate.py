@@ -1,0 +1,240 @@
+"""The controller in a simulation, against every fixed plan and the target alone.
+
+python -m tests.specdec.control.simulate [--all] [--batch 1,8,64] [--every N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from specdec.control.controller import Controller
+from specdec.control.estimates import Round
+from specdec.engine.timing import StepTimer
+from specdec.protocol.messages import Plan
+from specdec.sampling.params import SamplingParams, SequenceSpec
+from tests.specdec.control.pairs import ONE_WAY_S, Pairs, Scenario, Script
+
+WARM_UP_STEPS = 700
+SPEC = SequenceSpec(SamplingParams(), 0, 1, 1 << 20)
+
+
+def fixed(scenario: Scenario, script: Script, plans: Sequence[Plan], num_steps: int, seed: int = 1) -> list[float]:
+    """Tokens per second under each plan, given to all sequences."""
+    pairs = Pairs([scenario] * len(plans), [script] * len(plans), seed)
+    for p, plan in enumerate(plans):
+        for i in range(scenario.batch):
+            pairs.plan(p, i, plan)
+    pairs.replanned()
+    for _ in range(20):
+        pairs.step()
+    began_s, began_tokens = pairs.now, pairs.num_tokens.copy()
+    for _ in range(num_steps):
+        pairs.step()
+    return list((pairs.num_tokens - began_tokens) / (pairs.now - began_s))
+
+
+def fixed_plans(scenario: Scenario) -> list[Plan]:
+    """The grid of fixed plans, with the true times for those that need a deadline."""
+    a = round(scenario.alpha, 2)
+    lengths = (1, 2, 3, 4, 6, 8, 12, 16)
+    plans = [Plan()]
+    plans += [Plan(n, acceptance_rate=a, mode="in_turn", draft_wait_s=1.0) for n in lengths]
+    plans += [Plan(n, acceptance_rate=a) for n in lengths]
+    for n in lengths:
+        for branches in (2, 4, 8, 16, 32):
+            draft_s = scenario.draft_s(scenario.batch * (1 + branches))
+            step_s = scenario.target_s(scenario.batch * (1 + n))
+            fit = int((0.95 * step_s - 2 * ONE_WAY_S) / draft_s)
+            plans += [Plan(n, branches, min(k, n + 1), a) for k in (fit, fit - 1) if k > 0]
+            chain_s = n * draft_s + 2 * ONE_WAY_S
+            if chain_s > 0.8 * step_s:
+                plans.append(Plan(n, branches, n, a, draft_wait_s=1.1 * max(chain_s, (step_s + chain_s) / 2)))
+            plans.append(Plan(n, branches, n, a, draft_wait_s=1.1 * (step_s + chain_s)))
+    return list(dict.fromkeys(plans))
+
+
+def best_fixed(scenario: Scenario, script: Script) -> tuple[float, Plan]:
+    """The best of the fixed plans: all for a short time, the best of them for a long one."""
+    plans = fixed_plans(scenario)
+    for num_steps, kept in ((100, 12), (600, 1)):
+        rates = dict(zip(plans, fixed(scenario, script, plans, num_steps), strict=True))
+        plans = sorted(plans, key=rates.__getitem__, reverse=True)[:kept]
+    return rates[plans[0]], plans[0]
+
+
+class Auto:
+    """Pairs under a controller each."""
+
+    def __init__(self, scenarios: Sequence[Scenario], scripts: Sequence[Script], seed: int = 2) -> None:
+        self.pairs = Pairs(scenarios, scripts, seed)
+        self.rng = random.Random(seed)
+        self.scenarios = scenarios
+        self.controllers = [Controller() for _ in scenarios]
+        self.timers = [(StepTimer(), StepTimer()) for _ in scenarios]
+        self.names = [f"s{i}" for i in range(scenarios[0].batch)]
+        self.plans: list[list[Plan]] = []
+        for p, controller in enumerate(self.controllers):
+            self.plans.append([controller.opened(name, SPEC) for name in self.names])
+            for i, plan in enumerate(self.plans[p]):
+                self.pairs.plan(p, i, plan)
+        self.pairs.replanned()
+        self.reported_s, self.reviewed_s = [0.0] * len(scenarios), [0.0] * len(scenarios)
+        self.num_changes = [0] * len(scenarios)
+
+    def run(self, num_steps: int) -> np.ndarray:
+        """Tokens per second of every pair, in the time of so many of its plain steps."""
+        pairs = self.pairs
+        began_s, began_tokens = pairs.now.copy(), pairs.num_tokens.copy()
+        rates = np.zeros(len(self.scenarios))
+        seconds = [num_steps * one.target_s(one.batch) for one in self.scenarios]
+        while not rates.all():
+            result = pairs.step()
+            for p, entry in enumerate(zip(*result, strict=True)):
+                if not rates[p]:
+                    self._tell(p, *entry)
+                    elapsed_s = pairs.now[p] - began_s[p]
+                    if elapsed_s >= seconds[p]:
+                        rates[p] = (pairs.num_tokens[p] - began_tokens[p]) / elapsed_s
+        return rates
+
+    def _tell(self, p: int, rows: np.ndarray, drafted: np.ndarray, accepted: np.ndarray, duration_s: float) -> None:
+        """What the router learns of a step, at once or with the next heartbeat."""
+        pairs, controller = self.pairs, self.controllers[p]
+        target_timer, draft_timer = self.timers[p]
+        now_s = float(pairs.now[p])
+        num_rows = int(rows.sum())
+        target_timer.add(num_rows, num_rows + int(drafted.sum()), float(duration_s))
+        num_draft_rows = int(pairs.draft_rows[p])
+        if num_draft_rows:
+            draft_timer.add(num_draft_rows, num_draft_rows, float(pairs.draft_s[p]))
+        for name, is_there, n, m in zip(self.names, rows.tolist(), drafted.tolist(), accepted.tolist(), strict=True):
+            if is_there:
+                controller.judged(name, (Round(n, m),), now_s + ONE_WAY_S / 2)
+        if now_s >= self.reported_s[p] + 1.0:
+            self._report(p, now_s)
+        if now_s >= self.reviewed_s[p] + 0.25:
+            self._review(p, now_s)
+
+    def _report(self, p: int, now_s: float) -> None:
+        pairs, controller = self.pairs, self.controllers[p]
+        self.reported_s[p] = now_s
+        count = {"num_sequences": float(len(self.names))}
+        hits = {"num_branch_hits": float(pairs.hits[p]), "num_branch_misses": float(pairs.misses[p])}
+        controller.reported("T", "target", {**self.timers[p][0].report(), **hits, **count})
+        busy_s = self.scenarios[p].target_s(len(self.names))
+        controller.echoed("T", ONE_WAY_S + busy_s * (1 + self.rng.random()))
+        if pairs.draft_rows[p]:
+            controller.reported("D", "drafter", {**self.timers[p][1].report(), **count})
+            controller.echoed("D", ONE_WAY_S + float(pairs.draft_s[p]) * (1 + self.rng.random()))
+
+    def _review(self, p: int, now_s: float) -> None:
+        self.reviewed_s[p] = now_s
+        changed = self.controllers[p].review(dict.fromkeys(self.names, ("T", "D")), now_s)
+        for name, plan in changed.items():
+            i = int(name[1:])
+            self.num_changes[p] += 1
+            self.plans[p][i] = plan
+            self.pairs.plan(p, i, plan)
+        if changed:
+            self.pairs.replanned()
+
+
+@dataclass(frozen=True)
+class Result:
+    """Tokens per second at a point."""
+
+    scenario: Scenario
+    auto: float
+    best: float
+    alone: float
+    plan: Plan
+    choice: Plan
+    num_changes: int
+
+    @property
+    def over_best(self) -> float:
+        return self.auto / self.best
+
+    @property
+    def over_alone(self) -> float:
+        return self.auto / self.alone
+
+
+def measure(scenarios: Sequence[Scenario], seed: int = 0, num_steps: int = 400) -> list[Result]:
+    """Auto after its warm-up, the best fixed plan, and the target alone, over the same scripts; of one batch size."""
+    scripts = [Script(scenario, seed) for scenario in scenarios]
+    auto = Auto(scenarios, scripts)
+    auto.run(WARM_UP_STEPS)
+    changes = list(auto.num_changes)
+    rates = auto.run(num_steps)
+    results = []
+    for p, (scenario, script) in enumerate(zip(scenarios, scripts, strict=True)):
+        alone = fixed(scenario, script, [Plan()], 400)[0]
+        best, plan = best_fixed(scenario, script)
+        choice, num_changes = auto.plans[p][0], auto.num_changes[p] - changes[p]
+        results.append(Result(scenario, float(rates[p]), max(best, alone), alone, plan, choice, num_changes))
+    return results
+
+
+def grid(batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)) -> list[Scenario]:
+    """All points."""
+    return [
+        Scenario(batch, alpha, cost, hit, bound)
+        for batch in batches
+        for alpha in (0.0, 0.5, 0.8, 0.95)
+        for cost in (0.05, 0.1, 0.3, 1.0)
+        for hit in (0.5, 0.9)
+        for bound in (False, True)
+    ]
+
+
+def described(plan: Plan) -> str:
+    if not plan.num_draft_tokens:
+        return "off"
+    wait = f" wait {plan.draft_wait_s:.3f}" if plan.draft_wait_s and plan.mode == "overlap" else ""
+    fan = f" x{plan.num_branches} fit {plan.num_fit_steps}" if plan.mode == "overlap" else ""
+    return f"{plan.mode} {plan.num_draft_tokens}{fan}{wait}"
+
+
+def line(result: Result) -> str:
+    one = result.scenario
+    point = f"B {one.batch:2d} alpha {one.alpha:.2f} c {one.cost:.2f} hit {one.hit:.1f} "
+    point += "compute" if one.is_compute_bound else "flat   "
+    figures = f"auto/best {result.over_best:.3f} auto/alone {result.over_alone:.3f} "
+    figures += f"best/alone {result.best / result.alone:.2f}"
+    return (
+        f"{point}  {figures}  best: {described(result.plan)}; auto: {described(result.choice)} ({result.num_changes})"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch", default="1,2,4,8,16,32,64")
+    parser.add_argument("--all", action="store_true", help="print every point, not the worst alone")
+    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    batches = tuple(int(batch) for batch in arguments.batch.split(","))
+    results = []
+    for batch in batches:
+        results += measure(grid((batch,))[:: arguments.every], arguments.seed)
+    results.sort(key=lambda result: result.over_best)
+    for result in results if arguments.all else results[:24]:
+        sys.stdout.write(line(result) + "\n")
+    low = min(result.over_alone for result in results)
+    sys.stdout.write(
+        f"{len(results)} points: auto/best min {results[0].over_best:.3f}, "
+        f"median {results[len(results) // 2].over_best:.3f}; auto/alone min {low:.3f}; "
+        f"below .97: {sum(result.over_best < 0.97 for result in results)}, "
+        f"below .98: {sum(result.over_alone < 0.98 for result in results)}\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

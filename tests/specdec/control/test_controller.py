@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import pytest
+
+from specdec.control.choice import Bounds
+from specdec.control.controller import Controller
+from specdec.control.estimates import Round
+from specdec.control.steptimes import step_times
+from specdec.engine.timing import StepTimer
+from specdec.protocol.messages import Notes
+from specdec.sampling.params import SamplingParams, SequenceSpec
+
+STEP_S, DRAFT_S = 0.03, 0.003
+
+
+def spec(bound=None):
+    return SequenceSpec(SamplingParams(), 0, 1, 1000, num_speculative_tokens=bound)
+
+
+def steps(sizes):
+    timer = StepTimer()
+    for rows, tokens, seconds in sizes:
+        for _ in range(8):
+            timer.add(rows, tokens, seconds)
+    return timer.report()
+
+
+class Service:
+    """A controller with sequences on one target and one drafter, fed by hand."""
+
+    def __init__(self, bounds=(None,), *, growth=0.0, cost_s=DRAFT_S, kinds=None):
+        self.controller = Controller(Bounds(kinds=kinds) if kinds else None)
+        self.seqs = [f"s{i}" for i in range(len(bounds))]
+        self.plans = {s: self.controller.opened(s, spec(b)) for s, b in zip(self.seqs, bounds, strict=True)}
+        rows, self.now = len(bounds), 0.0
+        count = {"num_sequences": float(rows)}
+        target = steps((rows, rows * n, STEP_S * (1 + growth * (n - 1))) for n in (1, 2, 3, 5, 9, 17))
+        draft = steps((rows * n, rows * n, cost_s) for n in (1, 2, 3, 5, 9, 17, 33))
+        self.controller.reported("T", "target", {**target, **count})
+        self.controller.reported("D", "drafter", {**draft, **count})
+
+    def run(self, rounds, seconds=10.0, step_s=STEP_S):
+        """Each sequence has ``rounds(plan)`` in every step."""
+        placements = {seq: ("T", "D" if self.plans[seq].num_draft_tokens else None) for seq in self.seqs}
+        end = self.now + seconds
+        while self.now < end:
+            for _ in range(8):
+                self.now += step_s
+                for seq in self.seqs:
+                    self.controller.judged(seq, [rounds(self.plans[seq])], self.now)
+            self.plans.update(self.controller.review(placements, self.now))
+
+
+def kept(share):
+    return lambda plan: Round(plan.num_draft_tokens, int(plan.num_draft_tokens * share))
+
+
+def test_good_drafts_are_drafted_and_bad_ones_are_not():
+    good, bad = Service((None,) * 4), Service((None,) * 4)
+    good.run(kept(0.9))
+    bad.run(kept(0.0))
+    assert all(plan.num_draft_tokens >= 3 for plan in good.plans.values())
+    assert sum(plan.num_draft_tokens > 0 for plan in bad.plans.values()) <= 1
+
+
+def test_a_request_bounds_its_own_draft_length():
+    service = Service((None, 0, 2))
+    service.run(kept(0.9))
+    lengths = [service.plans[seq].num_draft_tokens for seq in service.seqs]
+    assert lengths[0] > 2
+    assert lengths[1:] == [0, 2]
+
+
+def test_where_every_token_costs_a_step_nothing_is_drafted():
+    service = Service((None,) * 4, growth=1.0)
+    service.run(kept(0.7))
+    assert sum(plan.num_draft_tokens > 0 for plan in service.plans.values()) <= 1
+
+
+@pytest.mark.parametrize(("kind", "mode"), [("in_turn", "in_turn"), ("overlap", "overlap")])
+def test_the_kind_may_be_fixed(kind, mode):
+    service = Service(kinds=frozenset({"off", kind}))
+    service.run(kept(0.9))
+    (plan,) = service.plans.values()
+    assert (plan.mode, plan.num_branches) == (mode, 0)
+
+
+def test_a_full_cache_leaves_no_room_for_branches():
+    service = Service(kinds=frozenset({"off", "outcomes"}))
+    service.run(kept(0.9))
+    assert service.plans["s0"].num_branches > 0
+    draft = steps((n, n, DRAFT_S) for n in (1, 9, 33))
+    service.controller.reported("D", "drafter", {**draft, "num_sequences": 1.0, "kv_cache_usage_perc": 0.99})
+    service.run(kept(0.9), 1.0)
+    assert service.plans["s0"].num_branches == 0
+
+
+def test_off_is_probed_now_and_then_and_left_when_drafts_get_good():
+    service = Service((None,) * 4)
+    service.run(kept(0.0), 20.0)
+    drafting = []
+
+    def rounds(plan):
+        drafting.append(plan.num_draft_tokens > 0)
+        return Round(plan.num_draft_tokens, 0)
+
+    service.run(rounds, 60.0)
+    assert 0 < sum(drafting) < 0.05 * len(drafting)
+    service.run(kept(1.0), 90.0)
+    assert all(plan.num_draft_tokens >= 3 for plan in service.plans.values())
+
+
+def test_a_worse_sequence_drafts_less_where_tokens_cost():
+    service = Service((None,) * 4, growth=0.08, kinds=frozenset({"off", "overlap"}))
+
+    def rounds(plan):
+        service.turn = (getattr(service, "turn", -1) + 1) % 4
+        share = 0.0 if service.turn == 0 else 1.0
+        return Round(plan.num_draft_tokens, int(plan.num_draft_tokens * share))
+
+    service.run(rounds, 20.0)
+    lengths = [service.plans[seq].num_draft_tokens for seq in service.seqs]
+    assert lengths[0] < min(lengths[1:])
+
+
+def test_echoes_and_reports_become_estimates():
+    service = Service()
+    for _ in range(3):
+        service.controller.echoed("T", STEP_S + 0.002)
+        service.controller.echoed("D", 0.001)
+    service.controller.echoed("nobody", 1.0)
+    service.run(kept(0.9), 1.0)
+    figures = service.controller.figures()
+    assert figures["T"]["estimated_target_step_seconds"] == pytest.approx(STEP_S, rel=0.01)
+    assert figures["T"]["estimated_round_trip_seconds"] == pytest.approx(0.003, abs=1e-6)
+    assert figures[""]["estimated_acceptance_rate"] > 0.7
+    assert sum(value for name, value in figures[""].items() if name.startswith("planned_sequences/")) == 1
+
+
+def test_what_is_lost_or_closed_is_forgotten():
+    service = Service()
+    service.run(kept(0.9), 1.0)
+    service.controller.closed("s0")
+    service.controller.closed("s0")
+    service.controller.decided("s0", Notes("p", (0,)), 99.0)
+    assert service.controller.review({"s0": ("T", "D")}, 99.0) == {}
+    service.controller.lost("T")
+    assert set(service.controller.figures()) == {""}
+    assert not step_times({})

@@ -1,0 +1,165 @@
+"""Rule 9: with branches chosen by outcomes that were sampled, the output still has the target's own distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from scipy.stats import chi2
+from torch import Tensor
+
+from specdec.engine.rules import propose, verify
+from specdec.protocol import target as target_module
+from specdec.protocol.backends import DraftJob, Proposal, Status, Verification, VerifyJob
+from specdec.protocol.drafter import DrafterMachine
+from specdec.protocol.leases import Times
+from specdec.protocol.marks import TokenLog
+from specdec.protocol.messages import Ack, Commit, Inc, Message, Offer, Open, Plan, Verdict
+from specdec.protocol.offers import Draft, remaining_draft
+from specdec.protocol.target import TargetMachine
+from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.sampling.pipeline import RowGroup, Sampler
+
+VOCAB, NUM_TOKENS = 6, 12
+PROMPT = (0,)
+PLAN = Plan(num_draft_tokens=2, num_branches=4, num_fit_steps=3, acceptance_rate=0.9)
+
+
+class Chain:
+    """A model of order one: logits [VOCAB, VOCAB], by the last token."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+    def rows(self, groups: Sequence[RowGroup]) -> Tensor:
+        return self.logits[[token for group in groups for token in (group.tokens[-1], *group.draft)]]
+
+
+class Backend(Chain):
+    """Both backends, without state."""
+
+    max_model_len = 1000
+    sampler = Sampler(VOCAB)
+
+    def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
+        groups = [RowGroup(job.spec, job.log.tokens, job.draft) for job in jobs]
+        runs = verify(self.sampler, self.rows(groups), groups, [job.candidates for job in jobs])
+        return [self.verification(job, *run) for job, run in zip(jobs, runs, strict=True)]
+
+    def verification(self, job: VerifyJob, run: tuple[int, ...], num_accepted: int) -> Verification:
+        return Verification(Status.DECIDED, run, num_accepted, len(job.draft))
+
+    def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
+        groups = [RowGroup(job.spec, job.tokens) for job in jobs]
+        count = max(job.num_guesses for job in jobs)
+        return [Proposal(Status.DECIDED, *drawn) for drawn in propose(self.sampler, self.rows(groups), groups, count)]
+
+    def rename(self, key: str, new_key: str) -> None:
+        pass
+
+    def release(self, key: str) -> None:
+        pass
+
+
+class BonusTestedAgain(Backend):
+    """After full acceptance it draws the bonus token, takes the branch by it, and gives it the ratio test as well."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__(logits)
+        self.drawn: dict[tuple[str, int], int] = {}
+
+    def verification(self, job: VerifyJob, run: tuple[int, ...], num_accepted: int) -> Verification:
+        if num_accepted == len(job.draft) > 0:
+            self.drawn[job.key, len(job.log) + num_accepted] = run[-1]
+            run = run[:-1]
+        return super().verification(job, run, num_accepted)
+
+    def remaining(self, offer: Offer, log: TokenLog, *, needs_candidates: bool) -> Draft:
+        n, drawn = len(log) - offer.mark.length, self.drawn.get((offer.seq, len(log)))
+        for i, (outcome, chain) in enumerate(offer.branches):
+            if outcome == (n, drawn) and log.has(offer.mark) and len(offer.candidates) > n:
+                return Draft((drawn, *chain), (offer.candidates[n], *offer.branch_candidates[i]))
+        return remaining_draft(offer, log, needs_candidates=needs_candidates)
+
+
+class Line:
+    """A target, and a drafter that hears of its verdicts a step late, without anybody between them."""
+
+    def __init__(self, target: Backend, draft: Backend, acceptance: str, seeds: range) -> None:
+        self.target = TargetMachine("T", target, Times(lease_s=1e6))
+        self.drafter = DrafterMachine("D", draft, Times(lease_s=1e6))
+        self.logs: dict[str, TokenLog] = {}
+        sampling = SamplingParams(acceptance=acceptance)
+        for seed in seeds:
+            spec = SequenceSpec(sampling, seed, len(PROMPT), NUM_TOKENS)
+            opening = Open(str(seed), Inc(0, 0), "R", PROMPT, spec, PLAN, 1e6)
+            self.target.receive(opening, 0.0)
+            self.drafter.receive(opening, 0.0)
+
+    def run(self) -> list[list[int]]:
+        outputs: dict[str, list[int]] = {}
+        while len(self.target._rows):
+            self.target.step(0.0)
+            verdicts = self.target.take_outbox()["R"]
+            for _ in range(PLAN.num_fit_steps):
+                self.drafter.step(0.0)
+            for offer in self.drafter.take_outbox().get("R", []):
+                self.target.receive(offer, 0.0)
+            for verdict in verdicts:
+                assert isinstance(verdict, Verdict)
+                outputs.setdefault(verdict.seq, []).extend(verdict.tokens)
+                self._pass_on(verdict)
+        return list(outputs.values())
+
+    def _pass_on(self, verdict: Verdict) -> None:
+        seq, inc, length = verdict.seq, verdict.inc, verdict.mark.length
+        messages: list[Message] = [Ack(seq, inc, length)]
+        self.drafter.receive(Commit(seq, inc, verdict.base, verdict.tokens, verdict.mark), 0.0)
+        if verdict.finish is not None:
+            for machine in (self.target, self.drafter):
+                machine._dropped(machine._rows.drop(seq, inc, 0.0))
+        for message in messages:
+            self.target.receive(message, 0.0)
+
+
+def p_value(kind: Callable[[Tensor], Backend], acceptance: str, num_sequences: int) -> float:
+    """Chi-square over all transitions: each token was drawn from the target's row of the one before."""
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(VOCAB, VOCAB, generator=generator)
+    draft = Backend(logits + 0.8 * torch.randn(VOCAB, VOCAB, generator=generator))
+    counts = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
+    num_hits = num_promoted = 0
+    for start in range(0, num_sequences, 2000):
+        line = Line(kind(logits), draft, acceptance, range(start, min(start + 2000, num_sequences)))
+        outputs = torch.tensor([[*PROMPT, *output] for output in line.run()])
+        pairs = torch.stack((outputs[:, :-1].flatten(), outputs[:, 1:].flatten()))
+        counts += torch.bincount(pairs[0] * VOCAB + pairs[1], minlength=VOCAB * VOCAB).view(VOCAB, VOCAB)
+        num_hits += line.target.counters.num_branch_hits
+        num_promoted += line.drafter.counters.num_promoted
+    assert counts.sum() == num_sequences * NUM_TOKENS
+    assert min(num_hits, num_promoted) > num_sequences / 2
+    expected = counts.sum(1, keepdim=True) * logits.double().softmax(1)
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    return float(chi2.sf(statistic, VOCAB * (VOCAB - 1)))
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "num_draws"),
+    [
+        ("rejection", 50_000),
+        ("coupled", 20_000),
+        pytest.param("rejection", 250_000, marks=pytest.mark.soak),
+    ],
+)
+def test_output_is_the_targets_in_distribution(acceptance: str, num_draws: int) -> None:
+    assert p_value(Backend, acceptance, num_draws // NUM_TOKENS + 1) > 1e-3
+
+
+def test_a_bonus_that_chooses_the_branch_and_is_tested_again_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(logits: Tensor) -> Backend:
+        backend = BonusTestedAgain(logits)
+        monkeypatch.setattr(target_module, "remaining_draft", backend.remaining)
+        return backend
+
+    assert p_value(broken, "rejection", 2_000) < 1e-6

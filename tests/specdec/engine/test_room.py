@@ -1,0 +1,152 @@
+"""Who gets room on a model whose blocks do not suffice for all: those that came first, whatever the others do."""
+
+from __future__ import annotations
+
+import pytest
+
+from specdec.engine.draft_backend import ModelDrafter
+from specdec.engine.states import SequenceStates, rank_of
+from specdec.engine.target_backend import ModelTarget
+from specdec.models.loading import prepare_model
+from specdec.models.runner import ModelRunner
+from specdec.protocol.backends import DraftJob, Status, VerifyJob
+from specdec.protocol.marks import TokenLog
+from specdec.sampling.params import SamplingParams
+from specdec.sampling.pipeline import Sampler
+from tests.specdec.engine.pairs import Case, make_service, run
+from tests.specdec.models.families import VOCAB_SIZE, make_model
+
+BLOCK_SIZE = 4
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def spec(arrival_s: float) -> object:
+    return Case((1, 2, 3), 100, GREEDY).spec(arrival_s)
+
+
+def prompt(start: int, length: int) -> list[int]:
+    return [(start + i) % VOCAB_SIZE for i in range(length)]
+
+
+def runner(num_blocks: int) -> ModelRunner:
+    loaded = prepare_model(make_model("llama"), "llama")
+    return ModelRunner(loaded, num_blocks=num_blocks, block_size=BLOCK_SIZE)
+
+
+@pytest.fixture
+def shared() -> tuple[ModelDrafter, ModelTarget, SequenceStates]:
+    """A drafter and a target over one model with eight blocks, as on a draft worker."""
+    model = runner(8)
+    states = SequenceStates(model)
+    sampler = Sampler(model.vocab_size)
+    lengths = {"max_model_len": 32, "max_batch_tokens": 64}
+    return (
+        ModelDrafter(model, sampler, states=states, **lengths),
+        ModelTarget(model, sampler, states=states, **lengths),
+        states,
+    )
+
+
+def verify_job(key: str, start: int, length: int, arrival_s: float, draft: tuple[int, ...] = ()) -> VerifyJob:
+    return VerifyJob(key, TokenLog(prompt(start, length)), draft, spec(arrival_s))
+
+
+def draft_job(key: str, start: int, length: int, arrival_s: float, fork_of: str | None = None) -> DraftJob:
+    tokens = prompt(start, length)
+    return DraftJob(key, tokens, spec(arrival_s), length - 1 if fork_of else 0, length, fork_of)
+
+
+def test_an_older_sequence_without_work_keeps_its_room(shared: tuple) -> None:
+    drafter, target, states = shared
+    assert drafter.propose([draft_job("old", 1, 24, 0.0)])[0].status is Status.DECIDED
+    assert target.verify([verify_job("new", 5, 20, 1.0)])[0].status is Status.WAITING
+    assert states.length("old") == 24
+    assert states.length("new") == 0
+    assert states.num_evictions == 0
+
+
+def test_a_newer_sequence_without_work_yields(shared: tuple) -> None:
+    drafter, target, states = shared
+    assert drafter.propose([draft_job("new", 1, 24, 1.0)])[0].status is Status.DECIDED
+    assert target.verify([verify_job("old", 5, 20, 0.0)])[0].status is Status.DECIDED
+    assert states.length("old") == 20
+    assert states.length("new") == 0
+    assert states.num_evictions == 1
+
+
+def test_whoever_waits_holds_nothing(shared: tuple) -> None:
+    """A prompt whose prefix is cached must not keep that prefix from the others while it waits."""
+    drafter, target, states = shared
+    target.verify([verify_job("gone", 1, 17, 0.0)])
+    target.release("gone")
+    drafter.propose([draft_job("old", 50, 16, 1.0)])
+    assert target.verify([verify_job("new", 1, 24, 2.0)])[0].status is Status.WAITING
+    assert states.gauges()["kv_blocks_in_use"] == 4
+
+
+def test_the_newest_prompt_waits_while_an_older_one_is_read() -> None:
+    """Decoding rows that came later must not keep an older sequence from being read again."""
+    model = runner(8)
+    target = ModelTarget(model, Sampler(model.vocab_size), max_model_len=32, max_batch_tokens=64)
+    assert target.verify([verify_job("new", 5, 18, 1.0)])[0].status is Status.DECIDED
+    results = target.verify([verify_job("old", 9, 20, 0.0), verify_job("new", 5, 19, 1.0, draft=(7, 8))])
+    assert [result.status for result in results] == [Status.DECIDED, Status.WAITING]
+
+
+def test_drafts_shrink_before_anybody_yields() -> None:
+    model = runner(8)
+    target = ModelTarget(model, Sampler(model.vocab_size), max_model_len=32, max_batch_tokens=64)
+    job = verify_job("a", 1, 15, 0.0, draft=tuple(range(1, 9)))
+    assert target.verify([job])[0].num_drafted == 8
+    results = target.verify([job, verify_job("b", 9, 15, 1.0)])
+    assert [result.status for result in results] == [Status.DECIDED] * 2
+    assert results[0].num_drafted == 1
+
+
+def test_a_branch_begins_with_its_sequences_state_and_yields_first(shared: tuple) -> None:
+    drafter, _, states = shared
+    drafter.propose([draft_job("s", 1, 14, 0.0)])
+    branch = draft_job("s#1", 1, 12, 0.0, fork_of="s")
+    assert drafter.propose([branch])[0].status is Status.DECIDED
+    assert states.length("s#1") == 12
+    assert states.gauges()["kv_blocks_in_use"] == 5  # three shared, one of each
+    assert drafter.propose([draft_job("later", 50, 16, 5.0)])[0].status is Status.DECIDED
+    assert drafter.propose([draft_job("last", 30, 8, 6.0)])[0].status is Status.WAITING
+    assert states.length("s") == 14
+
+
+def test_a_promoted_branch_takes_its_sequences_place(shared: tuple) -> None:
+    drafter, _, states = shared
+    drafter.propose([draft_job("s", 1, 14, 0.0)])
+    drafter.propose([draft_job("s#1", 1, 12, 0.0, fork_of="s")])
+    drafter.rename("s#1", "s")
+    drafter.rename("unknown", "s")
+    assert states.length("s") == 12
+    assert states.length("s#1") == 0
+    assert len(states) == 1
+    assert drafter.propose([draft_job("later", 50, 24, 5.0)])[0].status is Status.WAITING
+    assert states.length("s") == 12
+    drafter.release("s")
+    assert states.gauges()["kv_blocks_in_use"] == 0
+
+
+def test_branches_come_after_all_sequences() -> None:
+    assert rank_of("s#1", spec(0.0), is_branch=True) > rank_of("other", spec(9.0))
+    assert rank_of("a", spec(1.0)) < rank_of("b", spec(1.0)) < rank_of("a", spec(2.0))
+
+
+def test_nobody_is_evicted_in_vain() -> None:
+    """A draft model with room for few: the first of those that do not fit must not take turns with those behind it."""
+    cases = [Case(tuple(range(3 + i, 3 + i + length)), 30, GREEDY) for i, length in enumerate((40, 60, 50, 70, 33))]
+    plain, _ = run(make_service("llama", 0.06, 0), cases)
+    scarce, _ = run(make_service("llama", 0.06, 4, num_blocks=42), cases)
+    assert scarce == plain
+
+
+def test_whoever_waits_again_keeps_what_it_had(shared: tuple) -> None:
+    drafter, target, states = shared
+    assert drafter.propose([draft_job("new", 1, 12, 1.0)])[0].status is Status.DECIDED
+    assert drafter.propose([draft_job("old", 50, 20, 0.0)])[0].status is Status.DECIDED
+    assert target.verify([verify_job("new", 1, 16, 1.0)])[0].status is Status.WAITING
+    assert states.length("new") == 12
+    assert states.num_evictions == 0

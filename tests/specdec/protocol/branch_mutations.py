@@ -1,0 +1,140 @@
+"""What drafter and target promise of branches, switched off in the real machines; see ``mutations.py``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from specdec.protocol import target
+from specdec.protocol.backends import DraftJob
+from specdec.protocol.draft_row import Branch, DraftRow
+from specdec.protocol.drafter import DrafterMachine
+from specdec.protocol.marks import TokenLog
+from specdec.protocol.messages import Offer, Open
+from specdec.protocol.offers import NO_DRAFT, Draft, remaining_draft
+from specdec.protocol.worker import WorkerMachine
+from tests.specdec.protocol.mutations import Mutation
+
+BRANCH_MUTATIONS: dict[str, Mutation] = {}
+
+
+def mutation(mutate: Mutation) -> Mutation:
+    BRANCH_MUTATIONS[mutate.__name__] = mutate
+    return mutate
+
+
+@mutation
+def right_branch(patch: pytest.MonkeyPatch) -> None:
+    """The branch of the outcome that came is promoted. Off: one of its siblings."""
+    follow = DrafterMachine._follow
+
+    def mix_up(self: DrafterMachine, row: DraftRow, old_length: int) -> None:
+        places, branches = list(row.branches), list(row.branches.values())
+        for (position, token), branch in zip(places, branches[1:] + branches[:1], strict=True):
+            row.branches[position, token] = branch
+            branch.position, branch.token = position, token
+        follow(self, row, old_length)
+
+    patch.setattr(DrafterMachine, "_follow", mix_up)
+
+
+@mutation
+def branch_mark(patch: pytest.MonkeyPatch) -> None:
+    """A branch counts from its offer's mark. Off: it is used wherever its token came."""
+
+    def anywhere(offer: Offer, log: TokenLog, *, needs_candidates: bool) -> Draft:
+        for (_, token), chain in offer.branches:
+            if log.tokens[-1] == token and not needs_candidates:
+                return Draft(chain)
+        return remaining_draft(offer, log, needs_candidates=needs_candidates)
+
+    patch.setattr(target, "remaining_draft", anywhere)
+
+
+@mutation
+def decided_outcome(patch: pytest.MonkeyPatch) -> None:
+    """A branch is used once its outcome is decided. Off: its token is a draft token, drawn from nothing."""
+
+    def through_a_guess(offer: Offer, log: TokenLog, *, needs_candidates: bool) -> Draft:
+        if offer.mark == log.mark() and offer.branches:
+            (n, token), chain = offer.branches[0]
+            drawn = (*offer.candidates[: n + 1], *offer.branch_candidates[0]) if needs_candidates else ()
+            return Draft((*offer.chain[:n], token, *chain), drawn)
+        return remaining_draft(offer, log, needs_candidates=needs_candidates)
+
+    patch.setattr(target, "remaining_draft", through_a_guess)
+
+
+@mutation
+def chosen_branch(patch: pytest.MonkeyPatch) -> None:
+    """The target picks the branch of the outcome that it decided. Off: of as many accepted, and any token."""
+
+    def any_token(offer: Offer, log: TokenLog, *, needs_candidates: bool) -> Draft:
+        since = log.tail(offer.mark.length) if log.has(offer.mark) else ()
+        for i, ((n, _), chain) in enumerate(offer.branches):
+            if len(since) == n + 1 and since[:n] == offer.chain[:n] != since:
+                return Draft(chain, offer.branch_candidates[i] if needs_candidates else ())
+        return remaining_draft(offer, log, needs_candidates=needs_candidates) if log.has(offer.mark) else NO_DRAFT
+
+    patch.setattr(target, "remaining_draft", any_token)
+
+
+@mutation
+def freed_siblings(patch: pytest.MonkeyPatch) -> None:
+    """What is held for a branch goes with it."""
+    drop = DrafterMachine._drop_branches
+
+    def drop_and_keep(self: DrafterMachine, row: DraftRow, before: int | None = None) -> None:
+        for branch in row.branches.values():
+            branch.is_begun = False
+        drop(self, row, before)
+
+    patch.setattr(DrafterMachine, "_drop_branches", drop_and_keep)
+
+
+@mutation
+def freed_when_opened_anew(patch: pytest.MonkeyPatch) -> None:
+    """A newer inc keeps what is cached of the sequence, and frees its branches."""
+
+    def open_only(self: DrafterMachine, message: Open, now_s: float) -> None:
+        WorkerMachine._on_open(self, message, now_s)
+
+    patch.setattr(DrafterMachine, "_on_open", open_only)
+
+
+@mutation
+def renamed(patch: pytest.MonkeyPatch) -> None:
+    """The backend is told which branch became the sequence."""
+    promote = DrafterMachine._promote
+
+    def promote_silently(self: DrafterMachine, row: DraftRow, branch: Branch) -> None:
+        branch.is_begun = False
+        promote(self, row, branch)
+
+    patch.setattr(DrafterMachine, "_promote", promote_silently)
+
+
+@mutation
+def branch_agreed(patch: pytest.MonkeyPatch) -> None:
+    """A branch that was taken begins again from its sequence, and is said to agree only as far as that does."""
+    branch_job = DraftRow.branch_job
+
+    def agreed_to_its_end(self: DraftRow, branch: Branch) -> DraftJob:
+        job = branch_job(self, branch)
+        return replace(job, agreed=len(job.tokens) - 1)
+
+    patch.setattr(DraftRow, "branch_job", agreed_to_its_end)
+
+
+@mutation
+def bounded(patch: pytest.MonkeyPatch) -> None:
+    """Branches that outlive a verdict count among those of the next verification."""
+    branch_out = DrafterMachine._branch_out
+
+    def branch_out_anew(self: DrafterMachine, row: DraftRow) -> None:
+        held, row.branches = row.branches, {}
+        branch_out(self, row)
+        row.branches = held | row.branches
+
+    patch.setattr(DrafterMachine, "_branch_out", branch_out_anew)

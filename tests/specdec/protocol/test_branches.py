@@ -1,0 +1,311 @@
+"""What a drafter prepares for the outcomes of a verification that still runs, and what it sends of that."""
+
+from __future__ import annotations
+
+import pytest
+
+from specdec.protocol.backends import DraftJob, Proposal, Status
+from specdec.protocol.branches import foreseen, likely_outcomes
+from specdec.protocol.drafter import DrafterMachine
+from specdec.protocol.leases import Times
+from specdec.protocol.messages import Candidates, Close, Commit, Inc, Open, Outcome, Plan, PlanUpdate
+from specdec.sampling.params import SamplingParams, SequenceSpec
+from tests.specdec.protocol.scripted import PROMPT, log_of
+
+INC = Inc(1, 0)
+EOS = 0
+
+
+def said(tokens) -> int:
+    """The drafter's next token, told from the last token and the length."""
+    return 100 + (tokens[-1] * 7 + len(tokens) * 13) % 800
+
+
+def path(start, length) -> tuple[int, ...]:
+    """What it says after some output tokens, and after that."""
+    tokens = [*PROMPT, *start]
+    for _ in range(length):
+        tokens.append(said(tokens))
+    return tuple(tokens[len(PROMPT) + len(start) :])
+
+
+class Guessing:
+    """Guesses the numbers that follow what it says."""
+
+    max_model_len = 100
+
+    def __init__(self) -> None:
+        self.has_room_for, self.batches, self.events = {"chains", "branches"}, [], []
+
+    def propose(self, jobs: list[DraftJob]) -> list[Proposal]:
+        self.batches.append(jobs)
+        return [self._propose(job) for job in jobs]
+
+    def _propose(self, job: DraftJob) -> Proposal:
+        if ("chains" if job.fork_of is None else "branches") not in self.has_room_for:
+            return Proposal(Status.WAITING)
+        token = said(job.tokens)
+        drawn = Candidates((token,), (1.0,)) if job.spec.sampling.acceptance == "rejection" else None
+        return Proposal(Status.DECIDED, token, drawn, tuple(range(token + 1, token + 1 + job.num_guesses)))
+
+    def rename(self, key: str, new_key: str) -> None:
+        self.events.append(("rename", key, new_key))
+
+    def release(self, key: str) -> None:
+        self.events.append(("release", key))
+
+
+def machine_with(num_draft_tokens=3, num_branches=4, fit=0, max_tokens=50, acceptance="coupled", **plan):
+    machine = DrafterMachine("D", Guessing(), Times(lease_s=5.0))
+    spec = SequenceSpec(SamplingParams(acceptance=acceptance), 0, len(PROMPT), max_tokens, (EOS,))
+    plan = Plan(num_draft_tokens, num_branches, fit, 0.5, **plan)
+    machine.receive(Open("s", INC, "R", PROMPT, spec, plan, 5.0), 0.0)
+    return machine
+
+
+def commit(machine, committed, new):
+    mark = log_of((*committed, *new)).mark()
+    machine.receive(Commit("s", INC, len(PROMPT) + len(committed), tuple(new), mark), 0.0)
+
+
+def settle(machine, steps=99):
+    while steps and machine.step(0.0):
+        steps -= 1
+    return machine.take_outbox().get("R", [])
+
+
+def row_of(machine):
+    return machine._rows.get("s")
+
+
+# The fan-out.
+
+
+def counts_of(num_branches, num_verified, rate):
+    places = [n for n, _ in foreseen(num_branches, num_verified, rate)]
+    return [places.count(n) for n in range(num_verified + 1)]
+
+
+def test_fan_out_falls_with_the_number_accepted():
+    counts = counts_of(16, 6, 0.7)
+    assert sum(counts) == 16
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] >= 3
+    assert foreseen(16, 6, 0.7)[:2] == [(0, 0), (1, 0)]
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.6, 0.8, 0.9])
+def test_fan_out_is_near_the_formula(rate):
+    """F_n = F_0 a**(n / (1 + r)) with r = 1, where there are branches enough to see it."""
+    counts = counts_of(2000, 4, rate)
+    for n in range(5):
+        assert counts[n] / counts[0] == pytest.approx(rate ** (n / 2), rel=0.05)
+
+
+def test_fan_out_at_its_ends():
+    assert foreseen(3, 0, 0.7) == [(0, 0), (0, 1), (0, 2)]
+    assert foreseen(2, 4, 0.0) == [(0, 0), (0, 1)]
+    assert len(foreseen(3, 4, 1.0)) == 3
+    assert foreseen(0, 4, 0.5) == []
+
+
+def test_where_the_draft_is_in_doubt_there_are_more_branches():
+    sure, torn = (0.98, 0.01, 0.01), (0.5, 0.3, 0.2)
+    assert foreseen(3, 2, 0.7, (sure, torn, sure)) == [(1, 0), (1, 1), (0, 0)]
+    assert foreseen(2, 1, 0.7, ((0.1, 0.2, 0.7), sure)) == [(0, 1), (0, 0)]
+    assert foreseen(4, 1, 0.9, (sure,))[:2] == [(1, 0), (1, 1)]  # what is not drafted yet is as usual: 0.1 / 2, / 6
+    assert foreseen(4, 1, 0.9, ((), ())) == foreseen(4, 1, 0.9)
+
+
+def test_outcomes_are_named_as_far_as_the_chain_is_drafted():
+    places = [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (0, 2)]
+    assert likely_outcomes(places, [(5, 6), (7,)]) == [Outcome(0, 5), Outcome(1, 7), Outcome(0, 6)]
+
+
+# What is drafted and offered.
+
+
+def test_after_the_chain_come_branches_and_then_nothing():
+    machine = machine_with()
+    offers = settle(machine)
+    assert [len(offer.chain) for offer in offers[:2]] == [2, 3]
+    last, chain = offers[-1], path((), 7)
+    assert last.chain == chain
+    assert last.mark == log_of(()).mark()
+    assert 0 < len(last.branches) <= 4
+    for (n, token), drafted in last.branches:
+        assert token > chain[n]  # one of its guesses
+        assert drafted == path((*chain[:n], token), 3)
+    assert len(offers) <= 5
+    assert settle(machine) == []
+
+
+def test_branches_are_a_part_of_the_batch_and_come_last():
+    machine = machine_with()
+    settle(machine)
+    batch = next(jobs for jobs in machine._backend.batches if len(jobs) > 1)
+    assert [job.fork_of for job in batch] == [None] + ["s"] * (len(batch) - 1)
+    assert all(job.num_guesses == batch[0].num_guesses > 0 for job in batch)
+    branch = batch[1]
+    assert branch.tokens[: branch.agreed] == batch[0].tokens[: branch.agreed]
+    assert branch.agreed == len(branch.tokens) - 1
+
+
+def test_the_outcome_that_came_is_promoted_and_its_siblings_are_freed():
+    machine = machine_with()
+    (n, token), drafted = settle(machine)[-1].branches[0]
+    row, chain = row_of(machine), path((), 7)
+    place = len(PROMPT) + n, token
+    promoted, siblings = row.branches[place].key, [b.key for p, b in row.branches.items() if p != place]
+    commit(machine, (), (*chain[:n], token))
+    assert row.chain == list(drafted)
+    assert row.branches == {}
+    events = machine._backend.events
+    assert events[-1] == ("rename", promoted, "s")
+    assert sorted(events[:-1]) == [("release", key) for key in sorted(siblings)]
+    assert row.num_verified == 3  # all that was offered
+    offers = settle(machine)
+    assert offers[0].mark == log_of((*chain[:n], token)).mark()
+    assert offers[0].chain[:3] == drafted
+    counters = machine.counters
+    assert (counters.num_promoted, counters.num_branch_tokens_wasted) == (1, 3 * len(siblings))
+
+
+def test_an_outcome_that_was_not_foreseen_gets_a_new_chain_at_once():
+    machine = machine_with()
+    settle(machine)
+    commit(machine, (), (9,))
+    assert (row_of(machine).chain, row_of(machine).branches, row_of(machine).num_verified) == ([], {}, 0)
+    offers = settle(machine, 3)
+    assert [offer.chain for offer in offers] == [path((9,), 2), path((9,), 3)]
+    assert offers[-1].branches  # meanwhile the target decides a token plainly: which one?
+    assert {outcome.num_accepted for outcome, _ in offers[-1].branches} == {0}
+
+
+def test_branches_beyond_a_commit_along_the_chain_stay():
+    machine = machine_with(num_branches=8)
+    settle(machine)
+    row, chain = row_of(machine), path((), 7)
+    kept = {place for place in row.branches if place[0] > len(PROMPT)}
+    commit(machine, (), chain[:1])
+    assert set(row.branches) == kept != set()
+    offers = settle(machine)
+    assert all(drafted == path((*chain[: 1 + n], token), 3) for (n, token), drafted in offers[-1].branches)
+
+
+def test_a_commit_of_several_rounds_follows_a_branch_and_its_chain():
+    machine = machine_with()
+    (n, token), drafted = settle(machine)[-1].branches[0]
+    commit(machine, (), (*path((), n), token, *drafted[:2]))
+    assert row_of(machine).chain == list(drafted[2:])
+    machine = machine_with()
+    settle(machine)
+    commit(machine, (), (*path((), n), token, drafted[0], 9))
+    assert (row_of(machine).chain, machine.counters.num_promoted) == ([], 1)
+
+
+def test_what_is_drafted_by_the_deadline_is_offered_finished_or_not():
+    machine = machine_with(fit=2)
+    settle(machine)
+    settle_after_hit(machine)
+    assert settle(machine, 1) == []
+    (offer,) = settle(machine, 1)  # the second step
+    assert len(offer.chain) == 3 + 2
+    assert {len(drafted) for _, drafted in offer.branches} <= {1, 2}
+    later = settle(machine)
+    assert len(later) <= 3
+    assert {len(drafted) for _, drafted in later[-1].branches} == {3}
+
+
+def settle_after_hit(machine):
+    row = row_of(machine)
+    (position, token), branch = next(iter(row.branches.items()))
+    n = position - len(row.log)
+    commit(machine, (), (*row.chain[:n], token))
+    assert row.path is branch.path
+
+
+def test_without_a_deadline_branches_are_sent_once_when_they_are_finished():
+    machine = machine_with(fit=0)
+    settle(machine)
+    settle_after_hit(machine)
+    (offer,) = settle(machine)
+    assert {len(drafted) for _, drafted in offer.branches} == {3}
+
+
+def test_where_the_target_waits_a_new_chain_is_what_it_verifies():
+    machine = machine_with(draft_wait_s=0.1, fit=2)
+    settle(machine)
+    commit(machine, (), (9,))
+    assert row_of(machine).num_verified == 3
+    settle(machine, 3)
+    assert row_of(machine).num_steps <= 1  # its step begins with the chain
+
+
+def test_a_branch_without_room_is_not_offered_and_nothing_waits_for_it():
+    machine = machine_with()
+    machine._backend.has_room_for = {"chains"}
+    offers = settle(machine)
+    assert offers[-1].chain == path((), 7)
+    assert offers[-1].branches == ()
+    assert machine.report()["num_waiting_sequences"] == 0
+    machine._backend.has_room_for = set()
+    commit(machine, (), (9,))
+    assert not machine.step(0.0)
+    assert machine.report()["num_waiting_sequences"] == 1
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5])
+def test_nothing_is_prepared_that_max_tokens_would_cut(max_tokens):
+    machine = machine_with(max_tokens=max_tokens)
+    for offer in settle(machine):
+        assert len(offer.chain) < max_tokens
+        assert all(n + 1 + len(drafted) < max_tokens for (n, _), drafted in offer.branches)
+
+
+def test_no_branch_begins_with_a_token_that_ends_the_sequence():
+    machine = machine_with()
+    row = row_of(machine)
+    row.ending_token_ids = frozenset(range(1000))
+    assert not any(offer.branches for offer in settle(machine))
+
+
+def test_under_the_rejection_rule_branches_bring_their_candidates():
+    offer = settle(machine_with(acceptance="rejection"))[-1]
+    assert len(offer.branch_candidates) == len(offer.branches) > 0
+    for (_, drafted), candidates in zip(offer.branches, offer.branch_candidates, strict=True):
+        assert [drawn.ids for drawn in candidates] == [(token,) for token in drafted]
+
+
+def test_a_plan_without_branches_drops_them():
+    machine = machine_with()
+    settle(machine)
+    keys = {branch.key for branch in row_of(machine).branches.values()}
+    machine.receive(PlanUpdate("s", INC, Plan(3)), 0.0)
+    settle(machine)
+    assert {key for what, key in machine._backend.events if what == "release"} == keys
+
+
+@pytest.mark.parametrize("mode", ["in_turn", "overlap"])
+def test_a_plan_with_a_shorter_chain_still_offers_what_there_is(mode):
+    machine = machine_with(5, 0, mode=mode)
+    settle(machine, 2)
+    machine.receive(PlanUpdate("s", INC, Plan(1, mode=mode)), 0.0)
+    (offer,) = settle(machine)
+    assert offer.chain[:2] == path((), 2)
+    machine.receive(PlanUpdate("s", INC, Plan(0)), 0.0)
+    assert settle(machine) == []
+
+
+def test_everything_is_released_when_the_sequence_goes_or_is_opened_anew():
+    machine = machine_with()
+    settle(machine)
+    keys = {branch.key for branch in row_of(machine).branches.values()}
+    row = row_of(machine)
+    machine.receive(Open("s", Inc(1, 1), "R", PROMPT, row.spec, row.plan, 5.0), 0.0)
+    assert {key for _, key in machine._backend.events} == keys
+    settle(machine)
+    machine._backend.events.clear()
+    keys = {branch.key for branch in row_of(machine).branches.values()}
+    machine.receive(Close("s", Inc(1, 1)), 0.0)
+    assert {key for _, key in machine._backend.events} == {*keys, "s"}

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+from specdec.protocol.messages import Alive, Close, Inc, Offer, Plan, PlanUpdate, Resync
+from specdec.protocol.plans import FixedPlans
+from specdec.protocol.router import RouterMachine
+from tests.specdec.protocol.scripted import log_of
+from tests.specdec.protocol.test_router import PLAN, TIMES, join, opened, submit, verdict
+
+
+class Chooser(FixedPlans):
+    """A controller that says what a test wants, and keeps what it is told."""
+
+    def __init__(self, plan):
+        super().__init__(lambda spec: plan)
+        self.changes, self.placements, self.told = {}, {}, []
+
+    def closed(self, seq):
+        self.told.append(("closed", seq))
+
+    def decided(self, seq, notes, now_s):
+        self.told.append(("decided", seq, notes.how))
+
+    def reported(self, worker, kind, report):
+        self.told.append(("reported", worker, kind, report))
+
+    def echoed(self, worker, seconds):
+        self.told.append(("echoed", worker, seconds))
+
+    def lost(self, worker):
+        self.told.append(("lost", worker))
+
+    def review(self, placements, now_s):
+        self.placements, changes, self.changes = dict(placements), self.changes, {}
+        return changes
+
+
+def chosen(plan, *workers):
+    chooser = Chooser(plan)
+    machine = RouterMachine("R", chooser, TIMES)
+    for name in workers:
+        join(machine, name)
+    submit(machine)
+    machine.take_outbox()
+    return machine, chooser
+
+
+def updates(messages):
+    return [message for message in messages if isinstance(message, PlanUpdate)]
+
+
+def test_a_change_of_plan_goes_to_both_workers():
+    machine, chooser = chosen(PLAN, "T0", "D0")
+    chooser.changes = {"s": Plan(5), "unknown": Plan(5)}
+    machine.step(0.0)
+    sent = machine.take_outbox()
+    assert chooser.placements == {"s": ("T0", "D0")}
+    assert updates(sent["T0"]) == updates(sent["D0"]) == [PlanUpdate("s", Inc(1, 0), Plan(5))]
+
+
+def test_a_plan_that_falls_to_nothing_leaves_the_drafter_and_one_that_rises_comes_back_under_a_new_n():
+    machine, chooser = chosen(PLAN, "T0", "D0")
+    chooser.changes = {"s": Plan()}
+    machine.step(0.0)
+    sent = machine.take_outbox()
+    assert updates(sent["T0"]) == [PlanUpdate("s", Inc(1, 0), Plan())]
+    assert sent["D0"][0] == Close("s", Inc(1, 0))
+    machine.receive(verdict(0, (0,)), 0.1)
+    assert set(machine.take_outbox()) == {"T0", "I"}
+    machine.step(0.3)
+    assert chooser.placements == {"s": ("T0", None)}
+    chooser.changes = {"s": Plan(2)}
+    machine.step(0.6)
+    sent = machine.take_outbox()
+    assert updates(sent["T0"]) == [PlanUpdate("s", Inc(1, 0), Plan(2))]
+    assert sent["D0"] == [opened(n=1, output=(0,), plan=Plan(2))]
+    machine.receive(Offer("s", Inc(1, 0), log_of(()).mark(), (4, 5)), 0.7)  # of the time before
+    assert machine.take_outbox() == {}
+
+
+def test_a_plan_is_repeated_as_long_as_it_is_not_that_of_the_opening():
+    machine, chooser = chosen(PLAN, "T0", "D0")
+    machine.step(0.0)
+    chooser.changes = {"s": Plan(5)}
+    machine.step(0.6)
+    machine.take_outbox()
+    for now_s in (1.6, 2.7):
+        machine.step(now_s)
+        assert updates(machine.take_outbox()["T0"]) == [PlanUpdate("s", Inc(1, 0), Plan(5))]
+    machine.receive(Resync("T0", "s", Inc(1, 0), 0, "unknown"), 2.7)
+    assert machine.take_outbox()["T0"] == [opened(n=1, plan=Plan(5))]
+    machine.step(3.8)
+    sent = machine.take_outbox()
+    assert updates(sent["T0"]) == []
+    assert updates(sent["D0"]) == [PlanUpdate("s", Inc(1, 0), Plan(5))]
+
+
+def test_without_a_drafter_a_plan_that_rises_waits_for_one():
+    machine, chooser = chosen(Plan(), "T0")
+    chooser.changes = {"s": Plan(2)}
+    machine.step(0.0)
+    assert set(machine.take_outbox()) == {"T0"}
+    join(machine, "D0", 1.0)
+    assert machine.take_outbox() == {"D0": [opened(plan=Plan(2))]}
+
+
+def test_the_controller_learns_what_comes():
+    machine, chooser = chosen(PLAN, "T0", "D0")
+    machine.step(0.0)
+    machine.receive(verdict(0, (0, 1)), 0.1)
+    machine.receive(verdict(0, (0, 1)), 0.1)
+    machine.receive(Alive("D0", {"x": 1.0}), 0.25)
+    machine.receive(Alive("D0", {"x": 2.0}), 0.5)
+    machine.worker_lost("D0", 0.5)
+    machine.receive(verdict(2, (2,), finish="stop"), 0.6)
+    assert chooser.told == [
+        ("decided", "s", "pp"),
+        ("decided", "s", ""),
+        ("reported", "D0", "drafter", {"x": 1.0}),
+        ("echoed", "D0", 0.25),
+        ("reported", "D0", "drafter", {"x": 2.0}),
+        ("lost", "D0"),
+        ("decided", "s", "p"),
+        ("closed", "s"),
+    ]
+    chooser.changes = {"s": Plan(7)}
+    machine.take_outbox()
+    machine.step(0.7)
+    assert (chooser.placements, machine.take_outbox()) == ({}, {})
