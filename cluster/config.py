@@ -203,6 +203,9 @@ class AppArgs(StrictModel):
         None, ge=1, le=1 << 20, description="tokens in one forward pass; chosen by device where none is given"
     )
     max_num_sequences: int = Field(256, ge=1, le=1 << 16, description="whole sequences the cache need not exceed")
+    skip_admission_check: bool = Field(
+        False, description="serve models without comparing their cached forward with their plain one"
+    )
     num_speculative_tokens: DraftLength = Field(
         "auto",
         description=f"draft tokens per round, 0 to {MAX_NUM_SPECULATIVE_TOKENS}, 0 being plain decoding; auto measures "

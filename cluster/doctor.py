@@ -29,7 +29,9 @@ class ModelFindings:
         max_model_len: Longest sequence it is served with, in tokens.
         memory: The plan: see :class:`specdec.models.memory.MemoryPlan`.
         num_full_sequences: Sequences of ``max_model_len`` that the cache holds at once.
-        admission: The check of its cached forward: see :class:`specdec.models.admission.AdmissionReport`.
+        admission: The check of its cached forward: see :class:`specdec.models.admission.AdmissionReport`; None where
+            it was skipped.
+        notes: What whoever runs it should know, a sentence each.
         defaults: What it sets for requests that do not say: see :class:`specdec.sampling.params.GenerationDefaults`.
         remark: What of its generation config is not honoured, if there is anything.
     """
@@ -41,9 +43,10 @@ class ModelFindings:
     max_model_len: int
     memory: dict[str, Any]
     num_full_sequences: int
-    admission: dict[str, Any]
+    admission: dict[str, Any] | None
     defaults: dict[str, Any]
     remark: str | None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -132,7 +135,8 @@ def _findings(built: Built) -> ModelFindings:
         max_model_len=built.memory.max_model_len,
         memory=asdict(built.memory),
         num_full_sequences=built.memory.num_full_sequences,
-        admission=asdict(built.admission),
+        admission=None if built.admission is None else asdict(built.admission),
+        notes=built.notes,
         defaults=asdict(built.loaded.generation_defaults),
         remark=built.loaded.generation_defaults.remark(built.loaded.name),
     )

@@ -11,6 +11,7 @@ from cluster.config import AppArgs, ModelConfig
 from specdec.engine.build import BackendOptions
 from specdec.errors import InvalidParameterError
 from specdec.models.loading import ModelSource
+from specdec.models.recurrent.slots import DEFAULT_WINDOW_TOKENS
 from specdec.sampling.pipeline import LogitsProcessor
 
 
@@ -37,6 +38,8 @@ def backend_options(args: AppArgs, model: ModelConfig, vocab_size: int | None = 
         max_batch_tokens=args.max_batch_tokens,
         kv_memory=model.kv_memory,
         max_num_sequences=args.max_num_sequences,
+        skip_admission_check=args.skip_admission_check,
+        rollback_tokens=max(DEFAULT_WINDOW_TOKENS, 2 * (args.most_draft_tokens + 1)),
         logits_processors=load_processors(args.logits_processors),
     )
 

@@ -56,15 +56,21 @@ class WorkerReports(Collector):
             for name, family in families.items():
                 if name in report:
                     family.add_metric([self._model_name, kind, worker], report[name])
-        return [*families.values(), self._planned_sequences(labels)]
+        fallbacks = "Sequences that ran without speculation since the worker started, by reason."
+        planned = "Sequences that the controller has planned for, by way of speculating."
+        return [
+            *families.values(),
+            self._by_part("planned_sequences", planned, [*labels, "mode"]),
+            self._by_part("num_fallbacks", fallbacks, [*labels, "reason"]),
+        ]
 
-    def _planned_sequences(self, labels: list[str]) -> GaugeMetricFamily:
-        text = "Sequences that the controller has planned for, by way of speculating."
-        family = GaugeMetricFamily("specdec_planned_sequences", text, labels=[*labels, "mode"])
+    def _by_part(self, name: str, text: str, labels: list[str]) -> GaugeMetricFamily:
+        """One family for all figures called ``name/part``, with the part as its last label."""
+        family = GaugeMetricFamily(f"specdec_{name}", text, labels=labels)
         for worker, (role, report) in sorted(self._reports.items()):
-            for name, value in report.items():
-                if name.startswith("planned_sequences/"):
-                    family.add_metric([self._model_name, role, worker, name.partition("/")[2]], value)
+            for figure, value in report.items():
+                if figure.startswith(f"{name}/"):
+                    family.add_metric([self._model_name, role, worker, figure.partition("/")[2]], value)
         return family
 
 
@@ -72,6 +78,7 @@ _GAUGES = {
     "num_sequences": "Sequences that a worker holds.",
     "kv_cache_usage_perc": "Share of a worker's cache blocks that sequences hold, from 0 to 1.",
     "kv_blocks_in_use": "Cache blocks that sequences hold.",
+    "state_slots_in_use": "Recurrent states that sequences and branches hold.",
     "num_steps": "Steps of a worker since it started.",
     "busy_s": "Seconds that a worker's steps took since it started.",
     "report_s": "The worker's own clock when it reported, in seconds.",

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cluster.cli.flags import add_config_flags, config_overrides
 from cluster.config_files import load_config
@@ -85,15 +85,26 @@ def model_lines(role: str, model: ModelFindings) -> Iterator[str]:
     yield _line("", f"weights {mib(memory['weights_bytes'])}, cache {mib(memory['cache_bytes'])}")
     blocks = f"{memory['num_blocks']:,} blocks of {memory['block_size']} tokens"
     yield _line("", f"cache: {blocks}, {memory['bytes_per_token']:,} bytes a token")
+    if memory["num_state_slots"]:
+        yield _line("", state_line(memory))
     one = f"a sequence of {model.max_model_len:,} tokens takes {mib(memory['sequence_bytes'])}"
     yield _line("", f"{one}; {model.num_full_sequences:,} of them fit")
-    yield _line(
-        "",
-        f"admission check passed in {admission['duration_s']:.2f} s: relative error {admission['relative_error']:.1e} "
-        f"(allowed {admission['tolerance']:g}) over {admission['num_tokens']} tokens",
-    )
+    if admission is None:
+        yield _line("", "admission check skipped")
+    else:
+        passed = f"admission check passed in {admission['duration_s']:.2f} s"
+        error = f"relative error {admission['relative_error']:.1e} (allowed {admission['tolerance']:g})"
+        yield _line("", f"{passed}: {error} over {admission['num_tokens']} tokens")
+    yield from (_line("", note) for note in model.notes)
     if model.remark is not None:
         yield _line("warning", model.remark)
+
+
+def state_line(memory: dict[str, Any]) -> str:
+    """What recurrent layers keep per sequence."""
+    kept = f"{mib(memory['state_bytes'])} of state and {mib(memory['checkpoint_bytes'])} of checkpoints a sequence"
+    how = f"rolled back by up to {memory['rollback_tokens']} tokens ({memory['rollback']})"
+    return f"recurrent: {kept}, {how}, {memory['num_state_slots']:,} slots"
 
 
 def gib(num_bytes: int) -> str:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from specdec.engine.draft_backend import ModelDrafter
 from specdec.engine.states import SequenceStates
 from specdec.engine.target_backend import ModelTarget
+from specdec.errors import ModelLoadError
 from specdec.models.admission import AdmissionReport, check_admission
 from specdec.models.compat import check_width
 from specdec.models.loading import LoadedModel, ModelSource, Progress, load_model
-from specdec.models.memory import MemoryPlan, plan_memory
+from specdec.models.memory import MemoryPlan, choose_window_of, plan_memory
+from specdec.models.recurrent.slots import DEFAULT_WINDOW_TOKENS, Route
 from specdec.models.runner import ModelRunner
+from specdec.models.snapshot_runner import SnapshotRunner
 from specdec.sampling.pipeline import LogitsProcessor, Sampler
 
 _CHUNK_TOKENS = {"cpu": 256, "cuda": 2048}
@@ -29,12 +33,18 @@ _GPU_KV_FRACTION = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A model made ready, and what was found about it."""
+    """A model made ready, and what was found about it.
+
+    Attributes:
+        admission: None where the check was skipped.
+        notes: What whoever runs the service should know of it, a sentence each.
+    """
 
     loaded: LoadedModel
     runner: ModelRunner
     memory: MemoryPlan
-    admission: AdmissionReport
+    admission: AdmissionReport | None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +59,10 @@ class BackendOptions:
         kv_memory: Memory for cached keys and values: ``auto``, a fraction of what is free, or bytes.
         max_num_sequences: Whole sequences that the cache need not exceed, however much memory there is.
         device_share: Part of a GPU that is this model's, where several models share it; for ``auto`` memory.
+        rollback: How recurrent states are rolled back; ``auto`` chooses by their size.
+        rollback_tokens: How many tokens recurrent states can be brought back for sure without reading anew; a draft to
+            be verified is no longer. A drafter that runs ahead of the target needs twice a draft's length and 1.
+        skip_admission_check: Serve a model without comparing its cached forward with its plain one.
         logits_processors: Hooks that may change the logits of every position, drafted or not, before it is sampled.
     """
 
@@ -59,6 +73,9 @@ class BackendOptions:
     kv_memory: Literal["auto"] | float | int = "auto"
     max_num_sequences: int = 256
     device_share: float = 1.0
+    rollback: Route | Literal["auto"] = "auto"
+    rollback_tokens: int = DEFAULT_WINDOW_TOKENS
+    skip_admission_check: bool = False
     logits_processors: tuple[LogitsProcessor, ...] = ()
 
 
@@ -109,6 +126,8 @@ def _build(source: ModelSource, options: BackendOptions, max_model_len: int | No
     if wanted == "auto" and loaded.device.type == "cuda":
         free_bytes, total_bytes = torch.cuda.mem_get_info(loaded.device)
         budget_bytes = gpu_budget_bytes(total_bytes, free_bytes, loaded.weights_bytes, options.device_share)
+    route = None if options.rollback == "auto" else options.rollback
+    window = choose_window_of(loaded, options.rollback_tokens, route)
     memory = plan_memory(
         loaded,
         budget_bytes=budget_bytes,
@@ -116,11 +135,47 @@ def _build(source: ModelSource, options: BackendOptions, max_model_len: int | No
         max_model_len=max_model_len or min(options.max_model_len or loaded.max_model_len, loaded.max_model_len),
         max_num_sequences=options.max_num_sequences,
         block_size=options.block_size,
+        window=window,
     )
     vocab_size = options.vocab_size or loaded.vocab_size
     check_width(loaded.name, loaded.vocab_size, vocab_size)
-    runner = ModelRunner(loaded, num_blocks=memory.num_blocks, block_size=memory.block_size, vocab_size=vocab_size)
-    return Built(loaded, runner, memory, check_admission(runner))
+    runner, admission = _admitted(loaded, memory, vocab_size, options)
+    notes = _notes(runner, options)
+    if progress is not None:
+        for note in notes:
+            progress(note)
+    return Built(loaded, runner, memory, admission, notes)
+
+
+def _admitted(
+    loaded: LoadedModel, memory: MemoryPlan, vocab_size: int, options: BackendOptions
+) -> tuple[ModelRunner, AdmissionReport | None]:
+    """A runner that gives what the plain model gives, the fastest there is."""
+    slots = max(1, memory.num_state_slots)
+    common: dict[str, Any] = {"num_blocks": memory.num_blocks, "block_size": memory.block_size}
+    common |= {"vocab_size": vocab_size, "num_state_slots": slots}
+    if loaded.opaque_state is None:
+        runner = ModelRunner(loaded, window=memory.window, **common)
+        return runner, None if options.skip_admission_check else check_admission(runner)
+    if not options.skip_admission_check:
+        with suppress(ModelLoadError):
+            runner = SnapshotRunner(loaded, reads_many=True, window_tokens=options.rollback_tokens, **common)
+            return runner, check_admission(runner)
+    runner = SnapshotRunner(loaded, reads_many=False, window_tokens=options.rollback_tokens, **common)
+    return runner, None if options.skip_admission_check else check_admission(runner)
+
+
+def _notes(runner: ModelRunner, options: BackendOptions) -> tuple[str, ...]:
+    notes, name = [], runner.loaded.name
+    if not runner.shares_prefixes:
+        notes.append(f"{name}: prefixes are not shared, prompts that begin alike are read anew")
+    if isinstance(runner, SnapshotRunner):
+        notes.append(f"{name} keeps a state that can only be copied: its sequences are read one after another")
+    if runner.no_speculation is not None:
+        notes.append(f"{name} is right token by token only: as a target it runs without speculation")
+    if options.skip_admission_check:
+        notes.append(f"{name} was not checked: nobody knows that its cached forward equals its plain one")
+    return tuple(notes)
 
 
 def gpu_budget_bytes(total_bytes: int, free_bytes: int, weights_bytes: int, device_share: float) -> int:

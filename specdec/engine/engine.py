@@ -55,6 +55,7 @@ class SpeculativeEngine:
         vocab_size: Number of tokens.
         num_speculative_tokens: Draft tokens per round where a call names none.
         defaults: What holds for calls that do not say.
+        fallback: Why the target runs without speculation, in a word; None where it does not.
     """
 
     def __init__(
@@ -67,7 +68,9 @@ class SpeculativeEngine:
         vocab_size: int,
         num_speculative_tokens: int = 4,
         defaults: GenerationDefaults = PLAIN_DEFAULTS,
+        fallback: str | None = None,
     ) -> None:
+        self._fallback = fallback if draft is not None else None
         self._service = LocalService(target, draft, validated_num_speculative_tokens(num_speculative_tokens) or 0)
         self._defaults = defaults
         self._max_model_len = target.max_model_len
@@ -124,6 +127,7 @@ class SpeculativeEngine:
             vocab_size=built.runner.vocab_size,
             num_speculative_tokens=num_speculative_tokens,
             defaults=defaults,
+            fallback=built.runner.no_speculation,
         )
 
     @property
@@ -248,7 +252,9 @@ class SpeculativeEngine:
                 num_speculative_tokens=num_speculative_tokens,
             )
             output = OutputText(self._tokenizer, tokens, spec, stops)
-            running[f"local-{next(self._names)}"] = RunningSequence(index, tokens, spec, output)
+            running[f"local-{next(self._names)}"] = RunningSequence(
+                index, tokens, spec, output, fallback=self._fallback if spec.num_speculative_tokens != 0 else None
+            )
         return running
 
     def _tokens(self, prompt: Prompt) -> list[int]:

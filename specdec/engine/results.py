@@ -84,6 +84,7 @@ class RunningSequence:
     notes: list[Notes] = field(default_factory=list)
     finish_reason: Finish | None = None
     ended_s: float = 0.0
+    fallback: str | None = None
 
     def take(self, delivery: Delivery) -> TokenEvent:
         """Take what was delivered, up to where the text ends."""
@@ -101,7 +102,7 @@ class RunningSequence:
     @property
     def stats(self) -> SpecStats:
         """What speculation did so far."""
-        return SpecStats.of(self.notes)
+        return SpecStats.of(self.notes, self.fallback)
 
     def result(self, started_s: float) -> GenerationResult:
         """The whole of it, once it has ended."""

@@ -28,6 +28,7 @@ class SequenceStates:
         self._ranks: dict[str, Rank] = {}
         self.num_reused_tokens = 0
         self.num_evictions = 0
+        self.num_reread_tokens = 0
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -58,12 +59,12 @@ class SequenceStates:
                 sequence = self._runner.fork(parent)
             else:
                 sequence = self._runner.new_sequence(salt)
-                agreed = self._runner.pool.reuse_prefix(sequence, tokens)
+                agreed = self._runner.reuse_prefix(sequence, tokens)
         cached = sequence.tokens
         keep = common_prefix_length(cached, tokens, min(agreed, len(cached), len(tokens)))
         keep = min(keep, len(tokens) - 1)
         if keep < len(cached):
-            self._runner.truncate(sequence, keep)
+            self._truncate(sequence, keep)
         if not self._make_room(sequence, len(tokens), rank):
             if begun:
                 self._runner.free(sequence)
@@ -102,22 +103,29 @@ class SequenceStates:
         return 0 if sequence is None else len(sequence.tokens)
 
     def truncate(self, key: str, length: int) -> None:
-        """Keep the first ``length`` cached tokens of a sequence."""
-        self._runner.truncate(self._sequences[key], length)
+        """Keep the first ``length`` cached tokens of a sequence; fewer where its state does not reach back so far."""
+        self._truncate(self._sequences[key], length)
+
+    def _truncate(self, sequence: CachedSequence, length: int) -> None:
+        """What recurrent layers cannot go back to is read again: fewer than ``length`` tokens are left then."""
+        self._runner.truncate(sequence, length)
+        self.num_reread_tokens += length - len(sequence)
 
     def keep_prefix(self, key: str, verified_length: int) -> None:
         """Offer the full blocks of a sequence's first tokens, which are committed, to others that begin like it."""
-        self._runner.pool.keep_prefix(self._sequences[key], verified_length)
+        self._runner.keep_prefix(self._sequences[key], verified_length)
 
     def gauges(self) -> dict[str, float]:
         """What is held now; blocks kept only for prefix reuse count as free."""
-        pool = self._runner.pool
+        pool, states = self._runner.pool, self._runner.states
         return {
             "num_cached_sequences": float(len(self._sequences)),
             "num_reused_tokens": float(self.num_reused_tokens),
             "num_evictions": float(self.num_evictions),
             "kv_blocks_in_use": float(pool.num_in_use),
             "kv_cache_usage_perc": pool.num_in_use / pool.num_blocks,
+            "state_slots_in_use": 0.0 if states is None else float(states.num_in_use),
+            "num_reread_tokens": float(self.num_reread_tokens),
         }
 
     def release(self, key: str) -> None:

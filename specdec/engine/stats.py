@@ -50,11 +50,12 @@ class SpecStats:
         )
 
     @staticmethod
-    def of(notes: Sequence[Notes]) -> SpecStats:
-        """Count the notes that came with tokens."""
+    def of(notes: Sequence[Notes], fallback: str | None = None) -> SpecStats:
+        """Count the notes that came with a sequence's tokens; ``fallback``: why it ran without speculation, if so."""
         how = "".join(note.how for note in notes)
         num_drafted = [n for note in notes for n in note.num_drafted]
         drafts = [n for n in num_drafted if n]
         # A round that ends in an accepted token was cut there by the end of the sequence.
         num_rounds = sum(letter != "a" for letter in how) + how.endswith("a")
-        return SpecStats(len(how), num_rounds, len(drafts), sum(drafts), how.count("a"))
+        fallbacks = {} if fallback is None else {fallback: 1}
+        return SpecStats(len(how), num_rounds, len(drafts), sum(drafts), how.count("a"), fallbacks)

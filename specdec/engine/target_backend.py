@@ -52,6 +52,8 @@ class ModelTarget:
         self._max_model_len = max_model_len
         self._max_batch_tokens = max_batch_tokens
         self._marks: dict[str, Mark] = {}
+        self._max_draft = 0 if runner.no_speculation is not None else runner.max_rollback
+        self._num_fallbacks = 0
         self._prompts = PromptReader()
 
     @property
@@ -61,7 +63,10 @@ class ModelTarget:
 
     def gauges(self) -> dict[str, float]:
         """What is held now, for the worker's report."""
-        return self._states.gauges()
+        figures = self._states.gauges()
+        if self._runner.no_speculation is not None:
+            figures[f"num_fallbacks/{self._runner.no_speculation}"] = float(self._num_fallbacks)
+        return figures
 
     def release(self, key: str) -> None:
         """Free everything held for a sequence."""
@@ -133,11 +138,13 @@ class ModelTarget:
     def _row(self, job: VerifyJob, sequence: CachedSequence, budget: int) -> tuple[RowInput, Tokens]:
         """A row for one job within ``budget`` tokens, with its draft as far as blocks are free for that."""
         num_cached, length = len(sequence), len(job.log)
-        draft = job.draft[: max(0, budget - (length - num_cached))]
+        draft = job.draft[: max(0, budget - (length - num_cached))][: self._max_draft]
         while draft and not self._runner.reserve(sequence, length + len(draft)):
             draft = draft[:-1]
         tokens = job.log.tail(num_cached, num_cached + budget)
         finishes = num_cached + len(tokens) == length
+        if self._runner.no_speculation is not None and job.key not in self._marks:
+            self._num_fallbacks += job.spec.num_speculative_tokens != 0
         self._marks[job.key] = job.log.mark(num_cached)
         num_logits = len(tokens) + len(draft) if self._prompts.wants(job) else 1 + len(draft) if finishes else 0
         return RowInput(sequence, tokens + draft, num_logits), draft

@@ -85,29 +85,38 @@ def check_admission(runner: ModelRunner, seed: int = 0) -> AdmissionReport:
 
 
 def _split_forward(runner: ModelRunner, rows: list[list[int]], rng: random.Random) -> list[torch.Tensor]:
-    """Logits of every row, [length, vocabulary] each, from pieces with up to 3 refused tokens after each."""
+    """Logits of every row, [length, vocabulary] each; as many rows side by side as there are states for."""
+    most = len(rows) if runner.states is None else max(1, runner.states.num_free)
+    parts = [_split_rows(runner, rows[i : i + most], rng) for i in range(0, len(rows), most)]
+    return [logits for part in parts for logits in part]
+
+
+def _split_rows(runner: ModelRunner, rows: list[list[int]], rng: random.Random) -> list[torch.Tensor]:
+    """In pieces with up to 3 refused tokens after each, taken back; now and then one more is, and read again."""
     sequences = [runner.new_sequence(salt=None) for _ in rows]
-    pieces: list[list[torch.Tensor]] = [[] for _ in rows]
+    found: list[dict[int, torch.Tensor]] = [{} for _ in rows]
     try:
         while any(len(sequence) < len(row) for sequence, row in zip(sequences, rows, strict=True)):
             inputs, kept = [], []
             for index, (sequence, row) in enumerate(zip(sequences, rows, strict=True)):
-                new = row[len(sequence) : len(sequence) + rng.randint(1, 9)]
+                start = len(sequence)
+                new = row[start : start + rng.choice((1, rng.randint(1, 9)))]
                 if not new:
                     continue
                 tokens = new + [rng.randrange(runner.loaded.vocab_size) for _ in range(rng.randint(0, 3))]
-                if not runner.reserve(sequence, len(sequence) + len(tokens)):
+                if not runner.reserve(sequence, start + len(tokens)):
                     raise ModelLoadError(f"too few cache blocks to check {runner.loaded.name}")
                 inputs.append(RowInput(sequence, tokens, len(tokens)))
-                kept.append((index, len(sequence) + len(new), len(new)))
+                kept.append((index, start, len(new)))
             logits = torch.split(runner.forward(inputs), [row.num_logits for row in inputs])
-            for (index, length, num_kept), values in zip(kept, logits, strict=True):
-                runner.truncate(sequences[index], length)
-                pieces[index].append(values[:num_kept])
+            for (index, start, num_kept), values in zip(kept, logits, strict=True):
+                found[index].update(enumerate(values[:num_kept], start=start))
+                goes_on = start + num_kept < len(rows[index])
+                runner.truncate(sequences[index], start + num_kept - (goes_on and num_kept > 5))
     finally:
         for sequence in sequences:
             runner.free(sequence)
-    return [torch.cat(values) for values in pieces]
+    return [torch.stack([values[i] for i in range(len(values))]) for values in found]
 
 
 @torch.inference_mode()
@@ -120,7 +129,11 @@ def _whole_forward(runner: ModelRunner, row: list[int]) -> torch.Tensor:
 
 @contextmanager
 def _stock_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Transformers' own attention and masks, for a while."""
+    """Transformers' own attention and masks, for a while; a model without attention has nothing to change."""
+    before = model.config._attn_implementation
+    if before != ATTENTION_NAME:
+        yield
+        return
     with quiet():
         model.set_attn_implementation("eager")
     try:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from specdec.errors import ModelLoadError
+from specdec.models.latent import as_blocks, compact
 from specdec.models.plan import AttentionGroup, StepPlan
 from specdec.models.varlen import attend_varlen
 
@@ -48,12 +49,20 @@ class AttentionContext:
         plan: The step's rows.
         workspace: Shared by all steps of a runner.
         kernel: How keys are read.
+        latent_layers: Indices of the layers that expand what they cache.
     """
 
-    def __init__(self, plan: StepPlan, workspace: Workspace, kernel: AttentionKernel = "gather") -> None:
+    def __init__(
+        self,
+        plan: StepPlan,
+        workspace: Workspace,
+        kernel: AttentionKernel = "gather",
+        latent_layers: frozenset[int] = frozenset(),
+    ) -> None:
         self.plan = plan
         self.workspace = workspace
         self.kernel = kernel
+        self.latent_layers = latent_layers
 
 
 def check_arguments(module: nn.Module, arguments: dict[str, Any]) -> None:
@@ -101,8 +110,9 @@ def paged_attention(
     Args:
         module: The attention layer.
         query: [B, H, T, D]; the B x T tokens, flattened, are those of the plan.
-        key: The layer's pool of keys, [blocks, block size, H_kv, D], the step's own already written.
-        value: The layer's pool of values, [blocks, block size, H_kv, D_v].
+        key: The layer's pool of keys, [blocks, block size, H_kv, D], the step's own already written; of a layer that
+            expands what it caches, [1, H_kv, positions, D] for the step's blocks one after another.
+        value: The layer's pool of values, [blocks, block size, H_kv, D_v], or expanded likewise.
         attention_mask: None: models build no mask for an attention that has registered none.
         scaling: Factor of the scores; D ** -0.5 by default.
         dropout: 0.
@@ -125,13 +135,14 @@ def paged_attention(
     queries = query.transpose(1, 2).reshape(batch * length, num_heads, head_dim)
     scaling = head_dim**-0.5 if scaling is None else scaling
     window = window_of(module, sliding_window)
-    kernel = attention_context.kernel
+    kernel, plan = attention_context.kernel, attention_context.plan
+    if attention_context.latent_layers and getattr(module, "layer_idx", None) in attention_context.latent_layers:
+        key, value = as_blocks(key, plan.block_size), as_blocks(value, plan.block_size)
+        plan = compact(plan).plan
     if kernel == "gather":
-        output = _gathered(queries, key, value, attention_context, scaling, window, softcap, s_aux)
+        output = _gathered(queries, key, value, plan, attention_context.workspace, scaling, window, softcap, s_aux)
     else:
-        output = attend_varlen(
-            queries, key, value, attention_context.plan, scaling, window, paged=kernel == "varlen_paged"
-        )
+        output = attend_varlen(queries, key, value, plan, scaling, window, paged=kernel == "varlen_paged")
     # Contiguous, as transformers' own attention gives it: some models take a view.
     return output.contiguous().view(batch, length, num_heads, value.shape[-1]), None
 
@@ -140,22 +151,22 @@ def _gathered(
     queries: torch.Tensor,
     key_pool: torch.Tensor,
     value_pool: torch.Tensor,
-    context: AttentionContext,
+    plan: StepPlan,
+    workspace: Workspace,
     scaling: float,
     window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Group by group, [N, H, D] -> [N, H, D_v]."""
-    plan = context.plan
     groups = plan.groups(window, queries, key_pool)
     output: torch.Tensor | None = None
     if plan.has_padding or len(groups) > 1 or not isinstance(groups[0].queries, slice):
         output = queries.new_zeros(len(queries), queries.shape[1], value_pool.shape[-1])
     for group in groups:
         selected = queries[group.queries]
-        keys = _keys_of(key_pool, group, context.workspace, "keys")
-        values = _keys_of(value_pool, group, context.workspace, "values")
+        keys = _keys_of(key_pool, group, workspace, "keys")
+        values = _keys_of(value_pool, group, workspace, "values")
         rows = selected.view(group.num_rows, group.num_queries, *queries.shape[1:])
         result = _attend(rows, keys, values, group, scaling, softcap, sinks).flatten(0, 1)
         if output is None:

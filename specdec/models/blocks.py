@@ -10,24 +10,26 @@ from hashlib import blake2b
 
 import numpy as np
 
+from specdec.models.recurrent.slots import SequenceState
+
 
 @dataclass(slots=True, eq=False)
 class CachedSequence:
     """What a model has cached of one sequence. Changed by its :class:`BlockPool` and its runner only.
-
-    A second kind of state (a recurrent layer's) would be another field here, kept beside the blocks.
 
     Attributes:
         tokens: The tokens whose keys and values are cached, from position 0 on.
         block_ids: Blocks in the order of the positions; may reach beyond ``tokens`` where room was reserved.
         salt: Only sequences with the same salt share prefixes; None keeps this one out of prefix reuse.
         block_digests: Chained digests of its first full, verified blocks.
+        state: What recurrent layers keep of it; None where the model has none, or none is held.
     """
 
     tokens: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     salt: bytes | None = b""
     block_digests: list[bytes] = field(default_factory=list)
+    state: SequenceState | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
-import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
+from specdec.models.latent import compact
 from specdec.models.layers import AttentionLayer
 from specdec.models.plan import StepPlan
+from specdec.models.recurrent.pool import StatePool
+from specdec.models.zeros import zeros
 
 
 class PagedCache(Cache):  # type: ignore[misc]
@@ -23,17 +24,25 @@ class PagedCache(Cache):  # type: ignore[misc]
         layers: The model's attention layers; those that only read another's cache need no pool.
         num_blocks: Blocks of the block pool.
         block_size: Positions per block.
+        states: What recurrent layers keep; None where there are none.
     """
 
-    def __init__(self, layers: Iterable[AttentionLayer], num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, layers: Iterable[AttentionLayer], num_blocks: int, block_size: int, states: StatePool | None = None
+    ) -> None:
         super().__init__(layers=[])
         self.trash_slot = num_blocks * block_size
         self._pools: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._latent: set[int] = set()
+        self._states = states
         self._plan: StepPlan | None = None
         for layer in layers:
             shape = (num_blocks + 1, block_size, layer.num_key_heads)
-            keys = _zeros((*shape, layer.key_dim), layer)
-            self._pools[layer.index] = (keys, _zeros((*shape, layer.value_dim), layer))
+            # Zeros, since masked keys are still multiplied: what was never written must be finite.
+            keys = zeros((*shape, layer.key_dim), layer.dtype, layer.device)
+            self._pools[layer.index] = (keys, zeros((*shape, layer.value_dim), layer.dtype, layer.device))
+            if layer.is_latent:
+                self._latent.add(layer.index)
 
     def begin(self, plan: StepPlan) -> None:
         """The step whose keys and values come next."""
@@ -52,14 +61,48 @@ class PagedCache(Cache):  # type: ignore[misc]
             kwargs: Ignored.
 
         Returns:
-            The layer's whole pools, [blocks + 1, block size, H_kv, D and D_v]: what :func:`paged_attention` reads.
+            The layer's whole pools, [blocks + 1, block size, H_kv, D and D_v]: what :func:`paged_attention` reads. Of a
+            layer that expands what it caches, only the step's blocks, one after another: [1, H_kv, positions, D and
+            D_v].
         """
         assert self._plan is not None, "begin() comes first"
         pools = self._pools[layer_idx]
         slots = self._plan.slots(key_states.device)
         for pool, states in zip(pools, (key_states, value_states), strict=True):
             pool.flatten(0, 1).index_copy_(0, slots, states.transpose(1, 2).flatten(0, 1))
+        if layer_idx in self._latent:
+            blocks = compact(self._plan).blocks(key_states.device)
+            keys, values = (pool.index_select(0, blocks).flatten(0, 1).transpose(0, 1) for pool in pools)
+            return keys.unsqueeze(0), values.unsqueeze(0)
         return pools
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """None, always: a layer then takes the way of a prompt, whose functions are ours."""
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """None, as :meth:`get_conv_state`."""
+
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: object,
+    ) -> torch.Tensor:
+        """A convolution's inputs, [1, C, N], each row's after those that come before it: [1, C, M]."""
+        assert self._states is not None, "a model without recurrent layers"
+        return self._states.extended(conv_states, layer_idx, state_idx, conv_kernel_size)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object
+    ) -> torch.Tensor:
+        """Nothing: the scan has kept it."""
+        return recurrent_states
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """No."""
+        return False
 
     def copy_blocks(self, waves: list[list[tuple[int, int]]]) -> None:
         """Copy whole blocks in all layers, in the order :meth:`BlockPool.take_copies` gives."""
@@ -78,15 +121,3 @@ class PagedCache(Cache):  # type: ignore[misc]
     def num_bytes(self) -> int:
         """Bytes of all pools."""
         return sum(pool.nbytes for pools in self._pools.values() for pool in pools)
-
-
-def _zeros(shape: tuple[int, ...], layer: AttentionLayer) -> torch.Tensor:
-    """Zeros, since masked keys are still multiplied: what was never written must be finite.
-
-    On a CPU numpy asks the system for memory that is zero already, and becomes real page by page when it is written:
-    a pool of gigabytes costs nothing until it is used.
-    """
-    if layer.device.type != "cpu":
-        return torch.zeros(shape, dtype=layer.dtype, device=layer.device)
-    num_bytes = math.prod(shape) * layer.dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(layer.dtype).view(shape)

@@ -47,6 +47,11 @@ _NOT_HONOURED: dict[str, Any] = {
 }
 """Fields that change what transformers generates, with the value that changes nothing."""
 
+MAX_LENGTH_WITHOUT_POSITIONS = 1 << 15
+"""A model of recurrent layers alone has no positions and so no longest sequence; here it has."""
+_WITHOUT_POSITIONS = {"xlstm"}
+"""Models of recurrent layers alone that do not say so by their layer types."""
+
 
 def eos_token_ids(generation: GenerationConfig | None, config: PretrainedConfig) -> tuple[int, ...]:
     """End-of-sequence ids, of the generation config if it names any, else of a text configuration."""
@@ -65,6 +70,9 @@ def max_model_len(config: PretrainedConfig, name: str) -> int:
     sequence than it was first trained on; cached keys, and other rows, would be wrong. Such a model ends there.
     """
     length = getattr(config, "max_position_embeddings", None)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if length is None and (kinds == {"linear_attention"} or config.model_type in _WITHOUT_POSITIONS):
+        return MAX_LENGTH_WITHOUT_POSITIONS
     if not isinstance(length, int):
         raise ModelLoadError(f"{name} does not say how long a sequence may be (max_position_embeddings)")
     rope = getattr(config, "rope_parameters", None) or {}

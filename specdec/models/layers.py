@@ -1,7 +1,8 @@
-"""What a model's attention layers need, found by asking the model: masks, windows, shapes of what they cache."""
+"""What a model's layers need, found by asking the model: masks, windows, shapes of what they keep."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 
 from specdec.errors import ModelLoadError
 from specdec.models.attention import FROM_MODULE, check_arguments, window_of
+from specdec.models.recurrent.binding import RecurrentLayer, RecurrentProbe, bind, recurrent_modules
 
 _PROBE_NAME = "specdec_probe"
 
@@ -30,6 +32,7 @@ class AttentionLayer:
         dtype: Of what is cached.
         device: Of what is cached.
         is_plain: Neither soft cap nor sinks.
+        is_latent: What is cached is expanded before it is attended to.
     """
 
     index: int
@@ -40,6 +43,7 @@ class AttentionLayer:
     dtype: torch.dtype
     device: torch.device
     is_plain: bool = True
+    is_latent: bool = False
 
     @property
     def bytes_per_token(self) -> int:
@@ -50,15 +54,42 @@ class AttentionLayer:
 class _ProbeCache(Cache):  # type: ignore[misc]
     """Keeps nothing but what a layer handed over, to see that attention gets the very same tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, recurrent: RecurrentProbe) -> None:
         super().__init__(layers=[])
         self.states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._recurrent = recurrent
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.states[layer_idx] = (key_states, value_states)
         return self.states[layer_idx]
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: object,
+    ) -> torch.Tensor:
+        return self._recurrent.extended(conv_states, layer_idx, state_idx, conv_kernel_size)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object
+    ) -> torch.Tensor:
+        if layer_idx not in self._recurrent.layers:
+            raise ModelLoadError(f"layer {layer_idx} has a recurrent state of a kind that is not supported")
+        return recurrent_states
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -86,9 +117,20 @@ class _Probe:
                 return index
         return None
 
+    def latent_owner(self, module: nn.Module, key: torch.Tensor, value: torch.Tensor) -> int:
+        """The layer that expanded what it caches, a latent per position, to these."""
+        index = getattr(module, "layer_idx", None)
+        cached = self.cache.states.get(index) if isinstance(index, int) else None
+        if cached is None or not cached[0].shape[1] == cached[1].shape[1] == 1 or key.shape[2] != value.shape[2]:
+            raise ModelLoadError(f"{type(module).__name__} attends over other keys and values than it caches")
+        assert isinstance(index, int)
+        return index
 
-def find_attention_layers(model: PreTrainedModel, max_length: int) -> tuple[AttentionLayer, ...]:
-    """Run two tokens through a model and note what each attention layer caches and reads.
+
+def find_layers(
+    model: PreTrainedModel, max_length: int
+) -> tuple[tuple[AttentionLayer, ...], tuple[RecurrentLayer, ...]]:
+    """Run two tokens through a model and note what each layer keeps and reads.
 
     The mask that transformers would build for a layer is compared with the window the layer passes to its attention:
     a layer whose mask is anything but causal, within that window, would come out wrong without a mask.
@@ -98,42 +140,65 @@ def find_attention_layers(model: PreTrainedModel, max_length: int) -> tuple[Atte
         max_length: Longest sequence, in tokens, for which masks must agree.
 
     Returns:
-        The layers that cache, in the order of their indices.
+        The layers that cache keys and values, and those that keep a recurrent state, in the order of their indices.
 
     Raises:
-        ModelLoadError: a layer keeps other state than keys and values, does not attend through transformers' attention
+        ModelLoadError: a layer keeps other state than these, does not attend through transformers' attention
             interface, or wants what is not supported.
     """
     AttentionInterface.register(_PROBE_NAME, _probe_attention)
     AttentionMaskInterface.register(_PROBE_NAME, _probe_mask)
     name = type(model).__name__
-    if not model._can_set_attn_implementation():
+    recurrent = RecurrentProbe()
+    probe = _Probe(_ProbeCache(recurrent), max_length)
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation(_PROBE_NAME)
+    elif next(recurrent_modules(model), None) is None:
         raise ModelLoadError(f"{name} does not attend through transformers' attention interface")
-    model.set_attn_implementation(_PROBE_NAME)
-    probe = _Probe(_ProbeCache(), max_length)
     device = model.get_input_embeddings().weight.device
     tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
     positions = torch.arange(2, device=device).unsqueeze(0)
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), bind(model, recurrent):
             model(
                 input_ids=tokens,
                 position_ids=positions,
-                past_key_values=probe.cache,
                 use_cache=True,
                 attention_context=probe,
+                **{cache_argument(model): probe.cache},
             )
     except ModelLoadError:
         raise
     except Exception as error:
         raise ModelLoadError(f"{name} cannot run with a paged cache: {type(error).__name__}: {error}") from error
-    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    if probe.num_calls != num_layers or set(probe.layers) != set(probe.cache.states):
-        raise ModelLoadError(
-            f"{name} has {num_layers} layers, but {probe.num_calls} attend through transformers' attention interface "
-            f"and {len(probe.cache.states)} cache keys and values"
-        )
-    return tuple(probe.layers[index] for index in sorted(probe.layers))
+    _check_layers(model, probe, recurrent)
+    return tuple(probe.layers[index] for index in sorted(probe.layers)), tuple(recurrent.layers.values())
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """The name under which a model's forward takes its cache."""
+    return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def _check_layers(model: PreTrainedModel, probe: _Probe, recurrent: RecurrentProbe) -> None:
+    """Every layer keeps what its type says, and nothing was kept that no attention reads."""
+    name, found = type(model).__name__, recurrent.layers
+    config = model.config.get_text_config(decoder=True)
+    if not found:
+        if probe.num_calls != config.num_hidden_layers or set(probe.layers) != set(probe.cache.states):
+            raise ModelLoadError(
+                f"{name} has {config.num_hidden_layers} layers, but {probe.num_calls} attend through transformers' "
+                f"attention interface and {len(probe.cache.states)} cache keys and values"
+            )
+        return
+    for index, kind in enumerate(get_layer_types_and_kwargs(config)[0]):
+        is_mixed = kind.startswith("hybrid")
+        is_recurrent = is_mixed or kind in ("linear_attention", "conv")
+        attends = is_mixed or (kind.endswith("_attention") and not is_recurrent)
+        if (index in found) != is_recurrent or (index in probe.layers) != attends:
+            raise ModelLoadError(f"{name} keeps in layer {index} ({kind}) a state of a kind that is not supported")
+    if set(probe.layers) != set(probe.cache.states):
+        raise ModelLoadError(f"{name} caches keys and values that it does not attend to")
 
 
 def _probe_mask(mask_function: Callable[..., Any], device: torch.device | str, **_: object) -> torch.Tensor:
@@ -163,19 +228,23 @@ def _probe_attention(
     if attention_context is None:
         raise ModelLoadError(f"{name} does not hand the step's context to its attention")
     index = attention_context.owner(key, value)
+    cached = (key, value)
+    is_latent = index is None
     if index is None:
-        raise ModelLoadError(f"{name} attends over other keys and values than it caches")
+        index = attention_context.latent_owner(module, key, value)
+        cached = attention_context.cache.states[index]
     window = window_of(module, sliding_window)
     _check_mask(name, getattr(attention_mask, "mask_function", None), window, attention_context.max_length)
     layer = AttentionLayer(
         index=index,
-        num_key_heads=key.shape[1],
-        key_dim=key.shape[3],
-        value_dim=value.shape[3],
+        num_key_heads=cached[0].shape[1],
+        key_dim=cached[0].shape[3],
+        value_dim=cached[1].shape[3],
         window=window,
         dtype=key.dtype,
         device=key.device,
         is_plain=softcap is None and s_aux is None,
+        is_latent=is_latent,
     )
     attention_context.layers.setdefault(index, layer)
     attention_context.num_calls += 1

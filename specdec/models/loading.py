@@ -24,12 +24,16 @@ from transformers.utils import logging as transformers_logging
 from specdec.errors import ModelLoadError
 from specdec.models.attention import ATTENTION_NAME, register_attention
 from specdec.models.configuration import eos_token_ids, generation_defaults, max_model_len
-from specdec.models.layers import AttentionLayer, find_attention_layers
+from specdec.models.layers import AttentionLayer, find_layers
+from specdec.models.recurrent.binding import RecurrentLayer
+from specdec.models.recurrent.opaque import OpaqueState, find_opaque_state
 from specdec.sampling.params import GenerationDefaults
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Progress = Callable[[str], None]
 
+_ATTENTION_KINDS = {"full_attention", "sliding_attention"}
+_RECURRENT_KINDS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -70,7 +74,10 @@ class LoadedModel:
         max_model_len: Longest sequence, in tokens.
         num_parameters: Each shared parameter once.
         weights_bytes: Bytes of parameters and buffers.
-        attention_layers: What it caches.
+        attention_layers: What it caches per position.
+        recurrent_layers: What it keeps per sequence.
+        opaque_state: A state that can only be copied as a whole: the model keeps transformers' own attention, for a
+            :class:`specdec.models.snapshot_runner.SnapshotRunner`.
         generation_defaults: What its ``generation_config.json`` sets for requests that do not say.
     """
 
@@ -86,6 +93,8 @@ class LoadedModel:
     weights_bytes: int
     attention_layers: tuple[AttentionLayer, ...]
     generation_defaults: GenerationDefaults
+    recurrent_layers: tuple[RecurrentLayer, ...] = ()
+    opaque_state: OpaqueState | None = None
 
 
 def load_model(source: ModelSource, progress: Progress | None = None) -> LoadedModel:
@@ -152,8 +161,7 @@ def prepare_model(model: PreTrainedModel, name: str) -> LoadedModel:
     text = model.config.get_text_config(decoder=True)
     longest = max_model_len(text, name)
     with quiet():
-        layers = find_attention_layers(model, longest)
-        model.set_attn_implementation(ATTENTION_NAME)
+        attention_layers, recurrent_layers, opaque_state = _find_layers(model, longest)
     device = model.get_input_embeddings().weight.device
     head = model.get_output_embeddings()
     return LoadedModel(
@@ -167,9 +175,35 @@ def prepare_model(model: PreTrainedModel, name: str) -> LoadedModel:
         max_model_len=longest,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         weights_bytes=model.get_memory_footprint(),
-        attention_layers=layers,
+        attention_layers=attention_layers,
         generation_defaults=generation_defaults(model.generation_config, name),
+        recurrent_layers=recurrent_layers,
+        opaque_state=opaque_state,
     )
+
+
+def _find_layers(
+    model: PreTrainedModel, longest: int
+) -> tuple[tuple[AttentionLayer, ...], tuple[RecurrentLayer, ...], OpaqueState | None]:
+    """The layers; or, where some are recurrent in a way that is not known here, the state that the model gives away."""
+    before = model.config._attn_implementation
+    try:
+        attention_layers, recurrent_layers = find_layers(model, longest)
+    except ModelLoadError:
+        if not _is_recurrent(model.config, type(model)):
+            raise
+        if model._can_set_attn_implementation():
+            model.set_attn_implementation(before)
+        return (), (), find_opaque_state(model)
+    if attention_layers:
+        model.set_attn_implementation(ATTENTION_NAME)
+    return attention_layers, recurrent_layers, None
+
+
+def _is_recurrent(config: PretrainedConfig, model_class: type[PreTrainedModel]) -> bool:
+    """Whether some layers keep another state than keys and values, by what the model says of itself."""
+    layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    return bool(getattr(model_class, "_is_stateful", False) or set(layer_types) & _RECURRENT_KINDS)
 
 
 def _auto_class(config: PretrainedConfig, name: str) -> Any:
@@ -181,13 +215,11 @@ def _auto_class(config: PretrainedConfig, name: str) -> Any:
 
 
 def _check_layers(config: PretrainedConfig, model_class: type[PreTrainedModel], name: str) -> None:
-    """Refuse layers that keep another state than keys and values, by what the model says of itself."""
-    if getattr(model_class, "_is_stateful", False):
-        raise ModelLoadError(f"{name} has recurrent layers ({config.model_type}), which are not supported yet")
+    """Refuse layers that keep a state of which nothing is known here, by what the model says of itself."""
     layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
-    kinds = set(layer_types) - {"full_attention", "sliding_attention"}
-    if kinds:
-        raise ModelLoadError(f"{name} has layers of the kind {min(kinds)!r}, which are not supported yet")
+    kinds = set(layer_types) - _ATTENTION_KINDS - _RECURRENT_KINDS
+    if kinds and not _is_recurrent(config, model_class):
+        raise ModelLoadError(f"{name} has layers of the kind {min(kinds)!r}, which are not supported")
 
 
 def _say_nothing(_: str) -> None:

@@ -12,8 +12,15 @@ import torch
 from specdec.errors import InvalidParameterError, MemoryPlanError
 from specdec.models.layers import AttentionLayer
 from specdec.models.loading import LoadedModel
+from specdec.models.recurrent.opaque import NUM_COPIES
+from specdec.models.recurrent.pool import bytes_per_slot, choose_window, state_bytes
+from specdec.models.recurrent.slots import DEFAULT_WINDOW_TOKENS, Route, Window
 
 _MIB = 1 << 20
+MAX_STATE_SLOTS = 1024
+"""State slots where nobody says how many sequences there are at most."""
+NUM_BRANCH_SLOTS = 64
+"""State slots beyond one per sequence: a drafter's branches have states of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +33,15 @@ class MemoryPlan:
         max_model_len: Longest sequence, in tokens.
         bytes_per_token: Of one position's keys and values in all layers.
         bytes_per_block: Of one block in all layers.
-        sequence_bytes: Of one sequence of ``max_model_len``.
-        cache_bytes: Of all blocks, and of the one more that padding is written to.
+        sequence_bytes: Of one sequence of ``max_model_len``, its recurrent state and way back included.
+        cache_bytes: Of all blocks, of the one more that padding is written to, and of all state slots.
         weights_bytes: Of the weights, which are there already.
         budget_bytes: What the cache was allowed to take.
+        num_state_slots: Sequences and branches whose recurrent states are held at once; 0 without recurrent layers.
+        state_bytes: Of one sequence's recurrent state.
+        checkpoint_bytes: Of what is kept beside it so that it can be rolled back.
+        rollback: How: see :data:`specdec.models.recurrent.slots.Route`; None without recurrent layers.
+        rollback_tokens: Most tokens that can be taken back for sure; None where it is any number.
     """
 
     num_blocks: int
@@ -41,6 +53,11 @@ class MemoryPlan:
     cache_bytes: int
     weights_bytes: int
     budget_bytes: int
+    num_state_slots: int = 0
+    state_bytes: int = 0
+    checkpoint_bytes: int = 0
+    rollback: Route | None = None
+    rollback_tokens: int | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -50,12 +67,27 @@ class MemoryPlan:
     @property
     def num_full_sequences(self) -> int:
         """Sequences of ``max_model_len`` that fit at once."""
-        return self.num_blocks // -(-self.max_model_len // self.block_size)
+        num_by_blocks = self.num_blocks // -(-self.max_model_len // self.block_size)
+        return min(num_by_blocks, self.num_state_slots) if self.num_state_slots else num_by_blocks
+
+    @property
+    def window(self) -> Window | None:
+        """How far back recurrent states reach; None where there are none."""
+        if self.rollback is None or self.rollback_tokens is None:
+            return None
+        return Window(self.rollback, self.rollback_tokens)
 
 
 def cache_bytes_per_token(layers: Iterable[AttentionLayer]) -> int:
     """Bytes of one position's keys and values in all layers."""
     return sum(layer.bytes_per_token for layer in layers)
+
+
+def choose_window_of(loaded: LoadedModel, num_tokens: int, route: Route | None = None) -> Window | None:
+    """How far back the recurrent states of a model reach, and how; None where it has none. Raises as choose_window."""
+    if loaded.opaque_state is not None:
+        return Window("replay", num_tokens)
+    return choose_window(loaded.recurrent_layers, num_tokens, route) if loaded.recurrent_layers else None
 
 
 def free_memory_bytes(device: torch.device) -> int:
@@ -74,8 +106,12 @@ def plan_memory(
     max_model_len: int | None = None,
     max_num_sequences: int | None = None,
     block_size: int = 16,
+    window: Window | None = None,
 ) -> MemoryPlan:
     """Size the cache of a loaded model.
+
+    Recurrent states take at most half of what one sequence leaves over, so that blocks are not short where sequences
+    are long.
 
     Args:
         loaded: Its weights are in memory, so what is free is free for the cache.
@@ -85,52 +121,111 @@ def plan_memory(
         max_model_len: Longest sequence wanted, in tokens; by default the model's own, which it may not exceed.
         max_num_sequences: Take no more blocks than this many sequences of ``max_model_len`` can use.
         block_size: Positions per block.
+        window: How far back recurrent states reach, for a model that has any.
 
     Raises:
         MemoryPlanError: the budget does not hold one sequence of ``max_model_len``.
         InvalidParameterError: ``max_model_len`` or ``fraction`` is out of range.
     """
-    length = loaded.max_model_len if max_model_len is None else max_model_len
-    if not 1 <= length <= loaded.max_model_len:
-        message = f"max_model_len must be in [1, {loaded.max_model_len}] for {loaded.name}, got {length}"
-        raise InvalidParameterError("max_model_len", message)
+    length = _checked_length(loaded, max_model_len)
     if not 0 < fraction <= 1:
         raise InvalidParameterError("fraction", f"fraction must be in (0, 1], got {fraction}")
-    bytes_per_token = cache_bytes_per_token(loaded.attention_layers)
-    bytes_per_block = bytes_per_token * block_size
-    budget = _budget(loaded.attention_layers, fraction) if budget_bytes is None else budget_bytes
-    blocks_per_sequence = -(-length // block_size)
-    num_blocks = budget // bytes_per_block - 1
-    if num_blocks < blocks_per_sequence:
-        needed = (blocks_per_sequence + 1) * bytes_per_block
-        raise MemoryPlanError(
-            f"one sequence of {length} tokens of {loaded.name} takes {_mib(needed)} of cache "
-            f"({bytes_per_token} bytes per token), but only {_mib(budget)} may be used; "
-            f"lower max_model_len to {max(num_blocks, 0) * block_size} or give more memory"
-        )
-    if max_num_sequences is not None:
-        num_blocks = min(num_blocks, max(1, max_num_sequences) * blocks_per_sequence)
+    needs = _Needs(loaded, length, block_size, window or choose_window_of(loaded, DEFAULT_WINDOW_TOKENS))
+    budget = _budget(needs, fraction) if budget_bytes is None else budget_bytes
+    if needs.sequence_bytes + needs.block_bytes > budget:
+        raise MemoryPlanError(_refusal(needs, budget))
+    num_slots = _num_state_slots(needs, budget, max_num_sequences)
+    num_blocks = _num_blocks(needs, budget, num_slots, max_num_sequences)
     return MemoryPlan(
         num_blocks=num_blocks,
         block_size=block_size,
         max_model_len=length,
-        bytes_per_token=bytes_per_token,
-        bytes_per_block=bytes_per_block,
-        sequence_bytes=blocks_per_sequence * bytes_per_block,
-        cache_bytes=(num_blocks + 1) * bytes_per_block,
+        bytes_per_token=needs.bytes_per_token,
+        bytes_per_block=needs.block_bytes,
+        sequence_bytes=needs.sequence_bytes,
+        cache_bytes=(num_blocks + 1) * needs.block_bytes + num_slots * needs.slot_bytes,
         weights_bytes=loaded.weights_bytes,
         budget_bytes=budget,
+        num_state_slots=num_slots,
+        state_bytes=needs.state_bytes,
+        checkpoint_bytes=needs.slot_bytes - needs.state_bytes,
+        rollback=needs.window.route if needs.window else None,
+        rollback_tokens=needs.window.num_tokens if needs.window else None,
     )
 
 
-def _budget(layers: tuple[AttentionLayer, ...], fraction: float) -> int:
+def _checked_length(loaded: LoadedModel, max_model_len: int | None) -> int:
+    length = loaded.max_model_len if max_model_len is None else max_model_len
+    if not 1 <= length <= loaded.max_model_len:
+        message = f"max_model_len must be in [1, {loaded.max_model_len}] for {loaded.name}, got {length}"
+        raise InvalidParameterError("max_model_len", message)
+    return length
+
+
+class _Needs:
+    """What one sequence of ``length`` tokens takes."""
+
+    def __init__(self, loaded: LoadedModel, length: int, block_size: int, window: Window | None) -> None:
+        self.loaded, self.length, self.block_size, self.window = loaded, length, block_size, window
+        self.num_blocks = -(-length // block_size)
+        self.bytes_per_token = cache_bytes_per_token(loaded.attention_layers)
+        self.state_bytes = state_bytes(loaded.recurrent_layers)
+        self.slot_bytes = bytes_per_slot(loaded.recurrent_layers, window) if window else 0
+        if loaded.opaque_state is not None:
+            self.bytes_per_token = NUM_COPIES * loaded.opaque_state.bytes_per_token
+            self.state_bytes = loaded.opaque_state.bytes_per_sequence
+            self.slot_bytes = NUM_COPIES * self.state_bytes
+        self.block_bytes = self.bytes_per_token * block_size
+        self.sequence_bytes = self.num_blocks * self.block_bytes + self.slot_bytes
+
+    def by_device(self) -> dict[torch.device, int]:
+        """The same, by where the layers are."""
+        if self.loaded.opaque_state is not None:
+            return {self.loaded.device: self.sequence_bytes}
+        shares: dict[torch.device, int] = {}
+        for layer in self.loaded.attention_layers:
+            shares[layer.device] = shares.get(layer.device, 0) + layer.bytes_per_token * self.length
+        for kept in self.loaded.recurrent_layers:
+            assert self.window is not None
+            shares[kept.device] = shares.get(kept.device, 0) + bytes_per_slot([kept], self.window)
+        return shares
+
+
+def _num_state_slots(needs: _Needs, budget: int, max_num_sequences: int | None) -> int:
+    if not needs.slot_bytes:
+        return 0
+    spare = budget - needs.sequence_bytes - needs.block_bytes
+    most = MAX_STATE_SLOTS if max_num_sequences is None else max(1, max_num_sequences) + NUM_BRANCH_SLOTS
+    return min(most, 1 + (spare // 2 if needs.block_bytes else spare) // needs.slot_bytes)
+
+
+def _num_blocks(needs: _Needs, budget: int, num_slots: int, max_num_sequences: int | None) -> int:
+    if not needs.block_bytes:
+        return num_slots * needs.num_blocks
+    num_blocks = (budget - num_slots * needs.slot_bytes) // needs.block_bytes - 1
+    return num_blocks if max_num_sequences is None else min(num_blocks, max(1, max_num_sequences) * needs.num_blocks)
+
+
+def _refusal(needs: _Needs, budget: int) -> str:
+    """One sequence does not fit: what it takes, what there is, and what would help."""
+    per_token = f"{needs.bytes_per_token} bytes per token"
+    text = f"one sequence of {needs.length} tokens of {needs.loaded.name} takes "
+    text += f"{_mib(needs.sequence_bytes + needs.block_bytes)} of cache ({per_token}"
+    if needs.window is not None:
+        text += f", {_mib(needs.state_bytes)} of recurrent state and {_mib(needs.slot_bytes - needs.state_bytes)}"
+        text += f" to roll it back by {needs.window.num_tokens} tokens"
+    text += f"), but only {_mib(budget)} may be used; "
+    num_blocks = (budget - needs.slot_bytes) // needs.block_bytes - 1 if needs.block_bytes else 0
+    if num_blocks > 0 or not needs.slot_bytes:
+        text += f"lower max_model_len to {max(num_blocks, 0) * needs.block_size} or "
+    return text + "give more memory"
+
+
+def _budget(needs: _Needs, fraction: float) -> int:
     """Bytes for all layers such that each device holds its layers' share."""
-    total = cache_bytes_per_token(layers)
-    budgets = []
-    for device in {layer.device for layer in layers}:
-        share = cache_bytes_per_token(layer for layer in layers if layer.device == device)
-        budgets.append(int(free_memory_bytes(device) * fraction) * total // share)
-    return min(budgets)
+    shares = needs.by_device()
+    total = sum(shares.values())
+    return min(int(free_memory_bytes(device) * fraction) * total // share for device, share in shares.items())
 
 
 def _meminfo_available() -> int | None:

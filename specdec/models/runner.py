@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,8 +12,14 @@ import torch
 from specdec.models.attention import AttentionContext, AttentionKernel, Workspace
 from specdec.models.blocks import BlockPool, CachedSequence
 from specdec.models.cache import PagedCache
+from specdec.models.layers import cache_argument
 from specdec.models.loading import LoadedModel
 from specdec.models.plan import RowSpan, StepPlan
+from specdec.models.recurrent.binding import bind
+from specdec.models.recurrent.pool import StatePool, choose_window
+from specdec.models.recurrent.slots import DEFAULT_WINDOW_TOKENS, SequenceState, Window
+from specdec.models.recurrent.snapshots import SnapshotPool
+from specdec.models.recurrent.step import StateRow, StateStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +49,13 @@ class ModelRunner:
         padding: ``cut`` ends the logits at ``vocab_size``; ``mask`` keeps the model's width and makes them -inf there.
         kernel: How attention reads the cache; ``auto`` takes torch's variable-length flash attention on a GPU where
             the model's layers and dtype allow it.
+        num_state_slots: Sequences and branches whose recurrent states can be held at once, for a model that has any.
+        window: How far back recurrent states reach.
 
     Attributes:
         loaded: The model.
         pool: The blocks.
+        states: The recurrent states; None where the model has none.
     """
 
     def __init__(
@@ -57,6 +67,8 @@ class ModelRunner:
         vocab_size: int | None = None,
         padding: Literal["cut", "mask"] = "cut",
         kernel: AttentionKernel | Literal["auto"] = "auto",
+        num_state_slots: int = 16,
+        window: Window | None = None,
     ) -> None:
         vocab_size = loaded.vocab_size if vocab_size is None else vocab_size
         if not 1 <= vocab_size <= loaded.vocab_size:
@@ -67,7 +79,15 @@ class ModelRunner:
         self._padding = padding
         self._kernel = choose_kernel(loaded) if kernel == "auto" else kernel
         self._workspace = Workspace()
-        self._cache = PagedCache(loaded.attention_layers, num_blocks, block_size)
+        self.states: StatePool | SnapshotPool | None = None
+        pool: StatePool | None = None
+        if loaded.recurrent_layers:
+            window = window or choose_window(loaded.recurrent_layers, DEFAULT_WINDOW_TOKENS)
+            self.states = pool = StatePool(loaded.recurrent_layers, num_state_slots, window)
+        self._functions = nullcontext() if pool is None else bind(loaded.model, pool)
+        self._cache = PagedCache(loaded.attention_layers, num_blocks, block_size, pool)
+        self._cache_argument = cache_argument(loaded.model)
+        self._latent_layers = frozenset(layer.index for layer in loaded.attention_layers if layer.is_latent)
 
     @property
     def vocab_size(self) -> int:
@@ -79,29 +99,99 @@ class ModelRunner:
         """How attention reads the cache."""
         return self._kernel
 
+    @property
+    def max_rollback(self) -> int | None:
+        """Most tokens that can be taken back for sure without reading others anew; None: any number."""
+        return None if self.states is None else self.states.window.num_tokens
+
+    @property
+    def no_speculation(self) -> str | None:
+        """Why drafts are not worth verifying with this model, in a word; None: they are."""
+        return None
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether what is cached of one prompt serves others that begin like it."""
+        return self.states is None or (isinstance(self.states, StatePool) and self.states.prefixes.most > 0)
+
+    def keep_prefix(self, sequence: CachedSequence, verified_length: int) -> None:
+        """Offer the full blocks of the first ``verified_length`` tokens, whose state is final, for reuse."""
+        self.pool.keep_prefix(sequence, verified_length)
+        if isinstance(self.states, StatePool) and sequence.state is not None:
+            self.states.keep_prefix(sequence.state, sequence.block_digests, self.pool.block_size)
+
+    def reuse_prefix(self, sequence: CachedSequence, tokens: Sequence[int]) -> int:
+        """Fill an empty sequence with the longest kept prefix of ``tokens``, in full blocks.
+
+        At least one token is left over. Recurrent layers go as far as a copy of their state was kept.
+
+        Returns:
+            Number of tokens now cached.
+        """
+        length = self.pool.reuse_prefix(sequence, tokens)
+        if not isinstance(self.states, StatePool) or not length:
+            return length
+        digests, num_blocks = sequence.block_digests, len(sequence.block_digests)
+        while num_blocks and digests[num_blocks - 1] not in self.states.prefixes:
+            num_blocks -= 1
+        length = num_blocks * self.pool.block_size
+        state = self.states.reuse_prefix(digests[num_blocks - 1], length) if num_blocks else None
+        self.pool.truncate(sequence, length if state is not None else 0)
+        sequence.state = state
+        return len(sequence)
+
     def new_sequence(self, salt: bytes | None = b"") -> CachedSequence:
         """An empty sequence; see :class:`CachedSequence` for ``salt``."""
-        return CachedSequence(salt=salt)
+        return CachedSequence(salt=salt if self.shares_prefixes else None)
 
     def reserve(self, sequence: CachedSequence, length: int) -> bool:
-        """Make room for ``length`` positions in all; False, with nothing changed, where there is none."""
-        return self.pool.reserve(sequence, length)
+        """Make room for ``length`` positions in all, and for a recurrent state.
+
+        False, with nothing changed, where there is none.
+        """
+        if self.states is None or sequence.state is not None:
+            return self.pool.reserve(sequence, length)
+        if not self.states.num_free or not self.pool.reserve(sequence, length):
+            return False
+        sequence.state = self.states.take()
+        return True
 
     def fits(self, sequence: CachedSequence, length: int, others: Sequence[CachedSequence]) -> bool:
-        """Whether room for ``length`` positions could be made by freeing ``others``."""
+        """Whether room for ``length`` positions, and a state, could be made by freeing ``others``."""
+        can_have_state = sequence.state is not None or any(other.state is not None for other in others)
+        if self.states is not None and not (can_have_state or self.states.num_free):
+            return False
         return self.pool.fits(sequence, length, others)
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
-        """Forget what is cached from position ``length`` on, and give back reserved room."""
+        """Forget what is cached from position ``length`` on, and give back reserved room.
+
+        A sequence whose recurrent states do not reach back to ``length`` is cut to 0: look at its length afterwards.
+        """
+        if sequence.state is not None and length < sequence.state.oldest:
+            length = 0
         self.pool.truncate(sequence, length)
+        if self.states is not None and sequence.state is not None and not length:
+            self.states.give_back(sequence.state)
+            sequence.state = None
 
     def fork(self, sequence: CachedSequence) -> CachedSequence:
-        """A sequence with the same past; the two share their blocks until one of them writes."""
-        return self.pool.fork(sequence)
+        """A sequence with the same past; the two share their blocks until one of them writes.
+
+        Recurrent states are copied; where no slot is free for them the fork is empty.
+        """
+        if self.states is None or sequence.state is None:
+            return self.pool.fork(sequence)
+        state = self.states.copy(sequence.state)
+        if state is None:
+            return self.new_sequence()
+        fork = self.pool.fork(sequence)
+        fork.state = state
+        return fork
 
     def free(self, sequence: CachedSequence) -> None:
-        """Forget a sequence and give its blocks back."""
-        self.pool.free(sequence)
+        """Forget a sequence and give back its blocks and its state."""
+        self.truncate(sequence, 0)
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[RowInput]) -> torch.Tensor:
@@ -124,17 +214,37 @@ class ModelRunner:
         plan = StepPlan(spans, len(tokens), self.pool.block_size, self._cache.trash_slot)
         self._cache.copy_blocks(self.pool.take_copies())
         self._cache.begin(plan)
-        output = self.loaded.model(
-            input_ids=torch.tensor([tokens], device=device),
-            position_ids=torch.tensor([positions], device=device),
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=_logits_to_keep(wanted, len(tokens), device),
-            attention_context=AttentionContext(plan, self._workspace, self._kernel),
-        )
+        states = self._begin_states(rows, spans, len(tokens))
+        with self._functions:
+            output = self.loaded.model(
+                input_ids=torch.tensor([tokens], device=device),
+                position_ids=torch.tensor([positions], device=device),
+                use_cache=True,
+                logits_to_keep=_logits_to_keep(wanted, len(tokens), device),
+                attention_context=AttentionContext(plan, self._workspace, self._kernel, self._latent_layers),
+                **{self._cache_argument: self._cache},
+            )
         for row in rows:
             row.sequence.tokens.extend(row.tokens)
+        for state, after in states:
+            state.oldest, state.newest = after.oldest_after, after.length
         return self._finish(output.logits[0])
+
+    def _begin_states(
+        self, rows: Sequence[RowInput], spans: list[RowSpan], num_tokens: int
+    ) -> list[tuple[SequenceState, StateRow]]:
+        """Tell the recurrent layers of the step; gives each row's state with what becomes of it."""
+        if not isinstance(self.states, StatePool):
+            return []
+        moves: list[tuple[SequenceState, StateRow]] = []
+        for row, span in zip(rows, spans, strict=True):
+            state = row.sequence.state
+            assert state is not None, "no state is reserved"
+            moves.append((state, state_row(span, state, self.states.window)))
+        self.states.begin(StateStep([after for _, after in moves], num_tokens, self.states.window))
+        for state, after in moves:
+            state.oldest = after.length + 1  # until the step is done there is nothing to go back to
+        return moves
 
     def _lay_out(self, rows: Sequence[RowInput]) -> tuple[list[int], list[int], list[int], list[RowSpan]]:
         """All rows' tokens behind one another, their positions, the indices that want logits, and the spans."""
@@ -161,6 +271,8 @@ class ModelRunner:
             raise ValueError(f"num_logits must be in [0, {num_tokens}], the number of tokens, got {row.num_logits}")
         if not self.pool.is_reserved(sequence, len(sequence.tokens) + num_tokens):
             raise ValueError(f"no room is reserved for {num_tokens} tokens after position {len(sequence.tokens)}")
+        if self.states is not None and (sequence.state is None or sequence.state.oldest > len(sequence.tokens)):
+            raise ValueError("no room is reserved for the sequence's recurrent state, or a failed step has spoilt it")
 
     def _finish(self, logits: torch.Tensor) -> torch.Tensor:
         if self._vocab_size == self.loaded.vocab_size:
@@ -188,3 +300,16 @@ def choose_kernel(loaded: LoadedModel) -> AttentionKernel:
     if not fits or any(torch.cuda.get_device_capability(layer.device) < (8, 0) for layer in layers):
         return "gather"
     return "varlen_paged" if torch.nn.attention.current_flash_attention_impl() == "FA3" else "varlen"
+
+
+def state_row(span: RowSpan, state: SequenceState, window: Window) -> StateRow:
+    """A row as the recurrent layers see it."""
+    return StateRow(
+        start=span.start,
+        num_new_tokens=span.num_new_tokens,
+        num_past_tokens=span.num_past_tokens,
+        slot=state.slot,
+        oldest=state.oldest,
+        newest=state.newest,
+        oldest_after=window.oldest_after(state.oldest, span.num_past_tokens, span.num_new_tokens),
+    )

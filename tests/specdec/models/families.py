@@ -55,9 +55,6 @@ FAMILIES = {
         "Qwen2Moe",
         {"use_sliding_window": True, "sliding_window": 6, "layer_types": _MIXED, "num_experts": 4},
     ),
-}
-_RECURRENT = {"layer_types": ["linear_attention", "full_attention"] * 2}
-REFUSED = {
     # Caches latents, and attends over what it makes of them.
     "deepseek_v3": (
         "DeepseekV3",
@@ -77,12 +74,9 @@ REFUSED = {
             "first_k_dense_replace": 2,
         },
     ),
-    "qwen3_next": (
-        "Qwen3Next",
-        {**_RECURRENT, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    ),
-    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention"] * 2}),
-    "mamba": ("Mamba", {}),
+}
+REFUSED = {
+    "recurrent_gemma": ("RecurrentGemma", {"num_key_value_heads": 1, "num_hidden_layers": 3}),
     "bloom": ("Bloom", {"n_layer": 2, "n_head": 4}),
     "llama4": (
         "Llama4",

@@ -1,0 +1,191 @@
+"""What it costs to take drafts back from a recurrent state, by way: rounds per second, and memory per sequence."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from specdec.models.blocks import CachedSequence
+from specdec.models.loading import LoadedModel, prepare_model
+from specdec.models.recurrent.pool import MIN_WINDOW_TOKENS, bytes_per_slot, choose_window
+from specdec.models.recurrent.slots import Window
+from specdec.models.runner import ModelRunner, RowInput
+
+Way = Literal["states", "rescan", "second forward"]
+WAYS: tuple[Way, ...] = ("states", "rescan", "second forward")
+"""``second forward``: a copy of the state is taken before each verification, put back after it, and what was accepted
+is read once more by the whole model."""
+
+
+@dataclass(frozen=True, slots=True)
+class RollbackCost:
+    """One way's cost.
+
+    Attributes:
+        rounds_per_s: Of the whole batch, median over the rounds.
+        spread: Slowest and fastest tenth of the rounds, in rounds per second.
+        bytes_per_sequence: Recurrent state and what it takes to roll it back; the copy too, where one is taken.
+        logits: Of the tokens after the last round, float32 [rows, V], to be compared.
+    """
+
+    way: Way
+    rounds_per_s: float
+    spread: tuple[float, float]
+    bytes_per_sequence: int
+    logits: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RollbackWork:
+    """What is done by every way.
+
+    Attributes:
+        num_rows: Sequences in the batch.
+        num_draft_tokens: K: a round reads 1 + K tokens of every row, and keeps 1 to 1 + K of them.
+        num_rounds: Measured rounds.
+        num_warmup_rounds: Rounds before them.
+        prompt_length: Tokens read beforehand.
+        seed: Of tokens and of what is accepted.
+    """
+
+    num_rows: int = 4
+    num_draft_tokens: int = 4
+    num_rounds: int = 20
+    num_warmup_rounds: int = 2
+    prompt_length: int = 64
+    seed: int = 0
+
+    @property
+    def length(self) -> int:
+        """Longest row there may be."""
+        return self.prompt_length + (self.num_rounds + self.num_warmup_rounds + 1) * (1 + self.num_draft_tokens)
+
+
+class _Batch:
+    """The rows of one way."""
+
+    def __init__(self, loaded: LoadedModel, way: Way, work: RollbackWork) -> None:
+        layers = loaded.recurrent_layers
+        window = choose_window(
+            layers, work.num_draft_tokens + MIN_WINDOW_TOKENS, "states" if way == "states" else "rescan"
+        )
+        if way == "second forward":
+            window = Window("rescan", MIN_WINDOW_TOKENS)
+        blocks = 2 * work.num_rows * (work.length // 16 + 2)
+        self.runner = ModelRunner(loaded, num_blocks=blocks, num_state_slots=2 * work.num_rows, window=window)
+        self.way = way
+        self.bytes_per_sequence = bytes_per_slot(layers, window) * (2 if way == "second forward" else 1)
+        self.rows = [self.runner.new_sequence(None) for _ in range(work.num_rows)]
+
+    def read(self, tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Logits of all tokens."""
+        for row, new in zip(self.rows, tokens, strict=True):
+            if not self.runner.reserve(row, len(row) + len(new)):
+                raise RuntimeError("too few cache blocks for the measurement")
+        return self.runner.forward([RowInput(row, new, len(new)) for row, new in zip(self.rows, tokens, strict=True)])
+
+    def round(self, tokens: Sequence[Sequence[int]], num_kept: Sequence[int]) -> None:
+        """Verify ``tokens`` and keep the first ``num_kept`` of each row."""
+        copies = [self.runner.fork(row) for row in self.rows] if self.way == "second forward" else []
+        self.read(tokens)
+        if copies:
+            self._put_back(copies)
+            self.read([new[:kept] for new, kept in zip(tokens, num_kept, strict=True)])
+            return
+        for row, new, kept in zip(self.rows, tokens, num_kept, strict=True):
+            self.runner.truncate(row, len(row) - len(new) + kept)
+
+    def _put_back(self, copies: list[CachedSequence]) -> None:
+        for row in self.rows:
+            self.runner.free(row)
+        self.rows = copies
+
+
+def compare_rollback(
+    loaded: LoadedModel, work: RollbackWork, clock: Callable[[], float] = time.perf_counter
+) -> tuple[RollbackCost, ...]:
+    """Do the same rounds by every way, a round of each in turn, so that a machine's drift hits all alike.
+
+    Args:
+        loaded: A model with recurrent layers.
+        work: What is done.
+        clock: Seconds.
+    """
+    rng = random.Random(work.seed)
+    batches = [_Batch(loaded, way, work) for way in WAYS]
+    durations_s: dict[Way, list[float]] = {way: [] for way in WAYS}
+    vocab_size, num_tokens = loaded.vocab_size, 1 + work.num_draft_tokens
+
+    def some_tokens(length: int) -> list[list[int]]:
+        return [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(work.num_rows)]
+
+    prompts = some_tokens(work.prompt_length)
+    for batch in batches:
+        batch.read(prompts)
+    for index in range(work.num_warmup_rounds + work.num_rounds):
+        tokens, num_kept = some_tokens(num_tokens), [rng.randint(1, num_tokens) for _ in range(work.num_rows)]
+        for batch in batches:
+            started_s = clock()
+            batch.round(tokens, num_kept)
+            if loaded.device.type == "cuda":
+                torch.cuda.synchronize(loaded.device)
+            if index >= work.num_warmup_rounds:
+                durations_s[batch.way].append(clock() - started_s)
+    last = some_tokens(1)
+    return tuple(_cost(batch, durations_s[batch.way], batch.read(last)) for batch in batches)
+
+
+def _cost(batch: _Batch, durations_s: list[float], logits: torch.Tensor) -> RollbackCost:
+    rates = sorted(1 / duration_s for duration_s in durations_s)
+    tenth = len(rates) // 10
+    spread = rates[tenth], rates[-1 - tenth]
+    return RollbackCost(batch.way, statistics.median(rates), spread, batch.bytes_per_sequence, logits)
+
+
+def delta_rule_model(
+    num_heads: int = 32, head_dim: int = 128, hidden_size: int = 512, num_layers: int = 4
+) -> LoadedModel:
+    """A random model whose states are as large as those of a real one: three delta-rule layers to one of attention."""
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    kinds = ["full_attention" if (i + 1) % 4 == 0 else "linear_attention" for i in range(num_layers)]
+    config = Qwen3_5TextConfig(
+        vocab_size=1024,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=num_layers,
+        layer_types=kinds,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_num_key_heads=num_heads // 2,
+        linear_num_value_heads=num_heads,
+        linear_key_head_dim=head_dim,
+        linear_value_head_dim=head_dim,
+        max_position_embeddings=4096,
+    )
+    torch.manual_seed(0)
+    return prepare_model(Qwen3_5ForCausalLM(config), f"{num_heads} heads of {head_dim}")
+
+
+def lines(costs: Sequence[RollbackCost], work: RollbackWork) -> list[str]:
+    """A table in Markdown."""
+    base = costs[-1].rounds_per_s
+    table = [
+        f"{work.num_rows} rows, K = {work.num_draft_tokens}, {work.num_rounds} rounds",
+        "| way | rounds/s | p10 to p90 | over second forward | MiB per sequence |",
+        "|---|---|---|---|---|",
+    ]
+    for cost in costs:
+        spread = f"{cost.spread[0]:.2f} to {cost.spread[1]:.2f}"
+        table.append(
+            f"| {cost.way} | {cost.rounds_per_s:.2f} | {spread} | {cost.rounds_per_s / base:.2f} "
+            f"| {cost.bytes_per_sequence / (1 << 20):.1f} |"
+        )
+    return table

@@ -1,0 +1,90 @@
+"""Mamba-1: a state per channel with a decay per channel and state dimension.
+
+S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t^T, y_t = S_t C_t + D x_t: Gu and Dao 2023, "Mamba", section 3. The stock scan
+begins with a state of zeros whatever came before, so it is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from specdec.models.recurrent.scan import Scan, Steps, Stock, Tensors, without
+
+
+class Mamba1(Scan):
+    """Inputs: x [B, T, D], final time steps [B, T, D], B [B, T, S]. Reads: C like B, gates like x. State: [D, S]."""
+
+    def __init__(
+        self,
+        stock: Stock,
+        hidden_states: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,  # noqa: N803
+        B: torch.Tensor,  # noqa: N803
+        C: torch.Tensor,  # noqa: N803
+        *,
+        D: torch.Tensor | None = None,  # noqa: N803
+        z: torch.Tensor | None = None,
+        delta_bias: torch.Tensor | None = None,
+        delta_softplus: bool = False,
+        **_: Any,
+    ) -> None:
+        if delta_bias is not None:
+            dt = dt + delta_bias.to(dt.dtype).unsqueeze(-1)
+        if delta_softplus:
+            dt = functional.softplus(dt)
+        self._rates, self._skip = A, D
+        self.inputs = tuple(value.transpose(1, 2) for value in (hidden_states, dt, B))
+        self.reads = tuple(value.transpose(1, 2) for value in ((C,) if z is None else (C, z)))
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """[D, S]."""
+        x, _, b = self.inputs
+        return x.shape[2], b.shape[2]
+
+    def whole(self, inputs: Tensors, reads: Tensors, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token by token, as the stock function does it where there is no kernel."""
+        outputs = []
+        for output, after in self.steps(inputs, reads, state):
+            outputs.append(output)
+            state = after
+        return torch.stack(outputs, dim=1), state
+
+    def steps(self, inputs: Tensors, reads: Tensors, state: torch.Tensor) -> Steps:
+        """In float32; outputs are read in the dtype of x, as the stock function does."""
+        x, c = inputs[0], reads[0]
+        for t, after in enumerate(self._states(inputs, state)):
+            output = torch.matmul(after.to(x.dtype), c[:, t].to(x.dtype).unsqueeze(-1)).squeeze(-1)
+            if self._skip is not None:
+                output = output + x[:, t] * self._skip
+            if len(reads) > 1:
+                output = output * functional.silu(reads[1][:, t])
+            yield output, after
+
+    def advance(self, inputs: Tensors, state: torch.Tensor) -> torch.Tensor:
+        """Token by token."""
+        for after in self._states(inputs, state):
+            state = after
+        return state
+
+    def neutral(self, inputs: Tensors, is_padding: torch.Tensor) -> Tensors:
+        """Time does not pass."""
+        x, dt, b = inputs
+        return x, without(dt, is_padding), b
+
+    def result(self, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs [1, D, N], as this scan has them."""
+        return outputs.transpose(1, 2), outputs.new_empty(0)
+
+    def _states(self, inputs: Tensors, state: torch.Tensor) -> Iterator[torch.Tensor]:
+        x, dt, b = (value.float() for value in inputs)
+        written = x * dt
+        for t in range(x.shape[1]):
+            kept = torch.exp(self._rates * dt[:, t].unsqueeze(-1))
+            state = state * kept + written[:, t].unsqueeze(-1) * b[:, t].unsqueeze(1)
+            yield state

@@ -1,0 +1,206 @@
+"""The recurrent states of many sequences on one model: pooled, and brought back to earlier lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from specdec.errors import InvalidParameterError
+from specdec.models.recurrent.binding import RecurrentLayer, ScanShape
+from specdec.models.recurrent.conv import ConvWindows
+from specdec.models.recurrent.prefixes import PrefixStates
+from specdec.models.recurrent.rescan import Rescan
+from specdec.models.recurrent.scan import Scan
+from specdec.models.recurrent.slots import Route, SequenceState, StateSlots, Window
+from specdec.models.recurrent.states import EveryState
+from specdec.models.recurrent.step import StateStep
+
+MAX_STATES_BYTES = 8 << 20
+"""With ``auto``, a sequence whose states at every position of the window take no more than this keeps them all."""
+MIN_WINDOW_TOKENS = 4
+"""What the admission check takes back."""
+
+
+class StatePool:
+    """State slots, and the tensors of all recurrent layers behind them. Used by one thread at a time.
+
+    Up to half of the slots hold copies for prompts that begin alike, while no sequence wants them.
+
+    Args:
+        layers: The model's recurrent layers.
+        num_slots: Most sequences and branches at once.
+        window: How far back they can go.
+    """
+
+    def __init__(self, layers: Sequence[RecurrentLayer], num_slots: int, window: Window) -> None:
+        self.window = window
+        self.slots = StateSlots(num_slots)
+        self.prefixes = PrefixStates(num_slots // 2)
+        self._step: StateStep | None = None
+        self._next_scan: dict[int, int] = {}
+        num_kept = window.num_kept_tokens
+        self._convolutions = {
+            layer.index: ConvWindows(layer.convolution, num_slots, num_kept)
+            for layer in layers
+            if layer.convolution is not None
+        }
+        self._scans = {layer.index: [_states(shape, num_slots, window) for shape in layer.scans] for layer in layers}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots in all layers."""
+        return sum(keeper.num_bytes for keeper in self._keepers())
+
+    @property
+    def num_free(self) -> int:
+        """Slots nobody holds, those kept only for prefix reuse included."""
+        return self.slots.num_free + len(self.prefixes)
+
+    @property
+    def num_in_use(self) -> int:
+        """Slots some sequence or branch holds."""
+        return self.slots.num_in_use - len(self.prefixes)
+
+    def take(self) -> SequenceState | None:
+        """The state of an empty sequence; None where no slot is free."""
+        state = self._take_slot()
+        if state is not None:
+            for keeper in self._keepers():
+                keeper.clear(state.slot)
+        return state
+
+    def copy(self, state: SequenceState) -> SequenceState | None:
+        """A state of its own that can be brought back like ``state``; None where no slot is free."""
+        copy = self._take_slot()
+        if copy is not None:
+            self._copy(state, copy)
+        return copy
+
+    def keep_prefix(self, state: SequenceState, digests: Sequence[bytes], block_size: int) -> None:
+        """Copy a state for others that begin like its sequence, if that is worth a slot, and one is left for it.
+
+        Args:
+            state: Of a sequence that is at least as long as its digests say.
+            digests: Chained digests of its full, verified blocks.
+            block_size: Positions per block.
+        """
+        if not self.prefixes.is_wanted(state, digests, block_size):
+            return
+        if len(self.prefixes) >= self.prefixes.most:
+            self._drop_prefix()
+        copy = self.slots.take()
+        if copy is not None:
+            self._copy(state, copy)
+            self.prefixes.add(copy, digests, block_size)
+            state.kept = len(digests) * block_size
+
+    def reuse_prefix(self, digest: bytes, length: int) -> SequenceState | None:
+        """A state after the ``length`` tokens that end with the block of a digest; None where there is none."""
+        if digest not in self.prefixes:
+            return None
+        found = self.prefixes.find(digest)
+        is_last = not self.slots.num_free and len(self.prefixes) == 1
+        state = self.prefixes.pop() if is_last else self.copy(found)
+        if state is not None:
+            state.kept = length
+        return state
+
+    def give_back(self, state: SequenceState) -> None:
+        """Free a state's slot."""
+        self.slots.give_back(state)
+
+    def begin(self, step: StateStep) -> None:
+        """The step whose convolutions and scans come next."""
+        self._step = step
+        self._next_scan = dict.fromkeys(self._scans, 0)
+
+    def extended(self, inputs: torch.Tensor, index: int, state_idx: int, kernel_size: int | None) -> torch.Tensor:
+        """A convolution's inputs [1, C, N], each row's with those before it: [1, C, M]."""
+        assert self._step is not None, "begin() comes first"
+        return self._convolutions[index].extend(inputs, self._step)
+
+    def convolved(self, index: int, outputs: torch.Tensor) -> torch.Tensor:
+        """The step's own of a convolution's outputs [1, C, M]: [1, C, N]."""
+        assert self._step is not None, "begin() comes first"
+        return self._convolutions[index].outputs(outputs, self._step)
+
+    def scanned(self, index: int, scan: Scan) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scan every row from its own state, and keep what it takes to roll it back."""
+        assert self._step is not None, "begin() comes first"
+        keeper = self._scans[index][self._next_scan[index]]
+        self._next_scan[index] += 1
+        return scan.result(keeper.run(scan, self._step))
+
+    def _take_slot(self) -> SequenceState | None:
+        """A free slot, if need be that of the prefix which nobody has used for longest."""
+        if not self.slots.num_free:
+            self._drop_prefix()
+        return self.slots.take()
+
+    def _drop_prefix(self) -> None:
+        dropped = self.prefixes.pop()
+        if dropped is not None:
+            self.slots.give_back(dropped)
+
+    def _copy(self, state: SequenceState, copy: SequenceState) -> None:
+        copy.oldest, copy.newest = state.oldest, state.newest
+        for keeper in self._keepers():
+            keeper.copy(state.slot, copy.slot)
+
+    def _keepers(self) -> list[ConvWindows | EveryState | Rescan]:
+        return [*self._convolutions.values(), *(keeper for keepers in self._scans.values() for keeper in keepers)]
+
+
+def _states(shape: ScanShape, num_slots: int, window: Window) -> EveryState | Rescan:
+    if window.route == "states":
+        return EveryState(shape.state_shape, num_slots, window.num_tokens, shape.device)
+    return Rescan(shape.state_shape, shape.input_shapes, num_slots, window.num_tokens, shape.device)
+
+
+def choose_window(layers: Sequence[RecurrentLayer], num_tokens: int, route: Route | None = None) -> Window:
+    """A window of ``num_tokens`` by the route wanted, else by the one that takes less memory unless both are small.
+
+    Raises:
+        InvalidParameterError: it is too short.
+    """
+    if num_tokens < MIN_WINDOW_TOKENS:
+        message = f"rollback_tokens must be at least {MIN_WINDOW_TOKENS}, got {num_tokens}"
+        raise InvalidParameterError("rollback_tokens", message)
+    by_states, by_rescan = Window("states", num_tokens), Window("rescan", num_tokens)
+    if route == "replay":
+        raise InvalidParameterError("rollback", "rollback must be auto, states or rescan for this model, got 'replay'")
+    if route is not None:
+        return by_states if route == "states" else by_rescan
+    num_bytes = bytes_per_slot(layers, by_states)
+    is_small = num_bytes <= MAX_STATES_BYTES or num_bytes <= bytes_per_slot(layers, by_rescan)
+    return by_states if is_small else by_rescan
+
+
+def state_bytes(layers: Sequence[RecurrentLayer]) -> int:
+    """Bytes of one sequence's states and convolution windows at one position."""
+    return sum(
+        sum(_numbers(scan.state_shape) * 4 for scan in layer.scans)
+        + (layer.convolution.bytes_per_slot(0) if layer.convolution is not None else 0)
+        for layer in layers
+    )
+
+
+def bytes_per_slot(layers: Sequence[RecurrentLayer], window: Window) -> int:
+    """Bytes of one slot in all layers: what a sequence's state and its way back take."""
+    total = 0
+    for layer in layers:
+        if layer.convolution is not None:
+            total += layer.convolution.bytes_per_slot(window.num_kept_tokens)
+        for scan in layer.scans:
+            num_state_bytes = _numbers(scan.state_shape) * 4
+            if window.route == "states":
+                total += (window.num_tokens + 1) * num_state_bytes
+            else:
+                per_token = sum(_numbers(shape) * dtype.itemsize for shape, dtype in scan.input_shapes)
+                total += 2 * num_state_bytes + window.num_kept_tokens * per_token
+    return total
+
+
+def _numbers(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()

@@ -1,0 +1,89 @@
+"""Which state slot belongs to which sequence, and how far back it reaches. Numbers only, no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Route = Literal["states", "rescan", "replay"]
+"""How a state is rolled back. ``states``: the state after every position of the window is kept, and one is selected.
+``rescan``: the state at the window's beginning and the scan's inputs since then are kept, and scanned again.
+``replay``: a copy of the whole state is taken now and then, and the model reads the tokens since then once more."""
+
+DEFAULT_WINDOW_TOKENS = 18
+"""Twice a draft of eight tokens and the bonus token: what a drafter that runs ahead may have to take back."""
+
+
+@dataclass(slots=True, eq=False)
+class SequenceState:
+    """The recurrent state of one sequence.
+
+    Attributes:
+        slot: Where its tensors are.
+        oldest: Smallest length it can be brought back to without reading tokens anew (but for 0, which always can).
+        newest: Length whose state was computed last; with ``rescan`` only that one is there as it is.
+        kept: Length at which it last left a copy for others that begin like it; 0: never.
+    """
+
+    slot: int
+    oldest: int = 0
+    newest: int = 0
+    kept: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """How far back states reach.
+
+    Attributes:
+        route: How they are rolled back.
+        num_tokens: A sequence can go back at least this many tokens from the greatest length it has had.
+    """
+
+    route: Route
+    num_tokens: int
+
+    @property
+    def num_kept_tokens(self) -> int:
+        """Most tokens between ``oldest`` and the end: twice the window where moving its beginning takes a scan."""
+        return self.num_tokens if self.route == "states" else 2 * self.num_tokens
+
+    def oldest_after(self, oldest: int, num_past_tokens: int, num_new_tokens: int) -> int:
+        """Where the window begins after ``num_new_tokens`` more tokens."""
+        length = num_past_tokens + num_new_tokens
+        if num_new_tokens > self.num_tokens or length - oldest > self.num_kept_tokens:
+            return max(oldest, length - self.num_tokens)
+        return oldest
+
+
+class StateSlots:
+    """A fixed number of slots, one per sequence or branch.
+
+    Args:
+        num_slots: At least 1.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        if num_slots < 1:
+            raise ValueError(f"num_slots must be at least 1, got {num_slots}")
+        self.num_slots = num_slots
+        self._free = list(reversed(range(num_slots)))
+
+    @property
+    def num_free(self) -> int:
+        """Slots nobody holds."""
+        return len(self._free)
+
+    @property
+    def num_in_use(self) -> int:
+        """Slots some sequence holds."""
+        return self.num_slots - len(self._free)
+
+    def take(self) -> SequenceState | None:
+        """A slot for an empty sequence; None where there is none."""
+        return SequenceState(self._free.pop()) if self._free else None
+
+    def give_back(self, state: SequenceState) -> None:
+        """Free a slot."""
+        assert state.slot not in self._free, f"slot {state.slot} is free already"
+        self._free.append(state.slot)

@@ -1,0 +1,83 @@
+"""Rollback by selection: the state after every position of a window is kept."""
+
+from __future__ import annotations
+
+import torch
+
+from specdec.models.recurrent.scan import Scan
+from specdec.models.recurrent.step import RowGroup, StateStep
+from specdec.models.zeros import zeros
+
+
+class EveryState:
+    """States of one scan: that after position p of a sequence at entry p mod (window + 1) of its slot.
+
+    Truncating costs nothing: the next step begins with the state of the length it finds.
+
+    Args:
+        state_shape: Of one state.
+        num_slots: Slots.
+        num_tokens: The window.
+        device: Of the states, which are float32.
+    """
+
+    def __init__(self, state_shape: tuple[int, ...], num_slots: int, num_tokens: int, device: torch.device) -> None:
+        self._size = num_tokens + 1
+        self._pool = zeros((num_slots, self._size, *state_shape), torch.float32, device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self._pool.nbytes
+
+    def clear(self, slot: int) -> None:
+        """Make a slot that of an empty sequence."""
+        self._pool[slot, 0] = 0
+
+    def copy(self, source: int, destination: int) -> None:
+        """Make a slot like another."""
+        self._pool[destination] = self._pool[source]
+
+    def run(self, scan: Scan, step: StateStep) -> torch.Tensor:
+        """Scan every row from its own state, and keep the states of its last tokens: outputs [1, N, ...]."""
+        groups = step.groups(scan.inputs[0].device)
+        results = [self._run_group(scan, step, index, group) for index, group in enumerate(groups)]
+        if len(groups) == 1 and not groups[0].is_padded:
+            return results[0].flatten(0, 1).unsqueeze(0)
+        outputs = results[0].new_empty((1, step.num_tokens, *results[0].shape[2:]))
+        for group, result in zip(groups, results, strict=True):
+            group.put(result, outputs)
+        return outputs
+
+    def _run_group(self, scan: Scan, step: StateStep, index: int, group: RowGroup) -> torch.Tensor:
+        """Outputs [B, T, ...]."""
+        inputs, reads = (tuple(group.take(value) for value in values) for values in (scan.inputs, scan.reads))
+        flat = self._pool.flatten(0, 1)
+        entries = step.memo(("entries", index, self._size, flat.device), lambda: self._entries(group, flat.device))
+        state = flat.index_select(0, entries[0][1])
+        outputs: list[torch.Tensor] = []
+        lead = max(0, group.num_tokens - (self._size - 1))
+        if lead:
+            some, rest = (tuple(value[:, :lead] for value in values) for values in (inputs, reads))
+            output, state = scan.whole(some, rest, state)
+            outputs.append(output)
+            flat.index_copy_(0, entries[lead][1], state.float())
+            inputs, reads = (tuple(value[:, lead:] for value in values) for values in (inputs, reads))
+        stepped = []
+        for t, (output, after) in enumerate(scan.steps(inputs, reads, state), start=lead + 1):
+            rows, places = entries[t]
+            flat.index_copy_(0, places, after if rows is None else after.index_select(0, rows))
+            stepped.append(output)
+        outputs.append(torch.stack(stepped, dim=1))
+        return outputs[0] if len(outputs) == 1 else torch.cat([value.to(outputs[-1].dtype) for value in outputs], dim=1)
+
+    def _entries(self, group: RowGroup, device: torch.device) -> dict[int, tuple[torch.Tensor | None, torch.Tensor]]:
+        """For numbers of new tokens: the rows that have that many (None: all), and where their states are kept."""
+        first_kept = max(1, group.num_tokens - (self._size - 1))
+        entries: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
+        for t in (0, *range(first_kept, group.num_tokens + 1)):
+            rows = [i for i, row in enumerate(group.rows) if row.num_new_tokens >= t]
+            places = [group.rows[i].slot * self._size + (group.rows[i].num_past_tokens + t) % self._size for i in rows]
+            selected = None if len(rows) == len(group.rows) else torch.tensor(rows, device=device)
+            entries[t] = selected, torch.tensor(places, device=device)
+        return entries

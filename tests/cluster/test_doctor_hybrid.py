@@ -1,0 +1,57 @@
+"""``specdec doctor`` on a model with recurrent layers."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cluster.cli import main
+from cluster.sources import demo_folder
+from tests.specdec.models.recurrent_families import make_recurrent
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[str, ...]:
+    """A hybrid target with the demo draft, as flags."""
+    make_recurrent("bamba", vocab_size=4096, mamba_d_state=32).save_pretrained(tmp_path)
+    for file in demo_folder("draft").glob("*token*"):
+        shutil.copy(file, tmp_path)
+    return ("--target", str(tmp_path), "--draft", str(demo_folder("draft")), "--max-model-len", "256")
+
+
+def test_doctor_says_what_states_take(pair: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    memory = ("--target-kv-memory", "64MiB", "--draft-kv-memory", "8MiB", "--num-speculative-tokens", "4")
+    assert main(["doctor", *pair, *memory]) == 0
+    text = capsys.readouterr().out
+    for words in ("recurrent: ", "MiB of checkpoints a sequence", "rolled back by up to 18 tokens (states)"):
+        assert words in text
+    assert "admission check passed" in text
+
+
+def test_doctor_says_how_much_memory_a_state_lacks(pair: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(
+            [
+                "doctor",
+                "--json",
+                *pair,
+                "--target-kv-memory",
+                "1MiB",
+                "--num-speculative-tokens",
+                "64",
+                "--draft-kv-memory",
+                "8MiB",
+            ]
+        )
+        == 2
+    )
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert "MiB of recurrent state and" in problem
+    assert "1.0 MiB may be used" in problem
+
+
+def test_the_check_can_be_skipped(pair: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    memory = ("--target-kv-memory", "64MiB", "--draft-kv-memory", "8MiB")
+    assert main(["doctor", *pair, *memory, "--skip-admission-check", "true"]) == 0
+    assert "admission check skipped" in capsys.readouterr().out

@@ -1,0 +1,180 @@
+"""Ragged, split, rolled back forwards of models with recurrent layers against whole forwards of each row."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+import specdec.models.runner as runner_module
+from specdec.models.loading import prepare_model
+from specdec.models.plan import RowSpan
+from specdec.models.recurrent.slots import Route, SequenceState, Window
+from specdec.models.recurrent.step import StateRow
+from specdec.models.runner import ModelRunner, RowInput
+from tests.specdec.models.recurrent_families import RECURRENT, make_recurrent
+from tests.specdec.models.rounds import WINDOW, Rounds, make_runner, pair, play, whole_forwards
+
+ROUTES: tuple[Route, ...] = ("states", "rescan")
+TOLERANCE = 2e-4
+DRAFT_LENGTHS = (1, 2, 5, 8)
+ONE_OF_A_KIND = ("qwen3_5", "kimi_linear", "bamba", "jamba", "lfm2")
+
+
+def verify_rounds(game: Rounds) -> None:
+    for num_draft_tokens in DRAFT_LENGTHS:
+        for _ in range(8):
+            game.verify(num_draft_tokens)
+
+
+@pytest.mark.parametrize(
+    ("family", "route"), [*((family, "states") for family in RECURRENT), *((kind, "rescan") for kind in ONE_OF_A_KIND)]
+)
+def test_verified_rows_equal_whole_forwards(
+    family: str, route: Route, record_property: Callable[[str, object], None]
+) -> None:
+    difference = play(family, route, verify_rounds)
+    record_property("max_difference", difference)
+    assert difference <= TOLERANCE
+
+
+def draft_rounds(game: Rounds) -> None:
+    for num_draft_tokens in DRAFT_LENGTHS:
+        game.draft(num_draft_tokens)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("family", ONE_OF_A_KIND)
+def test_drafts_read_token_by_token_are_taken_back(family: str, route: Route) -> None:
+    assert play(family, route, draft_rounds) <= TOLERANCE
+
+
+def keep_refused(span: RowSpan, state: SequenceState, window: Window) -> StateRow:
+    """A state that goes on from where it was, whatever was taken back."""
+    row = runner_module_state_row(span, state, window)
+    return replace(row, num_past_tokens=max(state.newest, span.num_past_tokens))
+
+
+runner_module_state_row = runner_module.state_row
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_the_comparison_sees_a_state_that_is_not_rolled_back(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "state_row", keep_refused)
+    route = ROUTES[len(family) % 2]
+    assert play(family, route, lambda game: [game.verify(5) for _ in range(3)]) > 1e-2
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_forks_take_their_state_along_and_how_far_it_goes_back(route: Route) -> None:
+    loaded, stock = pair("qwen3_5")
+    game = Rounds(make_runner(loaded, route), stock, seed=1)
+    game.prefill([30], max_chunk=7)
+    sequence, have = game.rows[0]
+    game.forward([(sequence, list(have), game.tokens(6))])
+    forks = [game.runner.fork(sequence) for _ in range(4)]
+    for fork, length in zip(forks, (36, 33, 30, 25), strict=True):
+        game.runner.truncate(fork, length)
+        assert len(fork) == length
+    for _ in range(3):
+        everyone = (*forks, sequence)
+        game.forward([(one, list(one.tokens), game.tokens(game.rng.randint(1, 3))) for one in everyone])
+    assert game.difference <= TOLERANCE
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm3"])
+def test_what_reaches_further_back_than_the_window_is_read_again(family: str, route: Route) -> None:
+    loaded, stock = pair(family)
+    game = Rounds(make_runner(loaded, route), stock, seed=2)
+    game.prefill([60], max_chunk=60)
+    sequence, have = game.rows[0]
+    assert sequence.state is not None
+    oldest = sequence.state.oldest
+    assert oldest <= len(have) - WINDOW
+    game.runner.truncate(sequence, oldest)
+    assert len(sequence) == oldest
+    game.forward([(sequence, have[:oldest], game.tokens(3))])
+    game.runner.truncate(sequence, oldest - 1)
+    assert (sequence.tokens, sequence.state) == ([], None)
+    assert game.runner.pool.num_in_use == 0
+    game.forward([(sequence, [], have)])
+    assert game.difference <= TOLERANCE
+
+
+def test_slots_run_out_and_come_back() -> None:
+    loaded, _ = pair("lfm2")
+    runner = make_runner(loaded, "states", num_state_slots=2)
+    first, second, third = (runner.new_sequence() for _ in range(3))
+    assert runner.reserve(first, 3)
+    assert runner.reserve(second, 3)
+    assert not runner.reserve(third, 3)
+    assert third.block_ids == []
+    runner.forward([RowInput(first, [5, 6, 7], 0)])
+    fork = runner.fork(first)
+    assert (fork.tokens, fork.block_ids) == ([], [])
+    runner.free(second)
+    assert runner.fork(first).tokens == [5, 6, 7]
+    assert runner.states is not None
+    assert (runner.states.num_in_use, runner.states.num_free) == (2, 0)
+    with pytest.raises(ValueError, match="no room is reserved"):
+        runner.forward([RowInput(third, [5], 1)])
+
+
+def test_a_slot_is_empty_when_it_is_taken() -> None:
+    loaded, stock = pair("bamba")
+    for route in ROUTES:
+        game = Rounds(make_runner(loaded, route, num_state_slots=1), stock, seed=3)
+        for _ in range(3):
+            game.prefill([24], max_chunk=9)
+            game.drop_all()
+        assert game.difference <= TOLERANCE
+
+
+def test_a_step_that_fails_spoils_the_states_it_touched() -> None:
+    model = make_recurrent("lfm2")
+    runner = make_runner(prepare_model(model, "lfm2"), "states")
+    sequence = runner.new_sequence()
+    assert runner.reserve(sequence, 40)
+    runner.forward([RowInput(sequence, list(range(3, 23)), 0)])
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    handle = model.lm_head.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        runner.forward([RowInput(sequence, [5, 6], 1)])
+    handle.remove()
+    with pytest.raises(ValueError, match="spoilt"):
+        runner.forward([RowInput(sequence, [5, 6], 1)])
+    runner.truncate(sequence, 19)
+    assert len(sequence) == 0
+
+
+def test_our_functions_are_in_place_during_a_step_only() -> None:
+    loaded, stock = pair("qwen3_5")
+    other = prepare_model(make_recurrent("qwen3_5", seed=9), "other")
+    runners = [make_runner(model, route) for model, route in ((loaded, "states"), (other, "rescan"))]
+    row = list(range(3, 30))
+    before = whole_forwards(stock, [row])[0]
+    for runner in runners:
+        sequence = runner.new_sequence()
+        assert runner.reserve(sequence, len(row))
+        for start in range(0, len(row), 10):
+            chunk = row[start : start + 10]
+            logits = runner.forward([RowInput(sequence, chunk, len(chunk))])
+        if runner.loaded is loaded:
+            assert (logits - before[20:]).abs().max() <= TOLERANCE
+        assert not any("forward" in module.__dict__ for module in runner.loaded.model.modules())
+    assert torch.equal(whole_forwards(stock, [row])[0], before)
+
+
+def test_bfloat16_states_stay_close_to_float32() -> None:
+    loaded = prepare_model(make_recurrent("qwen3_5").to(torch.bfloat16), "qwen3_5")
+    runner = ModelRunner(loaded, num_blocks=40)
+    sequence = runner.new_sequence()
+    assert runner.reserve(sequence, 40)
+    row = list(range(3, 33))
+    logits = torch.cat([runner.forward([RowInput(sequence, [token], 1)]) for token in row])
+    expected = whole_forwards(pair("qwen3_5")[1], [row])[0]
+    assert (logits - expected).square().mean().sqrt() < 0.1

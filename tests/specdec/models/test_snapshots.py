@@ -1,0 +1,104 @@
+"""Models whose state can only be copied as a whole: snapshot, restore and replay."""
+
+import pytest
+import torch
+import transformers
+
+from specdec.errors import ModelLoadError
+from specdec.models.admission import check_admission
+from specdec.models.loading import prepare_model
+from specdec.models.memory import plan_memory
+from specdec.models.recurrent.slots import SequenceState
+from specdec.models.recurrent.snapshots import SnapshotPool
+from specdec.models.runner import RowInput
+from specdec.models.snapshot_runner import SnapshotRunner
+from tests.specdec.models.recurrent_families import OPAQUE, VOCAB_SIZE, make_recurrent
+from tests.specdec.models.rounds import Rounds
+
+TOLERANCE = 2e-4
+READS_MANY = {"rwkv": True, "xlstm": True, "minimax": False, "zaya": True}
+
+
+def make_runner(family: str, reads_many: bool, window_tokens: int = 8) -> SnapshotRunner:
+    loaded = prepare_model(make_recurrent(family), family)
+    return SnapshotRunner(loaded, num_blocks=120, block_size=4, reads_many=reads_many, window_tokens=window_tokens)
+
+
+@pytest.mark.parametrize("family", OPAQUE)
+def test_the_check_finds_out_whether_several_tokens_are_read_right(family: str) -> None:
+    runner = make_runner(family, reads_many=True)
+    if READS_MANY[family]:
+        assert check_admission(runner).relative_error < 1e-4
+    else:
+        with pytest.raises(ModelLoadError, match="cannot be served exactly"):
+            check_admission(runner)
+    assert runner.states is not None
+    assert (runner.pool.num_in_use, runner.states.num_in_use) == (0, 0)
+    assert check_admission(make_runner(family, reads_many=False)).relative_error < 1e-4
+
+
+@pytest.mark.parametrize("family", OPAQUE)
+def test_rows_equal_whole_forwards(family: str) -> None:
+    game = Rounds(make_runner(family, READS_MANY[family]), make_recurrent(family), seed=4)
+    if family in ("minimax", "zaya"):
+        game.stock.set_attn_implementation("eager")
+    game.prefill([9, 4, 1, 30], max_chunk=12)
+    for num_draft_tokens in (1, 2, 5, 2):
+        game.verify(num_draft_tokens)
+    game.draft(2)
+    sequence, have = game.rows[0]
+    fork = game.runner.fork(sequence)
+    game.runner.truncate(fork, len(have) - 3)
+    everyone = [one for one, _ in game.rows] + [fork]
+    game.forward([(one, list(one.tokens), game.tokens(3)) for one in everyone])
+    assert game.difference <= TOLERANCE
+    game.runner.free(fork)
+    game.drop_all()
+    assert game.runner.states is not None
+    assert (game.runner.pool.num_in_use, game.runner.states.num_in_use) == (0, 0)
+
+
+def test_the_comparison_sees_a_state_that_is_not_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = SnapshotPool.read
+
+    def stale(self: SnapshotPool, state: SequenceState, past: list[int], *rest: object) -> torch.Tensor:
+        self._held[state.slot].length = len(past)
+        return read(self, state, past, *rest)
+
+    monkeypatch.setattr(SnapshotPool, "read", stale)
+    with pytest.raises(ModelLoadError, match="cannot be served exactly"):
+        check_admission(make_runner("rwkv", reads_many=True))
+
+
+def test_what_reaches_further_back_than_the_copies_is_read_again() -> None:
+    runner = make_runner("rwkv", reads_many=True)
+    sequence = runner.new_sequence()
+    assert runner.reserve(sequence, 60)
+    for start in range(0, 60, 10):
+        runner.forward([RowInput(sequence, list(range(start, start + 10)), 0)])
+    assert sequence.state is not None
+    oldest = sequence.state.oldest
+    assert 0 < oldest <= 60 - 8
+    runner.truncate(sequence, oldest - 1)
+    assert (len(sequence), sequence.state) == (0, None)
+
+
+@pytest.mark.parametrize("family", OPAQUE)
+def test_memory_is_planned_by_what_was_measured(family: str) -> None:
+    loaded = prepare_model(make_recurrent(family), family)
+    assert loaded.opaque_state is not None
+    plan = plan_memory(loaded, budget_bytes=1 << 27, max_model_len=128)
+    assert plan.rollback == "replay"
+    assert plan.state_bytes == loaded.opaque_state.bytes_per_sequence > 0
+    assert plan.checkpoint_bytes == 2 * plan.state_bytes
+    assert (plan.bytes_per_token > 0) == (family in ("minimax", "zaya"))
+    assert plan.num_full_sequences > 0
+
+
+def test_a_model_that_keeps_its_state_to_itself_is_refused() -> None:
+    config = transformers.RecurrentGemmaConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=32, num_attention_heads=4, num_hidden_layers=3, intermediate_size=48
+    )
+    config.max_position_embeddings = 256
+    with pytest.raises(ModelLoadError, match="RecurrentGemmaForCausalLM"):
+        prepare_model(transformers.RecurrentGemmaForCausalLM(config), "own")
