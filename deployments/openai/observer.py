@@ -124,6 +124,10 @@ class PrometheusObserver:
 
     def opened(self, model: str, age_s: float) -> SequenceObserver:
         """Begin to observe a sequence."""
+        # Series that exist before the first event: a rate over them is right from the start.
+        for counter in (self.num_drafts, self.num_draft_tokens, self.num_accepted_tokens, self.num_discarded_tokens):
+            counter.labels(model).inc(0)
+        self.num_accepted_per_position.labels(model, "0").inc(0)
         return _PrometheusSequence(self, model, age_s)
 
 

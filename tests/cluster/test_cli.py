@@ -21,6 +21,7 @@ from specdec.errors import InvalidParameterError
 
 EXAMPLES = {
     "demo": "plain",
+    "skip_admission_check": True,
     "target.model": "some/target",
     "target.revision": "main",
     "target.token": "hf_secret",

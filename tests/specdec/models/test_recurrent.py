@@ -30,7 +30,7 @@ def verify_rounds(game: Rounds) -> None:
 @pytest.mark.parametrize(
     ("family", "route"), [*((family, "states") for family in RECURRENT), *((kind, "rescan") for kind in ONE_OF_A_KIND)]
 )
-def test_verified_rows_equal_whole_forwards(
+def test_edge_16_convolutions_and_states_roll_back_together(
     family: str, route: Route, record_property: Callable[[str, object], None]
 ) -> None:
     difference = play(family, route, verify_rounds)

@@ -189,6 +189,9 @@ class ScriptedDraft:
             self.held = {key: tokens for key, tokens in self.held.items() if key in taken}
         return [self._propose(job, taken=job.key in taken) for job in jobs]
 
+    def _check_agreed(self, job: DraftJob, base: list[int]) -> None:
+        expect(base[: job.agreed] == job.tokens[: job.agreed], "a draft job does not agree as far as it says")
+
     def _propose(self, job: DraftJob, *, taken: bool) -> Proposal:
         expect(job.agreed <= len(job.tokens) < self.max_model_len, "a draft job is longer than the model reads")
         expect(job.fork_of is None or job.key.startswith(f"{job.fork_of}#"), "a branch of another sequence")
@@ -196,7 +199,7 @@ class ScriptedDraft:
         if base is None and job.fork_of is not None:
             base = self.held.get(job.fork_of)
         if base is not None:
-            expect(base[: job.agreed] == job.tokens[: job.agreed], "a draft job does not agree as far as it says")
+            self._check_agreed(job, base)
         if not taken:
             return Proposal(Status.WAITING)
         self.held[job.key] = list(job.tokens)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.specdec.protocol.branch_mutations import BRANCH_MUTATIONS
 from tests.specdec.protocol.mutations import MUTATIONS
-from tests.specdec.protocol.scripted import ScriptedTarget
+from tests.specdec.protocol.scripted import ScriptedDraft, ScriptedTarget
 from tests.specdec.protocol.world import run_schedule
 
 SCHEDULES = 1500
@@ -26,4 +26,5 @@ def test_schedules_catch_a_rule_that_is_off(rule: str, monkeypatch: pytest.Monke
 def test_under_the_coupled_rule_no_wrong_branch_changes_a_token(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ALL[rule](monkeypatch)
     monkeypatch.setattr(ScriptedTarget, "_check_draft", lambda self, job: None)
+    monkeypatch.setattr(ScriptedDraft, "_check_agreed", lambda self, job, base: None)
     assert [violation for seed in range(0, 80, 2) if (violation := run_schedule(seed).violation)] == []
