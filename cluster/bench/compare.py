@@ -50,10 +50,11 @@ class Work:
     max_tokens: int
     temperature: float
 
-    def workload(self, mode: Mode) -> Workload:
-        """As a run takes it."""
+    def workload(self, mode: Mode, number: int = 0) -> Workload:
+        """As a run takes it; every round has seeds of its own, so that a lucky text counts once."""
         prompts = prompts_of(self.prompts, self.num_streams)
-        return Workload(prompts, self.max_tokens, self.temperature, mode.num_speculative_tokens)
+        first_seed = number * self.num_streams
+        return Workload(prompts, self.max_tokens, self.temperature, mode.num_speculative_tokens, first_seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +73,8 @@ class Comparison:
 
     @property
     def has_equal_texts(self) -> bool:
-        """Whether every run of every mode gave the same texts."""
-        return len({run.texts for runs in self.runs for run in runs}) == 1
+        """Whether in every round every mode gave the same texts."""
+        return all(len({run.texts for run in runs}) == 1 for runs in zip(*self.runs, strict=True))
 
 
 def parse_modes(names: Sequence[str], draft_lengths: Sequence[int]) -> tuple[Mode, ...]:
@@ -120,7 +121,7 @@ def compare(
     runs: list[list[Run]] = [[] for _ in modes]
     for number in range(rounds + 1):
         for mode, done in zip(modes, runs, strict=True):
-            run = runner(mode, work.workload(mode))
+            run = runner(mode, work.workload(mode, number))
             if number:
                 done.append(run)
         rates = ", ".join(f"{done[-1].tokens_per_s:.1f}" for done in runs if done)

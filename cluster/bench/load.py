@@ -28,12 +28,14 @@ class Workload:
         max_tokens: Output tokens of each; end-of-sequence tokens are ignored, so that all runs do the same work.
         temperature: Of every request; each has a seed of its own.
         num_speculative_tokens: Draft tokens per round; 0 is the target alone, None the service's default.
+        first_seed: Of the first request; the others count on from there.
     """
 
     prompts: tuple[str, ...]
     max_tokens: int
     temperature: float
     num_speculative_tokens: int | None
+    first_seed: int = 0
 
 
 async def run_workload(url: str, model: str, workload: Workload) -> Run:
@@ -149,7 +151,7 @@ async def _stream(client: httpx.AsyncClient, model: str, workload: Workload, ind
         "prompt": workload.prompts[index],
         "max_tokens": workload.max_tokens,
         "temperature": workload.temperature,
-        "seed": index,
+        "seed": workload.first_seed + index,
         "ignore_eos": True,
         "stream": True,
         "return_token_ids": True,

@@ -55,7 +55,7 @@ class Pair:
         results = self.engine.generate_batch(
             workload.prompts,
             SamplingParams(temperature=workload.temperature, ignore_eos=True),
-            seed=0,
+            seed=workload.first_seed,
             max_tokens=workload.max_tokens,
             num_speculative_tokens=mode.num_speculative_tokens,
             on_token=note,

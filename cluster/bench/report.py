@@ -79,6 +79,7 @@ class Report:
         lines += [f"{role}: {shape}." for role, shape in environment.models.items()]
         remarks = self.remarks()
         lines += [f"{environment.work}.", "", *remarks, *([""] if remarks else []), *table(self.rows)]
+        lines += [*scripted_table(self.rows)]
         policies = sorted({row.limit.policy for row in self.rows if row.limit is not None})
         lines += ["", *EXPLANATIONS, *([f"Limits assume: {'; '.join(policies)}."] if policies else [])]
         return "\n".join([*lines, *(["", *step_table(self.steps)] if self.steps else [])])
@@ -94,7 +95,8 @@ class Report:
 
     def as_json(self) -> str:
         """Everything, as one JSON object."""
-        rows = [asdict(row) | {"share_of_limit": row.share_of_limit} for row in self.rows]
+        shares = ("share_of_limit", "share_of_scripted_limit", "over_ideal_in_turn")
+        rows = [asdict(row) | {name: getattr(row, name) for name in shares} for row in self.rows]
         body: dict[str, Any] = {"environment": asdict(self.environment), "rows": rows}
         return json.dumps(body | {"steps": [asdict(step) for step in self.steps]}, indent=1)
 
@@ -130,6 +132,30 @@ def _cells(row: Row) -> list[str]:
         "yes" if row.has_equal_texts else "no",
         f"{row.load:.1f}",
     ]
+
+
+def scripted_table(rows: Sequence[Row]) -> list[str]:
+    """Lines of a Markdown table of what a script allows, with a remark before it; nothing where nothing is scripted."""
+    if not any(row.scripted_limit for row in rows):
+        return []
+    lines = [
+        "",
+        "Limits from the script and the emulated times alone, with no latency and nothing measured; all in decoding "
+        "tokens/s. The best length is the one with the highest limit.",
+        "",
+        "| streams | mode | tokens/s | limit | share | limit at the best length | share | over ideal in turn |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        limit = row.scripted_limit
+        if limit is not None:
+            rate, best = row.decode_tokens_per_s, limit.best_tokens_per_s
+            share, of_best = (_number(rate / most, 100, ".0f", "%") for most in (limit.tokens_per_s, best))
+            figures = f"{rate:.1f} | {limit.tokens_per_s:.1f} | {share} | {best:.1f} | {of_best}"
+            lines.append(
+                f"| {row.num_streams} | {row.mode} | {figures} | {_number(row.over_ideal_in_turn, 1, '.2f')} |"
+            )
+    return lines
 
 
 def step_table(steps: Sequence[StepTime]) -> list[str]:

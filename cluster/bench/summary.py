@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.bench.compare import Comparison, Mode
 from cluster.bench.limits import MissPolicy, alpha_of_length, in_turn, over_outcomes
@@ -18,6 +18,7 @@ from cluster.bench.measures import (
     percentiles_s,
     token_gaps_s,
 )
+from cluster.bench.scripted_limits import ScriptedLimit, ScriptedPair, scripted_limit
 
 IN_TURN_POLICY = "in turn"
 PLAIN_POLICY = "on a miss a plain step"
@@ -62,6 +63,7 @@ class Row:
         load: The machine's load average.
         num_emulated_steps: Over all devices and rounds.
         num_overruns: Emulated steps whose computation did not fit.
+        scripted_limit: What the script allows, where tokens are scripted and devices emulated.
     """
 
     prompts: str
@@ -85,18 +87,49 @@ class Row:
     has_equal_texts: bool
     num_emulated_steps: int
     num_overruns: int
+    scripted_limit: ScriptedLimit | None = None
 
     @property
     def share_of_limit(self) -> float | None:
         """Measured over possible."""
         return self.decode_tokens_per_s / self.limit.tokens_per_s if self.limit is not None else None
 
+    @property
+    def share_of_scripted_limit(self) -> float | None:
+        """Measured over what the script allows."""
+        limit = self.scripted_limit
+        return None if limit is None else self.decode_tokens_per_s / limit.tokens_per_s
 
-def summarize(comparison: Comparison) -> list[Row]:
-    """A row per mode."""
+    @property
+    def over_ideal_in_turn(self) -> float | None:
+        """Measured over drafting in turn at its best length without any latency."""
+        limit = self.scripted_limit
+        return None if limit is None else self.decode_tokens_per_s / limit.in_turn_tokens_per_s
+
+
+def summarize(comparison: Comparison, script: ScriptedPair | None = None, num_branches: int = 0) -> list[Row]:
+    """A row per mode.
+
+    Args:
+        comparison: The runs.
+        script: Where tokens are scripted and devices emulated; its number of streams does not count.
+        num_branches: In mode ``outcomes``, and taken for ``auto``.
+    """
     plain = next((i for i, mode in enumerate(comparison.modes) if mode.num_speculative_tokens == 0), None)
     plain_step_s = None if plain is None else _step_s(comparison.runs[plain]).get("target")
-    return [_row(comparison, i, plain_step_s) for i in range(len(comparison.modes))]
+    rows = [_row(comparison, i, plain_step_s) for i in range(len(comparison.modes))]
+    if script is None:
+        return rows
+    script = replace(script, num_streams=comparison.work.num_streams)
+    return [
+        replace(row, scripted_limit=_scripted_limit(script, mode, num_branches))
+        for row, mode in zip(rows, comparison.modes, strict=True)
+    ]
+
+
+def _scripted_limit(script: ScriptedPair, mode: Mode, num_branches: int) -> ScriptedLimit:
+    branches = num_branches if mode.service_mode in ("outcomes", "auto") else 0
+    return scripted_limit(script, mode.service_mode, mode.num_speculative_tokens, branches)
 
 
 def _row(comparison: Comparison, index: int, plain_step_s: float | None) -> Row:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from cluster.bench.compare import Mode, Runner, ServiceMode, Work, compare, parse_modes
+from cluster.bench.doubles import emulated_script
 from cluster.bench.load import service_stand_ins
 from cluster.bench.plot import check_plot, draw
 from cluster.bench.prompts import PROMPTS, prompts_of
@@ -68,7 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     with _runner(arguments, config, modes) as (runner, steps):
         rows = []
         for work in works:
-            rows += summarize(compare(runner, modes, work, rounds=arguments.rounds, report=_say))
+            compared = compare(runner, modes, work, rounds=arguments.rounds, report=_say)
+            rows += summarize(compared, emulated_script(config), config.num_branches or _BRANCHES)
         measured = steps([work.num_streams for work in works]) if arguments.steps else []
     report = Report(_environment(arguments, config), tuple(rows), tuple(measured))
     print(f"\n{report.markdown()}")

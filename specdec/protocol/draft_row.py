@@ -80,6 +80,7 @@ class DraftRow(WorkerRow):
         num_verified: How many of the chain's tokens the target is taken to verify now.
         num_steps: Draft steps since the newest commit.
         offered_end: Absolute length, log and chain, up to which the present chain has been offered.
+        offered_at: ``num_steps`` at the newest offer; 0 where there was none since.
         agreed: Length up to which log and chain are what the backend was given last.
     """
 
@@ -94,6 +95,7 @@ class DraftRow(WorkerRow):
         "num_forks",
         "num_steps",
         "num_verified",
+        "offered_at",
         "offered_end",
         "path",
     )
@@ -108,6 +110,7 @@ class DraftRow(WorkerRow):
         self.num_verified = 0
         self.num_steps = 0
         self.offered_end = len(self.log)
+        self.offered_at = 0
         self.agreed = 0
         self._max_model_len = max_model_len
         self._guesses_for: Plan | None = None
@@ -148,13 +151,22 @@ class DraftRow(WorkerRow):
             num_tokens += 1 + (self.num_verified if self.has_branches else num_tokens)
         return max(0, min(num_tokens, self.limit - len(self.log)))
 
-    def num_wanted_after(self, position: int) -> int:
+    def num_wanted_after(self, position: int, num_more: int = 0) -> int:
         """Draft tokens that are wanted after an outcome whose token stands at ``position``."""
-        return max(0, min(self.plan.num_draft_tokens, self.limit - position - 1))
+        return max(0, min(self.plan.num_draft_tokens + num_more, self.limit - position - 1))
 
     def wants(self, branch: Branch) -> bool:
-        """Whether a branch is still too short."""
+        """Whether a branch is still too short to be the next draft."""
         return len(branch.path) < self.num_wanted_after(branch.position)
+
+    def can_use(self, branch: Branch) -> bool:
+        """Whether one more token of a branch is of use.
+
+        The one after its draft names in advance the outcomes that follow when all of that is kept. Where the target
+        waits for drafts, a verdict shall not find the drafter busy with it.
+        """
+        num_more = 0 if self.plan.draft_wait_s else 1
+        return len(branch.path) < self.num_wanted_after(branch.position, num_more)
 
     def likely_outcomes(self) -> list[Outcome]:
         """The plan's fan-out over what is verified now, as far as the chain's guesses name it by now."""
@@ -197,8 +209,13 @@ class DraftRow(WorkerRow):
 
     @property
     def has_news(self) -> bool:
-        """Whether anything was drafted that has not been offered."""
-        return self.end > self.offered_end or any(len(b.path) > b.num_offered for b in self.branches.values())
+        """Whether anything was drafted that has not been offered; a branch's token beyond its draft is no news."""
+        if self.end > self.offered_end:
+            return True
+        return any(
+            len(branch.path) > branch.num_offered < self.num_wanted_after(branch.position)
+            for branch in self.branches.values()
+        )
 
     @property
     def is_complete(self) -> bool:
@@ -207,13 +224,16 @@ class DraftRow(WorkerRow):
             self.wants(branch) and not branch.is_waiting for branch in self.branches.values()
         )
 
-    @property
-    def is_due(self) -> bool:
+    def is_due(self, spacing: int) -> bool:
         """Whether to offer what there is now.
 
         A target without a draft needs one soon, so that the first chain is offered half done and done; and so are, in
-        overlap, the following parts of a chain without branches. Branches go when they are done, or when another step
-        would miss the target's next step boundary; after that, where it comes later than foreseen, in parts.
+        overlap, the following parts of a chain without branches. Branches go when they are done, and before that in
+        parts: nobody knows here when the target's next step begins, and what comes after that is late. Parts begin a
+        step before the plan's deadline, or with half a draft where it gives none.
+
+        Args:
+            spacing: Least draft steps between two parts.
         """
         plan = self.plan
         if not plan.num_draft_tokens or not self.has_news:
@@ -225,24 +245,24 @@ class DraftRow(WorkerRow):
             return fresh >= part
         if self.num_offered < plan.num_draft_tokens and (fresh >= part or len(self.path) == plan.num_draft_tokens):
             return True
-        late = self.num_steps - plan.num_fit_steps
-        return plan.num_fit_steps > 0 and late >= 0 and late % part == 0
+        first = plan.num_fit_steps - 1 if plan.num_fit_steps else part
+        return self.num_steps >= max(first, self.offered_at + spacing if self.offered_at else 0)
 
     def take_offer(self) -> Offer:
-        """All that is drafted, which counts as offered from now on."""
+        """All that is drafted, but for what branches have beyond their drafts; it counts as offered from now on."""
         if self.plan.draft_wait_s and self.num_offered < self.plan.num_draft_tokens <= len(self.path):
             self.num_steps = 0  # the target has waited for this: its step begins now
-        self.offered_end = self.end
+        self.offered_end, self.offered_at = self.end, self.num_steps
         branches = [branch for branch in self.branches.values() if len(branch.path)]
         for branch in branches:
-            branch.num_offered = len(branch.path)
+            branch.num_offered = min(len(branch.path), self.num_wanted_after(branch.position))
         length, is_drawn = len(self.log), bool(self.path.candidates)
         return Offer(
             self.seq,
             self.inc,
             self.log.mark(),
             tuple(self.chain),
-            tuple((Outcome(b.position - length, b.token), tuple(b.path.tokens)) for b in branches),
+            tuple((Outcome(b.position - length, b.token), tuple(b.path.tokens[: b.num_offered])) for b in branches),
             tuple(self.path.candidates),
-            tuple(tuple(b.path.candidates) for b in branches) if is_drawn else (),
+            tuple(tuple(b.path.candidates[: b.num_offered]) for b in branches) if is_drawn else (),
         )

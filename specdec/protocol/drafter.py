@@ -35,6 +35,9 @@ class DrafterCounters:
     num_branch_tokens_wasted: int = 0
 
 
+_ROWS_PER_SPACING = 8
+"""Sequences at which offers in parts come a draft step further apart: a message grows with them."""
+
 Task = tuple[DraftRow, Branch | None, DraftJob]
 """One row of a step: a sequence's chain, or one of its branches."""
 
@@ -65,9 +68,10 @@ class DrafterMachine(WorkerMachine[DraftRow]):
             self._take(*task, proposal)
         self._count(tasks, proposals)
         worked = any(proposal.status is not Status.WAITING for proposal in proposals)
+        spacing = 1 + len(rows) // _ROWS_PER_SPACING
         for row in rows:
             row.num_steps += worked
-            if row.is_due:
+            if row.is_due(spacing):
                 self._outbox.put(row.router, row.take_offer())
                 self.counters.num_offers += 1
         self.counters.num_steps += worked
@@ -90,7 +94,7 @@ class DrafterMachine(WorkerMachine[DraftRow]):
             (row, branch, row.branch_job(branch))
             for row in rows
             for branch in row.branches.values()
-            if row.wants(branch)
+            if row.can_use(branch)
         ]
         return sorted(chains, key=_rank) + sorted(branches, key=_rank)
 
@@ -211,7 +215,7 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         """Take it that the target verifies now what it was offered; nothing, where that is nothing and it goes on."""
         num_tokens, waits = row.plan.num_draft_tokens, row.plan.draft_wait_s > 0 and not row.num_offered
         row.num_verified = num_tokens if waits else min(num_tokens, row.num_offered)
-        row.num_steps = 0
+        row.num_steps = row.offered_at = 0
 
     def _dropped(self, row: DraftRow | None) -> None:
         if row is not None:

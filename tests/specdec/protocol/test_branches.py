@@ -136,8 +136,10 @@ def test_after_the_chain_come_branches_and_then_nothing():
     for (n, token), drafted in last.branches:
         assert token > chain[n]  # one of its guesses
         assert drafted == path((*chain[:n], token), 3)
-    assert len(offers) <= 5
+    assert len(offers) <= 8
     assert settle(machine) == []
+    # What names the outcomes after a whole draft is ready, and stays here.
+    assert {len(branch.path) for branch in row_of(machine).branches.values()} == {4}
 
 
 def test_branches_are_a_part_of_the_batch_and_come_last():
@@ -158,7 +160,7 @@ def test_the_outcome_that_came_is_promoted_and_its_siblings_are_freed():
     place = len(PROMPT) + n, token
     promoted, siblings = row.branches[place].key, [b.key for p, b in row.branches.items() if p != place]
     commit(machine, (), (*chain[:n], token))
-    assert row.chain == list(drafted)
+    assert row.chain[:-1] == list(drafted)
     assert row.branches == {}
     events = machine._backend.events
     assert events[-1] == ("rename", promoted, "s")
@@ -168,7 +170,7 @@ def test_the_outcome_that_came_is_promoted_and_its_siblings_are_freed():
     assert offers[0].mark == log_of((*chain[:n], token)).mark()
     assert offers[0].chain[:3] == drafted
     counters = machine.counters
-    assert (counters.num_promoted, counters.num_branch_tokens_wasted) == (1, 3 * len(siblings))
+    assert (counters.num_promoted, counters.num_branch_tokens_wasted) == (1, 4 * len(siblings))
 
 
 def test_an_outcome_that_was_not_foreseen_gets_a_new_chain_at_once():
@@ -197,24 +199,45 @@ def test_a_commit_of_several_rounds_follows_a_branch_and_its_chain():
     machine = machine_with()
     (n, token), drafted = settle(machine)[-1].branches[0]
     commit(machine, (), (*path((), n), token, *drafted[:2]))
-    assert row_of(machine).chain == list(drafted[2:])
+    assert row_of(machine).chain[:-1] == list(drafted[2:])
     machine = machine_with()
     settle(machine)
     commit(machine, (), (*path((), n), token, drafted[0], 9))
     assert (row_of(machine).chain, machine.counters.num_promoted) == ([], 1)
 
 
-def test_what_is_drafted_by_the_deadline_is_offered_finished_or_not():
-    machine = machine_with(fit=2)
+@pytest.mark.parametrize(("fit", "first"), [(0, 2), (4, 3), (2, 1)])
+def test_branches_are_offered_in_parts_from_a_step_before_the_deadline(fit, first):
+    """Or, where there is no deadline, from half a draft on."""
+    machine = machine_with(num_draft_tokens=4, fit=fit)
     settle(machine)
     settle_after_hit(machine)
-    assert settle(machine, 1) == []
-    (offer,) = settle(machine, 1)  # the second step
-    assert len(offer.chain) == 3 + 2
-    assert {len(drafted) for _, drafted in offer.branches} <= {1, 2}
-    later = settle(machine)
-    assert len(later) <= 3
-    assert {len(drafted) for _, drafted in later[-1].branches} == {3}
+    offers = [settle(machine, 1) for _ in range(9)]
+    assert [bool(offer) for offer in offers].index(True) == first - 1
+    assert [max(len(drafted) for _, drafted in offer.branches) for (offer,) in offers[first - 1 : 4]] == [
+        *range(first, 5)
+    ]
+    assert {len(drafted) for _, drafted in [offer for (offer,) in filter(None, offers)][-1].branches} == {4}
+
+
+def test_many_sequences_send_fewer_parts():
+    """A message grows with the sequences in it."""
+    counts = []
+    for others in (0, 40):
+        machine = machine_with(num_draft_tokens=8)
+        for i in range(others):
+            spec = SequenceSpec(SamplingParams(), 0, len(PROMPT), 50, (EOS,))
+            machine.receive(Open(f"o{i}", INC, "R", PROMPT, spec, Plan(), 5.0), 0.0)
+        settle(machine)
+        settle_after_hit(machine)
+        counts.append(len(settle(machine)))
+    assert counts[0] > counts[1] > 1
+
+
+def test_where_the_target_waits_no_step_stands_between_a_verdict_and_its_drafts():
+    machine = machine_with(draft_wait_s=0.1)
+    settle(machine)
+    assert {len(branch.path) for branch in row_of(machine).branches.values()} == {3}
 
 
 def settle_after_hit(machine):
@@ -223,14 +246,6 @@ def settle_after_hit(machine):
     n = position - len(row.log)
     commit(machine, (), (*row.chain[:n], token))
     assert row.path is branch.path
-
-
-def test_without_a_deadline_branches_are_sent_once_when_they_are_finished():
-    machine = machine_with(fit=0)
-    settle(machine)
-    settle_after_hit(machine)
-    (offer,) = settle(machine)
-    assert {len(drafted) for _, drafted in offer.branches} == {3}
 
 
 def test_where_the_target_waits_a_new_chain_is_what_it_verifies():

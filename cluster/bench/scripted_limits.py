@@ -1,0 +1,159 @@
+"""What a scripted pair on emulated devices could give if the system added nothing: limits from the script alone.
+
+Nothing measured goes in: the acceptance rate, the rate of right guesses and the time of a step are what the
+configuration says, the branches are those that the drafter forks (:func:`specdec.protocol.branches.foreseen`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from cluster.bench.limits import expected_tokens
+from specdec.engine.emulation import StepCost
+from specdec.engine.scripted import RANK_SHARES
+from specdec.protocol.branches import foreseen
+from specdec.protocol.messages import Plan
+
+LENGTHS = range(1, 17)
+"""Draft lengths among which a best one is looked for."""
+_PLANNED_RATE = Plan().acceptance_rate
+_ITERATIONS = 80
+_State = tuple[int, bool]
+"""Draft tokens under verification, and whether they follow a miss."""
+_Moves = tuple[tuple[_State, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedPair:
+    """A target and a drafter whose tokens are scripted and whose steps take an emulated time.
+
+    Attributes:
+        alpha: Probability that a draft token is the target's.
+        next_guess_rate: Probability that, where it is not, the target's is among the next three guesses.
+        num_streams: Sequences that share every step; all are taken to be in the same state.
+    """
+
+    alpha: float
+    next_guess_rate: float
+    target: StepCost
+    draft: StepCost
+    num_streams: int = 1
+
+    def target_s(self, num_draft_tokens: int) -> float:
+        """Time of a verification of so many draft tokens per stream."""
+        return self.target.seconds(self.num_streams, self.num_streams * (1 + num_draft_tokens))
+
+    def draft_s(self, num_branches: int) -> float:
+        """Time of a draft step with so many branches per stream."""
+        num_rows = self.num_streams * (1 + num_branches)
+        return self.draft.seconds(num_rows, num_rows)
+
+    def alone(self) -> float:
+        """Tokens per second of all streams without drafts."""
+        return self.num_streams / self.target_s(0)
+
+    def in_turn(self, num_draft_tokens: int) -> float:
+        """Tokens per second of all streams, drafting in turn without any latency: S E / (t_T + K t_d)."""
+        round_s = self.target_s(num_draft_tokens) + num_draft_tokens * self.draft_s(0)
+        return self.num_streams * expected_tokens(self.alpha, num_draft_tokens) / round_s
+
+    def best_in_turn(self) -> float:
+        """The same at the best draft length."""
+        return max(self.in_turn(length) for length in LENGTHS)
+
+    def hit_rate(self, num_verified: int, num_branches: int) -> float:
+        """Probability that what follows a verification of so many draft tokens was prepared.
+
+        The chain itself goes on where all are kept and its next token is right; each branch stands for one number
+        accepted and one guess of the token there.
+        """
+        hits = self.alpha ** (num_verified + 1)
+        for num_accepted, guess in foreseen(num_branches, num_verified, _PLANNED_RATE):
+            share = RANK_SHARES[guess] if guess < len(RANK_SHARES) else 0.0
+            hits += self.alpha**num_accepted * (1 - self.alpha) * self.next_guess_rate * share
+        return hits
+
+    def outcomes(self, num_draft_tokens: int, num_branches: int, num_waited_for: int = 0) -> float:
+        """Tokens per second of all streams over the likely outcomes, with a drafter that hears verdicts at once.
+
+        A Markov chain over the length of the draft under verification. From each length a hit (:meth:`hit_rate`) leads
+        to a draft as long as fits into the step, which is a token less where the step was a plain one, as its outcome's
+        own token is drafted first. A miss leads to a plain step, or to one with a short chain that is waited for.
+
+        Args:
+            num_draft_tokens: Most draft tokens, K.
+            num_branches: Beside the accepted path.
+            num_waited_for: Length of the chain for which the target waits after a miss; 0 goes on plainly.
+        """
+        moves = self._moves(num_draft_tokens, num_branches, num_waited_for)
+        shares = dict.fromkeys(moves, 1 / len(moves))
+        for _ in range(_ITERATIONS):
+            moved = {state: 0.5 * share for state, share in shares.items()}  # half a step: no cycle stays one
+            for state, share in shares.items():
+                for following, chance in moves[state]:
+                    moved[following] += 0.5 * share * chance
+            shares = moved
+        tokens = sum(share * expected_tokens(self.alpha, verified) for (verified, _), share in shares.items())
+        waited_s = num_waited_for * self.draft_s(num_branches)
+        mean_s = sum(
+            share * (self.target_s(verified) + waited_s * is_miss) for (verified, is_miss), share in shares.items()
+        )
+        return self.num_streams * tokens / mean_s
+
+    def _moves(self, num_draft_tokens: int, num_branches: int, num_waited_for: int) -> dict[_State, _Moves]:
+        """Where each state leads, with which probability."""
+        moves: dict[_State, _Moves] = {}
+        states: list[_State] = [(num_waited_for, True)]
+        while states:
+            state = states.pop()
+            verified, _ = state
+            fit = int(self.target_s(verified) / self.draft_s(num_branches) + 1e-9) - (verified == 0)
+            hit, hits = (max(0, min(num_draft_tokens, fit)), False), self.hit_rate(verified, num_branches)
+            moves[state] = ((hit, hits), ((num_waited_for, True), 1 - hits))
+            if hit not in moves:
+                states.append(hit)
+        return moves
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedLimit:
+    """What the script allows, in tokens per second of all streams.
+
+    Attributes:
+        tokens_per_s: In the mode and at the draft length that was run; where none was asked for, at the best one.
+        best_tokens_per_s: In that mode at the best draft length.
+        in_turn_tokens_per_s: In turn, without any latency, at the best draft length.
+        policy: What happens on a miss.
+    """
+
+    tokens_per_s: float
+    best_tokens_per_s: float
+    in_turn_tokens_per_s: float
+    policy: str
+
+
+PLAIN_MISS = "on a miss a plain step"
+
+
+@cache
+def scripted_limit(
+    pair: ScriptedPair, service_mode: str | None, num_draft_tokens: int | None, num_branches: int
+) -> ScriptedLimit:
+    """The limit of one mode.
+
+    Args:
+        pair: The script and the devices.
+        service_mode: ``in_turn``, or one that drafts ahead.
+        num_draft_tokens: K; 0 is the target alone, None the service's choice.
+        num_branches: Where it drafts ahead.
+    """
+    ideal = pair.best_in_turn()
+    if num_draft_tokens == 0:
+        return ScriptedLimit(pair.alone(), pair.alone(), ideal, "plain steps")
+    if service_mode == "in_turn":
+        own = ideal if num_draft_tokens is None else pair.in_turn(num_draft_tokens)
+        return ScriptedLimit(own, ideal, ideal, "in turn")
+    best = max(pair.outcomes(length, num_branches) for length in LENGTHS)
+    own = best if num_draft_tokens is None else pair.outcomes(num_draft_tokens, num_branches)
+    return ScriptedLimit(own, best, ideal, PLAIN_MISS)
