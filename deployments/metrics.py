@@ -81,6 +81,8 @@ _GAUGES = {
     "state_slots_in_use": "Recurrent states that sequences and branches hold.",
     "num_steps": "Steps of a worker since it started.",
     "busy_s": "Seconds that a worker's steps took since it started.",
+    "gap_s": "Seconds between steps of which the later goes on with a sequence of the earlier, since the start.",
+    "num_gaps": "Steps that go on with a sequence of the step before.",
     "report_s": "The worker's own clock when it reported, in seconds.",
     "num_branch_hits": "Verifications whose outcome was among the branches offered, since the target started.",
     "num_branch_misses": "Verifications with branches offered whose outcome was not among them.",

@@ -16,7 +16,7 @@ from cluster.bench.measures import Arrival, DeviceUse, Run, Stream
 
 ROLES = {"target": "target", "drafter": "draft", "draft": "draft"}
 """Devices by the ``role`` of their workers' samples."""
-_FIGURES = ("busy_s", "num_steps", "report_s", "num_emulated_steps", "num_overruns", "is_scripted")
+_FIGURES = ("busy_s", "gap_s", "num_gaps", "num_steps", "report_s", "num_emulated_steps", "num_overruns", "is_scripted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +141,8 @@ def devices_between(before: Figures, after: Figures, duration_s: float) -> dict[
             round(since["num_steps"]),
             round(since["num_emulated_steps"]),
             round(since["num_overruns"]),
+            gap_s=since["gap_s"] if "gap_s" in last else None,
+            num_gaps=round(since["num_gaps"]),
         )
     return uses
 

@@ -30,6 +30,7 @@ class Step(NamedTuple):
         num_rows: Sequences in it.
         num_tokens: Tokens it decided on: 1 + K a row on a target, 1 on a drafter; prompts are not counted.
         is_prefill: Whether it read a part of a prompt.
+        goes_on: Whether it goes on with a sequence of the step before it.
     """
 
     device: str
@@ -38,6 +39,7 @@ class Step(NamedTuple):
     num_rows: int
     num_tokens: int
     is_prefill: bool = False
+    goes_on: bool = False
 
     @property
     def duration_s(self) -> float:
@@ -56,6 +58,8 @@ class DeviceUse:
         num_emulated_steps: How many of them ended at an emulated time.
         num_overruns: How many of those took longer to compute than that.
         decode_step_s: Mean time of the steps that read no prompt; None where they are not known one by one.
+        gap_s: Time between steps of which the later goes on with a sequence of the earlier, in sum; None if unknown.
+        num_gaps: How many.
     """
 
     wall_s: float
@@ -64,6 +68,8 @@ class DeviceUse:
     num_emulated_steps: int = 0
     num_overruns: int = 0
     decode_step_s: float | None = None
+    gap_s: float | None = None
+    num_gaps: int = 0
 
     @property
     def idle_share(self) -> float:
@@ -203,6 +209,13 @@ def hit_rate(streams: Iterable[Stream]) -> float | None:
     streams = list(streams)
     num_rounds = sum(stream.num_rounds - 1 for stream in streams)
     return min(1.0, sum(stream.num_drafts for stream in streams) / num_rounds) if num_rounds > 0 else None
+
+
+def tokens_per_round(streams: Iterable[Stream]) -> float | None:
+    """Tokens of a round after each stream's first, which gives one; None where there were none."""
+    streams = list(streams)
+    num_rounds = sum(stream.num_rounds - 1 for stream in streams)
+    return sum(stream.num_tokens - 1 for stream in streams) / num_rounds if num_rounds > 0 else None
 
 
 def device_use(steps: Iterable[Step], wall_s: float) -> dict[str, DeviceUse]:

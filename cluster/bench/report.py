@@ -36,7 +36,8 @@ HEAD = (
 
 EXPLANATIONS = (
     "ITL is per token: tokens that come in one message have no time between them.",
-    "Outside is the time outside all forward passes, per target step; over HTTP, outside the target's own.",
+    "Outside is the time outside all forward passes, per target step; over HTTP, between the target's steps while "
+    "sequences go on, and in turn with one stream less the drafting.",
     "Decoding tokens/s are those of each stream from its first tokens on, summed. The limit is computed from the "
     "measured step times, acceptance and share of rounds with a draft, as if the system added nothing.",
 )
@@ -143,18 +144,19 @@ def scripted_table(rows: Sequence[Row]) -> list[str]:
         "Limits from the script and the emulated times alone, with no latency and nothing measured; all in decoding "
         "tokens/s. The best length is the one with the highest limit.",
         "",
-        "| streams | mode | tokens/s | limit | share | limit at the best length | share | over ideal in turn |",
-        "|---|---|---|---|---|---|---|---|",
+        "| streams | mode | tokens/s | limit | share | tokens a round | limit | limit at the best length | share "
+        "| over ideal in turn |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         limit = row.scripted_limit
-        if limit is not None:
-            rate, best = row.decode_tokens_per_s, limit.best_tokens_per_s
-            share, of_best = (_number(rate / most, 100, ".0f", "%") for most in (limit.tokens_per_s, best))
-            figures = f"{rate:.1f} | {limit.tokens_per_s:.1f} | {share} | {best:.1f} | {of_best}"
-            lines.append(
-                f"| {row.num_streams} | {row.mode} | {figures} | {_number(row.over_ideal_in_turn, 1, '.2f')} |"
-            )
+        if limit is None:
+            continue
+        rate, best = row.decode_tokens_per_s, limit.best_tokens_per_s
+        share, of_best = (_number(rate / most, 100, ".0f", "%") for most in (limit.tokens_per_s, best))
+        rounds = f"{_number(row.tokens_per_round, 1, '.2f')} | {limit.tokens_per_round:.2f}"
+        figures = f"{rate:.1f} | {limit.tokens_per_s:.1f} | {share} | {rounds} | {best:.1f} | {of_best}"
+        lines.append(f"| {row.num_streams} | {row.mode} | {figures} | {_number(row.over_ideal_in_turn, 1, '.2f')} |")
     return lines
 
 

@@ -75,7 +75,12 @@ class ScriptedPair:
         return hits
 
     def outcomes(self, num_draft_tokens: int, num_branches: int, num_waited_for: int = 0) -> float:
-        """Tokens per second of all streams over the likely outcomes, with a drafter that hears verdicts at once.
+        """Tokens per second of all streams over the likely outcomes; see :meth:`outcomes_round`."""
+        tokens, seconds = self.outcomes_round(num_draft_tokens, num_branches, num_waited_for)
+        return self.num_streams * tokens / seconds
+
+    def outcomes_round(self, num_draft_tokens: int, num_branches: int, num_waited_for: int = 0) -> tuple[float, float]:
+        """Tokens of one stream and seconds of a round, over the likely outcomes, with a drafter that hears at once.
 
         A Markov chain over the length of the draft under verification. From each length a hit (:meth:`hit_rate`) leads
         to a draft as long as fits into the step, which is a token less where the step was a plain one, as its outcome's
@@ -99,7 +104,7 @@ class ScriptedPair:
         mean_s = sum(
             share * (self.target_s(verified) + waited_s * is_miss) for (verified, is_miss), share in shares.items()
         )
-        return self.num_streams * tokens / mean_s
+        return tokens, mean_s
 
     def _moves(self, num_draft_tokens: int, num_branches: int, num_waited_for: int) -> dict[_State, _Moves]:
         """Where each state leads, with which probability."""
@@ -122,12 +127,14 @@ class ScriptedLimit:
 
     Attributes:
         tokens_per_s: In the mode and at the draft length that was run; where none was asked for, at the best one.
+        tokens_per_round: There, of one stream.
         best_tokens_per_s: In that mode at the best draft length.
         in_turn_tokens_per_s: In turn, without any latency, at the best draft length.
         policy: What happens on a miss.
     """
 
     tokens_per_s: float
+    tokens_per_round: float
     best_tokens_per_s: float
     in_turn_tokens_per_s: float
     policy: str
@@ -148,12 +155,15 @@ def scripted_limit(
         num_draft_tokens: K; 0 is the target alone, None the service's choice.
         num_branches: Where it drafts ahead.
     """
-    ideal = pair.best_in_turn()
+    in_turn = max(LENGTHS, key=pair.in_turn)
+    ideal = pair.in_turn(in_turn)
     if num_draft_tokens == 0:
-        return ScriptedLimit(pair.alone(), pair.alone(), ideal, "plain steps")
+        return ScriptedLimit(pair.alone(), 1.0, pair.alone(), ideal, "plain steps")
     if service_mode == "in_turn":
-        own = ideal if num_draft_tokens is None else pair.in_turn(num_draft_tokens)
-        return ScriptedLimit(own, ideal, ideal, "in turn")
-    best = max(pair.outcomes(length, num_branches) for length in LENGTHS)
-    own = best if num_draft_tokens is None else pair.outcomes(num_draft_tokens, num_branches)
-    return ScriptedLimit(own, best, ideal, PLAIN_MISS)
+        length = num_draft_tokens or in_turn
+        return ScriptedLimit(pair.in_turn(length), expected_tokens(pair.alpha, length), ideal, ideal, "in turn")
+    rates = {length: pair.outcomes(length, num_branches) for length in LENGTHS}
+    best = max(rates, key=rates.__getitem__)
+    length = num_draft_tokens or best
+    tokens, _ = pair.outcomes_round(length, num_branches)
+    return ScriptedLimit(pair.outcomes(length, num_branches), tokens, rates[best], ideal, PLAIN_MISS)

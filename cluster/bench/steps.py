@@ -43,6 +43,7 @@ class NotedTarget:
         self._note = note
         self._clock = clock
         self._begun: set[str] = set()
+        self._last: set[str] = set()
 
     @property
     def max_model_len(self) -> int:
@@ -61,8 +62,10 @@ class NotedTarget:
         if worked:
             decided = [(job, result) for job, result in worked if result.status is Status.DECIDED]
             num_tokens = sum(1 + result.num_drafted for _, result in decided)
-            is_prefill = not {job.key for job, _ in worked} <= self._begun
-            self._note(Step("target", started_s, self._clock(), len(worked), num_tokens, is_prefill))
+            keys = {job.key for job, _ in worked}
+            is_prefill, goes_on = not keys <= self._begun, not keys.isdisjoint(self._last)
+            self._note(Step("target", started_s, self._clock(), len(worked), num_tokens, is_prefill, goes_on))
+            self._last = keys
             self._begun |= {job.key for job, _ in decided}
         return results
 
@@ -123,15 +126,22 @@ class BusyTime:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._busy_s = 0.0
+        self._busy_s = self._gap_s = 0.0
+        self._num_gaps = 0
+        self._ended_s = 0.0
 
     def __call__(self, step: Step) -> None:
         """Count a step."""
         self._busy_s += step.duration_s
+        if step.goes_on:
+            self._gap_s += step.started_s - self._ended_s
+            self._num_gaps += 1
+        self._ended_s = step.ended_s
 
     def gauges(self) -> dict[str, float]:
-        """``busy_s``, and ``report_s``: the clock now, so that two reports give a share of time."""
-        return {"busy_s": self._busy_s, "report_s": self._clock()}
+        """``busy_s``, gaps between steps, and ``report_s``: the clock now, so that two reports give a share of time."""
+        gaps = {"gap_s": self._gap_s, "num_gaps": float(self._num_gaps)}
+        return {"busy_s": self._busy_s, **gaps, "report_s": self._clock()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from cluster.bench.measures import (
     mean_acceptance_length,
     percentiles_s,
     token_gaps_s,
+    tokens_per_round,
 )
 from cluster.bench.scripted_limits import ScriptedLimit, ScriptedPair, scripted_limit
 
@@ -59,7 +60,9 @@ class Row:
         hit_rate: Share of rounds that verified a draft.
         step_s: Time of a step by device.
         idle_share: By device.
-        outside_s_per_round: Time outside all forward passes, per target step; over HTTP, outside the target's own.
+        outside_s_per_round: Time outside all forward passes, per target step; over HTTP, between the target's steps
+            while sequences go on, and in turn with one stream less the drafting.
+        tokens_per_round: Of one stream, from its second token on.
         load: The machine's load average.
         num_emulated_steps: Over all devices and rounds.
         num_overruns: Emulated steps whose computation did not fit.
@@ -88,6 +91,7 @@ class Row:
     num_emulated_steps: int
     num_overruns: int
     scripted_limit: ScriptedLimit | None = None
+    tokens_per_round: float | None = None
 
     @property
     def share_of_limit(self) -> float | None:
@@ -159,6 +163,7 @@ def _row(comparison: Comparison, index: int, plain_step_s: float | None) -> Row:
         has_equal_texts=comparison.has_equal_texts,
         num_emulated_steps=sum(use.num_emulated_steps for use in uses),
         num_overruns=sum(use.num_overruns for use in uses),
+        tokens_per_round=tokens_per_round(streams),
     )
 
 
@@ -210,12 +215,14 @@ def _outside_s(mode: Mode, runs: Sequence[Run]) -> float | None:
         target, draft = run.devices.get("target"), run.devices.get("draft")
         if target is None or not target.num_steps:
             continue
-        outside_s = run.outside_s
-        if outside_s is None:
-            is_serial = mode.service_mode == "in_turn" and len(run.streams) == 1
-            drafting_s = draft.busy_s if draft is not None and is_serial else 0.0
-            outside_s = max(0.0, target.wall_s - target.busy_s - drafting_s)
-        per_round.append(outside_s / target.num_steps)
+        is_serial = mode.service_mode == "in_turn" and len(run.streams) == 1
+        drafting_s = draft.busy_s / target.num_steps if draft is not None and is_serial else 0.0
+        if run.outside_s is not None:
+            per_round.append(run.outside_s / target.num_steps)
+        elif target.gap_s is not None and target.num_gaps:
+            per_round.append(max(0.0, target.gap_s / target.num_gaps - drafting_s))
+        else:
+            per_round.append(max(0.0, (target.wall_s - target.busy_s) / target.num_steps - drafting_s))
     return statistics.median(per_round) if per_round else None
 
 
