@@ -80,18 +80,19 @@ class DraftRow(WorkerRow):
         num_verified: How many of the chain's tokens the target is taken to verify now.
         num_steps: Draft steps since the newest commit.
         offered_end: Absolute length, log and chain, up to which the present chain has been offered.
+        limit: Absolute length beyond which no draft token is of use: the target decides the last token in any case.
         offered_at: ``num_steps`` at the newest offer; 0 where there was none since.
         agreed: Length up to which log and chain are what the backend was given last.
     """
 
     __slots__ = (
         "_guesses_for",
-        "_max_model_len",
         "_num_guesses",
         "agreed",
         "branches",
         "ending_token_ids",
         "forked_for",
+        "limit",
         "num_forks",
         "num_steps",
         "num_verified",
@@ -112,7 +113,7 @@ class DraftRow(WorkerRow):
         self.offered_end = len(self.log)
         self.offered_at = 0
         self.agreed = 0
-        self._max_model_len = max_model_len
+        self.limit = min(message.spec.output_start + message.spec.max_tokens - 1, max_model_len)
         self._guesses_for: Plan | None = None
         self._num_guesses = 0
 
@@ -137,11 +138,6 @@ class DraftRow(WorkerRow):
         return self.plan.mode == "overlap" and bool(self.plan.num_draft_tokens and self.plan.num_branches)
 
     # What is wanted.
-
-    @property
-    def limit(self) -> int:
-        """Absolute length beyond which no draft token is of use: the target decides the last token in any case."""
-        return min(self.spec.output_start + self.spec.max_tokens - 1, self._max_model_len)
 
     @property
     def num_wanted(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from specdec.protocol.compact import Compact
 from specdec.protocol.marks import Mark, Tokens
 from specdec.sampling.params import SequenceSpec
 
@@ -29,7 +30,7 @@ class Inc(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(Compact):
     """Log probabilities at one position, from the target's own row.
 
     Attributes:
@@ -48,7 +49,7 @@ PromptLogprobs = tuple[TokenLogprobs | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Notes:
+class Notes(Compact):
     """How tokens came: one entry of each field per token.
 
     Attributes:
@@ -87,7 +88,7 @@ class Notes:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Compact):
     """The controller's choice for a sequence.
 
     Attributes:
@@ -109,7 +110,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Submit:
+class Submit(Compact):
     """Ingress to router: a request, with the output the client already has."""
 
     seq: str
@@ -120,7 +121,7 @@ class Submit:
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class Want(Compact):
     """Ingress to router: still wanted, and acknowledged up to length ``have``."""
 
     seq: str
@@ -130,7 +131,7 @@ class Want:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(Compact):
     """Ingress to router: no longer wanted."""
 
     seq: str
@@ -138,7 +139,7 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
-class NewTokens:
+class NewTokens(Compact):
     """Router to ingress: the tokens from ``base`` on, cumulative since the last Want.
 
     Attributes:
@@ -155,7 +156,7 @@ class NewTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class End(Compact):
     """Router to ingress: the sequence is finished at ``mark``; the ingress ends only when it has it."""
 
     seq: str
@@ -165,7 +166,7 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class Gone(Compact):
     """Router to ingress: unknown here; submit it again."""
 
     seq: str
@@ -173,7 +174,7 @@ class Gone:
 
 
 @dataclass(frozen=True, slots=True)
-class Open:
+class Open(Compact):
     """Router to worker: hold this sequence, whose log is ``tokens``. Idempotent."""
 
     seq: str
@@ -186,7 +187,7 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Compact):
     """Target to router: all tokens after the last acknowledged length, repeated until acknowledged.
 
     Attributes:
@@ -205,7 +206,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Ack:
+class Ack(Compact):
     """Router to target: the log is recorded up to ``length``; gives credit."""
 
     seq: str
@@ -214,7 +215,7 @@ class Ack:
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(Compact):
     """Router to drafter: tokens committed since the last one it is known to have."""
 
     seq: str
@@ -244,7 +245,7 @@ class Outcome(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(Compact):
     """Drafter to target, through the router: what may follow ``mark``.
 
     Attributes:
@@ -266,7 +267,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanUpdate:
+class PlanUpdate(Compact):
     """Router to worker: the controller has chosen anew."""
 
     seq: str
@@ -275,7 +276,7 @@ class PlanUpdate:
 
 
 @dataclass(frozen=True, slots=True)
-class Close:
+class Close(Compact):
     """Router to worker: forget this sequence."""
 
     seq: str
@@ -283,7 +284,7 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
+class Live(Compact):
     """Router to worker: these are still wanted; renews their leases."""
 
     router: str
@@ -291,7 +292,7 @@ class Live:
 
 
 @dataclass(frozen=True, slots=True)
-class Resync:
+class Resync(Compact):
     """Worker to router: I cannot go on with this one; open it anew."""
 
     worker: str
@@ -302,7 +303,7 @@ class Resync:
 
 
 @dataclass(frozen=True, slots=True)
-class Alive:
+class Alive(Compact):
     """Worker to router: a heartbeat with the worker's cumulative counters."""
 
     worker: str

@@ -62,4 +62,9 @@ def _branch(offer: Offer, num_accepted: int, next_token: int, since: Tokens) -> 
 
 
 def _num_same(a: Tokens, b: Tokens) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    count = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        count += 1
+    return count

@@ -43,6 +43,14 @@ class TargetRow(WorkerRow):
         self.round_start = len(self.log)
         self.is_counted = True
 
+    def keep(self, offer: Offer) -> None:
+        """Keep a new offer, in place of an earlier part of the same; the oldest goes where there are too many."""
+        for i, kept in enumerate(self.offers):
+            if kept.mark == offer.mark and kept.chain == offer.chain[: len(kept.chain)]:
+                self.offers[i] = offer
+                return
+        self.offers.append(offer)
+
     @property
     def num_output_tokens(self) -> int:
         """Output tokens committed so far."""
@@ -149,7 +157,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
                 if row is not None:
                     self.counters.num_offers += 1
                     self.counters.num_late_offers += message.mark.length < row.round_start
-                    row.offers.append(message)
+                    row.keep(message)
                     row.is_patient = True
 
     def _acknowledge(self, row: TargetRow, length: int) -> None:

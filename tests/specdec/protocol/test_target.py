@@ -272,12 +272,12 @@ def test_rounds_are_counted_by_whether_their_outcome_was_offered():
     machine.receive(branched((), (3, 9), (Outcome(0, 8), (1,)), hit), 0.0)
     machine.step(0.0)
     assert machine._backend.batches[-1] == [("s", (5, 6))]
-    assert figures(machine) == (1, 0, 0, 1)
+    assert figures(machine) == (1, 0, 0, 0)  # the one without branches was a part of the other
     machine.receive(branched(TRUE[:2], (5, 6), (Outcome(2, 8), (9,))), 0.0)
     machine.step(0.0)  # the token after 5, 6 is 7, not 8
-    assert figures(machine) == (1, 1, 0, 3)
+    assert figures(machine) == (1, 1, 0, 2)
     machine.step(0.0)
-    assert figures(machine) == (1, 1, 0, 3)
+    assert figures(machine) == (1, 1, 0, 2)
 
 
 def test_an_offer_whose_round_was_followed_by_another_is_late_and_its_tail_is_used():
@@ -298,3 +298,14 @@ def test_a_chain_made_after_a_miss_is_no_hit():
     machine.step(0.0)
     assert machine._backend.batches[-1] == [("s", TRUE[1:3])]
     assert figures(machine)[:2] == (0, 1)
+
+
+def test_a_later_part_takes_the_place_of_an_earlier_one_and_of_no_other():
+    """Six parts of one offer, and one for an earlier mark that came late: all of use are kept."""
+    machine = machine_with(open_message(), offer((), (3, 4, 5, 6)))
+    for count in range(1, 7):
+        machine.receive(branched(TRUE[:1], TRUE[1 : 1 + count]), 0.0)
+    (row,) = machine._rows
+    assert [len(kept.chain) for kept in row.offers] == [4, 6]
+    machine.receive(branched(TRUE[:1], (4, 9)), 0.0)
+    assert [len(kept.chain) for kept in row.offers] == [4, 6, 2]
