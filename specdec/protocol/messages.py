@@ -94,8 +94,8 @@ class Plan(Compact):
     Attributes:
         num_draft_tokens: Most draft tokens per round; 0 is plain decoding.
         num_branches: Most outcomes per offer beside the accepted path (its fan-out).
-        num_fit_steps: Draft steps that fit between a verdict and the target's next step boundary: what is drafted by
-            then is offered, finished or not; 0 sends branches when they are finished.
+        num_fit_steps: Draft steps that fit between a verdict and the target's next step boundary: from the one before
+            on, branches are offered in parts, finished or not; 0 does so from half a draft on.
         acceptance_rate: Expected, per draft token; it shapes the fan-out.
         mode: ``overlap``: draft ahead while the target verifies; ``in_turn``: draft for the newest mark only.
         draft_wait_s: How long the target may hold a row back for an offer; 0 goes on plainly at once.

@@ -1,0 +1,82 @@
+"""Time between a target's steps, as its worker reports it and a row shows it."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.bench.compare import Comparison, Mode, Work
+from cluster.bench.load import devices_between, worker_figures
+from cluster.bench.measures import Arrival, DeviceUse, Run, Stream, tokens_per_round
+from cluster.bench.scripted_limits import ScriptedPair
+from cluster.bench.steps import BusyTime, NotedTarget
+from cluster.bench.summary import summarize
+from specdec.engine.emulation import StepCost, VirtualClock
+from specdec.engine.scripted import Script, ScriptedTarget
+from specdec.protocol.backends import VerifyJob
+from specdec.protocol.marks import TokenLog
+from specdec.sampling.params import SamplingParams, SequenceSpec
+
+SPEC = SequenceSpec(SamplingParams(), 0, 1, 100)
+MODES = (Mode("in turn", 4, "in_turn"), Mode("outcomes", 4, "outcomes"))
+
+
+def job(key: str) -> VerifyJob:
+    return VerifyJob(key, TokenLog((1,)), (), SPEC)
+
+
+def test_gaps_are_between_steps_that_go_on() -> None:
+    clock = VirtualClock()
+    busy = BusyTime(clock.now_s)
+    target = NotedTarget(ScriptedTarget(Script(0.5, 0.5, tuple(range(20))), 100), busy, clock.now_s)
+    for keys, pause_s in (("a", 5.0), ("ab", 0.25), ("b", 0.5), ("c", 9.0)):
+        clock.sleep(pause_s)
+        target.verify([job(key) for key in keys])
+    assert {name: busy.gauges()[name] for name in ("gap_s", "num_gaps")} == {"gap_s": 0.75, "num_gaps": 2}
+
+
+def test_gaps_between_two_reports() -> None:
+    page = "\n".join(f'specdec_{name}{{role="target",worker="a"}} {value}' for name, value in FIGURES.items())
+    use = devices_between({"target": {"gap_s": 0.5, "num_gaps": 50.0}}, worker_figures(page), 4.0)["target"]
+    assert (use.gap_s, use.num_gaps) == (pytest.approx(0.25), 150)
+    without = devices_between({}, {"target": {"busy_s": 1.0, "num_steps": 5.0}}, 4.0)["target"]
+    assert without.gap_s is None
+
+
+FIGURES = {"busy_s": 3.0, "num_steps": 200.0, "gap_s": 0.75, "num_gaps": 200.0}
+
+
+def comparison() -> Comparison:
+    stream = Stream("text", (Arrival(0.1, 1), Arrival(1.1, 40)), 8, 32, 28)
+    devices = {"target": DeviceUse(2.0, 0.4, 13, gap_s=0.24, num_gaps=12), "draft": DeviceUse(2.0, 0.13, 40)}
+    run = Run((stream,), 2.0, devices=devices)
+    return Comparison(Work("code", 1, 41, 0.0), MODES, ((run,), (run,)))
+
+
+def test_outside_is_the_gap_less_what_one_stream_waits_for_in_turn() -> None:
+    """Not the rest of the time, in which there was nothing to do."""
+    in_turn, outcomes = summarize(comparison())
+    assert outcomes.outside_s_per_round == pytest.approx(0.02)
+    assert in_turn.outside_s_per_round == pytest.approx(0.02 - 0.01)
+
+
+def test_rows_stand_beside_the_scripts_limit() -> None:
+    pair = ScriptedPair(0.8, 0.95, StepCost(30), StepCost(3))
+    in_turn, outcomes = summarize(comparison(), pair, 16)
+    assert in_turn.share_of_scripted_limit == pytest.approx(40 / pair.in_turn(4))
+    assert outcomes.share_of_scripted_limit == pytest.approx(40 / pair.outcomes(4, 16))
+    assert outcomes.over_ideal_in_turn == pytest.approx(40 / pair.in_turn(6))
+    assert outcomes.tokens_per_round == pytest.approx(40 / 12)
+    assert outcomes.scripted_limit is not None
+    assert outcomes.scripted_limit.tokens_per_round == pytest.approx(pair.outcomes_round(4, 16)[0])
+
+
+def test_tokens_of_a_round() -> None:
+    assert tokens_per_round([Stream("", (Arrival(0.1, 1),))]) is None
+
+
+def test_every_round_has_texts_of_its_own() -> None:
+    work = Work("code", 8, 10, 1.0)
+    assert [work.workload(MODES[0], number).first_seed for number in range(3)] == [0, 8, 16]
+    runs = [tuple(Run((Stream(text, (Arrival(0.1, 1),)),), 1.0) for text in texts) for texts in ("ab", "ab", "ac")]
+    assert Comparison(work, (MODES[0],) * 2, (runs[0], runs[1])).has_equal_texts
+    assert not Comparison(work, (MODES[0],) * 2, (runs[0], runs[2])).has_equal_texts
