@@ -2,7 +2,8 @@
 
     python -m tests.bench.peers --target FOLDER --draft FOLDER --work FOLDER [--peers KEY,KEY,...]
 
-The peers are the keys of ``install.PEERS``. One that does not install or run is skipped with a message. Models and environments are kept in ``--work``.
+The peers are the keys of ``install.PEERS``. One that does not install or run is skipped with a message. Models and
+environments are kept in ``--work``.
 """
 
 from __future__ import annotations
