@@ -38,6 +38,7 @@ class Peer:
 
 PEERS = {
     "ours": Peer("specdec"),
+    "service": Peer("specdec"),
     "assisted": Peer("transformers, assisted generation"),
     "openvino": Peer(
         "OpenVINO GenAI",
