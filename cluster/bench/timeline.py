@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +12,9 @@ from cluster.bench.trace import Hop, TracedRun, hops
 from specdec.engine.trace import VerifiedRow
 from specdec.errors import InvalidParameterError
 
-_ROUNDS = 8
+_ROUNDS = 12
+_STEPS_SHOWN = 10
+"""Width of the picture, in target steps: modes are compared over the same time."""
 _MOST_PANELS = 4
 _TARGET, _DRAFT = (0.0, 0.32), (0.95, 0.5)
 """Lower end and height of each row."""
@@ -26,6 +29,7 @@ _MEANINGS = {
 }
 _CHAIN, _BRANCHES, _OFFER, _VERDICT = "#2b6cb0", "#a8c8ec", "#2b6cb0", "#b03a48"
 _LEAST_GAP_MS = 0.2
+_ON_BAR: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": "small", "color": "white", "clip_on": True}
 
 
 def timeline_path(trace_path: str) -> str:
@@ -61,12 +65,15 @@ class Bar(NamedTuple):
 
     Attributes:
         kind: One of the four that have colours.
+        text: Accepted and drafted tokens.
+        num_decided: Tokens that it gave.
     """
 
     start_ms: float
     end_ms: float
     kind: str
     text: str
+    num_decided: int
 
 
 class DraftBar(NamedTuple):
@@ -106,10 +113,15 @@ def draw_timeline(runs: Sequence[TracedRun], notes: Iterable[str], path: str) ->
     for axis, panel in zip(axes, found, strict=True):
         _draw(axis, panel)
     axes[-1].set_xlabel("ms")
-    axes[0].set_xlim(0, max(panel.target[-1].end_ms for panel in found) + 1)
+    axes[0].set_xlim(0, _width_ms(found))
     figure.legend(handles=_legend(found), loc="outside lower center", ncols=3, fontsize="small", frameon=False)
     figure.suptitle("\n".join(notes), fontsize="small")
     figure.savefig(path, dpi=110)
+
+
+def _width_ms(panels: Sequence[Panel]) -> float:
+    step_ms = statistics.median(bar.end_ms - bar.start_ms for panel in panels for bar in panel.target)
+    return min(_STEPS_SHOWN * step_ms, max(panel.target[-1].end_ms for panel in panels))
 
 
 def panel_of(run: TracedRun, num_rounds: int = _ROUNDS) -> Panel:
@@ -128,7 +140,7 @@ def panel_of(run: TracedRun, num_rounds: int = _ROUNDS) -> Panel:
     def ms(at_ns: int) -> float:
         return (at_ns - origin_ns) / 1e6
 
-    target = [Bar(ms(start), ms(end), _kind(row), _text(row)) for start, end, row in rows]
+    target = [Bar(ms(start), ms(end), _kind(row), _text(row), row.num_decided) for start, end, row in rows]
     draft = [
         DraftBar(ms(step.start_ns), ms(step.end_ns), row.num_ahead > 0, row.num_branches)
         for worker in run.of("drafter")
@@ -178,7 +190,7 @@ def _kind(row: VerifiedRow) -> str:
 def _text(row: VerifiedRow) -> str:
     if not row.num_decided:
         return "prompt"
-    return f"{row.num_accepted} of {row.num_drafted}" if row.num_drafted else "1 token"
+    return f"{row.num_accepted} of {row.num_drafted}" if row.num_drafted else ""
 
 
 # Drawing.
@@ -214,17 +226,24 @@ def _draw_target(axis: Any, bars: Sequence[Bar]) -> None:
         middle = (bar.start_ms + bar.end_ms) / 2
         span = [(bar.start_ms, bar.end_ms - bar.start_ms)]
         axis.broken_barh(span, _TARGET, facecolor=_COLORS[bar.kind], edgecolor="white", lw=0.5)
-        axis.text(middle, bottom + height / 2, bar.text, ha="center", va="center", fontsize="small", color="white")
+        axis.text(middle, bottom + height, bar.text, ha="center", va="bottom", fontsize="small", clip_on=True)
+        axis.text(middle, bottom + height / 2, f"+{bar.num_decided}", **_ON_BAR)
         if before is not None and bar.start_ms - before > _LEAST_GAP_MS:
             gap_ms = bar.start_ms - before
             axis.text(
-                bar.start_ms - gap_ms / 2, bottom - 0.04, f"{gap_ms:.1f}", ha="center", va="top", fontsize="x-small"
+                bar.start_ms - gap_ms / 2,
+                bottom - 0.04,
+                f"{gap_ms:.1f}",
+                ha="center",
+                va="top",
+                fontsize="x-small",
+                clip_on=True,
             )
         before = bar.end_ms
 
 
 def _draw_arrow(axis: Any, arrow: Arrow) -> None:
-    low, high = sum(_TARGET) + 0.02, _DRAFT[0] - 0.02
+    low, high = sum(_TARGET) + 0.13, _DRAFT[0] - 0.02
     start, end = (high, low) if arrow.is_offer else (low, high)
     style = {"arrowstyle": "-|>", "color": _OFFER if arrow.is_offer else _VERDICT, "lw": 1, "mutation_scale": 8}
     style |= {"shrinkA": 0, "shrinkB": 0}
