@@ -126,7 +126,8 @@ def test_what_is_written_is_what_viewers_read(tmp_path: Path, run: TracedRun) ->
     body = json.loads(path.read_text())
     assert body["displayTimeUnit"] == "ms"
     needed = {"X": {"name", "ts", "dur", "pid", "tid"}, "M": {"name", "pid", "args"}, "i": {"name", "ts", "pid", "s"}}
-    needed |= dict.fromkeys("stf", {"name", "cat", "id", "ts", "pid", "tid"})
+    flow = {"name", "cat", "id", "ts", "pid", "tid"}
+    needed |= {"s": flow, "t": flow, "f": flow}
     for event in body["traceEvents"]:
         assert needed[event["ph"]] <= event.keys()
     names = Counter((e["pid"], e["args"]["name"]) for e in body["traceEvents"] if e["name"] == "process_name")
@@ -163,11 +164,14 @@ def test_nothing_is_recorded_unless_asked_for() -> None:
 # Clocks and lost messages.
 
 
+CLOCK = ClockReading("a", 1000, 5000)
+
+
 def event(what: Any, at_ns: int, peer: str = "", kind: str = "Offer", length: int = 7) -> MessageEvent:
     return MessageEvent(what, at_ns, peer, kind, "s", (0, 0), length, 4, 0)
 
 
-def worker(name: str, *messages: MessageEvent, clock: ClockReading = ClockReading("a", 1000, 5000)) -> WorkerTrace:
+def worker(name: str, *messages: MessageEvent, clock: ClockReading = CLOCK) -> WorkerTrace:
     return WorkerTrace(name, "router", clock, 0, messages)
 
 
