@@ -23,12 +23,15 @@ _CHAIN_SHARE = 0.4
 _COLORS = {"hit": "#4c9f70", "miss": "#d9822b", "made after": "#7a6fb0", "no draft": "#9a9a9a"}
 _MEANINGS = {
     "hit": "target step; its draft was there before the step before ended",
-    "miss": "target step; none of the drafts prepared for it fitted",
+    "miss": "target step; none of the drafts that were there fitted",
     "made after": "target step; its draft was made after the step before",
     "no draft": "target step without a draft",
 }
 _CHAIN, _BRANCHES, _OFFER, _VERDICT = "#2b6cb0", "#a8c8ec", "#2b6cb0", "#b03a48"
 _LEAST_GAP_MS = 0.2
+_READING = (
+    "ms.   Above a target step: draft tokens accepted; on it: tokens gained; below: ms since the target's last step"
+)
 _ON_BAR: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": "small", "color": "white", "clip_on": True}
 
 
@@ -56,7 +59,7 @@ class Arrow(NamedTuple):
     """A message from one model's worker to the other's, in ms since the picture's beginning."""
 
     sent_ms: float
-    received_ms: float
+    arrived_ms: float
     is_offer: bool
 
 
@@ -112,7 +115,7 @@ def draw_timeline(runs: Sequence[TracedRun], notes: Iterable[str], path: str) ->
     axes = figure.subplots(len(found), 1, squeeze=False, sharex=True)[:, 0]
     for axis, panel in zip(axes, found, strict=True):
         _draw(axis, panel)
-    axes[-1].set_xlabel("ms")
+    axes[-1].set_xlabel(_READING)
     axes[0].set_xlim(0, _width_ms(found))
     figure.legend(handles=_legend(found), loc="outside lower center", ncols=3, fontsize="small", frameon=False)
     figure.suptitle("\n".join(notes), fontsize="small")
@@ -149,16 +152,16 @@ def panel_of(run: TracedRun, num_rounds: int = _ROUNDS) -> Panel:
         if row.seq == seq and origin_ns <= step.start_ns < end_ns
     ]
     arrows = [
-        Arrow(ms(sent_ns), ms(received_ns), is_offer)
+        Arrow(ms(sent_ns), ms(arrived_ns), is_offer)
         for is_offer in (True, False)
-        for sent_ns, received_ns in _ways(run, seq, is_offer=is_offer)
-        if origin_ns <= sent_ns and received_ns <= end_ns
+        for sent_ns, arrived_ns in _ways(run, seq, is_offer=is_offer)
+        if origin_ns <= sent_ns and arrived_ns <= end_ns
     ]
     return Panel(run.label, target, draft, arrows)
 
 
 def _ways(run: TracedRun, seq: str, *, is_offer: bool) -> list[tuple[int, int]]:
-    """When messages left one worker and were taken in by the other, through the router."""
+    """When messages left one worker and arrived at the other, through the router."""
     first, second = ("Offer", "Offer") if is_offer else ("Verdict", "Commit")
     routers = {worker.name for worker in run.of("router")}
     found = [hop for hop in hops(run.workers) if hop.message.seq == seq]
@@ -171,7 +174,7 @@ def _ways(run: TracedRun, seq: str, *, is_offer: bool) -> list[tuple[int, int]]:
         if hop.message.kind == first and hop.receiver in routers:
             later = onward.get(_content(hop, is_offer), [])
             if later:
-                ways.append((hop.sent_ns, later.pop(0).received_ns))
+                ways.append((hop.sent_ns, later.pop(0).arrived_ns))
     return ways
 
 
@@ -247,7 +250,7 @@ def _draw_arrow(axis: Any, arrow: Arrow) -> None:
     start, end = (high, low) if arrow.is_offer else (low, high)
     style = {"arrowstyle": "-|>", "color": _OFFER if arrow.is_offer else _VERDICT, "lw": 1, "mutation_scale": 8}
     style |= {"shrinkA": 0, "shrinkB": 0}
-    axis.annotate("", (arrow.received_ms, end), (arrow.sent_ms, start), arrowprops=style)
+    axis.annotate("", (arrow.arrived_ms, end), (arrow.sent_ms, start), arrowprops=style)
 
 
 def _legend(panels: Sequence[Panel]) -> list[Any]:
@@ -258,9 +261,9 @@ def _legend(panels: Sequence[Panel]) -> list[Any]:
     handles: list[Any] = [Patch(color=_COLORS[kind], label=_MEANINGS[kind]) for kind in _COLORS if kind in kinds]
     if any(panel.draft for panel in panels):
         handles.append(Patch(color=_CHAIN, label="draft step: next token of the chain"))
-        handles.append(Line2D([], [], color=_OFFER, marker="v", label="offer of drafts, until the target takes it in"))
+        handles.append(Line2D([], [], color=_OFFER, marker="v", label="drafts offered, until they are at the target"))
         handles.append(
-            Line2D([], [], color=_VERDICT, marker="^", label="what was decided, until the drafter takes it in")
+            Line2D([], [], color=_VERDICT, marker="^", label="tokens decided, until they are at the drafter")
         )
     if any(bar.num_branches for panel in panels for bar in panel.draft):
         handles.append(Patch(color=_BRANCHES, label="draft step: branches for other outcomes (height: how many)"))
