@@ -129,6 +129,11 @@ def test_a_branch_that_was_there_in_time() -> None:
     assert found == [("chain", ""), ("branch", "hit")]
 
 
+def test_the_longest_draft_is_the_one_that_was_taken() -> None:
+    ahead, fresh = offer(3, (4, 5), ((1, 8), (9, 10))), offer(5, (9,))
+    assert rounds(ahead, ([1, 2, 3], 2, (4, 8)), fresh, ([1, 2, 3, 4, 8], 2, (9, 11)))[1] == ("branch", "hit")
+
+
 def test_the_chain_may_go_on_beyond_what_was_verified() -> None:
     ahead = offer(3, (4, 5, 6, 7), ((0, 9), (9,)))
     assert rounds(ahead, ([1, 2, 3], 2, (4, 5, 6)), ([1, 2, 3, 4, 5, 6], 1, (7, 8)))[1] == ("chain", "hit")
