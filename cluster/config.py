@@ -240,6 +240,9 @@ class AppArgs(StrictModel):
         None, description="for benchmarks: let each step take the time of an emulated device, as in target=30,draft=3"
     )
     scripted: Scripted = Field(default_factory=Scripted, description="for benchmarks: tokens by a script")
+    trace: bool = Field(
+        False, description="for benchmarks: record steps and messages, and answer GET /debug/trace with the newest"
+    )
     log_level: LogLevel = Field("info", description="least severe message that is logged")
 
     @field_validator("emulate_step_ms")
