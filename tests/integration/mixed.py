@@ -51,7 +51,7 @@ class MixedRequest:
         prompt = f"x_{self.index} = {self.index}\n" * (1 + self.index % 11)
         body: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
         body |= {"model": model, "stream": self.stream, "temperature": self.index % 2, "seed": self.index}
-        body |= {"max_tokens": 350 if self.leaves else self.max_tokens, "ignore_eos": self.leaves}
+        body |= {"max_tokens": 150 if self.leaves else self.max_tokens, "ignore_eos": self.leaves}
         if self.num_speculative_tokens is not None:
             body["num_speculative_tokens"] = self.num_speculative_tokens
         return body
