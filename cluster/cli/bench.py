@@ -28,6 +28,7 @@ from cluster.config_files import load_config
 from specdec.errors import InvalidParameterError
 
 if TYPE_CHECKING:
+    from cluster.bench.rollback_costs import RollbackCosts
     from cluster.bench.steps import StepTime
 
 USAGE = "[--offline | --url URL] [--streams 1,8] [--modes MODE,...] [--num-speculative-tokens 0,4] [...] [KEY ...]"
@@ -55,6 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count; each runs every mode once")
     parser.add_argument("--max-tokens", type=int, default=128, help="output tokens of each stream")
     parser.add_argument("--steps", action="store_true", help="offline: step times by batch and draft length as well")
+    parser.add_argument(
+        "--rollback", action="store_true", help="ways to take drafts back from recurrent states of a real size, as well"
+    )
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     parser.add_argument("--plot", metavar="FILE.png", help="draw them there; needs the extra 'bench'")
     parser.add_argument(
@@ -72,13 +76,14 @@ def run(arguments: argparse.Namespace) -> int:
     modes, works = _modes(arguments, config), _works(arguments)
     check_plot(arguments.plot)
     check_trace(arguments.trace)
+    rollback = _rollback(config) if arguments.rollback else None
     with _runner(arguments, config, modes) as (runner, steps, source):
         tracing = None if arguments.trace is None else TracingRunner(runner, source)
         rows = []
         for work in works:
             rows += summarize(compare(tracing or runner, modes, work, rounds=arguments.rounds, report=_say))
         measured = steps([work.num_streams for work in works]) if arguments.steps else []
-    report = Report(_environment(arguments, config), tuple(rows), tuple(measured))
+    report = Report(_environment(arguments, config), tuple(rows), tuple(measured), rollback)
     print(f"\n{report.markdown()}")
     if arguments.json is not None:
         Path(arguments.json).write_text(report.as_json(), encoding="utf-8")
@@ -156,6 +161,19 @@ def _offline(config: ServiceConfig, modes: tuple[Mode, ...]) -> tuple[Runner, St
 _CONTEXT = 256
 """Tokens behind each row while steps are timed."""
 _REPEATS = 11
+
+
+def _rollback(config: ServiceConfig) -> RollbackCosts:
+    """Measured in this process while nothing else of the bench runs."""
+    import torch
+
+    from cluster.bench.rollback import compare_rollback, delta_rule_model
+    from cluster.bench.rollback_costs import RollbackWork
+
+    torch.set_num_threads(int(config.actors.target.num_cpus or 1))
+    is_cpu = config.target.device == "cpu" or not torch.cuda.is_available()
+    _say("taking drafts back from recurrent states")
+    return compare_rollback(delta_rule_model(device="cpu" if is_cpu else "cuda"), RollbackWork())
 
 
 def _no_steps(batches: list[int]) -> list[StepTime]:
