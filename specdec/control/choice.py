@@ -43,9 +43,9 @@ def arms(bounds: Bounds) -> list[Arm]:
 def best(scored: Mapping[Arm, float], current: Arm, hysteresis: float) -> Arm:
     """The best arm; the current one unless another is better by more than ``hysteresis``.
 
-    Drafting that gains less than two thirds of that is not worth a drafter's time.
+    Drafting that gains less than that, and half as much again, is not worth a drafter's time.
     """
-    if scored.get(OFF, 0.0) * (1 + 2 * hysteresis / 3) > max(scored.values()):
+    if scored.get(OFF, 0.0) * (1 + 1.5 * hysteresis) > max(scored.values()):
         return OFF
     winner = max(scored, key=lambda arm: (scored[arm], -arm.num_draft_tokens - arm.num_branches))
     return current if scored[winner] <= scored.get(current, 0.0) * (1 + hysteresis) else winner

@@ -194,9 +194,7 @@ class Experience:
         across = self.likeness.covariance(places, tried)
         gains = np.linalg.solve(self.likeness.covariance(tried, tried) + noise, across.T).T
         errors = np.sqrt(np.maximum(own - (gains * across).sum(1), 0.0))
-        return {
-            arm: Belief(float(m), float(e)) for arm, m, e in zip(ways, gains @ ratios, errors, strict=True)
-        }
+        return {arm: Belief(float(m), float(e)) for arm, m, e in zip(ways, gains @ ratios, errors, strict=True)}
 
 
 def load_octave(num_rows: int) -> int:

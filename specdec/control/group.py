@@ -145,7 +145,6 @@ class Group:
     _was_seen: bool = False
     _num_steps: float = 0.0
     _probe_from_s: float = math.inf
-    _probe_until_rounds: int = 0
     _probe_interval_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -205,7 +204,10 @@ class Group:
     def _scores(
         self, ways: Sequence[Arm], conditions: Conditions, now_s: float
     ) -> tuple[dict[Arm, float], dict[Arm, float]]:
-        """Tokens per second of a sequence, by arm: to be expected, and with luck. Arms that draft in vain are left out."""
+        """Tokens per second of a sequence, by arm: to be expected, and with luck.
+
+        Arms that draft in vain are left out. No luck verifies faster than the target steps without any draft.
+        """
         rate = round(self.acceptance_rate, 2)
         if self._forecasts is None or self._forecasts[:2] != (conditions, rate):
             self._forecasts = conditions, rate, {}
@@ -219,7 +221,13 @@ class Group:
 
         beliefs = self.experience.beliefs(ways, conditions.num_rows, now_s, predicted)
         scored = {arm: known[arm].tokens_per_s * math.exp(belief.mean) for arm, belief in beliefs.items()}
-        lucky = {arm: scored[arm] * math.exp(self.settings.curiosity * belief.error) for arm, belief in beliefs.items()}
+        step_s, luck = conditions.target_s(0), self.settings.curiosity
+        most = {arm: expected_tokens(rate, arm.num_draft_tokens) / step_s for arm in ways}
+        most[OFF] = math.inf  # the step was measured beside drafts, perhaps
+        lucky = {
+            arm: max(scored[arm], min(scored[arm] * math.exp(luck * belief.error), most[arm]))
+            for arm, belief in beliefs.items()
+        }
         return scored, lucky
 
     def _ways(self, bounds: Bounds, conditions: Conditions) -> list[Arm]:
@@ -258,7 +266,7 @@ class Group:
     def _trial(self, chosen: Arm, scored: Mapping[Arm, float], lucky: Mapping[Arm, float]) -> Arm | None:
         """The arm that might be the best by the most, where finding out costs no more than may be lost."""
         arm = max(lucky, key=lucky.__getitem__)
-        if arm == chosen or lucky[arm] <= scored[chosen] * (1 + self.settings.hysteresis):
+        if arm == chosen or lucky[arm] <= scored[chosen] * (1 + 1.5 * self.settings.hysteresis):
             return None
         price = self.settings.trial_steps * self._price(arm, scored)
         return arm if price <= self._allowance.credit else None

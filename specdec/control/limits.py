@@ -198,8 +198,10 @@ def _lengths(arm: Arm, conditions: Conditions, round_s: float) -> _Lengths:
     after_plain = min(wanted, fit - 1)
     if arm.num_branches:
         return _Lengths(min(wanted, fit), min(wanted, max(fit - 1, 0)), after_plain)
-    drafted = min(wanted, int(round_s / conditions.draft_s(1)))
-    return _Lengths(drafted, drafted, after_plain)
+    part = -(-wanted // 2)  # the drafter offers a chain without branches in halves
+    ahead_by = max(0, int(round_s / conditions.draft_s(1)) - 1)  # the token after a draft kept whole is drafted, too
+    drafted = min(wanted, ahead_by // part * part)
+    return _Lengths(drafted, drafted, after_plain // part * part)
 
 
 def _ahead_with_chains(arm: Arm, conditions: Conditions, acceptance_rate: float) -> Pace:

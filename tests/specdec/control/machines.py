@@ -19,7 +19,7 @@ from specdec.protocol.messages import Message, Plan
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.target import TargetMachine
 from specdec.sampling.params import SamplingParams, SequenceSpec
-from tests.specdec.control.pairs import ONE_WAY_S, Scenario
+from tests.specdec.control.pairs import NOISE, ONE_WAY_S, PAUSE, PAUSE_RATE, Scenario
 
 MAX_LEN = 1 << 16
 POLL_S = 0.001
@@ -40,7 +40,10 @@ class Machines:
         self.ingress = IngressMachine("ingress", times)
         self.router = RouterMachine("router", lambda spec: plan, times)
         self.machines: dict[str, Machine] = {
-            "target": self.target, "drafter": self.drafter, "ingress": self.ingress, "router": self.router
+            "target": self.target,
+            "drafter": self.drafter,
+            "ingress": self.ingress,
+            "router": self.router,
         }
         self.now_s = 0.0
         self.free_s = {"target": 0.0, "drafter": 0.0}
@@ -104,4 +107,4 @@ class Machines:
         heapq.heappush(self.events, (at_s, next(self.order), name, messages))
 
     def _noise(self) -> float:
-        return float(self.rng.lognormal(0.0, 0.05) * (2.0 if self.rng.random() < 0.01 else 1.0))
+        return float(self.rng.lognormal(0.0, NOISE) * (PAUSE if self.rng.random() < PAUSE_RATE else 1.0))

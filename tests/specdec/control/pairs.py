@@ -10,6 +10,7 @@ target one way later.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,7 +25,9 @@ SCRIPT_LENGTH = 4000
 NOT_GUESSED = 9
 MOST = 16
 NEVER_S = 1e9
-GUESS_SHARES = (0.6, 0.3, 0.1)
+GUESS_SHARES = (0.7, 0.2, 0.1)
+NOISE, PAUSE_RATE, PAUSE = 0.05, 0.01, 2.0
+MEAN_NOISE = math.exp(NOISE**2 / 2) * (1 + PAUSE_RATE * (PAUSE - 1))
 
 
 @dataclass(frozen=True)
@@ -223,4 +226,4 @@ class Pairs:
 
     def _noise(self) -> np.ndarray:
         count = len(self.scenarios)
-        return self.rng.lognormal(0.0, 0.05, count) * np.where(self.rng.random(count) < 0.01, 2.0, 1.0)
+        return self.rng.lognormal(0.0, NOISE, count) * np.where(self.rng.random(count) < PAUSE_RATE, PAUSE, 1.0)
