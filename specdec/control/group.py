@@ -281,7 +281,7 @@ class Group:
             self._probe_from_s = now_s + self._probe_interval_s
         self.arm, self.since_s = arm, now_s
         self._was_seen = self.conditions is not None and self.conditions.has_seen(arm)
-        self.observed, self._num_steps = Observed(), 0.0
+        self.observed, self._num_steps, self._mean_length = Observed(), 0.0, 0.0
 
     def probed(self, seqs: Sequence[str], now_s: float) -> Sequence[str]:
         """While off, the sequences that draft a little now, so that better times are noticed."""
