@@ -15,7 +15,7 @@ help:
 	@echo "make serve   the service with the demo pair on 127.0.0.1:8000, until Ctrl-C"
 	@echo "make test    the test suite"
 	@echo "make check   format, lint, types, import layers"
-	@echo "make bench   modes compared on the same work: tokens per second, latencies, limits"
+	@echo "make bench   modes compared on the same work, and ways to roll back recurrent states"
 	@echo "make soak    the long tests"
 	@echo "make format  put the source into the project's format"
 	@echo "make clean   remove .venv and everything that was generated"
@@ -26,7 +26,7 @@ serve: $(STAMP)
 	@$(BIN)/specdec serve $(ARGS)
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
 
 check: $(STAMP)
 	@$(BIN)/ruff format --check .
@@ -39,7 +39,7 @@ format: $(STAMP)
 	@$(BIN)/ruff check --fix .
 
 bench: $(STAMP)
-	@$(BIN)/specdec bench $(ARGS)
+	@$(BIN)/specdec bench --rollback $(ARGS)
 
 soak: $(STAMP)
 	@$(BIN)/python -m pytest -m soak $(ARGS)

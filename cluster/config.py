@@ -17,7 +17,9 @@ from specdec.sampling.validation import MAX_NUM_SPECULATIVE_TOKENS
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 MIN_KV_BYTES = 1 << 20
-DEMO_MODEL_NAME = "specdec-demo"
+Demo = Literal["plain", "hybrid"]
+"""A demo target: of attention alone, or of recurrent layers and attention. The draft is the same."""
+DEMO_MODEL_NAMES: dict[Demo, str] = {"plain": "specdec-demo", "hybrid": "specdec-demo-hybrid"}
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -193,7 +195,9 @@ class Scripted(StrictModel):
 class AppArgs(StrictModel):
     """Arguments of the application's builder: what to serve and how; where to listen is the launcher's matter."""
 
-    demo: Literal["plain"] = Field("plain", description="demo pair served where no target is given")
+    demo: Demo = Field(
+        "plain", description="demo target where no target is given: attention alone, or recurrent layers and attention"
+    )
     target: ModelConfig = Field(default_factory=ModelConfig, description="the model that answers")
     draft: ModelConfig = Field(default_factory=ModelConfig, description="the model that proposes; none: no speculation")
     served_model_name: str | None = Field(None, min_length=1, description="the model's name in the API")
@@ -240,6 +244,9 @@ class AppArgs(StrictModel):
         None, description="for benchmarks: let each step take the time of an emulated device, as in target=30,draft=3"
     )
     scripted: Scripted = Field(default_factory=Scripted, description="for benchmarks: tokens by a script")
+    trace: bool = Field(
+        False, description="for benchmarks: record steps and messages, and answer GET /debug/trace with the newest"
+    )
     log_level: LogLevel = Field("info", description="least severe message that is logged")
 
     @field_validator("emulate_step_ms")
@@ -256,6 +263,8 @@ class AppArgs(StrictModel):
 
     @model_validator(mode="after")
     def _whole_pair(self) -> AppArgs:
+        if self.demo != "plain" and not self.is_demo:
+            raise refused_key("demo", f"demo: {self.demo} is a target itself: give no other target with it")
         if self.draft.model is not None and self.target.model is None:
             raise refused_key("draft.model", "draft.model: a draft model needs a target: give target too")
         if self.acceptance != "coupled" and not self.has_draft:
@@ -270,7 +279,7 @@ class AppArgs(StrictModel):
     @property
     def model_name(self) -> str:
         """The name that requests give as ``model``."""
-        return self.served_model_name or self.target.model or DEMO_MODEL_NAME
+        return self.served_model_name or self.target.model or DEMO_MODEL_NAMES[self.demo]
 
     @property
     def most_draft_tokens(self) -> int:

@@ -11,6 +11,8 @@ RAY_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Without this Ray hides the GPUs of actors that ask for none in one way today and in another tomorrow, and warns.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # On a machine whose cores are all taken Ray's own processes need longer to come up than the 30 s it gives them.
+    "RAY_raylet_start_wait_time_s": "120",
 }
 
 

@@ -7,17 +7,20 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import specdec.demo
-from cluster.config import AppArgs, ModelConfig
+from cluster.config import AppArgs, Demo, ModelConfig
 from specdec.engine.build import BackendOptions
 from specdec.errors import InvalidParameterError
 from specdec.models.loading import ModelSource
 from specdec.models.recurrent.slots import DEFAULT_WINDOW_TOKENS
 from specdec.sampling.pipeline import LogitsProcessor
 
+DEMO_TARGETS: dict[Demo, str] = {"plain": "target", "hybrid": "hybrid"}
+"""Folder of each demo target."""
+
 
 def target_source(args: AppArgs) -> ModelSource:
     """Where the target model comes from."""
-    return _source(args.target, demo_folder("target"), is_demo=args.is_demo)
+    return _source(args.target, demo_folder(DEMO_TARGETS[args.demo]), is_demo=args.is_demo)
 
 
 def draft_source(args: AppArgs) -> ModelSource | None:
@@ -72,9 +75,9 @@ def _load_processor(name: str) -> LogitsProcessor:
     return found
 
 
-def demo_folder(role: str) -> Path:
-    """The folder of the demo pair's ``target`` or ``draft``."""
-    return Path(specdec.demo.__file__).parent / role
+def demo_folder(name: str) -> Path:
+    """The folder of a demo model: ``target``, ``hybrid`` (another target) or ``draft``."""
+    return Path(specdec.demo.__file__).parent / name
 
 
 def _source(config: ModelConfig, demo: Path, *, is_demo: bool) -> ModelSource:

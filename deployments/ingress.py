@@ -19,6 +19,7 @@ from deployments.openai.observer import PrometheusObserver
 from deployments.openai.service import ModelInfo, Role, ServedModel
 from deployments.openai.settings import ApiSettings
 from deployments.requests import RoutedTokens
+from deployments.trace import add_trace_route
 from deployments.transport.endpoints import IngressEndpoint, PeerGroup, replica_id
 from specdec.models.compat import check_width, tokenizer_width
 from specdec.models.describe import describe_model
@@ -61,7 +62,10 @@ class OpenAIIngress(IngressEndpoint):
             send_request_id=False,  # Serve's proxy sends it
         )
         tokenizer = load_tokenizer(target_source(self._args))
-        return create_app(self._service, settings, tokenizer, PrometheusObserver(self._registry))
+        app = create_app(self._service, settings, tokenizer, PrometheusObserver(self._registry))
+        if self._args.trace:
+            add_trace_route(app, self._router)
+        return app
 
     async def _metrics(self) -> bytes:
         return await metrics_page(self._registry, self._router, self._service.model_info().target.name)

@@ -10,6 +10,7 @@ from deployments.transport.endpoints import PeerGroup, RouterEndpoint, replica_i
 from specdec.control.choice import Bounds
 from specdec.control.controller import Controller
 from specdec.control.limits import KINDS, Kind
+from specdec.engine.trace import Recorder
 from specdec.protocol.plans import PlanController, Planner, WorkerKind, fixed_plan, no_drafts
 from specdec.protocol.router import RouterMachine
 
@@ -27,10 +28,11 @@ class SpeculationRouter(RouterEndpoint):
 
     def __init__(self, args: AppArgs, *workers: Any) -> None:
         self._machine = RouterMachine(replica_id(), planner_of(args), args.protocol.times())
-        groups = [_group(TARGET, "target")]
+        groups = [_group(self._machine, TARGET, "target")]
         if args.has_draft:
-            groups.append(_group(DRAFT, "drafter"))
-        self.start_router(self._machine, workers=groups)
+            groups.append(_group(self._machine, DRAFT, "drafter"))
+        recorder = Recorder(replica_id(), "router") if args.trace else None
+        self.start_router(self._machine, workers=groups, recorder=recorder)
 
     async def reports(self) -> dict[str, tuple[WorkerKind | Literal["router"], dict[str, float]]]:
         """The newest counters of every live worker, by its name, and what the controller estimates and chooses."""
@@ -57,11 +59,11 @@ def planner_of(args: AppArgs) -> Planner | PlanController:
     return Controller(Bounds(args.most_draft_tokens, kinds=kinds.get(args.mode, frozenset(KINDS))))
 
 
-def _group(deployment: str, kind: WorkerKind) -> PeerGroup[RouterMachine]:
-    def joined(machine: RouterMachine, name: str, now_s: float) -> None:
+def _group(machine: RouterMachine, deployment: str, kind: WorkerKind) -> PeerGroup[Any]:
+    def joined(_host_machine: Any, name: str, now_s: float) -> None:
         machine.worker_joined(name, kind, now_s)
 
-    def lost(machine: RouterMachine, name: str, now_s: float) -> None:
+    def lost(_host_machine: Any, name: str, now_s: float) -> None:
         machine.worker_lost(name, now_s)
 
     return PeerGroup(deployment, joined, lost)

@@ -15,6 +15,8 @@ from deployments.names import ROUTER
 from deployments.transport.endpoints import WorkerEndpoint, replica_id
 from specdec.engine.build import Built, build_drafter, build_target
 from specdec.engine.timing import TimedDrafter, TimedTarget
+from specdec.engine.trace import Recorder
+from specdec.engine.traced import TracedDrafter, TracedTarget
 from specdec.models.compat import check_pair, tokenizer_width
 from specdec.models.describe import describe_model
 from specdec.models.loading import load_tokenizer
@@ -43,8 +45,10 @@ class TargetServer(WorkerEndpoint):
         busy = BusyTime()
         backend = NotedTarget(emulated_target(args, _target_backend(args, gpu_share)), busy)
         timed = TimedTarget(backend, lambda: backend.gauges() | busy.gauges())
-        machine = TargetMachine(replica_id(), timed, args.protocol.times(), timed.gauges)
-        self.start_worker(machine, routers=ROUTER, stall_s=STALL_S)
+        recorder = Recorder(replica_id(), "target") if args.trace else None
+        steps = timed if recorder is None else TracedTarget(timed, recorder)
+        machine = TargetMachine(replica_id(), steps, args.protocol.times(), timed.gauges)
+        self.start_worker(machine, routers=ROUTER, stall_s=STALL_S, recorder=recorder)
 
 
 class DraftServer(WorkerEndpoint):
@@ -63,8 +67,10 @@ class DraftServer(WorkerEndpoint):
         drafter = NotedDrafter(emulated_drafter(args, backend), busy)
         name, times = replica_id(), args.protocol.times()
         timed = TimedDrafter(drafter, lambda: drafter.gauges() | busy.gauges())
-        machine = DraftWorkerMachine(DrafterMachine(name, timed, times, timed.gauges), TargetMachine(name, solo, times))
-        self.start_worker(machine, routers=ROUTER, stall_s=STALL_S)
+        recorder = Recorder(name, "drafter") if args.trace else None
+        steps = timed if recorder is None else TracedDrafter(timed, recorder)
+        machine = DraftWorkerMachine(DrafterMachine(name, steps, times, timed.gauges), TargetMachine(name, solo, times))
+        self.start_worker(machine, routers=ROUTER, stall_s=STALL_S, recorder=recorder)
 
 
 def _target_backend(args: AppArgs, gpu_share: float) -> TargetBackend:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import get_args
 
 from cluster.bench.compare import Mode
 from cluster.bench.doubles import emulated_drafter, emulated_target, scripted_pair
@@ -18,10 +20,13 @@ from specdec.engine.emulation import Clock, EmulatedDrafter, EmulatedTarget, Rea
 from specdec.engine.engine import SpeculativeEngine
 from specdec.engine.results import TokenEvent
 from specdec.engine.stats import SpecStats
+from specdec.engine.trace import Recorder, Role, WorkerTrace
+from specdec.engine.traced import TracedDrafter, TracedTarget
 from specdec.models.compat import check_pair, tokenizer_width
 from specdec.models.describe import describe_model
 from specdec.models.loading import load_tokenizer
 from specdec.protocol.backends import DraftBackend, TargetBackend
+from specdec.protocol.messages import Message
 from specdec.sampling.params import SamplingParams
 
 
@@ -33,6 +38,7 @@ class Pair:
         drafter: None where there is no draft model.
         steps: Of both, since the last run began.
         clock: Of everything.
+        recorders: Of target, drafter and router, where the configuration asks for a trace.
     """
 
     engine: SpeculativeEngine
@@ -41,6 +47,7 @@ class Pair:
     steps: list[Step]
     emulated: tuple[EmulatedTarget | EmulatedDrafter, ...]
     clock: Clock
+    recorders: dict[str, Recorder]
 
     def run(self, mode: Mode, workload: Workload) -> Run:
         """Run a workload once; see :data:`cluster.bench.compare.Runner`."""
@@ -65,6 +72,14 @@ class Pair:
         uses = device_use(self.steps, duration_s)
         devices = {name: self._emulated_use(name, use, before) for name, use in uses.items()}
         return Run(tuple(streams), duration_s, os.getloadavg()[0], devices, duration_s - covered_s(self.steps))
+
+    def traces(self, mode: Mode) -> list[WorkerTrace]:
+        """What was recorded; see :class:`cluster.bench.trace.TraceSource`."""
+        return [recorder.trace() for recorder in self.recorders.values()]
+
+    def now_ns(self) -> int:
+        """The clock, in nanoseconds."""
+        return round(self.clock.now_s() * 1e9)
 
     def _emulated_use(self, device: str, use: DeviceUse, before: dict[int, dict[str, float]]) -> DeviceUse:
         """The same with what was emulated since ``before``."""
@@ -96,16 +111,30 @@ def load_pair(args: AppArgs, report: Callable[[str], None] | None = None, clock:
     if drafter is not None:
         drafter = emulated_drafter(args, drafter, clock)
         noted_drafter = NotedDrafter(drafter, steps.append, clock.now_s)
+    recorders = _recorders(args, clock)
     engine = SpeculativeEngine(
-        noted_target,
-        noted_drafter,
+        TracedTarget(noted_target, recorders["target"]) if recorders else noted_target,
+        TracedDrafter(noted_drafter, recorders["drafter"]) if recorders and noted_drafter else noted_drafter,
         tokenizer,
         eos_token_ids=describe_model(source).eos_token_ids,
         vocab_size=width,
         num_speculative_tokens=0 if args.num_speculative_tokens == "auto" else args.num_speculative_tokens,
+        on_message=partial(_record, recorders) if recorders else None,
     )
     emulated = [backend for backend in (target, drafter) if isinstance(backend, EmulatedTarget | EmulatedDrafter)]
-    return Pair(engine, noted_target, noted_drafter, steps, tuple(emulated), clock)
+    return Pair(engine, noted_target, noted_drafter, steps, tuple(emulated), clock, recorders)
+
+
+def _recorders(args: AppArgs, clock: Clock) -> dict[str, Recorder]:
+    """One for each part of the engine, by the names that they have there; none unless a trace is asked for."""
+    roles = get_args(Role) if args.trace else ()
+    return {role: Recorder(role, role, clock_ns=lambda: round(clock.now_s() * 1e9)) for role in roles}
+
+
+def _record(recorders: dict[str, Recorder], sender: str, receiver: str, message: Message) -> None:
+    if sender in recorders and receiver in recorders:
+        recorders[sender].sent(receiver, (message,))
+        recorders[receiver].received(message)
 
 
 def _backends(

@@ -12,8 +12,8 @@ from specdec.errors import InvalidParameterError
 _WIDTH = 0.8
 
 
-def check_plot(path: str | None) -> None:
-    """Say before anything is measured whether a plot can be drawn.
+def check_plot(path: str | None, flag: str = "plot") -> None:
+    """Say before anything is measured whether a plot can be drawn; ``flag`` asked for it.
 
     Raises:
         InvalidParameterError: There is no matplotlib, or the file is not to be a PNG.
@@ -21,12 +21,12 @@ def check_plot(path: str | None) -> None:
     if path is None:
         return
     if Path(path).suffix.lower() != ".png":
-        raise InvalidParameterError("plot", f"plot: {path} must end in .png")
+        raise InvalidParameterError(flag, f"{flag}: {path} must end in .png")
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
-        message = "plot: needs matplotlib, which the extra 'bench' brings: pip install 'specdec[bench]'"
-        raise InvalidParameterError("plot", message) from None
+        message = f"{flag}: needs matplotlib, which the extra 'bench' brings: pip install 'specdec[bench]'"
+        raise InvalidParameterError(flag, message) from None
 
 
 def draw(report: Report, path: str) -> None:

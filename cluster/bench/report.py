@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from cluster.bench.rollback_costs import RollbackCosts
 from cluster.bench.steps import StepTime, verify_cost
 from cluster.bench.summary import Row
 
@@ -71,6 +72,7 @@ class Report:
     environment: Environment
     rows: tuple[Row, ...]
     steps: tuple[StepTime, ...] = ()
+    rollback: RollbackCosts | None = None
 
     def markdown(self) -> str:
         """The tables, with what they were made with."""
@@ -83,7 +85,8 @@ class Report:
         lines += [*scripted_table(self.rows)]
         policies = sorted({row.limit.policy for row in self.rows if row.limit is not None})
         lines += ["", *EXPLANATIONS, *([f"Limits assume: {'; '.join(policies)}."] if policies else [])]
-        return "\n".join([*lines, *(["", *step_table(self.steps)] if self.steps else [])])
+        lines += ["", *step_table(self.steps)] if self.steps else []
+        return "\n".join([*lines, *(["", *self.rollback.markdown()] if self.rollback is not None else [])])
 
     def remarks(self) -> list[str]:
         """What must be read with every figure of the table."""
@@ -99,7 +102,9 @@ class Report:
         shares = ("share_of_limit", "share_of_scripted_limit", "over_ideal_in_turn")
         rows = [asdict(row) | {name: getattr(row, name) for name in shares} for row in self.rows]
         body: dict[str, Any] = {"environment": asdict(self.environment), "rows": rows}
-        return json.dumps(body | {"steps": [asdict(step) for step in self.steps]}, indent=1)
+        body["steps"] = [asdict(step) for step in self.steps]
+        body["rollback"] = None if self.rollback is None else asdict(self.rollback)
+        return json.dumps(body, indent=1)
 
 
 _EMULATED = ("num_emulated_steps", "num_overruns")

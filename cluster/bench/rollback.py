@@ -6,65 +6,15 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
+from cluster.bench.rollback_costs import WAYS, RollbackCost, RollbackCosts, RollbackWork, Way
 from specdec.models.blocks import CachedSequence
 from specdec.models.loading import LoadedModel, prepare_model
 from specdec.models.recurrent.pool import MIN_WINDOW_TOKENS, bytes_per_slot, choose_window
 from specdec.models.recurrent.slots import Window
 from specdec.models.runner import ModelRunner, RowInput
-
-Way = Literal["states", "rescan", "second forward"]
-WAYS: tuple[Way, ...] = ("states", "rescan", "second forward")
-"""``second forward``: a copy of the state is taken before each verification, put back after it, and what was accepted
-is read once more by the whole model."""
-
-
-@dataclass(frozen=True, slots=True)
-class RollbackCost:
-    """One way's cost.
-
-    Attributes:
-        rounds_per_s: Of the whole batch, median over the rounds.
-        spread: Slowest and fastest tenth of the rounds, in rounds per second.
-        bytes_per_sequence: Recurrent state and what it takes to roll it back; the copy too, where one is taken.
-        logits: Of the tokens after the last round, float32 [rows, V], to be compared.
-    """
-
-    way: Way
-    rounds_per_s: float
-    spread: tuple[float, float]
-    bytes_per_sequence: int
-    logits: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class RollbackWork:
-    """What is done by every way.
-
-    Attributes:
-        num_rows: Sequences in the batch.
-        num_draft_tokens: K: a round reads 1 + K tokens of every row, and keeps 1 to 1 + K of them.
-        num_rounds: Measured rounds.
-        num_warmup_rounds: Rounds before them.
-        prompt_length: Tokens read beforehand.
-        seed: Of tokens and of what is accepted.
-    """
-
-    num_rows: int = 4
-    num_draft_tokens: int = 4
-    num_rounds: int = 20
-    num_warmup_rounds: int = 2
-    prompt_length: int = 64
-    seed: int = 0
-
-    @property
-    def length(self) -> int:
-        """Longest row there may be."""
-        return self.prompt_length + (self.num_rounds + self.num_warmup_rounds + 1) * (1 + self.num_draft_tokens)
 
 
 class _Batch:
@@ -109,7 +59,7 @@ class _Batch:
 
 def compare_rollback(
     loaded: LoadedModel, work: RollbackWork, clock: Callable[[], float] = time.perf_counter
-) -> tuple[RollbackCost, ...]:
+) -> RollbackCosts:
     """Do the same rounds by every way, a round of each in turn, so that a machine's drift hits all alike.
 
     Args:
@@ -138,18 +88,23 @@ def compare_rollback(
             if index >= work.num_warmup_rounds:
                 durations_s[batch.way].append(clock() - started_s)
     last = some_tokens(1)
-    return tuple(_cost(batch, durations_s[batch.way], batch.read(last)) for batch in batches)
+    logits = [batch.read(last) for batch in batches]
+    costs = tuple(
+        _cost(batch, durations_s[batch.way], (own - logits[0]).abs().max().item())
+        for batch, own in zip(batches, logits, strict=True)
+    )
+    return RollbackCosts(loaded.name, work, costs)
 
 
-def _cost(batch: _Batch, durations_s: list[float], logits: torch.Tensor) -> RollbackCost:
+def _cost(batch: _Batch, durations_s: list[float], max_difference: float) -> RollbackCost:
     rates = sorted(1 / duration_s for duration_s in durations_s)
     tenth = len(rates) // 10
     spread = rates[tenth], rates[-1 - tenth]
-    return RollbackCost(batch.way, statistics.median(rates), spread, batch.bytes_per_sequence, logits)
+    return RollbackCost(batch.way, statistics.median(rates), spread, batch.bytes_per_sequence, max_difference)
 
 
 def delta_rule_model(
-    num_heads: int = 32, head_dim: int = 128, hidden_size: int = 512, num_layers: int = 4
+    num_heads: int = 32, head_dim: int = 128, hidden_size: int = 512, num_layers: int = 4, device: str = "cpu"
 ) -> LoadedModel:
     """A random model whose states are as large as those of a real one: three delta-rule layers to one of attention."""
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
@@ -171,21 +126,6 @@ def delta_rule_model(
         max_position_embeddings=4096,
     )
     torch.manual_seed(0)
-    return prepare_model(Qwen3_5ForCausalLM(config), f"{num_heads} heads of {head_dim}")
-
-
-def lines(costs: Sequence[RollbackCost], work: RollbackWork) -> list[str]:
-    """A table in Markdown."""
-    base = costs[-1].rounds_per_s
-    table = [
-        f"{work.num_rows} rows, K = {work.num_draft_tokens}, {work.num_rounds} rounds",
-        "| way | rounds/s | p10 to p90 | over second forward | MiB per sequence |",
-        "|---|---|---|---|---|",
-    ]
-    for cost in costs:
-        spread = f"{cost.spread[0]:.2f} to {cost.spread[1]:.2f}"
-        table.append(
-            f"| {cost.way} | {cost.rounds_per_s:.2f} | {spread} | {cost.rounds_per_s / base:.2f} "
-            f"| {cost.bytes_per_sequence / (1 << 20):.1f} |"
-        )
-    return table
+    num_recurrent = kinds.count("linear_attention")
+    name = f"a random gated delta rule model, {num_recurrent} recurrent layers with {num_heads} heads of {head_dim}"
+    return prepare_model(Qwen3_5ForCausalLM(config).to(device), name)

@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING, get_args
 from cluster.bench.compare import Mode, Runner, ServiceMode, Work, compare, parse_modes
 from cluster.bench.doubles import emulated_script
 from cluster.bench.load import service_stand_ins
+from cluster.bench.perfetto import write_trace
 from cluster.bench.plot import check_plot, draw
 from cluster.bench.prompts import PROMPTS, prompts_of
 from cluster.bench.report import Environment, Report, command_line, processor_name
 from cluster.bench.services import HttpRunner, Services
 from cluster.bench.summary import summarize
+from cluster.bench.timeline import check_trace, draw_timeline, timeline_path
+from cluster.bench.trace import TraceSource, TracingRunner
 from cluster.cli.flags import add_config_flags, config_keys, config_overrides
 from cluster.cli.serve import serve
 from cluster.config import ServiceConfig
@@ -26,11 +29,12 @@ from cluster.config_files import load_config
 from specdec.errors import InvalidParameterError
 
 if TYPE_CHECKING:
+    from cluster.bench.rollback_costs import RollbackCosts
     from cluster.bench.steps import StepTime
 
 USAGE = "[--offline | --url URL] [--streams 1,8] [--modes MODE,...] [--num-speculative-tokens 0,4] [...] [KEY ...]"
 _DEFAULT_MODES = "overlap,auto"
-OWN_KEYS = {"num_speculative_tokens", "mode", "host", "port"}
+OWN_KEYS = {"num_speculative_tokens", "mode", "host", "port", "trace"}
 """Keys that the bench chooses itself; all others are flags as for ``specdec serve``."""
 
 Say = Callable[[str], None]
@@ -53,8 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count; each runs every mode once")
     parser.add_argument("--max-tokens", type=int, default=128, help="output tokens of each stream")
     parser.add_argument("--steps", action="store_true", help="offline: step times by batch and draft length as well")
+    parser.add_argument(
+        "--rollback", action="store_true", help="ways to take drafts back from recurrent states of a real size, as well"
+    )
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     parser.add_argument("--plot", metavar="FILE.png", help="draw them there; needs the extra 'bench'")
+    parser.add_argument(
+        "--trace", metavar="FILE.json", help="record steps and messages for ui.perfetto.dev, and draw FILE.png of them"
+    )
     add_config_flags(parser, only={path for path, _ in config_keys()} - OWN_KEYS)
 
 
@@ -63,21 +73,27 @@ def run(arguments: argparse.Namespace) -> int:
     overrides = config_overrides(arguments)
     for key in OWN_KEYS:
         overrides.pop(key, None)
-    config = load_config(arguments.config, overrides)
+    config = load_config(arguments.config, overrides).model_copy(update={"trace": arguments.trace is not None})
     modes, works = _modes(arguments, config), _works(arguments)
     check_plot(arguments.plot)
-    with _runner(arguments, config, modes) as (runner, steps):
+    check_trace(arguments.trace)
+    rollback = _rollback(config) if arguments.rollback else None
+    with _runner(arguments, config, modes) as (runner, steps, source):
+        tracing = None if arguments.trace is None else TracingRunner(runner, source)
         rows = []
         for work in works:
-            compared = compare(runner, modes, work, rounds=arguments.rounds, report=_say)
+            compared = compare(tracing or runner, modes, work, rounds=arguments.rounds, report=_say)
             rows += summarize(compared, emulated_script(config), config.num_branches or _BRANCHES)
         measured = steps([work.num_streams for work in works]) if arguments.steps else []
-    report = Report(_environment(arguments, config), tuple(rows), tuple(measured))
+    report = Report(_environment(arguments, config), tuple(rows), tuple(measured), rollback)
     print(f"\n{report.markdown()}")
     if arguments.json is not None:
         Path(arguments.json).write_text(report.as_json(), encoding="utf-8")
     if arguments.plot is not None:
         draw(report, arguments.plot)
+    if tracing is not None:
+        write_trace(tracing.runs, arguments.trace)
+        draw_timeline(tracing.runs, report.environment.stand_ins, timeline_path(arguments.trace))
     return 0
 
 
@@ -88,19 +104,21 @@ Steps = Callable[[list[int]], "list[StepTime]"]
 @contextmanager
 def _runner(
     arguments: argparse.Namespace, config: ServiceConfig, modes: tuple[Mode, ...]
-) -> Iterator[tuple[Runner, Steps]]:
+) -> Iterator[tuple[Runner, Steps, TraceSource]]:
     """What runs the workloads, for as long as they run."""
     if arguments.offline:
         yield _offline(config, modes)
     elif arguments.url is not None:
-        yield HttpRunner({"": arguments.url}), _no_steps
+        runner = HttpRunner({"": arguments.url})
+        yield runner, _no_steps, runner
     else:
         names = [mode.service_mode for mode in modes if mode.service_mode is not None] or ["auto"]
         configs: dict[str, ServiceConfig] = {
             name: config.model_copy(update=_service_keys(name, config)) for name in names
         }
         with Services(configs, serve) as services:
-            yield HttpRunner(services.urls), _no_steps
+            runner = HttpRunner(services.urls)
+            yield runner, _no_steps, runner
 
 
 def _service_keys(mode: str, config: ServiceConfig) -> dict[str, object]:
@@ -118,7 +136,7 @@ _FIXED_TOKENS = 4
 """Any whole number: it makes the draft length of a request count."""
 
 
-def _offline(config: ServiceConfig, modes: tuple[Mode, ...]) -> tuple[Runner, Steps]:
+def _offline(config: ServiceConfig, modes: tuple[Mode, ...]) -> tuple[Runner, Steps, TraceSource]:
     import torch
 
     from cluster.bench.offline import load_pair
@@ -139,12 +157,25 @@ def _offline(config: ServiceConfig, modes: tuple[Mode, ...]) -> tuple[Runner, St
             clock=pair.clock.now_s,
         )
 
-    return pair.run, steps
+    return pair.run, steps, pair
 
 
 _CONTEXT = 256
 """Tokens behind each row while steps are timed."""
 _REPEATS = 11
+
+
+def _rollback(config: ServiceConfig) -> RollbackCosts:
+    """Measured in this process while nothing else of the bench runs."""
+    import torch
+
+    from cluster.bench.rollback import compare_rollback, delta_rule_model
+    from cluster.bench.rollback_costs import RollbackWork
+
+    torch.set_num_threads(int(config.actors.target.num_cpus or 1))
+    is_cpu = config.target.device == "cpu" or not torch.cuda.is_available()
+    _say("taking drafts back from recurrent states")
+    return compare_rollback(delta_rule_model(device="cpu" if is_cpu else "cuda"), RollbackWork())
 
 
 def _no_steps(batches: list[int]) -> list[StepTime]:

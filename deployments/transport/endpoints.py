@@ -6,6 +6,7 @@ Deployments must be deployed with the options of ``deployments.transport.options
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
@@ -18,8 +19,10 @@ from ray import serve
 from deployments.transport.discovery import Discovery
 from deployments.transport.host import Host, LoopHost, M, WorkerHost
 from deployments.transport.links import Dial, LinkKeeper
-from deployments.transport.streams import IngressAnswerer, RouterDialer, Stream, WorkerAnswerer, WorkerDialer
+from deployments.transport.streams import IngressAnswerer, RouterDialer, Stream, WorkerAnswerer, WorkerDialer, pinned
 from deployments.transport.wire import Batch, Greeting, Hello, Identity, LinkTimes
+from specdec.engine.trace import Recorder, WorkerTrace
+from specdec.engine.traced import traced
 
 DEFAULT_TIMES = LinkTimes()
 
@@ -52,6 +55,7 @@ class _Endpoint:
     """
 
     _host: Host[Any] | None = None
+    _recorder: Recorder | None = None
     _closing = False
 
     def _open(self, host: Host[Any], stall_s: float, times: LinkTimes) -> None:
@@ -69,6 +73,15 @@ class _Endpoint:
         """Where this replica runs."""
         context = serve.get_replica_context()
         return Identity(context.deployment, self._me, os.getpid(), ray.get_runtime_context().get_node_id())
+
+    async def recorded(self) -> WorkerTrace | None:
+        """What this replica's recorder holds; None where nothing is recorded."""
+        return None if self._recorder is None else self._recorder.trace()
+
+    def _open_traced(self, host: Host[Any], recorder: Recorder | None) -> None:
+        """Record what comes in, where there is a recorder; before the host starts."""
+        self._recorder = recorder
+        host.on_arrival = None if recorder is None else recorder.arrived
 
     async def check_health(self) -> None:
         """Serve's health check: the machine's progress, not the event loop's.
@@ -156,7 +169,8 @@ class WorkerEndpoint(_Endpoint):
         stall_s: float,
         times: LinkTimes = DEFAULT_TIMES,
         idle_wait_s: float = 0.005,
-    ) -> WorkerHost[M]:
+        recorder: Recorder | None = None,
+    ) -> WorkerHost[Any]:
         """Run a machine on a thread of its own, for every router that asks for results.
 
         Args:
@@ -165,8 +179,10 @@ class WorkerEndpoint(_Endpoint):
             stall_s: A step that takes longer makes the replica unhealthy.
             times: How patient links are.
             idle_wait_s: Precision of the machine's timers.
+            recorder: Keeps the machine's messages and turns; None where nobody wants to see them.
         """
-        host = WorkerHost(machine, idle_wait_s=idle_wait_s)
+        host = WorkerHost(traced(machine, recorder), idle_wait_s=idle_wait_s)
+        self._open_traced(host, recorder)
         self._open(host, stall_s, times)
         self._watch_self()
         self._answerer = WorkerAnswerer(self._me, host, self._watch(routers, _ignore), times)
@@ -190,21 +206,24 @@ class RouterEndpoint(_Endpoint):
         self,
         machine: M,
         *,
-        workers: Sequence[PeerGroup[M]],
+        workers: Sequence[PeerGroup[Any]],
         stall_s: float = 60.0,
         times: LinkTimes = DEFAULT_TIMES,
         tick_s: float = 0.05,
-    ) -> LoopHost[M]:
+        recorder: Recorder | None = None,
+    ) -> LoopHost[Any]:
         """Run a machine on the event loop, with links to all live workers and from every ingress that asks.
 
         Args:
             machine: The machine; its peers are workers and ingress replicas, by replica id.
-            workers: The deployments to keep links to.
+            workers: The deployments to keep links to; with a recorder, what they are told of is not ``machine`` itself.
             stall_s: As for workers; a machine on the loop can only fail, or hang with it.
             times: How patient links are.
             tick_s: Precision of the machine's timers.
+            recorder: As for workers.
         """
-        host = LoopHost(machine, tick_s=tick_s)
+        host = LoopHost(traced(machine, recorder), tick_s=tick_s)
+        self._open_traced(host, recorder)
         self._open(host, stall_s, times)
         self._dialers: list[WorkerDialer] = []
         self._answerer = IngressAnswerer(self._me, host, times)
@@ -212,6 +231,16 @@ class RouterEndpoint(_Endpoint):
             self._keep_links(group, host, self._dial_workers)
         self._watch_self()
         return host
+
+    async def all_recorded(self) -> list[WorkerTrace]:
+        """What this replica's recorder holds, and those of the workers that it has links to."""
+        asked = [
+            pinned(watch.handle, "recorded", peer, stream=False).remote()
+            for watch, keeper in self._groups
+            for peer in sorted(keeper.linked)
+        ]
+        found = await asyncio.gather(self.recorded(), *asked)
+        return [trace for trace in found if trace is not None]
 
     def _dial_workers(self, workers: Discovery) -> Dial:
         assert self._host is not None

@@ -52,6 +52,7 @@ class Host(ABC, Generic[M]):
 
     Attributes:
         num_dropped_messages: Messages for peers without a link; the protocol allows for their loss.
+        on_arrival: Told of messages before they wait for the machine's turn; None where nobody wants to know.
     """
 
     def __init__(self, machine: M, clock: Callable[[], float] = time.monotonic) -> None:
@@ -61,6 +62,7 @@ class Host(ABC, Generic[M]):
         self._failure: Exception | None = None
         self.last_progress_s = time.monotonic()
         self.num_dropped_messages = 0
+        self.on_arrival: Callable[[tuple[Any, ...]], None] | None = None
 
     @abstractmethod
     def start(self) -> None:
@@ -136,7 +138,10 @@ class Host(ABC, Generic[M]):
         self.unlink_all()
 
 
-def _receive_all(messages: tuple[Any, ...]) -> Action[Any]:
+def _receive_all(messages: tuple[Any, ...], on_arrival: Callable[[tuple[Any, ...]], None] | None) -> Action[Any]:
+    if on_arrival is not None:
+        on_arrival(messages)
+
     def receive(machine: Machine, now_s: float) -> None:
         for message in messages:
             machine.receive(message, now_s)
@@ -182,7 +187,7 @@ class WorkerHost(Host[M]):
 
     def post(self, messages: Iterable[Any]) -> None:
         """Hand messages to the machine, from any thread."""
-        self._inbox.put(_receive_all(tuple(messages)))
+        self._inbox.put(_receive_all(tuple(messages), self.on_arrival))
 
     def tell(self, action: Action[M]) -> None:
         """Have ``action(machine, now_s)`` done on the machine's thread before its next step."""
@@ -246,7 +251,7 @@ class LoopHost(Host[M]):
 
     def post(self, messages: Iterable[Any]) -> None:
         """Hand messages to the machine; on the event loop."""
-        self.tell(_receive_all(tuple(messages)))
+        self.tell(_receive_all(tuple(messages), self.on_arrival))
 
     def tell(self, action: Action[M]) -> None:
         """Have ``action(machine, now_s)`` done before the machine's next step; on the event loop."""

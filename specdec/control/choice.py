@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from specdec.control.limits import OFF, VAIN_WAIT, Arm, Conditions, Kind, Pace, Style, Wait, pace
+from specdec.control.limits import OFF, VAIN_WAIT, Arm, Conditions, Kind, Pace, Wait
 from specdec.protocol.messages import Plan
 
 DRAFT_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 WAITS: tuple[Wait, ...] = ("no", "branch", "chain")
 BRANCHES = (2, 4, 8, 16, 32)
 _IN_TURN_WAIT_S = 1.0
-_CONTENDERS = 6
 
 
 @dataclass(frozen=True)
@@ -42,73 +40,12 @@ def arms(bounds: Bounds) -> list[Arm]:
     return [arm for arm in ways if arm.kind in bounds.kinds]
 
 
-@dataclass(frozen=True)
-class Corrections:
-    """How far arms were from their formulas, as logarithms of measured over predicted pace.
-
-    An arm that was tried stands for itself, as far as it was measured; others follow the mean of their style, downwards
-    only: hope is what an arm is tried for.
-
-    Attributes:
-        measured: Per arm, rounds measured and the logarithm.
-    """
-
-    measured: Mapping[Arm, tuple[float, float]] = field(default_factory=dict)
-    half_weight: float = 64.0
-    most_weight: float = 4096.0
-
-    def add(self, arm: Arm, num_rounds: float, log_ratio: float) -> Corrections:
-        """With a newer measurement of an arm."""
-        weight, mean = self.measured.get(arm, (0.0, 0.0))
-        total = weight + num_rounds
-        mean += (log_ratio - mean) * num_rounds / total
-        return replace(self, measured={**self.measured, arm: (min(total, self.most_weight), mean)})
-
-    def factors(self, ways: Iterable[Arm]) -> dict[Arm, float]:
-        """Measured over predicted pace, as far as is known, 1 where nothing is."""
-        sums: dict[Style, tuple[float, float]] = {}
-        for arm, (weight, mean) in self.measured.items():
-            total, weighted = sums.get(arm.style, (0.0, 0.0))
-            sums[arm.style] = total + weight, weighted + weight * mean
-        result = {}
-        for arm in ways:
-            total, weighted = sums.get(arm.style, (0.0, 0.0))
-            expected = min(0.0, weighted / (total + self.half_weight))
-            weight, mean = self.measured.get(arm, (0.0, 0.0))
-            result[arm] = math.exp((weight * mean + self.half_weight * expected) / (weight + self.half_weight))
-        return result
-
-
-def scores(
-    ways: Sequence[Arm], conditions: Conditions, acceptance_rates: Mapping[float, int], corrections: Corrections
-) -> dict[Arm, float]:
-    """Tokens per second of a sequence, by arm, where all that share a target speculate alike.
-
-    Args:
-        ways: What to choose from.
-        conditions: Of the group.
-        acceptance_rates: How many of its sequences have about which rate.
-        corrections: What is known of the formulas' errors.
-    """
-    count = sum(acceptance_rates.values())
-    mean = sum(rate * n for rate, n in acceptance_rates.items()) / count
-    factors = corrections.factors(ways)
-    rough = {arm: pace(arm, conditions, mean).tokens_per_s * factors[arm] for arm in ways}
-    if len(acceptance_rates) == 1:
-        return rough
-    exact = sorted(ways, key=rough.__getitem__, reverse=True)[:_CONTENDERS]
-    for arm in exact:
-        rates = (pace(arm, conditions, rate).tokens_per_s * n for rate, n in acceptance_rates.items())
-        rough[arm] = sum(rates) / count * factors[arm]
-    return rough
-
-
 def best(scored: Mapping[Arm, float], current: Arm, hysteresis: float) -> Arm:
     """The best arm; the current one unless another is better by more than ``hysteresis``.
 
-    Drafting that gains less than a third of that is not worth a drafter's time.
+    Drafting that gains less than that, and half as much again, is not worth a drafter's time.
     """
-    if scored.get(OFF, 0.0) * (1 + hysteresis / 3) > max(scored.values()):
+    if scored.get(OFF, 0.0) * (1 + 1.5 * hysteresis) > max(scored.values()):
         return OFF
     winner = max(scored, key=lambda arm: (scored[arm], -arm.num_draft_tokens - arm.num_branches))
     return current if scored[winner] <= scored.get(current, 0.0) * (1 + hysteresis) else winner

@@ -180,16 +180,20 @@ class Controller:
         rates = {seq: self._sequences[seq].acceptance.rate(self.acceptance_rate, 32.0) for seq in able}
         conditions = self._conditions(target, seqs, placements)
         bounds = self._bounds_for(conditions, [placements[seq][1] for seq in seqs])
-        group.review(conditions, Counter(round(rate * 20) / 20 for rate in rates.values()), bounds, now_s)
+        group.review(conditions, list(rates.values()), bounds, now_s)
         probing = set(group.probed(able, now_s))
         changed = {}
+        plans: dict[tuple[Arm, int, int], Plan] = {}
         for seq in seqs:
             plan, arm = Plan(), OFF
             if seq in rates:
                 arm = self._settings.probe_arm if seq in probing else group.arm
                 price = 0.0 if seq in probing else group.token_price
                 length = own_length(arm, 1.0 if seq in probing else rates[seq], price, self._sequences[seq].bound)
-                plan = plan_of(arm, length, conditions, rates[seq])
+                kind = arm, length, round(rates[seq] * 20)
+                if kind not in plans:
+                    plans[kind] = plan_of(arm, length, conditions, kind[-1] / 20)
+                plan = plans[kind]
             one = self._sequences[seq]
             if _differs(plan, one.plan):
                 one.since = 0

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from specdec.control.choice import Bounds, Corrections, arms, best, scores, token_price
+from specdec.control.choice import Bounds, arms, best, token_price
 from specdec.control.estimates import Round, TrackedRate
-from specdec.control.limits import OFF, Arm, Conditions, Pace, Style, expected_tokens, guess_rate_of, pace
+from specdec.control.experience import Entry, Experience, load_octave
+from specdec.control.limits import OFF, Arm, Conditions, Pace, expected_tokens, guess_rate_of, pace
 
 _WORSE = 0.9
 _FIRST_ARM, _PROBE_ARM = Arm("overlap", 4), Arm("overlap", 2)
@@ -17,16 +18,20 @@ _FIRST_ARM, _PROBE_ARM = Arm("overlap", 4), Arm("overlap", 2)
 
 @dataclass(frozen=True)
 class Settings:
-    """How the controller proceeds.
+    """How the controller proceeds. A step is a step of the target without drafts.
 
     Attributes:
         first_arm: Before anything was measured.
         probe_arm: What probing sequences do while the others are off.
         hysteresis: How much better another arm must be, as a share of the present one.
-        trial_share: A style that was never measured is tried if its formula promises this share of the best.
-        trial_rounds: Rounds per sequence of a trial.
-        trial_s: Longest trial.
-        trial_loss: A trial ends at once when an arm turns out to be worse than the best by this share.
+        curiosity: An arm is tried if it would be the best with so many standard deviations of luck.
+        trial_steps: Steps of a trial.
+        unseen_s: After which an arm is measured though no report has told of draft steps of its size.
+        loss: Share of the time that trials may lose in the long run.
+        early_loss: ... and at first, at a load that is new; it falls to 1/e within ``early_steps``.
+        early_steps: See ``early_loss``.
+        most_credit: Steps that trials may lose at once, where they have lost less than they may before.
+        least_price: Share of the time that a trial is taken to lose at least.
         most_growth: An arm is considered only if its steps are at most so many times larger than any that was seen, or
             have no more than ``free_rows`` rows.
         settle_rounds: Rounds after a change of plan that are not measured.
@@ -39,16 +44,20 @@ class Settings:
 
     first_arm: Arm = _FIRST_ARM
     probe_arm: Arm = _PROBE_ARM
-    hysteresis: float = 0.03
-    trial_share: float = 0.9
-    trial_rounds: int = 24
-    trial_s: float = 2.0
-    trial_loss: float = 0.2
+    hysteresis: float = 0.015
+    curiosity: float = 1.0
+    trial_steps: int = 20
+    unseen_s: float = 2.0
+    loss: float = 0.005
+    early_loss: float = 0.25
+    early_steps: float = 200.0
+    most_credit: float = 8.0
+    least_price: float = 0.05
     most_growth: float = 4.0
     free_rows: int = 34
     settle_rounds: int = 3
     probe_rounds: int = 24
-    probe_cost: float = 0.01
+    probe_cost: float = 0.005
     probe_share: float = 0.05
     probe_first_s: float = 2.0
     probe_last_s: float = 60.0
@@ -57,14 +66,16 @@ class Settings:
 
 @dataclass
 class Observed:
-    """What was measured of the present arm.
+    """What was measured of the present arm since the last review.
 
     Attributes:
         lengths: Rounds by number of draft tokens.
+        num_tokens: That came.
         seconds: Of all rounds together.
     """
 
     lengths: Counter[int] = field(default_factory=Counter)
+    num_tokens: int = 0
     seconds: float = 0.0
 
     @property
@@ -78,16 +89,28 @@ class Observed:
         drafts = self.num_rounds - self.lengths[0]
         return sum(length * count for length, count in self.lengths.items()) / drafts if drafts else 0.0
 
-    def pace(self, acceptance_rate: float) -> Pace:
-        """The pace with the tokens that drafts of such lengths give on average.
+    def expected_tokens(self, acceptance_rate: float) -> float:
+        """Tokens that drafts of such lengths give on average."""
+        return sum(count * expected_tokens(acceptance_rate, length) for length, count in self.lengths.items())
 
-        Not the tokens that came: at one sequence chance moves them by tens of percent for minutes, and the acceptance
-        rate is known better than that.
-        """
-        rounds = self.num_rounds
-        tokens = sum(count * expected_tokens(acceptance_rate, length) for length, count in self.lengths.items())
-        drafted = sum(length * count for length, count in self.lengths.items())
-        return Pace(tokens / rounds, self.seconds / rounds, drafted / rounds)
+
+@dataclass
+class Allowance:
+    """What trials may lose, in steps; spent where an arm turns out to be worse than the best one known.
+
+    Attributes:
+        credit: May be lost now.
+        ages: Steps at each octave of the load.
+    """
+
+    credit: float = 0.0
+    ages: dict[int, float] = field(default_factory=dict)
+
+    def grow(self, settings: Settings, octave: int, num_steps: float) -> None:
+        """So many steps have gone by."""
+        age = self.ages[octave] = self.ages.get(octave, 0.0) + num_steps
+        rate = settings.loss + settings.early_loss * math.exp(-age / settings.early_steps)
+        self.credit = min(self.credit + rate * num_steps, settings.most_credit)
 
 
 @dataclass
@@ -96,9 +119,12 @@ class Group:
 
     Attributes:
         arm: What they follow.
+        since_s: When that began.
         num_rows: How many share the target's steps.
         conditions: As of the last review; None while too little is measured.
         token_price: See :func:`specdec.control.choice.token_price`.
+        experience: Of arms.
+        acceptance_rate: Mean of the sequences'.
     """
 
     settings: Settings
@@ -107,15 +133,18 @@ class Group:
     num_rows: int = 0
     conditions: Conditions | None = None
     token_price: float = 0.0
-    corrections: Corrections = field(default_factory=Corrections)
+    experience: Experience = field(default_factory=Experience)
     observed: Observed = field(default_factory=Observed)
     acceptance_rate: float = 0.7
-    _tried: set[tuple[Style, int]] = field(default_factory=set)
+    num_trials: int = 0
+    _mean_length: float = 0.0
+    _allowance: Allowance = field(default_factory=Allowance)
+    _forecasts: tuple[Conditions, float, dict[Arm, Pace]] | None = None
+    _reviewed_s: float = math.inf
     _on_trial: bool = False
     _was_seen: bool = False
-    _num_rounds: int = 0
+    _num_steps: float = 0.0
     _probe_from_s: float = math.inf
-    _probe_until_rounds: int = 0
     _probe_interval_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -127,13 +156,15 @@ class Group:
             return
         if self.conditions is not None:  # reading another's prompt, or being preempted, is not the arm's doing
             seconds = min(seconds, 4 * len(rounds) * self.conditions.target_s(arm.num_draft_tokens) + 0.05)
-        self.observed.lengths.update(drafted for drafted, _ in rounds)
-        self.observed.seconds += seconds
-        self._num_rounds += len(rounds)
+        one = self.observed
+        for num_drafted, num_accepted in rounds:
+            one.lengths[num_drafted] += 1
+            one.num_tokens += 1 + num_accepted
+        one.seconds += seconds
 
     def guesses_from(self, guesses: TrackedRate, hits: float, misses: float, acceptance_rate: float) -> TrackedRate:
         """What branch hits and misses say of the draft's guesses."""
-        length = round(self.observed.mean_length)
+        length = round(self.observed.mean_length or self._mean_length)
         if self.arm.kind != "outcomes" or not length:
             return guesses
         total = hits + misses
@@ -141,71 +172,108 @@ class Group:
         return guesses.add(rate * total, total)
 
     def review(
-        self, conditions: Conditions | None, acceptance_rates: Mapping[float, int], bounds: Bounds, now_s: float
+        self, conditions: Conditions | None, acceptance_rates: Sequence[float], bounds: Bounds, now_s: float
     ) -> None:
-        """Choose the arm anew."""
+        """Choose the arm anew; the rates are those of the sequences that may draft."""
         self.conditions = conditions
         if conditions is None or not acceptance_rates:
-            self.num_rows = max(self.num_rows, sum(acceptance_rates.values()))
+            self.num_rows = max(self.num_rows, len(acceptance_rates))
             return
         self.num_rows = conditions.num_rows
-        count = sum(acceptance_rates.values())
-        self.acceptance_rate = sum(rate * n for rate, n in acceptance_rates.items()) / count
-        self._learn(conditions)
-        ways = [arm for arm in arms(bounds) if arm == self.arm or self._is_near(arm, conditions)]
-        scored = scores(ways, conditions, acceptance_rates, self.corrections)
-        if self._on_trial and self._goes_on(scored, count, conditions, now_s):
-            return
-        self._on_trial = False
-        chosen = self._trial(scored, conditions) or best(scored, self.arm, self.settings.hysteresis)
+        self.acceptance_rate = sum(acceptance_rates) / len(acceptance_rates)
+        elapsed = max(0.0, now_s - self._reviewed_s) / conditions.target_s(0)
+        self._reviewed_s = now_s
+        self._allowance.grow(self.settings, load_octave(self.num_rows), elapsed)
+        self._learn(conditions, now_s)
+        scored, lucky = self._scores(self._ways(bounds, conditions), conditions, now_s)
+        if self._on_trial:
+            self._allowance.credit -= elapsed * self._price(self.arm, scored)
+            if self._goes_on(scored, lucky, conditions, now_s):
+                return
+        chosen = best(scored, self.arm, self.settings.hysteresis)
+        trial = self._trial(chosen, scored, lucky)
+        self._on_trial = trial is not None
+        self.num_trials += self._on_trial
+        chosen = chosen if trial is None else trial
         if chosen != self.arm:
             self._change(chosen, now_s)
         price = token_price(self.arm, conditions, pace(self.arm, conditions, self.acceptance_rate))
         # The arm was chosen for the average sequence, whatever the slope just there: it is for those that are worse.
         self.token_price = min(price, (_WORSE * self.acceptance_rate) ** self.arm.num_draft_tokens)
 
-    def _is_near(self, arm: Arm, conditions: Conditions) -> bool:
-        """Whether an arm's draft steps are not much larger than any that was measured."""
-        rows = conditions.num_draft_rows * (1 + arm.num_branches)
+    def _scores(
+        self, ways: Sequence[Arm], conditions: Conditions, now_s: float
+    ) -> tuple[dict[Arm, float], dict[Arm, float]]:
+        """Tokens per second of a sequence, by arm: to be expected, and with luck.
+
+        Arms that draft in vain are left out. No luck verifies faster than the target steps without any draft.
+        """
+        rate = round(self.acceptance_rate, 2)
+        if self._forecasts is None or self._forecasts[:2] != (conditions, rate):
+            self._forecasts = conditions, rate, {}
+        known = self._forecasts[2]
+        known.update({arm: pace(arm, conditions, rate) for arm in ways if arm not in known})
+        ways = [arm for arm in ways if known[arm].num_draft_tokens > 0 or arm in (OFF, self.arm)]
+
+        def predicted(entry: Entry) -> float:
+            then = conditions.at_load(entry.num_rows, entry.num_draft_rows)
+            return pace(entry.arm, then, entry.acceptance_rate).tokens_per_s
+
+        beliefs = self.experience.beliefs(ways, conditions.num_rows, now_s, predicted)
+        scored = {arm: known[arm].tokens_per_s * math.exp(belief.mean) for arm, belief in beliefs.items()}
+        step_s, luck = conditions.target_s(0), self.settings.curiosity
+        most = {arm: expected_tokens(rate, arm.num_draft_tokens) / step_s for arm in ways}
+        most[OFF] = math.inf  # the step was measured beside drafts, perhaps
+        lucky = {
+            arm: max(scored[arm], min(scored[arm] * math.exp(luck * belief.error), most[arm]))
+            for arm, belief in beliefs.items()
+        }
+        return scored, lucky
+
+    def _ways(self, bounds: Bounds, conditions: Conditions) -> list[Arm]:
+        """The present arm, and all whose draft steps are not much larger than any that was measured."""
         seen = max(point.rows for point in conditions.draft.points)
-        return rows <= max(self.settings.most_growth * seen, self.settings.free_rows)
+        most = max(self.settings.most_growth * seen, self.settings.free_rows) / conditions.num_draft_rows
+        return [arm for arm in arms(bounds) if arm == self.arm or 1 + arm.num_branches <= most]
 
-    def _goes_on(self, scored: Mapping[Arm, float], count: int, conditions: Conditions, now_s: float) -> bool:
+    def _goes_on(
+        self, scored: Mapping[Arm, float], lucky: Mapping[Arm, float], conditions: Conditions, now_s: float
+    ) -> bool:
         """Whether a trial is to be continued."""
-        settings = self.settings
-        if self._num_rounds >= settings.trial_rounds * count or now_s >= self.since_s + settings.trial_s:
+        if self._num_steps >= self.settings.trial_steps or self._allowance.credit < -self.settings.most_credit:
             return False
-        is_bad = scored.get(self.arm, 0.0) < max(scored.values()) * (1 - settings.trial_loss)
-        return not (is_bad and conditions.has_seen(self.arm))
+        if not self._was_seen:
+            return True
+        return lucky[self.arm] > max(scored.values())
 
-    def _learn(self, conditions: Conditions) -> None:
-        """Compare what was measured of the present arm with its formula."""
+    def _learn(self, conditions: Conditions, now_s: float) -> None:
+        """Take in what was measured of the present arm."""
         one, was_seen = self.observed, self._was_seen
-        self._was_seen = conditions.has_seen(self.arm)
+        self._was_seen = conditions.has_seen(self.arm) or now_s >= self.since_s + self.settings.unseen_s
         if not (was_seen and self._was_seen):  # its plans were made for other times than its steps take
             self.observed = Observed()
             return
         if one.num_rounds < self.settings.settle_rounds or not one.seconds:
             return
-        measured = self.observed.pace(self.acceptance_rate).tokens_per_s
-        predicted = pace(self.arm, conditions, self.acceptance_rate).tokens_per_s
-        log_ratio = max(-1.5, min(1.5, math.log(measured / predicted)))
-        self.corrections = self.corrections.add(self.arm, self.observed.num_rounds, log_ratio)
+        expected = one.expected_tokens(self.acceptance_rate)
+        rows, draft_rows, rate = conditions.num_rows, conditions.num_draft_rows, self.acceptance_rate
+        entry = Entry(self.arm, rows, draft_rows, rate, one.num_rounds, one.seconds, expected, one.num_tokens, now_s)
+        self.experience = self.experience.add(entry)
+        self._num_steps += entry.num_steps
+        self._mean_length = one.mean_length
         self.observed = Observed()
 
-    def _trial(self, scored: Mapping[Arm, float], conditions: Conditions) -> Arm | None:
-        """An arm of a style that was never measured at this load, where it might be the best."""
-        octave = round(math.log2(max(1, conditions.num_rows)))
-        if conditions.target.has_seen(conditions.num_rows, conditions.num_rows):
-            self._tried.add((OFF.style, octave))
-        self._tried.add((self.arm.style, octave))
-        least = max(scored.values()) * self.settings.trial_share
-        for arm in sorted(scored, key=scored.__getitem__, reverse=True):
-            if (arm.style, octave) not in self._tried and (arm == OFF or scored[arm] >= least):
-                self._tried.add((arm.style, octave))
-                self._on_trial = True
-                return arm
-        return None
+    def _trial(self, chosen: Arm, scored: Mapping[Arm, float], lucky: Mapping[Arm, float]) -> Arm | None:
+        """The arm that might be the best by the most, where finding out costs no more than may be lost."""
+        arm = max(lucky, key=lucky.__getitem__)
+        if arm == chosen or lucky[arm] <= scored[chosen] * (1 + 1.5 * self.settings.hysteresis):
+            return None
+        price = self.settings.trial_steps * self._price(arm, scored)
+        return arm if price <= self._allowance.credit else None
+
+    def _price(self, arm: Arm, scored: Mapping[Arm, float]) -> float:
+        """Share of the time that an arm is taken to lose against the best; drafting in vain has a price, too."""
+        return max(self.settings.least_price, 1 - scored[arm] / max(scored.values()))
 
     def _change(self, arm: Arm, now_s: float) -> None:
         if arm == OFF and self.conditions is not None:
@@ -213,7 +281,7 @@ class Group:
             self._probe_from_s = now_s + self._probe_interval_s
         self.arm, self.since_s = arm, now_s
         self._was_seen = self.conditions is not None and self.conditions.has_seen(arm)
-        self.observed, self._num_rounds = Observed(), 0
+        self.observed, self._num_steps, self._mean_length = Observed(), 0.0, 0.0
 
     def probed(self, seqs: Sequence[str], now_s: float) -> Sequence[str]:
         """While off, the sequences that draft a little now, so that better times are noticed."""

@@ -8,7 +8,7 @@ one draft step, ``K`` the draft length, ``a`` the acceptance rate per draft toke
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -90,6 +90,13 @@ class Conditions:
     guess_rate: float = 0.7
     margin: float = 0.04
     draft_margin: float = 0.75
+    _draft_steps_s: dict[int, float] = field(init=False, default_factory=dict, compare=False, repr=False)
+
+    def at_load(self, num_rows: int, num_draft_rows: int) -> Conditions:
+        """The same workers with another number of sequences."""
+        if (num_rows, num_draft_rows) == (self.num_rows, self.num_draft_rows):
+            return self
+        return replace(self, num_rows=num_rows, num_draft_rows=num_draft_rows)
 
     def target_s(self, num_draft_tokens: float) -> float:
         """A step that verifies so many draft tokens per row."""
@@ -98,8 +105,10 @@ class Conditions:
 
     def draft_s(self, rows_per_sequence: int) -> float:
         """A draft step with so many rows per sequence."""
-        rows = self.num_draft_rows * rows_per_sequence
-        return self.draft.at(rows, rows)
+        if rows_per_sequence not in self._draft_steps_s:
+            rows = self.num_draft_rows * rows_per_sequence
+            self._draft_steps_s[rows_per_sequence] = self.draft.at(rows, rows)
+        return self._draft_steps_s[rows_per_sequence]
 
     def num_fit_steps(self, round_s: float, rows_per_sequence: int) -> int:
         """Draft steps from a verdict to the next boundary: floor((t_T - 2 delta - margin) / t_d), DESIGN section 8."""
@@ -189,8 +198,10 @@ def _lengths(arm: Arm, conditions: Conditions, round_s: float) -> _Lengths:
     after_plain = min(wanted, fit - 1)
     if arm.num_branches:
         return _Lengths(min(wanted, fit), min(wanted, max(fit - 1, 0)), after_plain)
-    drafted = min(wanted, int(round_s / conditions.draft_s(1)))
-    return _Lengths(drafted, drafted, after_plain)
+    part = -(-wanted // 2)  # the drafter offers a chain without branches in halves
+    ahead_by = max(0, int(round_s / conditions.draft_s(1)) - 1)  # the token after a draft kept whole is drafted, too
+    drafted = min(wanted, ahead_by // part * part)
+    return _Lengths(drafted, drafted, after_plain // part * part)
 
 
 def _ahead_with_chains(arm: Arm, conditions: Conditions, acceptance_rate: float) -> Pace:

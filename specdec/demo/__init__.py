@@ -1,1 +1,1 @@
-"""The demo pair: two small Llama models with one tokenizer, trained on Python sources."""
+"""The demo pair: two small Llama models with one tokenizer, and a hybrid target for the same draft."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specdec.engine.build import BackendOptions, build_drafter, build_target
-from specdec.engine.local import LocalService
+from specdec.engine.local import LocalService, OnMessage
 from specdec.engine.results import CancellationToken, GenerationResult, RunningSequence, TokenEvent
 from specdec.engine.stats import SpecStats
 from specdec.errors import CancelledError, InvalidParameterError
@@ -56,6 +56,7 @@ class SpeculativeEngine:
         num_speculative_tokens: Draft tokens per round where a call names none.
         defaults: What holds for calls that do not say.
         fallback: Why the target runs without speculation, in a word; None where it does not.
+        on_message: Told of each message between the parts, with the names of its sender and receiver.
     """
 
     def __init__(
@@ -69,9 +70,11 @@ class SpeculativeEngine:
         num_speculative_tokens: int = 4,
         defaults: GenerationDefaults = PLAIN_DEFAULTS,
         fallback: str | None = None,
+        on_message: OnMessage | None = None,
     ) -> None:
         self._fallback = fallback if draft is not None else None
-        self._service = LocalService(target, draft, validated_num_speculative_tokens(num_speculative_tokens) or 0)
+        num_draft_tokens = validated_num_speculative_tokens(num_speculative_tokens) or 0
+        self._service = LocalService(target, draft, num_draft_tokens, on_message=on_message)
         self._defaults = defaults
         self._max_model_len = target.max_model_len
         self._tokenizer = tokenizer

@@ -9,10 +9,13 @@ from specdec.protocol.backends import DraftBackend, TargetBackend
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import Delivery, IngressMachine
 from specdec.protocol.leases import Times
+from specdec.protocol.messages import Message
 from specdec.protocol.plans import fixed_plan, no_drafts
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.target import TargetMachine
 from specdec.sampling.params import SequenceSpec
+
+OnMessage = Callable[[str, str, Message], None]
 
 
 class LocalService:
@@ -21,6 +24,7 @@ class LocalService:
     Args:
         num_draft_tokens: Draft length where the request names none.
         drafter: None where there is no draft model; everything is then decoded plainly.
+        on_message: Told of each message with the names of its sender and receiver.
         clock: Seconds, only for leases, which nobody lets run out here.
     """
 
@@ -30,10 +34,12 @@ class LocalService:
         drafter: DraftBackend | None,
         num_draft_tokens: int,
         clock: Callable[[], float] = time.monotonic,
+        on_message: OnMessage | None = None,
     ) -> None:
         times = Times(lease_s=1e6, silence_s=1e6)
         planner = fixed_plan(num_draft_tokens, "in_turn") if drafter is not None else no_drafts
         self._clock = clock
+        self._on_message = on_message
         self.ingress = IngressMachine("ingress", times)
         self.router = RouterMachine("router", planner, times)
         self.target = TargetMachine("target", target, times)
@@ -75,4 +81,6 @@ class LocalService:
                 for peer, messages in machine.take_outbox().items():
                     moved = True
                     for message in messages:
+                        if self._on_message is not None:
+                            self._on_message(machine.name, peer, message)
                         machines[peer].receive(message, self._clock())

@@ -65,6 +65,9 @@ class SequenceStates:
         keep = min(keep, len(tokens) - 1)
         if keep < len(cached):
             self._truncate(sequence, keep)
+            if keep and not sequence.tokens:
+                # Recurrent states do not reach back so far, but a copy kept for others may cover a part.
+                self.num_reread_tokens -= self._runner.reuse_prefix(sequence, tokens)
         if not self._make_room(sequence, len(tokens), rank):
             if begun:
                 self._runner.free(sequence)
@@ -116,15 +119,17 @@ class SequenceStates:
         self._runner.keep_prefix(self._sequences[key], verified_length)
 
     def gauges(self) -> dict[str, float]:
-        """What is held now; blocks kept only for prefix reuse count as free."""
+        """What is held now, and counts since the start; what is kept only for prefix reuse counts as free."""
         pool, states = self._runner.pool, self._runner.states
         return {
             "num_cached_sequences": float(len(self._sequences)),
             "num_reused_tokens": float(self.num_reused_tokens),
             "num_evictions": float(self.num_evictions),
             "kv_blocks_in_use": float(pool.num_in_use),
+            "kv_blocks_reusable": float(pool.num_reusable),
             "kv_cache_usage_perc": pool.num_in_use / pool.num_blocks,
             "state_slots_in_use": 0.0 if states is None else float(states.num_in_use),
+            "state_slots_reusable": 0.0 if states is None else float(states.num_reusable),
             "num_reread_tokens": float(self.num_reread_tokens),
         }
 

@@ -74,6 +74,7 @@ EXAMPLES = {
     "chat_template": "template.jinja",
     "trust_request_chat_template": True,
     "emulate_step_ms": "target=30,draft=3",
+    "trace": True,
     "scripted.acceptance_rate": 0.8,
     "scripted.next_guess_rate": 0.9,
     "log_level": "warning",

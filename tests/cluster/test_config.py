@@ -4,6 +4,7 @@ import pytest
 
 from cluster.config import AppArgs, ServiceConfig, memory_amount
 from cluster.config_files import load_config, merged
+from cluster.sources import demo_folder, draft_source, target_source
 from cluster.strict import key_paths
 from specdec.errors import InvalidParameterError
 from specdec.protocol.leases import Times
@@ -21,6 +22,15 @@ def test_defaults_are_the_demo_pair_on_loopback():
     assert config.has_draft
     assert (config.host, config.port, config.num_speculative_tokens) == ("127.0.0.1", 8000, "auto")
     assert config.model_name == "specdec-demo"
+
+
+def test_the_other_demo_target_has_a_name_and_a_folder_of_its_own_and_the_same_draft():
+    plain, hybrid = load_config(), load_config(None, {"demo": "hybrid"})
+    assert hybrid.is_demo
+    assert hybrid.model_name == "specdec-demo-hybrid"
+    assert target_source(hybrid).path != target_source(plain).path
+    assert target_source(hybrid).path == str(demo_folder("hybrid"))
+    assert draft_source(hybrid) == draft_source(plain)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +67,7 @@ def test_an_unknown_key_is_refused_in_serves_own_arguments_too():
         ("num_speculative_tokens", 65, "'auto' or a whole number of tokens, at least 0 and at most 64"),
         ("num_speculative_tokens", "many", "'auto' or a whole number"),
         ("num_speculative_tokens", -1, "'auto' or a whole number"),
+        ("demo", "default", "'plain' or 'hybrid'"),
         ("block_size", 0, "at least 1 and at most 1024"),
         ("max_model_len", 1, "at least 2"),
         ("limits.max_body_bytes", 10, "at least 1024"),
@@ -86,6 +97,7 @@ def test_a_value_out_of_range_is_refused_with_what_is_allowed(key, value, allowe
     ("overrides", "named"),
     [
         ({"draft.model": "x"}, "needs a target"),
+        ({"demo": "hybrid", "target.model": "x"}, "demo: hybrid is a target itself: give no other target with it"),
         ({"target.revision": "main"}, "need a model"),
         ({"target.model": "x", "target.device": "cpu", "target.device_map": "auto"}, "exclude each other"),
         ({"target.model": "x", "acceptance": "rejection"}, "acceptance: rejection needs a draft model"),

@@ -24,6 +24,18 @@ def test_choices_and_estimates_are_on_the_page():
     assert "step/" not in page
 
 
+def test_what_workers_hold_and_what_is_kept_for_reuse_are_series_of_their_own():
+    registry = CollectorRegistry()
+    held = {"state_slots_in_use": 2.0, "state_slots_reusable": 3.0, "kv_blocks_in_use": 4.0, "kv_blocks_reusable": 5.0}
+    report = held | {"num_evictions": 6.0, "num_fallbacks/reads_single_tokens": 7.0}
+    registry.register(WorkerReports({"T#1": ("target", report)}, "m"))
+    page = generate_latest(registry).decode()
+    labels = 'model_name="m",role="target",worker="T#1"'
+    for name, value in (*held.items(), ("num_evictions", 6.0)):
+        assert f"specdec_{name}{{{labels}}} {value}" in page
+    assert 'specdec_num_fallbacks{model_name="m",reason="reads_single_tokens",role="target",worker="T#1"} 7.0' in page
+
+
 def test_the_plan_is_among_the_figures_of_an_answer():
     tally = RoundTally()
     assert "plan" not in speculation_metrics(tally, 4, False)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from openai import OpenAI
+from pydantic import TypeAdapter
 
+from specdec.engine.trace import WorkerTrace
 from tests.integration.running import RunningService
 from tests.specdec.checkpoints import WITH_GAPS, save_checkpoint
 
@@ -26,7 +29,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def client(folders: dict[str, Path]) -> Iterator[OpenAI]:
     flags = [part for role, folder in folders.items() for part in (f"--{role}", str(folder))]
-    running = RunningService(*flags, "--acceptance", "rejection", "--logits-processors", NO_A)
+    running = RunningService(*flags, "--acceptance", "rejection", "--logits-processors", NO_A, "--trace", "true")
     yield running.client()
     assert running.stop() == 0
 
@@ -64,3 +67,16 @@ def test_the_models_defaults_hold_where_a_request_says_nothing(client: OpenAI, f
 
 def test_the_highest_token_id_can_be_chosen_and_ends_the_text(client: OpenAI, folders: dict[str, Path]) -> None:
     assert ask(client, folders, logit_bias={str(END): 100}) == [END]
+
+
+def test_the_operator_may_have_steps_and_messages_recorded(client: OpenAI, folders: dict[str, Path]) -> None:
+    ask(client, folders, num_speculative_tokens=4, ignore_eos=True)
+    answer = httpx.get(str(client.base_url.join("/debug/trace")), timeout=30).raise_for_status()
+    traces = {trace.role: trace for trace in TypeAdapter(list[WorkerTrace]).validate_json(answer.content)}
+    assert set(traces) == {"target", "drafter", "router"}
+    assert len({trace.clock.boot_id for trace in traces.values()}) == 1
+    assert traces["target"].target_steps
+    assert traces["drafter"].draft_steps
+    kinds = {(message.what, message.kind) for message in traces["router"].messages}
+    assert {(what, kind) for what in ("arrived", "received") for kind in ("Verdict", "Offer")} <= kinds
+    assert {("sent", kind) for kind in ("Ack", "Commit", "Offer", "Open")} <= kinds

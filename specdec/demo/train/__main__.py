@@ -33,10 +33,15 @@ RECIPE = (
     "samples --target target-final",
     "draft --target target-final --steps 8000",
     "draft --target target-final --steps 10000 --decay-steps 2000 --tv-weight 0.5 --start-from draft --name draft-final",  # noqa: E501
-    "export --target target-final --draft draft-final",
+    "hybrid --steps 8000 --window-tokens 256 --batch-size 8",
+    "hybrid --steps 9500 --window-tokens 256 --batch-size 8 --decay-steps 1500 --start-from hybrid --name hybrid-final",
+    "export --target target-final --draft draft-final --hybrid hybrid-final",
     "evaluate --pair {work}/pair",
+    "evaluate --pair {work}/pair --target hybrid",
 )
 """What makes the pair, command by command. A step is of 2048 tokens, in short windows while the target is shallow."""
+ROLES = ("target", "draft", "hybrid")
+"""Folders of an export."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -78,13 +83,14 @@ def build_parser() -> argparse.ArgumentParser:
     hybrid.add_argument("--steps", type=int, default=8000)
     hybrid.set_defaults(run=_hybrid)
     _add_draft_commands(commands)
-    exported = commands.add_parser("export", help="write the pair in bfloat16 as transformers loads it")
-    exported.add_argument("--target", default="target", help="name of the target's checkpoint")
-    exported.add_argument("--draft", default="draft", help="name of the draft's checkpoint")
-    exported.add_argument("--out", type=Path, help="folder for target/ and draft/ (default: pair, in the work folder)")
+    exported = commands.add_parser("export", help="write models in bfloat16 as transformers loads them")
+    for role in ROLES:
+        exported.add_argument(f"--{role}", metavar="CHECKPOINT", help=f"name of the checkpoint that becomes {role}/")
+    exported.add_argument("--out", type=Path, help="folder for these folders (default: pair, in the work folder)")
     exported.set_defaults(run=_export)
     judged = commands.add_parser("evaluate", help="figures of an exported pair on the held-out files")
-    judged.add_argument("--pair", type=Path, default=DEMO, help="folder that holds target/ and draft/")
+    judged.add_argument("--pair", type=Path, default=DEMO, help="folder that holds target/, draft/ and hybrid/")
+    judged.add_argument("--target", choices=("target", "hybrid"), default="target", help="the target looked at")
     judged.add_argument("--num-windows", type=int, default=evaluate.Extent().num_windows)
     judged.set_defaults(run=_evaluate)
     return parser
@@ -193,7 +199,10 @@ def _draft(options: argparse.Namespace) -> None:
 def _export(options: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.work / "tokenizer")
     template = (DEMO / "target" / "chat_template.jinja").read_text()
-    for role, name in (("target", options.target), ("draft", options.draft)):
+    named = {role: getattr(options, role) for role in ROLES if getattr(options, role) is not None}
+    if not named:
+        raise SystemExit(f"export: name a checkpoint by one of {', '.join(f'--{role}' for role in ROLES)}")
+    for role, name in named.items():
         model = checkpoints.load(options.work / f"{name}.pt").model
         models.export(model, tokenizer, (options.out or options.work / "pair") / role, template)
         logging.info("%s: %d parameters", role, models.num_parameters(model))
@@ -202,7 +211,7 @@ def _export(options: argparse.Namespace) -> None:
 def _evaluate(options: argparse.Namespace) -> None:
     extent = evaluate.Extent(num_windows=options.num_windows)
     text = tokens.TokenFile(options.work, "heldout").tokens
-    figures = evaluate.evaluate(options.pair / "target", options.pair / "draft", text, extent, options.device)
+    figures = evaluate.evaluate(options.pair / options.target, options.pair / "draft", text, extent, options.device)
     logging.info("%s\n%s", json.dumps(asdict(figures), indent=1), evaluate.table(figures))
 
 

@@ -62,6 +62,11 @@ class StatePool:
         """Slots some sequence or branch holds."""
         return self.slots.num_in_use - len(self.prefixes)
 
+    @property
+    def num_reusable(self) -> int:
+        """Slots kept only for prefix reuse."""
+        return len(self.prefixes)
+
     def take(self) -> SequenceState | None:
         """The state of an empty sequence; None where no slot is free."""
         state = self._take_slot()

@@ -60,6 +60,11 @@ class SnapshotPool:
         """Slots some sequence or branch holds."""
         return self.slots.num_in_use
 
+    @property
+    def num_reusable(self) -> int:
+        """Slots kept only for prefix reuse: none."""
+        return 0
+
     def take(self) -> SequenceState | None:
         """The state of an empty sequence; None where no slot is free."""
         state = self.slots.take()

@@ -1,8 +1,9 @@
 """The same pair in other engines: same prompts, dtype, cores and draft length, interleaved, one stream, T = 0.
 
-    python -m tests.bench.peers --target FOLDER --draft FOLDER --work FOLDER [--peers ours,assisted,openvino,vllm_cpu]
+    python -m tests.bench.peers --target FOLDER --draft FOLDER --work FOLDER [--peers KEY,KEY,...]
 
-A peer that does not install or run is skipped with a message. Models and environments are kept in ``--work``.
+The peers are the keys of ``install.PEERS``. One that does not install or run is skipped with a message. Models and
+environments are kept in ``--work``.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ from transformers import AutoTokenizer
 
 from cluster.bench.prompts import prompts_of
 from cluster.bench.report import processor_name
-from tests.bench.peers.install import PEERS, SkippedError, models_of, python_of
+from tests.bench.peers.install import HERE, PEERS, SkippedError, models_of, python_of
 
-HERE = Path(__file__).parent
 STOP_TIMEOUT_S = 20
 HEAD = "| peer | versions | plain tokens/s (least, median, most) | speculative | speculative over plain | same text |"
 

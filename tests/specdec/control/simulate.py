@@ -18,19 +18,27 @@ from specdec.control.estimates import Round
 from specdec.engine.timing import StepTimer
 from specdec.protocol.messages import Plan
 from specdec.sampling.params import SamplingParams, SequenceSpec
-from tests.specdec.control.pairs import ONE_WAY_S, Pairs, Scenario, Script
+from tests.specdec.control.pairs import MEAN_NOISE, ONE_WAY_S, Pairs, Scenario, Script
 
 WARM_UP_STEPS = 700
+ARRIVAL_STEPS = 8
 SPEC = SequenceSpec(SamplingParams(), 0, 1, 1 << 20)
 
 
 def fixed(scenario: Scenario, script: Script, plans: Sequence[Plan], num_steps: int, seed: int = 1) -> list[float]:
-    """Tokens per second under each plan, given to all sequences."""
+    """Tokens per second under each plan, given to all sequences.
+
+    They come one after another, as requests do. Were all to come at once, those that draft in turn would go on in step
+    for ever; as it is they end up in two halves of which one is verified while the other drafts.
+    """
     pairs = Pairs([scenario] * len(plans), [script] * len(plans), seed)
-    for p, plan in enumerate(plans):
+    for step in range(ARRIVAL_STEPS):
         for i in range(scenario.batch):
-            pairs.plan(p, i, plan)
-    pairs.replanned()
+            if i * ARRIVAL_STEPS // scenario.batch == step:
+                for p, plan in enumerate(plans):
+                    pairs.plan(p, i, plan)
+        pairs.replanned()
+        pairs.step()
     for _ in range(20):
         pairs.step()
     began_s, began_tokens = pairs.now, pairs.num_tokens.copy()
@@ -60,12 +68,20 @@ def fixed_plans(scenario: Scenario) -> list[Plan]:
 
 
 def best_fixed(scenario: Scenario, script: Script) -> tuple[float, Plan]:
-    """The best of the fixed plans: all for a short time, the best of them for a long one."""
+    """The best of the fixed plans: all for a short time, the best of them for longer ones, the very best once more.
+
+    That last time decides: the best figure of several would be the luckiest one.
+    """
     plans = fixed_plans(scenario)
-    for num_steps, kept in ((100, 12), (600, 1)):
-        rates = dict(zip(plans, fixed(scenario, script, plans, num_steps), strict=True))
+    for num_steps, kept in ((80, 12), (400, 3), (max(800, 4000 // scenario.batch), 1)):
+        rates = dict(zip(plans, fixed(scenario, script, plans, num_steps, num_steps), strict=True))
         plans = sorted(plans, key=rates.__getitem__, reverse=True)[:kept]
-    return rates[plans[0]], plans[0]
+    return fixed(scenario, script, plans, max(2400, 12000 // scenario.batch))[0], plans[0]
+
+
+def alone(scenario: Scenario) -> float:
+    """Tokens per second of the target alone: a token per sequence and step."""
+    return scenario.batch / (scenario.target_s(scenario.batch) * MEAN_NOISE)
 
 
 class Auto:
@@ -86,6 +102,9 @@ class Auto:
         self.pairs.replanned()
         self.reported_s, self.reviewed_s = [0.0] * len(scenarios), [0.0] * len(scenarios)
         self.num_changes = [0] * len(scenarios)
+        # Rounds of each sequence that the router has not heard of yet, and when the last of them ended.
+        self.pending: list[list[list[Round]]] = [[[] for _ in self.names] for _ in scenarios]
+        self.decided_s = [[0.0] * len(self.names) for _ in scenarios]
 
     def run(self, num_steps: int) -> np.ndarray:
         """Tokens per second of every pair, in the time of so many of its plain steps."""
@@ -97,29 +116,38 @@ class Auto:
             result = pairs.step()
             for p, entry in enumerate(zip(*result, strict=True)):
                 if not rates[p]:
-                    self._tell(p, *entry)
+                    self._note(p, *entry)
                     elapsed_s = pairs.now[p] - began_s[p]
                     if elapsed_s >= seconds[p]:
                         rates[p] = (pairs.num_tokens[p] - began_tokens[p]) / elapsed_s
         return rates
 
-    def _tell(self, p: int, rows: np.ndarray, drafted: np.ndarray, accepted: np.ndarray, duration_s: float) -> None:
-        """What the router learns of a step, at once or with the next heartbeat."""
-        pairs, controller = self.pairs, self.controllers[p]
+    def _note(self, p: int, rows: np.ndarray, drafted: np.ndarray, accepted: np.ndarray, duration_s: float) -> None:
+        """What the router learns of a step: reports with the next heartbeat, verdicts before the next review."""
+        pairs = self.pairs
         target_timer, draft_timer = self.timers[p]
         now_s = float(pairs.now[p])
-        num_rows = int(rows.sum())
-        target_timer.add(num_rows, num_rows + int(drafted.sum()), float(duration_s))
+        there = rows.nonzero()[0].tolist()
+        target_timer.add(len(there), len(there) + int(drafted.sum()), float(duration_s))
         num_draft_rows = int(pairs.draft_rows[p])
         if num_draft_rows:
             draft_timer.add(num_draft_rows, num_draft_rows, float(pairs.draft_s[p]))
-        for name, is_there, n, m in zip(self.names, rows.tolist(), drafted.tolist(), accepted.tolist(), strict=True):
-            if is_there:
-                controller.judged(name, (Round(n, m),), now_s + ONE_WAY_S / 2)
+        pending, decided_s, n, m = self.pending[p], self.decided_s[p], drafted.tolist(), accepted.tolist()
+        for i in there:
+            pending[i].append(Round(n[i], m[i]))
+            decided_s[i] = now_s + ONE_WAY_S / 2
         if now_s >= self.reported_s[p] + 1.0:
             self._report(p, now_s)
         if now_s >= self.reviewed_s[p] + 0.25:
+            self._tell(p)
             self._review(p, now_s)
+
+    def _tell(self, p: int) -> None:
+        controller = self.controllers[p]
+        for name, rounds, decided_s in zip(self.names, self.pending[p], self.decided_s[p], strict=True):
+            if rounds:
+                controller.judged(name, rounds, decided_s)
+                rounds.clear()
 
     def _report(self, p: int, now_s: float) -> None:
         pairs, controller = self.pairs, self.controllers[p]
@@ -166,19 +194,18 @@ class Result:
         return self.auto / self.alone
 
 
-def measure(scenarios: Sequence[Scenario], seed: int = 0, num_steps: int = 400) -> list[Result]:
+def measure(scenarios: Sequence[Scenario], seed: int = 0) -> list[Result]:
     """Auto after its warm-up, the best fixed plan, and the target alone, over the same scripts; of one batch size."""
     scripts = [Script(scenario, seed) for scenario in scenarios]
     auto = Auto(scenarios, scripts)
     auto.run(WARM_UP_STEPS)
     changes = list(auto.num_changes)
-    rates = auto.run(num_steps)
+    rates = auto.run(max(800, 2400 // scenarios[0].batch))
     results = []
     for p, (scenario, script) in enumerate(zip(scenarios, scripts, strict=True)):
-        alone = fixed(scenario, script, [Plan()], 400)[0]
         best, plan = best_fixed(scenario, script)
-        choice, num_changes = auto.plans[p][0], auto.num_changes[p] - changes[p]
-        results.append(Result(scenario, float(rates[p]), max(best, alone), alone, plan, choice, num_changes))
+        choice, num_changes, plain = auto.plans[p][0], auto.num_changes[p] - changes[p], alone(scenario)
+        results.append(Result(scenario, float(rates[p]), max(best, plain), plain, plan, choice, num_changes))
     return results
 
 

@@ -4,8 +4,9 @@ import math
 
 import pytest
 
-from specdec.control.choice import Bounds, Corrections, arms, best, own_length, plan_of
+from specdec.control.choice import Bounds, arms, best, own_length, plan_of
 from specdec.control.estimates import DecayedRate, Round, TrackedRate, acceptance_trials, rounds_of
+from specdec.control.experience import Entry, Experience
 from specdec.control.limits import OFF, Arm
 from specdec.protocol.messages import Plan
 from tests.specdec.control.test_limits import conditions
@@ -23,8 +24,8 @@ def test_another_arm_must_be_better_by_more_than_the_hysteresis():
     assert best({one: 1.0, other: 1.02}, one, 0.03) == one
     assert best({one: 1.0, other: 1.04}, one, 0.03) == other
     assert best({other: 1.0, OFF: 1.0}, other, 0.03) == OFF
-    assert best({other: 1.02, OFF: 1.0}, other, 0.03) == other
-    assert best({other: 1.02, OFF: 1.0}, OFF, 0.03) == OFF
+    assert best({other: 1.05, OFF: 1.0}, other, 0.03) == other
+    assert best({other: 1.04, OFF: 1.0}, other, 0.03) == OFF
 
 
 @pytest.mark.parametrize(
@@ -42,15 +43,51 @@ def test_a_sequences_own_length(rate, price, bound, length):
     assert own_length(Arm("overlap", 6), rate, price, bound) == length
 
 
-def test_corrections_stand_for_the_arm_and_downwards_for_its_style():
-    tried, alike, unlike = Arm("outcomes", 4, 8), Arm("outcomes", 6, 8), Arm("outcomes", 4, 8, "chain")
-    factors = Corrections().add(tried, 1e6, math.log(0.8)).factors([tried, alike, unlike, OFF])
-    assert factors[tried] == pytest.approx(0.8, abs=0.01)
-    assert factors[alike] == pytest.approx(0.8, abs=0.02)
-    assert factors[unlike] == factors[OFF] == 1
-    factors = Corrections().add(tried, 1e6, math.log(1.2)).factors([tried, alike])
-    assert (factors[tried], factors[alike]) == (pytest.approx(1.2, abs=0.01), 1)
-    assert Corrections().add(tried, 2, math.log(0.5)).factors([tried])[tried] > 0.9
+def entry(arm, pace, *, rows=4, num_steps=400, tokens=None, at_s=0.0):
+    """An arm's measurement; without ``tokens`` as many came as were to be expected."""
+    rounds = rows * num_steps
+    expected = pace * rounds
+    return Entry(arm, rows, rows, 0.8, rounds, rounds, expected, expected if tokens is None else tokens * rounds, at_s)
+
+
+def test_a_measured_arm_is_believed_and_speaks_for_others_the_more_the_more_alike_they_are():
+    tried, near, far = Arm("outcomes", 4, 8), Arm("outcomes", 6, 8), Arm("outcomes", 16, 2)
+    other, in_turn = Arm("outcomes", 4, 8, "chain"), Arm("in_turn", 4)
+    experience = Experience().add(entry(tried, 0.8))
+    beliefs = experience.beliefs([tried, near, far, other, in_turn, OFF], 4, 0.0, lambda _: 1.0)
+    means = [beliefs[arm].mean for arm in (tried, near, far, other)]
+    assert means[0] == pytest.approx(math.log(0.8), abs=0.01)
+    assert means == sorted(means)
+    assert means[-1] < 0
+    assert beliefs[in_turn].mean == beliefs[OFF].mean == 0
+    errors = [beliefs[arm].error for arm in (tried, near, far, other)]
+    assert errors == sorted(errors)
+    assert errors[0] < 0.02 < 0.1 < errors[-1]
+
+
+def test_doubt_grows_with_time_and_with_another_load():
+    arm = Arm("overlap", 4)
+    experience = Experience().add(entry(arm, 0.8))
+    now, later = (experience.beliefs([arm], 4, at_s, lambda _: 1.0)[arm].error for at_s in (0.0, 600.0))
+    elsewhere = experience.beliefs([arm], 32, 0.0, lambda _: 1.0)[arm].error
+    assert now < later
+    assert now < elsewhere
+
+
+def test_the_tokens_that_came_count_in_the_long_run():
+    arm = Arm("overlap", 4)
+    few, many = entry(arm, 2.0, num_steps=5, tokens=1.0), entry(arm, 2.0, num_steps=10_000, tokens=1.0)
+    assert few.log_pace == pytest.approx(math.log(2.0), abs=0.05)
+    assert many.log_pace == pytest.approx(math.log(1.0), abs=0.05)
+    again = many.add(entry(arm, 3.0, num_steps=400))
+    assert again.log_pace == pytest.approx(math.log(3.0), abs=0.01)
+
+
+def test_what_was_not_renewed_for_longest_is_forgotten():
+    experience = Experience()
+    for n in range(60):
+        experience = experience.add(entry(Arm("overlap", 1 + n), 1.0))
+    assert [one.arm.num_draft_tokens for one in experience.entries.values()] == list(range(21, 61))
 
 
 def test_plans_carry_out_arms():

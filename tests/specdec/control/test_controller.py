@@ -58,7 +58,7 @@ def kept(share):
 def test_good_drafts_are_drafted_and_bad_ones_are_not():
     good, bad = Service((None,) * 4), Service((None,) * 4)
     good.run(kept(0.9))
-    bad.run(kept(0.0))
+    bad.run(kept(0.0), 40.0)
     assert all(plan.num_draft_tokens >= 3 for plan in good.plans.values())
     assert sum(plan.num_draft_tokens > 0 for plan in bad.plans.values()) <= 1
 

@@ -2,41 +2,45 @@
 
 from __future__ import annotations
 
-import statistics
-
 import pytest
 
 from specdec.protocol.messages import Plan
-from tests.specdec.control.pairs import ONE_WAY_S, STEP_S, Scenario, Script
-from tests.specdec.control.simulate import fixed, grid, line, measure
+from tests.specdec.control.machines import Machines
+from tests.specdec.control.pairs import Scenario, Script
+from tests.specdec.control.simulate import alone, fixed, grid, line, measure
 
 
 def check(results, least_over_best, least_over_alone):
-    for result in results:
-        assert result.over_alone >= least_over_alone, line(result)
-        assert result.over_best >= least_over_best, line(result)
+    short = [one for one in results if one.over_best < least_over_best or one.over_alone < least_over_alone]
+    assert not short, "\n".join(line(one) for one in short)
 
 
-def test_the_simulated_pair_keeps_to_what_can_be_said_by_hand():
-    scenario = Scenario(4, 0.8, 0.1, 0.9, is_compute_bound=False)
-    script = Script(scenario, 0)
-    plans = [Plan(), Plan(4, mode="in_turn", draft_wait_s=1.0), Plan(8, 8, 6, 0.8)]
-    alone, in_turn, ahead = fixed(scenario, script, plans, 600)
-    assert alone == pytest.approx(4 / STEP_S, rel=0.03)
-    expected = 4 * (1 + 0.8 + 0.64 + 0.512 + 0.4096) / (STEP_S + 4 * 0.003 + 2 * ONE_WAY_S)
-    assert in_turn == pytest.approx(expected, rel=0.05)
-    assert in_turn < ahead < 2 * in_turn
+@pytest.mark.parametrize(
+    ("scenario", "plan", "num_steps"),
+    [
+        (Scenario(1, 0.8, 0.1, 0.9, is_compute_bound=False), Plan(), 400),
+        (Scenario(4, 0.8, 0.1, 0.9, is_compute_bound=False), Plan(3, mode="in_turn", draft_wait_s=1.0), 200),
+        (Scenario(1, 0.8, 0.1, 0.9, is_compute_bound=False), Plan(4), 400),
+        (Scenario(1, 0.8, 0.1, 0.9, is_compute_bound=False), Plan(6, 16, 8), 400),
+        (Scenario(1, 0.8, 0.3, 0.9, is_compute_bound=False), Plan(2, 16, 2), 400),
+        (Scenario(1, 0.8, 0.3, 0.9, is_compute_bound=False), Plan(4, 16, 4, draft_wait_s=0.076), 400),
+        (Scenario(1, 0.5, 0.3, 0.5, is_compute_bound=True), Plan(2, 16, 2, 0.5), 400),
+    ],
+)
+def test_the_simulated_pair_is_as_fast_as_the_machines(scenario, plan, num_steps):
+    (simulated,) = fixed(scenario, Script(scenario, 0), [plan], 4 * num_steps)
+    assert simulated == pytest.approx(Machines(scenario, plan).tokens_per_s(num_steps), rel=0.1)
+    if not plan.num_draft_tokens:
+        assert simulated == pytest.approx(alone(scenario), rel=0.02)
 
 
-@pytest.mark.parametrize("batch", [1, 8, 64])
-def test_auto_keeps_up_with_the_best_fixed_plan(batch):
-    results = measure(grid((batch,))[batch % 7 :: 13])
-    check(results, 0.92, 0.96)
-    assert statistics.median(result.over_best for result in results) >= 0.97
+@pytest.mark.parametrize(("batch", "first", "every"), [(1, 4, 16), (8, 5, 16), (64, 8, 16)])
+def test_auto_keeps_up_with_the_best_fixed_plan(batch, first, every):
+    check(measure(grid((batch,))[first::every]), 0.94, 0.97)
 
 
 @pytest.mark.soak
-@pytest.mark.xfail(reason="at about a sixth of the points auto is 3 to 10 percent behind the best fixed plan")
+@pytest.mark.xfail(reason="at about a tenth of the points auto is 3 to 6 percent behind the best fixed plan")
 @pytest.mark.parametrize("batch", [1, 2, 4, 8, 16, 32, 64])
 def test_auto_keeps_up_everywhere(batch):
     check(measure(grid((batch,))), 0.97, 0.98)

@@ -16,7 +16,7 @@ from specdec.protocol.target import TargetMachine
 from tests.specdec.protocol.scripted import ViolationError
 from tests.specdec.protocol.world import TIMES, World
 
-SEEDS = range(120)
+PART = 20
 
 
 class Wayward(FixedPlans):
@@ -65,10 +65,12 @@ class ReplannedWorld(World):
                 )
 
 
-@pytest.mark.parametrize("start", range(0, len(SEEDS), 40))
+@pytest.mark.parametrize(
+    "start", [*range(0, 60, PART), *(pytest.param(start, marks=pytest.mark.soak) for start in range(60, 120, PART))]
+)
 def test_no_schedule_of_plans_breaks_a_promise(start):
     accepted = 0
-    for seed in SEEDS[start : start + 40]:
+    for seed in range(start, start + PART):
         world = ReplannedWorld(seed)
         try:
             world.run()

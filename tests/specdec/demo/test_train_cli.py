@@ -1,5 +1,6 @@
 import json
 
+import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdec.demo.train import __main__ as cli
@@ -23,7 +24,9 @@ def test_the_commands_make_a_pair_and_its_figures(tmp_path, caplog):
     run(f"target --stages 1:1,2:3 {small} --decay-steps 1 --start-from target --name final")
     run("samples --target final --num-windows 32 --window-tokens 80")
     run(f"draft --target final --steps 2 {small}")
-    run("export --target final")
+    run(f"hybrid --steps 1 {small}")
+    run("export --target final --draft draft")
+    run("export --hybrid hybrid")
     run(f"evaluate --pair {tmp_path}/pair --num-windows 1")
 
     steps = {name: checkpoints.load(tmp_path / f"{name}.pt").step for name in ("target", "final", "draft")}
@@ -33,6 +36,10 @@ def test_the_commands_make_a_pair_and_its_figures(tmp_path, caplog):
     figures = json.loads(caplog.messages[-1].split("\n|")[0])
     assert len(figures["agreements"]) == 6
     assert figures["draft_parameters"] == 1_352_480
+    run(f"evaluate --pair {tmp_path}/pair --target hybrid --num-windows 1")
+    assert json.loads(caplog.messages[-1].split("\n|")[0])["target_parameters"] == 4_078_168
+    with pytest.raises(SystemExit, match="--target, --draft, --hybrid"):
+        run("export")
 
 
 def test_the_recipe_is_of_commands_that_exist(tmp_path):

@@ -62,6 +62,7 @@ def test_the_pair_keeps_its_bounds():
     assert draft <= target / 8
     assert models.DRAFT.num_layers <= 2
     assert 2 * (target + draft) <= 32_000_000
+    assert 2 * models.num_parameters(models.build(models.HYBRID, 0)) <= 9_000_000
 
 
 def test_agreement_of_a_model_with_itself_is_full():

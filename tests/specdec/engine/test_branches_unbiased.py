@@ -147,7 +147,7 @@ def p_value(kind: Callable[[Tensor], Backend], acceptance: str, num_sequences: i
 @pytest.mark.parametrize(
     ("acceptance", "num_draws"),
     [
-        ("rejection", 50_000),
+        ("rejection", 25_000),
         ("coupled", 20_000),
         pytest.param("rejection", 250_000, marks=pytest.mark.soak),
     ],

@@ -7,13 +7,14 @@ import pytest
 import specdec.models.runner as runner_module
 from specdec.engine.draft_backend import ModelDrafter
 from specdec.engine.local import LocalService
+from specdec.engine.states import SequenceStates
 from specdec.engine.stats import SpecStats
 from specdec.engine.target_backend import ModelTarget
 from specdec.models.blocks import CachedSequence
 from specdec.models.loading import prepare_model
 from specdec.models.recurrent.pool import choose_window
 from specdec.models.recurrent.slots import Route
-from specdec.models.runner import ModelRunner
+from specdec.models.runner import ModelRunner, RowInput
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.pipeline import Sampler
 from tests.specdec.engine.pairs import (
@@ -27,7 +28,8 @@ from tests.specdec.engine.pairs import (
     run,
 )
 from tests.specdec.models.recurrent_families import RECURRENT, VOCAB_SIZE, make_recurrent
-from tests.specdec.models.test_recurrent import ONE_OF_A_KIND, keep_refused
+from tests.specdec.models.rounds import whole_forwards
+from tests.specdec.models.test_recurrent import EVERY_ONE, ONE_OF_A_KIND, TOLERANCE, keep_refused
 
 GREEDY = SamplingParams(temperature=0.0)
 NOISE = 0.05
@@ -77,7 +79,7 @@ def test_greedy_output_is_that_of_transformers(family: str) -> None:
     assert in_use(target) == in_use(draft) == (0, 0)
 
 
-@pytest.mark.parametrize("family", ONE_OF_A_KIND)
+@pytest.mark.parametrize("family", EVERY_ONE)
 @pytest.mark.parametrize("hybrid", ["target", "draft"])
 def test_hybrids_pair_with_plain_models(family: str, hybrid: str) -> None:
     """The drafts of another model are refused nearly always: every round rolls back."""
@@ -204,3 +206,30 @@ def test_a_prompt_that_was_read_is_not_read_again() -> None:
         assert_same(outputs[0], greedy(stock, case), case, stock)
     assert service.target._backend.gauges()["num_reused_tokens"] > 0
     assert in_use(target) == in_use(draft) == (0, 0)
+
+
+@pytest.mark.parametrize("route", ["states", "rescan"])
+def test_what_reaches_further_back_than_the_window_goes_on_from_a_kept_copy(route: Route) -> None:
+    runner = make_runner(make_recurrent("qwen3_5"), route)
+    states, rng = SequenceStates(runner), random.Random(9)
+    tokens = [rng.randrange(3, VOCAB_SIZE) for _ in range(70)]
+
+    def read(wanted: list[int]) -> tuple[int, float]:
+        """Tokens that were cached, and the largest difference of the last token's logits from a whole forward's."""
+        sequence = states.prepare("one", wanted, 0, b"", (False, 0.0, "one"))
+        assert sequence is not None
+        num_cached = len(sequence)
+        logits = runner.forward([RowInput(sequence, wanted[num_cached:], 1)])
+        whole = whole_forwards(make_recurrent("qwen3_5"), [wanted])[0]
+        return num_cached, (logits[-1] - whole[-1]).abs().max().item()
+
+    assert read(tokens[:22])[0] == 0
+    states.keep_prefix("one", 22)
+    assert read(tokens)[0] == 22
+    other = [*tokens[:30], 5, 6, 7]
+    num_cached, difference = read(other)
+    assert num_cached == 20
+    assert difference <= TOLERANCE
+    assert states.num_reread_tokens == 10
+    states.release("one")
+    assert in_use(runner) == (0, 0)

@@ -66,13 +66,20 @@ class Rounds:
 
     def forward(self, new: Sequence[tuple[CachedSequence, list[int], list[int]]]) -> None:
         """Run (sequence, what it has, new tokens) and compare all logits of the new tokens."""
+        parts = self.read(new)
+        self.compare([past + tokens for _, past, tokens in new], parts)
+
+    def read(self, new: Sequence[tuple[CachedSequence, list[int], list[int]]]) -> Sequence[torch.Tensor]:
+        """Run (sequence, what it has, new tokens): the logits of each one's new tokens."""
         for sequence, past, tokens in new:
             assert self.runner.reserve(sequence, len(past) + len(tokens))
             assert sequence.tokens == past
         inputs = [RowInput(sequence, tokens, len(tokens)) for sequence, _, tokens in new]
-        parts = self.runner.forward(inputs).split([len(tokens) for _, _, tokens in new])
-        expected = whole_forwards(self.stock, [past + tokens for _, past, tokens in new])
-        for part, logits in zip(parts, expected, strict=True):
+        return self.runner.forward(inputs).split([len(tokens) for _, _, tokens in new])
+
+    def compare(self, rows: Sequence[list[int]], parts: Sequence[torch.Tensor]) -> None:
+        """Compare logits of the last tokens of rows with those of whole forwards."""
+        for part, logits in zip(parts, whole_forwards(self.stock, rows), strict=True):
             self.difference = max(self.difference, (part - logits[-len(part) :]).abs().max().item())
 
     def prefill(self, lengths: Sequence[int], max_chunk: int) -> None:
@@ -102,8 +109,11 @@ class Rounds:
 
     def draft(self, num_draft_tokens: int) -> None:
         """Read token by token as a drafter does that runs ahead, then take back any number of the last tokens."""
+        steps = []
         for _ in range(2 * num_draft_tokens + 1):
-            self.forward([(sequence, list(sequence.tokens), self.tokens(1)) for sequence, _ in self.rows])
+            steps.append(self.read([(sequence, list(sequence.tokens), self.tokens(1)) for sequence, _ in self.rows]))
+        parts = [torch.cat(step) for step in zip(*steps, strict=True)]
+        self.compare([list(sequence.tokens) for sequence, _ in self.rows], parts)
         for sequence, have in self.rows:
             have[:] = sequence.tokens[: len(have) + self.rng.randint(0, 2 * num_draft_tokens + 1)]
             self.runner.truncate(sequence, len(have))

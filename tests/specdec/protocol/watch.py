@@ -95,9 +95,11 @@ class Watch:
 
     def moved(self, node: Node, now: int) -> None:
         """A process has taken in a message, or has made a step."""
-        rows = node.rows
+        rows, held = node.rows, self._held[node.name, node.life]
+        if not (rows or held or any(backend.held for backend in node.backends)):
+            return
         incs = {row.seq: row.inc for row in rows}
-        for seq, inc in self._held[node.name, node.life].items():
+        for seq, inc in held.items():
             if seq not in incs:
                 self._bury(node, seq, inc, now)
         self._held[node.name, node.life] = incs

@@ -1,0 +1,102 @@
+"""Which offer each verified draft came from, told afterwards from what was offered and what was decided."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from specdec.protocol.marks import Tokens
+from specdec.protocol.messages import Outcome
+
+_OFFERS_KEPT = 4
+"""As many as a target keeps."""
+
+
+class Offered(NamedTuple):
+    """An offer as a target received it.
+
+    Attributes:
+        length: Length of the log that it follows.
+    """
+
+    at_ns: int
+    seq: str
+    length: int
+    chain: Tokens
+    branches: tuple[tuple[Outcome, Tokens], ...]
+
+
+class _Log:
+    """What is known of a sequence's log: its tokens from ``start`` on, and where its newest round began."""
+
+    def __init__(self, start: int) -> None:
+        self.begin(start)
+        self.offers: deque[Offered] = deque(maxlen=_OFFERS_KEPT)
+
+    def __len__(self) -> int:
+        return self.start + len(self.tokens)
+
+    def begin(self, start: int) -> None:
+        """Nothing is known of what came before ``start``."""
+        self.start = self.round_start = start
+        self.tokens: list[int] = []
+
+    def since(self, length: int) -> Tokens | None:
+        """Tokens after the first ``length``; None if some of them are not known."""
+        return tuple(self.tokens[length - self.start :]) if self.start <= length <= len(self) else None
+
+
+class Foresight:
+    """Follows a target's rounds and offers, in their order."""
+
+    def __init__(self) -> None:
+        self._logs: dict[str, _Log] = {}
+
+    def take(self, offered: Offered) -> bool:
+        """An offer came; True if it is late: the round that it foresaw has been followed by another."""
+        log = self._logs.setdefault(offered.seq, _Log(offered.length))
+        log.offers.append(offered)
+        return offered.length < log.round_start
+
+    def judge(self, seq: str, base: int, run: Tokens, *, has_draft: bool) -> tuple[str, str]:
+        """A round was decided: what its draft was taken from, and whether that had been foreseen.
+
+        Args:
+            seq: The sequence.
+            base: Length of its log before the round.
+            run: What was decided.
+            has_draft: Whether a draft was verified.
+
+        Returns:
+            Source and outcome, as :class:`specdec.engine.trace.VerifiedRow` has them.
+        """
+        log = self._logs.setdefault(seq, _Log(base))
+        if len(log) != base:  # what came before was dropped, or was another life of the sequence
+            log.begin(base)
+        source, foreseen, foresaw, best = "", False, False, 0
+        for offered in log.offers:
+            kind, left = _left(offered, log.since(offered.length))
+            is_early = offered.length <= log.round_start and bool(log.tokens)
+            foresaw |= is_early and bool(offered.branches)
+            if left > best:
+                best, source, foreseen = left, kind, is_early
+        is_hit = has_draft and foreseen
+        outcome = "hit" if is_hit else "miss" if foresaw else ""
+        log.round_start = base
+        log.tokens.extend(run)
+        return (source if has_draft else ""), outcome
+
+
+def _left(offered: Offered, since: Tokens | None) -> tuple[str, int]:
+    """What is left of an offer after the tokens decided ``since``, and of what; see ``specdec.protocol.offers``."""
+    if since is None:
+        return "", 0
+    same = next((i for i, (a, b) in enumerate(zip(offered.chain, since, strict=False)) if a != b), None)
+    same = min(len(offered.chain), len(since)) if same is None else same
+    if same == len(since):
+        return "chain", len(offered.chain) - same
+    for foreseen, chain in offered.branches:
+        rest = since[same + 1 :]
+        if foreseen == (same, since[same]) and chain[: len(rest)] == rest:
+            return "branch", len(chain) - len(rest)
+    return "", 0

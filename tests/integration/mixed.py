@@ -1,0 +1,78 @@
+"""Requests of many kinds, some of whose clients go away before the end."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+
+@dataclass(frozen=True)
+class MixedRequest:
+    """One request.
+
+    Attributes:
+        index: Makes its prompt, its temperature and its seed.
+        chat: Of the chat endpoint.
+        stream: Whether its answer is streamed.
+        max_tokens: Most output tokens.
+        num_speculative_tokens: None leaves it to the service.
+        leaves: Whether its client goes away, after the first line of a stream or after a moment.
+    """
+
+    index: int
+    chat: bool
+    stream: bool
+    max_tokens: int
+    num_speculative_tokens: int | None
+    leaves: bool
+
+    def send(self, url: str, model: str) -> str | None:
+        """The text of the answer; None if its client went away."""
+        path = f"{url}/v1/{'chat/' if self.chat else ''}completions"
+        timeout_s = 0.5 if self.leaves and not self.stream else 240
+        try:
+            with httpx.stream("POST", path, json=self._body(model), timeout=timeout_s) as answer:
+                lines = answer.iter_lines()  # kept: httpx hangs up when its iterator is collected
+                if self.leaves:
+                    next(lines)
+                    return None
+                assert answer.status_code == 200, answer.read()
+                events = [line.removeprefix("data: ") for line in lines if line not in ("", "data: [DONE]")]
+        except httpx.ReadTimeout:
+            assert self.leaves
+            return None
+        return "".join(_text(choice) for event in events for choice in json.loads(event)["choices"])
+
+    def _body(self, model: str) -> dict[str, Any]:
+        prompt = f"x_{self.index} = {self.index}\n" * (1 + self.index % 11)
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
+        body |= {"model": model, "stream": self.stream, "temperature": self.index % 2, "seed": self.index}
+        body |= {"max_tokens": 150 if self.leaves else self.max_tokens, "ignore_eos": self.leaves}
+        if self.num_speculative_tokens is not None:
+            body["num_speculative_tokens"] = self.num_speculative_tokens
+        return body
+
+
+def mixed_requests(num_requests: int, seed: int = 3) -> list[MixedRequest]:
+    """The same for a seed; a third of the clients go away."""
+    rng = random.Random(seed)
+    return [
+        MixedRequest(
+            index,
+            chat=rng.random() < 0.4,
+            stream=rng.random() < 0.5,
+            max_tokens=rng.randint(1, 48),
+            num_speculative_tokens=rng.choice((0, 1, 4, 8, None)),
+            leaves=rng.random() < 0.33,
+        )
+        for index in range(num_requests)
+    ]
+
+
+def _text(choice: dict[str, Any]) -> str:
+    part = choice.get("message") or choice.get("delta") or choice
+    return str(part.get("content") or part.get("text") or "")

@@ -1,0 +1,173 @@
+"""The service on a target with recurrent layers, where state slots and blocks are short."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from openai import OpenAI
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cluster.sources import demo_folder
+from tests.integration.mixed import mixed_requests
+from tests.integration.running import RunningService, eventually
+
+logger = logging.getLogger(__name__)
+
+PROMPT = "def read_file(path):\n"
+SCARCE = ("--max-model-len", "384", "--max-num-sequences", "2", "--target-kv-memory", "64MiB")
+"""Blocks for 768 tokens on each worker, and some 16 state slots on the target."""
+NUM_CLIENTS = 16
+SURE_TO_BE_PREEMPTED = 200
+"""Of so many requests some lose their blocks, however fast the machine; of fewer they need not."""
+
+
+@pytest.fixture(scope="module")
+def hybrid() -> Iterator[RunningService]:
+    running = RunningService("--demo", "hybrid", "--num-speculative-tokens", "4", *SCARCE)
+    yield running
+    assert running.stop() == 0
+
+
+@pytest.fixture
+def client(hybrid: RunningService) -> OpenAI:
+    return hybrid.client()
+
+
+def complete(client: OpenAI, prompt: str = PROMPT, num_tokens: int = 24, **options: Any) -> Any:
+    """A completion, streamed or not: its text, and its last chunk or itself."""
+    extra = {name: options.pop(name) for name in ("num_speculative_tokens", "cache_salt") if name in options}
+    extra |= {"ignore_eos": True, "per_request_spec_decode_metrics": "summary"}
+    body = {"model": "specdec-demo-hybrid", "prompt": prompt, "max_tokens": num_tokens, "extra_body": extra}
+    return client.completions.create(**body, **options)
+
+
+def text_of(answer: Any) -> str:
+    """The text of an answer or of a stream."""
+    pieces = [answer] if hasattr(answer, "choices") else list(answer)
+    return "".join(piece.choices[0].text for piece in pieces if piece.choices)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_and_streams_change_no_token(client: OpenAI, temperature: float) -> None:
+    options = {"temperature": temperature, "seed": 5}
+    own = text_of(complete(client, num_speculative_tokens=0, **options))
+    assert len(own) > 24
+    for num_speculative_tokens, stream in ((0, True), (1, False), (4, True), (4, False), (8, True)):
+        answer = complete(client, num_speculative_tokens=num_speculative_tokens, stream=stream, **options)
+        assert text_of(answer) == own
+
+
+def test_the_most_likely_tokens_are_those_of_transformers(client: OpenAI) -> None:
+    folder = demo_folder("hybrid")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    whole = model.generate(ids, do_sample=False, min_new_tokens=24, max_new_tokens=24)[0, ids.shape[1] :]
+    assert text_of(complete(client, temperature=0)) == tokenizer.decode(whole)
+
+
+def test_drafts_are_accepted_and_the_figures_say_so(hybrid: RunningService, client: OpenAI) -> None:
+    figures = complete(client, num_tokens=64, temperature=0).metrics["speculative_decoding"]
+    assert 0 < figures["num_accepted_draft_tokens"] < figures["num_draft_tokens"]
+    assert 0 < figures["draft_acceptance_rate"] < 1
+    counts = {
+        name: hybrid.metrics()[f'specdec_spec_decode_num_{name}_tokens_total{{model_name="specdec-demo-hybrid"}}']
+        for name in ("draft", "accepted")
+    }
+    assert 0 < counts["accepted"] < counts["draft"]
+
+
+def test_chat(client: OpenAI) -> None:
+    messages = [{"role": "user", "content": "a function that adds two numbers"}]
+    options = {"model": "specdec-demo-hybrid", "messages": messages, "max_tokens": 24, "temperature": 0}
+    own = client.chat.completions.create(**options, extra_body={"num_speculative_tokens": 0})
+    chunks = client.chat.completions.create(**options, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == own.choices[0].message.content != ""
+
+
+def test_many_at_once_are_each_what_they_are_alone(client: OpenAI) -> None:
+    def ask(i: int, **options: int) -> str:
+        options |= {"temperature": i % 2, "seed": i}
+        return text_of(complete(client, f"class Thing{i}:\n", 8 + 2 * i, **options))
+
+    with ThreadPoolExecutor(12) as pool:
+        together = list(pool.map(ask, range(12)))
+    assert together == [ask(i, num_speculative_tokens=0) for i in range(12)]
+
+
+def test_a_prefix_that_was_read_is_not_read_again(hybrid: RunningService, client: OpenAI) -> None:
+    prompt = "".join(f"name_{i} = {i}\n" for i in range(20))
+    own = text_of(complete(client, prompt, temperature=0, cache_salt="another"))
+    num_reused = hybrid.worker_gauge("num_reused_tokens")["target"]
+    assert text_of(complete(client, prompt, temperature=0)) == own
+    assert text_of(complete(client, prompt, temperature=0)) == own
+    eventually(lambda: hybrid.worker_gauge("num_reused_tokens")["target"] >= num_reused + 64, 5, "tokens are reused")
+    assert hybrid.worker_gauge("state_slots_reusable")["target"] > 0
+
+
+IN_USE = ("num_sequences", "kv_blocks_in_use", "state_slots_in_use")
+
+
+def nothing_held(service: RunningService) -> bool:
+    """Neither worker holds a sequence, a block or a state slot."""
+    gauges = [service.worker_gauge(name) for name in IN_USE]
+    return all(set(gauge) == {"target", "drafter"} and not any(gauge.values()) for gauge in gauges)
+
+
+def test_a_client_that_goes_away_leaves_nothing(hybrid: RunningService) -> None:
+    body = {"model": "specdec-demo-hybrid", "prompt": PROMPT, "max_tokens": 300, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{hybrid.url}/v1/completions", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()  # kept: httpx hangs up when its iterator is collected
+        next(lines)
+        eventually(lambda: hybrid.worker_gauge("state_slots_in_use")["target"] > 0, 10, "a slot is held")
+    eventually(lambda: nothing_held(hybrid), 5, "the sequence, its blocks and its slot are gone from both workers")
+
+
+@pytest.mark.parametrize("num_requests", [40, pytest.param(200, marks=pytest.mark.soak)])
+def test_after_mixed_requests_nothing_is_held(hybrid: RunningService, num_requests: int) -> None:
+    check_mixed_requests(hybrid, "specdec-demo-hybrid", num_requests)
+
+
+@pytest.mark.soak
+def test_after_mixed_requests_a_hybrid_draft_holds_nothing_either() -> None:
+    folder = str(demo_folder("hybrid"))
+    pair = ("--target", folder, "--draft", folder, "--target-dtype", "float32", "--draft-dtype", "float32")
+    drafts = ("--num-speculative-tokens", "4", "--num-branches", "4")
+    service = RunningService(*pair, *drafts, *SCARCE, "--draft-kv-memory", "64MiB")
+    try:
+        check_mixed_requests(service, folder, 200)
+    finally:
+        assert service.stop() == 0
+
+
+def check_mixed_requests(service: RunningService, model: str, num_requests: int) -> None:
+    """Many requests at once, of which some are preempted and some left alone by their clients."""
+    requests = mixed_requests(num_requests)
+    num_before = service.worker_gauge("num_evictions")
+    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        texts = list(pool.map(lambda request: request.send(service.url, model), requests))
+    stayed = [(request, text) for request, text in zip(requests, texts, strict=True) if not request.leaves]
+    assert all(text is not None for _, text in stayed)
+    took_s = eventually(lambda: nothing_held(service), 5, "no sequence, no block and no state slot is held")
+    num_evictions = {role: num - num_before[role] for role, num in service.worker_gauge("num_evictions").items()}
+    assert num_evictions["target"] > 0 or num_requests < SURE_TO_BE_PREEMPTED
+    reusable = {name: service.worker_gauge(f"{name}_reusable") for name in ("kv_blocks", "state_slots")}
+    assert reusable["kv_blocks"]["target"] > 0
+    assert reusable["state_slots"]["target"] > 0
+    logger.warning(
+        "%d requests, %d left by their clients; taken from a sequence: %s; all free %.2f s later, for reuse: %s",
+        num_requests,
+        num_requests - len(stayed),
+        num_evictions,
+        took_s,
+        reusable,
+    )
+    for request, text in stayed[:: len(stayed) // 6]:
+        assert replace(request, num_speculative_tokens=0, stream=False).send(service.url, model) == text
