@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from cluster.bench.scripted_limits import ScriptedPair
 from cluster.config import AppArgs
 from cluster.sources import target_source
 from specdec.engine.emulation import Clock, EmulatedDevice, EmulatedDrafter, EmulatedTarget
@@ -39,14 +38,6 @@ def scripted_pair(args: AppArgs) -> tuple[ScriptedTarget, ScriptedDrafter]:
     own = describe_model(source).max_model_len
     max_model_len = min(own, args.max_model_len or own)
     return ScriptedTarget(script, max_model_len), ScriptedDrafter(script, max_model_len)
-
-
-def emulated_script(config: AppArgs) -> ScriptedPair | None:
-    """What limits can be computed from; None unless tokens are scripted and both devices emulated."""
-    costs, rate = config.step_costs, config.scripted.acceptance_rate
-    if rate is None or not {"target", "draft"} <= costs.keys():
-        return None
-    return ScriptedPair(rate, config.scripted.next_guess_rate, costs["target"], costs["draft"])
 
 
 def stand_ins(args: AppArgs) -> tuple[str, ...]:

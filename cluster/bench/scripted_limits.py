@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from cluster.bench.limits import expected_tokens
+from cluster.config import AppArgs
 from specdec.engine.emulation import StepCost
 from specdec.engine.scripted import RANK_SHARES
 from specdec.protocol.branches import foreseen
@@ -167,3 +168,11 @@ def scripted_limit(
     length = num_draft_tokens or best
     tokens, _ = pair.outcomes_round(length, num_branches)
     return ScriptedLimit(pair.outcomes(length, num_branches), tokens, rates[best], ideal, PLAIN_MISS)
+
+
+def emulated_script(config: AppArgs) -> ScriptedPair | None:
+    """What limits can be computed from; None unless tokens are scripted and both devices emulated."""
+    costs, rate = config.step_costs, config.scripted.acceptance_rate
+    if rate is None or not {"target", "draft"} <= costs.keys():
+        return None
+    return ScriptedPair(rate, config.scripted.next_guess_rate, costs["target"], costs["draft"])

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from cluster.bench.compare import Mode, Runner, ServiceMode, Work, compare, parse_modes
-from cluster.bench.doubles import emulated_script
 from cluster.bench.load import service_stand_ins
 from cluster.bench.perfetto import write_trace
 from cluster.bench.plot import check_plot, draw
 from cluster.bench.prompts import PROMPTS, prompts_of
 from cluster.bench.report import Environment, Report, command_line, processor_name
+from cluster.bench.scripted_limits import emulated_script
 from cluster.bench.services import HttpRunner, Services
 from cluster.bench.summary import summarize
 from cluster.bench.timeline import check_trace, draw_timeline, timeline_path
