@@ -6,7 +6,12 @@ import os
 
 import pytest
 
-WITH_SERVICES = ("tests/integration/", "tests/deployments/transport/", "tests/cluster/bench/test_command.py")
+WITH_SERVICES = (
+    "tests/integration/",
+    "tests/deployments/transport/",
+    "tests/cluster/bench/test_command.py",
+    "tests/cluster/test_launch.py",
+)
 """What starts Ray: one at a time, however many processes the tests run in."""
 
 
