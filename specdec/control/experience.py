@@ -98,6 +98,7 @@ class Likeness:
         style: Error that arms of the same kind and wait share, the less the further apart they are.
         octaves: Distance, in octaves of draft length, branches and load, at which the likeness falls to 1/e.
         step: Error of one measured step.
+        pause: What a step that takes far longer, as one does now and then, weighs as the only one measured.
         least: Error that does not go away however long is measured.
         drift: Error that a measurement gains in a minute.
     """
@@ -107,6 +108,7 @@ class Likeness:
     style: float = 0.12
     octaves: float = 3.0
     step: float = 0.15
+    pause: float = 0.5
     least: float = 0.01
     drift: float = 0.03
 
@@ -130,7 +132,8 @@ class Likeness:
     def variance(self, entry: Entry, now_s: float) -> float:
         """Of a measurement."""
         age = max(0.0, now_s - entry.at_s) / 60
-        return self.step**2 / max(entry.num_steps, 0.5) + self.least**2 + self.drift**2 * age
+        num_steps = max(entry.num_steps, 0.5)
+        return self.step**2 / num_steps + (self.pause / num_steps) ** 2 + self.least**2 + self.drift**2 * age
 
 
 _STYLES = {

@@ -24,7 +24,8 @@ class Settings:
         first_arm: Before anything was measured.
         probe_arm: What probing sequences do while the others are off.
         hysteresis: How much better another arm must be, as a share of the present one.
-        curiosity: An arm is tried if it would be the best with so many standard deviations of luck.
+        curiosity: An arm is tried if it would be the best with so many standard deviations of luck; target alone with
+            twice as many, as drafting has to be shown to be better.
         trial_steps: Steps of a trial.
         unseen_s: After which an arm is measured though no report has told of draft steps of its size.
         loss: Share of the time that trials may lose in the long run.
@@ -221,11 +222,12 @@ class Group:
 
         beliefs = self.experience.beliefs(ways, conditions.num_rows, now_s, predicted)
         scored = {arm: known[arm].tokens_per_s * math.exp(belief.mean) for arm, belief in beliefs.items()}
-        step_s, luck = conditions.target_s(0), self.settings.curiosity
+        step_s = conditions.target_s(0)
+        luck = {arm: self.settings.curiosity * (2 if arm == OFF else 1) for arm in ways}
         most = {arm: expected_tokens(rate, arm.num_draft_tokens) / step_s for arm in ways}
         most[OFF] = math.inf  # the step was measured beside drafts, perhaps
         lucky = {
-            arm: max(scored[arm], min(scored[arm] * math.exp(luck * belief.error), most[arm]))
+            arm: max(scored[arm], min(scored[arm] * math.exp(luck[arm] * belief.error), most[arm]))
             for arm, belief in beliefs.items()
         }
         return scored, lucky
@@ -264,9 +266,14 @@ class Group:
         self.observed = Observed()
 
     def _trial(self, chosen: Arm, scored: Mapping[Arm, float], lucky: Mapping[Arm, float]) -> Arm | None:
-        """The arm that might be the best by the most, where finding out costs no more than may be lost."""
-        arm = max(lucky, key=lucky.__getitem__)
-        if arm == chosen or lucky[arm] <= scored[chosen] * (1 + 1.5 * self.settings.hysteresis):
+        """The arm that might be the best by the most, where finding out costs no more than may be lost.
+
+        Drafting has to gain something for it; target alone is tried as soon as it might be as good.
+        """
+        margin = 1 + 1.5 * self.settings.hysteresis
+        worth = {arm: pace if arm == OFF else pace / margin for arm, pace in lucky.items()}
+        arm = max(worth, key=worth.__getitem__)
+        if arm == chosen or worth[arm] <= scored[chosen]:
             return None
         price = self.settings.trial_steps * self._price(arm, scored)
         return arm if price <= self._allowance.credit else None
