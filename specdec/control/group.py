@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specdec.control.choice import Bounds, arms, best, token_price
 from specdec.control.estimates import Round, TrackedRate
-from specdec.control.experience import Entry, Experience, load_octave
+from specdec.control.experience import Entry, Experience, Observed, load_octave
 from specdec.control.limits import OFF, Arm, Conditions, Pace, expected_tokens, guess_rate_of, pace
 
 _WORSE = 0.9
@@ -63,36 +62,6 @@ class Settings:
     probe_first_s: float = 2.0
     probe_last_s: float = 60.0
     round_trip_s: float = 0.004
-
-
-@dataclass
-class Observed:
-    """What was measured of the present arm since the last review.
-
-    Attributes:
-        lengths: Rounds by number of draft tokens.
-        num_tokens: That came.
-        seconds: Of all rounds together.
-    """
-
-    lengths: Counter[int] = field(default_factory=Counter)
-    num_tokens: int = 0
-    seconds: float = 0.0
-
-    @property
-    def num_rounds(self) -> int:
-        """All rounds, with and without a draft."""
-        return self.lengths.total()
-
-    @property
-    def mean_length(self) -> float:
-        """Draft tokens of the rounds that had any; 0 where none had."""
-        drafts = self.num_rounds - self.lengths[0]
-        return sum(length * count for length, count in self.lengths.items()) / drafts if drafts else 0.0
-
-    def expected_tokens(self, acceptance_rate: float) -> float:
-        """Tokens that drafts of such lengths give on average."""
-        return sum(count * expected_tokens(acceptance_rate, length) for length, count in self.lengths.items())
 
 
 @dataclass
