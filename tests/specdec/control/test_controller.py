@@ -121,7 +121,7 @@ def test_a_probe_beside_it_is_not_counted_as_target_alone():
         is_probing = any(plan.num_draft_tokens for plan in service.plans.values())
         step_s.append(3 * STEP_S if is_probing else STEP_S)
         service.run(kept(0.0), 0.01, step_s[-1])
-    assert STEP_S < max(step_s)
+    assert max(step_s) > STEP_S
     measured = group.experience.entries[OFF, 2]
     assert measured.seconds / measured.num_rounds == pytest.approx(STEP_S, rel=0.02)
 
