@@ -9,6 +9,7 @@ measured over predicted pace (Rasmussen and Williams 2006, equations 2.25 and 2.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -16,12 +17,42 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from specdec.control.limits import Arm
+from specdec.control.limits import Arm, expected_tokens
 
 Floats = npt.NDArray[np.float64]
 
 _MEMORY_STEPS = 400.0
 _MOST_ENTRIES = 40
+
+
+@dataclass
+class Observed:
+    """What was measured of the present arm since the last review.
+
+    Attributes:
+        lengths: Rounds by number of draft tokens.
+        num_tokens: That came.
+        seconds: Of all rounds together.
+    """
+
+    lengths: Counter[int] = field(default_factory=Counter)
+    num_tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def num_rounds(self) -> int:
+        """All rounds, with and without a draft."""
+        return self.lengths.total()
+
+    @property
+    def mean_length(self) -> float:
+        """Draft tokens of the rounds that had any; 0 where none had."""
+        drafts = self.num_rounds - self.lengths[0]
+        return sum(length * count for length, count in self.lengths.items()) / drafts if drafts else 0.0
+
+    def expected_tokens(self, acceptance_rate: float) -> float:
+        """Tokens that drafts of such lengths give on average."""
+        return sum(count * expected_tokens(acceptance_rate, length) for length, count in self.lengths.items())
 
 
 class Belief(NamedTuple):
@@ -98,6 +129,7 @@ class Likeness:
         style: Error that arms of the same kind and wait share, the less the further apart they are.
         octaves: Distance, in octaves of draft length, branches and load, at which the likeness falls to 1/e.
         step: Error of one measured step.
+        pause: What a step that takes far longer, as one does now and then, weighs as the only one measured.
         least: Error that does not go away however long is measured.
         drift: Error that a measurement gains in a minute.
     """
@@ -107,6 +139,7 @@ class Likeness:
     style: float = 0.12
     octaves: float = 3.0
     step: float = 0.15
+    pause: float = 0.5
     least: float = 0.01
     drift: float = 0.03
 
@@ -130,7 +163,8 @@ class Likeness:
     def variance(self, entry: Entry, now_s: float) -> float:
         """Of a measurement."""
         age = max(0.0, now_s - entry.at_s) / 60
-        return self.step**2 / max(entry.num_steps, 0.5) + self.least**2 + self.drift**2 * age
+        num_steps = max(entry.num_steps, 0.5)
+        return self.step**2 / num_steps + (self.pause / num_steps) ** 2 + self.least**2 + self.drift**2 * age
 
 
 _STYLES = {

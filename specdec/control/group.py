@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specdec.control.choice import Bounds, arms, best, token_price
 from specdec.control.estimates import Round, TrackedRate
-from specdec.control.experience import Entry, Experience, load_octave
+from specdec.control.experience import Entry, Experience, Observed, load_octave
 from specdec.control.limits import OFF, Arm, Conditions, Pace, expected_tokens, guess_rate_of, pace
 
 _WORSE = 0.9
@@ -24,7 +23,8 @@ class Settings:
         first_arm: Before anything was measured.
         probe_arm: What probing sequences do while the others are off.
         hysteresis: How much better another arm must be, as a share of the present one.
-        curiosity: An arm is tried if it would be the best with so many standard deviations of luck.
+        curiosity: An arm is tried if it would be the best with so many standard deviations of luck, with twice as many
+            where nothing of the allowance is spent. Target alone is granted one more: drafting has to be shown better.
         trial_steps: Steps of a trial.
         unseen_s: After which an arm is measured though no report has told of draft steps of its size.
         loss: Share of the time that trials may lose in the long run.
@@ -62,36 +62,6 @@ class Settings:
     probe_first_s: float = 2.0
     probe_last_s: float = 60.0
     round_trip_s: float = 0.004
-
-
-@dataclass
-class Observed:
-    """What was measured of the present arm since the last review.
-
-    Attributes:
-        lengths: Rounds by number of draft tokens.
-        num_tokens: That came.
-        seconds: Of all rounds together.
-    """
-
-    lengths: Counter[int] = field(default_factory=Counter)
-    num_tokens: int = 0
-    seconds: float = 0.0
-
-    @property
-    def num_rounds(self) -> int:
-        """All rounds, with and without a draft."""
-        return self.lengths.total()
-
-    @property
-    def mean_length(self) -> float:
-        """Draft tokens of the rounds that had any; 0 where none had."""
-        drafts = self.num_rounds - self.lengths[0]
-        return sum(length * count for length, count in self.lengths.items()) / drafts if drafts else 0.0
-
-    def expected_tokens(self, acceptance_rate: float) -> float:
-        """Tokens that drafts of such lengths give on average."""
-        return sum(count * expected_tokens(acceptance_rate, length) for length, count in self.lengths.items())
 
 
 @dataclass
@@ -146,6 +116,7 @@ class Group:
     _num_steps: float = 0.0
     _probe_from_s: float = math.inf
     _probe_interval_s: float = 0.0
+    _probes: bool = False
 
     def __post_init__(self) -> None:
         self.arm = self.settings.first_arm
@@ -188,8 +159,8 @@ class Group:
         scored, lucky = self._scores(self._ways(bounds, conditions), conditions, now_s)
         if self._on_trial:
             self._allowance.credit -= elapsed * self._price(self.arm, scored)
-            if self._goes_on(scored, lucky, conditions, now_s):
-                return
+        if self._goes_on(scored, lucky):
+            return
         chosen = best(scored, self.arm, self.settings.hysteresis)
         trial = self._trial(chosen, scored, lucky)
         self._on_trial = trial is not None
@@ -221,11 +192,12 @@ class Group:
 
         beliefs = self.experience.beliefs(ways, conditions.num_rows, now_s, predicted)
         scored = {arm: known[arm].tokens_per_s * math.exp(belief.mean) for arm, belief in beliefs.items()}
-        step_s, luck = conditions.target_s(0), self.settings.curiosity
+        step_s = conditions.target_s(0)
+        luck = self.settings.curiosity * (1 + max(0.0, self._allowance.credit) / self.settings.most_credit)
         most = {arm: expected_tokens(rate, arm.num_draft_tokens) / step_s for arm in ways}
         most[OFF] = math.inf  # the step was measured beside drafts, perhaps
         lucky = {
-            arm: max(scored[arm], min(scored[arm] * math.exp(luck * belief.error), most[arm]))
+            arm: max(scored[arm], min(scored[arm] * math.exp((luck + (arm == OFF)) * belief.error), most[arm]))
             for arm, belief in beliefs.items()
         }
         return scored, lucky
@@ -236,21 +208,19 @@ class Group:
         most = max(self.settings.most_growth * seen, self.settings.free_rows) / conditions.num_draft_rows
         return [arm for arm in arms(bounds) if arm == self.arm or 1 + arm.num_branches <= most]
 
-    def _goes_on(
-        self, scored: Mapping[Arm, float], lucky: Mapping[Arm, float], conditions: Conditions, now_s: float
-    ) -> bool:
-        """Whether a trial is to be continued."""
-        if self._num_steps >= self.settings.trial_steps or self._allowance.credit < -self.settings.most_credit:
+    def _goes_on(self, scored: Mapping[Arm, float], lucky: Mapping[Arm, float]) -> bool:
+        """Whether too little was measured of the present arm, which may still turn out to be the best, to leave it."""
+        is_spent = self._allowance.credit < -self.settings.most_credit
+        if self.arm not in lucky or self._num_steps >= self.settings.trial_steps or is_spent:
             return False
-        if not self._was_seen:
-            return True
-        return lucky[self.arm] > max(scored.values())
+        return not self._was_seen or lucky[self.arm] > max(scored.values())
 
     def _learn(self, conditions: Conditions, now_s: float) -> None:
         """Take in what was measured of the present arm."""
         one, was_seen = self.observed, self._was_seen
         self._was_seen = conditions.has_seen(self.arm) or now_s >= self.since_s + self.settings.unseen_s
-        if not (was_seen and self._was_seen):  # its plans were made for other times than its steps take
+        # Its plans were made for other times than its steps take, or its steps are longer for the sake of a probe.
+        if self._probes or not (was_seen and self._was_seen):
             self.observed = Observed()
             return
         if one.num_rounds < self.settings.settle_rounds or not one.seconds:
@@ -264,9 +234,14 @@ class Group:
         self.observed = Observed()
 
     def _trial(self, chosen: Arm, scored: Mapping[Arm, float], lucky: Mapping[Arm, float]) -> Arm | None:
-        """The arm that might be the best by the most, where finding out costs no more than may be lost."""
-        arm = max(lucky, key=lucky.__getitem__)
-        if arm == chosen or lucky[arm] <= scored[chosen] * (1 + 1.5 * self.settings.hysteresis):
+        """The arm that might be the best by the most, where finding out costs no more than may be lost.
+
+        Drafting has to gain something for it; target alone is tried as soon as it might be as good.
+        """
+        margin = 1 + 1.5 * self.settings.hysteresis
+        worth = {arm: pace if arm == OFF else pace / margin for arm, pace in lucky.items()}
+        arm = max(worth, key=worth.__getitem__)
+        if arm == chosen or worth[arm] <= scored[chosen]:
             return None
         price = self.settings.trial_steps * self._price(arm, scored)
         return arm if price <= self._allowance.credit else None
@@ -278,26 +253,33 @@ class Group:
     def _change(self, arm: Arm, now_s: float) -> None:
         if arm == OFF and self.conditions is not None:
             self._probe_interval_s = self._probe_interval_s or self.settings.probe_first_s
-            self._probe_from_s = now_s + self._probe_interval_s
+            self._probe_from_s = now_s + max(self._probe_interval_s, self._least_interval_s(self.num_rows))
         self.arm, self.since_s = arm, now_s
         self._was_seen = self.conditions is not None and self.conditions.has_seen(arm)
         self.observed, self._num_steps, self._mean_length = Observed(), 0.0, 0.0
 
     def probed(self, seqs: Sequence[str], now_s: float) -> Sequence[str]:
         """While off, the sequences that draft a little now, so that better times are noticed."""
-        if self.arm != OFF or self.conditions is None or not seqs or now_s < self._probe_from_s:
+        self._probes = False
+        if self.arm != OFF or self._on_trial or self.conditions is None or not seqs or now_s < self._probe_from_s:
             return ()
-        count = max(1, round(self.settings.probe_share * len(seqs)))
-        rows, drafted = self.num_rows, count * self.settings.probe_arm.num_draft_tokens
-        step_s = self.conditions.target_s(0)
-        if now_s >= self._probe_from_s + self.settings.probe_rounds * step_s:
-            loss = self.conditions.target.at(rows, rows + drafted) / step_s - 1
-            least_s = loss * self.settings.probe_rounds * step_s / self.settings.probe_cost
-            self._probe_interval_s = max(least_s, min(2 * self._probe_interval_s, self.settings.probe_last_s))
-            self._probe_from_s = now_s + self._probe_interval_s
+        if now_s >= self._probe_from_s + self.settings.probe_rounds * self.conditions.target_s(0):
+            self._probe_interval_s = min(2 * self._probe_interval_s, self.settings.probe_last_s)
+            self._probe_from_s = now_s + max(self._probe_interval_s, self._least_interval_s(len(seqs)))
             return ()
+        self._probes = True
         turn = int(self._probe_from_s * 1000) % len(seqs)
-        return [*seqs[turn:], *seqs[:turn]][:count]
+        return [*seqs[turn:], *seqs[:turn]][: self._num_probing(len(seqs))]
+
+    def _num_probing(self, num_sequences: int) -> int:
+        return max(1, round(self.settings.probe_share * num_sequences))
+
+    def _least_interval_s(self, num_sequences: int) -> float:
+        """Between probes, for what they cost: all wait for the steps that verify the drafts of a few."""
+        assert self.conditions is not None
+        drafted = self._num_probing(num_sequences) * self.settings.probe_arm.num_draft_tokens
+        longer_s = self.conditions.target.at(self.num_rows, self.num_rows + drafted) - self.conditions.target_s(0)
+        return longer_s * self.settings.probe_rounds / self.settings.probe_cost
 
     def figures(self) -> dict[str, float]:
         """Choice and estimates, by name."""

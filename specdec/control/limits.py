@@ -91,6 +91,7 @@ class Conditions:
     margin: float = 0.04
     draft_margin: float = 0.75
     _draft_steps_s: dict[int, float] = field(init=False, default_factory=dict, compare=False, repr=False)
+    _target_steps_s: dict[float, float] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     def at_load(self, num_rows: int, num_draft_rows: int) -> Conditions:
         """The same workers with another number of sequences."""
@@ -100,8 +101,10 @@ class Conditions:
 
     def target_s(self, num_draft_tokens: float) -> float:
         """A step that verifies so many draft tokens per row."""
-        rows = self.num_rows
-        return self.target.at(rows, rows * (1 + num_draft_tokens))
+        if num_draft_tokens not in self._target_steps_s:
+            rows = self.num_rows
+            self._target_steps_s[num_draft_tokens] = self.target.at(rows, rows * (1 + num_draft_tokens))
+        return self._target_steps_s[num_draft_tokens]
 
     def draft_s(self, rows_per_sequence: int) -> float:
         """A draft step with so many rows per sequence."""

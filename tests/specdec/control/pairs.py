@@ -66,7 +66,7 @@ class Script:
         counts = [100 - refused, *(round(refused * scenario.hit * share) for share in GUESS_SHARES)]
         block = np.repeat([0, 1, 2, 3, NOT_GUESSED], [*counts, 100 - sum(counts)])
         blocks = np.tile(block, (scenario.batch, SCRIPT_LENGTH // 100, 1))
-        self.ranks = rng.permuted(blocks, axis=2).reshape(scenario.batch, SCRIPT_LENGTH).astype(np.int64)
+        self.ranks = rng.permuted(blocks, axis=2).reshape(scenario.batch, SCRIPT_LENGTH).astype(np.int8)
         alive = ok = self.ranks == 0
         self.runs = np.zeros_like(self.ranks)
         for i in range(1, 18):

@@ -22,21 +22,35 @@ from tests.specdec.control.pairs import MEAN_NOISE, ONE_WAY_S, Pairs, Scenario, 
 
 WARM_UP_STEPS = 700
 ARRIVAL_STEPS = 8
+MOST_ROWS = 1 << 15
 SPEC = SequenceSpec(SamplingParams(), 0, 1, 1 << 20)
 
 
-def fixed(scenario: Scenario, script: Script, plans: Sequence[Plan], num_steps: int, seed: int = 1) -> list[float]:
-    """Tokens per second under each plan, given to all sequences.
+@dataclass(frozen=True)
+class Case:
+    """A plan that all sequences of a point are given."""
 
-    They come one after another, as requests do. Were all to come at once, those that draft in turn would go on in step
-    for ever; as it is they end up in two halves of which one is verified while the other drafts.
+    scenario: Scenario
+    script: Script
+    plan: Plan
+
+
+def fixed(cases: Sequence[Case], num_steps: int, seed: int = 1) -> list[float]:
+    """Tokens per second of each case; all of one batch size.
+
+    Sequences come one after another, as requests do. Were all to come at once, those that draft in turn would go on in
+    step for ever; as it is they end up in two halves of which one is verified while the other drafts.
     """
-    pairs = Pairs([scenario] * len(plans), [script] * len(plans), seed)
+    batch = cases[0].scenario.batch
+    most = max(1, MOST_ROWS // batch)
+    if len(cases) > most:
+        return [rate for i in range(0, len(cases), most) for rate in fixed(cases[i : i + most], num_steps, seed + i)]
+    pairs = Pairs([case.scenario for case in cases], [case.script for case in cases], seed)
     for step in range(ARRIVAL_STEPS):
-        for i in range(scenario.batch):
-            if i * ARRIVAL_STEPS // scenario.batch == step:
-                for p, plan in enumerate(plans):
-                    pairs.plan(p, i, plan)
+        for i in range(batch):
+            if i * ARRIVAL_STEPS // batch == step:
+                for p, case in enumerate(cases):
+                    pairs.plan(p, i, case.plan)
         pairs.replanned()
         pairs.step()
     for _ in range(20):
@@ -67,16 +81,23 @@ def fixed_plans(scenario: Scenario) -> list[Plan]:
     return list(dict.fromkeys(plans))
 
 
-def best_fixed(scenario: Scenario, script: Script) -> tuple[float, Plan]:
-    """The best of the fixed plans: all for a short time, the best of them for longer ones, the very best once more.
+def best_fixed(scenarios: Sequence[Scenario], scripts: Sequence[Script]) -> list[tuple[float, Plan]]:
+    """The best fixed plan of each: all for a short time, the best of them for longer ones, the very best once more.
 
     That last time decides: the best figure of several would be the luckiest one.
     """
-    plans = fixed_plans(scenario)
-    for num_steps, kept in ((80, 12), (400, 3), (max(800, 4000 // scenario.batch), 1)):
-        rates = dict(zip(plans, fixed(scenario, script, plans, num_steps, num_steps), strict=True))
-        plans = sorted(plans, key=rates.__getitem__, reverse=True)[:kept]
-    return fixed(scenario, script, plans, max(2400, 12000 // scenario.batch))[0], plans[0]
+    batch = scenarios[0].batch
+    plans = [fixed_plans(scenario) for scenario in scenarios]
+
+    def cases() -> list[Case]:
+        points = zip(scenarios, scripts, plans, strict=True)
+        return [Case(scenario, script, plan) for scenario, script, some in points for plan in some]
+
+    for num_steps, kept in ((80, 12), (400, 3), (max(800, 4000 // batch), 1)):
+        rates = iter(fixed(cases(), num_steps, num_steps))
+        rated = [{plan: next(rates) for plan in some} for some in plans]
+        plans = [sorted(one, key=one.__getitem__, reverse=True)[:kept] for one in rated]
+    return list(zip(fixed(cases(), max(2400, 12000 // batch)), (some[0] for some in plans), strict=True))
 
 
 def alone(scenario: Scenario) -> float:
@@ -106,20 +127,26 @@ class Auto:
         self.pending: list[list[list[Round]]] = [[[] for _ in self.names] for _ in scenarios]
         self.decided_s = [[0.0] * len(self.names) for _ in scenarios]
 
-    def run(self, num_steps: int) -> np.ndarray:
-        """Tokens per second of every pair, in the time of so many of its plain steps."""
+    def run(self, num_steps: int, warm_up: int = WARM_UP_STEPS) -> np.ndarray:
+        """Tokens per second of every pair, in the time of so many of its plain steps after those of the warm-up.
+
+        No pair waits for another in between: what its controller is not told of would look like a slow round to it.
+        """
         pairs = self.pairs
-        began_s, began_tokens = pairs.now.copy(), pairs.num_tokens.copy()
-        rates = np.zeros(len(self.scenarios))
-        seconds = [num_steps * one.target_s(one.batch) for one in self.scenarios]
+        plain_s = np.array([one.target_s(one.batch) for one in self.scenarios])
+        began_s, began_tokens = np.full(len(plain_s), np.inf), np.zeros(len(plain_s))
+        rates = np.zeros(len(plain_s))
         while not rates.all():
             result = pairs.step()
             for p, entry in enumerate(zip(*result, strict=True)):
-                if not rates[p]:
-                    self._note(p, *entry)
-                    elapsed_s = pairs.now[p] - began_s[p]
-                    if elapsed_s >= seconds[p]:
-                        rates[p] = (pairs.num_tokens[p] - began_tokens[p]) / elapsed_s
+                if rates[p]:
+                    continue
+                self._note(p, *entry)
+                if began_s[p] == np.inf and pairs.now[p] >= warm_up * plain_s[p]:
+                    began_s[p], began_tokens[p], self.num_changes[p] = pairs.now[p], pairs.num_tokens[p], 0
+                elapsed_s = pairs.now[p] - began_s[p]
+                if elapsed_s >= num_steps * plain_s[p]:
+                    rates[p] = (pairs.num_tokens[p] - began_tokens[p]) / elapsed_s
         return rates
 
     def _note(self, p: int, rows: np.ndarray, drafted: np.ndarray, accepted: np.ndarray, duration_s: float) -> None:
@@ -198,13 +225,10 @@ def measure(scenarios: Sequence[Scenario], seed: int = 0) -> list[Result]:
     """Auto after its warm-up, the best fixed plan, and the target alone, over the same scripts; of one batch size."""
     scripts = [Script(scenario, seed) for scenario in scenarios]
     auto = Auto(scenarios, scripts)
-    auto.run(WARM_UP_STEPS)
-    changes = list(auto.num_changes)
     rates = auto.run(max(800, 2400 // scenarios[0].batch))
     results = []
-    for p, (scenario, script) in enumerate(zip(scenarios, scripts, strict=True)):
-        best, plan = best_fixed(scenario, script)
-        choice, num_changes, plain = auto.plans[p][0], auto.num_changes[p] - changes[p], alone(scenario)
+    for p, (scenario, (best, plan)) in enumerate(zip(scenarios, best_fixed(scenarios, scripts), strict=True)):
+        choice, num_changes, plain = auto.plans[p][0], auto.num_changes[p], alone(scenario)
         results.append(Result(scenario, float(rates[p]), max(best, plain), plain, plan, choice, num_changes))
     return results
 

@@ -74,6 +74,14 @@ def test_doubt_grows_with_time_and_with_another_load():
     assert now < elsewhere
 
 
+def test_a_pause_among_few_steps_condemns_no_arm():
+    few = Experience().add(entry(OFF, 2 / 3, num_steps=2))  # one of two steps took twice as long
+    many = Experience().add(entry(OFF, 2 / 3, num_steps=200))
+    doubted, believed = (one.beliefs([OFF], 4, 0.0, lambda _: 1.0)[OFF] for one in (few, many))
+    assert doubted.mean + 1.5 * doubted.error > 0
+    assert believed.mean + 3 * believed.error < math.log(0.75)
+
+
 def test_the_tokens_that_came_count_in_the_long_run():
     arm = Arm("overlap", 4)
     few, many = entry(arm, 2.0, num_steps=5, tokens=1.0), entry(arm, 2.0, num_steps=10_000, tokens=1.0)

@@ -5,6 +5,7 @@ import pytest
 from specdec.control.choice import Bounds
 from specdec.control.controller import Controller
 from specdec.control.estimates import Round
+from specdec.control.limits import OFF
 from specdec.control.steptimes import step_times
 from specdec.engine.timing import StepTimer
 from specdec.protocol.messages import Notes
@@ -108,6 +109,21 @@ def test_off_is_probed_now_and_then_and_left_when_drafts_get_good():
     assert 0 < sum(drafting) < 0.05 * len(drafting)
     service.run(kept(1.0), 90.0)
     assert all(plan.num_draft_tokens >= 3 for plan in service.plans.values())
+
+
+def test_a_probe_beside_it_is_not_counted_as_target_alone():
+    service = Service((None,) * 4, kinds=frozenset({"off", "overlap"}))
+    service.run(kept(0.0), 20.0)
+    group = service.controller._groups["T"]
+    assert group.arm == OFF
+    step_s = []
+    for _ in range(400):
+        is_probing = any(plan.num_draft_tokens for plan in service.plans.values())
+        step_s.append(3 * STEP_S if is_probing else STEP_S)
+        service.run(kept(0.0), 0.01, step_s[-1])
+    assert max(step_s) > STEP_S
+    measured = group.experience.entries[OFF, 2]
+    assert measured.seconds / measured.num_rounds == pytest.approx(STEP_S, rel=0.02)
 
 
 def test_a_worse_sequence_drafts_less_where_tokens_cost():
