@@ -37,7 +37,12 @@ def start():
         """The supervisor, and the process ids of its child and of the child's child."""
         script = SCRIPT.format(grandchild=grandchild, then=then)
         process = subprocess.Popen(
-            [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+            [sys.executable, "-c", script],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # also where these tests run under nohup
         )
         family = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
         started.append((process, family))
