@@ -184,7 +184,7 @@ class ModelRunner:
             return self.pool.fork(sequence)
         state = self.states.copy(sequence.state)
         if state is None:
-            return self.new_sequence()
+            return self.new_sequence(sequence.salt)
         fork = self.pool.fork(sequence)
         fork.state = state
         return fork

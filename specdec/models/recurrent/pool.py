@@ -80,6 +80,7 @@ class StatePool:
         copy = self._take_slot()
         if copy is not None:
             self._copy(state, copy)
+            copy.kept = state.kept
         return copy
 
     def keep_prefix(self, state: SequenceState, digests: Sequence[bytes], block_size: int) -> None:

@@ -117,3 +117,27 @@ def test_a_salt_keeps_prefixes_apart() -> None:
     runner.free(read(runner, [5] * 20))
     assert runner.reuse_prefix(runner.new_sequence(b"mine"), [5] * 20) == 0
     assert runner.reuse_prefix(runner.new_sequence(), [5] * 20) == 16
+
+
+@pytest.mark.parametrize("salt", [b"mine", None])
+def test_a_fork_without_a_slot_keeps_its_salt(salt: bytes | None) -> None:
+    runner = make_runner(pair("lfm2")[0], "states", num_state_slots=2)
+    sequence, other = runner.new_sequence(salt), runner.new_sequence()
+    assert runner.reserve(sequence, 4)
+    assert runner.reserve(other, 4)
+    fork = runner.fork(sequence)
+    assert (len(fork), fork.state, fork.salt) == (0, None, salt)
+
+
+def test_a_fork_leaves_no_copy_where_its_parent_left_one() -> None:
+    runner = make_runner(pair("lfm2")[0], "states", num_state_slots=8)
+    sequence, prompt = read(runner, [5] * 40), [5] * 48
+    assert len(pool_of(runner).prefixes) == 1
+    for end in range(41, 49):
+        fork = runner.fork(sequence)
+        runner.free(sequence)
+        sequence = fork
+        assert runner.reserve(sequence, end)
+        runner.forward([RowInput(sequence, prompt[end - 1 : end], 0)])
+        runner.keep_prefix(sequence, end)
+    assert len(pool_of(runner).prefixes) == 1
