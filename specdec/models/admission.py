@@ -20,6 +20,11 @@ TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 """Largest relative error allowed, by dtype: above what rounding gives, far below what a wrong token gives."""
 
 _ROW_LENGTHS = (41, 7, 24, 1)
+"""Rows read side by side, in short pieces."""
+_SHORT_PIECE = 9
+_NUM_LONG_PIECES = 4
+"""Room for as many in a row of its own that is read in pieces longer than the window of a recurrent model: those go
+through the model's own scan over many tokens, with a state carried into it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +59,11 @@ def check_admission(runner: ModelRunner, seed: int = 0) -> AdmissionReport:
     start_s = time.perf_counter()
     rng = random.Random(seed)
     most = max(1, runner.loaded.max_model_len - 4)
-    rows = [[rng.randrange(runner.loaded.vocab_size) for _ in range(min(n, most))] for n in _ROW_LENGTHS]
+    long_piece = 0 if runner.states is None else runner.states.window.num_tokens + _SHORT_PIECE
+    lengths = [*_ROW_LENGTHS, *([_NUM_LONG_PIECES * long_piece] if long_piece else [])]
+    rows = [[rng.randrange(runner.loaded.vocab_size) for _ in range(min(n, most))] for n in lengths]
     try:
-        split = _split_forward(runner, rows, rng)
+        split = _split_forward(runner, rows, long_piece, rng)
         with _stock_attention(runner.loaded.model):
             whole = [_whole_forward(runner, row) for row in rows]
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
@@ -84,23 +91,34 @@ def check_admission(runner: ModelRunner, seed: int = 0) -> AdmissionReport:
     return report
 
 
-def _split_forward(runner: ModelRunner, rows: list[list[int]], rng: random.Random) -> list[torch.Tensor]:
+def _split_forward(
+    runner: ModelRunner, rows: list[list[int]], long_piece: int, rng: random.Random
+) -> list[torch.Tensor]:
     """Logits of every row, [length, vocabulary] each; as many rows side by side as there are states for."""
-    most = len(rows) if runner.states is None else max(1, runner.states.num_free)
-    parts = [_split_rows(runner, rows[i : i + most], rng) for i in range(0, len(rows), most)]
+    short_rows, long_rows = rows[: len(_ROW_LENGTHS)], rows[len(_ROW_LENGTHS) :]
+    most = len(short_rows) if runner.states is None else max(1, runner.states.num_free)
+    parts = [_split_rows(runner, short_rows[i : i + most], 0, rng) for i in range(0, len(short_rows), most)]
+    parts += [_split_rows(runner, [row], long_piece, rng) for row in long_rows]
     return [logits for part in parts for logits in part]
 
 
-def _split_rows(runner: ModelRunner, rows: list[list[int]], rng: random.Random) -> list[torch.Tensor]:
-    """In pieces with up to 3 refused tokens after each, taken back; now and then one more is, and read again."""
+def _split_rows(runner: ModelRunner, rows: list[list[int]], long_piece: int, rng: random.Random) -> list[torch.Tensor]:
+    """In pieces with up to 3 refused tokens after each, taken back; now and then one more is, and read again.
+
+    Every second piece is ``long_piece`` tokens long where that is not 0.
+    """
+    num_steps = 0
     sequences = [runner.new_sequence(salt=None) for _ in rows]
     found: list[dict[int, torch.Tensor]] = [{} for _ in rows]
     try:
         while any(len(sequence) < len(row) for sequence, row in zip(sequences, rows, strict=True)):
             inputs, kept = [], []
+            is_long = long_piece > 0 and num_steps % 2 == 0
+            num_steps += 1
             for index, (sequence, row) in enumerate(zip(sequences, rows, strict=True)):
                 start = len(sequence)
-                new = row[start : start + rng.choice((1, rng.randint(1, 9)))]
+                length = long_piece if is_long else rng.choice((1, rng.randint(1, _SHORT_PIECE)))
+                new = row[start : start + length]
                 if not new:
                     continue
                 tokens = new + [rng.randrange(runner.loaded.vocab_size) for _ in range(rng.randint(0, 3))]

@@ -1,3 +1,4 @@
+import importlib
 from collections.abc import Callable
 
 import pytest
@@ -8,8 +9,11 @@ from specdec.models.admission import check_admission
 from specdec.models.attention import ATTENTION_NAME
 from specdec.models.blocks import CachedSequence
 from specdec.models.loading import LoadedModel, prepare_model
+from specdec.models.recurrent.pool import choose_window
+from specdec.models.recurrent.slots import Route
 from specdec.models.runner import ModelRunner
 from tests.specdec.models.families import FAMILIES, make_model
+from tests.specdec.models.recurrent_families import make_recurrent
 
 Models = Callable[[str], tuple[LoadedModel, object]]
 
@@ -71,3 +75,23 @@ def test_too_few_blocks_are_named(models: Models) -> None:
 def test_the_logits_compared_may_be_cut(models: Models) -> None:
     runner = ModelRunner(models("llama")[0], num_blocks=40, block_size=4, vocab_size=100)
     assert check_admission(runner, seed=3).relative_error < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("family", "scan"), [("qwen3_5", "delta.DeltaRule"), ("jamba", "mamba1.Mamba1"), ("bamba", "mamba2.Mamba2")]
+)
+@pytest.mark.parametrize("route", ["states", "rescan"])
+def test_a_scan_that_ignores_the_state_it_is_given_is_refused(
+    family: str, scan: str, route: Route, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces longer than the window go through it; in transformers Mamba-1's does so."""
+    loaded = prepare_model(make_recurrent(family), family)
+    window = choose_window(loaded.recurrent_layers, 6, route)
+    options = {"num_blocks": 60, "block_size": 4, "num_state_slots": 4, "window": window}
+    assert check_admission(ModelRunner(loaded, **options)).relative_error < 1e-4
+    module, name = scan.split(".")
+    kind = getattr(importlib.import_module(f"specdec.models.recurrent.{module}"), name)
+    right = kind.whole
+    monkeypatch.setattr(kind, "whole", lambda self, inputs, reads, state: right(self, inputs, reads, state * 0))
+    with pytest.raises(ModelLoadError, match="cannot be served exactly"):
+        check_admission(ModelRunner(loaded, **options))

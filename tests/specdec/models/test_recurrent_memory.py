@@ -14,7 +14,7 @@ from specdec.models.recurrent.pool import StatePool, bytes_per_slot, choose_wind
 from specdec.models.recurrent.slots import StateSlots, Window
 from specdec.models.runner import ModelRunner
 from tests.specdec.models.recurrent_families import RECURRENT, make_recurrent
-from tests.specdec.models.rounds import make_runner, pair
+from tests.specdec.models.rounds import WINDOW, make_runner, pair
 from tests.specdec.models.test_recurrent import ONE_OF_A_KIND, ROUTES, keep_refused
 
 
@@ -23,7 +23,7 @@ def test_families_are_admitted(family: str) -> None:
     runner = make_runner(pair(family)[0], "states")
     report = check_admission(runner)
     assert report.relative_error < 2e-4
-    assert report.num_tokens == 73
+    assert report.num_tokens == 73 + 4 * (WINDOW + 9)
     assert runner.pool.num_in_use == 0
     assert runner.states is not None
     assert runner.states.num_in_use == 0
