@@ -7,10 +7,11 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
+from cluster.bench.awake import cores_awake
 from cluster.bench.compare import Mode, Runner, ServiceMode, Work, compare, parse_modes
 from cluster.bench.load import service_stand_ins
 from cluster.bench.perfetto import write_trace
@@ -60,6 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rollback", action="store_true", help="ways to take drafts back from recurrent states of a real size, as well"
     )
+    parser.add_argument(
+        "--keep-cores-awake",
+        action="store_true",
+        help="idle-class processes keep the cores from falling asleep between emulated steps; for virtual machines",
+    )
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     parser.add_argument("--plot", metavar="FILE.png", help="draw them there; needs the extra 'bench'")
     parser.add_argument(
@@ -78,7 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_plot(arguments.plot)
     check_trace(arguments.trace)
     rollback = _rollback(config) if arguments.rollback else None
-    with _runner(arguments, config, modes) as (runner, steps, source):
+    awake = cores_awake() if arguments.keep_cores_awake else nullcontext()
+    with awake, _runner(arguments, config, modes) as (runner, steps, source):
         tracing = None if arguments.trace is None else TracingRunner(runner, source)
         rows = []
         for work in works:
@@ -216,6 +223,7 @@ def _environment(arguments: argparse.Namespace, config: ServiceConfig) -> Enviro
     machine = this_machine()
     gpus = ", ".join(gpu.name for gpu in machine.gpus) or "no GPU"
     where = "engine in one process" if arguments.offline else "over HTTP"
+    where += "; cores kept awake by idle processes" if arguments.keep_cores_awake else ""
     is_ours = arguments.url is None
     return Environment(
         machine=f"{processor_name()}, {machine.num_cpus} cores, {gpus}",
