@@ -14,7 +14,6 @@ Likelihoods = tuple[float, ...]
 """How likely it is that the target says a token: the one drawn, then each of the guesses beside it."""
 
 _FORESEEN_KEPT = 1024
-
 _MISS_EXPONENT = 1.0
 """How fast guessing the next token gets better: m guesses miss it with probability (1 + m) ** -exponent."""
 

@@ -39,7 +39,7 @@ _ROWS_PER_SPACING = 8
 """Sequences at which offers in parts come a draft step further apart: a message grows with them."""
 
 _BRANCHES_IN_ALL = 256
-"""Branches of all sequences together, shared evenly: as rows of one step they are about what a device does at no cost."""
+"""Branches of all sequences together, shared evenly: about as many rows of a step as cost a device nothing."""
 
 Task = tuple[DraftRow, Branch | None, DraftJob]
 """One row of a step: a sequence's chain, or one of its branches."""
