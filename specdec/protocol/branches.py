@@ -13,9 +13,17 @@ from specdec.protocol.messages import Outcome
 Likelihoods = tuple[float, ...]
 """How likely it is that the target says a token: the one drawn, then each of the guesses beside it."""
 
+BRANCHES_IN_ALL = 256
+"""Branches of all sequences of a drafter together: about as many rows of a step as cost a device nothing."""
+
 _FORESEEN_KEPT = 1024
 _MISS_EXPONENT = 1.0
 """How fast guessing the next token gets better: m guesses miss it with probability (1 + m) ** -exponent."""
+
+
+def branch_share(num_sequences: int, branches_in_all: int = BRANCHES_IN_ALL) -> int:
+    """Most branches of each of the sequences that have any: all get the same share, whatever their plans say."""
+    return branches_in_all // max(1, num_sequences)
 
 
 def foreseen(

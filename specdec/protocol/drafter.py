@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from specdec.protocol.backends import DraftBackend, DraftJob, Proposal, Status
+from specdec.protocol.branches import BRANCHES_IN_ALL, branch_share
 from specdec.protocol.draft_row import Branch, DraftRow, Path
 from specdec.protocol.leases import Times
 from specdec.protocol.marks import Extension, common_prefix_length
@@ -38,9 +39,6 @@ class DrafterCounters:
 _ROWS_PER_SPACING = 8
 """Sequences at which offers in parts come a draft step further apart: a message grows with them."""
 
-_BRANCHES_IN_ALL = 256
-"""Branches of all sequences together, shared evenly: about as many rows of a step as cost a device nothing."""
-
 Task = tuple[DraftRow, Branch | None, DraftJob]
 """One row of a step: a sequence's chain, or one of its branches."""
 
@@ -57,7 +55,7 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         backend: Does the work.
         times: The protocol's clock.
         gauges: Of the backend, for the report.
-        branches_in_all: Most branches of all sequences together, whatever their plans say; each gets the same share.
+        branches_in_all: Most branches of all sequences together; see :func:`specdec.protocol.branches.branch_share`.
     """
 
     def __init__(
@@ -66,7 +64,7 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         backend: DraftBackend,
         times: Times,
         gauges: Gauges | None = None,
-        branches_in_all: int = _BRANCHES_IN_ALL,
+        branches_in_all: int = BRANCHES_IN_ALL,
     ) -> None:
         super().__init__(name, times, gauges)
         self._backend = backend
@@ -132,7 +130,7 @@ class DrafterMachine(WorkerMachine[DraftRow]):
 
     def _share_branches(self, rows: Sequence[DraftRow]) -> None:
         """Each sequence gets the same share of the branches in all; what it holds already, it keeps."""
-        most = self._branches_in_all // max(1, sum(row.wants_branches for row in rows))
+        most = branch_share(sum(row.wants_branches for row in rows), self._branches_in_all)
         for row in rows:
             row.bound_branches(most)
 
