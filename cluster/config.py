@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_v
 
 from cluster.strict import StrictModel, refused_key
 from specdec.engine.emulation import StepCost, parse_step_costs
+from specdec.protocol.branches import BRANCHES_IN_ALL
 from specdec.protocol.leases import Times
 from specdec.protocol.messages import Mode
 from specdec.sampling.params import Acceptance
@@ -223,7 +224,11 @@ class AppArgs(StrictModel):
         description="draft while the target verifies, or in turn; auto: the faster, overlap at a fixed length",
     )
     num_branches: int = Field(
-        0, ge=0, le=64, description="with a fixed draft length: outcomes that the drafter prepares beside the likeliest"
+        0,
+        ge=0,
+        le=64,
+        description="with a fixed draft length: outcomes that the drafter prepares beside the likeliest; it holds "
+        f"{BRANCHES_IN_ALL} of all sequences together, shared evenly",
     )
     limits: Limits = Field(default_factory=Limits, description="what is taken in at once")
     protocol: ProtocolTimes = Field(default_factory=ProtocolTimes, description="leases and repeats")

@@ -1,7 +1,8 @@
 """What a scripted pair on emulated devices could give if the system added nothing: limits from the script alone.
 
 Nothing measured goes in: the acceptance rate, the rate of right guesses and the time of a step are what the
-configuration says, the branches are those that the drafter forks (:func:`specdec.protocol.branches.foreseen`).
+configuration says, the branches are those that the drafter forks (:func:`specdec.protocol.branches.foreseen`): at
+many streams a share of all that it holds.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from cluster.bench.limits import expected_tokens
 from cluster.config import AppArgs
 from specdec.engine.emulation import StepCost
 from specdec.engine.scripted import RANK_SHARES
-from specdec.protocol.branches import foreseen
+from specdec.protocol.branches import branch_share, foreseen
 from specdec.protocol.messages import Plan
 
 LENGTHS = range(1, 17)
@@ -46,8 +47,8 @@ class ScriptedPair:
         return self.target.seconds(self.num_streams, self.num_streams * (1 + num_draft_tokens))
 
     def draft_s(self, num_branches: int) -> float:
-        """Time of a draft step with so many branches per stream."""
-        num_rows = self.num_streams * (1 + num_branches)
+        """Time of a draft step with so many branches per stream, or with its share of all that a drafter holds."""
+        num_rows = self.num_streams * (1 + self._held(num_branches))
         return self.draft.seconds(num_rows, num_rows)
 
     def alone(self) -> float:
@@ -70,10 +71,13 @@ class ScriptedPair:
         accepted and one guess of the token there.
         """
         hits = self.alpha ** (num_verified + 1)
-        for num_accepted, guess in foreseen(num_branches, num_verified, _PLANNED_RATE):
+        for num_accepted, guess in foreseen(self._held(num_branches), num_verified, _PLANNED_RATE):
             share = RANK_SHARES[guess] if guess < len(RANK_SHARES) else 0.0
             hits += self.alpha**num_accepted * (1 - self.alpha) * self.next_guess_rate * share
         return hits
+
+    def _held(self, num_branches: int) -> int:
+        return min(num_branches, branch_share(self.num_streams))
 
     def outcomes(self, num_draft_tokens: int, num_branches: int, num_waited_for: int = 0) -> float:
         """Tokens per second of all streams over the likely outcomes; see :meth:`outcomes_round`."""

@@ -20,7 +20,7 @@ class Bounds:
 
     Attributes:
         num_draft_tokens: Most draft tokens per round.
-        num_branches: Most branches per sequence: by configuration, and by the drafter's memory.
+        num_branches: Most branches per sequence: by configuration, and by what the drafter holds in all.
         kinds: Ways of speculating.
     """
 

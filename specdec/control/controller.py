@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from specdec.control.choice import Bounds, own_length, plan_of
 from specdec.control.estimates import DecayedRate, Round, TrackedRate, acceptance_trials, rounds_of
 from specdec.control.group import Group, Settings
 from specdec.control.limits import KINDS, OFF, Arm, Conditions
 from specdec.control.steptimes import StepTimes, step_times
+from specdec.protocol.branches import branch_share
 from specdec.protocol.messages import Notes, Plan
 from specdec.protocol.plans import Placements, WorkerKind
 from specdec.sampling.params import SequenceSpec
@@ -221,11 +222,12 @@ class Controller:
         )
 
     def _bounds_for(self, conditions: Conditions | None, drafters: Iterable[str | None]) -> Bounds:
-        """Without room in the drafters' caches there are no branches."""
+        """A drafter holds so many branches in all; without room in its cache there are none."""
         usage = max((self._usage(name) for name in set(drafters) if name is not None), default=0.0)
-        if conditions is None or usage < _FULL_CACHE:
+        if conditions is None:
             return self._bounds
-        return Bounds(self._bounds.num_draft_tokens, 0, self._bounds.kinds)
+        share = branch_share(conditions.num_draft_rows) if usage < _FULL_CACHE else 0
+        return replace(self._bounds, num_branches=min(self._bounds.num_branches, share))
 
     def _usage(self, worker: str) -> float:
         figures = self._workers.get(worker)

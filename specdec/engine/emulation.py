@@ -261,14 +261,16 @@ class EmulatedDrafter:
         started_s = self.device.now_s()
         results = self._inner.propose(jobs)
         num_rows = num_tokens = 0
+        device, decided, waiting = self.device, Status.DECIDED, Status.WAITING
         for job, result in zip(jobs, results, strict=True):
-            num_rows += _worked(result)
-            if result.status is Status.DECIDED:
+            status = result.status
+            num_rows += status is not waiting
+            if status is decided:
                 length = len(job.tokens)
                 if job.fork_of is not None:
-                    self.device.fork(job.key, job.fork_of)
-                num_tokens += self.device.num_new_tokens(job.key, length, 0, length)
-        self.device.finish(started_s, num_rows, num_tokens)
+                    device.fork(job.key, job.fork_of)
+                num_tokens += device.num_new_tokens(job.key, length, 0, length)
+        device.finish(started_s, num_rows, num_tokens)
         return results
 
     def rename(self, key: str, new_key: str) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import accumulate
+from struct import Struct
 from typing import TYPE_CHECKING
 
 from specdec.protocol.backends import DraftJob, Proposal, Status, Verification, VerifyJob
@@ -20,6 +22,9 @@ from specdec.sampling.params import SequenceSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_PROPOSALS_KEPT = 1 << 13
+_SEED_AND_POSITION = Struct("<QQ")
 
 RANK_SHARES = (0.7, 0.2, 0.1)
 """Where the true token stands among a wrong draft token's first three guesses, if it is there."""
@@ -47,9 +52,11 @@ class Script:
         """The draft's token at a position, and ``num_guesses`` more, the likeliest first; all different."""
         rank = self._true_rank(seed, position)
         true, size = self._true_index(seed, position), len(self.vocabulary)
-        wrong = (self.vocabulary[(true + 1 + i) % size] for i in range(size - 1))
         count = min(1 + num_guesses, size - 1)
-        return tuple(self.vocabulary[true] if i == rank else next(wrong) for i in range(count))
+        said = [self.vocabulary[(true + 1 + i) % size] for i in range(count)]
+        if rank is not None and rank < count:
+            said.insert(rank, self.vocabulary[true])
+        return tuple(said[:count])
 
     def _true_index(self, seed: int, position: int) -> int:
         return _hash(seed, position, b"true") % len(self.vocabulary)
@@ -88,8 +95,9 @@ class ScriptedTarget:
 
     def _verify(self, job: VerifyJob) -> Verification:
         run: list[int] = []
+        seed, length = job.spec.seed, len(job.log)
         for place in range(len(job.draft) + 1):
-            run.append(self._script.true_token(job.spec.seed, len(job.log) + place))
+            run.append(self._script.true_token(seed, length + place))
             if place == len(job.draft) or run[place] != job.draft[place]:
                 break
         return Verification(Status.DECIDED, tuple(run), len(run) - 1, len(job.draft), _logprobs(job.spec, len(run)))
@@ -99,8 +107,9 @@ class ScriptedDrafter:
     """A :class:`specdec.protocol.backends.DraftBackend` that guesses as the script says."""
 
     def __init__(self, script: Script, max_model_len: int) -> None:
-        self._script = script
         self.max_model_len = max_model_len
+        # The branches of a sequence ask for the same positions, and so does the chain after them.
+        self._said = lru_cache(_PROPOSALS_KEPT)(_Proposals(script))
 
     def gauges(self) -> dict[str, float]:
         """Scripted tokens hold nothing."""
@@ -108,7 +117,11 @@ class ScriptedDrafter:
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         """One step; see :meth:`specdec.protocol.backends.DraftBackend.propose`."""
-        return [self._propose(job) for job in jobs]
+        said = self._said
+        return [
+            said(job.spec.seed, len(job.tokens), job.num_guesses, job.spec.sampling.acceptance == "coupled")
+            for job in jobs
+        ]
 
     def rename(self, key: str, new_key: str) -> None:
         """Nothing is held."""
@@ -116,9 +129,15 @@ class ScriptedDrafter:
     def release(self, key: str) -> None:
         """Nothing is held."""
 
-    def _propose(self, job: DraftJob) -> Proposal:
-        token, *guesses = self._script.draft_tokens(job.spec.seed, len(job.tokens), job.num_guesses)
-        is_coupled = job.spec.sampling.acceptance == "coupled"
+
+@dataclass(frozen=True, slots=True)
+class _Proposals:
+    """What is proposed at a position of a sequence, however it is asked for."""
+
+    script: Script
+
+    def __call__(self, seed: int, position: int, num_guesses: int, is_coupled: bool) -> Proposal:
+        token, *guesses = self.script.draft_tokens(seed, position, num_guesses)
         candidates = None if is_coupled else Candidates((token,), (1.0,))
         return Proposal(Status.DECIDED, token, candidates, tuple(guesses))
 
@@ -137,7 +156,7 @@ def _logprobs(spec: SequenceSpec, count: int) -> tuple[TokenLogprobs, ...] | Non
 
 
 def _hash(seed: int, position: int, purpose: bytes) -> int:
-    message = seed.to_bytes(8, "little") + position.to_bytes(8, "little")
+    message = _SEED_AND_POSITION.pack(seed, position)
     return int.from_bytes(blake2b(message, digest_size=8, key=purpose).digest(), "little")
 
 

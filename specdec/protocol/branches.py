@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from heapq import nlargest
 from itertools import pairwise
 
@@ -12,8 +13,17 @@ from specdec.protocol.messages import Outcome
 Likelihoods = tuple[float, ...]
 """How likely it is that the target says a token: the one drawn, then each of the guesses beside it."""
 
+BRANCHES_IN_ALL = 256
+"""Branches of all sequences of a drafter together: about as many rows of a step as cost a device nothing."""
+
+_FORESEEN_KEPT = 1024
 _MISS_EXPONENT = 1.0
 """How fast guessing the next token gets better: m guesses miss it with probability (1 + m) ** -exponent."""
+
+
+def branch_share(num_sequences: int, branches_in_all: int = BRANCHES_IN_ALL) -> int:
+    """Most branches of each of the sequences that have any: all get the same share, whatever their plans say."""
+    return branches_in_all // max(1, num_sequences)
 
 
 def foreseen(
@@ -33,6 +43,14 @@ def foreseen(
         acceptance_rate: a, per draft token, in [0, 1].
         likelihoods: Of the chain's tokens, as far as it is drafted; an empty one is not known.
     """
+    return list(_foreseen(num_branches, num_verified, acceptance_rate, tuple(likelihoods[: num_verified + 1])))
+
+
+@lru_cache(_FORESEEN_KEPT)
+def _foreseen(
+    num_branches: int, num_verified: int, acceptance_rate: float, likelihoods: tuple[Likelihoods, ...]
+) -> tuple[tuple[int, int], ...]:
+    """See :func:`foreseen`; sequences of which nothing is known have it in common."""
     usual = _usual(num_branches, acceptance_rate)
     outcomes: list[tuple[float, int, int]] = []
     reached = 1.0
@@ -40,7 +58,7 @@ def foreseen(
         drawn, *others = (likelihoods[n] if n < len(likelihoods) else ()) or usual
         outcomes += [(reached * other, -n, -j) for j, other in enumerate(others)]
         reached *= drawn
-    return [(-n, -j) for _, n, j in nlargest(num_branches, outcomes)]
+    return tuple((-n, -j) for _, n, j in nlargest(num_branches, outcomes))
 
 
 def _usual(num_guesses: int, acceptance_rate: float) -> Likelihoods:

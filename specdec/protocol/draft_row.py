@@ -83,17 +83,20 @@ class DraftRow(WorkerRow):
         limit: Absolute length beyond which no draft token is of use: the target decides the last token in any case.
         offered_at: ``num_steps`` at the newest offer; 0 where there was none since.
         agreed: Length up to which log and chain are what the backend was given last.
+        num_branches: Most branches, by its plan and by its share of those that the drafter holds in all.
+        num_guesses: Most guesses that are of use at one place.
     """
 
     __slots__ = (
-        "_guesses_for",
-        "_num_guesses",
+        "_bounds",
         "agreed",
         "branches",
         "ending_token_ids",
         "forked_for",
         "limit",
+        "num_branches",
         "num_forks",
+        "num_guesses",
         "num_steps",
         "num_verified",
         "offered_at",
@@ -114,8 +117,8 @@ class DraftRow(WorkerRow):
         self.offered_at = 0
         self.agreed = 0
         self.limit = min(message.spec.output_start + message.spec.max_tokens - 1, max_model_len)
-        self._guesses_for: Plan | None = None
-        self._num_guesses = 0
+        self.num_branches = self.num_guesses = 0
+        self._bounds: tuple[Plan, int] | None = None
 
     @property
     def chain(self) -> list[int]:
@@ -125,7 +128,7 @@ class DraftRow(WorkerRow):
     @property
     def end(self) -> int:
         """Absolute length of log and chain."""
-        return len(self.log) + len(self.path)
+        return len(self.log.tokens) + len(self.path.tokens)
 
     @property
     def num_offered(self) -> int:
@@ -133,9 +136,30 @@ class DraftRow(WorkerRow):
         return self.offered_end - len(self.log)
 
     @property
-    def has_branches(self) -> bool:
+    def wants_branches(self) -> bool:
         """Whether its plan has any."""
         return self.plan.mode == "overlap" and bool(self.plan.num_draft_tokens and self.plan.num_branches)
+
+    @property
+    def has_branches(self) -> bool:
+        """Whether its plan has any, and its share too."""
+        return self.num_branches > 0
+
+    def bound_branches(self, most: int) -> None:
+        """Take the plan's branches, but no more than ``most``.
+
+        At one place half as many guesses again are of use as the first gets where nothing is known: a place in doubt
+        may need more, but no place shall take the branches of all others.
+        """
+        plan = self.plan
+        if self._bounds is not None and self._bounds[0] is plan and self._bounds[1] == most:
+            return
+        self._bounds = plan, most
+        self.num_branches = min(plan.num_branches, most) if self.wants_branches else 0
+        self.num_guesses = 0
+        if self.num_branches:
+            usual = 1 + max(j for _, j in foreseen(self.num_branches, plan.num_draft_tokens, plan.acceptance_rate))
+            self.num_guesses = min(self.num_branches, usual + (usual + 1) // 2)
 
     # What is wanted.
 
@@ -144,51 +168,33 @@ class DraftRow(WorkerRow):
         """Length the chain should have: by plan, and within the request's and the draft model's lengths."""
         num_tokens = self.plan.num_draft_tokens
         if num_tokens and self.plan.mode == "overlap":
-            num_tokens += 1 + (self.num_verified if self.has_branches else num_tokens)
-        return max(0, min(num_tokens, self.limit - len(self.log)))
+            num_tokens += 1 + (self.num_verified if self.num_branches else num_tokens)
+        return max(0, min(num_tokens, self.limit - len(self.log.tokens)))
 
-    def num_wanted_after(self, position: int, num_more: int = 0) -> int:
+    def num_wanted_after(self, position: int) -> int:
         """Draft tokens that are wanted after an outcome whose token stands at ``position``."""
-        return max(0, min(self.plan.num_draft_tokens + num_more, self.limit - position - 1))
+        return max(0, min(self.plan.num_draft_tokens, self.limit - position - 1))
 
-    def wants(self, branch: Branch) -> bool:
-        """Whether a branch is still too short to be the next draft."""
-        return len(branch.path) < self.num_wanted_after(branch.position)
+    def growing_branches(self) -> list[Branch]:
+        """The branches of which one more token is of use, in the order in which they were forked.
 
-    def can_use(self, branch: Branch) -> bool:
-        """Whether one more token of a branch is of use.
-
-        The one after its draft names in advance the outcomes that follow when all of that is kept. Where the target
-        waits for drafts, a verdict shall not find the drafter busy with it.
+        The one after a branch's draft names in advance the outcomes that follow when all of that is kept. Where the
+        target waits for drafts, a verdict shall not find the drafter busy with it.
         """
-        num_more = 0 if self.plan.draft_wait_s else 1
-        return len(branch.path) < self.num_wanted_after(branch.position, num_more)
+        most, last = self.plan.num_draft_tokens + (not self.plan.draft_wait_s), self.limit - 1
+        return [b for b in self.branches.values() if len(b.path.tokens) < min(most, last - b.position)]
 
     def likely_outcomes(self) -> list[Outcome]:
-        """The plan's fan-out over what is verified now, as far as the chain's guesses name it by now."""
+        """The fan-out over what is verified now, as far as the chain's guesses name it by now."""
         plan, count = self.plan, self.num_verified + 1
         known = self.path.likelihoods[:count]
-        places = foreseen(plan.num_branches, self.num_verified, plan.acceptance_rate, known)
+        places = foreseen(self.num_branches, self.num_verified, plan.acceptance_rate, known)
         return likely_outcomes(places, self.path.guesses[:count])
-
-    @property
-    def num_guesses(self) -> int:
-        """Most guesses that are of use at one place: half as many again as the first gets where nothing is known.
-
-        A place in doubt may need more; but no place shall take the branches of all others.
-        """
-        if not self.has_branches:
-            return 0
-        plan = self.plan
-        if self._guesses_for is not plan:
-            usual = 1 + max(j for _, j in foreseen(plan.num_branches, plan.num_draft_tokens, plan.acceptance_rate))
-            self._guesses_for, self._num_guesses = plan, min(plan.num_branches, usual + (usual + 1) // 2)
-        return self._num_guesses
 
     def chain_job(self) -> DraftJob:
         """To propose the chain's next token."""
-        tokens = self.log.tokens + self.chain
-        return DraftJob(self.seq, tokens, self.spec, self.agreed, len(self.log), num_guesses=self.num_guesses)
+        log = self.log.tokens
+        return DraftJob(self.seq, log + self.path.tokens, self.spec, self.agreed, len(log), None, self.num_guesses)
 
     def branch_job(self, branch: Branch) -> DraftJob:
         """To propose a branch's next token.
@@ -196,10 +202,12 @@ class DraftRow(WorkerRow):
         Up to the outcome its tokens are the sequence's. Nothing further is said to agree: where the backend has lost
         the branch, it begins again with a copy of the sequence.
         """
-        prefix = self.chain[: branch.position - len(self.log)]
-        tokens = [*self.log.tokens, *prefix, branch.token, *branch.path.tokens]
-        agreed = min(self.agreed, branch.position)
-        return DraftJob(branch.key, tokens, self.spec, agreed, len(self.log), self.seq, self.num_guesses)
+        log, position = self.log.tokens, branch.position
+        tokens = log + self.path.tokens[: position - len(log)]
+        tokens.append(branch.token)
+        tokens += branch.path.tokens
+        agreed = min(self.agreed, position)
+        return DraftJob(branch.key, tokens, self.spec, agreed, len(log), self.seq, self.num_guesses)
 
     # What is offered.
 
@@ -208,17 +216,22 @@ class DraftRow(WorkerRow):
         """Whether anything was drafted that has not been offered; a branch's token beyond its draft is no news."""
         if self.end > self.offered_end:
             return True
-        return any(
-            len(branch.path) > branch.num_offered < self.num_wanted_after(branch.position)
-            for branch in self.branches.values()
-        )
+        most, last = self.plan.num_draft_tokens, self.limit - 1
+        for branch in self.branches.values():
+            if len(branch.path.tokens) > branch.num_offered < min(most, last - branch.position):
+                return True
+        return False
 
     @property
     def is_complete(self) -> bool:
         """Whether chain and branches are as long as they should be, but for branches that find no room."""
-        return len(self.path) >= self.num_wanted and not any(
-            self.wants(branch) and not branch.is_waiting for branch in self.branches.values()
-        )
+        if len(self.path.tokens) < self.num_wanted:
+            return False
+        most, last = self.plan.num_draft_tokens, self.limit - 1
+        for branch in self.branches.values():
+            if len(branch.path.tokens) < min(most, last - branch.position) and not branch.is_waiting:
+                return False
+        return True
 
     def is_due(self, spacing: int) -> bool:
         """Whether to offer what there is now.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from specdec.protocol.backends import DraftBackend, DraftJob, Proposal, Status
+from specdec.protocol.branches import BRANCHES_IN_ALL, branch_share
 from specdec.protocol.draft_row import Branch, DraftRow, Path
 from specdec.protocol.leases import Times
 from specdec.protocol.marks import Extension, common_prefix_length
@@ -48,18 +49,34 @@ class DrafterMachine(WorkerMachine[DraftRow]):
     In mode ``in_turn`` the chain ends at the draft length. In mode ``overlap`` it goes one draft length and a bonus
     token beyond what the target verifies now, along the accepted path; and where the plan has branches, other likely
     outcomes of that verification get a chain each. The verdict promotes one branch, or none, and frees its siblings.
+
+    Args:
+        name: By which its peers know it.
+        backend: Does the work.
+        times: The protocol's clock.
+        gauges: Of the backend, for the report.
+        branches_in_all: Most branches of all sequences together; see :func:`specdec.protocol.branches.branch_share`.
     """
 
-    def __init__(self, name: str, backend: DraftBackend, times: Times, gauges: Gauges | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        backend: DraftBackend,
+        times: Times,
+        gauges: Gauges | None = None,
+        branches_in_all: int = BRANCHES_IN_ALL,
+    ) -> None:
         super().__init__(name, times, gauges)
         self._backend = backend
+        self._branches_in_all = branches_in_all
         self._num_waiting = 0
         self.counters = DrafterCounters()
 
     def step(self, now_s: float) -> bool:
         """One more draft token for every chain and branch that wants one. True if anything was drafted or read."""
         self._expire(now_s)
-        rows = list(self._rows)
+        rows = sorted(self._rows, key=_rank)
+        self._share_branches(rows)
         for row in rows:
             self._branch_out(row)
         tasks = self._tasks(rows)
@@ -89,14 +106,11 @@ class DrafterMachine(WorkerMachine[DraftRow]):
 
     def _tasks(self, rows: Sequence[DraftRow]) -> list[Task]:
         """A job for each chain that is too short, in order of arrival, then for each branch: they yield first."""
-        chains: list[Task] = [(row, None, row.chain_job()) for row in rows if len(row.path) < row.num_wanted]
-        branches: list[Task] = [
-            (row, branch, row.branch_job(branch))
-            for row in rows
-            for branch in row.branches.values()
-            if row.can_use(branch)
+        tasks: list[Task] = [(row, None, row.chain_job()) for row in rows if len(row.path) < row.num_wanted]
+        tasks += [
+            (row, branch, row.branch_job(branch)) for row in rows if row.branches for branch in row.growing_branches()
         ]
-        return sorted(chains, key=_rank) + sorted(branches, key=_rank)
+        return tasks
 
     def _take(self, row: DraftRow, branch: Branch | None, job: DraftJob, proposal: Proposal) -> None:
         if branch is not None:
@@ -114,15 +128,22 @@ class DrafterMachine(WorkerMachine[DraftRow]):
 
     # Branches.
 
+    def _share_branches(self, rows: Sequence[DraftRow]) -> None:
+        """Each sequence gets the same share of the branches in all; what it holds already, it keeps."""
+        most = branch_share(sum(row.wants_branches for row in rows), self._branches_in_all)
+        for row in rows:
+            row.bound_branches(most)
+
     def _branch_out(self, row: DraftRow) -> None:
         """Fork what the fan-out allows and the chain's guesses name by now."""
         if not row.has_branches:
             self._drop_branches(row)
             return
-        if row.is_complete and not row.has_news:
+        offered = min(row.plan.num_draft_tokens, row.num_offered)
+        if row.num_verified < offered and row.is_complete and not row.has_news:
             # Nothing else is left to do for this verification: the next one is of what was offered in the meantime.
-            row.num_verified = max(row.num_verified, min(row.plan.num_draft_tokens, row.num_offered))
-        missing = row.plan.num_branches - len(row.branches)
+            row.num_verified = offered
+        missing = row.num_branches - len(row.branches)
         named = len(row.log), row.num_verified, min(len(row.path), row.num_verified + 1)
         if missing <= 0 or named == row.forked_for:
             return
@@ -223,6 +244,5 @@ class DrafterMachine(WorkerMachine[DraftRow]):
             self._backend.release(row.seq)
 
 
-def _rank(task: Task) -> tuple[float, str]:
-    _, _, job = task
-    return job.spec.arrival_s, job.key
+def _rank(row: DraftRow) -> tuple[float, str]:
+    return row.spec.arrival_s, row.seq

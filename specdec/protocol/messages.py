@@ -80,6 +80,8 @@ class Notes(Compact):
 
     def __add__(self, other: Notes) -> Notes:
         """Notes of two runs of tokens, one after the other."""
+        if not self.how and self.logprobs is None:
+            return other
         logprobs = (
             None if self.logprobs is None and other.logprobs is None else (self.logprobs or ()) + (other.logprobs or ())
         )

@@ -179,9 +179,10 @@ class TargetMachine(WorkerMachine[TargetRow]):
     def _draft(self, row: TargetRow) -> Draft:
         """The longest usable draft of the kept offers, cut to what may be committed (rule 6)."""
         best, chosen, foresaw = NO_DRAFT, None, False
-        for offer in list(row.offers):
+        needs_candidates = row.spec.sampling.acceptance == "rejection"
+        for offer in tuple(row.offers):
             foresaw |= bool(offer.branches) and offer.mark.length <= row.round_start
-            rest = remaining_draft(offer, row.log, needs_candidates=row.spec.sampling.acceptance == "rejection")
+            rest = remaining_draft(offer, row.log, needs_candidates=needs_candidates)
             if not rest.tokens:
                 row.offers.remove(offer)
                 self.counters.num_stale_offers += 1
@@ -192,6 +193,8 @@ class TargetMachine(WorkerMachine[TargetRow]):
             self.counters.num_branch_hits += is_hit
             self.counters.num_branch_misses += not is_hit
         row.is_counted = True
+        if not best.tokens:
+            return best
         most = min(
             row.plan.num_draft_tokens,
             self._credit(row) - 1,

@@ -21,12 +21,8 @@ def finish_reason(log_length_after: int, token: int, spec: SequenceSpec, max_mod
         ``stop`` for an end-of-sequence or stop token with at least ``min_tokens`` output tokens before it; ``length``
         at ``max_tokens`` or ``max_model_len``; else None.
     """
-    num_output_tokens = log_length_after - spec.output_start
-    if token in spec.ending_token_ids and num_output_tokens > spec.sampling.min_tokens:
-        return "stop"
-    if num_output_tokens >= spec.max_tokens or log_length_after >= max_model_len:
-        return "length"
-    return None
+    _, finish = walk(log_length_after - 1, (token,), spec, max_model_len)
+    return finish
 
 
 def walk(tokens_before: int, run: Sequence[int], spec: SequenceSpec, max_model_len: int) -> tuple[int, Finish | None]:
@@ -41,10 +37,13 @@ def walk(tokens_before: int, run: Sequence[int], spec: SequenceSpec, max_model_l
     Returns:
         Number of the run's tokens to commit, the finishing one included, and the reason, None if it goes on.
     """
+    ending, least = spec.ending_token_ids, spec.output_start + spec.sampling.min_tokens
+    most = min(spec.output_start + spec.max_tokens, max_model_len)
     for num_committed, token in enumerate(run, start=1):
-        finish = finish_reason(tokens_before + num_committed, token, spec, max_model_len)
-        if finish is not None:
-            return num_committed, finish
+        if token in ending and tokens_before + num_committed > least:
+            return num_committed, "stop"
+        if tokens_before + num_committed >= most:
+            return num_committed, "length"
     return len(run), None
 
 

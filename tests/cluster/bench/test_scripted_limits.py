@@ -64,7 +64,12 @@ def test_by_hand() -> None:
 
 def test_streams_share_a_step() -> None:
     pair = ScriptedPair(0.8, 0.95, StepCost(30), StepCost(3), 64)
-    assert pair.outcomes(6, 16) == pytest.approx(64 * PAIR.outcomes(6, 16))
+    assert pair.outcomes(6, 4) == pytest.approx(64 * PAIR.outcomes(6, 4))
+
+
+def test_streams_share_the_branches_in_all() -> None:
+    pair = ScriptedPair(0.8, 0.95, StepCost(30), StepCost(3, row_ms=0.001), 64)
+    assert pair.outcomes(6, 16) == pair.outcomes(6, 4) > pair.outcomes(6, 3)
 
 
 def test_in_turn_at_its_best_length() -> None:

@@ -96,6 +96,19 @@ def test_a_full_cache_leaves_no_room_for_branches():
     assert service.plans["s0"].num_branches == 0
 
 
+@pytest.mark.parametrize(("num_sequences", "most"), [(4, 32), (40, 4)])
+def test_no_more_branches_than_a_sequences_share(num_sequences, most):
+    service = Service((None,) * num_sequences, kinds=frozenset({"off", "outcomes"}))
+    seen = set()
+
+    def rounds(plan):
+        seen.add(plan.num_branches)
+        return Round(plan.num_draft_tokens, int(plan.num_draft_tokens * 0.6))
+
+    service.run(rounds, 20.0)
+    assert 0 < max(seen) <= most
+
+
 def test_off_is_probed_now_and_then_and_left_when_drafts_get_good():
     service = Service((None,) * 4)
     service.run(kept(0.0), 20.0)

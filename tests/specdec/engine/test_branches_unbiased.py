@@ -88,7 +88,7 @@ class Line:
 
     def __init__(self, target: Backend, draft: Backend, acceptance: str, seeds: range) -> None:
         self.target = TargetMachine("T", target, Times(lease_s=1e6))
-        self.drafter = DrafterMachine("D", draft, Times(lease_s=1e6))
+        self.drafter = DrafterMachine("D", draft, Times(lease_s=1e6), branches_in_all=1 << 16)
         self.logs: dict[str, TokenLog] = {}
         sampling = SamplingParams(acceptance=acceptance)
         for seed in seeds:

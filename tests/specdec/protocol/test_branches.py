@@ -63,9 +63,9 @@ def machine_with(num_draft_tokens=3, num_branches=4, fit=0, max_tokens=50, accep
     return machine
 
 
-def commit(machine, committed, new):
+def commit(machine, committed, new, seq="s"):
     mark = log_of((*committed, *new)).mark()
-    machine.receive(Commit("s", INC, len(PROMPT) + len(committed), tuple(new), mark), 0.0)
+    machine.receive(Commit(seq, INC, len(PROMPT) + len(committed), tuple(new), mark), 0.0)
 
 
 def settle(machine, steps=99):
@@ -151,6 +151,26 @@ def test_branches_are_a_part_of_the_batch_and_come_last():
     branch = batch[1]
     assert branch.tokens[: branch.agreed] == batch[0].tokens[: branch.agreed]
     assert branch.agreed == len(branch.tokens) - 1
+
+
+@pytest.mark.parametrize(("num_sequences", "each"), [(1, 4), (2, 4), (3, 3), (5, 2), (11, 0)])
+def test_sequences_share_the_branches_in_all_evenly(num_sequences, each):
+    machine = DrafterMachine("D", Guessing(), Times(lease_s=5.0), branches_in_all=10)
+    spec = SequenceSpec(SamplingParams(), 0, len(PROMPT), 50, (EOS,))
+    names = [f"s{i}" for i in range(num_sequences)]
+    for seq in names:
+        machine.receive(Open(seq, INC, "R", PROMPT, spec, Plan(3, 4, acceptance_rate=0.5), 5.0), 0.0)
+    for seq in ("plain", "in turn"):  # takes no part
+        plan = Plan(3, 4 if seq == "in turn" else 0, mode="overlap" if seq == "plain" else "in_turn")
+        machine.receive(Open(seq, INC, "R", PROMPT, spec, plan, 5.0), 0.0)
+    last = {offer.seq: offer for offer in settle(machine)}
+    assert [len(last[seq].branches) for seq in names] == [each] * num_sequences
+    assert all(last[seq].chain == path((), 7) for seq in (*names, "plain"))  # ahead, with branches or without
+    for seq in names[1:]:
+        machine.receive(Close(seq, INC), 0.0)
+    commit(machine, (), path((), 1), names[0])
+    offers = [offer for offer in settle(machine) if offer.seq == names[0]]
+    assert (len(offers[-1].branches) == 4) == (each > 0)  # what was drafted without has no guesses
 
 
 def test_the_outcome_that_came_is_promoted_and_its_siblings_are_freed():
