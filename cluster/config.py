@@ -230,6 +230,12 @@ class AppArgs(StrictModel):
         description="with a fixed draft length: outcomes that the drafter prepares beside the likeliest; it holds "
         f"{BRANCHES_IN_ALL} of all sequences together, shared evenly",
     )
+    stream_interval: int = Field(
+        1,
+        ge=1,
+        le=1 << 16,
+        description="least tokens of a choice in an event of a stream, after its first: more of them cost less",
+    )
     limits: Limits = Field(default_factory=Limits, description="what is taken in at once")
     protocol: ProtocolTimes = Field(default_factory=ProtocolTimes, description="leases and repeats")
     replicas: Replicas = Field(default_factory=Replicas, description="copies of each deployment")

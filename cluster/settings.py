@@ -8,6 +8,8 @@ from collections.abc import MutableMapping
 RAY_SETTINGS = {
     # Unary calls over Serve's gRPC transport cost half of those over actor calls, and stream items a quarter.
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+    # Beyond 4 MiB, its default, an answer is lost, and so is a link: log probabilities of long prompts are larger.
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 << 20),
     "RAY_USAGE_STATS_ENABLED": "0",
     # Without this Ray hides the GPUs of actors that ask for none in one way today and in another tomorrow, and warns.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

@@ -57,6 +57,7 @@ class OpenAIIngress(IngressEndpoint):
             max_stop_strings=limits.max_stop_strings,
             max_stop_characters=limits.max_stop_characters,
             retry_after_s=limits.retry_after_s,
+            stream_interval=self._args.stream_interval,
             chat_template=None if self._args.chat_template is None else Path(self._args.chat_template).read_text(),
             trust_request_chat_template=self._args.trust_request_chat_template,
             send_request_id=False,  # Serve's proxy sends it

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
 
@@ -94,13 +95,31 @@ class StreamedAnswer(Response):
             opening = self._format.opening(index)
             if opening is not None:
                 await self._send_json(send, self._envelope.chunk(opening))
-        async for delta in generation:
-            if self._is_news(delta):
+        async with aclosing(self._gathered(generation)) as deltas:
+            async for delta in deltas:
                 count = _num_prompt_logprobs(self._job, delta)
                 await self._send(send, await self._api.write(count, partial(self._written, delta)))
         last = self._envelope.last_chunk(generation)
         if last is not None:
             await self._send_json(send, last)
+
+    async def _gathered(self, generation: Generation) -> AsyncGenerator[SampleDelta]:
+        """What is worth an event: a choice's first news, then as many tokens as events shall hold, and its end."""
+        held: dict[int, SampleDelta] = {}
+        begun: set[int] = set()
+        try:
+            async for delta in generation:
+                delta = held.pop(delta.index) + delta if delta.index in held else delta
+                is_enough = delta.finish or len(delta.token_ids) >= self._api.settings.stream_interval
+                if delta.index in begun and not is_enough:
+                    held[delta.index] = delta
+                elif self._is_news(delta):
+                    begun.add(delta.index)
+                    yield delta
+        except Exception:
+            for delta in held.values():
+                yield delta
+            raise
 
     def _is_news(self, delta: SampleDelta) -> bool:
         """Whether there is anything to send yet."""

@@ -15,6 +15,7 @@ class ApiSettings:
         max_stop_strings: Most stop strings of one request.
         max_stop_characters: Longest stop string.
         retry_after_s: What ``Retry-After`` says where the service cannot take a request now.
+        stream_interval: Least tokens of a choice in a stream's event; its first come at once, the last with its end.
         chat_template: Jinja template in place of the tokenizer's own; None keeps that.
         trust_request_chat_template: Let requests bring a ``chat_template``. A template is a program: it can keep a
             thread and memory busy without end, so only those who may do that should reach the API.
@@ -26,6 +27,7 @@ class ApiSettings:
     max_stop_strings: int = 16
     max_stop_characters: int = 1024
     retry_after_s: int = 1
+    stream_interval: int = 1
     chat_template: str | None = None
     trust_request_chat_template: bool = False
     send_request_id: bool = True

@@ -144,6 +144,13 @@ def test_other_answers(service: RunningService) -> None:
     assert json.loads(malformed.text)["error"]["message"]
 
 
+def test_an_answer_may_be_larger_than_grpc_allows_by_default(service: RunningService, model: str) -> None:
+    body = {"model": model, "prompt": "x = [1, 2, 3]\n" * 30_000, "return_token_strs": True}
+    answer = httpx.post(f"{service.url}/tokenize", json=body, timeout=60)
+    assert len(answer.content) > 4 << 20
+    assert "".join(answer.json()["token_strs"]) == body["prompt"]
+
+
 def test_counters_count_what_clients_got(service: RunningService, client: OpenAI, model: str) -> None:
     def total(name: str) -> float:
         return sum(value for key, value in service.metrics().items() if key.startswith(f"specdec_{name}_total"))
