@@ -9,52 +9,71 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from cluster.bench.one_state import OneState
 from cluster.bench.rollback_costs import WAYS, RollbackCost, RollbackCosts, RollbackWork, Way
 from specdec.models.blocks import CachedSequence
 from specdec.models.loading import LoadedModel, prepare_model
-from specdec.models.recurrent.pool import MIN_WINDOW_TOKENS, bytes_per_slot, choose_window
-from specdec.models.recurrent.slots import Window
+from specdec.models.recurrent.pool import MIN_WINDOW_TOKENS, StatePool, bytes_per_slot, choose_window, state_bytes
+from specdec.models.recurrent.slots import Route, Window
 from specdec.models.runner import ModelRunner, RowInput
 
 
 class _Batch:
-    """The rows of one way."""
+    """The rows of one way that needs no second forward."""
 
     def __init__(self, loaded: LoadedModel, way: Way, work: RollbackWork) -> None:
-        layers = loaded.recurrent_layers
-        window = choose_window(
-            layers, work.num_draft_tokens + MIN_WINDOW_TOKENS, "states" if way == "states" else "rescan"
-        )
-        if way == "second forward":
-            window = Window("rescan", MIN_WINDOW_TOKENS)
-        blocks = 2 * work.num_rows * (work.length // 16 + 2)
-        self.runner = ModelRunner(loaded, num_blocks=blocks, num_state_slots=2 * work.num_rows, window=window)
         self.way = way
-        self.bytes_per_sequence = bytes_per_slot(layers, window) * (2 if way == "second forward" else 1)
+        self.runner, self.bytes_per_sequence = self._make_runner(loaded, work)
         self.rows = [self.runner.new_sequence(None) for _ in range(work.num_rows)]
 
-    def read(self, tokens: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Logits of all tokens."""
-        for row, new in zip(self.rows, tokens, strict=True):
+    def _make_runner(self, loaded: LoadedModel, work: RollbackWork) -> tuple[ModelRunner, int]:
+        layers = loaded.recurrent_layers
+        route: Route = "states" if self.way == "states" else "rescan"
+        window = choose_window(layers, work.num_draft_tokens + MIN_WINDOW_TOKENS, route)
+        runner = ModelRunner(loaded, num_blocks=work.num_blocks, num_state_slots=work.num_rows, window=window)
+        return runner, bytes_per_slot(layers, window)
+
+    def read(
+        self, rows: Sequence[CachedSequence], tokens: Sequence[Sequence[int]], wanted: bool = True
+    ) -> torch.Tensor:
+        """Read tokens of some rows; logits of all of them, where they are wanted."""
+        for row, new in zip(rows, tokens, strict=True):
             if not self.runner.reserve(row, len(row) + len(new)):
                 raise RuntimeError("too few cache blocks for the measurement")
-        return self.runner.forward([RowInput(row, new, len(new)) for row, new in zip(self.rows, tokens, strict=True)])
+        return self.runner.forward([RowInput(r, new, len(new) * wanted) for r, new in zip(rows, tokens, strict=True)])
 
     def round(self, tokens: Sequence[Sequence[int]], num_kept: Sequence[int]) -> None:
         """Verify ``tokens`` and keep the first ``num_kept`` of each row."""
-        copies = [self.runner.fork(row) for row in self.rows] if self.way == "second forward" else []
-        self.read(tokens)
-        if copies:
-            self._put_back(copies)
-            self.read([new[:kept] for new, kept in zip(tokens, num_kept, strict=True)])
-            return
+        self.read(self.rows, tokens)
         for row, new, kept in zip(self.rows, tokens, num_kept, strict=True):
             self.runner.truncate(row, len(row) - len(new) + kept)
 
-    def _put_back(self, copies: list[CachedSequence]) -> None:
-        for row in self.rows:
-            self.runner.free(row)
-        self.rows = copies
+
+class _ReadTwice(_Batch):
+    """The rows of the way that goes back to a copy, and reads what was accepted by a second forward.
+
+    As good as it can be here: rows are scanned side by side, by the fastest scan there is; those that kept everything
+    are not read again; a second reading asks for no logits; nothing is held but the state and one copy.
+    """
+
+    def _make_runner(self, loaded: LoadedModel, work: RollbackWork) -> tuple[ModelRunner, int]:
+        layers, window = loaded.recurrent_layers, Window("replay", 1 + work.num_draft_tokens)
+        states = StatePool(layers, 2 * work.num_rows, window, OneState)
+        return ModelRunner(loaded, num_blocks=work.num_blocks, states=states), 2 * state_bytes(layers)
+
+    def round(self, tokens: Sequence[Sequence[int]], num_kept: Sequence[int]) -> None:
+        """Verify ``tokens``; go back to the copies, and read the first ``num_kept`` again."""
+        copies = [self.runner.fork(row) for row in self.rows]
+        self.read(self.rows, tokens)
+        again: list[tuple[CachedSequence, Sequence[int]]] = []
+        for index, (new, kept) in enumerate(zip(tokens, num_kept, strict=True)):
+            if kept < len(new):
+                self.rows[index], copies[index] = copies[index], self.rows[index]
+                again.append((self.rows[index], new[:kept]))
+        for copy in copies:
+            self.runner.free(copy)
+        if again:
+            self.read([row for row, _ in again], [new for _, new in again], wanted=False)
 
 
 def compare_rollback(
@@ -68,7 +87,7 @@ def compare_rollback(
         clock: Seconds.
     """
     rng = random.Random(work.seed)
-    batches = [_Batch(loaded, way, work) for way in WAYS]
+    batches = [(_ReadTwice if way == "second forward" else _Batch)(loaded, way, work) for way in WAYS]
     durations_s: dict[Way, list[float]] = {way: [] for way in WAYS}
     vocab_size, num_tokens = loaded.vocab_size, 1 + work.num_draft_tokens
 
@@ -77,7 +96,7 @@ def compare_rollback(
 
     prompts = some_tokens(work.prompt_length)
     for batch in batches:
-        batch.read(prompts)
+        batch.read(batch.rows, prompts)
     for index in range(work.num_warmup_rounds + work.num_rounds):
         tokens, num_kept = some_tokens(num_tokens), [rng.randint(1, num_tokens) for _ in range(work.num_rows)]
         for batch in batches:
@@ -88,7 +107,7 @@ def compare_rollback(
             if index >= work.num_warmup_rounds:
                 durations_s[batch.way].append(clock() - started_s)
     last = some_tokens(1)
-    logits = [batch.read(last) for batch in batches]
+    logits = [batch.read(batch.rows, last) for batch in batches]
     costs = tuple(
         _cost(batch, durations_s[batch.way], (own - logits[0]).abs().max().item())
         for batch, own in zip(batches, logits, strict=True)

@@ -7,8 +7,8 @@ from typing import Literal
 
 Way = Literal["states", "rescan", "second forward"]
 WAYS: tuple[Way, ...] = ("states", "rescan", "second forward")
-"""``second forward``: a copy of the state is taken before each verification, put back after it, and what was accepted
-is read once more by the whole model."""
+"""``second forward``: a copy of the state is taken before each verification, put back where drafts were refused, and
+what was accepted is read once more by the whole model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,11 @@ class RollbackWork:
     num_warmup_rounds: int = 2
     prompt_length: int = 64
     seed: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Cache blocks of 16 positions for all rows, and as many copies of them."""
+        return 2 * self.num_rows * (self.length // 16 + 2)
 
     @property
     def length(self) -> int:

@@ -51,6 +51,7 @@ class ModelRunner:
             the model's layers and dtype allow it.
         num_state_slots: Sequences and branches whose recurrent states can be held at once, for a model that has any.
         window: How far back recurrent states reach.
+        states: The recurrent states, in place of slots and window.
 
     Attributes:
         loaded: The model.
@@ -69,6 +70,7 @@ class ModelRunner:
         kernel: AttentionKernel | Literal["auto"] = "auto",
         num_state_slots: int = 16,
         window: Window | None = None,
+        states: StatePool | None = None,
     ) -> None:
         vocab_size = loaded.vocab_size if vocab_size is None else vocab_size
         if not 1 <= vocab_size <= loaded.vocab_size:
@@ -80,10 +82,10 @@ class ModelRunner:
         self._kernel = choose_kernel(loaded) if kernel == "auto" else kernel
         self._workspace = Workspace()
         self.states: StatePool | SnapshotPool | None = None
-        pool: StatePool | None = None
+        pool = states
         if loaded.recurrent_layers:
             window = window or choose_window(loaded.recurrent_layers, DEFAULT_WINDOW_TOKENS)
-            self.states = pool = StatePool(loaded.recurrent_layers, num_state_slots, window)
+            self.states = pool = states or StatePool(loaded.recurrent_layers, num_state_slots, window)
         self._functions = nullcontext() if pool is None else bind(loaded.model, pool)
         self._cache = PagedCache(loaded.attention_layers, num_blocks, block_size, pool)
         self._cache_argument = cache_argument(loaded.model)

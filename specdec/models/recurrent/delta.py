@@ -10,8 +10,9 @@ import inspect
 from typing import Any
 
 import torch
+from torch.nn.functional import threshold
 
-from specdec.models.recurrent.scan import Scan, Steps, Stock, Tensors, without
+from specdec.models.recurrent.scan import Out, Scan, Steps, Stock, Tensors, moved, without
 
 
 class DeltaRule(Scan):
@@ -58,28 +59,59 @@ class DeltaRule(Scan):
         )
         return outputs, state
 
-    def steps(self, inputs: Tensors, reads: Tensors, state: torch.Tensor) -> Steps:
-        """In float32, as the stock function for single tokens does it."""
+    def steps(self, inputs: Tensors, reads: Tensors, state: torch.Tensor, out: Out = None) -> Steps:
+        """In float32. Each token reads the state once, for its key and its query together, and writes it once."""
         key, value, decay, beta = inputs
-        query, dtype = reads[0], value.dtype
-        keys, queries = self._prepare(key, value), self._prepare(query, value) * query.shape[-1] ** -0.5
+        keys, queries = self._prepare(key, value), self._queries(reads[0], value)
         values, betas = value.float(), beta.float().unsqueeze(-1)
         kept = decay.float().exp()
         kept = kept.unsqueeze(-1) if decay.ndim == 4 else kept[..., None, None]
+        readers = torch.stack([keys, queries], dim=-2) * kept.transpose(-1, -2)
+        overlaps = (keys * queries).sum(dim=-1, keepdim=True)
         for t in range(key.shape[1]):
-            k = keys[:, t].unsqueeze(-1)
-            state = state * kept[:, t]
-            change = (values[:, t] - (state * k).sum(dim=-2)) * betas[:, t]
-            state = state + k * change.unsqueeze(-2)
-            yield (state * queries[:, t].unsqueeze(-1)).sum(dim=-2).to(dtype), state
+            recalled, output = torch.matmul(readers[:, t], state).unbind(dim=-2)
+            change = (values[:, t] - recalled) * betas[:, t]
+            state = moved(state, kept[:, t], keys[:, t].unsqueeze(-1), change.unsqueeze(-2), out, t)
+            yield (output + overlaps[:, t] * change).to(value.dtype), state
 
-    def advance(self, inputs: Tensors, state: torch.Tensor) -> torch.Tensor:
-        """In one chunk, by transformers' own function: few tokens gain nothing from a kernel."""
+    def few(self, inputs: Tensors, reads: Tensors, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As one chunk: the state is read once and written once, however many tokens there are.
+
+        What each token changes depends on the changes before it, a triangular system (Yang et al. 2024, section 3.3).
+        Decays per channel go through transformers' own function, which splits them so that nothing overflows.
+        """
         key, value, decay, beta = inputs
-        reference = inspect.unwrap(self._stock)
+        if decay.ndim == 4:
+            return self._few_by_channel(inputs, reads[0], state)
+        keys, queries = (x.transpose(1, 2) for x in (self._prepare(key, value), self._queries(reads[0], value)))
+        values, betas = value.float().transpose(1, 2), beta.float().transpose(1, 2).unsqueeze(-1)
+        since = decay.float().transpose(1, 2).cumsum(dim=-1)
+        # From token j to token i >= j; above the diagonal differences are positive and may overflow.
+        decays = _decay((since.unsqueeze(-1) - since.unsqueeze(-2)).tril()).tril()
+        so_far = _decay(since).unsqueeze(-1)
+        readers = torch.cat([keys, queries], dim=2)
+        recalled, outputs = torch.matmul(readers, state).chunk(2, dim=2)
+        among_keys, with_queries = torch.matmul(readers, keys.transpose(-1, -2)).chunk(2, dim=2)
+        changes = torch.linalg.solve_triangular(
+            (among_keys * decays * betas).tril(-1),
+            (values - recalled * so_far) * betas,
+            upper=False,
+            unitriangular=True,
+        )
+        outputs = outputs * so_far + torch.matmul(with_queries * decays, changes)
+        written = (keys * decays[..., -1, :].unsqueeze(-1)).flatten(0, 1).transpose(1, 2)
+        kept = (state * so_far[..., -1:, :]).flatten(0, 1)
+        state = kept.baddbmm_(written, changes.flatten(0, 1)).view(state.shape)
+        return outputs.transpose(1, 2).to(value.dtype), state
+
+    def _few_by_channel(
+        self, inputs: Tensors, query: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        key, value, decay, beta = inputs
+        scan = inspect.unwrap(self._stock)
         options = {"chunk_size": key.shape[1], "use_qk_l2norm_in_kernel": self._is_normalized}
-        _, state = reference(key, key, value, decay, beta, initial_state=state, output_final_state=True, **options)
-        return state
+        outputs, state = scan(query, key, value, decay, beta, initial_state=state, output_final_state=True, **options)
+        return outputs, state
 
     def neutral(self, inputs: Tensors, is_padding: torch.Tensor) -> Tensors:
         """No decay and no learning."""
@@ -90,6 +122,10 @@ class DeltaRule(Scan):
         """Outputs [1, N, H_v, D_v]."""
         return outputs, outputs.new_empty(0)
 
+    def _queries(self, query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        scale: float = query.shape[-1] ** -0.5
+        return self._prepare(query, value) * scale
+
     def _prepare(self, vectors: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Keys or queries as float32, normalized if the model wants that, one per value head."""
         vectors = vectors.float()
@@ -97,3 +133,8 @@ class DeltaRule(Scan):
             vectors = vectors * torch.rsqrt(vectors.square().sum(dim=-1, keepdim=True) + 1e-6)
         num_sharing = value.shape[2] // vectors.shape[2]
         return vectors if num_sharing == 1 else vectors.repeat_interleave(num_sharing, dim=2)
+
+
+def _decay(exponents: torch.Tensor) -> torch.Tensor:
+    """exp, with what is next to nothing made nothing: numbers below float32's normal ones slow a CPU a hundredfold."""
+    return threshold(exponents.exp(), 1e-25, 0.0)

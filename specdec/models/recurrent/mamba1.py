@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from specdec.models.recurrent.scan import Scan, Steps, Stock, Tensors, without
+from specdec.models.recurrent.scan import Out, Scan, Steps, Stock, Tensors, moved, without
 
 
 class Mamba1(Scan):
@@ -55,10 +55,10 @@ class Mamba1(Scan):
             state = after
         return torch.stack(outputs, dim=1), state
 
-    def steps(self, inputs: Tensors, reads: Tensors, state: torch.Tensor) -> Steps:
+    def steps(self, inputs: Tensors, reads: Tensors, state: torch.Tensor, out: Out = None) -> Steps:
         """In float32; outputs are read in the dtype of x, as the stock function does."""
         x, c = inputs[0], reads[0]
-        for t, after in enumerate(self._states(inputs, state)):
+        for t, after in enumerate(self._states(inputs, state, out)):
             output = torch.matmul(after.to(x.dtype), c[:, t].to(x.dtype).unsqueeze(-1)).squeeze(-1)
             if self._skip is not None:
                 output = output + x[:, t] * self._skip
@@ -66,11 +66,9 @@ class Mamba1(Scan):
                 output = output * functional.silu(reads[1][:, t])
             yield output, after
 
-    def advance(self, inputs: Tensors, state: torch.Tensor) -> torch.Tensor:
-        """Token by token."""
-        for after in self._states(inputs, state):
-            state = after
-        return state
+    def few(self, inputs: Tensors, reads: Tensors, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As many tokens."""
+        return self.whole(inputs, reads, state)
 
     def neutral(self, inputs: Tensors, is_padding: torch.Tensor) -> Tensors:
         """Time does not pass."""
@@ -81,10 +79,10 @@ class Mamba1(Scan):
         """Outputs [1, D, N], as this scan has them."""
         return outputs.transpose(1, 2), outputs.new_empty(0)
 
-    def _states(self, inputs: Tensors, state: torch.Tensor) -> Iterator[torch.Tensor]:
+    def _states(self, inputs: Tensors, state: torch.Tensor, out: Out) -> Iterator[torch.Tensor]:
         x, dt, b = (value.float() for value in inputs)
         written = x * dt
         for t in range(x.shape[1]):
             kept = torch.exp(self._rates * dt[:, t].unsqueeze(-1))
-            state = state * kept + written[:, t].unsqueeze(-1) * b[:, t].unsqueeze(1)
+            state = moved(state, kept, written[:, t].unsqueeze(-1), b[:, t].unsqueeze(1), out, t)
             yield state

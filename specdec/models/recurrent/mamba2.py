@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from specdec.errors import ModelLoadError
-from specdec.models.recurrent.scan import Scan, Steps, Stock, Tensors, without
+from specdec.models.recurrent.scan import Out, Scan, Steps, Stock, Tensors, moved, without
 
 
 class Mamba2(Scan):
@@ -56,7 +56,7 @@ class Mamba2(Scan):
         outputs, state = self._chunked(self._stock, inputs, reads[0], state, self._chunk_size, self._skip)
         return outputs, state
 
-    def steps(self, inputs: Tensors, reads: Tensors, state: torch.Tensor) -> Steps:
+    def steps(self, inputs: Tensors, reads: Tensors, state: torch.Tensor, out: Out = None) -> Steps:
         """In float32."""
         x, dt, b = inputs
         num_sharing = x.shape[2] // b.shape[2]
@@ -66,14 +66,14 @@ class Mamba2(Scan):
         written = x * dt.unsqueeze(-1)
         skipped = None if self._skip is None else x * self._skip.float().unsqueeze(-1)
         for t in range(x.shape[1]):
-            state = state * kept[:, t] + written[:, t].unsqueeze(-1) * b[:, t].unsqueeze(-2)
+            state = moved(state, kept[:, t], written[:, t].unsqueeze(-1), b[:, t].unsqueeze(-2), out, t)
             output = torch.matmul(state, c[:, t].unsqueeze(-1)).squeeze(-1)
             yield output if skipped is None else output + skipped[:, t], state
 
-    def advance(self, inputs: Tensors, state: torch.Tensor) -> torch.Tensor:
+    def few(self, inputs: Tensors, reads: Tensors, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """In one chunk, by transformers' own function: few tokens gain nothing from a kernel."""
-        _, state = self._chunked(inspect.unwrap(self._stock), inputs, inputs[2], state, inputs[0].shape[1], None)
-        return state
+        scan = inspect.unwrap(self._stock)
+        return self._chunked(scan, inputs, reads[0], state, inputs[0].shape[1], self._skip)
 
     def neutral(self, inputs: Tensors, is_padding: torch.Tensor) -> Tensors:
         """Time does not pass."""

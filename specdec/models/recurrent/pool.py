@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -22,6 +23,34 @@ MIN_WINDOW_TOKENS = 4
 """What the admission check takes back."""
 
 
+class ScanStates(Protocol):
+    """What is kept of one scan for every slot."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots."""
+        ...
+
+    def clear(self, slot: int) -> None:
+        """Make a slot that of an empty sequence."""
+        ...
+
+    def copy(self, source: int, destination: int) -> None:
+        """Make a slot like another."""
+        ...
+
+    def run(self, scan: Scan, step: StateStep) -> torch.Tensor:
+        """Scan every row from its own state, and keep what comes of it: outputs [1, N, ...]."""
+        ...
+
+
+def scan_states(shape: ScanShape, num_slots: int, window: Window) -> ScanStates:
+    """What a window's route keeps of a scan."""
+    if window.route == "states":
+        return EveryState(shape.state_shape, num_slots, window.num_tokens, shape.device)
+    return Rescan(shape.state_shape, shape.input_shapes, num_slots, window.num_tokens, shape.device)
+
+
 class StatePool:
     """State slots, and the tensors of all recurrent layers behind them. Used by one thread at a time.
 
@@ -31,9 +60,16 @@ class StatePool:
         layers: The model's recurrent layers.
         num_slots: Most sequences and branches at once.
         window: How far back they can go.
+        make_states: What keeps the states of a scan.
     """
 
-    def __init__(self, layers: Sequence[RecurrentLayer], num_slots: int, window: Window) -> None:
+    def __init__(
+        self,
+        layers: Sequence[RecurrentLayer],
+        num_slots: int,
+        window: Window,
+        make_states: Callable[[ScanShape, int, Window], ScanStates] = scan_states,
+    ) -> None:
         self.window = window
         self.slots = StateSlots(num_slots)
         self.prefixes = PrefixStates(num_slots // 2)
@@ -45,7 +81,9 @@ class StatePool:
             for layer in layers
             if layer.convolution is not None
         }
-        self._scans = {layer.index: [_states(shape, num_slots, window) for shape in layer.scans] for layer in layers}
+        self._scans = {
+            layer.index: [make_states(shape, num_slots, window) for shape in layer.scans] for layer in layers
+        }
 
     @property
     def num_bytes(self) -> int:
@@ -154,14 +192,8 @@ class StatePool:
         for keeper in self._keepers():
             keeper.copy(state.slot, copy.slot)
 
-    def _keepers(self) -> list[ConvWindows | EveryState | Rescan]:
+    def _keepers(self) -> list[ConvWindows | ScanStates]:
         return [*self._convolutions.values(), *(keeper for keepers in self._scans.values() for keeper in keepers)]
-
-
-def _states(shape: ScanShape, num_slots: int, window: Window) -> EveryState | Rescan:
-    if window.route == "states":
-        return EveryState(shape.state_shape, num_slots, window.num_tokens, shape.device)
-    return Rescan(shape.state_shape, shape.input_shapes, num_slots, window.num_tokens, shape.device)
 
 
 def choose_window(layers: Sequence[RecurrentLayer], num_tokens: int, route: Route | None = None) -> Window:

@@ -68,51 +68,78 @@ class Rescan:
 
     def _run_group(self, scan: Scan, step: StateStep, index: int, group: RowGroup) -> torch.Tensor:
         """Outputs [B, T, ...]."""
-        device = self._last.device
-        slots = step.memo(("slots", index, device), lambda: torch.tensor([r.slot for r in group.rows], device=device))
-        state = self._last.index_select(0, slots)
-        cut = [i for i, row in enumerate(group.rows) if row.newest != row.num_past_tokens]
-        if cut:
-            rows = [group.rows[i] for i in cut]
-            state[cut] = self._again(scan, rows, [row.num_past_tokens for row in rows])
         lead = max(0, group.num_tokens - step.window.num_tokens)
-        moved = [row for row in group.rows if row.oldest_after > row.oldest] if not lead else []
-        if moved:
-            self._first[[row.slot for row in moved]] = self._again(scan, moved, [row.oldest_after for row in moved])
-        self._keep(scan, step, index, group)
+        if not lead:
+            self._move(scan, step, index, [row for row in group.rows if row.oldest_after > row.oldest])
+        slots = self._slots(step, index, group)
+        state, again = self._begin(scan, step, index, group.rows, is_long=lead > 0)
         inputs, reads = (tuple(group.take(value) for value in values) for values in (scan.inputs, scan.reads))
-        outputs: list[torch.Tensor] = []
-        if lead:
-            some, rest = (tuple(value[:, :lead] for value in values) for values in (inputs, reads))
-            output, state = scan.whole(some, rest, state)
-            outputs.append(output)
-            self._first.index_copy_(0, slots, state.float())
-            inputs, reads = (tuple(value[:, lead:] for value in values) for values in (inputs, reads))
         if group.is_padded:
             inputs = scan.neutral(inputs, group.is_padding)
-        stepped = []
-        for output, after in scan.steps(inputs, reads, state):
-            stepped.append(output)
-            state = after
+        self._keep(scan, step, index, group)
+        num_again = again[0].shape[1]
+        if num_again:
+            inputs = tuple(torch.cat(pair, dim=1) for pair in zip(again, inputs, strict=True))
+            reads = tuple(torch.cat([_nothing(read, again[0]), read], dim=1) for read in reads)
+        if not lead:
+            outputs, state = scan.few(inputs, reads, state)
+        else:
+            some, rest = (tuple(v[:, : num_again + lead] for v in values) for values in (inputs, reads))
+            leading, state = scan.whole(some, rest, state)
+            self._first.index_copy_(0, slots, state.float())
+            some, rest = (tuple(v[:, num_again + lead :] for v in values) for values in (inputs, reads))
+            outputs, state = scan.few(some, rest, state)
+            outputs = torch.cat([leading.to(outputs.dtype), outputs], dim=1)
         self._last.index_copy_(0, slots, state.float())
-        outputs.append(torch.stack(stepped, dim=1))
-        return outputs[0] if len(outputs) == 1 else torch.cat([value.to(outputs[-1].dtype) for value in outputs], dim=1)
+        return outputs[:, num_again:]
 
-    def _again(self, scan: Scan, rows: list[StateRow], lengths: list[int]) -> torch.Tensor:
-        """States of rows at lengths within their windows, [B, ...], from their kept inputs."""
-        state = self._first[[row.slot for row in rows]]
-        counts = [length - row.oldest for row, length in zip(rows, lengths, strict=True)]
-        most = max(counts)
-        if not most:
-            return state
-        device = state.device
-        entries = [row.slot * self._size + (row.oldest + i) % self._size for row in rows for i in range(most)]
-        indices = torch.tensor(entries, device=device)
+    def _slots(self, step: StateStep, index: int, group: RowGroup) -> torch.Tensor:
+        device = self._last.device
+        return step.memo(("slots", index, device), lambda: torch.tensor([r.slot for r in group.rows], device=device))
+
+    def _begin(
+        self, scan: Scan, step: StateStep, index: int, rows: Sequence[StateRow], is_long: bool
+    ) -> tuple[torch.Tensor, Tensors]:
+        """Each row's state to begin with, and the kept inputs to scan from there before the new ones, [B, any, ...].
+
+        Those are neutral for rows that were not cut back.
+        """
+        cut = [row for row in rows if row.newest != row.num_past_tokens]
+        state = (self._first if len(cut) == len(rows) else self._last)[[row.slot for row in rows]]
+        if 0 < len(cut) < len(rows):
+            state[[i for i, row in enumerate(rows) if row in cut]] = self._first[[row.slot for row in cut]]
+        spans = [
+            (row.slot, row.oldest if is_long else row.oldest_after, row.num_past_tokens)
+            if row in cut
+            else (row.slot, 0, 0)
+            for row in rows
+        ]
+        return state, self._kept(scan, step, ("again", index), spans)
+
+    def _move(self, scan: Scan, step: StateStep, index: int, rows: Sequence[StateRow]) -> None:
+        """Bring the states at the windows' beginnings to where the windows begin now."""
+        if not rows:
+            return
+        slots = [row.slot for row in rows]
+        inputs = self._kept(scan, step, ("moved", index), [(row.slot, row.oldest, row.oldest_after) for row in rows])
+        reads = tuple(_nothing(read, inputs[0]) for read in scan.reads)
+        self._first[slots] = scan.few(inputs, reads, self._first[slots])[1].float()
+
+    def _kept(self, scan: Scan, step: StateStep, kind: tuple[str, int], spans: list[tuple[int, int, int]]) -> Tensors:
+        """Kept inputs of spans (slot, first position, end), filled up with neutral ones to the longest: [B, T, ...]."""
+        device = self._last.device
+        indices, is_beyond = step.memo((*kind, self._size, device), lambda: self._entries(spans, device))
         inputs: Tensors = tuple(
-            pool.flatten(0, 1).index_select(0, indices).view(len(rows), most, *pool.shape[2:]) for pool in self._inputs
+            pool.flatten(0, 1).index_select(0, indices).view(*is_beyond.shape, *pool.shape[2:]) for pool in self._inputs
         )
-        is_beyond = torch.arange(most, device=device) >= torch.tensor(counts, device=device)[:, None]
-        return scan.advance(scan.neutral(inputs, is_beyond), state).float()
+        return scan.neutral(inputs, is_beyond)
+
+    def _entries(self, spans: list[tuple[int, int, int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        most = max(end - first for _, first, end in spans)
+        places = [slot * self._size + (first + i) % self._size for slot, first, _ in spans for i in range(most)]
+        lengths = torch.tensor([end - first for _, first, end in spans], device=device)
+        is_beyond = torch.arange(most, device=device) >= lengths[:, None]
+        return torch.tensor(places, dtype=torch.long, device=device), is_beyond
 
     def _keep(self, scan: Scan, step: StateStep, index: int, group: RowGroup) -> None:
         """Keep the inputs of each row's last tokens, position p at entry p mod twice the window."""
@@ -129,3 +156,8 @@ class Rescan:
                 sources.append(row.start + offset)
                 places.append(row.slot * self._size + (row.num_past_tokens + offset) % self._size)
         return torch.tensor(sources, device=device), torch.tensor(places, device=device)
+
+
+def _nothing(read: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+    """Zeros for what outputs nobody wants depend on, for as many rows and tokens as ``inputs`` have."""
+    return read.new_zeros((*inputs.shape[:2], *read.shape[2:]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 Tensors = tuple[torch.Tensor, ...]
 Steps = Iterator[tuple[torch.Tensor, torch.Tensor]]
 """Token by token: its output [B, ...], and the state after it."""
+Out = Sequence[torch.Tensor] | None
 Stock = Callable[..., Any]
 """A scan function of a modelling module: a kernel's, where one is installed, or transformers' own."""
 
@@ -39,12 +40,15 @@ class Scan(ABC):
         """Outputs [B, T, ...] and the state after the last token; meant for many tokens."""
 
     @abstractmethod
-    def steps(self, inputs: Tensors, reads: Tensors, state: torch.Tensor) -> Steps:
-        """Token by token: its output [B, ...], and the state after it (a tensor of its own)."""
+    def steps(self, inputs: Tensors, reads: Tensors, state: torch.Tensor, out: Out = None) -> Steps:
+        """Token by token: its output [B, ...], and the state after it.
+
+        Each state is a tensor of its own, or that of ``out`` whose turn it is, which overlaps no other.
+        """
 
     @abstractmethod
-    def advance(self, inputs: Tensors, state: torch.Tensor) -> torch.Tensor:
-        """The state after the last token alone."""
+    def few(self, inputs: Tensors, reads: Tensors, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As :meth:`whole`, meant for a window's tokens: at least one."""
 
     @abstractmethod
     def neutral(self, inputs: Tensors, is_padding: torch.Tensor) -> Tensors:
@@ -56,6 +60,14 @@ class Scan(ABC):
 
         The second is what the layer hands to the cache as its state, which has it already: a placeholder.
         """
+
+
+def moved(
+    state: torch.Tensor, kept: torch.Tensor, left: torch.Tensor, right: torch.Tensor, out: Out, index: int
+) -> torch.Tensor:
+    """The state after a token, state * kept + left * right, in place of ``out[index]`` where that is given."""
+    scaled = state * kept if out is None else torch.mul(state, kept, out=out[index])
+    return scaled.addcmul_(left, right)
 
 
 def spread(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

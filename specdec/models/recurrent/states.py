@@ -8,6 +8,9 @@ from specdec.models.recurrent.scan import Scan
 from specdec.models.recurrent.step import RowGroup, StateStep
 from specdec.models.zeros import zeros
 
+MIN_IN_PLACE_BYTES = 1 << 18
+"""States of at least this size are computed row by row on a CPU: what moves them then is memory, not calls."""
+
 
 class EveryState:
     """States of one scan: that after position p of a sequence at entry p mod (window + 1) of its slot.
@@ -40,7 +43,10 @@ class EveryState:
 
     def run(self, scan: Scan, step: StateStep) -> torch.Tensor:
         """Scan every row from its own state, and keep the states of its last tokens: outputs [1, N, ...]."""
-        groups = step.groups(scan.inputs[0].device)
+        device = scan.inputs[0].device
+        if device.type == "cpu" and self._pool[0, 0].nbytes >= MIN_IN_PLACE_BYTES:
+            return self._run_in_place(scan, step)
+        groups = step.groups(device)
         results = [self._run_group(scan, step, index, group) for index, group in enumerate(groups)]
         if len(groups) == 1 and not groups[0].is_padded:
             return results[0].flatten(0, 1).unsqueeze(0)
@@ -48,6 +54,26 @@ class EveryState:
         for group, result in zip(groups, results, strict=True):
             group.put(result, outputs)
         return outputs
+
+    def _run_in_place(self, scan: Scan, step: StateStep) -> torch.Tensor:
+        """One row after another: states are computed where they are kept, from where they are kept."""
+        outputs: list[torch.Tensor] = []
+        for row in step.rows:
+            span = slice(row.start, row.start + row.num_new_tokens)
+            inputs, reads = (tuple(value[:, span] for value in values) for values in (scan.inputs, scan.reads))
+            ring = [
+                self._pool[row.slot, (row.num_past_tokens + t) % self._size].unsqueeze(0) for t in range(self._size)
+            ]
+            state, lead = ring[0], max(0, row.num_new_tokens - (self._size - 1))
+            if lead:
+                some, rest = (tuple(value[:, :lead] for value in values) for values in (inputs, reads))
+                output, state = scan.whole(some, rest, state)
+                outputs.append(output)
+                ring[lead % self._size].copy_(state)
+                inputs, reads = (tuple(value[:, lead:] for value in values) for values in (inputs, reads))
+            places = [ring[t % self._size] for t in range(lead + 1, row.num_new_tokens + 1)]
+            outputs += [output.unsqueeze(1) for output, _ in scan.steps(inputs, reads, state, places)]
+        return torch.cat([output.to(outputs[-1].dtype) for output in outputs], dim=1)
 
     def _run_group(self, scan: Scan, step: StateStep, index: int, group: RowGroup) -> torch.Tensor:
         """Outputs [B, T, ...]."""

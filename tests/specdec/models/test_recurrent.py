@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import specdec.models.recurrent.states as states_module
 import specdec.models.runner as runner_module
 from specdec.models.loading import prepare_model
 from specdec.models.plan import RowSpan
@@ -48,6 +49,16 @@ def test_kept_inputs_scanned_again_give_the_same_states(
     difference = play(family, "rescan", verify_rounds)
     record_property("max_difference", difference)
     assert difference <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear", "bamba", "jamba"])
+def test_large_states_are_computed_where_they_are_kept(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rounds(game: Rounds) -> None:
+        verify_rounds(game)
+        game.draft(5)
+
+    monkeypatch.setattr(states_module, "MIN_IN_PLACE_BYTES", 0)
+    assert play(family, "states", rounds) <= TOLERANCE
 
 
 def draft_rounds(game: Rounds) -> None:

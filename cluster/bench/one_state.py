@@ -1,0 +1,59 @@
+"""A recurrent state that cannot be rolled back, only copied: what other ways to roll back are compared with."""
+
+from __future__ import annotations
+
+import torch
+
+from specdec.models.recurrent.binding import ScanShape
+from specdec.models.recurrent.scan import Scan
+from specdec.models.recurrent.slots import Window
+from specdec.models.recurrent.step import RowGroup, StateStep
+from specdec.models.zeros import zeros
+
+
+class OneState:
+    """One state of one scan per slot, after all that its sequence has read.
+
+    Args:
+        shape: Of the scan.
+        num_slots: Slots.
+        window: Ignored.
+    """
+
+    def __init__(self, shape: ScanShape, num_slots: int, window: Window) -> None:
+        self._pool = zeros((num_slots, *shape.state_shape), torch.float32, shape.device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self._pool.nbytes
+
+    def clear(self, slot: int) -> None:
+        """Make a slot that of an empty sequence."""
+        self._pool[slot] = 0
+
+    def copy(self, source: int, destination: int) -> None:
+        """Make a slot like another."""
+        self._pool[destination] = self._pool[source]
+
+    def run(self, scan: Scan, step: StateStep) -> torch.Tensor:
+        """Scan rows side by side, those longer than the window alone: outputs [1, N, ...]."""
+        groups = step.groups(scan.inputs[0].device)
+        results = [self._run_group(scan, step, index, group) for index, group in enumerate(groups)]
+        if len(groups) == 1 and not groups[0].is_padded:
+            return results[0].flatten(0, 1).unsqueeze(0)
+        outputs = results[0].new_empty((1, step.num_tokens, *results[0].shape[2:]))
+        for group, result in zip(groups, results, strict=True):
+            group.put(result, outputs)
+        return outputs
+
+    def _run_group(self, scan: Scan, step: StateStep, index: int, group: RowGroup) -> torch.Tensor:
+        device = self._pool.device
+        slots = step.memo(("slots", index, device), lambda: torch.tensor([r.slot for r in group.rows], device=device))
+        inputs, reads = (tuple(group.take(value) for value in values) for values in (scan.inputs, scan.reads))
+        if group.is_padded:
+            inputs = scan.neutral(inputs, group.is_padding)
+        run = scan.few if group.num_tokens <= step.window.num_tokens else scan.whole
+        outputs, state = run(inputs, reads, self._pool.index_select(0, slots))
+        self._pool.index_copy_(0, slots, state.float())
+        return outputs
