@@ -14,6 +14,9 @@ WITH_SERVICES = (
 )
 """What starts Ray: one at a time, however many processes the tests run in."""
 
+SLOW = ("tests/specdec/protocol/", "tests/specdec/engine/", "tests/specdec/control/")
+"""What takes minutes in few files; begun early, lest one process goes on with it when all others are done."""
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """One torch thread in tests, and in what they start, unless the environment says otherwise."""
@@ -22,7 +25,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of one file run in one process (``--dist loadgroup``), all those that start Ray in one and the same."""
-    for item in items:
-        path = item.path.relative_to(config.rootpath).as_posix()
+    """Tests of one file run in one process (``--dist loadgroup``), all those that start Ray in one and the same.
+
+    The longest come first, which ``--no-loadscope-reorder`` leaves so.
+    """
+    paths = {item: item.path.relative_to(config.rootpath).as_posix() for item in items}
+    for item, path in paths.items():
         item.add_marker(pytest.mark.xdist_group("services" if path.startswith(WITH_SERVICES) else path))
+    items.sort(key=lambda item: (not paths[item].startswith(WITH_SERVICES), not paths[item].startswith(SLOW)))
