@@ -16,7 +16,10 @@ from cluster.bench.measures import Arrival, DeviceUse, Run, Stream
 
 ROLES = {"target": "target", "drafter": "draft", "draft": "draft"}
 """Devices by the ``role`` of their workers' samples."""
-_FIGURES = ("busy_s", "gap_s", "num_gaps", "num_steps", "report_s", "num_emulated_steps", "num_overruns", "is_scripted")
+_FIGURES = (
+    *("busy_s", "gap_s", "num_gaps", "num_steps", "report_s"),
+    *("num_emulated_steps", "num_overruns", "is_scripted", "num_branch_hits", "num_branch_misses"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +146,8 @@ def devices_between(before: Figures, after: Figures, duration_s: float) -> dict[
             round(since["num_overruns"]),
             gap_s=since["gap_s"] if "gap_s" in last else None,
             num_gaps=round(since["num_gaps"]),
+            num_hits=round(since["num_branch_hits"]),
+            num_misses=round(since["num_branch_misses"]),
         )
     return uses
 

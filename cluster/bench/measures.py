@@ -60,6 +60,8 @@ class DeviceUse:
         decode_step_s: Mean time of the steps that read no prompt; None where they are not known one by one.
         gap_s: Time between steps of which the later goes on with a sequence of the earlier, in sum; None if unknown.
         num_gaps: How many.
+        num_hits: Of a target, rounds whose outcome was among the branches that it had been offered by then.
+        num_misses: Those whose outcome was not.
     """
 
     wall_s: float
@@ -70,6 +72,8 @@ class DeviceUse:
     decode_step_s: float | None = None
     gap_s: float | None = None
     num_gaps: int = 0
+    num_hits: int = 0
+    num_misses: int = 0
 
     @property
     def idle_share(self) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 
 from cluster.bench.rollback_costs import RollbackCosts
 from cluster.bench.steps import StepTime, verify_cost
-from cluster.bench.summary import Row
+from cluster.bench.summary import Limit, Row
 
 HEAD = (
     "prompts",
@@ -30,6 +30,7 @@ HEAD = (
     "outside ms a round",
     "decoding tokens/s",
     "its limit",
+    "of alpha, h, K",
     "share of it",
     "same text",
     "load",
@@ -40,7 +41,8 @@ EXPLANATIONS = (
     "Outside is the time outside all forward passes, per target step; over HTTP, between the target's steps while "
     "sequences go on, and in turn with one stream less the drafting.",
     "Decoding tokens/s are those of each stream from its first tokens on, summed. The limit is computed from the "
-    "measured step times, acceptance and share of rounds with a draft, as if the system added nothing.",
+    "measured step times, acceptance alpha and share h of rounds with a draft, as if the system added nothing; over "
+    "outcomes with K draft tokens h is the share of outcomes that were among the branches, and drafts are whole.",
 )
 
 
@@ -134,10 +136,17 @@ def _cells(row: Row) -> list[str]:
         _number(row.outside_s_per_round, 1e3, ".2f"),
         f"{row.decode_tokens_per_s:.1f}",
         _number(row.limit.tokens_per_s if row.limit is not None else None, 1, ".1f"),
+        _basis(row.limit),
         _number(row.share_of_limit, 100, ".0f", "%"),
         "yes" if row.has_equal_texts else "no",
         f"{row.load:.1f}",
     ]
+
+
+def _basis(limit: Limit | None) -> str:
+    if limit is None or limit.alpha is None:
+        return "-"
+    return f"{limit.alpha:.2f}, {_number(limit.hit_rate, 1, '.2f')}, {limit.num_draft_tokens}"
 
 
 def scripted_table(rows: Sequence[Row]) -> list[str]:

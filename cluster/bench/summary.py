@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from cluster.bench.compare import Comparison, Mode
-from cluster.bench.limits import MissPolicy, alpha_of_length, in_turn, over_outcomes
+from cluster.bench.limits import alpha_of_length, in_turn, over_outcomes
 from cluster.bench.measures import (
     DeviceUse,
     Run,
@@ -35,7 +35,9 @@ class Limit:
         draft_cost: c, a draft step over a plain target step; None for the target alone.
         verify_cost: v(K), a target step over 1 + K tokens over a plain one.
         alpha: Acceptance per draft token, from the mean acceptance length.
-        hit_rate: Share of rounds with a draft, as measured: lost messages and late drafts lower it, and so the limit.
+        hit_rate: Over outcomes, share of the rounds with branches whose outcome was among these, drafts that came late
+            left out; elsewhere that of the rounds with a draft, which lost and late ones lower, and so the limit.
+        num_draft_tokens: Over outcomes the best length up to the one asked for, else the mean one.
     """
 
     tokens_per_s: float
@@ -44,6 +46,7 @@ class Limit:
     verify_cost: float = 1.0
     alpha: float | None = None
     hit_rate: float | None = None
+    num_draft_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +189,24 @@ def limit_of(mode: Mode, runs: Sequence[Run], plain_step_s: float | None) -> Lim
     num_draft_tokens = max(1, round(sum(stream.num_draft_tokens for stream in streams) / num_drafts))
     alpha = alpha_of_length(min(length, num_draft_tokens + 1), num_draft_tokens)
     c, v = steps["draft"] / plain_step_s, max(1.0, steps["target"] / plain_step_s)
+    foreseen = _branch_hit_rate(runs)
+    policy = PLAIN_POLICY
     if mode.service_mode == "in_turn":
         time, policy = in_turn(alpha, c, num_draft_tokens, verify_cost=v), IN_TURN_POLICY
+    elif foreseen is not None and mode.num_speculative_tokens is not None:
+        hits = foreseen
+        lengths = range(1, mode.num_speculative_tokens + 1)
+        time, num_draft_tokens = min((over_outcomes(alpha, c, k, hits, verify_cost=v), k) for k in lengths)
     else:
-        time = over_outcomes(alpha, c, num_draft_tokens, hits, verify_cost=v, miss=MissPolicy())
-        policy = PLAIN_POLICY
-    return Limit(num_streams / (plain_step_s * time), policy, c, v, alpha, hits)
+        time = over_outcomes(alpha, c, num_draft_tokens, hits, verify_cost=v)
+    return Limit(num_streams / (plain_step_s * time), policy, c, v, alpha, hits, num_draft_tokens)
+
+
+def _branch_hit_rate(runs: Sequence[Run]) -> float | None:
+    """Share of rounds with branches whose outcome was among them; None where there were no branches."""
+    targets = [run.devices["target"] for run in runs if "target" in run.devices]
+    hits, misses = sum(use.num_hits for use in targets), sum(use.num_misses for use in targets)
+    return hits / (hits + misses) if hits + misses else None
 
 
 def _by_device(runs: Iterable[Run]) -> dict[str, list[DeviceUse]]:

@@ -109,3 +109,20 @@ def test_a_service_whose_devices_tell_their_counters() -> None:
     assert rows[2].limit is not None
     assert rows[2].limit.hit_rate == 1
     assert rows[2].limit.tokens_per_s == pytest.approx(2.25 / 0.036)
+
+
+def test_over_outcomes_the_limit_takes_drafts_as_whole_and_in_time() -> None:
+    """Late drafts were shorter than asked for, and missing in half of the rounds; the branches were right in 3 of 4."""
+    plain = Stream("a" * 10, tuple(Arrival(0.03 * i, 1) for i in range(1, 11)))
+    drafted = Stream("a" * 10, tuple(Arrival(0.06 * i, 2) for i in range(1, 6)), 4, 4, 2)
+    alone = Run((plain,), 0.3, devices={"target": DeviceUse(0.3, 0.3, 10)})
+    devices = {"target": DeviceUse(0.3, 0.24, 8, num_hits=6, num_misses=2), "draft": DeviceUse(0.3, 0.04, 8)}
+    run = Run((drafted,), 0.3, devices=devices)
+    modes = (Mode(ALONE, 0), Mode("outcomes", 12, "outcomes"))
+    _, row = summarize(Comparison(Work("code", 1, 10, 0.0), modes, ((alone,), (run,))))
+    assert row.limit is not None
+    assert (row.limit.hit_rate, row.limit.alpha) == (0.75, pytest.approx(0.5))
+    # Six steps of 5 ms fit into one of 30 ms; a seventh token would come half as often as it costs.
+    assert row.limit.num_draft_tokens == 6
+    tokens_per_round = 0.75 * (2 - 0.5**6) + 0.25
+    assert row.limit.tokens_per_s == pytest.approx(tokens_per_round / 0.03)
