@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from typing import Literal, NamedTuple, cast, get_args
 
 from cluster.bench.load import Workload
 from cluster.bench.measures import Run
@@ -57,6 +58,18 @@ class Work:
         return Workload(prompts, self.max_tokens, self.temperature, mode.num_speculative_tokens, first_seed)
 
 
+class Pooled(NamedTuple):
+    """A ratio of throughputs over all rounds, and its 95% interval."""
+
+    ratio: float
+    low: float
+    high: float
+
+
+_RESAMPLES = 4000
+_CONFIDENCE = 0.95
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """The runs of every mode on one piece of work, round by round; the others are held against the first mode."""
@@ -71,10 +84,35 @@ class Comparison:
         ratios = sorted(run.tokens_per_s / base.tokens_per_s for run, base in pairs)
         return ratios[0], statistics.median(ratios), ratios[-1]
 
+    def best_fixed(self) -> int | None:
+        """The mode with a draft length of its own, or none, that gave the most tokens per second over all rounds."""
+        fixed = [i for i, mode in enumerate(self.modes) if mode.num_speculative_tokens is not None]
+        return max(fixed, key=lambda i: _pooled_rate(self.runs[i]), default=None)
+
+    def pooled(self, mode: int, base: int) -> Pooled:
+        """Throughput of a mode over that of another, all rounds together, with a bootstrap interval over the rounds.
+
+        Efron and Tibshirani 1993, "An Introduction to the Bootstrap", section 13.3: the percentile interval.
+        """
+        pairs = list(zip(self.runs[mode], self.runs[base], strict=True))
+        rng = random.Random(0)
+        drawn = sorted(_pooled_ratio(rng.choices(pairs, k=len(pairs))) for _ in range(_RESAMPLES))
+        tail = round(_RESAMPLES * (1 - _CONFIDENCE) / 2)
+        return Pooled(_pooled_ratio(pairs), drawn[tail], drawn[-1 - tail])
+
     @property
     def has_equal_texts(self) -> bool:
         """Whether in every round every mode gave the same texts."""
         return all(len({run.texts for run in runs}) == 1 for runs in zip(*self.runs, strict=True))
+
+
+def _pooled_rate(runs: Sequence[Run]) -> float:
+    return sum(run.num_tokens for run in runs) / sum(run.duration_s for run in runs)
+
+
+def _pooled_ratio(pairs: Sequence[tuple[Run, Run]]) -> float:
+    mine, others = zip(*pairs, strict=True)
+    return _pooled_rate(mine) / _pooled_rate(others)
 
 
 def parse_modes(names: Sequence[str], draft_lengths: Sequence[int]) -> tuple[Mode, ...]:

@@ -84,7 +84,7 @@ class Report:
         lines += [f"{role}: {shape}." for role, shape in environment.models.items()]
         remarks = self.remarks()
         lines += [f"{environment.work}.", "", *remarks, *([""] if remarks else []), *table(self.rows)]
-        lines += [*scripted_table(self.rows)]
+        lines += [*pooled_table(self.rows), *scripted_table(self.rows)]
         policies = sorted({row.limit.policy for row in self.rows if row.limit is not None})
         lines += ["", *EXPLANATIONS, *([f"Limits assume: {'; '.join(policies)}."] if policies else [])]
         lines += ["", *step_table(self.steps)] if self.steps else []
@@ -147,6 +147,19 @@ def _basis(limit: Limit | None) -> str:
     if limit is None or limit.alpha is None:
         return "-"
     return f"{limit.alpha:.2f}, {_number(limit.hit_rate, 1, '.2f')}, {limit.num_draft_tokens}"
+
+
+def pooled_table(rows: Sequence[Row]) -> list[str]:
+    """Lines of a Markdown table of what the controller gave over all rounds; nothing where it was not compared."""
+    chosen = [(row, row.over_first, row.over_best_fixed) for row in rows if row.over_best_fixed is not None]
+    if not chosen:
+        return []
+    head = "prompts | T | streams | mode | over the first mode (95% interval) | over the best fixed one (95% interval)"
+    lines = ["", f"| {head} |", "|---" * 6 + "|"]
+    for row, *pooled in chosen:
+        cells = (f"{p.ratio:.3f} ({p.low:.3f} to {p.high:.3f})" for p in pooled if p is not None)
+        lines.append(f"| {row.prompts} | {row.temperature:g} | {row.num_streams} | {row.mode} | {' | '.join(cells)} |")
+    return lines
 
 
 def scripted_table(rows: Sequence[Row]) -> list[str]:

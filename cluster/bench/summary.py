@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from cluster.bench.compare import Comparison, Mode
+from cluster.bench.compare import Comparison, Mode, Pooled
 from cluster.bench.limits import alpha_of_length, in_turn, over_outcomes
 from cluster.bench.measures import (
     DeviceUse,
@@ -55,6 +55,8 @@ class Row:
 
     Attributes:
         ratio: Throughput over that of the first mode, within rounds: least, median, most.
+        over_first: The same over all rounds together, with its 95% interval.
+        over_best_fixed: For ``auto``, over the best mode with a fixed draft length, or none, in the same way.
         decode_tokens_per_s: From each stream's first tokens on; what the limit is held against.
         first_s: Time to the first token.
         gap_mean_s: Mean inter-token latency, over all tokens of all streams and rounds.
@@ -95,6 +97,8 @@ class Row:
     num_overruns: int
     scripted_limit: ScriptedLimit | None = None
     tokens_per_round: float | None = None
+    over_first: Pooled | None = None
+    over_best_fixed: Pooled | None = None
 
     @property
     def share_of_limit(self) -> float | None:
@@ -167,7 +171,15 @@ def _row(comparison: Comparison, index: int, plain_step_s: float | None) -> Row:
         num_emulated_steps=sum(use.num_emulated_steps for use in uses),
         num_overruns=sum(use.num_overruns for use in uses),
         tokens_per_round=tokens_per_round(streams),
+        over_first=comparison.pooled(index, 0),
+        over_best_fixed=_over_best_fixed(comparison, index),
     )
+
+
+def _over_best_fixed(comparison: Comparison, index: int) -> Pooled | None:
+    best = comparison.best_fixed()
+    is_auto = comparison.modes[index].num_speculative_tokens is None
+    return comparison.pooled(index, best) if is_auto and best is not None else None
 
 
 def limit_of(mode: Mode, runs: Sequence[Run], plain_step_s: float | None) -> Limit | None:

@@ -1,0 +1,45 @@
+"""Ratios over all rounds, and how sure they are."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.bench.compare import ALONE, Comparison, Mode, Work
+from cluster.bench.measures import Arrival, Run, Stream
+from cluster.bench.report import pooled_table
+from cluster.bench.summary import summarize
+
+WORK = Work("code", 1, 10, 0.0)
+MODES = (Mode(ALONE, 0), Mode("in turn, 4 draft tokens", 4, "in_turn"), Mode("auto", None, "auto"))
+
+
+def run(duration_s: float) -> Run:
+    return Run((Stream("a" * 10, tuple(Arrival(duration_s * i / 10, 1) for i in range(1, 11))),), duration_s)
+
+
+def comparison(*durations_s: list[float]) -> Comparison:
+    return Comparison(WORK, MODES, tuple(tuple(map(run, each)) for each in durations_s))
+
+
+def test_tokens_of_all_rounds_over_the_time_of_all() -> None:
+    compared = comparison([2.0, 2.0], [1.0, 3.0], [1.0, 1.0])
+    assert compared.pooled(1, 0).ratio == pytest.approx(1.0)
+    assert compared.pooled(2, 0) == pytest.approx((2.0, 2.0, 2.0))
+
+
+def test_the_interval_holds_the_spread_of_the_rounds() -> None:
+    even, uneven = [1.0] * 12, [0.8, 1.2] * 6
+    ratio, low, high = comparison(even, even, uneven).pooled(2, 0)
+    # Twelve draws of 1 +- 0.2: a standard error of 0.2 / sqrt(12), twice to either side.
+    assert ratio == pytest.approx(1.0)
+    assert (low, high) == pytest.approx((1 / 1.113, 1 / 0.887), abs=0.02)
+
+
+def test_auto_is_held_against_the_best_fixed_mode() -> None:
+    rows = summarize(comparison([2.0] * 3, [1.0] * 3, [1.25] * 3))
+    assert [row.over_best_fixed for row in rows[:2]] == [None, None]
+    assert rows[2].over_best_fixed == pytest.approx((0.8, 0.8, 0.8))
+    assert pooled_table(rows)[-1].startswith(
+        "| code | 0 | 1 | auto | 1.600 (1.600 to 1.600) | 0.800 (0.800 to 0.800) |"
+    )
+    assert pooled_table(rows[:2]) == []
