@@ -16,6 +16,7 @@ import numpy as np
 from specdec.control.controller import Controller
 from specdec.control.estimates import Round
 from specdec.engine.timing import StepTimer
+from specdec.protocol.branches import branch_share
 from specdec.protocol.messages import Plan
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from tests.specdec.control.pairs import MEAN_NOISE, ONE_WAY_S, Pairs, Scenario, Script
@@ -69,7 +70,7 @@ def fixed_plans(scenario: Scenario) -> list[Plan]:
     plans += [Plan(n, acceptance_rate=a, mode="in_turn", draft_wait_s=1.0) for n in lengths]
     plans += [Plan(n, acceptance_rate=a) for n in lengths]
     for n in lengths:
-        for branches in (2, 4, 8, 16, 32):
+        for branches in [b for b in (2, 4, 8, 16, 32) if b <= branch_share(scenario.batch)]:
             draft_s = scenario.draft_s(scenario.batch * (1 + branches))
             step_s = scenario.target_s(scenario.batch * (1 + n))
             fit = int((0.95 * step_s - 2 * ONE_WAY_S) / draft_s)

@@ -25,6 +25,10 @@ def check(results, least_over_best, least_over_alone):
         (Scenario(1, 0.8, 0.3, 0.9, is_compute_bound=False), Plan(2, 16, 2), 400),
         (Scenario(1, 0.8, 0.3, 0.9, is_compute_bound=False), Plan(4, 16, 4, draft_wait_s=0.076), 400),
         (Scenario(1, 0.5, 0.3, 0.5, is_compute_bound=True), Plan(2, 16, 2, 0.5), 400),
+        (Scenario(4, 0.95, 0.3, 0.5, is_compute_bound=False), Plan(4, 8, 4, 0.95, draft_wait_s=0.046), 100),
+        (Scenario(8, 0.8, 0.3, 0.5, is_compute_bound=False), Plan(2, 4, 2), 100),
+        (Scenario(16, 0.8, 0.05, 0.9, is_compute_bound=False), Plan(4, 16, 4), 60),
+        (Scenario(64, 0.8, 0.05, 0.9, is_compute_bound=False), Plan(3, 16, 3), 30),
     ],
 )
 def test_the_simulated_pair_is_as_fast_as_the_machines(scenario, plan, num_steps):
