@@ -243,8 +243,16 @@ class Group:
         arm = max(worth, key=worth.__getitem__)
         if arm == chosen or worth[arm] <= scored[chosen]:
             return None
-        price = self.settings.trial_steps * self._price(arm, scored)
+        price = self._trial_steps(arm) * self._price(arm, scored)
         return arm if price <= self._allowance.credit else None
+
+    def _trial_steps(self, arm: Arm) -> float:
+        """Steps without drafts in the time that a trial takes: its rounds, and what goes by until they count."""
+        assert self.conditions is not None
+        round_s = pace(arm, self.conditions, self.acceptance_rate).round_s
+        unseen_s = 0.0 if self.conditions.has_seen(arm) else self.settings.unseen_s / 2
+        num_rounds = self.settings.trial_steps + self.settings.settle_rounds
+        return (num_rounds * round_s + unseen_s) / self.conditions.target_s(0)
 
     def _price(self, arm: Arm, scored: Mapping[Arm, float]) -> float:
         """Share of the time that an arm is taken to lose against the best; drafting in vain has a price, too."""
