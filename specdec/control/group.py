@@ -31,6 +31,7 @@ class Settings:
         early_loss: ... and at first, at a load that is new; it falls to 1/e within ``early_steps``.
         early_steps: See ``early_loss``.
         most_credit: Steps that trials may lose at once, where they have lost less than they may before.
+        least_credit: ... in the long run.
         least_price: Share of the time that a trial is taken to lose at least.
         most_growth: An arm is considered only if its steps are at most so many times larger than any that was seen, or
             have no more than ``free_rows`` rows.
@@ -52,6 +53,7 @@ class Settings:
     early_loss: float = 0.25
     early_steps: float = 200.0
     most_credit: float = 8.0
+    least_credit: float = 3.0
     least_price: float = 0.05
     most_growth: float = 4.0
     free_rows: int = 34
@@ -79,8 +81,9 @@ class Allowance:
     def grow(self, settings: Settings, octave: int, num_steps: float) -> None:
         """So many steps have gone by."""
         age = self.ages[octave] = self.ages.get(octave, 0.0) + num_steps
-        rate = settings.loss + settings.early_loss * math.exp(-age / settings.early_steps)
-        self.credit = min(self.credit + rate * num_steps, settings.most_credit)
+        early = math.exp(-age / settings.early_steps)
+        most = settings.least_credit + (settings.most_credit - settings.least_credit) * early**0.5
+        self.credit = min(self.credit + (settings.loss + settings.early_loss * early) * num_steps, most)
 
 
 @dataclass

@@ -131,11 +131,16 @@ class Conditions:
 
         Branches begin when the chain is drafted that they belong to, and not before the verdict that it follows. Where
         drafting is slower than the verification it sets the pace; in between two rounds take a step and a chain. After
-        a chain that is kept whole the next token has to be drafted first: a step more.
+        a chain that is kept whole the next token has to be drafted first: a step more. Where that step alone comes too
+        late for a verification, rows that need it miss those of rows that do not, about every other time.
         """
-        num_steps = arm.num_draft_tokens + acceptance_rate**arm.num_draft_tokens
-        chain_s = num_steps * self.draft_s(1 + arm.num_branches) * (1 + self.margin / 2)
-        return max(step_s, chain_s, (step_s + chain_s + self.round_trip_s) / 2)
+        whole, draft_s = acceptance_rate**arm.num_draft_tokens, self.draft_s(1 + arm.num_branches)
+        chain_s = (arm.num_draft_tokens + whole) * draft_s * (1 + self.margin / 2)
+        round_s = max(step_s, chain_s, (step_s + chain_s + self.round_trip_s) / 2)
+        late_s = 2 * step_s - (arm.num_draft_tokens + 1) * draft_s
+        if arm.num_draft_tokens * draft_s <= step_s and late_s < step_s:
+            round_s += whole * (1 - whole ** (self.num_rows - 1)) * late_s / 2
+        return round_s
 
 
 def pace(arm: Arm, conditions: Conditions, acceptance_rate: float) -> Pace:
@@ -181,8 +186,8 @@ def ahead(arm: Arm, conditions: Conditions, acceptance_rate: float) -> Pace:
 def _ahead_with_steps(arm: Arm, conditions: Conditions, acceptance_rate: float, num_more: int) -> Pace:
     """The same number of draft steps fits into every round: the least, or ``num_more``."""
     a, guess_rate, branches = acceptance_rate, conditions.guess_rate, arm.num_branches
-    plain_hit, drafted = hit_rate(a, 0, branches, guess_rate), 0.0
-    for _ in range(3):  # a longer step fits more draft tokens, which make it longer
+    plain_hit, drafted = hit_rate(a, 0, branches, guess_rate), float(arm.num_draft_tokens)
+    for _ in range(4):  # a longer step fits more draft tokens, which make it longer: from the longest down
         round_s = conditions.target_s(drafted)
         lengths = _lengths(arm, conditions, round_s, num_more)
         if lengths.usual < 1:
@@ -192,8 +197,8 @@ def _ahead_with_steps(arm: Arm, conditions: Conditions, acceptance_rate: float, 
             gain = round_s / conditions.draft_s(1 + branches) - 1
             found *= a ** math.ceil((1 - lengths.after_plain) / gain) if gain > 0.02 else 0.0
         share = found / (1 - hit_rate(a, lengths.usual, branches, guess_rate) + found) if found else 0.0
-        drafted = share * lengths.usual
-    whole = a**lengths.usual
+        whole = a**lengths.usual
+        drafted = share * (lengths.usual + whole * (lengths.after_whole - lengths.usual))
     tokens = (1 - whole) * expected_tokens(a, lengths.usual) + whole * expected_tokens(a, lengths.after_whole)
     return Pace(1 + share * (tokens - 1), conditions.target_s(drafted), drafted)
 
@@ -202,7 +207,7 @@ class _Lengths(NamedTuple):
     """Draft tokens that are there in time: as a rule, after a draft that was kept whole, and after a plain round."""
 
     usual: int
-    after_whole: int
+    after_whole: float
     after_plain: int
 
 
@@ -211,11 +216,12 @@ def _lengths(arm: Arm, conditions: Conditions, round_s: float, num_more: int) ->
     fit = int(conditions.fit_steps(round_s, 1 + arm.num_branches)) + num_more
     after_plain = min(wanted, fit - 1)
     # The chain is drafted on and on: what did not go out in time is there after a draft that was kept whole.
-    ahead_by = max(0, int(round_s / conditions.draft_s(1 + arm.num_branches)) - 1)
+    ahead_by = max(0.0, round_s / conditions.draft_s(1 + arm.num_branches) - 1)
     if arm.num_branches:
-        return _Lengths(min(wanted, fit), min(wanted, max(fit - 1, ahead_by)), after_plain)
+        is_sent = ahead_by >= wanted or offer_spacing(conditions.num_draft_rows) <= 2
+        return _Lengths(min(wanted, fit), min(wanted, max(fit - 1, ahead_by * is_sent)), after_plain)
     part = -(-wanted // 2)  # the drafter offers a chain without branches in halves
-    drafted = min(wanted, ahead_by // part * part)
+    drafted = min(wanted, int(ahead_by) // part * part)
     return _Lengths(drafted, drafted, after_plain // part * part)
 
 
@@ -230,9 +236,13 @@ def _ahead_with_waits(arm: Arm, conditions: Conditions, acceptance_rate: float) 
     step_s, half = conditions.target_s(whole), -(-whole // 2)
     hit_s = conditions.waiting_round_s(step_s, arm, a)
     miss_s = step_s + conditions.round_trip_s + (half + 0.5) * conditions.draft_s(1 + branches)
-    if arm.wait == "branch" and miss_s > VAIN_WAIT * hit_s:
+    missed = 1 - hit_rate(a, whole, branches, guess_rate)
+    if conditions.num_rows > 1 and hit_s < VAIN_WAIT * step_s:  # whom others do not wait for, waits for their step
+        are_others_there = 1 - missed ** (conditions.num_rows - 1)
+        miss_s += are_others_there * (step_s * math.ceil(miss_s / step_s) - miss_s)
+    elif arm.wait == "branch" and miss_s > VAIN_WAIT * hit_s:
         half, miss_s = 0, VAIN_WAIT * hit_s
-    missed, found = 1 - hit_rate(a, whole, branches, guess_rate), hit_rate(a, half, branches, guess_rate)
+    found = hit_rate(a, half, branches, guess_rate)
     share = found / (missed + found) if found else 0.0
     tokens = share * expected_tokens(a, whole) + (1 - share) * expected_tokens(a, half)
     drafted = share * whole + (1 - share) * half
