@@ -218,8 +218,8 @@ def _lengths(arm: Arm, conditions: Conditions, round_s: float, num_more: int) ->
     # The chain is drafted on and on: what did not go out in time is there after a draft that was kept whole.
     ahead_by = max(0.0, round_s / conditions.draft_s(1 + arm.num_branches) - 1)
     if arm.num_branches:
-        is_sent = ahead_by >= wanted or offer_spacing(conditions.num_draft_rows) <= 2
-        return _Lengths(min(wanted, fit), min(wanted, max(fit - 1, ahead_by * is_sent)), after_plain)
+        unsent = offer_spacing(conditions.num_draft_rows) - 1 if ahead_by < wanted else 0
+        return _Lengths(min(wanted, fit), min(wanted, max(fit - 1, ahead_by - unsent)), after_plain)
     part = -(-wanted // 2)  # the drafter offers a chain without branches in halves
     drafted = min(wanted, int(ahead_by) // part * part)
     return _Lengths(drafted, drafted, after_plain // part * part)
