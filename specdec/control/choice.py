@@ -12,6 +12,12 @@ DRAFT_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 WAITS: tuple[Wait, ...] = ("no", "branch", "chain")
 BRANCHES = (2, 4, 8, 16, 32)
 _IN_TURN_WAIT_S = 1.0
+_EARLY_OFFER, _JITTER = 0.75, 0.93
+"""Offers begin a step before the deadline: at the steps that fit always, or one less where a bit more would not fit.
+
+Of many steps some do not fit now and then, as their times vary; an offer that comes too early costs far less than one
+that comes too late.
+"""
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ def plan_of(arm: Arm, num_draft_tokens: int, conditions: Conditions | None, acce
     if conditions is None or not conditions.draft or not conditions.target:
         return Plan(num_draft_tokens, arm.num_branches, acceptance_rate=a)
     step_s, wait_s = conditions.target_s(arm.num_draft_tokens), 0.0
-    fit = conditions.num_fit_steps(step_s, 1 + arm.num_branches)
+    fit = int(_JITTER * conditions.fit_steps(step_s, 1 + arm.num_branches) + _EARLY_OFFER)
     if arm.wait != "no":
         fit, wait_s = arm.num_draft_tokens, VAIN_WAIT * conditions.waiting_round_s(step_s, arm, acceptance_rate)
     if arm.wait == "chain":

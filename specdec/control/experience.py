@@ -136,10 +136,10 @@ class Likeness:
 
     off: float = 0.25
     common: float = 0.1
-    style: float = 0.12
-    octaves: float = 3.0
+    style: float = 0.1
+    octaves: float = 6.0
     step: float = 0.15
-    pause: float = 0.5
+    pause: float = 0.8
     least: float = 0.01
     drift: float = 0.03
 

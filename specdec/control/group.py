@@ -31,6 +31,7 @@ class Settings:
         early_loss: ... and at first, at a load that is new; it falls to 1/e within ``early_steps``.
         early_steps: See ``early_loss``.
         most_credit: Steps that trials may lose at once, where they have lost less than they may before.
+        least_credit: ... in the long run.
         least_price: Share of the time that a trial is taken to lose at least.
         most_growth: An arm is considered only if its steps are at most so many times larger than any that was seen, or
             have no more than ``free_rows`` rows.
@@ -52,6 +53,7 @@ class Settings:
     early_loss: float = 0.25
     early_steps: float = 200.0
     most_credit: float = 8.0
+    least_credit: float = 3.0
     least_price: float = 0.05
     most_growth: float = 4.0
     free_rows: int = 34
@@ -79,8 +81,9 @@ class Allowance:
     def grow(self, settings: Settings, octave: int, num_steps: float) -> None:
         """So many steps have gone by."""
         age = self.ages[octave] = self.ages.get(octave, 0.0) + num_steps
-        rate = settings.loss + settings.early_loss * math.exp(-age / settings.early_steps)
-        self.credit = min(self.credit + rate * num_steps, settings.most_credit)
+        early = math.exp(-age / settings.early_steps)
+        most = settings.least_credit + (settings.most_credit - settings.least_credit) * early**0.5
+        self.credit = min(self.credit + (settings.loss + settings.early_loss * early) * num_steps, most)
 
 
 @dataclass
@@ -243,8 +246,16 @@ class Group:
         arm = max(worth, key=worth.__getitem__)
         if arm == chosen or worth[arm] <= scored[chosen]:
             return None
-        price = self.settings.trial_steps * self._price(arm, scored)
+        price = self._trial_steps(arm) * self._price(arm, scored)
         return arm if price <= self._allowance.credit else None
+
+    def _trial_steps(self, arm: Arm) -> float:
+        """Steps without drafts in the time that a trial takes: its rounds, and what goes by until they count."""
+        assert self.conditions is not None
+        round_s = pace(arm, self.conditions, self.acceptance_rate).round_s
+        unseen_s = 0.0 if self.conditions.has_seen(arm) else self.settings.unseen_s / 2
+        num_rounds = self.settings.trial_steps + self.settings.settle_rounds
+        return (num_rounds * round_s + unseen_s) / self.conditions.target_s(0)
 
     def _price(self, arm: Arm, scored: Mapping[Arm, float]) -> float:
         """Share of the time that an arm is taken to lose against the best; drafting in vain has a price, too."""

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from specdec.control.steptimes import StepTimes
+from specdec.protocol.draft_row import offer_spacing
 
 Wait = Literal["no", "branch", "chain"]
 Kind = Literal["off", "in_turn", "overlap", "outcomes"]
@@ -78,8 +79,7 @@ class Conditions:
         num_draft_rows: Sequences that share its drafter's steps.
         round_trip_s: ``2 delta``.
         guess_rate: How often one of three guesses is right where the draft's own token is not.
-        margin: Part of a target step that is left unused, as step times vary. The draft step that runs when a verdict
-            comes is allowed for besides: ``draft_margin`` of one.
+        margin: Part of a target step that is left unused, as step times vary.
     """
 
     target: StepTimes
@@ -89,7 +89,6 @@ class Conditions:
     round_trip_s: float
     guess_rate: float = 0.7
     margin: float = 0.04
-    draft_margin: float = 0.75
     _draft_steps_s: dict[int, float] = field(init=False, default_factory=dict, compare=False, repr=False)
     _target_steps_s: dict[float, float] = field(init=False, default_factory=dict, compare=False, repr=False)
 
@@ -113,10 +112,14 @@ class Conditions:
             self._draft_steps_s[rows_per_sequence] = self.draft.at(rows, rows)
         return self._draft_steps_s[rows_per_sequence]
 
-    def num_fit_steps(self, round_s: float, rows_per_sequence: int) -> int:
-        """Draft steps from a verdict to the next boundary: floor((t_T - 2 delta - margin) / t_d), DESIGN section 8."""
+    def fit_steps(self, round_s: float, rows_per_sequence: int) -> float:
+        """Draft steps from a verdict to the next boundary: (t_T - 2 delta - margin) / t_d, DESIGN section 8.
+
+        Less one for the draft step that runs when the verdict comes, of which any part may be left: so many whole steps
+        fit always, and one more as often as the fraction says.
+        """
         left_s = round_s * (1 - self.margin) - self.round_trip_s
-        return max(0, math.floor(left_s / self.draft_s(rows_per_sequence) - self.draft_margin))
+        return max(0.0, left_s / self.draft_s(rows_per_sequence) - 1)
 
     def has_seen(self, arm: Arm) -> bool:
         """Whether steps of the size that an arm makes were measured, so that its formula stands on something."""
@@ -128,11 +131,16 @@ class Conditions:
 
         Branches begin when the chain is drafted that they belong to, and not before the verdict that it follows. Where
         drafting is slower than the verification it sets the pace; in between two rounds take a step and a chain. After
-        a chain that is kept whole the next token has to be drafted first: a step more.
+        a chain that is kept whole the next token has to be drafted first: a step more. Where that step alone comes too
+        late for a verification, rows that need it miss those of rows that do not, about every other time.
         """
-        num_steps = arm.num_draft_tokens + acceptance_rate**arm.num_draft_tokens
-        chain_s = num_steps * self.draft_s(1 + arm.num_branches) * (1 + self.margin / 2)
-        return max(step_s, chain_s, (step_s + chain_s + self.round_trip_s) / 2)
+        whole, draft_s = acceptance_rate**arm.num_draft_tokens, self.draft_s(1 + arm.num_branches)
+        chain_s = (arm.num_draft_tokens + whole) * draft_s * (1 + self.margin / 2)
+        round_s = max(step_s, chain_s, (step_s + chain_s + self.round_trip_s) / 2)
+        late_s = 2 * step_s - (arm.num_draft_tokens + 1) * draft_s
+        if arm.num_draft_tokens * draft_s <= step_s and late_s < step_s:
+            round_s += whole * (1 - whole ** (self.num_rows - 1)) * late_s / 2
+        return round_s
 
 
 def pace(arm: Arm, conditions: Conditions, acceptance_rate: float) -> Pace:
@@ -159,16 +167,29 @@ def ahead(arm: Arm, conditions: Conditions, acceptance_rate: float) -> Pace:
 
     A chain of two states: a row has a draft (E tokens) or has none and goes on plainly (one token). From the first it
     comes to a draft again if the outcome was prepared (``hit_rate``), from the second if the plain token was. In the
-    terms of SSD (arXiv 2603.03251) the first is a cache hit; a miss costs a plain round. Where a row waits for a chain
-    after a miss too, it is SSD's own: E tokens in h P + (1 - h) (t_T + 2 delta + K t_d).
+    terms of SSD (arXiv 2603.03251) the first is a cache hit; a miss costs a plain round.
     """
-    if arm.wait == "chain":
-        return _ahead_with_chains(arm, conditions, acceptance_rate)
+    if arm.wait != "no":
+        return _ahead_with_waits(arm, conditions, acceptance_rate)
+    least = _ahead_with_steps(arm, conditions, acceptance_rate, 0)
+    if not arm.num_branches:
+        return least
+    num_steps = conditions.fit_steps(least.round_s, 1 + arm.num_branches)
+    is_in_time = arm.num_draft_tokens <= int(num_steps) + 1 or offer_spacing(conditions.num_draft_rows) == 1
+    share = num_steps % 1
+    if arm.num_draft_tokens < int(num_steps) or not is_in_time or not share:
+        return least
+    most = _ahead_with_steps(arm, conditions, acceptance_rate, 1)
+    return Pace(*(share * more + (1 - share) * less for less, more in zip(least, most, strict=True)))
+
+
+def _ahead_with_steps(arm: Arm, conditions: Conditions, acceptance_rate: float, num_more: int) -> Pace:
+    """The same number of draft steps fits into every round: the least, or ``num_more``."""
     a, guess_rate, branches = acceptance_rate, conditions.guess_rate, arm.num_branches
-    plain_hit, drafted = hit_rate(a, 0, branches, guess_rate), 0.0
-    for _ in range(3):  # a longer step fits more draft tokens, which make it longer
+    plain_hit, drafted = hit_rate(a, 0, branches, guess_rate), float(arm.num_draft_tokens)
+    for _ in range(4):  # a longer step fits more draft tokens, which make it longer: from the longest down
         round_s = conditions.target_s(drafted)
-        lengths = _lengths(arm, conditions, round_s)
+        lengths = _lengths(arm, conditions, round_s, num_more)
         if lengths.usual < 1:
             return Pace(1.0, round_s, 0.0)
         found = plain_hit
@@ -176,44 +197,56 @@ def ahead(arm: Arm, conditions: Conditions, acceptance_rate: float) -> Pace:
             gain = round_s / conditions.draft_s(1 + branches) - 1
             found *= a ** math.ceil((1 - lengths.after_plain) / gain) if gain > 0.02 else 0.0
         share = found / (1 - hit_rate(a, lengths.usual, branches, guess_rate) + found) if found else 0.0
-        drafted = share * lengths.usual
-    round_s = conditions.target_s(drafted)
-    if arm.wait == "branch":
-        round_s = conditions.waiting_round_s(round_s, arm, a) * (share + (1 - share) * VAIN_WAIT)
-    whole = a**lengths.usual
+        whole = a**lengths.usual
+        drafted = share * (lengths.usual + whole * (lengths.after_whole - lengths.usual))
     tokens = (1 - whole) * expected_tokens(a, lengths.usual) + whole * expected_tokens(a, lengths.after_whole)
-    return Pace(1 + share * (tokens - 1), round_s, drafted)
+    return Pace(1 + share * (tokens - 1), conditions.target_s(drafted), drafted)
 
 
 class _Lengths(NamedTuple):
     """Draft tokens that are there in time: as a rule, after a draft that was kept whole, and after a plain round."""
 
     usual: int
-    after_whole: int
+    after_whole: float
     after_plain: int
 
 
-def _lengths(arm: Arm, conditions: Conditions, round_s: float) -> _Lengths:
+def _lengths(arm: Arm, conditions: Conditions, round_s: float, num_more: int) -> _Lengths:
     wanted = arm.num_draft_tokens
-    if arm.wait == "branch":
-        return _Lengths(wanted, wanted, wanted - 1)
-    fit = conditions.num_fit_steps(round_s, 1 + arm.num_branches)
+    fit = int(conditions.fit_steps(round_s, 1 + arm.num_branches)) + num_more
     after_plain = min(wanted, fit - 1)
+    # The chain is drafted on and on: what did not go out in time is there after a draft that was kept whole.
+    ahead_by = max(0.0, round_s / conditions.draft_s(1 + arm.num_branches) - 1)
     if arm.num_branches:
-        return _Lengths(min(wanted, fit), min(wanted, max(fit - 1, 0)), after_plain)
+        unsent = offer_spacing(conditions.num_draft_rows) - 1 if ahead_by < wanted else 0
+        return _Lengths(min(wanted, fit), min(wanted, max(fit - 1, ahead_by - unsent)), after_plain)
     part = -(-wanted // 2)  # the drafter offers a chain without branches in halves
-    ahead_by = max(0, int(round_s / conditions.draft_s(1)) - 1)  # the token after a draft kept whole is drafted, too
-    drafted = min(wanted, ahead_by // part * part)
+    drafted = min(wanted, int(ahead_by) // part * part)
     return _Lengths(drafted, drafted, after_plain // part * part)
 
 
-def _ahead_with_chains(arm: Arm, conditions: Conditions, acceptance_rate: float) -> Pace:
-    num_tokens = arm.num_draft_tokens
-    step_s = conditions.target_s(num_tokens)
-    hit = hit_rate(acceptance_rate, num_tokens, arm.num_branches, conditions.guess_rate)
-    chain_s = num_tokens * conditions.draft_s(1 + arm.num_branches) + conditions.round_trip_s
-    round_s = hit * conditions.waiting_round_s(step_s, arm, acceptance_rate) + (1 - hit) * (step_s + chain_s)
-    return Pace(expected_tokens(acceptance_rate, num_tokens), round_s, num_tokens)
+def _ahead_with_waits(arm: Arm, conditions: Conditions, acceptance_rate: float) -> Pace:
+    """A row waits for what was prepared, and after a miss for the first half of a new chain, as it goes out by itself.
+
+    SSD's own policy but for the half: with the share s of the drafts that are whole, E(K) or E(K / 2) tokens in
+    s P + (1 - s) (t_T + 2 delta + K / 2 t_d). A row that waits for branches alone goes on plainly where that half comes
+    later than they would.
+    """
+    a, guess_rate, branches, whole = acceptance_rate, conditions.guess_rate, arm.num_branches, arm.num_draft_tokens
+    step_s, half = conditions.target_s(whole), -(-whole // 2)
+    hit_s = conditions.waiting_round_s(step_s, arm, a)
+    miss_s = step_s + conditions.round_trip_s + (half + 0.5) * conditions.draft_s(1 + branches)
+    missed = 1 - hit_rate(a, whole, branches, guess_rate)
+    if conditions.num_rows > 1 and hit_s < VAIN_WAIT * step_s:  # whom others do not wait for, waits for their step
+        are_others_there = 1 - missed ** (conditions.num_rows - 1)
+        miss_s += are_others_there * (step_s * math.ceil(miss_s / step_s) - miss_s)
+    elif arm.wait == "branch" and miss_s > VAIN_WAIT * hit_s:
+        half, miss_s = 0, VAIN_WAIT * hit_s
+    found = hit_rate(a, half, branches, guess_rate)
+    share = found / (missed + found) if found else 0.0
+    tokens = share * expected_tokens(a, whole) + (1 - share) * expected_tokens(a, half)
+    drafted = share * whole + (1 - share) * half
+    return Pace(tokens, share * hit_s + (1 - share) * miss_s, drafted)
 
 
 def expected_tokens(acceptance_rate: float, num_draft_tokens: float) -> float:

@@ -8,6 +8,13 @@ from specdec.protocol.marks import Tokens
 from specdec.protocol.messages import Candidates, Offer, Open, Outcome, Plan
 from specdec.protocol.worker import WorkerRow
 
+_ROWS_PER_SPACING = 8
+
+
+def offer_spacing(num_sequences: int) -> int:
+    """Draft steps between two offers in parts: one more for so many sequences, as a message grows with them."""
+    return 1 + num_sequences // _ROWS_PER_SPACING
+
 
 class Path:
     """Draft tokens, with what is known of each.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from specdec.protocol.backends import DraftBackend, DraftJob, Proposal, Status
 from specdec.protocol.branches import BRANCHES_IN_ALL, branch_share
-from specdec.protocol.draft_row import Branch, DraftRow, Path
+from specdec.protocol.draft_row import Branch, DraftRow, Path, offer_spacing
 from specdec.protocol.leases import Times
 from specdec.protocol.marks import Extension, common_prefix_length
 from specdec.protocol.messages import Commit, Message, Open, Outcome
@@ -35,9 +35,6 @@ class DrafterCounters:
     num_promoted: int = 0
     num_branch_tokens_wasted: int = 0
 
-
-_ROWS_PER_SPACING = 8
-"""Sequences at which offers in parts come a draft step further apart: a message grows with them."""
 
 Task = tuple[DraftRow, Branch | None, DraftJob]
 """One row of a step: a sequence's chain, or one of its branches."""
@@ -85,7 +82,7 @@ class DrafterMachine(WorkerMachine[DraftRow]):
             self._take(*task, proposal)
         self._count(tasks, proposals)
         worked = any(proposal.status is not Status.WAITING for proposal in proposals)
-        spacing = 1 + len(rows) // _ROWS_PER_SPACING
+        spacing = offer_spacing(len(rows))
         for row in rows:
             row.num_steps += worked
             if row.is_due(spacing):

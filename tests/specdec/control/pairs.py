@@ -17,6 +17,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from specdec.protocol.branches import BRANCHES_IN_ALL
+from specdec.protocol.draft_row import offer_spacing
 from specdec.protocol.messages import Plan
 
 STEP_S = 0.030
@@ -108,9 +110,10 @@ class Pairs:
         self.hits, self.misses = np.zeros(shape[0]), np.zeros(shape[0])
         ints = (np.zeros(shape, dtype=np.int64) for _ in range(7))
         self.at, self.length, self.branches, self.fit, self.spent, self.lead, self.next_lead = ints
+        self.wanted, self.rate = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
         self.fan = np.zeros(shape, dtype=np.int64)
         self.fans = fan_out(0, 0.5)[None]
-        self._fans: dict[tuple[int, float], int] = {(0, 0.5): 0}
+        self.spacing = offer_spacing(shape[1])
         self.in_turn = np.zeros(shape, dtype=bool)
         self.hit = np.zeros(shape, dtype=bool)  # the outcome of the last step was prepared
         self.since = np.full(shape, NEVER_S)  # start of the preparation for the last outcome
@@ -123,23 +126,29 @@ class Pairs:
         if plan.num_draft_tokens and not self.length[p, i]:  # the drafter reads the prompt first
             self.next_since[p, i] = self.now[p] + ONE_WAY_S + 3 * self.cost_s[p]
             self.hit[p, i], self.next_lead[p, i] = False, 0
-        self.length[p, i], self.branches[p, i] = plan.num_draft_tokens, plan.num_branches
+        self.length[p, i], self.wanted[p, i] = plan.num_draft_tokens, plan.num_branches
         self.fit[p, i] = plan.num_fit_steps
         self.in_turn[p, i], self.wait[p, i] = plan.mode == "in_turn", plan.draft_wait_s
         self.hit[p, i] &= plan.mode == "overlap"
-        kind = plan.num_branches, round(plan.acceptance_rate, 2)
-        if kind not in self._fans:
-            self._fans[kind] = len(self._fans)
-            self.fans = np.concatenate([self.fans, fan_out(*kind)[None]])
-        self.fan[p, i] = self._fans[kind]
+        self.rate[p, i] = round(100 * plan.acceptance_rate)
 
     def _replan(self) -> None:
+        has_branches = (self.wanted > 0) & (self.length > 0) & ~self.in_turn
+        share = BRANCHES_IN_ALL // np.maximum(1, has_branches.sum(1))
+        self.branches = np.where(has_branches, np.minimum(self.wanted, share[:, None]), 0)
+        self._fan_out()
         self.draft_rows = ((1 + self.branches) * (self.length > 0)).sum(1)
         self.half = np.maximum(1, -(-self.length // 2))
+        self.first = np.where(self.fit > 0, np.maximum(1, self.fit - 1), self.half)
         self.is_ahead = (self.length > 0) & ~self.in_turn
         self.mean_draft_s = self.cost_s * np.maximum(1.0, self.draft_rows / 64)
 
     replanned = _replan
+
+    def _fan_out(self) -> None:
+        kinds, self.fan = np.unique(1000 * self.branches + self.rate, return_inverse=True)
+        self.fan = self.fan.reshape(self.branches.shape)
+        self.fans = np.stack([fan_out(int(kind) // 1000, int(kind) % 1000 / 100) for kind in kinds])
 
     def _offered(self, at_s: np.ndarray) -> np.ndarray:
         """Length of the draft that has reached the target."""
@@ -148,11 +157,11 @@ class Pairs:
         drafted += np.where(self.hit, self.lead, 0)
         spent = np.where(self.hit, self.spent, 0)
         full = self.length + spent
-        # A chain is offered in parts, and so are branches from the step on at which the deadline is near.
+        # A chain is offered in parts, and so are branches from the step before the deadline on.
         in_parts = np.where(self.in_turn, 0, drafted // self.half * self.half)
-        from_fit = np.where(drafted >= self.fit, self.fit + (drafted - self.fit) // self.half * self.half, 0)
+        later = (drafted - self.first) // self.spacing * self.spacing
         is_branch = self.hit & (self.branches > 0)
-        parts = np.where(is_branch, np.where(self.fit > 0, from_fit, 0), in_parts)
+        parts = np.where(is_branch, np.where(drafted >= self.first, self.first + later, 0), in_parts)
         sent = np.where(drafted >= full, full, np.minimum(parts, full))
         return np.clip(sent - spent, 0, self.length)
 
@@ -162,7 +171,7 @@ class Pairs:
         since = np.where(self.hit, self.since, self.next_since)
         full = self.length + spent
         is_branch = self.hit & (self.branches > 0)
-        first = np.where(is_branch & (self.fit > spent), np.minimum(self.fit, full), full)
+        first = np.where(is_branch & (self.first > spent), np.minimum(self.first, full), full)
         first = np.where(self.is_ahead & ~is_branch, np.minimum(self.half, full), first)
         comes = since + (first - np.where(self.hit, self.lead, 0)) * self.draft_s[:, None] + ONE_WAY_S
         until = np.minimum(np.where(comes < now, np.inf, comes), self.began + self.wait)
@@ -208,13 +217,13 @@ class Pairs:
             & known
             & ((whole & (ranks == 0)) | ((ranks > 0) & (ranks <= self.fans[self.fan, drafted, accepted])))
         )
-        # Without branches the accepted path is drafted on and on: what the last chain has left is a lead.
+        # The accepted path is drafted on and on: what the last chain has left is a lead.
         gap_s = np.where(self.hit & known, self.next_since - self.since, 0.0)
         left = np.clip((gap_s / draft_s).astype(np.int64) + self.lead - self.spent - drafted, 0, self.length + 1)
         counted = prepares & known & (self.branches > 0)
         self.hits += (hit & counted).sum(1)
         self.misses += (counted & ~hit).sum(1)
-        self.lead = np.where(rows, np.where(self.hit & (self.branches == 0), left, 0), self.lead)
+        self.lead = np.where(rows, np.where(self.hit & whole & (ranks == 0), left, 0), self.lead)
         self.hit = np.where(rows, hit, self.hit)
         self.spent = np.where(rows, whole, self.spent)
         self.since = np.where(rows, self.next_since, self.since)

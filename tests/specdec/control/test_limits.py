@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from specdec.control.choice import DRAFT_LENGTHS
@@ -54,6 +56,21 @@ def test_a_slow_drafter_does_not_fit_and_costs_nothing_then():
     assert pace(Arm("outcomes", 4, 8), slow, 0.9).round_s == pace(OFF, slow, 0.9).round_s
     waits = pace(Arm("outcomes", 4, 8, "branch"), slow, 0.9)
     assert waits.round_s >= 4
+
+
+@pytest.mark.parametrize("arm", [Arm("outcomes", 2, 8), Arm("outcomes", 1, 4), Arm("outcomes", 6, 16)])
+def test_a_draft_step_that_fits_almost_is_worth_almost_as_much(arm):
+    fits = [1 + share / 20 for share in range(60)]  # of the shortest draft up
+    paces = [pace(arm, conditions(0.96 / (fit + 1)), 0.8).tokens_per_s for fit in fits]
+    assert all(0.999 <= more / less < 1.04 for less, more in itertools.pairwise(paces))
+
+
+def test_a_row_that_waits_gets_half_a_chain_after_a_miss():
+    arm = Arm("outcomes", 8, 4, "chain")
+    given = pace(arm, conditions(0.3, guess_rate=0.0), 0.5)
+    assert 4 <= given.num_draft_tokens < 4.2
+    assert given.round_s == pytest.approx(1 + 4.5 * 0.3, rel=0.02)
+    assert 1.9 < given.tokens < 1.95
 
 
 @pytest.mark.parametrize("wait", ["no", "branch", "chain"])
