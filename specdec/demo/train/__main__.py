@@ -25,21 +25,23 @@ from specdec.demo.train.optimizers import Rates
 
 DEMO = Path(__file__).parents[1]
 STAGES = "3:6000,6:9000"
+LONG = "--window-tokens 1024"
 RECIPE = (
     "data",
     f"target --stages {STAGES} --window-tokens 256 --batch-size 8",
     f"target --stages {STAGES},12:12000",
-    f"target --stages {STAGES},12:13500 --decay-steps 1500 --start-from target --name target-final",
-    "samples --target target-final",
-    "draft --target target-final --steps 8000",
-    "draft --target target-final --steps 10000 --decay-steps 2000 --tv-weight 0.5 --start-from draft --name draft-final",  # noqa: E501
+    f"target --stages {STAGES},12:13500 {LONG} --batch-size 2 --decay-steps 1500 --start-from target --name target-final",
+    f"samples --target target-final {LONG} --num-windows 512",
+    f"draft --target target-final {LONG} --steps 8000",
+    f"draft --target target-final {LONG} --steps 10000 --decay-steps 2000 --tv-weight 0.5 --start-from draft --name draft-final",  # noqa: E501
     "hybrid --steps 8000 --window-tokens 256 --batch-size 8",
     "hybrid --steps 9500 --window-tokens 256 --batch-size 8 --decay-steps 1500 --start-from hybrid --name hybrid-final",
     "export --target target-final --draft draft-final --hybrid hybrid-final",
     "evaluate --pair {work}/pair",
     "evaluate --pair {work}/pair --target hybrid",
 )
-"""What makes the pair, command by command. A step is of 2048 tokens, in short windows while the target is shallow."""
+"""What makes the pair, command by command: short windows while the target is shallow, long ones at the end, for places
+that no window reached are read badly (2.7 nats instead of 1.6 at the 500th token after windows of 256)."""
 ROLES = ("target", "draft", "hybrid")
 """Folders of an export."""
 
