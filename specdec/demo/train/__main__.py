@@ -26,11 +26,12 @@ from specdec.demo.train.optimizers import Rates
 DEMO = Path(__file__).parents[1]
 STAGES = "3:6000,6:9000"
 LONG = "--window-tokens 1024"
+_DECAYED = "--start-from target --name target-final"
 RECIPE = (
     "data",
     f"target --stages {STAGES} --window-tokens 256 --batch-size 8",
     f"target --stages {STAGES},12:12000",
-    f"target --stages {STAGES},12:13500 {LONG} --batch-size 2 --decay-steps 1500 --start-from target --name target-final",
+    f"target --stages {STAGES},12:13500 {LONG} --batch-size 2 --decay-steps 1500 {_DECAYED}",
     f"samples --target target-final {LONG} --num-windows 512",
     f"draft --target target-final {LONG} --steps 8000",
     f"draft --target target-final {LONG} --steps 10000 --decay-steps 2000 --tv-weight 0.5 --start-from draft --name draft-final",  # noqa: E501
