@@ -235,6 +235,9 @@ def _ahead_with_waits(arm: Arm, conditions: Conditions, acceptance_rate: float) 
     a, guess_rate, branches, whole = acceptance_rate, conditions.guess_rate, arm.num_branches, arm.num_draft_tokens
     step_s, half = conditions.target_s(whole), -(-whole // 2)
     hit_s = conditions.waiting_round_s(step_s, arm, a)
+    if whole > 1 and hit_s > step_s and conditions.num_rows <= 2:
+        whole -= 1  # who waits goes on with the part that comes a step before the last; in company that gains less
+        hit_s = conditions.waiting_round_s(step_s, arm._replace(num_draft_tokens=whole), a)
     miss_s = step_s + conditions.round_trip_s + (half + 0.5) * conditions.draft_s(1 + branches)
     missed = 1 - hit_rate(a, whole, branches, guess_rate)
     if conditions.num_rows > 1 and hit_s < VAIN_WAIT * step_s:  # whom others do not wait for, waits for their step

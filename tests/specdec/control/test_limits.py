@@ -55,7 +55,7 @@ def test_a_slow_drafter_does_not_fit_and_costs_nothing_then():
     assert pace(Arm("outcomes", 4, 8), slow, 0.9).tokens == 1
     assert pace(Arm("outcomes", 4, 8), slow, 0.9).round_s == pace(OFF, slow, 0.9).round_s
     waits = pace(Arm("outcomes", 4, 8, "branch"), slow, 0.9)
-    assert waits.round_s >= 4
+    assert waits.round_s >= 3  # for all but the last, as the part before that is offered
 
 
 @pytest.mark.parametrize("arm", [Arm("outcomes", 2, 8), Arm("outcomes", 1, 4), Arm("outcomes", 6, 16)])

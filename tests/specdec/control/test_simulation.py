@@ -9,7 +9,7 @@ from tests.specdec.control.machines import Machines
 from tests.specdec.control.pairs import Scenario, Script
 from tests.specdec.control.simulate import SHORT, Case, alone, fixed, grid, line, measure
 
-SHORT_OF_IT = {2: 0.94, 16: 0.96}
+SHORT_OF_IT = {1: 0.94, 2: 0.94, 16: 0.96}
 
 
 def check(results, least_over_best, least_over_alone):
@@ -40,7 +40,7 @@ def test_the_simulated_pair_is_as_fast_as_the_machines(scenario, plan, num_steps
         assert simulated == pytest.approx(alone(scenario), rel=0.02)
 
 
-@pytest.mark.parametrize(("batch", "first", "every"), [(1, 4, 11), (4, 0, 9), (8, 5, 7), (16, 2, 11), (64, 8, 11)])
+@pytest.mark.parametrize(("batch", "first", "every"), [(1, 4, 22), (4, 0, 18), (8, 5, 14), (16, 2, 22), (64, 8, 22)])
 def test_auto_keeps_up_with_the_best_fixed_plan(batch, first, every):
     check(measure(grid((batch,))[first::every], num_steps=SHORT), 0.96, 0.975)
 
