@@ -63,11 +63,13 @@ class SequenceStates:
         cached = sequence.tokens
         keep = common_prefix_length(cached, tokens, min(agreed, len(cached), len(tokens)))
         keep = min(keep, len(tokens) - 1)
-        if keep < len(cached):
-            self._truncate(sequence, keep)
+        is_spoilt = sequence.state is not None and sequence.state.oldest > keep  # a failed step has half moved it
+        if keep < len(cached) or is_spoilt:
+            self._runner.truncate(sequence, keep)
             if keep and not sequence.tokens:
-                # Recurrent states do not reach back so far, but a copy kept for others may cover a part.
-                self.num_reread_tokens -= self._runner.reuse_prefix(sequence, tokens)
+                # Recurrent states do not reach back so far, but a copy kept for others may cover a part, or even more.
+                self._runner.reuse_prefix(sequence, tokens)
+            self.num_reread_tokens += max(0, keep - len(sequence))
         if not self._make_room(sequence, len(tokens), rank):
             if begun:
                 self._runner.free(sequence)
@@ -107,12 +109,9 @@ class SequenceStates:
 
     def truncate(self, key: str, length: int) -> None:
         """Keep the first ``length`` cached tokens of a sequence; fewer where its state does not reach back so far."""
-        self._truncate(self._sequences[key], length)
-
-    def _truncate(self, sequence: CachedSequence, length: int) -> None:
-        """What recurrent layers cannot go back to is read again: fewer than ``length`` tokens are left then."""
+        sequence = self._sequences[key]
         self._runner.truncate(sequence, length)
-        self.num_reread_tokens += length - len(sequence)
+        self.num_reread_tokens += max(0, length - len(sequence))
 
     def keep_prefix(self, key: str, verified_length: int) -> None:
         """Offer the full blocks of a sequence's first tokens, which are committed, to others that begin like it."""

@@ -10,6 +10,7 @@ import torch
 
 from specdec.errors import ModelLoadError
 from specdec.models.loading import LoadedModel
+from specdec.models.recurrent.opaque import run_opaque
 from specdec.models.recurrent.slots import Window
 from specdec.models.recurrent.snapshots import SnapshotPool
 from specdec.models.runner import ModelRunner, RowInput
@@ -47,7 +48,7 @@ class SnapshotRunner(ModelRunner):
         parameters = inspect.signature(loaded.model.forward).parameters
         if loaded.opaque_state is None:
             raise ModelLoadError(f"{loaded.name} does not give its state away")
-        self._argument = loaded.opaque_state.argument
+        self._opaque = loaded.opaque_state
         self._takes_positions = "position_ids" in parameters
         self._reads_many = reads_many
 
@@ -73,8 +74,8 @@ class SnapshotRunner(ModelRunner):
 
     def _read(self, tokens: list[int], position: int, state: Any) -> tuple[torch.Tensor, Any]:
         device = self.loaded.device
-        arguments: dict[str, Any] = {self._argument: state, "use_cache": True}
+        arguments = {"input_ids": torch.tensor([tokens], device=device)}
         if self._takes_positions:
             arguments["position_ids"] = torch.arange(position, position + len(tokens), device=device).unsqueeze(0)
-        output = self.loaded.model(input_ids=torch.tensor([tokens], device=device), **arguments)
-        return output.logits[0], getattr(output, self._argument)
+        output, state = run_opaque(self.loaded.model, self._opaque, state, arguments)
+        return output.logits[0], state

@@ -75,7 +75,7 @@ def test_greedy_output_is_that_of_transformers(family: str) -> None:
     for got, case in zip(outputs, cases, strict=True):
         assert_same(got, greedy(stock, case), case, stock)
     assert len({token for output in outputs for token in output}) > 8
-    assert 0.1 < stats.acceptance_rate < 0.9, stats
+    assert 0.05 < stats.acceptance_rate < 0.9, stats
     assert in_use(target) == in_use(draft) == (0, 0)
 
 

@@ -76,7 +76,6 @@ FAMILIES = {
     ),
 }
 REFUSED = {
-    "recurrent_gemma": ("RecurrentGemma", {"num_key_value_heads": 1, "num_hidden_layers": 3}),
     "bloom": ("Bloom", {"n_layer": 2, "n_head": 4}),
     "llama4": (
         "Llama4",

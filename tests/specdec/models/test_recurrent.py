@@ -27,26 +27,50 @@ EVERY_ONE = [
 """One of a kind always, the others in the long runs."""
 
 
-def verify_rounds(game: Rounds) -> None:
-    for num_draft_tokens in DRAFT_LENGTHS:
-        for _ in range(4):
-            game.verify(num_draft_tokens)
+NUM_ROUNDS = 8
 
 
+def verify_each(family: str, route: Route) -> float:
+    """Eight rounds with each draft length, as a target reads them: the largest difference of a logit."""
+    return max(
+        play(family, route, lambda game, k=k: [game.verify(k) for _ in range(NUM_ROUNDS)], seed=k)  # type: ignore[misc]
+        for k in DRAFT_LENGTHS
+    )
+
+
+@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("family", RECURRENT)
 def test_edge_16_convolutions_and_states_roll_back_together(
-    family: str, record_property: Callable[[str, object], None]
+    family: str, route: Route, record_property: Callable[[str, object], None]
 ) -> None:
-    difference = play(family, "states", verify_rounds)
+    difference = verify_each(family, route)
     record_property("max_difference", difference)
     assert difference <= TOLERANCE
 
 
-@pytest.mark.parametrize("family", EVERY_ONE)
-def test_kept_inputs_scanned_again_give_the_same_states(
-    family: str, record_property: Callable[[str, object], None]
+def draft_mixed(game: Rounds) -> None:
+    for index in range(NUM_ROUNDS):
+        game.draft(DRAFT_LENGTHS[index % len(DRAFT_LENGTHS)])
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("family", RECURRENT)
+def test_drafts_read_token_by_token_are_taken_back(
+    family: str, route: Route, record_property: Callable[[str, object], None]
 ) -> None:
-    difference = play(family, "rescan", verify_rounds)
+    difference = play(family, route, draft_mixed)
+    record_property("max_difference", difference)
+    assert difference <= TOLERANCE
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("num_draft_tokens", DRAFT_LENGTHS)
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("family", RECURRENT)
+def test_drafts_of_each_length_are_taken_back(
+    family: str, route: Route, num_draft_tokens: int, record_property: Callable[[str, object], None]
+) -> None:
+    difference = play(family, route, lambda game: [game.draft(num_draft_tokens) for _ in range(NUM_ROUNDS)])
     record_property("max_difference", difference)
     assert difference <= TOLERANCE
 
@@ -54,22 +78,12 @@ def test_kept_inputs_scanned_again_give_the_same_states(
 @pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear", "bamba", "jamba"])
 def test_large_states_are_computed_where_they_are_kept(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def rounds(game: Rounds) -> None:
-        verify_rounds(game)
-        game.draft(5)
+        for num_draft_tokens in DRAFT_LENGTHS:
+            game.verify(num_draft_tokens)
+        game.draft(2)
 
     monkeypatch.setattr(states_module, "MIN_IN_PLACE_BYTES", 0)
     assert play(family, "states", rounds) <= TOLERANCE
-
-
-def draft_rounds(game: Rounds) -> None:
-    for num_draft_tokens in DRAFT_LENGTHS:
-        game.draft(num_draft_tokens)
-
-
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("family", ONE_OF_A_KIND)
-def test_drafts_read_token_by_token_are_taken_back(family: str, route: Route) -> None:
-    assert play(family, route, draft_rounds) <= TOLERANCE
 
 
 def keep_refused(span: RowSpan, state: SequenceState, window: Window) -> StateRow:
@@ -81,11 +95,14 @@ def keep_refused(span: RowSpan, state: SequenceState, window: Window) -> StateRo
 runner_module_state_row = runner_module.state_row
 
 
+@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("family", RECURRENT)
-def test_the_comparison_sees_a_state_that_is_not_rolled_back(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_sees_a_state_that_is_not_rolled_back(
+    family: str, route: Route, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(runner_module, "state_row", keep_refused)
-    route = ROUTES[len(family) % 2]
     assert play(family, route, lambda game: [game.verify(5) for _ in range(3)]) > 1e-2
+    assert play(family, route, lambda game: [game.draft(2) for _ in range(3)]) > 1e-2
 
 
 @pytest.mark.parametrize("route", ROUTES)

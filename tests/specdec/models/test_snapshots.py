@@ -12,11 +12,11 @@ from specdec.models.recurrent.slots import SequenceState
 from specdec.models.recurrent.snapshots import SnapshotPool
 from specdec.models.runner import RowInput
 from specdec.models.snapshot_runner import SnapshotRunner
-from tests.specdec.models.recurrent_families import OPAQUE, VOCAB_SIZE, make_recurrent
+from tests.specdec.models.recurrent_families import OPAQUE, make_recurrent
 from tests.specdec.models.rounds import Rounds
 
 TOLERANCE = 2e-4
-READS_MANY = {"rwkv": True, "xlstm": True, "minimax": False, "zaya": True}
+READS_MANY = {"rwkv": True, "xlstm": True, "minimax": False, "recurrent_gemma": False, "zaya": True}
 
 
 def make_runner(family: str, reads_many: bool, window_tokens: int = 8) -> SnapshotRunner:
@@ -40,7 +40,7 @@ def test_the_check_finds_out_whether_several_tokens_are_read_right(family: str) 
 @pytest.mark.parametrize("family", OPAQUE)
 def test_rows_equal_whole_forwards(family: str) -> None:
     game = Rounds(make_runner(family, READS_MANY[family]), make_recurrent(family), seed=4)
-    if family in ("minimax", "zaya"):
+    if game.stock._can_set_attn_implementation():
         game.stock.set_attn_implementation("eager")
     game.prefill([9, 4, 1, 30], max_chunk=12)
     for num_draft_tokens in (1, 2, 5, 2):
@@ -91,14 +91,30 @@ def test_memory_is_planned_by_what_was_measured(family: str) -> None:
     assert plan.rollback == "replay"
     assert plan.state_bytes == loaded.opaque_state.bytes_per_sequence > 0
     assert plan.checkpoint_bytes == 2 * plan.state_bytes
-    assert (plan.bytes_per_token > 0) == (family in ("minimax", "zaya"))
+    assert (plan.bytes_per_token > 0) == (family in ("minimax", "recurrent_gemma", "zaya"))
     assert plan.num_full_sequences > 0
 
 
+def test_a_state_on_the_modules_is_there_only_while_the_model_runs() -> None:
+    runner = make_runner("recurrent_gemma", reads_many=False)
+    opaque = runner.loaded.opaque_state
+    assert opaque is not None
+    assert {attribute for _, attribute in opaque.places} == {"conv1d_state", "recurrent_states"}
+    first, second = runner.new_sequence(), runner.new_sequence()
+    for sequence in (first, second):
+        assert runner.reserve(sequence, 9)
+        runner.forward([RowInput(sequence, [5, 6, 7], 0)])
+        for name, attribute in opaque.places:
+            assert getattr(runner.loaded.model.get_submodule(name), attribute) is None
+
+
 def test_a_model_that_keeps_its_state_to_itself_is_refused() -> None:
-    config = transformers.RecurrentGemmaConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=32, num_attention_heads=4, num_hidden_layers=3, intermediate_size=48
-    )
-    config.max_position_embeddings = 256
-    with pytest.raises(ModelLoadError, match="RecurrentGemmaForCausalLM"):
-        prepare_model(transformers.RecurrentGemmaForCausalLM(config), "own")
+    class Secretive(transformers.RwkvForCausalLM):
+        def forward(self, input_ids: torch.Tensor, state: object = None, **options: object) -> object:
+            output = super().forward(input_ids, state=state, **options)
+            output.state = None
+            return output
+
+    model = Secretive(make_recurrent("rwkv").config)
+    with pytest.raises(ModelLoadError, match="Secretive has recurrent layers and does not give their state away"):
+        prepare_model(model, "own")
