@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
+from tests.integration.mixed import mixed_requests
 from tests.integration.running import RunningService, eventually
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ def stream(service: RunningService, i: int, temperature: float) -> tuple[str, fl
     chunks = service.client().completions.create(
         model="specdec-demo",
         prompt=f"def function_{i}(values):\n",
-        max_tokens=160,
+        max_tokens=320,
         temperature=temperature,
         seed=100 + i,
         stream=True,
@@ -84,22 +84,9 @@ def test_a_client_that_goes_away_leaves_nothing(service: RunningService) -> None
 
 
 def test_after_mixed_requests_and_cancellations_nothing_is_held(service: RunningService) -> None:
-    rng = random.Random(3)
-    plans = [(i, rng.random() < 0.3, rng.choice((0, 1, 4, None)), rng.randint(1, 24)) for i in range(200)]
-
-    def ask(plan: tuple[int, bool, int | None, int]) -> int:
-        i, goes_away, num_speculative_tokens, max_tokens = plan
-        body = {"model": "specdec-demo", "prompt": f"x_{i} = {i}\n" * (1 + i % 7), "temperature": i % 2, "seed": i}
-        body |= {"max_tokens": 1500 if goes_away else max_tokens, "ignore_eos": goes_away, "stream": goes_away}
-        if num_speculative_tokens is not None:
-            body["num_speculative_tokens"] = num_speculative_tokens
-        with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=120) as answer:
-            assert answer.status_code == 200
-            if goes_away:
-                next(answer.iter_lines())
-                return 0
-            return len(answer.read())
-
+    requests = mixed_requests(200)
     with ThreadPoolExecutor(16) as pool:
-        assert all(size for size, plan in zip(pool.map(ask, plans), plans, strict=True) if not plan[1])
-    eventually(lambda: nothing_held(service), 5, "no sequence and no block is held")
+        texts = list(pool.map(lambda request: request.send(service.url, "specdec-demo"), requests))
+    assert all(text is not None for request, text in zip(requests, texts, strict=True) if not request.leaves)
+    took_s = eventually(lambda: nothing_held(service), 5, "no sequence and no block is held")
+    logger.warning("%d requests, %d left: all free %.2f s later", len(requests), texts.count(None), took_s)

@@ -1,0 +1,31 @@
+"""The official client against the demo pair as ``make serve`` starts it: the controller chooses what to draft."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from tests.integration.running import RunningService
+from tests.integration.test_openai_client import (  # noqa: F401 - collected here, on this service
+    client,
+    model,
+    test_a_stop_string_ends_the_text_before_it,
+    test_a_stream_is_the_whole_answer_in_pieces,
+    test_chat,
+    test_drafts_change_no_token,
+    test_errors_reach_the_official_client,
+    test_many_at_once_are_each_what_they_are_alone,
+    test_models,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[RunningService]:
+    running = RunningService()
+    logger.warning("ready %.1f s after the start", running.started_s)
+    yield running
+    assert running.stop() == 0
