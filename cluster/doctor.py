@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.config import AppArgs, ModelConfig
 from cluster.machine import Machine, this_machine
 from cluster.placement import Devices, Placement, plan_placement
+from specdec.engine.shares import on_one_gpu
 from specdec.errors import SpecdecError
 
 if TYPE_CHECKING:
@@ -80,15 +81,17 @@ def examine(args: AppArgs, progress: Progress | None = None) -> Findings:
     machine = this_machine()
     devices = Devices(len(machine.gpus), machine.num_cpus)
     findings = Findings(machine, plan_placement(devices, args.replicas, args.actors, has_draft=args.has_draft))
-    target = _examined(target_source(args), args, args.target, findings, progress)
+    shares = findings.placement.target.gpu_share, findings.placement.draft.gpu_share
+    source = target_source(args)
+    target = _examined(source, args, args.target, shares[0], findings, progress)
     if target is not None:
         findings.target = _findings(target[1])
-    source = draft_source(args)
-    if source is None:
+    draft_model = draft_source(args)
+    if draft_model is None:
         return findings
-    if source.device == "auto" and source.device_map is None and len(machine.gpus) > 1:
-        source = replace(source, device="cuda:1")  # a GPU of its own, as it will have in the service
-    draft = _examined(source, args, args.draft, findings, progress)
+    if len(machine.gpus) > 1 and draft_model.device_map is None and on_one_gpu(source, draft_model):
+        draft_model = replace(draft_model, device="cuda:1")  # a GPU of its own, as it will have in the service
+    draft = _examined(draft_model, args, args.draft, shares[1], findings, progress)
     if draft is not None:
         findings.draft = _findings(draft[1])
     if target is not None and draft is not None:
@@ -97,7 +100,12 @@ def examine(args: AppArgs, progress: Progress | None = None) -> Findings:
 
 
 def _examined(
-    source: ModelSource, args: AppArgs, config: ModelConfig, findings: Findings, progress: Progress | None
+    source: ModelSource,
+    args: AppArgs,
+    config: ModelConfig,
+    gpu_share: float,
+    findings: Findings,
+    progress: Progress | None,
 ) -> tuple[PreTrainedTokenizerBase, Built] | None:
     from cluster.sources import backend_options
     from specdec.engine.build import build_target
@@ -106,7 +114,7 @@ def _examined(
 
     try:
         tokenizer = load_tokenizer(source)
-        options = backend_options(args, config, tokenizer_width(tokenizer))
+        options = replace(backend_options(args, config, tokenizer_width(tokenizer)), device_share=gpu_share)
         return tokenizer, build_target(source, options, progress)[1]
     except SpecdecError as error:
         findings.problems.append(str(error))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import re
 import socket
 import threading
 import time
@@ -23,6 +24,8 @@ from specdec.errors import InvalidParameterError, SpecdecError
 
 APPLICATION = "deployments.app:build_app"
 APPLICATION_NAME = "specdec"
+LOADERS = ("TargetServer", "DraftServer")
+"""Deployments whose replicas load a model."""
 OBJECT_STORE_BYTES = 256 << 20
 POLL_S = 0.2
 WATCH_S = 2.0
@@ -206,7 +209,7 @@ class LocalService:
             raise LaunchError("Ray has gone away: one of its processes has ended")
         application = serve.status().applications.get(APPLICATION_NAME)
         for name, deployment in application.deployments.items() if application is not None else ():
-            state = describe(deployment)
+            state = describe(deployment, loads_model=name in LOADERS)
             if self._states.get(name) != state:
                 self._states[name] = state
                 self._report(f"{name}: {state}")
@@ -259,19 +262,37 @@ def first_failure(application: Any) -> str | None:
     return None
 
 
-def describe(deployment: Any) -> str:
+def describe(deployment: Any, *, loads_model: bool = False) -> str:
     """A few words on a deployment's replicas; those that are stopping do not count.
 
-    What Serve says of replicas that do not come up (no node has what they ask for, say) is part of it.
+    What Serve says of replicas that do not come up is part of it; that they are slow is said in words of our own.
+
+    Args:
+        deployment: Serve's status of it.
+        loads_model: Whether its replicas load a model when they start.
     """
     counts = deployment.replica_states
     running = counts.get("RUNNING", 0)
     total = sum(counts.values()) - counts.get("STOPPING", 0)
-    state = "ready" if running and running == total else "starting"
-    if total > 1:
-        state += f" ({running} of {total})"
+    is_ready = bool(running) and running == total
+    remarks = [f"{running} of {total}"] if total > 1 else []
+    if loads_model and not is_ready:
+        remarks.append("loads the model")
+    state = ("ready" if is_ready else "starting") + (f" ({', '.join(remarks)})" if remarks else "")
     message = deployment.message.strip() if running < max(total, 1) else ""
-    return f"{state}: {last_line(message)}" if message else state
+    return f"{state}: {_slow_start(message) or last_line(message)}" if message else state
+
+
+def _slow_start(message: str) -> str | None:
+    """What Serve says of replicas that take long, without its guesses why; None where it says something else."""
+    slow = re.search(r"have taken more than (\d+)s to (be scheduled|initialize)", message)
+    if slow is None:
+        return None
+    if slow[2] == "initialize":
+        return f"takes more than {slow[1]} s"
+    needs = re.search(r"Resources required for each replica: (\{.*?\})", message)
+    asks = f" or waits for room; it asks for {needs[1]}" if needs else ""
+    return f"its process is still being started after {slow[1]} s{asks}"
 
 
 def last_line(message: str) -> str:

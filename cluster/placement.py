@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.config import ActorOptions, Actors, Replicas
+from specdec.engine.shares import equal_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,11 @@ class ActorShare:
 
     ray_actor_options: dict[str, Any] = field(default_factory=dict)
     num_torch_threads: int = 1
+
+    @property
+    def gpu_share(self) -> float:
+        """Part of its GPU that a replica has; 1 too where it has none or several."""
+        return min(1.0, self.ray_actor_options.get("num_gpus") or 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +75,6 @@ def plan_placement(
         ingress=idle,
         remarks=_remarks(devices, num_workers, num_gpus, num_cpus),
     )
-
-
-def equal_share(available: float, num_workers: int) -> float:
-    """What each of ``num_workers`` gets of a number of equal devices: one, or a fraction such that all find a place.
-
-    Several workers share a device, but no worker spans two: with three devices for four workers each gets a half.
-    """
-    whole = math.floor(available)
-    if whole < 1:
-        return 0.0
-    return 1.0 if whole >= num_workers else 1.0 / math.ceil(num_workers / whole)
 
 
 def ray_devices() -> Devices:

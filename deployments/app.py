@@ -56,5 +56,4 @@ def _worker(cls: type[Any], name: str, args: AppArgs, num_replicas: int, share: 
     deployment = serve.deployment(cls, name=name).options(
         num_replicas=num_replicas, ray_actor_options=share.ray_actor_options, **pinned_options()
     )
-    gpu_share = min(1.0, share.ray_actor_options.get("num_gpus") or 1.0)
-    return deployment.bind(args, share.num_torch_threads, gpu_share)
+    return deployment.bind(args, share.num_torch_threads, share.gpu_share)

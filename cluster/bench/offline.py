@@ -19,6 +19,7 @@ from specdec.engine.build import build_drafter, build_target
 from specdec.engine.emulation import Clock, EmulatedDrafter, EmulatedTarget, RealClock
 from specdec.engine.engine import SpeculativeEngine
 from specdec.engine.results import TokenEvent
+from specdec.engine.shares import pair_share
 from specdec.engine.stats import SpecStats
 from specdec.engine.trace import Recorder, Role, WorkerTrace
 from specdec.engine.traced import TracedDrafter, TracedTarget
@@ -143,11 +144,14 @@ def _backends(
     if args.is_scripted:
         return scripted_pair(args)
     source, draft = target_source(args), draft_source(args)
-    target, built = build_target(source, backend_options(args, args.target, vocab_size), report)
+    share = pair_share(source, draft)
+    options = replace(backend_options(args, args.target, vocab_size), device_share=share)
+    target, built = build_target(source, options, report)
     if draft is None:
         return target, None
     check_pair(built.loaded, load_tokenizer(source), describe_model(draft), load_tokenizer(draft))
-    drafter, _, _ = build_drafter(draft, backend_options(args, args.draft, vocab_size), report)
+    options = replace(backend_options(args, args.draft, vocab_size), device_share=share)
+    drafter, _, _ = build_drafter(draft, options, report)
     return target, drafter
 
 

@@ -11,8 +11,9 @@ import torch
 from specdec.engine.draft_backend import ModelDrafter
 from specdec.engine.states import SequenceStates
 from specdec.engine.target_backend import ModelTarget
-from specdec.errors import ModelLoadError
+from specdec.errors import MemoryPlanError, ModelLoadError
 from specdec.models.admission import AdmissionReport, check_admission
+from specdec.models.allocation import allocation
 from specdec.models.compat import check_width
 from specdec.models.loading import LoadedModel, ModelSource, Progress, load_model
 from specdec.models.memory import MemoryPlan, choose_window_of, plan_memory
@@ -29,6 +30,7 @@ _CPU_KV_FRACTION = 0.25
 """Part of a machine's free memory that the cache may take: others need it too."""
 _GPU_KV_FRACTION = 0.9
 """Part of what a GPU has left for a model that its cache may take; the rest is for what a step computes."""
+_MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,8 @@ class BackendOptions:
         max_batch_tokens: Most tokens in one forward pass; None chooses by device.
         kv_memory: Memory for cached keys and values: ``auto``, a fraction of what is free, or bytes.
         max_num_sequences: Whole sequences that the cache need not exceed, however much memory there is.
-        device_share: Part of a GPU that is this model's, where several models share it; for ``auto`` memory.
+        device_share: Part of a GPU that is this model's, where several models share it; for ``auto`` memory. None is
+            all of it; a pair that :class:`specdec.engine.engine.SpeculativeEngine` loads onto one GPU has equal shares.
         rollback: How recurrent states are rolled back; ``auto`` chooses by their size.
         rollback_tokens: How many tokens recurrent states can be brought back for sure without reading anew; a draft to
             be verified is no longer. A drafter that runs ahead of the target needs twice a draft's length and 1.
@@ -72,7 +75,7 @@ class BackendOptions:
     max_batch_tokens: int | None = None
     kv_memory: Literal["auto"] | float | int = "auto"
     max_num_sequences: int = 256
-    device_share: float = 1.0
+    device_share: float | None = None
     rollback: Route | Literal["auto"] = "auto"
     rollback_tokens: int = DEFAULT_WINDOW_TOKENS
     skip_admission_check: bool = False
@@ -123,23 +126,31 @@ def _build(source: ModelSource, options: BackendOptions, max_model_len: int | No
     loaded = load_model(source, progress)
     wanted = options.kv_memory
     budget_bytes = wanted if isinstance(wanted, int) else None
+    share = options.device_share or 1.0
     if wanted == "auto" and loaded.device.type == "cuda":
         free_bytes, total_bytes = torch.cuda.mem_get_info(loaded.device)
-        budget_bytes = gpu_budget_bytes(total_bytes, free_bytes, loaded.weights_bytes, options.device_share)
+        budget_bytes = gpu_budget_bytes(total_bytes, free_bytes, loaded.weights_bytes, share)
     route = None if options.rollback == "auto" else options.rollback
     window = choose_window_of(loaded, options.rollback_tokens, route)
-    memory = plan_memory(
-        loaded,
-        budget_bytes=budget_bytes,
-        fraction=wanted if isinstance(wanted, float) else _CPU_KV_FRACTION,
-        max_model_len=max_model_len or min(options.max_model_len or loaded.max_model_len, loaded.max_model_len),
-        max_num_sequences=options.max_num_sequences,
-        block_size=options.block_size,
-        window=window,
-    )
+    try:
+        memory = plan_memory(
+            loaded,
+            budget_bytes=budget_bytes,
+            fraction=wanted if isinstance(wanted, float) else _CPU_KV_FRACTION,
+            max_model_len=max_model_len or min(options.max_model_len or loaded.max_model_len, loaded.max_model_len),
+            max_num_sequences=options.max_num_sequences,
+            block_size=options.block_size,
+            window=window,
+        )
+    except MemoryPlanError as error:
+        if wanted != "auto" or loaded.device.type != "cuda" or share == 1:
+            raise
+        raise MemoryPlanError(f"{error} (its share of the GPU is {share:g}; kv_memory can name more)") from error
     vocab_size = options.vocab_size or loaded.vocab_size
     check_width(loaded.name, loaded.vocab_size, vocab_size)
-    runner, admission = _admitted(loaded, memory, vocab_size, options)
+    sizes = f"{loaded.weights_bytes / _MIB:,.1f} MiB of weights and {memory.cache_bytes / _MIB:,.1f} MiB of cache"
+    with allocation(MemoryPlanError, f"{sizes} of {loaded.name} do not fit into the memory of {loaded.device}"):
+        runner, admission = _admitted(loaded, memory, vocab_size, options)
     notes = _notes(runner, options)
     if progress is not None:
         for note in notes:

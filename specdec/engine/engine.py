@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from specdec.engine.build import BackendOptions, build_drafter, build_target
 from specdec.engine.local import LocalService, OnMessage
 from specdec.engine.results import CancellationToken, GenerationResult, RunningSequence, TokenEvent
+from specdec.engine.shares import pair_share
 from specdec.engine.stats import SpecStats
 from specdec.errors import CancelledError, InvalidParameterError
 from specdec.models.compat import check_pair, tokenizer_width
@@ -101,7 +102,8 @@ class SpeculativeEngine:
             target: The model that decides.
             draft: The model that proposes; None decodes plainly.
             num_speculative_tokens: Draft tokens per round where a call names none.
-            options: How the target is run.
+            options: How the target is run. Where both models are on one GPU, each gets an equal share of it, unless its
+                options name another.
             draft_options: How the draft is run; by default like the target.
             progress: Given a line for each stage.
 
@@ -111,12 +113,16 @@ class SpeculativeEngine:
             MemoryPlanError: A cache cannot hold one sequence.
         """
         tokenizer = load_tokenizer(target)
+        share = pair_share(target, draft)
         options = replace(options or BackendOptions(), vocab_size=tokenizer_width(tokenizer))
+        draft_options = draft_options or options
+        options = replace(options, device_share=options.device_share or share)
         target_backend, built = build_target(target, options, progress)
         draft_backend = None
         if draft is not None:
             check_pair(built.loaded, tokenizer, describe_model(draft), load_tokenizer(draft))
-            draft_options = replace(draft_options or options, vocab_size=options.vocab_size)
+            draft_share = draft_options.device_share or share
+            draft_options = replace(draft_options, vocab_size=options.vocab_size, device_share=draft_share)
             draft_backend, _, _ = build_drafter(draft, draft_options, progress)
         defaults = built.loaded.generation_defaults
         remark = defaults.remark(target.path)

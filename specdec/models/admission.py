@@ -55,6 +55,7 @@ def check_admission(runner: ModelRunner, seed: int = 0) -> AdmissionReport:
 
     Raises:
         ModelLoadError: they differ by more than rounding; or too few blocks are free.
+        torch.OutOfMemoryError: the device has no room for a forward pass.
     """
     start_s = time.perf_counter()
     rng = random.Random(seed)
@@ -66,6 +67,8 @@ def check_admission(runner: ModelRunner, seed: int = 0) -> AdmissionReport:
         split = _split_forward(runner, rows, long_piece, rng)
         with _stock_attention(runner.loaded.model):
             whole = [_whole_forward(runner, row) for row in rows]
+    except torch.OutOfMemoryError:
+        raise  # it says nothing of the model
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise ModelLoadError(
             f"{runner.loaded.name} cannot run split into pieces: {type(error).__name__}: {error}"

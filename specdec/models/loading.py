@@ -22,6 +22,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from specdec.errors import ModelLoadError
+from specdec.models.allocation import allocation
 from specdec.models.attention import ATTENTION_NAME, register_attention
 from specdec.models.configuration import eos_token_ids, generation_defaults, max_model_len
 from specdec.models.layers import AttentionLayer, find_layers
@@ -106,15 +107,17 @@ def load_model(source: ModelSource, progress: Progress | None = None) -> LoadedM
 
     Raises:
         ModelLoadError: the model is missing, is not a causal language model, has no safetensors, needs code of its
-            own, or is of a kind that cannot be served exactly.
+            own, is larger than its device's memory, or is of a kind that cannot be served exactly.
     """
     report = progress or _say_nothing
     report(f"reading the configuration of {source.path}")
     config = load_config(source)
     device = _device(source.device)
     dtype = _dtype(source.dtype, device)
-    report(f"loading {source.path}")
-    model = _load_weights(source, config, device, dtype)
+    place = "" if Path(source.path).expanduser().is_dir() else ", downloaded first where the cache lacks it"
+    report(f"loading {source.path}{place}")
+    with allocation(ModelLoadError, f"the weights of {source.path} do not fit into the memory of {device}"):
+        model = _load_weights(source, config, device, dtype)
     loaded = prepare_model(model, source.path)
     report(
         f"loaded {source.path}: {loaded.num_parameters / 1e6:,.1f} M parameters, "
@@ -247,6 +250,8 @@ def _from_pretrained(loader: Any, source: ModelSource, **options: Any) -> Any:
             return loader.from_pretrained(
                 path, revision=source.revision, token=source.token, trust_remote_code=False, **options
             )
+    except torch.OutOfMemoryError:
+        raise
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError) as error:
         reason = str(error).strip()
         if "trust_remote_code" in reason:
@@ -303,16 +308,17 @@ def _dtype(name: str, device: torch.device) -> torch.dtype | str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers' progress bars and its warnings to developers from the user, for a while."""
+    """Keep transformers' progress bars and its warnings to developers from the user, for a while.
+
+    The bars of downloads are huggingface_hub's, and stay: ``disable_progress_bar`` would take them too.
+    """
     verbosity = transformers_logging.get_verbosity()
-    shows_progress = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    hook = transformers_logging.set_tqdm_hook(lambda _, args, kwargs: transformers_logging.EmptyTqdm(*args, **kwargs))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         transformers_logging.set_verbosity(verbosity)
-        if shows_progress:
-            transformers_logging.enable_progress_bar()
+        transformers_logging.set_tqdm_hook(hook)

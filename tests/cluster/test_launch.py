@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import signal
@@ -12,9 +13,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ray.serve._private import deployment_state
 
-from cluster.launch import describe, first_failure, last_line
+from cluster.launch import LOADERS, describe, first_failure, last_line
 from cluster.processes import OwnProcesses
+from deployments.names import DRAFT, TARGET
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -199,6 +202,50 @@ def test_a_deployment_in_a_few_words(states, message, words):
     deployment = Deployment(message)
     deployment.replica_states = states
     assert describe(deployment) == words
+
+
+SERVES = "Deployment 'TargetServer' in application 'specdec' has 1 replicas that have taken more than 30s to "
+UNSCHEDULED = (
+    f"{SERVES}be scheduled. This may be due to waiting for the cluster to auto-scale or for a runtime environment to "
+    "be installed. Resources required for each replica: {'CPU': 1.0}, total resources available: {}. "
+    "Use `ray status` for more details."
+)
+
+
+@pytest.mark.parametrize(
+    ("states", "message", "words"),
+    [
+        ({"STARTING": 1}, "", "starting (loads the model)"),
+        ({"RUNNING": 1, "STARTING": 1}, "", "starting (1 of 2, loads the model)"),
+        ({"RUNNING": 1}, "", "ready"),
+        (
+            {"STARTING": 1},
+            UNSCHEDULED,
+            "starting (loads the model): its process is still being started after 30 s or waits for room; "
+            "it asks for {'CPU': 1.0}",
+        ),
+        (
+            {"STARTING": 1},
+            f"{SERVES}initialize.\nThis may be caused by a slow __init__ or reconfigure method.",
+            "starting (loads the model): takes more than 30 s",
+        ),
+        ({"STARTING": 1}, "x\nRuntimeError: y", "starting (loads the model): RuntimeError: y"),
+    ],
+)
+def test_slow_replicas_are_told_in_words_of_our_own_and_failed_ones_in_theirs(states, message, words):
+    deployment = Deployment(message)
+    deployment.replica_states = states
+    assert describe(deployment, loads_model=True) == words
+
+
+def test_the_deployments_that_load_a_model_are_known():
+    assert set(LOADERS) == {TARGET, DRAFT}
+
+
+def test_serves_own_words_for_slow_replicas_are_those_replaced_here():
+    source = inspect.getsource(deployment_state)
+    for words in ("have taken more than {SLOW_STARTUP_WARNING_S}s to ", "Resources required for each replica: {"):
+        assert words in source
 
 
 def test_the_last_line_names_the_error():

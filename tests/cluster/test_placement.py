@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from cluster.config import Actors, Replicas
-from cluster.placement import Devices, equal_share, plan_placement
+from cluster.placement import Devices, plan_placement
+from specdec.engine.shares import equal_share
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,7 @@ def test_one_target_and_one_draft(num_gpus, num_cpus, gpus_each, cpus_each):
         assert share.ray_actor_options.get("num_gpus") == gpus_each
         assert share.ray_actor_options["num_cpus"] == cpus_each
         assert share.num_torch_threads == 1
+        assert share.gpu_share == (gpus_each or 1)
     assert placement.router.ray_actor_options == placement.ingress.ray_actor_options == {"num_cpus": 0}
     is_shared = gpus_each == 0.5, cpus_each == 0.5
     assert len(placement.remarks) == sum(is_shared)

@@ -1,8 +1,21 @@
 """How much of a device a model's cache takes."""
 
-import pytest
+from pathlib import Path
+from typing import Any
 
-from specdec.engine.build import gpu_budget_bytes
+import pytest
+import torch
+
+import specdec.demo
+import specdec.engine.engine as engine_module
+from specdec.engine.build import BackendOptions, build_drafter, build_target, gpu_budget_bytes
+from specdec.engine.engine import SpeculativeEngine
+from specdec.engine.shares import pair_share
+from specdec.errors import MemoryPlanError
+from specdec.models.loading import ModelSource
+from specdec.models.runner import ModelRunner
+
+DEMO = Path(specdec.demo.__path__[0])
 
 GIB = 1 << 30
 
@@ -24,3 +37,69 @@ def test_one_model_takes_most_of_its_gpu_and_no_more_than_is_free() -> None:
     assert gpu_budget_bytes(80 * GIB, 64 * GIB, 16 * GIB, 1.0) == pytest.approx(0.9 * 64 * GIB, abs=1)
     assert gpu_budget_bytes(80 * GIB, 10 * GIB, 16 * GIB, 1.0) == pytest.approx(0.9 * 10 * GIB, abs=1)
     assert gpu_budget_bytes(80 * GIB, 60 * GIB, 50 * GIB, 0.5) == 0
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "share"),
+    [
+        ({}, {}, 0.5),
+        ({"device": "cuda"}, {"device": "cuda:0"}, 0.5),
+        ({"device": "cuda:1"}, {"device": "cuda:1"}, 0.5),
+        ({"device": "cuda:0"}, {"device": "cuda:1"}, 1.0),
+        ({}, {"device": "cpu"}, 1.0),
+        ({"device_map": "auto"}, {"device": "cuda:1"}, 0.5),
+        ({}, None, 1.0),
+    ],
+)
+def test_a_pair_shares_the_gpu_it_meets_on(target: dict[str, str], draft: dict[str, str] | None, share: float) -> None:
+    sources = [None if options is None else ModelSource("m", **options) for options in (target, draft)]  # type: ignore[arg-type]
+    assert sources[0] is not None
+    assert pair_share(sources[0], sources[1]) == share
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "expected"),
+    [
+        (None, None, [0.5, 0.5]),
+        (BackendOptions(device_share=0.8), BackendOptions(device_share=0.2), [0.8, 0.2]),
+        (BackendOptions(device_share=0.6), None, [0.6, 0.6]),
+        (BackendOptions(), BackendOptions(device_share=0.2), [0.5, 0.2]),
+    ],
+)
+def test_the_engine_gives_each_model_its_share(
+    monkeypatch: pytest.MonkeyPatch,
+    target: BackendOptions | None,
+    draft: BackendOptions | None,
+    expected: list[float],
+) -> None:
+    shares: list[float | None] = []
+
+    def noting(build: Any) -> Any:
+        def build_noted(source: ModelSource, options: BackendOptions, progress: Any) -> Any:
+            shares.append(options.device_share)
+            return build(source, options, progress)
+
+        return build_noted
+
+    monkeypatch.setattr(engine_module, "build_target", noting(build_target))
+    monkeypatch.setattr(engine_module, "build_drafter", noting(build_drafter))
+    sources = ModelSource(str(DEMO / "draft")), ModelSource(str(DEMO / "draft"))
+    SpeculativeEngine.from_pretrained(*sources, options=target, draft_options=draft)
+    assert shares == expected
+
+
+def test_a_cache_that_cannot_be_had_is_told_with_its_sizes() -> None:
+    """A petabyte: the system refuses it at once."""
+    options = BackendOptions(block_size=1 << 40, kv_memory=1 << 62)
+    with pytest.raises(MemoryPlanError, match=r"MiB of weights and .*,.* MiB of cache of .* memory of cpu: .*allocate"):
+        build_target(ModelSource(str(DEMO / "draft"), device="cpu"), options)
+
+
+def test_too_little_memory_for_the_check_of_a_model_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("Tried to allocate 1 GiB.")
+
+    monkeypatch.setattr(ModelRunner, "forward", no_memory)
+    options = BackendOptions(max_model_len=256, kv_memory=16 << 20)
+    with pytest.raises(MemoryPlanError, match=r"do not fit into the memory of cpu: Tried to allocate 1 GiB\."):
+        build_target(ModelSource(str(DEMO / "draft"), device="cpu"), options)

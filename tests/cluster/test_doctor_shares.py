@@ -1,0 +1,51 @@
+"""``specdec doctor`` plans the memory of a GPU as the service does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cluster.doctor
+from cluster.config import AppArgs
+from cluster.machine import Gpu, Machine
+from cluster.sources import demo_folder
+from specdec.engine import build
+from specdec.errors import MemoryPlanError
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "args", "expected"),
+    [
+        (1, {}, [("target", "auto", 0.5), ("draft", "auto", 0.5)]),
+        (1, {"replicas": {"draft": 2}}, [("target", "auto", 1 / 3), ("draft", "auto", 1 / 3)]),
+        (
+            1,
+            {"actors": {"target": {"num_gpus": 0.8}, "draft": {"num_gpus": 0.2}}},
+            [("target", "auto", 0.8), ("draft", "auto", 0.2)],
+        ),
+        (2, {}, [("target", "auto", 1.0), ("draft", "cuda:1", 1.0)]),
+        (
+            2,
+            {"target": {"device": "cuda:0"}, "draft": {"device": "cuda:0"}},
+            [("target", "cuda:0", 1.0), ("draft", "cuda:1", 1.0)],
+        ),
+        (2, {"target": {"device": "cuda:1"}}, [("target", "cuda:1", 1.0), ("draft", "auto", 1.0)]),
+    ],
+)
+def test_each_model_has_the_share_of_the_service(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, args: dict[str, Any], expected: list[tuple[str, str, float]]
+) -> None:
+    """There need be no GPU: what is asked of the builder is noted, and the models are not loaded."""
+    asked = []
+
+    def noted(source: Any, options: Any, progress: Any) -> None:
+        asked.append((Path(source.path).name, source.device, options.device_share))
+        raise MemoryPlanError("only noted")
+
+    machine = Machine({}, 8, 1 << 40, 1 << 40, (Gpu("a GPU", 1 << 36, 1 << 36),) * num_gpus)
+    monkeypatch.setattr(cluster.doctor, "this_machine", lambda: machine)
+    monkeypatch.setattr(build, "build_target", noted)
+    roles = {role: {"model": str(demo_folder(role))} | args.get(role, {}) for role in ("target", "draft")}
+    findings = cluster.doctor.examine(AppArgs.model_validate(args | roles))
+    assert asked == expected
+    assert findings.problems == ["only noted"] * 2
