@@ -89,6 +89,7 @@ def test_it_serves_until_ctrl_c_and_leaves_nothing_behind(start):
         service.read_until("Ctrl-C stops it.")
         (url,) = re.findall(r"curl (http://127\.0\.0\.1:\d+)/v1/completions", service.output)
         assert re.search(r"\[ *\d+\.\d s\] Ray is up: \d+ cores", service.output)
+        assert "TargetServer: starting (loads the model)" in service.output
         assert "TargetServer: ready" in service.output
         for name, value in (("RAY_SERVE_USE_GRPC_BY_DEFAULT", "1"), ("RAY_AUTH_MODE", "token")):
             with urllib.request.urlopen(f"{url}/environment?name={name}", timeout=10) as answer:
