@@ -125,18 +125,15 @@ def _build(source: ModelSource, options: BackendOptions, max_model_len: int | No
     """Load and check a model; without a ``max_model_len`` of its own it reads what it can of the options'."""
     loaded = load_model(source, progress)
     wanted = options.kv_memory
-    budget_bytes = wanted if isinstance(wanted, int) else None
     share = options.device_share or 1.0
-    if wanted == "auto" and loaded.device.type == "cuda":
-        free_bytes, total_bytes = torch.cuda.mem_get_info(loaded.device)
-        budget_bytes = gpu_budget_bytes(total_bytes, free_bytes, loaded.weights_bytes, share)
+    budget_bytes, fraction = _cache_room(loaded, wanted, share)
     route = None if options.rollback == "auto" else options.rollback
     window = choose_window_of(loaded, options.rollback_tokens, route)
     try:
         memory = plan_memory(
             loaded,
             budget_bytes=budget_bytes,
-            fraction=wanted if isinstance(wanted, float) else _CPU_KV_FRACTION,
+            fraction=fraction,
             max_model_len=max_model_len or min(options.max_model_len or loaded.max_model_len, loaded.max_model_len),
             max_num_sequences=options.max_num_sequences,
             block_size=options.block_size,
@@ -187,6 +184,20 @@ def _notes(runner: ModelRunner, options: BackendOptions) -> tuple[str, ...]:
     if options.skip_admission_check:
         notes.append(f"{name} was not checked: nobody knows that its cached forward equals its plain one")
     return tuple(notes)
+
+
+def _cache_room(loaded: LoadedModel, wanted: Literal["auto"] | float | int, share: float) -> tuple[int | None, float]:
+    """Bytes for the cache; None where they are the fraction beside it of what is free on each of its devices."""
+    if isinstance(wanted, int):
+        return wanted, 1.0
+    if isinstance(wanted, float):
+        return None, wanted
+    if loaded.device.type != "cuda":
+        return None, _CPU_KV_FRACTION
+    if len({parameter.device for parameter in loaded.model.parameters()}) > 1:
+        return None, _GPU_KV_FRACTION * share
+    free_bytes, total_bytes = torch.cuda.mem_get_info(loaded.device)
+    return gpu_budget_bytes(total_bytes, free_bytes, loaded.weights_bytes, share), 1.0
 
 
 def gpu_budget_bytes(total_bytes: int, free_bytes: int, weights_bytes: int, device_share: float) -> int:

@@ -1,6 +1,7 @@
 """How much of a device a model's cache takes."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 import specdec.demo
 import specdec.engine.engine as engine_module
-from specdec.engine.build import BackendOptions, build_drafter, build_target, gpu_budget_bytes
+from specdec.engine.build import BackendOptions, _cache_room, build_drafter, build_target, gpu_budget_bytes
 from specdec.engine.engine import SpeculativeEngine
 from specdec.engine.shares import pair_share
 from specdec.errors import MemoryPlanError
@@ -103,3 +104,11 @@ def test_too_little_memory_for_the_check_of_a_model_is_told_as_such(monkeypatch:
     options = BackendOptions(max_model_len=256, kv_memory=16 << 20)
     with pytest.raises(MemoryPlanError, match=r"do not fit into the memory of cpu: Tried to allocate 1 GiB\."):
         build_target(ModelSource(str(DEMO / "draft"), device="cpu"), options)
+
+
+def test_a_model_spread_over_devices_takes_of_what_is_free_on_each() -> None:
+    spread = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, device="meta")])
+    loaded = SimpleNamespace(device=torch.device("cuda"), model=spread)
+    assert _cache_room(loaded, "auto", 0.5) == (None, 0.45)
+    assert _cache_room(loaded, 1 << 30, 0.5) == (1 << 30, 1.0)
+    assert _cache_room(loaded, 0.3, 0.5) == (None, 0.3)
