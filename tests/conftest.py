@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 WITH_SERVICES = (
     "tests/integration/",
@@ -25,11 +27,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of one file run in one process (``--dist loadgroup``), all those that start Ray in one and the same.
+    """The longest come first, which ``--no-loadscope-reorder`` leaves so."""
 
-    The longest come first, which ``--no-loadscope-reorder`` leaves so.
-    """
-    paths = {item: item.path.relative_to(config.rootpath).as_posix() for item in items}
-    for item, path in paths.items():
-        item.add_marker(pytest.mark.xdist_group("services" if path.startswith(WITH_SERVICES) else path))
-    items.sort(key=lambda item: (not paths[item].startswith(WITH_SERVICES), not paths[item].startswith(SLOW)))
+    def rank(item: pytest.Item) -> tuple[bool, bool]:
+        path = item.path.relative_to(config.rootpath).as_posix()
+        return not path.startswith(WITH_SERVICES), not path.startswith(SLOW)
+
+    items.sort(key=rank)
+
+
+class ByFile(LoadScopeScheduling):
+    """Tests of one file run in one process, all those that start Ray in one and the same."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.split("::", 1)[0]
+        return "services" if path.startswith(WITH_SERVICES) else path
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
+    """Who runs what, where tests run in several processes."""
+    return ByFile(config, log)
