@@ -86,7 +86,9 @@ def test_what_does_not_end_is_killed(start):
 
 
 def test_a_second_signal_does_not_wait(start):
-    process, family = start("exec('while True:\\n try: time.sleep(300)\\n except BaseException: pass')")
+    stubborn = "while True:\n try:\n  print(1, flush=True)\n  time.sleep(300)\n except BaseException: pass"
+    process, family = start(f"exec({stubborn!r})")
+    assert process.stdout.readline() == "1\n", "it is where no signal ends it"
     process.terminate()
     time.sleep(0.5)
     assert process.poll() is None

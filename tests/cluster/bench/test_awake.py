@@ -34,7 +34,7 @@ def test_one_for_each_core_in_the_idle_class() -> None:
     assert not any(s.is_running() for s in spinners)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_they_end_with_whoever_began_it(how: signal.Signals) -> None:
     starter = subprocess.Popen(
         [sys.executable, "-c", STARTER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
