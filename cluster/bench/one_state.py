@@ -38,14 +38,7 @@ class OneState:
 
     def run(self, scan: Scan, step: StateStep) -> torch.Tensor:
         """Scan rows side by side, those longer than the window alone: outputs [1, N, ...]."""
-        groups = step.groups(scan.inputs[0].device)
-        results = [self._run_group(scan, step, index, group) for index, group in enumerate(groups)]
-        if len(groups) == 1 and not groups[0].is_padded:
-            return results[0].flatten(0, 1).unsqueeze(0)
-        outputs = results[0].new_empty((1, step.num_tokens, *results[0].shape[2:]))
-        for group, result in zip(groups, results, strict=True):
-            group.put(result, outputs)
-        return outputs
+        return step.by_groups(scan.inputs[0].device, lambda index, group: self._run_group(scan, step, index, group))
 
     def _run_group(self, scan: Scan, step: StateStep, index: int, group: RowGroup) -> torch.Tensor:
         device = self._pool.device

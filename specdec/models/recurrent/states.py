@@ -46,14 +46,7 @@ class EveryState:
         device = scan.inputs[0].device
         if device.type == "cpu" and self._pool[0, 0].nbytes >= MIN_IN_PLACE_BYTES:
             return self._run_in_place(scan, step)
-        groups = step.groups(device)
-        results = [self._run_group(scan, step, index, group) for index, group in enumerate(groups)]
-        if len(groups) == 1 and not groups[0].is_padded:
-            return results[0].flatten(0, 1).unsqueeze(0)
-        outputs = results[0].new_empty((1, step.num_tokens, *results[0].shape[2:]))
-        for group, result in zip(groups, results, strict=True):
-            group.put(result, outputs)
-        return outputs
+        return step.by_groups(device, lambda index, group: self._run_group(scan, step, index, group))
 
     def _run_in_place(self, scan: Scan, step: StateStep) -> torch.Tensor:
         """One row after another: states are computed where they are kept, from where they are kept."""

@@ -113,3 +113,14 @@ class StateStep:
             return [RowGroup(rows, device) for rows in ([short] if short else []) + long]
 
         return self.memo(("groups", device), make)
+
+    def by_groups(self, device: torch.device, run: Callable[[int, RowGroup], torch.Tensor]) -> torch.Tensor:
+        """What ``run`` gives for each group, [B, T, ...], in the order of the step's tokens: [1, N, ...]."""
+        groups = self.groups(device)
+        results = [run(index, group) for index, group in enumerate(groups)]
+        if len(groups) == 1 and not groups[0].is_padded:
+            return results[0].flatten(0, 1).unsqueeze(0)
+        outputs = results[0].new_empty((1, self.num_tokens, *results[0].shape[2:]))
+        for group, result in zip(groups, results, strict=True):
+            group.put(result, outputs)
+        return outputs
