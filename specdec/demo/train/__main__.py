@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from specdec.demo.train import checkpoints, corpus, distill, evaluate, models, target, tokens
+from specdec.demo.train import checkpoints, corpus, distill, evaluate, models, mutual, target, tokens
 from specdec.demo.train.loop import Plan
 from specdec.demo.train.optimizers import Rates
 
@@ -111,6 +111,16 @@ def _add_draft_commands(commands: argparse._SubParsersAction[argparse.ArgumentPa
     distilled.add_argument("--steps", type=int, default=6000)
     distilled.add_argument("--tv-weight", type=float, default=0.0, help="weight of the total variation beside the KL")
     distilled.set_defaults(run=_draft)
+    mutually = commands.add_parser("mutual", help="let target and draft learn from each other, or go on")
+    _add_training_flags(mutually)
+    mutually.add_argument("--target", default="target", help="name of the checkpoint the target starts from")
+    mutually.add_argument("--draft", default="draft", help="name of the checkpoint the draft starts from")
+    mutually.add_argument("--steps", type=int, default=1000)
+    exchange = mutual.Exchange()
+    mutually.add_argument("--draft-share", type=float, default=exchange.draft_share, help="in what the target learns")
+    mutually.add_argument("--tv-weight", type=float, default=exchange.tv_weight, help="in what the draft learns")
+    mutually.add_argument("--target-rate", type=float, default=exchange.target_rate, help="over the draft's rates")
+    mutually.set_defaults(run=_mutual)
 
 
 def _add_training_flags(parser: argparse.ArgumentParser) -> None:
@@ -197,6 +207,21 @@ def _draft(options: argparse.Namespace) -> None:
     plan, path = _plan(options, options.steps), _path(options, "draft")
     lesson = distill.Lesson(model, text, samples, options.tv_weight)
     distill.train_draft(lesson, models.DRAFT, plan, _rates(options), path, options.device)
+
+
+def _mutual(options: argparse.Namespace) -> None:
+    paths = []
+    for role, start in (("target", options.target), ("draft", options.draft)):
+        path = options.work / f"{options.name or 'mutual'}-{role}.pt"
+        if not path.exists():
+            # A phase of its own: its steps and its decay begin anew, the optimizers' state goes on.
+            begun = checkpoints.load(options.work / f"{start}.pt")
+            begun.step, begun.decay_start = 0, None
+            checkpoints.save(begun, path)
+        paths.append(path)
+    exchange = mutual.Exchange(options.draft_share, options.tv_weight, options.target_rate)
+    text, plan = tokens.TokenFile(options.work, "train").tokens, _plan(options, options.steps)
+    mutual.train_mutually(text, exchange, plan, _rates(options), (paths[0], paths[1]), options.device)
 
 
 def _export(options: argparse.Namespace) -> None:

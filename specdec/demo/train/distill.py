@@ -70,26 +70,33 @@ def read_samples(path: Path, window_tokens: int) -> np.ndarray:
     return np.memmap(path, dtype=np.uint16, mode="r").reshape(-1, window_tokens + 1)
 
 
-def distillation_loss(target: PreTrainedModel, tv_weight: float) -> LossFunction:
+def distillation_loss(draft: PreTrainedModel, target: PreTrainedModel, tv_weight: float) -> LossFunction:
     """Forward KL from the target's distribution to the draft's, plus ``tv_weight`` times their total variation.
 
     The KL teaches (Hinton et al. 2015; Zhou et al. 2023, "DistillSpec", section 4); the total variation is what
     acceptance loses, and is worth adding at the end.
     """
 
-    def loss_of(draft: PreTrainedModel, windows: Tensor) -> Tensor:
+    def loss_of(windows: Tensor) -> Tensor:
         inputs = windows[:, :-1]
         with torch.no_grad():
-            target_log_probs = functional.log_softmax(target(inputs, use_cache=False).logits.float(), -1)
-        draft_log_probs = functional.log_softmax(draft(inputs, use_cache=False).logits.float(), -1)
-        logs = draft_log_probs.flatten(0, 1), target_log_probs.flatten(0, 1)
-        kl = functional.kl_div(*logs, reduction="batchmean", log_target=True)
-        if not tv_weight:
-            return kl
-        distance = (target_log_probs.exp() - draft_log_probs.exp()).abs().sum(-1).mean() / 2
-        return kl + tv_weight * distance
+            of_target = log_probs(target, inputs)
+        return divergence(log_probs(draft, inputs), of_target, tv_weight)[None]
 
     return loss_of
+
+
+def log_probs(model: PreTrainedModel, inputs: Tensor) -> Tensor:
+    """A model's log probabilities of the next token, float32 [B * T, vocab], after each of ``inputs``, [B, T]."""
+    return functional.log_softmax(model(inputs, use_cache=False).logits.flatten(0, 1).float(), -1)
+
+
+def divergence(of_student: Tensor, of_teacher: Tensor, tv_weight: float) -> Tensor:
+    """KL from the teacher's to the student's log probabilities, [N, vocab], and ``tv_weight`` times their distance."""
+    kl = functional.kl_div(of_student, of_teacher, reduction="batchmean", log_target=True)
+    if not tv_weight:
+        return kl
+    return kl + tv_weight * (of_teacher.exp() - of_student.exp()).abs().sum(-1).mean() / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +132,8 @@ def train_draft(
     checkpoint = checkpoints.load_or_start(path, shape, plan.seed, device)
     target = lesson.target.eval().requires_grad_(False)
     source = _mixed(lesson, plan, checkpoint.step)
-    loop.train(checkpoint, source, plan, rates, path, distillation_loss(target, lesson.tv_weight))
+    loss_of = distillation_loss(checkpoint.model, target, lesson.tv_weight)
+    loop.train([loop.Student(checkpoint, rates, path)], source, plan, loss_of)
     return checkpoint
 
 

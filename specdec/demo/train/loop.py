@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +19,19 @@ from specdec.demo.train.optimizers import Optimizers, Rates
 
 logger = logging.getLogger(__name__)
 
-LossFunction = Callable[[PreTrainedModel, Tensor], Tensor]
-"""(model, windows int64 [B, T + 1]) -> mean loss over B * T tokens, a scalar."""
+LossFunction = Callable[[Tensor], Tensor]
+"""Windows int64 [B, T + 1] -> mean losses over B * T tokens, [num_students]: each with gradients for one student."""
+
+
+@dataclass(frozen=True, slots=True)
+class Student:
+    """A model that is trained."""
+
+    checkpoint: Checkpoint
+    """Where it starts; changed in place."""
+    rates: Rates
+    path: Path
+    """The checkpoint's file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,60 +58,71 @@ class Plan:
         return time.monotonic() >= self.deadline_s
 
 
-def next_token_loss(model: PreTrainedModel, windows: Tensor) -> Tensor:
-    """Cross-entropy of the next token, in nats."""
-    logits = model(windows[:, :-1], use_cache=False).logits
-    return functional.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
+def next_token_loss(model: PreTrainedModel) -> LossFunction:
+    """Cross-entropy of the next token, in nats, for one student."""
+
+    def loss_of(windows: Tensor) -> Tensor:
+        logits = model(windows[:, :-1], use_cache=False).logits
+        return functional.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())[None]
+
+    return loss_of
 
 
-def train(
-    checkpoint: Checkpoint, batches: Iterator[Tensor], plan: Plan, rates: Rates, path: Path, loss_of: LossFunction
-) -> None:
-    """Brings the checkpoint to ``plan.num_steps`` steps, if the deadline allows, and keeps it at ``path``.
+def train(students: Sequence[Student], batches: Iterator[Tensor], plan: Plan, loss_of: LossFunction) -> None:
+    """Brings the students to ``plan.num_steps`` steps, if the deadline allows, and keeps them at their paths.
 
     Args:
-        checkpoint: Where to start; changed in place.
+        students: What is trained, one step each at a time; the first one's step counts.
         batches: Windows of the steps to come, int64 [batch_size, window_tokens + 1].
         plan: How many steps and of what.
-        rates: Learning rates.
-        path: The checkpoint's file.
         loss_of: What is minimised.
     """
-    optimizers = Optimizers(checkpoint.model, rates)
-    optimizers.load_state_dict(checkpoint.optimizers)
-    if plan.num_decay_steps and checkpoint.decay_start is None:
-        checkpoint.decay_start = max(checkpoint.step, plan.num_steps - plan.num_decay_steps)
+    checkpoint = students[0].checkpoint
+    optimizers = [_optimizers(student, plan) for student in students]
     progress = _Progress(checkpoint, plan)
     saved_s = time.monotonic()
     while checkpoint.step < plan.num_steps:
-        loss = _step(checkpoint.model, next(batches), plan.micro_batch_size, loss_of)
-        optimizers.step(rates.scale(checkpoint.step, checkpoint.decay_start, plan.num_decay_steps))
-        checkpoint.step += 1
-        checkpoint.num_tokens += plan.batch_size * plan.window_tokens
-        progress.add(loss)
+        losses = _step([student.checkpoint.model for student in students], next(batches), plan, loss_of)
+        for student, one in zip(students, optimizers, strict=True):
+            reached = student.checkpoint
+            one.step(student.rates.scale(reached.step, reached.decay_start, plan.num_decay_steps))
+            reached.step += 1
+            reached.num_tokens += plan.batch_size * plan.window_tokens
+        progress.add(losses)
         if time.monotonic() - saved_s >= plan.save_every_s:
-            _save(checkpoint, optimizers, path, progress)
+            _save(students, optimizers, progress)
             saved_s = time.monotonic()
         if plan.is_over:
             break
-    _save(checkpoint, optimizers, path, progress)
+    _save(students, optimizers, progress)
 
 
-def _step(model: PreTrainedModel, windows: Tensor, micro_batch_size: int, loss_of: LossFunction) -> float:
-    """Leaves the gradients of the mean loss in the model; returns that loss."""
-    model.train()
-    total = 0.0
-    for part in torch.split(windows.to(model.device), micro_batch_size):
-        loss = loss_of(model, part) * (len(part) / len(windows))
-        torch.autograd.backward(loss)
-        total += loss.item()
+def _optimizers(student: Student, plan: Plan) -> Optimizers:
+    checkpoint = student.checkpoint
+    optimizers = Optimizers(checkpoint.model, student.rates)
+    optimizers.load_state_dict(checkpoint.optimizers)
+    if plan.num_decay_steps and checkpoint.decay_start is None:
+        checkpoint.decay_start = max(checkpoint.step, plan.num_steps - plan.num_decay_steps)
+    return optimizers
+
+
+def _step(models: Sequence[PreTrainedModel], windows: Tensor, plan: Plan, loss_of: LossFunction) -> Tensor:
+    """Leaves the gradients of the mean losses in the models; returns those losses, float64 [num_students]."""
+    for model in models:
+        model.train()
+    total = torch.zeros(len(models), dtype=torch.float64)
+    for part in torch.split(windows.to(models[0].device), plan.micro_batch_size):
+        losses = loss_of(part) * (len(part) / len(windows))
+        torch.autograd.backward(losses.sum())
+        total += losses.detach().cpu()
     return total
 
 
-def _save(checkpoint: Checkpoint, optimizers: Optimizers, path: Path, progress: _Progress) -> None:
-    checkpoint.optimizers = optimizers.state_dict()
-    checkpoint.elapsed_s = progress.elapsed_s
-    checkpoints.save(checkpoint, path)
+def _save(students: Sequence[Student], optimizers: Sequence[Optimizers], progress: _Progress) -> None:
+    for student, one in zip(students, optimizers, strict=True):
+        student.checkpoint.optimizers = one.state_dict()
+        student.checkpoint.elapsed_s = progress.elapsed_s
+        checkpoints.save(student.checkpoint, student.path)
 
 
 class _Progress:
@@ -110,26 +132,26 @@ class _Progress:
         self._checkpoint, self._plan = checkpoint, plan
         self._start_s = time.monotonic()
         self._start_step, self._earlier_s = checkpoint.step, checkpoint.elapsed_s
-        self._losses: list[float] = []
+        self._losses: list[Tensor] = []
 
     @property
     def elapsed_s(self) -> float:
         """Training time in all, earlier runs counted in."""
         return self._earlier_s + time.monotonic() - self._start_s
 
-    def add(self, loss: float) -> None:
-        """Takes in one step's loss and logs now and then."""
-        self._losses.append(loss)
+    def add(self, losses: Tensor) -> None:
+        """Takes in one step's losses, [num_students], and logs now and then."""
+        self._losses.append(losses)
         step, plan = self._checkpoint.step, self._plan
         if step % plan.log_every_steps:
             return
         step_s = (time.monotonic() - self._start_s) / (step - self._start_step)
         logger.info(
-            "step %d/%d  %.2fM tokens  loss %.3f  %.0f tokens/s  ETA %.1f min",
+            "step %d/%d  %.2fM tokens  loss %s  %.0f tokens/s  ETA %.1f min",
             step,
             plan.num_steps,
             self._checkpoint.num_tokens / 1e6,
-            sum(self._losses) / len(self._losses),
+            " / ".join(f"{loss:.3f}" for loss in torch.stack(self._losses).mean(0).tolist()),
             plan.batch_size * plan.window_tokens / step_s,
             (plan.num_steps - step) * step_s / 60,
         )

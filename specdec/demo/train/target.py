@@ -74,7 +74,8 @@ def train_target(
         stage_plan = replace(plan, num_steps=stage.last_step, num_decay_steps=plan.num_decay_steps if last else 0)
         num_read = checkpoint.num_tokens // plan.window_tokens
         source = batches(text, plan.window_tokens, plan.batch_size, plan.seed, num_read)
-        loop.train(checkpoint, source, stage_plan, rates, path, loop.next_token_loss)
+        student = loop.Student(checkpoint, rates, path)
+        loop.train([student], source, stage_plan, loop.next_token_loss(checkpoint.model))
         if plan.is_over:
             break
     return checkpoint

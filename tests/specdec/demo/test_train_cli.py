@@ -24,13 +24,16 @@ def test_the_commands_make_a_pair_and_its_figures(tmp_path, caplog):
     run(f"target --stages 1:1,2:3 {small} --decay-steps 1 --start-from target --name final")
     run("samples --target final --num-windows 32 --window-tokens 80")
     run(f"draft --target final --steps 2 {small}")
+    run(f"mutual --target final --draft draft --steps 1 {small}")
     run(f"hybrid --steps 1 {small}")
-    run("export --target final --draft draft")
+    run("export --target mutual-target --draft mutual-draft")
     run("export --hybrid hybrid")
     run(f"evaluate --pair {tmp_path}/pair --num-windows 1")
 
-    steps = {name: checkpoints.load(tmp_path / f"{name}.pt").step for name in ("target", "final", "draft")}
-    assert steps == {"target": 2, "final": 3, "draft": 2}
+    steps = {
+        name: checkpoints.load(tmp_path / f"{name}.pt").step for name in ("target", "final", "draft", "mutual-draft")
+    }
+    assert steps == {"target": 2, "final": 3, "draft": 2, "mutual-draft": 1}
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "pair" / "target").config.num_hidden_layers == 2
     assert AutoTokenizer.from_pretrained(tmp_path / "pair" / "draft").chat_template
     figures = json.loads(caplog.messages[-1].split("\n|")[0])

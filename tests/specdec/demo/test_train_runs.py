@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.demo.train import checkpoints, decode, distill, evaluate, loop, models, target, tokens
+from specdec.demo.train import checkpoints, decode, distill, evaluate, loop, models, mutual, target, tokens
 from specdec.demo.train.corpus import Document
 from specdec.demo.train.distill import Lesson, Sampling
 from specdec.demo.train.loop import Plan
@@ -59,11 +59,11 @@ def test_a_crash_while_saving_leaves_the_old_checkpoint(tmp_path, text):
 def test_training_lowers_the_loss(tmp_path, text):
     plan = replace(PLAN, batch_size=8, micro_batch_size=8, window_tokens=16)
     windows = next(tokens.batches(text, 16, 32, seed=5))
-    before = loop.next_token_loss(models.build(SHAPE, plan.seed), windows).item()
+    before = loop.next_token_loss(models.build(SHAPE, plan.seed))(windows).item()
     after = target.train_target(text, SHAPE, target.parse_stages("1:30"), plan, RATES, tmp_path / "t.pt").model
     # Eight tokens are left of 64, all equally likely: ln 8 = 2.08 is the least.
     assert before > 4
-    assert 2.0 < loop.next_token_loss(after, windows).item() < 2.5
+    assert 2.0 < loop.next_token_loss(after)(windows).item() < 2.5
 
 
 @pytest.mark.parametrize("wrong", ["3", "3:100,4:200", "3:100,6:100", "a:1", ""])
@@ -100,9 +100,13 @@ def test_the_draft_learns_the_target_and_resumes_exactly(tmp_path, text):
     for _ in range(5):
         parts = distill.train_draft(lesson, SHAPE, replace(plan, deadline_s=0.0), RATES, tmp_path / "parts.pt")
     torch.testing.assert_close(whole.model.state_dict(), parts.model.state_dict(), rtol=0, atol=0)
-    loss_of, windows = distill.distillation_loss(teacher, 1.0), next(tokens.batches(text, 8, 16, seed=5))
-    assert loss_of(whole.model, windows) < loss_of(models.build(SHAPE, plan.seed), windows)
-    assert loss_of(teacher, windows).item() == pytest.approx(0, abs=1e-6)
+    windows = next(tokens.batches(text, 8, 16, seed=5))
+    losses = [
+        distill.distillation_loss(model, teacher, 1.0)(windows).item()
+        for model in (teacher, whole.model, models.build(SHAPE, plan.seed))
+    ]
+    assert losses[0] == pytest.approx(0, abs=1e-6)
+    assert losses[0] < losses[1] < losses[2]
 
 
 def test_samples_of_an_interrupted_run_are_completed(tmp_path, text):
@@ -164,3 +168,41 @@ def test_written_text_follows_the_coupled_noise(tmp_path):
     expected = (model(written[:, :7]).logits[:, -1].log_softmax(-1) + noise).argmax(-1)
     assert written.shape == (2, 9)
     assert torch.equal(written[:, 7], expected)
+
+
+def test_target_and_draft_learn_from_each_other_and_resume_exactly(tmp_path, text):
+    target.train_target(text, SHAPE, STAGES, PLAN, RATES, tmp_path / "whole-target.pt")
+    target.train_target(text, replace(SHAPE, hidden_size=8), STAGES[:1], PLAN, RATES, tmp_path / "whole-draft.pt")
+    for role in ("target", "draft"):
+        begun = checkpoints.load(tmp_path / f"whole-{role}.pt")
+        begun.step, begun.decay_start = 0, None
+        for run in ("whole", "parts"):
+            checkpoints.save(begun, tmp_path / f"{run}-{role}.pt")
+    plan, windows = replace(PLAN, num_steps=6, num_decay_steps=2), next(tokens.batches(text, 8, 16, seed=5))
+
+    def train(run, plan):
+        paths = (tmp_path / f"{run}-target.pt", tmp_path / f"{run}-draft.pt")
+        return [c.model for c in mutual.train_mutually(text, mutual.Exchange(), plan, RATES, paths)]
+
+    def distance(pair):
+        return distill.distillation_loss(pair[1], pair[0], 0.0)(windows).item()
+
+    before = [checkpoints.load(tmp_path / f"whole-{role}.pt").model for role in ("target", "draft")]
+    whole = train("whole", plan)
+    for _ in range(6):
+        parts = train("parts", replace(plan, deadline_s=0.0))
+    for one, other in zip(whole, parts, strict=True):
+        torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=0, atol=0)
+    assert distance(whole) < distance(before)
+
+
+def test_what_one_learns_gives_the_other_no_gradients():
+    pair = [models.build(SHAPE, seed).eval() for seed in (0, 1)]
+    windows = next(tokens.batches(np.arange(64, dtype=np.uint16) % 8, 8, 2, seed=5))
+    for number in range(2):
+        losses = mutual.mutual_loss(*pair, mutual.Exchange(draft_share=1.0))(windows)
+        losses[number].backward()
+        mine, others = (pair[i].model.embed_tokens.weight.grad for i in (number, 1 - number))
+        assert mine.any() and not others.any()
+        for model in pair:
+            model.zero_grad(set_to_none=True)
