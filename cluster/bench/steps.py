@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from cluster.bench.measures import Step
-from specdec.engine.emulation import inner_gauges
+from specdec.engine.forwarding import ForwardingDrafter, ForwardingTarget
 from specdec.protocol.backends import (
     DraftBackend,
     DraftJob,
@@ -29,7 +29,7 @@ Note = Callable[[Step], None]
 """Is told of a step as it ends."""
 
 
-class NotedTarget:
+class NotedTarget(ForwardingTarget):
     """A target backend whose steps are noted.
 
     Args:
@@ -39,20 +39,11 @@ class NotedTarget:
     """
 
     def __init__(self, inner: TargetBackend, note: Note, clock: Callable[[], float] = time.monotonic) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._note = note
         self._clock = clock
         self._begun: set[str] = set()
         self._last: set[str] = set()
-
-    @property
-    def max_model_len(self) -> int:
-        """Of the inner backend."""
-        return self._inner.max_model_len
-
-    def gauges(self) -> dict[str, float]:
-        """Of the inner backend."""
-        return inner_gauges(self._inner)
 
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         """The inner backend's step, noted."""
@@ -75,23 +66,14 @@ class NotedTarget:
         self._inner.release(key)
 
 
-class NotedDrafter:
+class NotedDrafter(ForwardingDrafter):
     """A draft backend whose steps are noted; see :class:`NotedTarget`."""
 
     def __init__(self, inner: DraftBackend, note: Note, clock: Callable[[], float] = time.monotonic) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._note = note
         self._clock = clock
         self._begun: set[str] = set()
-
-    @property
-    def max_model_len(self) -> int:
-        """Of the inner backend."""
-        return self._inner.max_model_len
-
-    def gauges(self) -> dict[str, float]:
-        """Of the inner backend."""
-        return inner_gauges(self._inner)
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         """The inner backend's step, noted."""

@@ -28,7 +28,8 @@ class SampleDelta:
         index: Of the choice.
         text: New text.
         token_ids: New tokens, as billed.
-        offsets: For each of them, the number of characters of the choice's text before it.
+        offsets: For each of them, if log probabilities were asked for, the number of characters of the choice's text
+            before it.
         logprobs: For each of them, if asked for.
         finish: Why the choice ended, if it did.
         stop_reason: The stop string or the stop token id that ended it, if one did.
@@ -141,7 +142,9 @@ class Generation:
         self, index: int, request: SequenceRequest, admitted: asyncio.Future[None], observer: SequenceObserver
     ) -> Finish:
         """Turn a sequence's tokens into text, until its end or that of its text."""
-        output = OutputText(self._api.tokenizer, request.prompt, request.spec, self.job.stops)
+        spec = request.spec
+        with_offsets = spec.sampling.logprobs is not None
+        output = OutputText(self._api.tokenizer, request.prompt, spec, self.job.stops, tells_offsets=with_offsets)
         tells_of_prompt = self.job.body.num_prompt_logprobs is not None
         async with aclosing(self._api.service.open(request)) as deltas:
             async for delta in deltas:

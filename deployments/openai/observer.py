@@ -141,6 +141,13 @@ class _PrometheusSequence:
         self._delivered_s: float | None = None
         self._gauge = metrics.num_waiting.labels(model)
         self._gauge.inc()
+        # Looked up once: a series is found by its labels in some microseconds, and tokens come in every round.
+        self._inter_token_latency = metrics.inter_token_latency.labels(model)
+        self._num_generation_tokens = metrics.num_generation_tokens.labels(model)
+        self._num_drafts = metrics.num_drafts.labels(model)
+        self._num_draft_tokens = metrics.num_draft_tokens.labels(model)
+        self._num_accepted_tokens = metrics.num_accepted_tokens.labels(model)
+        self._num_accepted_per_position: list[Counter] = []
 
     def admitted(self) -> None:
         self._gauge.dec()
@@ -153,16 +160,24 @@ class _PrometheusSequence:
         if self._delivered_s is None:
             metrics.time_to_first_token.labels(model).observe(now_s - self._arrived_s)
         else:
-            metrics.inter_token_latency.labels(model).observe(now_s - self._delivered_s)
+            self._inter_token_latency.observe(now_s - self._delivered_s)
         self._delivered_s = now_s
-        metrics.num_generation_tokens.labels(model).inc(num_billed)
-        metrics.num_discarded_tokens.labels(model).inc(num_discarded)
+        self._num_generation_tokens.inc(num_billed)
+        if num_discarded:
+            metrics.num_discarded_tokens.labels(model).inc(num_discarded)
         for num_draft_tokens, num_accepted in rounds:
-            metrics.num_drafts.labels(model).inc()
-            metrics.num_draft_tokens.labels(model).inc(num_draft_tokens)
-            metrics.num_accepted_tokens.labels(model).inc(num_accepted)
+            self._num_drafts.inc()
+            self._num_draft_tokens.inc(num_draft_tokens)
+            self._num_accepted_tokens.inc(num_accepted)
             for position in range(num_accepted):
-                metrics.num_accepted_per_position.labels(model, str(position)).inc()
+                self._at(position).inc()
+
+    def _at(self, position: int) -> Counter:
+        """The series of a place in the draft; it appears with the first token that is kept there."""
+        series = self._num_accepted_per_position
+        while len(series) <= position:
+            series.append(self._metrics.num_accepted_per_position.labels(self._model, str(len(series))))
+        return series[position]
 
     def closed(self, reason: Reason) -> None:
         self._gauge.dec()

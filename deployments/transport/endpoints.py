@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, Generic
 
@@ -19,12 +20,17 @@ from ray import serve
 from deployments.transport.discovery import Discovery
 from deployments.transport.host import Host, LoopHost, M, WorkerHost
 from deployments.transport.links import Dial, LinkKeeper
+from deployments.transport.sharing import SharingHost
 from deployments.transport.streams import IngressAnswerer, RouterDialer, Stream, WorkerAnswerer, WorkerDialer, pinned
 from deployments.transport.wire import Batch, Greeting, Hello, Identity, LinkTimes
 from specdec.engine.trace import Recorder, WorkerTrace
 from specdec.engine.traced import traced
+from specdec.protocol.target import LIGHT, TargetMachine
 
 DEFAULT_TIMES = LinkTimes()
+
+NICENESS = 5
+"""Of replicas without a device. On one machine they give way to those whose device would else be idle for so long."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +187,7 @@ class WorkerEndpoint(_Endpoint):
             idle_wait_s: Precision of the machine's timers.
             recorder: Keeps the machine's messages and turns; None where nobody wants to see them.
         """
-        host = WorkerHost(traced(machine, recorder), idle_wait_s=idle_wait_s)
+        host = _worker_host(machine, recorder, idle_wait_s)
         self._open_traced(host, recorder)
         self._open(host, stall_s, times)
         self._watch_self()
@@ -222,6 +228,7 @@ class RouterEndpoint(_Endpoint):
             tick_s: Precision of the machine's timers.
             recorder: As for workers.
         """
+        _give_way()
         host = LoopHost(traced(machine, recorder), tick_s=tick_s)
         self._open_traced(host, recorder)
         self._open(host, stall_s, times)
@@ -301,10 +308,30 @@ class IngressEndpoint(_Endpoint):
         Returns:
             The host; requests are started and cancelled by its ``tell``.
         """
+        _give_way()
         host = LoopHost(machine, tick_s=tick_s, after=after)
         self._open(host, stall_s=60.0, times=times)
         self._keep_links(routers, host, lambda watch: RouterDialer(self._me, host, watch, times).dial)
         return host
+
+
+def _worker_host(machine: Any, recorder: Recorder | None, idle_wait_s: float) -> WorkerHost[Any]:
+    driven = traced(machine, recorder)
+    if not isinstance(machine, TargetMachine):
+        return WorkerHost(driven, idle_wait_s=idle_wait_s)
+    host = SharingHost(driven, LIGHT, idle_wait_s=idle_wait_s)
+    machine.meanwhile = host.meanwhile
+    return host
+
+
+def _give_way() -> None:
+    """Lower this process' priority. On Linux that is each thread's own, and a new one has its parent's."""
+    if sys.platform != "linux":
+        os.nice(NICENESS)
+        return
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # it has ended
+            os.setpriority(os.PRIO_PROCESS, int(thread), NICENESS)
 
 
 def _ignore(_replica_ids: frozenset[str]) -> None:

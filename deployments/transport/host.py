@@ -125,12 +125,15 @@ class Host(ABC, Generic[M]):
         for item in items:
             item(self._machine, now_s)
         busy = self._machine.step(self._clock())
+        self._send()
+        self.last_progress_s = time.monotonic()
+        return busy
+
+    def _send(self) -> None:
         for peer, messages in self._machine.take_outbox().items():
             mailbox = self._mailboxes.get(peer)
             if mailbox is None or not mailbox.put(messages):
                 self.num_dropped_messages += len(messages)
-        self.last_progress_s = time.monotonic()
-        return busy
 
     def _fail(self, failure: Exception) -> None:
         logger.error("The machine failed; this replica is lost.", exc_info=failure)

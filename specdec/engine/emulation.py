@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
+from specdec.engine.forwarding import ForwardingDrafter, ForwardingTarget
 from specdec.protocol.backends import (
     DraftBackend,
     DraftJob,
@@ -204,21 +205,16 @@ class EmulatedDevice:
         return {name: float(value) for name, value in asdict(self.counters).items()}
 
 
-class EmulatedTarget:
+class EmulatedTarget(ForwardingTarget):
     """A :class:`specdec.protocol.backends.TargetBackend` on an emulated device; the tokens are the inner backend's."""
 
     def __init__(self, inner: TargetBackend, device: EmulatedDevice) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self.device = device
-
-    @property
-    def max_model_len(self) -> int:
-        """Of the inner backend."""
-        return self._inner.max_model_len
 
     def gauges(self) -> dict[str, float]:
         """The inner backend's, and what was emulated."""
-        return inner_gauges(self._inner) | self.device.gauges()
+        return super().gauges() | self.device.gauges()
 
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         """The inner backend's step; returns when the emulated device would."""
@@ -240,21 +236,16 @@ class EmulatedTarget:
         self._inner.release(key)
 
 
-class EmulatedDrafter:
+class EmulatedDrafter(ForwardingDrafter):
     """A :class:`specdec.protocol.backends.DraftBackend` on an emulated device; the tokens are the inner backend's."""
 
     def __init__(self, inner: DraftBackend, device: EmulatedDevice) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self.device = device
-
-    @property
-    def max_model_len(self) -> int:
-        """Of the inner backend."""
-        return self._inner.max_model_len
 
     def gauges(self) -> dict[str, float]:
         """The inner backend's, and what was emulated."""
-        return inner_gauges(self._inner) | self.device.gauges()
+        return super().gauges() | self.device.gauges()
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         """The inner backend's step; returns when the emulated device would."""
@@ -282,12 +273,6 @@ class EmulatedDrafter:
         """Free everything held for a sequence or branch."""
         self.device.release(key)
         self._inner.release(key)
-
-
-def inner_gauges(backend: TargetBackend | DraftBackend) -> dict[str, float]:
-    """What a backend holds now; nothing where it does not say."""
-    gauges: Callable[[], Mapping[str, float]] | None = getattr(backend, "gauges", None)
-    return dict(gauges()) if gauges is not None else {}
 
 
 def _worked(result: Verification | Proposal) -> bool:

@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
+from specdec.engine.forwarding import ForwardingDrafter, ForwardingTarget
 from specdec.protocol.backends import (
     DraftBackend,
     DraftJob,
@@ -64,7 +65,7 @@ def _bucket(count: int) -> int:
     return _BUCKETS_PER_OCTAVE * octave + ((count - (1 << octave)) * _BUCKETS_PER_OCTAVE >> octave)
 
 
-class TimedTarget:
+class TimedTarget(ForwardingTarget):
     """A target backend, and how long its verifications take.
 
     Steps that read a prompt, or rebuild what was taken from a sequence, are left out.
@@ -78,21 +79,16 @@ class TimedTarget:
     def __init__(
         self, backend: TargetBackend, gauges: Gauges | None = None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._backend = backend
+        super().__init__(backend)
         self._gauges = gauges
         self._clock = clock
         self._timer = StepTimer()
         self._settled: set[str] = set()
 
-    @property
-    def max_model_len(self) -> int:
-        """Of the backend."""
-        return self._backend.max_model_len
-
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         """One step, timed."""
         before_s = self._clock()
-        results = self._backend.verify(jobs)
+        results = self._inner.verify(jobs)
         duration_s = self._clock() - before_s
         is_plain = bool(jobs)
         for job, result in zip(jobs, results, strict=True):
@@ -105,34 +101,29 @@ class TimedTarget:
     def release(self, key: str) -> None:
         """Free everything held for a sequence."""
         self._settled.discard(key)
-        self._backend.release(key)
+        self._inner.release(key)
 
     def gauges(self) -> dict[str, float]:
         """The backend's, and the times of steps."""
         return {**(self._gauges() if self._gauges is not None else {}), **self._timer.report()}
 
 
-class TimedDrafter:
+class TimedDrafter(ForwardingDrafter):
     """A draft backend, and how long its steps take; see :class:`TimedTarget`. A branch's first step counts."""
 
     def __init__(
         self, backend: DraftBackend, gauges: Gauges | None = None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._backend = backend
+        super().__init__(backend)
         self._gauges = gauges
         self._clock = clock
         self._timer = StepTimer()
         self._settled: set[str] = set()
 
-    @property
-    def max_model_len(self) -> int:
-        """Of the backend."""
-        return self._backend.max_model_len
-
     def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         """One step, timed."""
         before_s = self._clock()
-        results = self._backend.propose(jobs)
+        results = self._inner.propose(jobs)
         duration_s = self._clock() - before_s
         is_plain = bool(jobs)
         for job, result in zip(jobs, results, strict=True):
@@ -146,12 +137,12 @@ class TimedDrafter:
     def rename(self, key: str, new_key: str) -> None:
         """What is held for a branch is its sequence's from now on."""
         self._settled.discard(key)
-        self._backend.rename(key, new_key)
+        self._inner.rename(key, new_key)
 
     def release(self, key: str) -> None:
         """Free everything held for a sequence or branch."""
         self._settled.discard(key)
-        self._backend.release(key)
+        self._inner.release(key)
 
     def gauges(self) -> dict[str, float]:
         """The backend's, and the times of steps."""

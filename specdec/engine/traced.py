@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from specdec.engine.forwarding import ForwardingDrafter, ForwardingTarget
 from specdec.engine.trace import Recorder
 from specdec.protocol.backends import DraftBackend, DraftJob, Proposal, TargetBackend, Verification, VerifyJob
 
@@ -63,17 +64,12 @@ class TracedMachine:
         return outbox
 
 
-class TracedTarget:
+class TracedTarget(ForwardingTarget):
     """A target backend whose steps are recorded."""
 
     def __init__(self, inner: TargetBackend, recorder: Recorder) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._recorder = recorder
-
-    @property
-    def max_model_len(self) -> int:
-        """Of the inner backend."""
-        return self._inner.max_model_len
 
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         """The inner backend's step, recorded."""
@@ -82,22 +78,13 @@ class TracedTarget:
         self._recorder.verified(start_ns, jobs, results)
         return results
 
-    def release(self, key: str) -> None:
-        """Free everything held for a sequence."""
-        self._inner.release(key)
 
-
-class TracedDrafter:
+class TracedDrafter(ForwardingDrafter):
     """A draft backend whose steps are recorded."""
 
     def __init__(self, inner: DraftBackend, recorder: Recorder) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._recorder = recorder
-
-    @property
-    def max_model_len(self) -> int:
-        """Of the inner backend."""
-        return self._inner.max_model_len
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         """The inner backend's step, recorded."""
@@ -105,11 +92,3 @@ class TracedDrafter:
         proposals = self._inner.propose(jobs)
         self._recorder.drafted(start_ns, jobs, proposals)
         return proposals
-
-    def rename(self, key: str, new_key: str) -> None:
-        """What is held for a branch is its sequence's from now on."""
-        self._inner.rename(key, new_key)
-
-    def release(self, key: str) -> None:
-        """Free everything held for a sequence or branch."""
-        self._inner.release(key)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 from specdec.protocol.backends import Status, TargetBackend, Verification, VerifyJob
 from specdec.protocol.leases import Times
@@ -13,6 +16,9 @@ from specdec.protocol.worker import Gauges, WorkerMachine, WorkerRow
 from specdec.sampling.finish import finish_of_log, walk
 
 _OFFERS_KEPT = 4
+
+LIGHT = (Ack, Offer)
+"""Messages that touch nothing of a step that is under way: they may be received while its model works."""
 
 
 class TargetRow(WorkerRow):
@@ -98,17 +104,41 @@ class TargetCounters:
             per_position[i] += 1
 
 
+class _Round(NamedTuple):
+    """A round that is committed and not yet told of."""
+
+    row: TargetRow
+    result: Verification
+    num_committed: int
+
+
 class TargetMachine(WorkerMachine[TargetRow]):
     """Decides tokens and reports them, cumulatively, until they are acknowledged.
 
     No message makes it undo a token under the current inc (rule 1). It needs none to take its next step while it has
-    credit (rule 3).
+    credit (rule 3). A verdict is written when the outbox is taken, so that the next step need not wait for that.
+
+    Attributes:
+        meanwhile: Around each call of the backend: whoever drives the machine from another thread may, until it ends,
+            hand it ``LIGHT`` messages and take its outbox.
     """
 
     def __init__(self, name: str, backend: TargetBackend, times: Times, gauges: Gauges | None = None) -> None:
         super().__init__(name, times, gauges)
         self._backend = backend
+        self._untold: list[_Round] = []
         self.counters = TargetCounters()
+        self.meanwhile: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def receive(self, message: Message, now_s: float) -> None:
+        """Take in one message; see :meth:`WorkerMachine.receive`."""
+        self._write_verdicts()
+        super().receive(message, now_s)
+
+    def take_outbox(self) -> dict[str, list[Message]]:
+        """Messages since the last call, by router."""
+        self._write_verdicts()
+        return super().take_outbox()
 
     def step(self, now_s: float) -> bool:
         """One verification over all sequences that may go on. True if anything was decided or read."""
@@ -120,7 +150,10 @@ class TargetMachine(WorkerMachine[TargetRow]):
             draft = self._draft(row)
             if not self._waits(row, draft, now_s):
                 jobs.append((row, VerifyJob(row.seq, row.log, draft.tokens, row.spec, draft.candidates)))
-        results = self._backend.verify([job for _, job in jobs]) if jobs else []
+        results: list[Verification] = []
+        if jobs:
+            with self.meanwhile():
+                results = self._backend.verify([job for _, job in jobs])
         for (row, _), result in zip(jobs, results, strict=True):
             if result.status is Status.DECIDED:
                 self._commit(row, result, now_s)
@@ -131,6 +164,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
 
     def report(self) -> dict[str, float]:
         """Counters and gauges for the router; per-position counts are named ``num_accepted_tokens_per_pos/<i>``."""
+        self._write_verdicts()
         counters = self.counters
         figures = super().report()
         for item in fields(counters):
@@ -214,27 +248,34 @@ class TargetMachine(WorkerMachine[TargetRow]):
 
     def _commit(self, row: TargetRow, result: Verification, now_s: float) -> None:
         count, row.finish = walk(len(row.log), result.run, row.spec, self._backend.max_model_len)
-        run = result.run[:count]
-        num_accepted = min(result.num_accepted, count)
-        how, num_drafted = "a" * num_accepted, [0] * (count - 1) + [result.num_drafted]
-        if count > num_accepted:
-            full = num_accepted == result.num_drafted
-            how += "p" if not result.num_drafted else "b" if full else "c"
-        logprobs = None if result.logprobs is None else result.logprobs[:count]
         row.round_start, row.is_counted = len(row.log), False
-        row.log.extend(run)
-        row.notes = row.notes + Notes(how, tuple(num_drafted), logprobs, result.prompt_logprobs)
-        row.decided_s = now_s
-        self.counters.count_round(result.num_drafted, num_accepted, count)
+        row.log.extend(result.run[:count])
+        row.decided_s = row.told_s = now_s
         if row.finish is not None:
             self._backend.release(row.seq)
-        self._tell(row, now_s)
+        self._untold.append(_Round(row, result, count))
+
+    def _write_verdicts(self) -> None:
+        """Note, count and tell of what was committed."""
+        untold, self._untold = self._untold, []
+        for row, result, count in untold:
+            num_accepted = min(result.num_accepted, count)
+            how, num_drafted = "a" * num_accepted, (0,) * (count - 1) + (result.num_drafted,)
+            if count > num_accepted:
+                full = num_accepted == result.num_drafted
+                how += "p" if not result.num_drafted else "b" if full else "c"
+            logprobs = None if result.logprobs is None else result.logprobs[:count]
+            row.notes = row.notes + Notes(how, num_drafted, logprobs, result.prompt_logprobs)
+            self.counters.count_round(result.num_drafted, num_accepted, count)
+        for row in {round.row.seq: round.row for round in untold}.values():
+            self._tell(row, row.told_s)
 
     def _repeat(self, now_s: float) -> None:
         """Rule: a verdict is repeated until acknowledged, by a paused row too, and with its finish until Close."""
         for row in self._rows:
             unacknowledged = row.finish is not None or len(row.log) > row.acked
             if unacknowledged and now_s >= row.told_s + self._times.repeat_s:
+                self._write_verdicts()
                 self._tell(row, now_s)
 
     def _tell(self, row: TargetRow, now_s: float) -> None:

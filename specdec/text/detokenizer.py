@@ -69,6 +69,21 @@ class Detokenizer:
             self._shrink(text)
         return piece
 
+    def push_all(self, tokens: Sequence[int]) -> str:
+        """Take several tokens and return what ``push`` would of each of them, joined; mostly at the cost of one."""
+        kept = [token for token in tokens if token not in self._skipped]
+        if len(kept) > 1 and not self._before and self._num_clean == len(self._window):
+            text = self._decode(self._window + kept)
+            piece = text[len(self._shown) :]
+            # Where all that is new is whole characters, none of the steps to it went back on another.
+            if text.startswith(self._shown) and _REPLACEMENT not in piece:
+                self._window += kept
+                self._shown, self._num_clean = text, len(self._window)
+                if len(self._window) > _MOST_TOKENS:
+                    self._shrink(text)
+                return piece
+        return "".join(map(self.push, kept))
+
     def finish(self) -> str:
         """Return what was held back: the sequence has ended, and the rest of the character will not come."""
         text = self._decode(self._window)

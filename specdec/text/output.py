@@ -23,7 +23,8 @@ class TextDelta:
         text: New text, final; may be empty while a character or a stop string is unfinished.
         num_billed: How many of the tokens count: all, or those up to and including the one that completed a stop
             string. The others are beyond the end, and are thrown away.
-        offsets: For each billed token, the number of characters of the whole text before it.
+        offsets: For each billed token, the number of characters of the whole text before it; empty where not asked
+            for.
         finish: Why the text ended, if it did.
         stop_reason: The stop string or the stop token id that ended it; None for the model's own end.
     """
@@ -48,6 +49,7 @@ class OutputText:
         spec: The sequence's limits.
         stops: Stop strings.
         skip_special_tokens: Leave special tokens out of the text.
+        tells_offsets: Say where each token's text begins.
     """
 
     def __init__(
@@ -57,8 +59,10 @@ class OutputText:
         spec: SequenceSpec,
         stops: Sequence[str] = (),
         skip_special_tokens: bool = True,
+        tells_offsets: bool = True,
     ) -> None:
         self._spec = spec
+        self._walks = bool(stops) or tells_offsets
         self._ending = spec.ending_token_ids
         self._detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens)
         self._scanner = StopScanner(stops)
@@ -69,6 +73,8 @@ class OutputText:
     def push(self, tokens: Sequence[int], finish: Finish | None = None) -> TextDelta:
         """Take new tokens, in order, and what the target said of the end after the last of them."""
         assert not self._finished, "the sequence has ended"
+        if not self._walks:
+            return self._push_at_once(tokens, finish)
         texts: list[str] = []
         offsets: list[int] = []
         for index, token in enumerate(tokens):
@@ -86,6 +92,15 @@ class OutputText:
         texts.append(text)
         reason = stop if stop is not None else self._stop_token(tokens, finish)
         return TextDelta("".join(texts), len(tokens), tuple(offsets), "stop" if stop is not None else finish, reason)
+
+    def _push_at_once(self, tokens: Sequence[int], finish: Finish | None) -> TextDelta:
+        """The same where no stop string may end the text between two of the tokens."""
+        ends_here = finish == "stop" and bool(tokens) and tokens[-1] in self._ending
+        text = self._detokenizer.push_all(tokens[:-1] if ends_here else tokens)
+        if finish is None:
+            return TextDelta(text, len(tokens), ())
+        self._finished = True
+        return TextDelta(text + self._detokenizer.finish(), len(tokens), (), finish, self._stop_token(tokens, finish))
 
     def _read(self, piece: str) -> tuple[str, str | None]:
         """Count a token and scan its text, once stop strings are allowed to end the sequence."""

@@ -38,6 +38,24 @@ def test_the_pieces_are_the_decoded_whole(tokenizer_named: Get, name: str, skip:
         assert "".join(pieces(tokenizer, ids, skip)) == whole(tokenizer, ids, skip)
 
 
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_several_tokens_at_once_give_what_they_give_one_by_one(tokenizer_named: Get, name: str, skip: bool) -> None:
+    """Bytes included, of which runs that are no text are spoilt; and so are prompts that end within a character."""
+    tokenizer = tokenizer_named(name)
+    sensible = tokenizer.encode(TEXT, add_special_tokens=False)
+    for seed in range(60):
+        drawn = random.Random(seed)
+        ids = drawn.choices(range(len(tokenizer)), k=20) + sensible * 2 + drawn.choices(range(len(tokenizer)), k=20)
+        start = drawn.randrange(0, 50)
+        one, other = (Detokenizer(tokenizer, ids[:start], skip_special_tokens=skip) for _ in range(2))
+        while start < len(ids):
+            some = ids[start : start + drawn.randrange(1, 7)]
+            assert other.push_all(some) == "".join(one.push(token) for token in some)
+            start += len(some)
+        assert other.finish() == one.finish()
+
+
 @pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
 def test_no_piece_has_half_a_character(tokenizer_named: Get, name: str) -> None:
     tokenizer = tokenizer_named(name)

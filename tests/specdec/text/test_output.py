@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -18,10 +20,13 @@ def run(
 ) -> tuple[str, int, TextDelta]:
     """All text, all billed tokens, and the last delta, for runs of ``size`` tokens."""
     output = OutputText(tokenizer, [0], spec, stops)
+    without_offsets = OutputText(tokenizer, [0], spec, stops, tells_offsets=False)
     text, num_billed = "", 0
     for start in range(0, len(ids), size):
         last = start + size >= len(ids)
         delta = output.push(ids[start : start + size], finish if last else None)
+        other = without_offsets.push(ids[start : start + size], finish if last else None)
+        assert other == (delta if stops else replace(delta, offsets=()))
         text, num_billed = text + delta.text, num_billed + delta.num_billed
         if delta.finish is not None:
             return text, num_billed, delta

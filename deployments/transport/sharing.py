@@ -1,0 +1,103 @@
+"""A host whose machine sees to its messages while its model works."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from deployments.transport.host import Action, M, WorkerHost
+
+
+class SharingHost(WorkerHost[M]):
+    """Runs a machine on a thread of its own, and lets the event loop have it while that thread waits for the model.
+
+    Between two steps of a model its device is idle. So what can be done beside a step is not done between two: what
+    the machine has to say is collected, and light messages are received, on the event loop while the model works. The
+    machine must call ``meanwhile`` around its model's work. To be created on the event loop.
+
+    Args:
+        machine: As for :class:`WorkerHost`.
+        light: Types of the messages that the machine may receive while its model works.
+        idle_wait_s: As for :class:`WorkerHost`.
+        clock: As for :class:`WorkerHost`.
+    """
+
+    def __init__(
+        self,
+        machine: M,
+        light: tuple[type, ...],
+        *,
+        idle_wait_s: float = 0.005,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(machine, idle_wait_s=idle_wait_s, clock=clock)
+        self._light = light
+        self._loop = asyncio.get_running_loop()
+        self._turn_lock = threading.Lock()
+        self._is_shared = False
+        self._is_collecting = False
+
+    @contextmanager
+    def meanwhile(self) -> Iterator[None]:
+        """Around what the machine waits for, on its own thread."""
+        if self._is_collecting:  # the event loop had no time for it while the last step ran
+            self._send()
+        self._is_collecting = True
+        with suppress(RuntimeError):  # the loop is closed, and nobody listens any more
+            self._loop.call_soon_threadsafe(self._collect)
+        self._is_shared = True
+        self._turn_lock.release()
+        try:
+            yield
+        finally:
+            self._turn_lock.acquire()
+            self._is_shared = False
+
+    def post(self, messages: Iterable[Any]) -> None:
+        """Hand messages to the machine; on the event loop. In order: light ones do not overtake others."""
+        messages = tuple(messages)
+        may_be_early = self._inbox.empty() and all(isinstance(message, self._light) for message in messages)
+        if not (may_be_early and self._on_the_loop(lambda: self._take_in(messages))):
+            super().post(messages)
+
+    def _turn(self, items: Iterable[Action[M]]) -> bool:
+        """One turn of the machine. What it says while it is busy is sent in the next one, beside the model's work."""
+        with self._turn_lock:
+            now_s = self._clock()
+            for item in items:
+                item(self._machine, now_s)
+            busy = self._machine.step(self._clock())
+            if not busy:
+                self._send()
+            self.last_progress_s = time.monotonic()
+        return busy
+
+    def _collect(self) -> None:
+        if self._on_the_loop(self._send):
+            self._is_collecting = False
+
+    def _take_in(self, messages: tuple[Any, ...]) -> None:
+        if self.on_arrival is not None:
+            self.on_arrival(messages)
+        now_s = self._clock()
+        for message in messages:
+            self._machine.receive(message, now_s)
+
+    def _on_the_loop(self, action: Callable[[], None]) -> bool:
+        """Do it now if the machine is to be had: not while it has its own turn, which may take long."""
+        if not self._turn_lock.acquire(blocking=False):
+            return False
+        try:
+            if not self._is_shared:
+                return False
+            action()
+        except Exception as failure:
+            self._stopping.set()
+            self._fail(failure)
+        finally:
+            self._turn_lock.release()
+        return True

@@ -1,0 +1,65 @@
+"""Backends that leave everything to another: what stands around a backend says only what it adds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from specdec.protocol.backends import DraftBackend, DraftJob, Proposal, TargetBackend, Verification, VerifyJob
+
+
+class ForwardingTarget:
+    """A :class:`specdec.protocol.backends.TargetBackend` over another one."""
+
+    def __init__(self, inner: TargetBackend) -> None:
+        self._inner = inner
+
+    @property
+    def max_model_len(self) -> int:
+        """Of the inner backend."""
+        return self._inner.max_model_len
+
+    def gauges(self) -> dict[str, float]:
+        """What the inner backend holds now."""
+        return _gauges_of(self._inner)
+
+    def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
+        """The inner backend's step."""
+        return self._inner.verify(jobs)
+
+    def release(self, key: str) -> None:
+        """Free everything held for a sequence."""
+        self._inner.release(key)
+
+
+class ForwardingDrafter:
+    """A :class:`specdec.protocol.backends.DraftBackend` over another one."""
+
+    def __init__(self, inner: DraftBackend) -> None:
+        self._inner = inner
+
+    @property
+    def max_model_len(self) -> int:
+        """Of the inner backend."""
+        return self._inner.max_model_len
+
+    def gauges(self) -> dict[str, float]:
+        """What the inner backend holds now."""
+        return _gauges_of(self._inner)
+
+    def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
+        """The inner backend's step."""
+        return self._inner.propose(jobs)
+
+    def rename(self, key: str, new_key: str) -> None:
+        """What is held for a branch is its sequence's from now on."""
+        self._inner.rename(key, new_key)
+
+    def release(self, key: str) -> None:
+        """Free everything held for a sequence or branch."""
+        self._inner.release(key)
+
+
+def _gauges_of(backend: TargetBackend | DraftBackend) -> dict[str, float]:
+    """What a backend holds now; nothing where it does not say."""
+    gauges: Callable[[], Mapping[str, float]] | None = getattr(backend, "gauges", None)
+    return dict(gauges()) if gauges is not None else {}

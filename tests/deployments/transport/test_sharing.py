@@ -1,0 +1,149 @@
+"""A host whose machine sees to its messages while its model works."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from typing import Any
+
+import pytest
+
+from deployments.transport.sharing import SharingHost
+from deployments.transport.wire import HostFailedError
+
+IDLE_S = 60.0
+"""Longer than any test: whatever happens sooner was not a timer's doing."""
+
+
+class Light(str):
+    """May be received while the model works."""
+
+
+class Heavy(str):
+    """Starts a step of the model."""
+
+
+class Model:
+    """A machine whose model works until the test lets it go on, once for each heavy message."""
+
+    def __init__(self) -> None:
+        self.meanwhile: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.received: list[tuple[str, bool]] = []
+        self.begun, self.may_end = threading.Semaphore(0), threading.Semaphore(0)
+        self.is_working = False
+        self._todo = 0
+        self._said: list[str] = []
+
+    def receive(self, message: str, now_s: float) -> None:
+        if message == "poison":
+            raise ValueError("poisoned")
+        self.received.append((message, self.is_working))
+        self._todo += isinstance(message, Heavy)
+        self._said.append(f"got {message}")
+
+    def step(self, now_s: float) -> bool:
+        if not self._todo:
+            return False
+        self._todo -= 1
+        with self.meanwhile():
+            self.is_working = True
+            self.begun.release()
+            assert self.may_end.acquire(timeout=IDLE_S)
+            self.is_working = False
+        self._said.append("worked")
+        return True
+
+    def take_outbox(self) -> dict[str, list[Any]]:
+        said, self._said = self._said, []
+        return {"peer": said} if said else {}
+
+    async def until_it_works(self) -> None:
+        async with asyncio.timeout(10):
+            while not self.begun.acquire(blocking=False):
+                await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def running(model: Model) -> AsyncIterator[SharingHost[Model]]:
+    host = SharingHost(model, (Light,), idle_wait_s=IDLE_S)
+    model.meanwhile = host.meanwhile
+    host.start()
+    try:
+        yield host
+    finally:
+        model.may_end.release(100)
+        host.stop()
+
+
+async def test_light_messages_are_received_while_the_model_works() -> None:
+    model = Model()
+    async with running(model) as host:
+        host.post([Heavy("a")])
+        await model.until_it_works()
+        host.post([Light("b"), Light("c")])
+        assert model.received == [("a", False), ("b", True), ("c", True)]
+
+
+async def test_others_wait_for_the_end_of_the_step_and_are_not_overtaken() -> None:
+    model = Model()
+    async with running(model) as host:
+        host.post([Heavy("a")])
+        await model.until_it_works()
+        host.post([Light("b"), Heavy("c")])
+        host.post([Light("d")])
+        assert model.received == [("a", False)]
+        model.may_end.release()
+        await model.until_it_works()
+        assert model.received == [("a", False), ("b", False), ("c", False), ("d", False)]
+
+
+async def test_what_a_step_said_is_sent_while_the_next_one_works() -> None:
+    model = Model()
+    async with running(model) as host:
+        mailbox = host.attach("peer")
+        host.post([Heavy("a"), Heavy("b")])
+        batches = mailbox.batches(IDLE_S)
+        await model.until_it_works()
+        assert await anext(batches) == ("got a", "got b")
+        model.may_end.release()
+        await model.until_it_works()
+        assert await anext(batches) == ("worked",)
+        host.post([Light("c")])
+        model.may_end.release()
+        assert await anext(batches) == ("got c", "worked")
+
+
+async def test_what_the_loop_had_no_time_for_is_sent_with_the_next_step() -> None:
+    model = Model()
+    async with running(model) as host:
+        mailbox = host.attach("peer")
+        host.post([Heavy("a"), Heavy("b"), Heavy("c")])
+        model.may_end.release(2)
+        for _ in range(3):  # the loop is held all the while
+            assert model.begun.acquire(timeout=IDLE_S)
+        assert mailbox.take() == ("got a", "got b", "got c", "worked", "worked")
+
+
+async def test_a_failure_while_the_model_works_ends_the_machine_and_its_links() -> None:
+    model = Model()
+    async with running(model) as host:
+        mailbox = host.attach("peer")
+        host.post([Heavy("a"), Heavy("b")])
+        await model.until_it_works()
+        host.post([Light("poison")])
+        with pytest.raises(HostFailedError, match="poisoned"):
+            host.check(stall_s=IDLE_S)
+        assert mailbox.closed
+        model.may_end.release(2)
+        host.stop()
+        assert not model.begun.acquire(blocking=False)  # the second step was not begun
+
+
+async def test_messages_without_a_step_are_answered_at_once() -> None:
+    model = Model()
+    async with running(model) as host:
+        mailbox = host.attach("peer")
+        host.post([Light("a")])
+        assert await anext(mailbox.batches(IDLE_S)) == ("got a",)
