@@ -326,12 +326,10 @@ def _worker_host(machine: Any, recorder: Recorder | None, idle_wait_s: float) ->
 
 def _give_way() -> None:
     """Lower this process' priority. On Linux that is each thread's own, and a new one has its parent's."""
-    if sys.platform != "linux":
-        os.nice(NICENESS)
-        return
-    for thread in os.listdir("/proc/self/task"):
+    threads = [int(name) for name in os.listdir("/proc/self/task")] if sys.platform == "linux" else [0]
+    for thread in threads:
         with suppress(ProcessLookupError):  # it has ended
-            os.setpriority(os.PRIO_PROCESS, int(thread), NICENESS)
+            os.setpriority(os.PRIO_PROCESS, thread, max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 def _ignore(_replica_ids: frozenset[str]) -> None:

@@ -32,12 +32,11 @@ RECIPE = (
     f"target --stages {STAGES} --window-tokens 256 --batch-size 8",
     f"target --stages {STAGES},12:12000",
     f"target --stages {STAGES},12:13500 {LONG} --batch-size 2 --decay-steps 1500 {_DECAYED}",
-    f"samples --target target-final {LONG} --num-windows 512",
-    f"draft --target target-final {LONG} --steps 8000",
-    f"draft --target target-final {LONG} --steps 10000 --decay-steps 2000 --tv-weight 0.5 --start-from draft --name draft-final",  # noqa: E501
+    f"draft --target target-final {LONG} --batch-size 3 --steps 8000",
+    f"mutual --target target-final {LONG} --seed 3 --steps 1500 --decay-steps 600",
     "hybrid --steps 8000 --window-tokens 256 --batch-size 8",
     "hybrid --steps 9500 --window-tokens 256 --batch-size 8 --decay-steps 1500 --start-from hybrid --name hybrid-final",
-    "export --target target-final --draft draft-final --hybrid hybrid-final",
+    "export --target mutual-target --draft mutual-draft --hybrid hybrid-final",
     "evaluate --pair {work}/pair",
     "evaluate --pair {work}/pair --target hybrid",
 )
@@ -100,7 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_draft_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    sampled = commands.add_parser("samples", help="let the target write text for the draft to learn from")
+    sampled = commands.add_parser("samples", help="let the target write text, for the draft to learn from too")
     sampled.add_argument("--target", default="target", help="name of the target's checkpoint")
     sampled.add_argument("--num-windows", type=int, default=1024)
     sampled.add_argument("--window-tokens", type=int, default=512)
@@ -203,7 +202,8 @@ def _samples(options: argparse.Namespace) -> None:
 def _draft(options: argparse.Namespace) -> None:
     text = tokens.TokenFile(options.work, "train").tokens
     model = checkpoints.load(options.work / f"{options.target}.pt", options.device).model
-    samples = distill.read_samples(options.work / "samples.bin", options.window_tokens)
+    written = options.work / "samples.bin"
+    samples = distill.read_samples(written, options.window_tokens) if written.exists() else None
     plan, path = _plan(options, options.steps), _path(options, "draft")
     lesson = distill.Lesson(model, text, samples, options.tv_weight)
     distill.train_draft(lesson, models.DRAFT, plan, _rates(options), path, options.device)

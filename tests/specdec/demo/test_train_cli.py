@@ -22,6 +22,7 @@ def test_the_commands_make_a_pair_and_its_figures(tmp_path, caplog):
     small = "--window-tokens 80 --batch-size 4"
     run(f"target --stages 1:1,2:2 {small}")
     run(f"target --stages 1:1,2:3 {small} --decay-steps 1 --start-from target --name final")
+    run(f"draft --target final --steps 1 {small}")
     run("samples --target final --num-windows 32 --window-tokens 80")
     run(f"draft --target final --steps 2 {small}")
     run(f"mutual --target final --draft draft --steps 1 {small}")
