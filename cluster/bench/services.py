@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import signal
+import sys
 import time
 from collections.abc import Callable, Mapping
 from multiprocessing.context import SpawnProcess
@@ -43,14 +45,16 @@ class Services:
         self._configs = dict(configs)
         self._serve = serve
         self._processes: dict[str, SpawnProcess] = {}
+        self._old_handler: signal.Handlers | Callable[..., object] | int | None = None
         self.urls: dict[str, str] = {}
 
     def __enter__(self) -> Services:
-        """Start all, one after the other, and wait until each answers.
+        """Start all, one after the other, and wait until each answers. SIGTERM then ends this process in good order.
 
         Raises:
             LaunchError: One of them ended, or did not answer in time.
         """
+        self._old_handler = signal.signal(signal.SIGTERM, _leave)
         try:
             for name, config in self._configs.items():
                 self._start(name, config)
@@ -74,6 +78,7 @@ class Services:
             process.join(STOP_TIMEOUT_S)
             if process.is_alive():
                 process.kill()
+        signal.signal(signal.SIGTERM, self._old_handler)
 
     def _start(self, name: str, config: ServiceConfig) -> None:
         config = config.model_copy(update={"port": check_port(config.host, 0)})
@@ -143,6 +148,10 @@ def is_healthy(url: str) -> bool:
         return httpx.get(f"{url}/health", timeout=5).is_success
     except httpx.HTTPError:
         return False
+
+
+def _leave(number: int, _frame: object) -> None:
+    sys.exit(128 + number)
 
 
 def _exit_with(serve: Serve, config: ServiceConfig) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -59,7 +62,7 @@ def test_offline_on_the_demo_pair(capsys: Capture) -> None:
     work = ("--streams", "2", "--rounds", "1", "--max-tokens", "8", "--num-speculative-tokens", "0,2")
     assert bench("--offline", *memory, *work) == 0
     text = capsys.readouterr().out
-    assert "target: llama, 8 layers" in text
+    assert "target: llama, 12 layers" in text
     assert "Not real" not in text
     assert text.count("| yes |") == 2
 
@@ -153,3 +156,28 @@ def test_services_run_side_by_side_and_are_stopped() -> None:
         assert len(set(urls.values())) == 2
         assert all(map(is_healthy, urls.values()))
     assert not any(map(is_healthy, urls.values()))
+
+
+_BENCH = """
+import time
+from cluster.bench.services import Services
+from cluster.config import ServiceConfig
+from tests.cluster.bench.test_command import hold
+if __name__ == "__main__":
+    with Services({"overlap": ServiceConfig()}, hold) as services:
+        print(services.urls["overlap"], flush=True)
+        time.sleep(300)
+"""
+
+
+def test_services_are_stopped_when_the_bench_is_told_to_end(tmp_path: Path) -> None:
+    script = tmp_path / "bench.py"
+    script.write_text(_BENCH)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        assert is_healthy(url)
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+    assert not is_healthy(url)

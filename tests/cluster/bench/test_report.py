@@ -40,7 +40,7 @@ ROW = Row(
 ENVIRONMENT = Environment(
     machine="A processor, 2 cores, no GPU",
     versions={"torch": "2.13"},
-    models={"target": "llama, 8 layers"},
+    models={"target": "llama, 12 layers"},
     stand_ins=(),
     work="over HTTP",
     command="specdec bench --streams 2",
@@ -82,7 +82,7 @@ def test_what_is_not_known_is_a_dash() -> None:
 
 def test_it_says_where_and_how() -> None:
     text = Report(ENVIRONMENT, (ROW,)).markdown()
-    for said in ("A processor", "torch 2.13", "llama, 8 layers", "over HTTP", "`specdec bench --streams 2`"):
+    for said in ("A processor", "torch 2.13", "llama, 12 layers", "over HTTP", "`specdec bench --streams 2`"):
         assert said in text
     assert "Not real" not in text
     assert "emulated" not in text
