@@ -47,11 +47,11 @@ class SharingHost(WorkerHost[M]):
         if self._is_collecting:  # the event loop had no time for it while the last step ran
             self._send()
         self._is_collecting = True
-        with suppress(RuntimeError):  # the loop is closed, and nobody listens any more
-            self._loop.call_soon_threadsafe(self._collect)
         self._is_shared = True
         self._turn_lock.release()
         try:
+            with suppress(RuntimeError):  # the loop is closed, and nobody listens any more
+                self._loop.call_soon_threadsafe(self._collect)
             yield
         finally:
             self._turn_lock.acquire()

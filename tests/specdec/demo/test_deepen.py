@@ -22,7 +22,7 @@ def demo() -> torch.nn.Module:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pair")
-    main(["--out", str(folder), "--layers", "11"])
+    main(["--out", str(folder), "--layers", "15"])
     return folder
 
 
@@ -59,7 +59,7 @@ def test_steps_are_timed_in_turns(demo: torch.nn.Module) -> None:
 
 def test_the_pair_is_written_and_loads(written: Path) -> None:
     target = AutoModelForCausalLM.from_pretrained(written / "target")
-    assert target.config.num_hidden_layers == 11
+    assert target.config.num_hidden_layers == 15
     assert target.dtype == torch.bfloat16
     assert AutoTokenizer.from_pretrained(written / "target").chat_template
     assert (written / "draft" / "model.safetensors").exists()

@@ -39,7 +39,7 @@ def test_the_demo_draft_is_ready_for_a_runner() -> None:
     assert (loaded.vocab_size, loaded.eos_token_ids, loaded.max_model_len) == (4096, (0,), 2048)
     assert loaded.num_parameters == sum(tensor.numel() for tensor in load_file(DRAFT / "model.safetensors").values())
     assert loaded.weights_bytes >= 4 * loaded.num_parameters
-    assert [layer.bytes_per_token for layer in loaded.attention_layers] == [2 * 2 * 32 * 4] * 2
+    assert [layer.bytes_per_token for layer in loaded.attention_layers] == [2 * 5 * 32 * 4] * 2
     assert not loaded.model.training
     assert len(lines) == 3
     assert "float32 on cpu" in lines[-1]
