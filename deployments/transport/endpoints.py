@@ -30,7 +30,7 @@ from specdec.protocol.target import LIGHT, TargetMachine
 DEFAULT_TIMES = LinkTimes()
 
 NICENESS = 5
-"""Of replicas without a device. On one machine they give way to those whose device would else be idle for so long."""
+"""Of an ingress. On one machine it gives way to those whose device would else be idle for so long."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,6 @@ class RouterEndpoint(_Endpoint):
             tick_s: Precision of the machine's timers.
             recorder: As for workers.
         """
-        _give_way()
         host = LoopHost(traced(machine, recorder), tick_s=tick_s)
         self._open_traced(host, recorder)
         self._open(host, stall_s, times)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from deployments.transport.host import Action, M, WorkerHost
@@ -15,9 +14,10 @@ from deployments.transport.host import Action, M, WorkerHost
 class SharingHost(WorkerHost[M]):
     """Runs a machine on a thread of its own, and lets the event loop have it while that thread waits for the model.
 
-    Between two steps of a model its device is idle. So what can be done beside a step is not done between two: what
-    the machine has to say is collected, and light messages are received, on the event loop while the model works. The
-    machine must call ``meanwhile`` around its model's work. To be created on the event loop.
+    Between two steps of a model its device is idle. So what can be done beside a step is not done between two: light
+    messages are received on the event loop while the model works, and what the machine has said by then is handed to
+    the event loop only when the next step begins, so that it is not being sent while the machine chooses what is next.
+    The machine must call ``meanwhile`` around its model's work.
 
     Args:
         machine: As for :class:`WorkerHost`.
@@ -36,22 +36,16 @@ class SharingHost(WorkerHost[M]):
     ) -> None:
         super().__init__(machine, idle_wait_s=idle_wait_s, clock=clock)
         self._light = light
-        self._loop = asyncio.get_running_loop()
         self._turn_lock = threading.Lock()
         self._is_shared = False
-        self._is_collecting = False
 
     @contextmanager
     def meanwhile(self) -> Iterator[None]:
         """Around what the machine waits for, on its own thread."""
-        if self._is_collecting:  # the event loop had no time for it while the last step ran
-            self._send()
-        self._is_collecting = True
+        self._send()
         self._is_shared = True
         self._turn_lock.release()
         try:
-            with suppress(RuntimeError):  # the loop is closed, and nobody listens any more
-                self._loop.call_soon_threadsafe(self._collect)
             yield
         finally:
             self._turn_lock.acquire()
@@ -65,7 +59,7 @@ class SharingHost(WorkerHost[M]):
             super().post(messages)
 
     def _turn(self, items: Iterable[Action[M]]) -> bool:
-        """One turn of the machine. What it says while it is busy is sent in the next one, beside the model's work."""
+        """One turn of the machine. What it says while it is busy is sent in the next one, when its model begins."""
         with self._turn_lock:
             now_s = self._clock()
             for item in items:
@@ -75,10 +69,6 @@ class SharingHost(WorkerHost[M]):
                 self._send()
             self.last_progress_s = time.monotonic()
         return busy
-
-    def _collect(self) -> None:
-        if self._on_the_loop(self._send):
-            self._is_collecting = False
 
     def _take_in(self, messages: tuple[Any, ...]) -> None:
         if self.on_arrival is not None:

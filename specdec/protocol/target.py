@@ -116,11 +116,11 @@ class TargetMachine(WorkerMachine[TargetRow]):
     """Decides tokens and reports them, cumulatively, until they are acknowledged.
 
     No message makes it undo a token under the current inc (rule 1). It needs none to take its next step while it has
-    credit (rule 3). A verdict is written when the outbox is taken, so that the next step need not wait for that.
+    credit (rule 3). A verdict is written when the outbox is taken: several rounds make one.
 
     Attributes:
-        meanwhile: Around each call of the backend: whoever drives the machine from another thread may, until it ends,
-            hand it ``LIGHT`` messages and take its outbox.
+        meanwhile: Around each call of the backend: whoever drives the machine may take its outbox as that begins, and
+            from another thread hand it ``LIGHT`` messages until it ends.
     """
 
     def __init__(self, name: str, backend: TargetBackend, times: Times, gauges: Gauges | None = None) -> None:

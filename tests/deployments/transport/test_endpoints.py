@@ -72,5 +72,5 @@ assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {max(b
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere all threads have their process' priority")
-def test_all_threads_of_a_replica_without_a_device_give_way() -> None:
+def test_all_threads_of_an_ingress_give_way() -> None:
     subprocess.run([sys.executable, "-c", GIVE_WAY], check=True)
