@@ -125,9 +125,13 @@ class Host(ABC, Generic[M]):
         for item in items:
             item(self._machine, now_s)
         busy = self._machine.step(self._clock())
-        self._send()
+        self._after_step(busy)
         self.last_progress_s = time.monotonic()
         return busy
+
+    def _after_step(self, busy: bool) -> None:
+        """When what the machine has said is sent: at once."""
+        self._send()
 
     def _send(self) -> None:
         for peer, messages in self._machine.take_outbox().items():

@@ -59,16 +59,13 @@ class SharingHost(WorkerHost[M]):
             super().post(messages)
 
     def _turn(self, items: Iterable[Action[M]]) -> bool:
-        """One turn of the machine. What it says while it is busy is sent in the next one, when its model begins."""
         with self._turn_lock:
-            now_s = self._clock()
-            for item in items:
-                item(self._machine, now_s)
-            busy = self._machine.step(self._clock())
-            if not busy:
-                self._send()
-            self.last_progress_s = time.monotonic()
-        return busy
+            return super()._turn(items)
+
+    def _after_step(self, busy: bool) -> None:
+        """What the machine says while it is busy is sent in its next turn, as its model begins."""
+        if not busy:
+            self._send()
 
     def _take_in(self, messages: tuple[Any, ...]) -> None:
         if self.on_arrival is not None:

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple
 
 from specdec.protocol.backends import Status, TargetBackend, Verification, VerifyJob
 from specdec.protocol.leases import Times
@@ -104,19 +103,11 @@ class TargetCounters:
             per_position[i] += 1
 
 
-class _Round(NamedTuple):
-    """A round that is committed and not yet told of."""
-
-    row: TargetRow
-    result: Verification
-    num_committed: int
-
-
 class TargetMachine(WorkerMachine[TargetRow]):
     """Decides tokens and reports them, cumulatively, until they are acknowledged.
 
     No message makes it undo a token under the current inc (rule 1). It needs none to take its next step while it has
-    credit (rule 3). A verdict is written when the outbox is taken: several rounds make one.
+    credit (rule 3).
 
     Attributes:
         meanwhile: Around each call of the backend: whoever drives the machine may take its outbox as that begins, and
@@ -126,19 +117,8 @@ class TargetMachine(WorkerMachine[TargetRow]):
     def __init__(self, name: str, backend: TargetBackend, times: Times, gauges: Gauges | None = None) -> None:
         super().__init__(name, times, gauges)
         self._backend = backend
-        self._untold: list[_Round] = []
         self.counters = TargetCounters()
         self.meanwhile: Callable[[], AbstractContextManager[None]] = nullcontext
-
-    def receive(self, message: Message, now_s: float) -> None:
-        """Take in one message; see :meth:`WorkerMachine.receive`."""
-        self._write_verdicts()
-        super().receive(message, now_s)
-
-    def take_outbox(self) -> dict[str, list[Message]]:
-        """Messages since the last call, by router."""
-        self._write_verdicts()
-        return super().take_outbox()
 
     def step(self, now_s: float) -> bool:
         """One verification over all sequences that may go on. True if anything was decided or read."""
@@ -164,7 +144,6 @@ class TargetMachine(WorkerMachine[TargetRow]):
 
     def report(self) -> dict[str, float]:
         """Counters and gauges for the router; per-position counts are named ``num_accepted_tokens_per_pos/<i>``."""
-        self._write_verdicts()
         counters = self.counters
         figures = super().report()
         for item in fields(counters):
@@ -248,34 +227,27 @@ class TargetMachine(WorkerMachine[TargetRow]):
 
     def _commit(self, row: TargetRow, result: Verification, now_s: float) -> None:
         count, row.finish = walk(len(row.log), result.run, row.spec, self._backend.max_model_len)
+        run = result.run[:count]
+        num_accepted = min(result.num_accepted, count)
+        how, num_drafted = "a" * num_accepted, [0] * (count - 1) + [result.num_drafted]
+        if count > num_accepted:
+            full = num_accepted == result.num_drafted
+            how += "p" if not result.num_drafted else "b" if full else "c"
+        logprobs = None if result.logprobs is None else result.logprobs[:count]
         row.round_start, row.is_counted = len(row.log), False
-        row.log.extend(result.run[:count])
-        row.decided_s = row.told_s = now_s
+        row.log.extend(run)
+        row.notes = row.notes + Notes(how, tuple(num_drafted), logprobs, result.prompt_logprobs)
+        row.decided_s = now_s
+        self.counters.count_round(result.num_drafted, num_accepted, count)
         if row.finish is not None:
             self._backend.release(row.seq)
-        self._untold.append(_Round(row, result, count))
-
-    def _write_verdicts(self) -> None:
-        """Note, count and tell of what was committed."""
-        untold, self._untold = self._untold, []
-        for row, result, count in untold:
-            num_accepted = min(result.num_accepted, count)
-            how, num_drafted = "a" * num_accepted, (0,) * (count - 1) + (result.num_drafted,)
-            if count > num_accepted:
-                full = num_accepted == result.num_drafted
-                how += "p" if not result.num_drafted else "b" if full else "c"
-            logprobs = None if result.logprobs is None else result.logprobs[:count]
-            row.notes = row.notes + Notes(how, num_drafted, logprobs, result.prompt_logprobs)
-            self.counters.count_round(result.num_drafted, num_accepted, count)
-        for row in {round.row.seq: round.row for round in untold}.values():
-            self._tell(row, row.told_s)
+        self._tell(row, now_s)
 
     def _repeat(self, now_s: float) -> None:
         """Rule: a verdict is repeated until acknowledged, by a paused row too, and with its finish until Close."""
         for row in self._rows:
             unacknowledged = row.finish is not None or len(row.log) > row.acked
             if unacknowledged and now_s >= row.told_s + self._times.repeat_s:
-                self._write_verdicts()
                 self._tell(row, now_s)
 
     def _tell(self, row: TargetRow, now_s: float) -> None:
