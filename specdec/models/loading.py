@@ -26,6 +26,7 @@ from specdec.models.allocation import allocation
 from specdec.models.attention import ATTENTION_NAME, register_attention
 from specdec.models.configuration import eos_token_ids, generation_defaults, max_model_len
 from specdec.models.layers import AttentionLayer, find_layers
+from specdec.models.packed import pack_linear_layers
 from specdec.models.recurrent.binding import RecurrentLayer
 from specdec.models.recurrent.opaque import OpaqueState, find_opaque_state
 from specdec.sampling.params import GenerationDefaults
@@ -152,7 +153,8 @@ def prepare_model(model: PreTrainedModel, name: str) -> LoadedModel:
     """Set the paged attention in a model that is in memory, and gather what the engine needs to know of it.
 
     Args:
-        model: A causal language model of transformers; it is put into eval mode and changed in place.
+        model: A causal language model of transformers; it is put into eval mode and changed in place: on a CPU it can
+            neither be saved nor trained afterwards (:func:`specdec.models.packed.pack_linear_layers`).
         name: For messages.
 
     Raises:
@@ -167,7 +169,7 @@ def prepare_model(model: PreTrainedModel, name: str) -> LoadedModel:
         attention_layers, recurrent_layers, opaque_state = _find_layers(model, longest)
     device = model.get_input_embeddings().weight.device
     head = model.get_output_embeddings()
-    return LoadedModel(
+    loaded = LoadedModel(
         model=model,
         config=text,
         name=name,
@@ -183,6 +185,8 @@ def prepare_model(model: PreTrainedModel, name: str) -> LoadedModel:
         recurrent_layers=recurrent_layers,
         opaque_state=opaque_state,
     )
+    pack_linear_layers(model)
+    return loaded
 
 
 def _find_layers(

@@ -17,27 +17,28 @@ REQUEST_TIMEOUT_S = 600
 
 
 def main() -> None:
-    """Serve the pair, drafts prepared for the likely outcomes, and ask it."""
+    """Serve the pair as the service does by default, and ask it."""
     given = arguments()
     config = ServiceConfig(
         target=ModelConfig(model=given.target, dtype=given.dtype),
         draft=ModelConfig(model=given.draft, dtype=given.dtype),
-        mode="overlap",
-        num_speculative_tokens=given.num_speculative_tokens,
     )
-    with Services({"overlap": config}, serve) as services:
-        client = httpx.Client(base_url=services.urls["overlap"], timeout=REQUEST_TIMEOUT_S)
+    with Services({"": config}, serve) as services:
+        client = httpx.Client(base_url=services.urls[""], timeout=REQUEST_TIMEOUT_S)
         model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
         post = partial(client.post, "/v1/completions")
 
         def generate(prompt_ids: list[int], max_tokens: int, num_speculative_tokens: int) -> dict[str, Any]:
             body = {"model": model, "prompt": prompt_ids, "max_tokens": max_tokens, "temperature": 0}
-            extras = {"ignore_eos": True, "return_token_ids": True, "num_speculative_tokens": num_speculative_tokens}
+            extras: dict[str, Any] = {"ignore_eos": True, "return_token_ids": True}
+            if not num_speculative_tokens:
+                extras["num_speculative_tokens"] = 0
             choice = post(json=body | extras).raise_for_status().json()["choices"][0]
             return {"token_ids": choice["token_ids"]}
 
         versions = {name: importlib.metadata.version(name) for name in ("specdec", "ray", "torch")}
-        answer_requests(versions, "service over HTTP, draft and target in two processes, one thread each", generate)
+        settings = "service over HTTP, draft and target in two processes, one thread each; mode and draft length: auto"
+        answer_requests(versions, settings, generate)
 
 
 if __name__ == "__main__":
