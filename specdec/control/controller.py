@@ -66,8 +66,11 @@ class WorkerFigures:
         self.echoes_s = [*self.echoes_s[1 - _ECHOES_KEPT :], seconds - step_s if seconds > step_s else seconds]
 
     def _step_s(self) -> float:
+        """A target's shortest step, with a token per sequence; a drafter's newest, as branches make each one longer."""
+        if not self.steps:
+            return 0.0
         rows = max(1, self.num_sequences)
-        return self.steps.at(rows, rows) if self.steps else 0.0
+        return self.steps.at(rows, rows) if self.kind == "target" else self.steps.points[-1].seconds
 
     @property
     def round_trip_s(self) -> float | None:

@@ -127,7 +127,10 @@ class Likeness:
         off: Error of the formula of target alone: its steps are measured, but while drafts run beside them.
         common: Error that all ways of drafting ahead share: late offers, processors that both workers use.
         style: Error that arms of the same kind and wait share, the less the further apart they are.
-        octaves: Distance, in octaves of draft length, branches and load, at which the likeness falls to 1/e.
+        waits: Share of that which arms that wait for branches and for chains have in common.
+        length_octaves: Distance, in octaves of draft length, at which the likeness falls to 1/e.
+        branch_octaves: ... of branches: how many there are says little of what fits before a deadline.
+        load_octaves: ... of the load.
         step: Error of one measured step.
         pause: What a step that takes far longer, as one does now and then, weighs as the only one measured.
         least: Error that does not go away however long is measured.
@@ -135,9 +138,12 @@ class Likeness:
     """
 
     off: float = 0.25
-    common: float = 0.1
+    common: float = 0.05
     style: float = 0.1
-    octaves: float = 6.0
+    waits: float = 0.8
+    length_octaves: float = 2.0
+    branch_octaves: float = 8.0
+    load_octaves: float = 6.0
     step: float = 0.15
     pause: float = 0.8
     least: float = 0.01
@@ -152,13 +158,14 @@ class Likeness:
     def covariance(self, ones: Sequence[tuple[Arm, float]], others: Sequence[tuple[Arm, float]]) -> Floats:
         """Of the formulas' errors; arms with the logarithm of the load, as [ones, others]."""
         (kinds, places), (other_kinds, other_places) = _features(ones), _features(others)
-        near = np.exp(-np.abs(places[:, None] - other_places[None]).sum(-1) / self.octaves)
-        is_alike = kinds[:, None] == other_kinds[None]
+        octaves = np.array([self.length_octaves, self.branch_octaves, self.load_octaves])
+        near = np.exp(-np.abs(places[:, None] - other_places[None]) / octaves)
         ahead = (kinds[:, None] >= _FIRST_AHEAD) & (other_kinds[None] >= _FIRST_AHEAD)
-        load = np.exp(-np.abs(places[:, None, 2] - other_places[None, :, 2]) / self.octaves)
-        common = np.where(ahead, self.common**2 * load, 0.0)
-        alike = np.where(kinds[:, None] > 0, self.style**2, self.off**2) * near
-        return common + np.where(is_alike, alike, 0.0)
+        wait = (kinds[:, None] >= _FIRST_WAITING) & (other_kinds[None] >= _FIRST_WAITING)
+        common = np.where(ahead, self.common**2 * near[..., 2], 0.0)
+        alike = np.where(kinds[:, None] == other_kinds[None], 1.0, np.where(wait, self.waits, 0.0))
+        errors: Floats = np.where(kinds[:, None] > 0, self.style**2, self.off**2) * near.prod(-1)
+        return common + alike * errors
 
     def variance(self, entry: Entry, now_s: float) -> float:
         """Of a measurement."""
@@ -175,7 +182,7 @@ _STYLES = {
     ("outcomes", "branch"): 4,
     ("outcomes", "chain"): 5,
 }
-_FIRST_AHEAD = 2
+_FIRST_AHEAD, _FIRST_WAITING = 2, 4
 
 
 def _features(ones: Sequence[tuple[Arm, float]]) -> tuple[npt.NDArray[np.int64], Floats]:

@@ -54,7 +54,7 @@ class Settings:
     early_steps: float = 200.0
     most_credit: float = 8.0
     least_credit: float = 3.0
-    least_price: float = 0.05
+    least_price: float = 0.07
     most_growth: float = 4.0
     free_rows: int = 34
     settle_rounds: int = 3
@@ -72,18 +72,20 @@ class Allowance:
 
     Attributes:
         credit: May be lost now.
+        most: That can be saved up.
         ages: Steps at each octave of the load.
     """
 
     credit: float = 0.0
+    most: float = 0.0
     ages: dict[int, float] = field(default_factory=dict)
 
     def grow(self, settings: Settings, octave: int, num_steps: float) -> None:
         """So many steps have gone by."""
         age = self.ages[octave] = self.ages.get(octave, 0.0) + num_steps
         early = math.exp(-age / settings.early_steps)
-        most = settings.least_credit + (settings.most_credit - settings.least_credit) * early**0.5
-        self.credit = min(self.credit + (settings.loss + settings.early_loss * early) * num_steps, most)
+        self.most = settings.least_credit + (settings.most_credit - settings.least_credit) * early**0.5
+        self.credit = min(self.credit + (settings.loss + settings.early_loss * early) * num_steps, self.most)
 
 
 @dataclass
@@ -164,7 +166,7 @@ class Group:
             self._allowance.credit -= elapsed * self._price(self.arm, scored)
         if self._goes_on(scored, lucky):
             return
-        chosen = best(scored, self.arm, self.settings.hysteresis)
+        chosen = best(self._promised(scored), self.arm, self.settings.hysteresis)
         trial = self._trial(chosen, scored, lucky)
         self._on_trial = trial is not None
         self.num_trials += self._on_trial
@@ -205,6 +207,16 @@ class Group:
         }
         return scored, lucky
 
+    def _promised(self, scored: Mapping[Arm, float]) -> dict[Arm, float]:
+        """The scores; an arm that was not tried, and costs more to find out than can be saved, has to promise more."""
+        tried = {arm for arm, octave in self.experience.entries if octave == load_octave(self.num_rows)}
+        promised = dict(scored)
+        for arm in scored.keys() - tried:
+            if scored[arm] > scored.get(self.arm, 0.0):
+                cost = self._trial_steps(arm) * self.settings.least_price / self._allowance.most
+                promised[arm] /= 1 + (self.settings.hysteresis * cost if cost > 1 else 0.0)
+        return promised
+
     def _ways(self, bounds: Bounds, conditions: Conditions) -> list[Arm]:
         """The present arm, and all whose draft steps are not much larger than any that was measured."""
         seen = max(point.rows for point in conditions.draft.points)
@@ -239,15 +251,18 @@ class Group:
     def _trial(self, chosen: Arm, scored: Mapping[Arm, float], lucky: Mapping[Arm, float]) -> Arm | None:
         """The arm that might be the best by the most, where finding out costs no more than may be lost.
 
-        Drafting has to gain something for it; target alone is tried as soon as it might be as good.
+        Drafting has to gain something for it; target alone is tried as soon as it might be as good. What may be lost is
+        saved up for the first of them, but one that costs more than can be saved does not keep others from their turn.
         """
         margin = 1 + 1.5 * self.settings.hysteresis
         worth = {arm: pace if arm == OFF else pace / margin for arm, pace in lucky.items()}
-        arm = max(worth, key=worth.__getitem__)
-        if arm == chosen or worth[arm] <= scored[chosen]:
-            return None
-        price = self._trial_steps(arm) * self._price(arm, scored)
-        return arm if price <= self._allowance.credit else None
+        for arm in sorted(worth, key=worth.__getitem__, reverse=True):
+            if arm == chosen or worth[arm] <= scored[chosen]:
+                break
+            price = self._trial_steps(arm) * self._price(arm, scored)
+            if price <= self._allowance.most:
+                return arm if price <= self._allowance.credit else None
+        return None
 
     def _trial_steps(self, arm: Arm) -> float:
         """Steps without drafts in the time that a trial takes: its rounds, and what goes by until they count."""

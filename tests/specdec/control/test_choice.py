@@ -65,6 +65,17 @@ def test_a_measured_arm_is_believed_and_speaks_for_others_the_more_the_more_alik
     assert errors[0] < 0.02 < 0.1 < errors[-1]
 
 
+def test_an_arm_says_more_of_other_branches_than_of_other_lengths_and_a_wait_of_the_other_wait():
+    tried = Arm("outcomes", 4, 8, "chain")
+    others = [Arm("outcomes", 4, 16, "chain"), Arm("outcomes", 4, 8, "branch"), Arm("outcomes", 8, 8, "chain")]
+    unlike = Arm("outcomes", 4, 8)
+    beliefs = Experience().add(entry(tried, 0.8)).beliefs([*others, unlike], 4, 0.0, lambda _: 1.0)
+    means = [beliefs[arm].mean for arm in (*others, unlike)]
+    assert means == sorted(means)
+    assert means[1] < 0.7 * math.log(0.8)
+    assert means[-1] > 0.3 * math.log(0.8)
+
+
 def test_doubt_grows_with_time_and_with_another_load():
     arm = Arm("overlap", 4)
     experience = Experience().add(entry(arm, 0.8))

@@ -5,11 +5,14 @@ import pytest
 from specdec.control.choice import Bounds
 from specdec.control.controller import Controller
 from specdec.control.estimates import Round
-from specdec.control.limits import OFF
+from specdec.control.experience import Entry
+from specdec.control.group import Allowance, Group, Settings
+from specdec.control.limits import OFF, Arm
 from specdec.control.steptimes import step_times
 from specdec.engine.timing import StepTimer
 from specdec.protocol.messages import Notes
 from specdec.sampling.params import SamplingParams, SequenceSpec
+from tests.specdec.control.test_limits import conditions
 
 STEP_S, DRAFT_S = 0.03, 0.003
 
@@ -165,6 +168,44 @@ def test_echoes_and_reports_become_estimates():
     assert figures["T"]["estimated_round_trip_seconds"] == pytest.approx(0.0015, abs=1e-6)
     assert figures[""]["estimated_acceptance_rate"] > 0.7
     assert sum(value for name, value in figures[""].items() if name.startswith("planned_sequences/")) == 1
+
+
+def test_a_drafter_with_branches_answers_after_a_longer_step():
+    service = Service((None,) * 4)
+    draft = steps([(4, 4, DRAFT_S), (36, 36, 4 * DRAFT_S)])
+    service.controller.reported("D", "drafter", {**draft, "num_sequences": 4.0})
+    for wait_s in (0.0, 0.3 * DRAFT_S, DRAFT_S):
+        service.controller.echoed("T", STEP_S + 0.002)
+        service.controller.echoed("D", 4 * DRAFT_S + 0.001 + wait_s)
+    service.run(kept(0.9), 1.0)
+    assert service.controller.figures()["T"]["estimated_round_trip_seconds"] < 0.003
+
+
+def test_what_may_be_lost_is_saved_up_but_not_for_what_costs_more_than_can_be_saved():
+    group = Group(Settings(), 0.0)
+    group.conditions, scored = conditions(0.1), {Arm("overlap", 2): 1.0, Arm("outcomes", 3, 4): 0.95, OFF: 0.2}
+    best, affordable, hopeless = scored
+    lucky = {best: 1.0, affordable: 1.2, hopeless: 1.5}
+    trial = group._trial_steps(affordable) * group._price(affordable, scored)
+    group._allowance = Allowance(credit=trial, most=3.0)
+    assert group._trial_steps(hopeless) * group._price(hopeless, scored) > 3.0
+    assert group._trial(best, scored, lucky) == affordable
+    group._allowance = Allowance(credit=0.9 * trial, most=3.0)
+    assert group._trial(best, scored, lucky | {Arm("overlap", 1): 1.1}) is None
+    group._allowance = Allowance(credit=30.0, most=30.0)
+    assert group._trial(best, scored, lucky) == hopeless
+
+
+def test_an_arm_that_was_not_tried_and_takes_long_must_promise_more():
+    group = Group(Settings(), 0.0, num_rows=4)
+    group.conditions, group._allowance = conditions(0.1, rows=4, growth=1.0), Allowance(most=3.0)
+    scored = {group.arm: 1.0, OFF: 1.02, Arm("outcomes", 8, 4): 1.02}
+    promised = group._promised(scored)
+    assert promised[OFF] == 1.02
+    assert promised[Arm("outcomes", 8, 4)] < 1.0
+    entry = Entry(Arm("outcomes", 8, 4), 4, 4, 0.8, 80.0, 80.0, 80.0, 80.0, 0.0)
+    group.experience = group.experience.add(entry)
+    assert group._promised(scored) == scored
 
 
 def test_what_is_lost_or_closed_is_forgotten():

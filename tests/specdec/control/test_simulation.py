@@ -9,8 +9,6 @@ from tests.specdec.control.machines import Machines
 from tests.specdec.control.pairs import Scenario, Script
 from tests.specdec.control.simulate import SHORT, Case, alone, fixed, grid, line, measure
 
-SHORT_OF_IT = {1: 0.94, 2: 0.94, 16: 0.96}
-
 
 def check(results, least_over_best, least_over_alone):
     short = [one for one in results if one.over_best < least_over_best or one.over_alone < least_over_alone]
@@ -42,11 +40,11 @@ def test_the_simulated_pair_is_as_fast_as_the_machines(scenario, plan, num_steps
 
 @pytest.mark.parametrize(("batch", "first", "every"), [(1, 4, 22), (4, 0, 18), (8, 5, 14), (16, 2, 22), (64, 8, 22)])
 def test_auto_keeps_up_with_the_best_fixed_plan(batch, first, every):
-    check(measure(grid((batch,))[first::every], num_steps=SHORT), 0.96, 0.975)
+    """A shorter time is less certain, and has more of its trials in it: a hundredth less is asked for."""
+    check(measure(grid((batch,))[first::every], num_steps=SHORT), 0.96, 0.98)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("batch", [1, 2, 4, 8, 16, 32, 64])
 def test_auto_keeps_up_everywhere(batch):
-    """Where a drafter is slow and nearly always right, an arm that waits for longer drafts is at times never tried."""
-    check(measure(grid((batch,))), SHORT_OF_IT.get(batch, 0.97), 0.98)
+    check(measure(grid((batch,))), 0.97, 0.98)
