@@ -87,18 +87,21 @@ class Comparison:
     def best_fixed(self) -> int | None:
         """The mode with a draft length of its own, or none, that gave the most tokens per second over all rounds."""
         fixed = [i for i, mode in enumerate(self.modes) if mode.num_speculative_tokens is not None]
-        return max(fixed, key=lambda i: _pooled_rate(self.runs[i]), default=None)
+        return max(fixed, key=lambda i: _pooled_rate(self._totals(i)), default=None)
 
     def pooled(self, mode: int, base: int) -> Pooled:
         """Throughput of a mode over that of another, all rounds together, with a bootstrap interval over the rounds.
 
         Efron and Tibshirani 1993, "An Introduction to the Bootstrap", section 13.3: the percentile interval.
         """
-        pairs = list(zip(self.runs[mode], self.runs[base], strict=True))
+        pairs = list(zip(self._totals(mode), self._totals(base), strict=True))
         rng = random.Random(0)
         drawn = sorted(_pooled_ratio(rng.choices(pairs, k=len(pairs))) for _ in range(_RESAMPLES))
         tail = round(_RESAMPLES * (1 - _CONFIDENCE) / 2)
         return Pooled(_pooled_ratio(pairs), drawn[tail], drawn[-1 - tail])
+
+    def _totals(self, mode: int) -> list[_Total]:
+        return [(run.num_tokens, run.duration_s) for run in self.runs[mode]]
 
     @property
     def has_equal_texts(self) -> bool:
@@ -106,11 +109,15 @@ class Comparison:
         return all(len({run.texts for run in runs}) == 1 for runs in zip(*self.runs, strict=True))
 
 
-def _pooled_rate(runs: Sequence[Run]) -> float:
-    return sum(run.num_tokens for run in runs) / sum(run.duration_s for run in runs)
+_Total = tuple[int, float]
+"""Tokens and seconds of a run."""
 
 
-def _pooled_ratio(pairs: Sequence[tuple[Run, Run]]) -> float:
+def _pooled_rate(totals: Sequence[_Total]) -> float:
+    return sum(num_tokens for num_tokens, _ in totals) / sum(duration_s for _, duration_s in totals)
+
+
+def _pooled_ratio(pairs: Sequence[tuple[_Total, _Total]]) -> float:
     mine, others = zip(*pairs, strict=True)
     return _pooled_rate(mine) / _pooled_rate(others)
 
