@@ -52,15 +52,15 @@ def pack_linear_layers(model: nn.Module) -> int:
         Number of layers replaced.
     """
     uses = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
-    layers = [
-        (parent, name, child)
+    places = [
+        (parent, name)
         for parent in model.modules()
         for name, child in parent.named_children()
         if type(child) is nn.Linear and uses[id(child.weight)] == 1 and _is_packable(child)
     ]
-    for parent, name, layer in layers:
-        setattr(parent, name, PackedLinear(layer))
-    return len(layers)
+    for parent, name in places:  # one after the other: each plain weight goes before the next packed one comes
+        setattr(parent, name, PackedLinear(getattr(parent, name)))
+    return len(places)
 
 
 def _is_packable(layer: nn.Linear) -> bool:

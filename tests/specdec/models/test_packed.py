@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
+from specdec.models import packed
 from specdec.models.packed import PackedLinear, pack_linear_layers
 
 pytestmark = pytest.mark.skipif(
@@ -36,11 +39,11 @@ class Tied(nn.Module):
 def test_results_and_weights_are_the_plain_layers(width, height, has_bias):
     plain = nn.Linear(width, height, bias=has_bias, dtype=torch.bfloat16)
     with torch.inference_mode():
-        packed = PackedLinear(plain)
-        assert torch.equal(packed.weight, plain.weight)
+        twin = PackedLinear(plain)
+        assert torch.equal(twin.weight, plain.weight)
         for num_rows in (0, 1, 2, 6, 9, 17, 130):
             inputs = torch.randn(1, num_rows, width).bfloat16()
-            assert torch.equal(packed(inputs), plain(inputs)), num_rows
+            assert torch.equal(twin(inputs), plain(inputs)), num_rows
 
 
 def test_shared_weights_stay():
@@ -63,3 +66,17 @@ def test_layers_with_hooks_stay():
     model = Tied(torch.bfloat16)
     model.blocks[0][0]._hf_hook = object()
     assert pack_linear_layers(model) == 1
+
+
+def test_no_more_than_one_weight_is_held_twice(monkeypatch):
+    model, seen = Tied(torch.bfloat16), []
+    plain = [weakref.ref(block[0].weight) for block in model.blocks]
+
+    class Watched(PackedLinear):
+        def __init__(self, linear: nn.Linear) -> None:
+            seen.append(sum(weight() is not None for weight in plain))
+            super().__init__(linear)
+
+    monkeypatch.setattr(packed, "PackedLinear", Watched)
+    pack_linear_layers(model)
+    assert seen == [2, 1]
