@@ -46,6 +46,13 @@ def arms(bounds: Bounds) -> list[Arm]:
     return [arm for arm in ways if arm.kind in bounds.kinds]
 
 
+def within(arm: Arm, bounds: Bounds) -> Arm:
+    """An arm that needs no measurements, or what comes next to it within bounds."""
+    kind = next(kind for kind in (arm.kind, "overlap", "in_turn", "off") if kind in bounds.kinds)
+    length = min(arm.num_draft_tokens, bounds.num_draft_tokens)
+    return Arm(kind, length) if length and kind != "off" else OFF
+
+
 def best(scored: Mapping[Arm, float], current: Arm, hysteresis: float) -> Arm:
     """The best arm; the current one unless another is better by more than ``hysteresis``.
 

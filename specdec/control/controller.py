@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from specdec.control.choice import Bounds, own_length, plan_of
+from specdec.control.choice import Bounds, own_length, plan_of, within
 from specdec.control.estimates import DecayedRate, Round, TrackedRate, acceptance_trials, rounds_of
 from specdec.control.group import Group, Settings
 from specdec.control.limits import KINDS, OFF, Arm, Conditions
@@ -19,6 +19,8 @@ from specdec.sampling.params import SequenceSpec
 _ECHOES_KEPT = 32
 _PRIOR_ACCEPTANCE, _PRIOR_GUESSES = 0.7, 0.7
 _FULL_CACHE = 0.95
+_PROVEN_TRIALS = 64
+_RATE_WEIGHT = 32.0
 
 
 @dataclass
@@ -30,6 +32,8 @@ class Tracked:
         arm: What its plan carries out.
         since: Rounds since the plan changed.
         seen_s: When it was last decided.
+        off_since_s: Since when it drafts nothing in a group that drafts; None while it does as the others do.
+        patience_s: How long that lasts before it is tried again; twice as long each time in vain.
     """
 
     bound: int | None
@@ -39,6 +43,15 @@ class Tracked:
     since: int = 0
     seen_s: float | None = None
     target: str | None = None
+    off_since_s: float | None = None
+    patience_s: float = 0.0
+
+    def may_return(self, settings: Settings, now_s: float) -> bool:
+        """Whether it has been off for long enough, while others drafted, that its rate may have become another."""
+        if self.off_since_s is None:
+            self.off_since_s = now_s
+            self.patience_s = min(2 * self.patience_s or settings.probe_first_s, settings.probe_last_s)
+        return now_s >= self.off_since_s + self.patience_s
 
     @property
     def may_draft(self) -> bool:
@@ -91,7 +104,9 @@ class Controller:
 
     def __init__(self, bounds: Bounds | None = None, settings: Settings | None = None) -> None:
         self._bounds = bounds or Bounds()
-        self._settings = settings or Settings()
+        settings = settings or Settings()
+        first, probe = (within(arm, self._bounds) for arm in (settings.first_arm, settings.probe_arm))
+        self._settings = replace(settings, first_arm=first, probe_arm=probe)
         self._sequences: dict[str, Tracked] = {}
         self._workers: dict[str, WorkerFigures] = {}
         self._groups: dict[str, Group] = {}
@@ -105,7 +120,7 @@ class Controller:
         arm = self._settings.first_arm if group is None else group.arm
         length = own_length(arm, 1.0, 0.0, bound)
         conditions = None if group is None else group.conditions
-        plan = plan_of(arm, min(length, self._bounds.num_draft_tokens), conditions, self.acceptance_rate)
+        plan = plan_of(arm, length, conditions, self.acceptance_rate)
         self._sequences[seq] = Tracked(bound, plan, arm if plan.num_draft_tokens else OFF)
         return plan
 
@@ -181,7 +196,7 @@ class Controller:
         if group is None:
             group = self._groups[target] = Group(self._settings, now_s)
         able = [seq for seq in seqs if self._sequences[seq].may_draft]
-        rates = {seq: self._sequences[seq].acceptance.rate(self.acceptance_rate, 32.0) for seq in able}
+        rates = {seq: self._sequences[seq].acceptance.rate(self.acceptance_rate, _RATE_WEIGHT) for seq in able}
         conditions = self._conditions(target, seqs, placements)
         bounds = self._bounds_for(conditions, [placements[seq][1] for seq in seqs])
         group.review(conditions, list(rates.values()), bounds, now_s)
@@ -193,6 +208,8 @@ class Controller:
             if seq in rates:
                 arm = self._settings.probe_arm if seq in probing else group.arm
                 price = 0.0 if seq in probing else group.token_price
+                if seq not in probing:
+                    rates[seq] = self._own_rate(seq, rates[seq], group, now_s)
                 length = own_length(arm, 1.0 if seq in probing else rates[seq], price, self._sequences[seq].bound)
                 kind = arm, length, round(rates[seq] * 20)
                 if kind not in plans:
@@ -204,6 +221,19 @@ class Controller:
                 one.plan, one.arm = plan, arm if plan.num_draft_tokens else OFF
                 changed[seq] = plan
         return changed
+
+    def _own_rate(self, seq: str, rate: float, group: Group, now_s: float) -> float:
+        """A sequence's rate; one that is off alone is not judged any more, and begins anew after a while."""
+        one = self._sequences[seq]
+        length = own_length(group.arm, rate, group.token_price, one.bound)
+        if group.arm != OFF and not length:
+            if not one.may_return(self._settings, now_s):
+                return rate
+            one.acceptance, rate = DecayedRate(), self.acceptance_rate
+        elif length == group.arm.num_draft_tokens and one.acceptance.trials >= _PROVEN_TRIALS:
+            one.patience_s = 0.0
+        one.off_since_s = None
+        return rate
 
     def _conditions(self, target: str, seqs: list[str], placements: Placements) -> Conditions | None:
         """None while too little was measured."""

@@ -150,6 +150,7 @@ class RouterMachine:
                 self._send_plan(session, link)
 
     def _send_plan(self, session: Session, link: WorkerLink) -> None:
+        link.is_replanned = True
         self._send(link, PlanUpdate(session.seq, session.link_inc(link), session.plan))
 
     def _renew(self, now_s: float) -> None:
@@ -158,7 +159,7 @@ class RouterMachine:
             for link in session.links:
                 if link.worker is not None and now_s - link.opened_s > self._times.settle_s:
                     live.setdefault(link.worker, []).append((session.seq, session.link_inc(link)))
-                    if session.plan != link.plan:  # nobody acknowledges a plan: it is repeated as long as it holds
+                    if link.is_replanned:  # nobody acknowledges a plan: it is repeated as long as it holds
                         self._send_plan(session, link)
             if len(session.links) > 1 and session.drafter.length < len(session.log):
                 self._commit(session, session.drafter.length)
@@ -260,6 +261,7 @@ class RouterMachine:
             if worker.kind == link.kind and not worker.is_silent
         ]
         link.n += was_open
+        link.is_replanned = False
         self.num_reopened += was_open
         if candidates:
             link.worker = min(candidates)[1]
@@ -268,10 +270,11 @@ class RouterMachine:
     def _reopen(self, session: Session, link: WorkerLink, now_s: float) -> None:
         self.num_reopened += 1
         link.n += 1
+        link.is_replanned = False
         self._open(session, link, now_s)
 
     def _open(self, session: Session, link: WorkerLink, now_s: float) -> None:
-        link.opened_s, link.plan = now_s, session.plan
+        link.opened_s = now_s
         link.length = link.sent = len(session.log)
         inc, tokens, lease_s = session.link_inc(link), session.log.tail(0), self._times.lease_s
         self._send(link, Open(session.seq, inc, self.name, tokens, session.spec, session.plan, lease_s))

@@ -9,8 +9,6 @@ from specdec.protocol.marks import TokenLog
 from specdec.protocol.messages import Finish, Inc, Notes, Plan, Submit
 from specdec.protocol.plans import WorkerKind
 
-_NO_DRAFTS = Plan()
-
 
 @dataclass(slots=True)
 class WorkerLink:
@@ -21,7 +19,7 @@ class WorkerLink:
         n: Raised whenever the sequence is opened anew on this link.
         length: Length of the log that the worker is known to have.
         sent: Length up to which it was sent.
-        plan: That with which it was opened.
+        is_replanned: Whether the plan was changed since the worker was given one under this ``n``.
     """
 
     kind: WorkerKind
@@ -30,7 +28,7 @@ class WorkerLink:
     opened_s: float = 0.0
     length: int = 0
     sent: int = 0
-    plan: Plan = _NO_DRAFTS
+    is_replanned: bool = False
 
 
 class Session(Row):

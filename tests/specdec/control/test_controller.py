@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from specdec.control.choice import Bounds
@@ -153,6 +155,54 @@ def test_a_worse_sequence_drafts_less_where_tokens_cost():
     service.run(rounds, 20.0)
     lengths = [service.plans[seq].num_draft_tokens for seq in service.seqs]
     assert lengths[0] < min(lengths[1:])
+
+
+def test_a_sequence_that_is_off_alone_is_tried_again_less_and_less_often_and_stays_where_it_has_become_better():
+    service = Service((None,) * 4, growth=0.35, kinds=frozenset({"off", "overlap"}))
+    shares = dict.fromkeys(service.seqs, 1.0) | {"s0": 0.0}
+
+    def lengths(seconds):
+        """Of s0, four times a second."""
+        found = []
+        for _ in range(int(4 * seconds)):
+            service.run(rounds, 0.25)
+            found.append(service.plans["s0"].num_draft_tokens)
+        return found
+
+    turn = -1
+
+    def rounds(plan):
+        nonlocal turn
+        turn = (turn + 1) % 4
+        return Round(plan.num_draft_tokens, int(plan.num_draft_tokens * shares[f"s{turn}"]))
+
+    early, late = lengths(60.0), lengths(60.0)
+    assert 0 in early
+    was_tried = [a == 0 < b for a, b in pairwise(late)]
+    assert 1 <= sum(was_tried) <= 3
+    assert sum(a == 0 < b for a, b in pairwise(early)) >= sum(was_tried)
+    assert sum(length == 0 for length in late) > len(late) / 2
+    shares["s0"] = 1.0
+    better = lengths(90.0)
+    assert better[-1] == service.plans["s1"].num_draft_tokens > 0
+
+
+@pytest.mark.parametrize(("kinds", "kind"), [({"off", "in_turn"}, "in_turn"), ({"off"}, "off")])
+def test_what_needs_no_measurement_is_within_bounds_too(kinds, kind):
+    service = Service((None,) * 2, kinds=frozenset(kinds))
+    plan = service.plans["s0"]
+    assert (plan.mode if plan.num_draft_tokens else "off") == kind
+    service.run(kept(0.0), 30.0)
+    modes = set()
+    for _ in range(200):
+        service.run(kept(0.0), 0.25)
+        modes |= {plan.mode for plan in service.plans.values() if plan.num_draft_tokens}
+    assert modes <= {kind}
+
+
+def test_the_first_plan_is_no_longer_than_may_be():
+    controller = Controller(Bounds(num_draft_tokens=2))
+    assert controller.opened("s", spec()).num_draft_tokens == 2
 
 
 def test_echoes_and_reports_become_estimates():

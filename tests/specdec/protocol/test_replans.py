@@ -94,6 +94,30 @@ def test_a_plan_is_repeated_as_long_as_it_is_not_that_of_the_opening():
     assert updates(sent["D0"]) == [PlanUpdate("s", Inc(1, 0), Plan(5))]
 
 
+def test_a_plan_that_is_again_that_of_the_opening_is_repeated_too():
+    machine, chooser = chosen(PLAN, "T0", "D0")
+    machine.step(0.0)
+    for now_s, plan in ((0.6, Plan(5)), (0.9, PLAN)):
+        chooser.changes = {"s": plan}
+        machine.step(now_s)
+    machine.take_outbox()
+    machine.step(1.7)
+    sent = machine.take_outbox()
+    assert updates(sent["T0"]) == updates(sent["D0"]) == [PlanUpdate("s", Inc(1, 0), PLAN)]
+
+
+def test_a_worker_that_is_reached_again_is_told_the_plan_besides_the_opening():
+    machine, chooser = chosen(PLAN, "T0", "D0")
+    machine.step(0.0)
+    chooser.changes = {"s": Plan(5)}
+    machine.step(0.6)
+    machine.take_outbox()
+    join(machine, "T0", 0.7)  # it may have kept the sequence, and then ignores the opening
+    assert machine.take_outbox()["T0"] == [opened(plan=Plan(5))]
+    machine.step(1.8)
+    assert updates(machine.take_outbox()["T0"]) == [PlanUpdate("s", Inc(1, 0), Plan(5))]
+
+
 def test_without_a_drafter_a_plan_that_rises_waits_for_one():
     machine, chooser = chosen(Plan(), "T0")
     chooser.changes = {"s": Plan(2)}
