@@ -92,7 +92,8 @@ def test_a_branch_without_a_slot_waits_and_no_other_branch_is_lost_for_it() -> N
         Status.WAITING,
         Status.DECIDED,
     ]
-    assert drafter.gauges()["num_evictions"] == 0
+    gauges = drafter.gauges()
+    assert (gauges["num_evictions"], gauges["num_state_slots"], gauges["state_slots_in_use"]) == (0, 3, 3)
     drafter.release("new#0")
     (proposal,) = drafter.propose(branches[:1])
     assert rows == [(0, 30), (0, 20), (20, 1), (21, 1), (30, 1)]
