@@ -79,6 +79,7 @@ _GAUGES = {
     "kv_cache_usage_perc": "Share of a worker's cache blocks that sequences hold, from 0 to 1.",
     "kv_blocks_in_use": "Cache blocks that sequences hold.",
     "kv_blocks_reusable": "Cache blocks kept only for prompts that begin alike; not among those in use.",
+    "num_state_slots": "Recurrent states that a worker has room for; 0 where its model has none.",
     "state_slots_in_use": "Recurrent states that sequences and branches hold.",
     "state_slots_reusable": "Recurrent states kept only for prompts that begin alike; not among those in use.",
     "num_evictions": "Times a sequence or branch lost its cache to another since the worker started; it is read again.",

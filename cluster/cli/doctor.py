@@ -87,6 +87,8 @@ def model_lines(role: str, model: ModelFindings) -> Iterator[str]:
     yield _line("", f"cache: {blocks}, {memory['bytes_per_token']:,} bytes a token")
     if memory["num_state_slots"]:
         yield _line("", state_line(memory))
+        if role == "draft":
+            yield _line("", branch_line(memory["num_state_slots"]))
     one = f"a sequence of {model.max_model_len:,} tokens takes {mib(memory['sequence_bytes'])}"
     yield _line("", f"{one}; {model.num_full_sequences:,} of them fit")
     if admission is None:
@@ -105,6 +107,18 @@ def state_line(memory: dict[str, Any]) -> str:
     kept = f"{mib(memory['state_bytes'])} of state and {mib(memory['checkpoint_bytes'])} of checkpoints a sequence"
     how = f"rolled back by up to {memory['rollback_tokens']} tokens ({memory['rollback']})"
     return f"recurrent: {kept}, {how}, {memory['num_state_slots']:,} slots"
+
+
+def branch_line(num_slots: int) -> str:
+    """What a draft's state slots are good for: how many branches its sequences can have."""
+    taken = "each sequence and each branch takes a slot"
+    if num_slots < 2:
+        return f"{taken}: there is none for a branch"
+    line = f"{taken}: beside 1 sequence {num_slots - 1:,} branches fit"
+    several, most = 8, num_slots // 2
+    if most >= several:
+        line += f", beside {several} sequences {num_slots // several - 1:,} each"
+    return f"{line}; beside more than {most:,} not one each"
 
 
 def gib(num_bytes: int) -> str:

@@ -18,9 +18,10 @@ from specdec.sampling.params import SequenceSpec
 
 _ECHOES_KEPT = 32
 _PRIOR_ACCEPTANCE, _PRIOR_GUESSES = 0.7, 0.7
-_FULL_CACHE = 0.95
 _PROVEN_TRIALS = 64
 _RATE_WEIGHT = 32.0
+_FULL_CACHE, _ROOM_AGAIN = 0.95, 0.8
+"""Usage from which a cache is full, and below which it no longer is: branches make up a part of it themselves."""
 
 
 @dataclass
@@ -61,12 +62,31 @@ class Tracked:
 
 @dataclass
 class WorkerFigures:
-    """What a worker last reported."""
+    """What a worker last reported.
+
+    Attributes:
+        is_full: Whether its cache was full, and has not become much emptier since.
+    """
 
     kind: WorkerKind
     steps: StepTimes = field(default_factory=StepTimes)
     report: Mapping[str, float] = field(default_factory=dict)
     echoes_s: list[float] = field(default_factory=list)
+    is_full: bool = False
+
+    def reported(self, report: Mapping[str, float]) -> None:
+        """Its newest report has come."""
+        self.report = report
+        self.steps = step_times(report) or self.steps
+        self.is_full = report.get("kv_cache_usage_perc", 0.0) >= (_ROOM_AGAIN if self.is_full else _FULL_CACHE)
+
+    def branches_each(self, num_sequences: int) -> int:
+        """Most branches that a drafter has room for, of each of its sequences; recurrent states take a slot each."""
+        if self.is_full:
+            return 0
+        rows = max(1, num_sequences, self.num_sequences)
+        share, num_slots = branch_share(rows), int(self.report.get("num_state_slots", 0))
+        return min(share, max(0, num_slots // rows - 1)) if num_slots else share
 
     @property
     def num_sequences(self) -> int:
@@ -150,10 +170,8 @@ class Controller:
     def reported(self, worker: str, kind: WorkerKind, report: Mapping[str, float]) -> None:
         """A worker's newest report has come."""
         figures = self._workers.setdefault(worker, WorkerFigures(kind))
-        before, figures.report = figures.report, report
-        steps = step_times(report)
-        if steps:
-            figures.steps = steps
+        before = figures.report
+        figures.reported(report)
         if kind == "target":
             hits = report.get("num_branch_hits", 0.0) - before.get("num_branch_hits", 0.0)
             misses = report.get("num_branch_misses", 0.0) - before.get("num_branch_misses", 0.0)
@@ -255,16 +273,13 @@ class Controller:
         )
 
     def _bounds_for(self, conditions: Conditions | None, drafters: Iterable[str | None]) -> Bounds:
-        """A drafter holds so many branches in all; without room in its cache there are none."""
-        usage = max((self._usage(name) for name in set(drafters) if name is not None), default=0.0)
+        """No more branches of each sequence than all of its drafters have room for; without any, those it may get."""
         if conditions is None:
             return self._bounds
-        share = branch_share(conditions.num_draft_rows) if usage < _FULL_CACHE else 0
-        return replace(self._bounds, num_branches=min(self._bounds.num_branches, share))
-
-    def _usage(self, worker: str) -> float:
-        figures = self._workers.get(worker)
-        return 0.0 if figures is None else figures.report.get("kv_cache_usage_perc", 0.0)
+        able = {name: one for name, one in self._workers.items() if one.kind == "drafter"}
+        used = able.keys() & set(drafters) or able.keys()
+        most = min(able[name].branches_each(conditions.num_draft_rows) for name in used)
+        return replace(self._bounds, num_branches=min(self._bounds.num_branches, most))
 
     @property
     def acceptance_rate(self) -> float:

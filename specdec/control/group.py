@@ -274,7 +274,8 @@ class Group:
 
     def _price(self, arm: Arm, scored: Mapping[Arm, float]) -> float:
         """Share of the time that an arm is taken to lose against the best; drafting in vain has a price, too."""
-        return max(self.settings.least_price, 1 - scored[arm] / max(scored.values()))
+        most = max(scored.values())  # an arm that is out of bounds by now is not among them
+        return max(self.settings.least_price, 1 - scored.get(arm, most) / most)
 
     def _change(self, arm: Arm, now_s: float) -> None:
         if arm == OFF and self.conditions is not None:

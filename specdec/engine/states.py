@@ -41,7 +41,8 @@ class SequenceStates:
         At least the last token is left to be read, so that the next forward pass gives its logits. Where blocks are
         short, keys of a higher rank lose theirs, the last first, whether they have work now or not: so the first one
         always gets on. None where even that does not suffice: then nobody loses anything, and ``key`` keeps what it
-        held before.
+        held before. None, too, where there is something to copy and no state slot for the copy, or where its state does
+        not reach back so far: a copy reads no prompt again.
 
         Args:
             key: The sequence or branch; a state is begun where there is none.
@@ -52,24 +53,20 @@ class SequenceStates:
             fork_of: A state that is begun is a copy of this one, if there is one.
         """
         sequence = self._sequences.get(key)
+        parent = None if fork_of is None else self._sequences.get(fork_of)
         begun = sequence is None
-        if sequence is None:
-            parent = self._sequences.get(fork_of) if fork_of is not None else None
-            if parent is not None:
-                sequence = self._runner.fork(parent)
-            else:
-                sequence = self._runner.new_sequence(salt)
-                agreed = self._runner.reuse_prefix(sequence, tokens)
-        cached = sequence.tokens
-        keep = common_prefix_length(cached, tokens, min(agreed, len(cached), len(tokens)))
-        keep = min(keep, len(tokens) - 1)
-        is_spoilt = sequence.state is not None and sequence.state.oldest > keep  # a failed step has half moved it
-        if keep < len(cached) or is_spoilt:
-            self._runner.truncate(sequence, keep)
-            if keep and not sequence.tokens:
-                # Recurrent states do not reach back so far, but a copy kept for others may cover a part, or even more.
-                self._runner.reuse_prefix(sequence, tokens)
-            self.num_reread_tokens += max(0, keep - len(sequence))
+        if sequence is None and parent is not None:
+            sequence = self._fork(parent, tokens, agreed)
+            if sequence is None:
+                return None
+        elif sequence is None:
+            sequence = self._runner.new_sequence(salt)
+            agreed = self._runner.reuse_prefix(sequence, tokens)
+        keep = self._cut_back(sequence, tokens, agreed)
+        if keep and not sequence.tokens:
+            # Recurrent states do not reach back so far, but a copy kept for others may cover a part, or even more.
+            self._runner.reuse_prefix(sequence, tokens)
+        self.num_reread_tokens += max(0, keep - len(sequence))
         if not self._make_room(sequence, len(tokens), rank):
             if begun:
                 self._runner.free(sequence)
@@ -78,6 +75,22 @@ class SequenceStates:
             self.num_reused_tokens += agreed
         self._sequences[key], self._ranks[key] = sequence, rank
         return sequence
+
+    def _fork(self, parent: CachedSequence, tokens: list[int], agreed: int) -> CachedSequence | None:
+        """A copy, as far as ``tokens`` go; None without a slot for its state, or where that does not reach back."""
+        fork = self._runner.fork(parent)
+        self._cut_back(fork, tokens, agreed)
+        return fork if fork.tokens or not parent.tokens else None
+
+    def _cut_back(self, sequence: CachedSequence, tokens: list[int], agreed: int) -> int:
+        """Forget what is not in ``tokens`` before the last; gives the length to keep, if the state reaches so far."""
+        cached = sequence.tokens
+        keep = common_prefix_length(cached, tokens, min(agreed, len(cached), len(tokens)))
+        keep = min(keep, len(tokens) - 1)
+        is_spoilt = sequence.state is not None and sequence.state.oldest > keep  # a failed step has half moved it
+        if keep < len(cached) or is_spoilt:
+            self._runner.truncate(sequence, keep)
+        return keep
 
     def _make_room(self, sequence: CachedSequence, length: int, rank: Rank) -> bool:
         if self._runner.reserve(sequence, length):
@@ -127,6 +140,7 @@ class SequenceStates:
             "kv_blocks_in_use": float(pool.num_in_use),
             "kv_blocks_reusable": float(pool.num_reusable),
             "kv_cache_usage_perc": pool.num_in_use / pool.num_blocks,
+            "num_state_slots": 0.0 if states is None else float(states.num_free + states.num_in_use),
             "state_slots_in_use": 0.0 if states is None else float(states.num_in_use),
             "state_slots_reusable": 0.0 if states is None else float(states.num_reusable),
             "num_reread_tokens": float(self.num_reread_tokens),

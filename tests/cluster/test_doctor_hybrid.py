@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster.cli import main
+from cluster.cli.doctor import branch_line
 from cluster.sources import demo_folder
 from tests.specdec.models.recurrent_families import make_recurrent
 
@@ -27,6 +28,35 @@ def test_doctor_says_what_states_take(pair: tuple[str, ...], capsys: pytest.Capt
     for words in ("recurrent: ", "MiB of checkpoints a sequence", "rolled back by up to 18 tokens (states)"):
         assert words in text
     assert "admission check passed" in text
+
+
+def test_doctor_says_how_many_branches_of_a_recurrent_draft_fit(
+    pair: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = pair[1]
+    flags = ("--target", str(demo_folder("target")), "--draft", folder, "--max-model-len", "256")
+    memory = ("--target-kv-memory", "16MiB", "--draft-kv-memory", "16MiB")
+    assert main(["doctor", *flags, *memory, "--json"]) == 0
+    num_slots = json.loads(capsys.readouterr().out)["draft"]["memory"]["num_state_slots"]
+    assert num_slots >= 2
+    assert main(["doctor", *flags, *memory]) == 0
+    text = capsys.readouterr().out
+    assert text.count(branch_line(num_slots)) == 1
+    assert f"beside 1 sequence {num_slots - 1:,} branches fit" in text
+    assert main(["doctor", *pair, "--target-kv-memory", "64MiB", "--draft-kv-memory", "8MiB"]) == 0
+    assert "takes a slot" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "words"),
+    [
+        (1, ": there is none for a branch"),
+        (6, ": beside 1 sequence 5 branches fit; beside more than 3 not one each"),
+        (67, ": beside 1 sequence 66 branches fit, beside 8 sequences 7 each; beside more than 33 not one each"),
+    ],
+)
+def test_a_slot_for_each_sequence_and_each_branch(num_slots: int, words: str) -> None:
+    assert branch_line(num_slots).endswith(words)
 
 
 def test_doctor_says_how_much_memory_a_state_lacks(pair: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:

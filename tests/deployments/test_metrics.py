@@ -27,6 +27,7 @@ def test_choices_and_estimates_are_on_the_page():
 def test_what_workers_hold_and_what_is_kept_for_reuse_are_series_of_their_own():
     registry = CollectorRegistry()
     held = {"state_slots_in_use": 2.0, "state_slots_reusable": 3.0, "kv_blocks_in_use": 4.0, "kv_blocks_reusable": 5.0}
+    held["num_state_slots"] = 8.0
     report = held | {"num_evictions": 6.0, "num_fallbacks/reads_single_tokens": 7.0}
     registry.register(WorkerReports({"T#1": ("target", report)}, "m"))
     page = generate_latest(registry).decode()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import shutil
 import sys
 import time
 from dataclasses import asdict
@@ -174,7 +173,7 @@ def _path(options: argparse.Namespace, default: str) -> Path:
     """The checkpoint to go on with, copied from another one if that is asked for and it is not there."""
     path = options.work / f"{options.name or default}.pt"
     if options.start_from and not path.exists():
-        shutil.copyfile(options.work / f"{options.start_from}.pt", path)
+        checkpoints.copy(options.work / f"{options.start_from}.pt", path)
     return Path(path)
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
+import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +14,8 @@ from transformers import PreTrainedModel
 
 from specdec.demo.train import models
 from specdec.demo.train.optimizers import State
+
+_PARTIAL = ".partial"
 
 
 @dataclass(slots=True)
@@ -27,6 +32,33 @@ class Checkpoint:
 
 def save(checkpoint: Checkpoint, path: Path) -> None:
     """Writes the checkpoint; a crash leaves the old file or the new one."""
+    save_together([(checkpoint, path)])
+
+
+def save_together(entries: Sequence[tuple[Checkpoint, Path]]) -> None:
+    """Writes checkpoints of one step; after a crash :func:`load_together` gives all the old ones or all the new ones.
+
+    Args:
+        entries: Each with its path.
+    """
+    # All are there in full before the first takes its place: what a crash leaves undone then can be done later.
+    written = [(_write(checkpoint, path), path) for checkpoint, path in entries]
+    for partial, path in written:
+        partial.replace(path)
+
+
+def copy(source: Path, path: Path) -> None:
+    """Copies a checkpoint's file; a crash leaves no part of it at ``path``.
+
+    Raises:
+        FileNotFoundError: There is none at ``source``.
+    """
+    partial = path.with_suffix(_PARTIAL)
+    shutil.copyfile(source, partial)
+    partial.replace(path)
+
+
+def _write(checkpoint: Checkpoint, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     model = checkpoint.model
     content = {
@@ -38,12 +70,12 @@ def save(checkpoint: Checkpoint, path: Path) -> None:
         "elapsed_s": checkpoint.elapsed_s,
         "decay_start": checkpoint.decay_start,
     }
-    partial = path.with_suffix(".partial")
+    partial = path.with_suffix(_PARTIAL)
     with partial.open("wb") as file:
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())
-    partial.replace(path)
+    return partial
 
 
 def load(path: Path, device: str = "cpu") -> Checkpoint:
@@ -57,6 +89,38 @@ def load(path: Path, device: str = "cpu") -> Checkpoint:
     model.load_state_dict(content["model"])
     rest = {k: content[k] for k in ("optimizers", "step", "num_tokens", "elapsed_s", "decay_start")}
     return Checkpoint(model, **rest)
+
+
+def load_together(paths: Sequence[Path], device: str = "cpu") -> list[Checkpoint]:
+    """Reads checkpoints that were saved together, and ends a saving that a crash has cut off between two files.
+
+    Args:
+        paths: Where they are.
+        device: Where the models go.
+
+    Raises:
+        FileNotFoundError: One is missing.
+        ValueError: They are not of one step.
+    """
+    loaded = [load(path, device) for path in paths]
+    newest = max(checkpoint.step for checkpoint in loaded)
+    for index, path in enumerate(paths):
+        if loaded[index].step != newest:
+            loaded[index] = _finish(path, loaded[index].step, newest, device)
+    return loaded
+
+
+def _finish(path: Path, reached: int, step: int, device: str) -> Checkpoint:
+    """Put in its place what was written for ``step``, but not renamed."""
+    partial = path.with_suffix(_PARTIAL)
+    try:
+        found = load(partial, device)
+    except (FileNotFoundError, RuntimeError, EOFError, pickle.UnpicklingError):
+        found = None
+    if found is None or found.step != step:
+        raise ValueError(f"{path} is at step {reached}, and what was trained with it at step {step}: take older copies")
+    partial.replace(path)
+    return found
 
 
 def load_or_start(path: Path, shape: models.Shape, seed: int, device: str = "cpu") -> Checkpoint:

@@ -122,7 +122,7 @@ def _save(students: Sequence[Student], optimizers: Sequence[Optimizers], progres
     for student, one in zip(students, optimizers, strict=True):
         student.checkpoint.optimizers = one.state_dict()
         student.checkpoint.elapsed_s = progress.elapsed_s
-        checkpoints.save(student.checkpoint, student.path)
+    checkpoints.save_together([(student.checkpoint, student.path) for student in students])
 
 
 class _Progress:

@@ -69,8 +69,11 @@ def train_mutually(
 
     Returns:
         The checkpoints reached, of target and draft.
+
+    Raises:
+        ValueError: The checkpoints are not of one step.
     """
-    target, draft = (checkpoints.load(path, device) for path in paths)
+    target, draft = checkpoints.load_together(paths, device)
     slower = replace(rates, matrices=rates.matrices * exchange.target_rate, others=rates.others * exchange.target_rate)
     source = batches(text, plan.window_tokens, plan.batch_size, plan.seed, target.step * plan.batch_size)
     students = [Student(target, slower, paths[0]), Student(draft, rates, paths[1])]

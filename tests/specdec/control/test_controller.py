@@ -101,6 +101,35 @@ def test_a_full_cache_leaves_no_room_for_branches():
     assert service.plans["s0"].num_branches == 0
 
 
+def test_a_full_cache_must_get_emptier_than_what_made_it_full_before_there_are_branches_again():
+    service = Service(kinds=frozenset({"off", "outcomes"}))
+    draft = {**steps((n, n, DRAFT_S) for n in (1, 9, 33)), "num_sequences": 1.0}
+    had_branches = []
+    for usage in (0.9, 0.96, 0.9, 0.81, 0.79, 0.9):
+        service.controller.reported("D", "drafter", {**draft, "kv_cache_usage_perc": usage})
+        service.run(kept(0.9), 2.0)
+        had_branches.append(service.plans["s0"].num_branches > 0)
+    assert had_branches == [True, False, False, False, True, True]
+
+
+@pytest.mark.parametrize(("num_slots", "most"), [(0, 32), (200, 32), (20, 4), (12, 2), (11, 0), (3, 0)])
+def test_no_more_branches_than_a_recurrent_drafter_has_state_slots_for(num_slots, most):
+    """A slot per sequence, and one per branch; that all of them are taken then leaves the plans as they are."""
+    service, seen = Service((None,) * 4, kinds=frozenset({"off", "outcomes"})), set()
+    report = {**steps((n, n, DRAFT_S) for n in (4, 36, 132)), "num_sequences": 4.0, "num_state_slots": float(num_slots)}
+
+    def rounds(plan):
+        seen.add(plan.num_branches)
+        return Round(plan.num_draft_tokens, int(plan.num_draft_tokens * 0.6))
+
+    for _ in range(10):
+        held = 4 + sum(plan.num_branches for plan in service.plans.values())
+        service.controller.reported("D", "drafter", {**report, "state_slots_in_use": float(min(held, num_slots))})
+        service.run(rounds, 2.0)
+    assert max(seen) <= most
+    assert (max(seen) > 0) == (most > 0)
+
+
 @pytest.mark.parametrize(("num_sequences", "most"), [(4, 32), (40, 4)])
 def test_no_more_branches_than_a_sequences_share(num_sequences, most):
     service = Service((None,) * num_sequences, kinds=frozenset({"off", "outcomes"}))
@@ -244,6 +273,14 @@ def test_what_may_be_lost_is_saved_up_but_not_for_what_costs_more_than_can_be_sa
     assert group._trial(best, scored, lucky | {Arm("overlap", 1): 1.1}) is None
     group._allowance = Allowance(credit=30.0, most=30.0)
     assert group._trial(best, scored, lucky) == hopeless
+
+
+def test_a_trial_of_branches_ends_when_there_is_no_more_room_for_any():
+    group, now = Group(Settings(), 0.0), conditions(0.1)
+    group.arm, group._on_trial = Arm("outcomes", 4, 8), True
+    group.review(now, [0.7], Bounds(num_branches=0), 1.0)
+    assert group.arm.num_branches == 0
+    assert not group._on_trial
 
 
 def test_an_arm_that_was_not_tried_and_takes_long_must_promise_more():

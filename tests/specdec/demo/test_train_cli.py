@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -44,6 +45,21 @@ def test_the_commands_make_a_pair_and_its_figures(tmp_path, caplog):
     assert json.loads(caplog.messages[-1].split("\n|")[0])["target_parameters"] == 4_078_168
     with pytest.raises(SystemExit, match="--target, --draft, --hybrid"):
         run("export")
+
+
+def test_a_copy_to_start_from_that_is_cut_off_is_made_anew(tmp_path, monkeypatch):
+    def half_a_copy(source, path):
+        path.write_bytes(source.read_bytes()[:3])
+        raise OSError("no space left")
+
+    (tmp_path / "target.pt").write_bytes(b"a checkpoint")
+    options = cli.build_parser().parse_args(f"--work {tmp_path} target --start-from target --name final".split())
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", half_a_copy)
+        with pytest.raises(OSError, match="no space left"):
+            cli._path(options, "target")
+    assert not (tmp_path / "final.pt").exists()
+    assert cli._path(options, "target").read_bytes() == b"a checkpoint"
 
 
 def test_the_recipe_is_of_commands_that_exist(tmp_path):

@@ -1,12 +1,14 @@
 import pickle
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from specdec.demo.train import checkpoints, decode, distill, evaluate, loop, models, mutual, target, tokens
+from specdec.demo.train.checkpoints import Checkpoint
 from specdec.demo.train.corpus import Document
 from specdec.demo.train.distill import Lesson, Sampling
 from specdec.demo.train.loop import Plan
@@ -194,6 +196,52 @@ def test_target_and_draft_learn_from_each_other_and_resume_exactly(tmp_path, tex
     for one, other in zip(whole, parts, strict=True):
         torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=0, atol=0)
     assert distance(whole) < distance(before)
+
+
+@pytest.mark.parametrize("num_files", range(8))
+def test_a_pair_goes_on_in_step_wherever_its_saving_is_killed(tmp_path, monkeypatch, text, num_files):
+    """A saving writes two files and renames two; the second one is killed, or the third, after so many of them."""
+
+    class KilledError(Exception):
+        pass
+
+    def kill_after(count, function):
+        def counted(*args):
+            if not count:
+                raise KilledError
+            count.pop()
+            return function(*args)
+
+        return counted
+
+    def train(run):
+        paths = tmp_path / f"{run}-target.pt", tmp_path / f"{run}-draft.pt"
+        return mutual.train_mutually(text, mutual.Exchange(), replace(PLAN, num_steps=3), RATES, paths)
+
+    for run in ("whole", "killed"):
+        for seed, role in enumerate(("target", "draft")):
+            started = Checkpoint(models.build(SHAPE, seed), {}, 0, 0, 0.0)
+            checkpoints.save(started, tmp_path / f"{run}-{role}.pt")
+    count = [None] * (4 + num_files)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", kill_after(count, torch.save))
+        patch.setattr(Path, "replace", kill_after(count, Path.replace))
+        with pytest.raises(KilledError):
+            train("killed")
+    for one, other in zip(train("whole"), train("killed"), strict=True):
+        assert one.step == other.step == 3
+        torch.testing.assert_close(one.model.state_dict(), other.model.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("left", [None, b"", b"PK half of a file"])
+def test_a_pair_that_is_out_of_step_is_refused(tmp_path, text, left):
+    paths = tmp_path / "target.pt", tmp_path / "draft.pt"
+    for step, path in zip((5, 3), paths, strict=True):
+        checkpoints.save(Checkpoint(models.build(SHAPE, 0), {}, step, 0, 0.0), path)
+    if left is not None:
+        (tmp_path / "draft.partial").write_bytes(left)
+    with pytest.raises(ValueError, match=r"draft\.pt is at step 3, and what was trained with it at step 5"):
+        mutual.train_mutually(text, mutual.Exchange(), PLAN, RATES, paths)
 
 
 def test_what_one_learns_gives_the_other_no_gradients():
