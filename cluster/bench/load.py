@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ class Workload:
     """What is asked in one run.
 
     Attributes:
-        prompts: One per stream; they run all at once.
+        prompts: One per stream; they run all at once, and none is found in a cache.
         max_tokens: Output tokens of each; end-of-sequence tokens are ignored, so that all runs do the same work.
         temperature: Of every request; each has a seed of its own.
         num_speculative_tokens: Draft tokens per round; 0 is the target alone, None the service's default.
@@ -39,6 +40,11 @@ class Workload:
     temperature: float
     num_speculative_tokens: int | None
     first_seed: int = 0
+
+
+def fresh_salt() -> str:
+    """A cache salt that nothing before had, for a request whose prompt is to be read, not found in a cache."""
+    return secrets.token_hex(16)
 
 
 async def run_workload(url: str, model: str, workload: Workload) -> Run:
@@ -163,6 +169,7 @@ async def _stream(client: httpx.AsyncClient, model: str, workload: Workload, ind
         "stream": True,
         "return_token_ids": True,
         "per_request_spec_decode_metrics": "summary",
+        "cache_salt": fresh_salt(),
     }
     if workload.num_speculative_tokens is not None:
         body["num_speculative_tokens"] = workload.num_speculative_tokens

@@ -82,6 +82,16 @@ async def test_requests_are_as_the_workload_says(bench: Bench, url: str) -> None
     assert len({spec.seed for spec in specs[:2]}) == 2, "each stream has a seed of its own"
 
 
+async def test_no_prompt_is_found_in_a_cache(bench: Bench, url: str) -> None:
+    """Prompts are the same in every round, and of two streams too: each request has a salt of its own."""
+    bench.says(TEXT, 1, "length")
+    for _ in range(2):
+        await run_workload(url, "demo", Workload(("a", "a"), 9, 0.0, 0))
+    salts = [request.cache_salt for request in bench.service.opened]
+    assert len(salts) == len({*salts}) == 4
+    assert all(salts)
+
+
 async def test_a_stream_that_fails_is_no_result(bench: Bench, url: str) -> None:
     bench.script = lambda request: [*bench.say(TEXT, 4, "length")[:1], ServiceUnavailableError("gone")]
     with pytest.raises(httpx.HTTPError, match="without its tokens"):
