@@ -33,7 +33,8 @@ class Limit:
         tokens_per_s: Of all streams.
         policy: What it assumes: ``in turn``, or what happens where no draft is ready.
         draft_cost: c, a draft step over a plain target step; None for the target alone.
-        verify_cost: v(K), a target step over 1 + K tokens over a plain one.
+        verify_cost: v(K), a target step over 1 + K tokens over a plain one; where the mode has plain steps too, from
+            the mean of all steps and the share of rounds with a draft.
         alpha: Acceptance per draft token, from the mean acceptance length.
         hit_rate: Over outcomes, share of the rounds with branches whose outcome was among these, drafts that came late
             left out; elsewhere that of the rounds with a draft, which lost and late ones lower, and so the limit.
@@ -200,7 +201,10 @@ def limit_of(mode: Mode, runs: Sequence[Run], plain_step_s: float | None) -> Lim
     num_drafts = sum(stream.num_drafts for stream in streams)
     num_draft_tokens = max(1, round(sum(stream.num_draft_tokens for stream in streams) / num_drafts))
     alpha = alpha_of_length(min(length, num_draft_tokens + 1), num_draft_tokens)
-    c, v = steps["draft"] / plain_step_s, max(1.0, steps["target"] / plain_step_s)
+    c, v = steps["draft"] / plain_step_s, steps["target"] / plain_step_s
+    if mode.service_mode != "in_turn":  # the mean is over plain steps too, which cost 1 each
+        v = 1 + (v - 1) / hits
+    v = max(1.0, v)
     foreseen = _branch_hit_rate(runs)
     policy = PLAIN_POLICY
     if mode.service_mode == "in_turn":
