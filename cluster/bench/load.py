@@ -80,7 +80,7 @@ _FRESH_S = 3.0
 _POLL_S = 0.1
 
 Figures = dict[str, dict[str, float]]
-"""What workers report, by device and figure, summed over the workers of a device."""
+"""What workers report, by device and figure, summed over a device's workers, and how many (``num_workers``)."""
 
 
 async def scrape(client: httpx.AsyncClient) -> Figures:
@@ -121,6 +121,7 @@ async def _fresh_figures(client: httpx.AsyncClient) -> Figures:
 def worker_figures(page: str) -> Figures:
     """Read the workers' figures from a page in Prometheus' text format."""
     figures: Figures = {}
+    workers: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
             name = sample.name.removeprefix("specdec_").removesuffix("_total").replace("_seconds", "_s")
@@ -128,6 +129,9 @@ def worker_figures(page: str) -> Figures:
             if device is not None and name in _FIGURES:
                 found = figures.setdefault(device, {})
                 found[name] = found.get(name, 0.0) + sample.value
+                workers.setdefault(device, set()).add(sample.labels.get("worker", ""))
+    for device, names in workers.items():
+        figures[device]["num_workers"] = float(len(names))
     return figures
 
 
@@ -154,6 +158,7 @@ def devices_between(before: Figures, after: Figures, duration_s: float) -> dict[
             num_gaps=round(since["num_gaps"]),
             num_hits=round(since["num_branch_hits"]),
             num_misses=round(since["num_branch_misses"]),
+            num_workers=round(last.get("num_workers", 1.0)),
         )
     return uses
 

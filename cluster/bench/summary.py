@@ -67,7 +67,8 @@ class Row:
         step_s: Time of a step by device.
         idle_share: By device.
         outside_s_per_round: Time outside all forward passes, per target step; over HTTP, between the target's steps
-            while sequences go on, and in turn with one stream less the drafting.
+            while sequences go on, and in turn with one stream less the drafting; None there with several, whose
+            drafting is not told apart.
         tokens_per_round: Of one stream, from its second token on.
         load: The machine's load average.
         num_emulated_steps: Over all devices and rounds.
@@ -240,20 +241,23 @@ def _step_s(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def _outside_s(mode: Mode, runs: Sequence[Run]) -> float | None:
-    """Where steps are known by counters alone, drafting is told from waiting only for one stream in turn."""
+    """Where steps are known by counters alone, drafting in turn is told from waiting only for one stream."""
     per_round = []
     for run in runs:
         target, draft = run.devices.get("target"), run.devices.get("draft")
         if target is None or not target.num_steps:
             continue
-        is_serial = mode.service_mode == "in_turn" and len(run.streams) == 1
-        drafting_s = draft.busy_s / target.num_steps if draft is not None and is_serial else 0.0
         if run.outside_s is not None:
             per_round.append(run.outside_s / target.num_steps)
-        elif target.gap_s is not None and target.num_gaps:
+            continue
+        is_serial = mode.service_mode == "in_turn"
+        if is_serial and len(run.streams) > 1:
+            continue
+        drafting_s = draft.busy_s / target.num_steps if draft is not None and is_serial else 0.0
+        if target.gap_s is not None and target.num_gaps:
             per_round.append(max(0.0, target.gap_s / target.num_gaps - drafting_s))
         else:
-            per_round.append(max(0.0, (target.wall_s - target.busy_s) / target.num_steps - drafting_s))
+            per_round.append(max(0.0, target.idle_s / target.num_steps - drafting_s))
     return statistics.median(per_round) if per_round else None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from cluster.bench.compare import Comparison, Mode, Work
@@ -57,6 +59,18 @@ def test_outside_is_the_gap_less_what_one_stream_waits_for_in_turn() -> None:
     in_turn, outcomes = summarize(comparison())
     assert outcomes.outside_s_per_round == pytest.approx(0.02)
     assert in_turn.outside_s_per_round == pytest.approx(0.02 - 0.01)
+
+
+def test_drafting_in_turn_for_several_streams_is_not_told_from_waiting() -> None:
+    """Over HTTP, where steps are known by counters alone; what one process notes step by step is known."""
+    compared = comparison()
+    (run,), _ = compared.runs
+    several = replace(run, streams=run.streams * 2)
+    noted = replace(several, outside_s=0.13)
+    row, outcomes = summarize(replace(compared, runs=((several,), (several,))))
+    assert row.outside_s_per_round is None
+    assert outcomes.outside_s_per_round == pytest.approx(0.02)
+    assert summarize(replace(compared, runs=((noted,), (noted,))))[0].outside_s_per_round == pytest.approx(0.01)
 
 
 def test_rows_stand_beside_the_scripts_limit() -> None:

@@ -105,8 +105,8 @@ async def test_a_refusal_is_an_error(url: str) -> None:
 
 def test_figures_of_workers_are_summed_by_device() -> None:
     assert worker_figures(PAGE) == {
-        "target": {"num_steps": 15.0, "busy_s": 2.0, "num_overruns": 3.0},
-        "draft": {"num_steps": 40.0},
+        "target": {"num_steps": 15.0, "busy_s": 2.0, "num_overruns": 3.0, "num_workers": 2.0},
+        "draft": {"num_steps": 40.0, "num_workers": 1.0},
     }
 
 
@@ -116,7 +116,7 @@ def test_what_devices_did_in_between() -> None:
     assert set(uses) == {"target"}, "the draft does not tell how long it was busy"
     target = uses["target"]
     assert (target.num_steps, target.num_overruns) == (10, 3)
-    assert target.idle_share == pytest.approx(0.75)
+    assert target.idle_share == pytest.approx(0.875), "1.5 of 12 seconds of two workers"
     assert target.step_s == pytest.approx(0.15)
 
 
