@@ -32,7 +32,7 @@ HEAD = (
     "its limit",
     "of alpha, h, K",
     "share of it",
-    "same text",
+    "same text as the first mode",
     "load",
 )
 

@@ -71,6 +71,7 @@ class Row:
             drafting is not told apart.
         tokens_per_round: Of one stream, from its second token on.
         load: The machine's load average.
+        has_equal_texts: Whether its texts are those of the first mode, in every round.
         num_emulated_steps: Over all devices and rounds.
         num_overruns: Emulated steps whose computation did not fit.
         scripted_limit: What the script allows, where tokens are scripted and devices emulated.
@@ -169,7 +170,7 @@ def _row(comparison: Comparison, index: int, plain_step_s: float | None) -> Row:
         outside_s_per_round=_outside_s(mode, runs),
         limit=limit_of(mode, runs, plain_step_s),
         load=statistics.median(run.load for run in runs),
-        has_equal_texts=comparison.has_equal_texts,
+        has_equal_texts=comparison.has_equal_texts(index),
         num_emulated_steps=sum(use.num_emulated_steps for use in uses),
         num_overruns=sum(use.num_overruns for use in uses),
         tokens_per_round=tokens_per_round(streams),

@@ -92,5 +92,6 @@ def test_every_round_has_texts_of_its_own() -> None:
     work = Work("code", 8, 10, 1.0)
     assert [work.workload(MODES[0], number).first_seed for number in range(3)] == [0, 8, 16]
     runs = [tuple(Run((Stream(text, (Arrival(0.1, 1),)),), 1.0) for text in texts) for texts in ("ab", "ab", "ac")]
-    assert Comparison(work, (MODES[0],) * 2, (runs[0], runs[1])).has_equal_texts
-    assert not Comparison(work, (MODES[0],) * 2, (runs[0], runs[2])).has_equal_texts
+    compared = Comparison(work, (MODES[0],) * 3, (runs[0], runs[2], runs[1]))
+    assert [compared.has_equal_texts(mode) for mode in range(3)] == [True, False, True]
+    assert [row.has_equal_texts for row in summarize(compared)] == [True, False, True]

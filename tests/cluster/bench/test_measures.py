@@ -111,12 +111,8 @@ def test_a_service_whose_devices_tell_their_counters() -> None:
     assert rows[2].limit.tokens_per_s == pytest.approx(2.25 / 0.036)
 
 
-@pytest.mark.parametrize(
-    ("mode", "num_hits", "hit_rate"), [("overlap", 0, 0.5), ("outcomes", 8, 0.8), (None, 0, 0.5)]
-)
-def test_plain_steps_are_not_charged_as_verifications(
-    mode: ServiceMode | None, num_hits: int, hit_rate: float
-) -> None:
+@pytest.mark.parametrize(("mode", "num_hits", "hit_rate"), [("overlap", 0, 0.5), ("outcomes", 8, 0.8), (None, 0, 0.5)])
+def test_plain_steps_are_not_charged_as_verifications(mode: ServiceMode | None, num_hits: int, hit_rate: float) -> None:
     """Steps of 30 ms without a draft and of 60 ms with one, in half of the rounds: 45 ms on average."""
     plain = Stream("a" * 10, tuple(Arrival(0.03 * i, 1) for i in range(1, 11)))
     drafted = Stream("a" * 31, (Arrival(0.03, 1), Arrival(0.48, 30)), 5, 20, 20)
