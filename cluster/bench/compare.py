@@ -103,10 +103,9 @@ class Comparison:
     def _totals(self, mode: int) -> list[_Total]:
         return [(run.num_tokens, run.duration_s) for run in self.runs[mode]]
 
-    @property
-    def has_equal_texts(self) -> bool:
-        """Whether in every round every mode gave the same texts."""
-        return all(len({run.texts for run in runs}) == 1 for runs in zip(*self.runs, strict=True))
+    def has_equal_texts(self, mode: int) -> bool:
+        """Whether in every round a mode gave the texts of the first."""
+        return all(run.texts == base.texts for run, base in zip(self.runs[mode], self.runs[0], strict=True))
 
 
 _Total = tuple[int, float]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ class Workload:
     """What is asked in one run.
 
     Attributes:
-        prompts: One per stream; they run all at once.
+        prompts: One per stream; they run all at once, and none is found in a cache.
         max_tokens: Output tokens of each; end-of-sequence tokens are ignored, so that all runs do the same work.
         temperature: Of every request; each has a seed of its own.
         num_speculative_tokens: Draft tokens per round; 0 is the target alone, None the service's default.
@@ -39,6 +40,11 @@ class Workload:
     temperature: float
     num_speculative_tokens: int | None
     first_seed: int = 0
+
+
+def fresh_salt() -> str:
+    """A cache salt that nothing before had, for a request whose prompt is to be read, not found in a cache."""
+    return secrets.token_hex(16)
 
 
 async def run_workload(url: str, model: str, workload: Workload) -> Run:
@@ -74,7 +80,7 @@ _FRESH_S = 3.0
 _POLL_S = 0.1
 
 Figures = dict[str, dict[str, float]]
-"""What workers report, by device and figure, summed over the workers of a device."""
+"""What workers report, by device and figure, summed over a device's workers, and how many (``num_workers``)."""
 
 
 async def scrape(client: httpx.AsyncClient) -> Figures:
@@ -115,6 +121,7 @@ async def _fresh_figures(client: httpx.AsyncClient) -> Figures:
 def worker_figures(page: str) -> Figures:
     """Read the workers' figures from a page in Prometheus' text format."""
     figures: Figures = {}
+    workers: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
             name = sample.name.removeprefix("specdec_").removesuffix("_total").replace("_seconds", "_s")
@@ -122,6 +129,9 @@ def worker_figures(page: str) -> Figures:
             if device is not None and name in _FIGURES:
                 found = figures.setdefault(device, {})
                 found[name] = found.get(name, 0.0) + sample.value
+                workers.setdefault(device, set()).add(sample.labels.get("worker", ""))
+    for device, names in workers.items():
+        figures[device]["num_workers"] = float(len(names))
     return figures
 
 
@@ -148,6 +158,7 @@ def devices_between(before: Figures, after: Figures, duration_s: float) -> dict[
             num_gaps=round(since["num_gaps"]),
             num_hits=round(since["num_branch_hits"]),
             num_misses=round(since["num_branch_misses"]),
+            num_workers=round(last.get("num_workers", 1.0)),
         )
     return uses
 
@@ -163,6 +174,7 @@ async def _stream(client: httpx.AsyncClient, model: str, workload: Workload, ind
         "stream": True,
         "return_token_ids": True,
         "per_request_spec_decode_metrics": "summary",
+        "cache_salt": fresh_salt(),
     }
     if workload.num_speculative_tokens is not None:
         body["num_speculative_tokens"] = workload.num_speculative_tokens

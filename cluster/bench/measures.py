@@ -53,7 +53,7 @@ class DeviceUse:
 
     Attributes:
         wall_s: Length of the stretch.
-        busy_s: Time in steps.
+        busy_s: Time in steps, of all workers.
         num_steps: How many.
         num_emulated_steps: How many of them ended at an emulated time.
         num_overruns: How many of those took longer to compute than that.
@@ -62,6 +62,7 @@ class DeviceUse:
         num_gaps: How many.
         num_hits: Of a target, rounds whose outcome was among the branches that it had been offered by then.
         num_misses: Those whose outcome was not.
+        num_workers: Of the device, each with steps of its own.
     """
 
     wall_s: float
@@ -74,11 +75,17 @@ class DeviceUse:
     num_gaps: int = 0
     num_hits: int = 0
     num_misses: int = 0
+    num_workers: int = 1
+
+    @property
+    def idle_s(self) -> float:
+        """Time outside steps, of all workers."""
+        return max(0.0, self.wall_s * self.num_workers - self.busy_s)
 
     @property
     def idle_share(self) -> float:
-        """Part of the time outside steps."""
-        return max(0.0, 1 - self.busy_s / self.wall_s) if self.wall_s else 0.0
+        """Part of the workers' time outside steps."""
+        return self.idle_s / (self.wall_s * self.num_workers) if self.wall_s else 0.0
 
     @property
     def step_s(self) -> float | None:

@@ -10,7 +10,7 @@ from typing import get_args
 
 from cluster.bench.compare import Mode
 from cluster.bench.doubles import emulated_drafter, emulated_target, scripted_pair
-from cluster.bench.load import Workload
+from cluster.bench.load import Workload, fresh_salt
 from cluster.bench.measures import Arrival, DeviceUse, Run, Step, Stream, covered_s, device_use
 from cluster.bench.steps import NotedDrafter, NotedTarget
 from cluster.config import AppArgs
@@ -66,6 +66,7 @@ class Pair:
             seed=workload.first_seed,
             max_tokens=workload.max_tokens,
             num_speculative_tokens=mode.num_speculative_tokens,
+            cache_salt=[fresh_salt() for _ in workload.prompts],
             on_token=note,
         )
         duration_s = self.clock.now_s() - started_s

@@ -32,14 +32,14 @@ HEAD = (
     "its limit",
     "of alpha, h, K",
     "share of it",
-    "same text",
+    "same text as the first mode",
     "load",
 )
 
 EXPLANATIONS = (
     "ITL is per token: tokens that come in one message have no time between them.",
     "Outside is the time outside all forward passes, per target step; over HTTP, between the target's steps while "
-    "sequences go on, and in turn with one stream less the drafting.",
+    "sequences go on, and in turn less the drafting, which is not known with several streams.",
     "Decoding tokens/s are those of each stream from its first tokens on, summed. The limit is computed from the "
     "measured step times, acceptance alpha and share h of rounds with a draft, as if the system added nothing; over "
     "outcomes with K draft tokens h is the share of outcomes that were among the branches, and drafts are whole.",

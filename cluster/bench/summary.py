@@ -33,7 +33,8 @@ class Limit:
         tokens_per_s: Of all streams.
         policy: What it assumes: ``in turn``, or what happens where no draft is ready.
         draft_cost: c, a draft step over a plain target step; None for the target alone.
-        verify_cost: v(K), a target step over 1 + K tokens over a plain one.
+        verify_cost: v(K), a target step over 1 + K tokens over a plain one; where the mode has plain steps too, from
+            the mean of all steps and the share of rounds with a draft.
         alpha: Acceptance per draft token, from the mean acceptance length.
         hit_rate: Over outcomes, share of the rounds with branches whose outcome was among these, drafts that came late
             left out; elsewhere that of the rounds with a draft, which lost and late ones lower, and so the limit.
@@ -66,9 +67,11 @@ class Row:
         step_s: Time of a step by device.
         idle_share: By device.
         outside_s_per_round: Time outside all forward passes, per target step; over HTTP, between the target's steps
-            while sequences go on, and in turn with one stream less the drafting.
+            while sequences go on, and in turn with one stream less the drafting; None there with several, whose
+            drafting is not told apart.
         tokens_per_round: Of one stream, from its second token on.
         load: The machine's load average.
+        has_equal_texts: Whether its texts are those of the first mode, in every round.
         num_emulated_steps: Over all devices and rounds.
         num_overruns: Emulated steps whose computation did not fit.
         scripted_limit: What the script allows, where tokens are scripted and devices emulated.
@@ -167,7 +170,7 @@ def _row(comparison: Comparison, index: int, plain_step_s: float | None) -> Row:
         outside_s_per_round=_outside_s(mode, runs),
         limit=limit_of(mode, runs, plain_step_s),
         load=statistics.median(run.load for run in runs),
-        has_equal_texts=comparison.has_equal_texts,
+        has_equal_texts=comparison.has_equal_texts(index),
         num_emulated_steps=sum(use.num_emulated_steps for use in uses),
         num_overruns=sum(use.num_overruns for use in uses),
         tokens_per_round=tokens_per_round(streams),
@@ -200,7 +203,10 @@ def limit_of(mode: Mode, runs: Sequence[Run], plain_step_s: float | None) -> Lim
     num_drafts = sum(stream.num_drafts for stream in streams)
     num_draft_tokens = max(1, round(sum(stream.num_draft_tokens for stream in streams) / num_drafts))
     alpha = alpha_of_length(min(length, num_draft_tokens + 1), num_draft_tokens)
-    c, v = steps["draft"] / plain_step_s, max(1.0, steps["target"] / plain_step_s)
+    c, v = steps["draft"] / plain_step_s, steps["target"] / plain_step_s
+    if mode.service_mode != "in_turn":  # the mean is over plain steps too, which cost 1 each
+        v = 1 + (v - 1) / hits
+    v = max(1.0, v)
     foreseen = _branch_hit_rate(runs)
     policy = PLAIN_POLICY
     if mode.service_mode == "in_turn":
@@ -236,20 +242,23 @@ def _step_s(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def _outside_s(mode: Mode, runs: Sequence[Run]) -> float | None:
-    """Where steps are known by counters alone, drafting is told from waiting only for one stream in turn."""
+    """Where steps are known by counters alone, drafting in turn is told from waiting only for one stream."""
     per_round = []
     for run in runs:
         target, draft = run.devices.get("target"), run.devices.get("draft")
         if target is None or not target.num_steps:
             continue
-        is_serial = mode.service_mode == "in_turn" and len(run.streams) == 1
-        drafting_s = draft.busy_s / target.num_steps if draft is not None and is_serial else 0.0
         if run.outside_s is not None:
             per_round.append(run.outside_s / target.num_steps)
-        elif target.gap_s is not None and target.num_gaps:
+            continue
+        is_serial = mode.service_mode == "in_turn"
+        if is_serial and len(run.streams) > 1:
+            continue
+        drafting_s = draft.busy_s / target.num_steps if draft is not None and is_serial else 0.0
+        if target.gap_s is not None and target.num_gaps:
             per_round.append(max(0.0, target.gap_s / target.num_gaps - drafting_s))
         else:
-            per_round.append(max(0.0, (target.wall_s - target.busy_s) / target.num_steps - drafting_s))
+            per_round.append(max(0.0, target.idle_s / target.num_steps - drafting_s))
     return statistics.median(per_round) if per_round else None
 
 

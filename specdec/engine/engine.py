@@ -26,6 +26,7 @@ from specdec.sampling.params import PLAIN_DEFAULTS, GenerationDefaults, Sampling
 from specdec.sampling.philox import derive_seed
 from specdec.sampling.validation import (
     validated,
+    validated_cache_salts,
     validated_max_tokens,
     validated_num_speculative_tokens,
     validated_seed,
@@ -162,6 +163,7 @@ class SpeculativeEngine:
         max_tokens: int | None = None,
         num_speculative_tokens: int | None = None,
         stop: str | Sequence[str] = (),
+        cache_salt: str = "",
         on_token: Callable[[TokenEvent], None] | None = None,
         cancellation: CancellationToken | None = None,
     ) -> GenerationResult:
@@ -173,6 +175,7 @@ class SpeculativeEngine:
             max_tokens=max_tokens,
             num_speculative_tokens=num_speculative_tokens,
             stop=stop,
+            cache_salt=cache_salt,
             on_token=on_token,
             cancellation=cancellation,
         )[0]
@@ -186,6 +189,7 @@ class SpeculativeEngine:
         max_tokens: int | None = None,
         num_speculative_tokens: int | None = None,
         stop: str | Sequence[str] = (),
+        cache_salt: str | Sequence[str] = "",
         on_token: Callable[[TokenEvent], None] | None = None,
         cancellation: CancellationToken | None = None,
     ) -> list[GenerationResult]:
@@ -200,6 +204,7 @@ class SpeculativeEngine:
                 model's length allows, else what is left of that length.
             num_speculative_tokens: Draft tokens per round; 0 decodes plainly.
             stop: A string that ends a text, or several.
+            cache_salt: Cached prefixes are shared only among prompts with the same salt; one for all, or one for each.
             on_token: Called with every event as it comes.
             cancellation: Ends the call early.
 
@@ -210,7 +215,7 @@ class SpeculativeEngine:
         started_s = time.perf_counter()
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise InvalidParameterError("prompts", "prompts must be a list of texts or of lists of token ids")
-        running = self._prepare(prompts, sampling, seed, max_tokens, num_speculative_tokens, stop)
+        running = self._prepare(prompts, sampling, seed, max_tokens, num_speculative_tokens, stop, cache_salt)
         for event in self._events(running, cancellation):
             if on_token is not None:
                 on_token(event)
@@ -225,10 +230,11 @@ class SpeculativeEngine:
         max_tokens: int | None = None,
         num_speculative_tokens: int | None = None,
         stop: str | Sequence[str] = (),
+        cache_salt: str = "",
         cancellation: CancellationToken | None = None,
     ) -> Iterator[TokenEvent]:
         """Generate from one prompt, an event a round; closing the iterator cancels. See :meth:`generate_batch`."""
-        running = self._prepare([prompt], sampling, seed, max_tokens, num_speculative_tokens, stop)
+        running = self._prepare([prompt], sampling, seed, max_tokens, num_speculative_tokens, stop, cache_salt)
         return self._events(running, cancellation)
 
     def _prepare(
@@ -239,6 +245,7 @@ class SpeculativeEngine:
         max_tokens: int | None,
         num_speculative_tokens: int | None,
         stop: str | Sequence[str],
+        cache_salt: str | Sequence[str],
     ) -> dict[str, RunningSequence]:
         if sampling is not None and not isinstance(sampling, SamplingParams):
             raise InvalidParameterError("sampling", f"sampling must be SamplingParams, not {type(sampling).__name__}")
@@ -247,8 +254,9 @@ class SpeculativeEngine:
         num_speculative_tokens = validated_num_speculative_tokens(num_speculative_tokens)
         seed = secrets.randbits(63) if seed is None else validated_seed(seed)
         stops = validated_stop(stop)
+        salts = validated_cache_salts(cache_salt, len(prompts))
         running: dict[str, RunningSequence] = {}
-        for index, prompt in enumerate(prompts):
+        for index, (prompt, salt) in enumerate(zip(prompts, salts, strict=True)):
             tokens = self._tokens(prompt)
             limit = self._limit(len(tokens), max_tokens, sampling.min_tokens)
             spec = SequenceSpec(
@@ -259,6 +267,7 @@ class SpeculativeEngine:
                 self._eos_token_ids,
                 arrival_s=float(index),
                 num_speculative_tokens=num_speculative_tokens,
+                cache_salt=salt,
             )
             output = OutputText(self._tokenizer, tokens, spec, stops)
             running[f"local-{next(self._names)}"] = RunningSequence(

@@ -18,6 +18,7 @@ MAX_LOGPROBS = 20
 MAX_NUM_SPECULATIVE_TOKENS = 64
 _MAX_COUNT = 2**31 - 1
 _STOPS = "a string or a list of strings, none of them empty"
+_SALTS = "a string, or a list of one for each prompt"
 
 
 def validated(params: SamplingParams, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> SamplingParams:
@@ -85,6 +86,21 @@ def validated_stop(value: object) -> tuple[str, ...]:
         if not isinstance(stop, str) or not stop:
             _refuse("stop", _STOPS, stop)
     return tuple(stops)
+
+
+def validated_cache_salts(value: object, num_prompts: int) -> tuple[str, ...]:
+    """A salt for each prompt: one that holds for all, or a list of as many.
+
+    Raises:
+        InvalidParameterError: Otherwise.
+    """
+    salts = [value] * num_prompts if isinstance(value, str) else value
+    if not isinstance(salts, (list, tuple)) or len(salts) != num_prompts:
+        _refuse("cache_salt", _SALTS, value)
+    for salt in salts:
+        if not isinstance(salt, str):
+            _refuse("cache_salt", _SALTS, salt)
+    return tuple(salts)
 
 
 def validated_seed(value: object) -> int:

@@ -3,9 +3,10 @@
     python -m tests.bench.gpu [--json FILE] [--batches 1,4,16,64] [--num-speculative-tokens 0,4,8]
 
 The shapes are those of an 8B target and a 1B draft (Llama 3.1 and 3.2), the weights random: a step costs the same
-whatever is in them. A decoding step must read every weight once, so that weights over the memory's bandwidth is the
-least it can take; the bandwidth is measured here, by copying. With ``--acceptance-rate`` the tokens/s of turn-by-turn
-drafting that these steps allow are computed beside them: acceptance by a script, as random models agree on nothing.
+whatever is in them. A decoding step must read every weight once, but for an input embedding of its own, of which it
+reads a row a token: that over the memory's bandwidth is the least it can take. The bandwidth is measured here, by
+copying. With ``--acceptance-rate`` the tokens/s of turn-by-turn drafting that these steps allow are computed beside
+them: acceptance by a script, as random models agree on nothing.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ class Figures:
     Attributes:
         device: Its name.
         bandwidth_bytes_per_s: Of a copy within its memory, reads and writes together.
-        weights_bytes: By role.
-        floor_s: Reading the weights once, by role.
+        weights_bytes: That a step reads, by role; see :func:`read_bytes`.
+        floor_s: Reading them once, by role.
     """
 
     device: str
@@ -91,6 +92,14 @@ def make_model(fields: dict[str, object], device: torch.device, dtype: torch.dty
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return prepare_model(model, "random weights")
+
+
+def read_bytes(loaded: LoadedModel) -> int:
+    """Bytes of weights that a decoding step reads: of an input embedding that is not the output's too, few rows."""
+    embedding = loaded.model.get_input_embeddings().weight
+    if embedding is loaded.model.get_output_embeddings().weight:
+        return loaded.weights_bytes
+    return loaded.weights_bytes - embedding.nbytes
 
 
 def bandwidth(device: torch.device, num_bytes: int = COPY_BYTES) -> float:
@@ -129,7 +138,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> Figures:
         target, drafter, batches=batches, draft_lengths=lengths, context=options.context, repeats=options.repeats
     )
     speed = bandwidth(device, COPY_BYTES if device.type == "cuda" else 1 << 26)
-    weights = {role: model.weights_bytes for role, model in loaded.items()}
+    weights = {role: read_bytes(model) for role, model in loaded.items()}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return Figures(name, speed, weights, {r: size / speed for r, size in weights.items()}, tuple(steps))
 

@@ -31,6 +31,16 @@ def test_tried_out_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert figures["floor_s"]["target"] == pytest.approx(floor_s)
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_an_embedding_of_the_input_alone_is_not_read_whole(is_tied: bool) -> None:
+    fields = gpu.SHAPES["tiny"]["target"] | {"tie_word_embeddings": is_tied}
+    loaded = gpu.make_model(fields, torch.device("cpu"), torch.float32)
+    layers = sum(p.nbytes for name, p in loaded.model.named_parameters() if "embed_tokens" not in name)
+    buffers = sum(buffer.nbytes for buffer in loaded.model.buffers())
+    # Tied, the one matrix of 256 rows of 64 floats is read whole as the output's.
+    assert gpu.read_bytes(loaded) == layers + buffers + (256 * 64 * 4 if is_tied else 0)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu() -> None:

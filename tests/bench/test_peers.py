@@ -3,27 +3,95 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cluster.sources import demo_folder
+from tests.bench.peers import __main__ as peers
 from tests.bench.peers.__main__ import main
-from tests.bench.peers.install import PEERS, Peer, SkippedError, run, write_older_form
+from tests.bench.peers.install import PEERS, Peer, SkippedError, models_of, run, write_older_form
 
 PAIR = ("--target", str(demo_folder("target")), "--draft", str(demo_folder("draft")), "--dtype", "float32")
 
 
 def test_ours_and_assisted_generation_say_the_same(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     work = ("--num-prompts", "1", "--max-tokens", "8", "--rounds", "1")
-    assert main([*PAIR, "--work", str(tmp_path), "--peers", "ours,assisted", *work]) == 0
+    figures = tmp_path / "figures.json"
+    assert main([*PAIR, "--work", str(tmp_path), "--peers", "ours,assisted", *work, "--json", str(figures)]) == 0
     out = capfd.readouterr().out
     rows = [line for line in out.splitlines() if line.startswith("| ")]
     assert len(rows) == 3
     assert "transformers, assisted generation" in rows[2]
     assert all(row.endswith("| 2 of 2 |") for row in rows[1:])
     assert "skipped" not in out
+    body = json.loads(figures.read_text())
+    assert set(body["peers"]) == {"ours", "assisted"}
+    for peer, row in zip(body["peers"].values(), rows[1:], strict=True):
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        assert cells[2] == ", ".join([f"{peer['plain_tokens_per_s'][0]:.1f}"] * 3)
+        assert cells[3] == ", ".join([f"{peer['speculative_tokens_per_s'][0]:.1f}"] * 3)
+        assert f"torch {peer['versions']['torch']}" in cells[1]
+        assert peer["settings"] in cells[0]
+        assert peer["num_same_texts"] == peer["num_texts"] == 2
+    assert len(body["load"]) == body["options"]["rounds"] == 1
+    assert out.endswith(f"\nLoad after a round: {body['load'][0]:.1f} (median).\n")
+
+
+def test_a_peer_that_dies_between_requests_is_skipped(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its input is closed before the next request is written; the others go on."""
+    monkeypatch.setattr(peers, "HERE", tmp_path)
+    monkeypatch.setitem(PEERS, "dying", Peer("One that dies"))
+    monkeypatch.setitem(PEERS, "living", Peer("One that lives"))
+    for key, num_answers in (("dying", 1), ("living", 100)):
+        (tmp_path / f"run_{key}.py").write_text(_PEER.format(num_answers=num_answers))
+    asked = peers.Process.ask
+
+    def ask(process: peers.Process, *request: Any) -> dict[str, Any]:
+        answer = asked(process, *request)
+        with suppress(subprocess.TimeoutExpired):
+            process._process.wait(0.5)
+        return answer
+
+    monkeypatch.setattr(peers.Process, "ask", ask)
+    work = ("--num-prompts", "1", "--max-tokens", "1", "--rounds", "1")
+    assert main([*PAIR, "--work", str(tmp_path), "--peers", "dying,living", *work]) == 0
+    out = capfd.readouterr().out
+    assert "One that dies: skipped: out of memory" in out
+    assert "| One that lives: " in out
+
+
+_PEER = """
+import json, sys
+print(json.dumps({{"versions": {{}}, "settings": "none"}}), flush=True)
+for line, _ in zip(sys.stdin, range({num_answers})):
+    print(json.dumps({{"token_ids": [1], "duration_s": 1.0}}), flush=True)
+    if {num_answers} == 1:
+        sys.exit("out of memory")
+"""
+
+
+def test_another_model_in_the_same_folder_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PEERS, "other", Peer("Another", packages=("another",)))
+    pair = (tmp_path / "pair" / "target", tmp_path / "pair" / "draft")
+    for folder, role in zip(pair, ("target", "draft"), strict=True):
+        shutil.copytree(demo_folder(role), folder)
+    made = [models_of("other", "python", pair, "bfloat16", tmp_path, 1.0) for _ in range(2)]
+    assert made[0] == made[1]
+    shutil.copy(demo_folder("hybrid") / "model.safetensors", pair[0] / "model.safetensors")
+    again = models_of("other", "python", pair, "bfloat16", tmp_path, 1.0)
+    assert again[1] == made[0][1]
+    assert again[0] != made[0][0]
+    config = json.loads((pair[1] / "config.json").read_text()) | {"rms_norm_eps": 1e-3}
+    (pair[1] / "config.json").write_text(json.dumps(config))
+    assert models_of("other", "python", pair, "bfloat16", tmp_path, 1.0)[1] != made[0][1]
 
 
 def test_a_peer_that_does_not_run_is_skipped(

@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,8 @@ class Process:
     def __exit__(self, *_: object) -> None:
         """End it: its input ends, and after a while it is killed."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
         try:
             self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -80,11 +81,16 @@ class Process:
         raise SkippedError(f"{lines[-1] if lines else 'it ended without a word'} (all of it: {self._log})")
 
     def ask(self, prompt_ids: list[int], max_tokens: int, num_speculative_tokens: int) -> dict[str, Any]:
-        """Have a prompt continued."""
+        """Have a prompt continued.
+
+        Raises:
+            SkippedError: The process has ended instead.
+        """
         assert self._process.stdin is not None
         request = {"prompt_ids": prompt_ids, "max_tokens": max_tokens, "num_speculative_tokens": num_speculative_tokens}
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended, which reading tells with its last words
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
         return self.read()
 
 
@@ -97,25 +103,29 @@ class Results:
         texts: Token ids by prompt and whether it was speculative.
     """
 
-    versions: str
+    versions: dict[str, str]
     settings: str
     rates: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
     texts: dict[tuple[int, bool], list[int]] = field(default_factory=dict)
 
 
-def measure(options: argparse.Namespace, processes: dict[str, Process]) -> dict[str, Results]:
-    """Ask all peers in turns; the first round does not count. One that fails on the way is skipped from there on."""
+def measure(options: argparse.Namespace, processes: dict[str, Process]) -> tuple[dict[str, Results], list[float]]:
+    """Ask all peers in turns; the first round does not count. One that fails on the way is skipped from there on.
+
+    Returns:
+        What each did, and the machine's load average after each round that counts.
+    """
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     prompts = [tokenizer.encode(prompt) for prompt in prompts_of(options.prompts, options.num_prompts)]
     results: dict[str, Results] = {}
+    loads: list[float] = []
     for key, process in list(processes.items()):
         try:
             ready = process.read()
         except SkippedError as error:
             skip(key, error, processes)
             continue
-        versions = ", ".join(f"{name} {version}" for name, version in ready["versions"].items())
-        results[key] = Results(versions, ready["settings"])
+        results[key] = Results(ready["versions"], ready["settings"])
     for number in range(options.rounds + 1):
         for key in list(processes):
             try:
@@ -123,8 +133,9 @@ def measure(options: argparse.Namespace, processes: dict[str, Process]) -> dict[
             except SkippedError as error:
                 skip(key, error, processes)
                 del results[key]
-        say(f"round {number} of {options.rounds} done, load {os.getloadavg()[0]:.1f}")
-    return results
+        loads.append(os.getloadavg()[0])
+        say(f"round {number} of {options.rounds} done, load {loads[-1]:.1f}")
+    return results, loads[1:]
 
 
 def run_round(
@@ -155,11 +166,35 @@ def table(results: dict[str, Results]) -> list[str]:
     for key, found in results.items():
         assert first is not None
         ratio = statistics.median(b / a for a, b in zip(found.rates[False], found.rates[True], strict=True))
-        same = sum(tokens == first.texts[index, False] for (index, _), tokens in found.texts.items())
         plain, speculative = (spread(found.rates[kind]) for kind in (False, True))
-        cells = [f"{PEERS[key].name}: {found.settings}", found.versions, plain, speculative, f"{ratio:.2f}"]
-        lines.append(f"| {' | '.join([*cells, f'{same} of {len(found.texts)}'])} |")
+        versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
+        cells = [f"{PEERS[key].name}: {found.settings}", versions, plain, speculative, f"{ratio:.2f}"]
+        lines.append(f"| {' | '.join([*cells, f'{same_texts(found, first)} of {len(found.texts)}'])} |")
     return lines
+
+
+def same_texts(found: Results, first: Results) -> int:
+    """How many of a peer's texts are those of the first peer's plain decoding."""
+    return sum(tokens == first.texts[index, False] for (index, _), tokens in found.texts.items())
+
+
+def as_json(options: argparse.Namespace, results: dict[str, Results], loads: list[float]) -> str:
+    """All rounds' rates, with the versions, settings and load that they were made with."""
+    first = next(iter(results.values()), None)
+    peers = {
+        key: {
+            "name": PEERS[key].name,
+            "versions": found.versions,
+            "settings": found.settings,
+            "plain_tokens_per_s": found.rates[False],
+            "speculative_tokens_per_s": found.rates[True],
+            "num_texts": len(found.texts),
+            "num_same_texts": same_texts(found, first) if first is not None else 0,
+        }
+        for key, found in results.items()
+    }
+    asked = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    return json.dumps({"machine": processor_name(), "options": asked, "load": loads, "peers": peers}, indent=1)
 
 
 def spread(rates: Sequence[float]) -> str:
@@ -188,6 +223,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--num-speculative-tokens", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count")
     parser.add_argument("--install-timeout", type=float, default=600, help="seconds for each step of an installation")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures of every round there")
     options = parser.parse_args(arguments)
     keys = options.peers.split(",")
     unknown = [key for key in keys if key not in PEERS]
@@ -201,10 +237,13 @@ def main(arguments: list[str] | None = None) -> int:
                 processes[key] = stack.enter_context(Process(key, options))
             except SkippedError as error:
                 skip(key, error, processes)
-        results = measure(options, processes)
+        results, loads = measure(options, processes)
     work = f"{options.num_prompts} prompts ({options.prompts}), {options.max_tokens} tokens each, one at a time, T = 0"
     say(f"\n{processor_name()}, {options.threads} thread(s), {options.dtype}; {work}; {options.rounds} rounds\n")
     say("\n".join(table(results)))
+    say(f"\nLoad after a round: {statistics.median(loads):.1f} (median).")
+    if options.json is not None:
+        options.json.write_text(as_json(options, results, loads), encoding="utf-8")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import subprocess
@@ -84,12 +85,21 @@ def models_of(key: str, python: str, folders: tuple[Path, Path], dtype: str, wor
         return [str(folder) for folder in folders]
     made = []
     for role, folder in zip(("target", "draft"), folders, strict=True):
-        old = work / "models" / f"{role}-{folder.resolve().parent.name}"
+        old = work / "models" / f"{role}-{folder.resolve().parent.name}-{digest(folder)}"
         write_older_form(folder, old, dtype)
         if PEERS[key].file_format:
             old = CONVERT[PEERS[key].file_format](python, old, dtype, timeout_s)
         made.append(str(old))
     return made
+
+
+def digest(folder: Path) -> str:
+    """A short name for a model's configuration and weights: another model in the same folder is not the one made."""
+    found = hashlib.sha256()
+    for path in (folder / "config.json", *sorted(folder.glob("*.safetensors"))):
+        with path.open("rb") as file:
+            found.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()[:12]
 
 
 def write_older_form(folder: Path, out: Path, dtype: str) -> None:

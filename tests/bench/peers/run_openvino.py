@@ -25,6 +25,7 @@ def main() -> None:
     }
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size = CACHE_GB
+    scheduler.enable_prefix_caching = False
     plain = genai.LLMPipeline(given.target, "CPU", scheduler_config=scheduler, **options)
     draft = genai.draft_model(given.draft, "CPU", **options)
     speculative = genai.LLMPipeline(given.target, "CPU", scheduler_config=scheduler, draft_model=draft, **options)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from loop import answer_requests, arguments
 
+from cluster.bench.load import fresh_salt
 from specdec import BackendOptions, ModelSource, SamplingParams, SpeculativeEngine
 
 
@@ -21,7 +22,7 @@ def main() -> None:
 
     def generate(prompt_ids: list[int], max_tokens: int, num_speculative_tokens: int) -> dict[str, Any]:
         options = {"max_tokens": max_tokens, "num_speculative_tokens": num_speculative_tokens}
-        result = engine.generate(prompt_ids, sampling, seed=0, **options)
+        result = engine.generate(prompt_ids, sampling, seed=0, cache_salt=fresh_salt(), **options)
         return {"token_ids": list(result.token_ids), "num_accepted": result.stats.num_accepted_tokens}
 
     versions = {name: importlib.metadata.version(name) for name in ("specdec", "torch")}

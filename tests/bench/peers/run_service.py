@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 from loop import answer_requests, arguments
 
+from cluster.bench.load import fresh_salt
 from cluster.bench.services import Services
 from cluster.cli.serve import serve
 from cluster.config import ModelConfig, ServiceConfig
@@ -30,7 +31,7 @@ def main() -> None:
 
         def generate(prompt_ids: list[int], max_tokens: int, num_speculative_tokens: int) -> dict[str, Any]:
             body = {"model": model, "prompt": prompt_ids, "max_tokens": max_tokens, "temperature": 0}
-            extras: dict[str, Any] = {"ignore_eos": True, "return_token_ids": True}
+            extras: dict[str, Any] = {"ignore_eos": True, "return_token_ids": True, "cache_salt": fresh_salt()}
             if not num_speculative_tokens:
                 extras["num_speculative_tokens"] = 0
             choice = post(json=body | extras).raise_for_status().json()["choices"][0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from cluster.bench.compare import Comparison, Mode, Work
@@ -59,6 +61,18 @@ def test_outside_is_the_gap_less_what_one_stream_waits_for_in_turn() -> None:
     assert in_turn.outside_s_per_round == pytest.approx(0.02 - 0.01)
 
 
+def test_drafting_in_turn_for_several_streams_is_not_told_from_waiting() -> None:
+    """Over HTTP, where steps are known by counters alone; what one process notes step by step is known."""
+    compared = comparison()
+    (run,), _ = compared.runs
+    several = replace(run, streams=run.streams * 2)
+    noted = replace(several, outside_s=0.13)
+    row, outcomes = summarize(replace(compared, runs=((several,), (several,))))
+    assert row.outside_s_per_round is None
+    assert outcomes.outside_s_per_round == pytest.approx(0.02)
+    assert summarize(replace(compared, runs=((noted,), (noted,))))[0].outside_s_per_round == pytest.approx(0.01)
+
+
 def test_rows_stand_beside_the_scripts_limit() -> None:
     pair = ScriptedPair(0.8, 0.95, StepCost(30), StepCost(3))
     in_turn, outcomes = summarize(comparison(), pair, 16)
@@ -78,5 +92,6 @@ def test_every_round_has_texts_of_its_own() -> None:
     work = Work("code", 8, 10, 1.0)
     assert [work.workload(MODES[0], number).first_seed for number in range(3)] == [0, 8, 16]
     runs = [tuple(Run((Stream(text, (Arrival(0.1, 1),)),), 1.0) for text in texts) for texts in ("ab", "ab", "ac")]
-    assert Comparison(work, (MODES[0],) * 2, (runs[0], runs[1])).has_equal_texts
-    assert not Comparison(work, (MODES[0],) * 2, (runs[0], runs[2])).has_equal_texts
+    compared = Comparison(work, (MODES[0],) * 3, (runs[0], runs[2], runs[1]))
+    assert [compared.has_equal_texts(mode) for mode in range(3)] == [True, False, True]
+    assert [row.has_equal_texts for row in summarize(compared)] == [True, False, True]

@@ -82,6 +82,16 @@ async def test_requests_are_as_the_workload_says(bench: Bench, url: str) -> None
     assert len({spec.seed for spec in specs[:2]}) == 2, "each stream has a seed of its own"
 
 
+async def test_no_prompt_is_found_in_a_cache(bench: Bench, url: str) -> None:
+    """Prompts are the same in every round, and of two streams too: each request has a salt of its own."""
+    bench.says(TEXT, 1, "length")
+    for _ in range(2):
+        await run_workload(url, "demo", Workload(("a", "a"), 9, 0.0, 0))
+    salts = [request.cache_salt for request in bench.service.opened]
+    assert len(salts) == len({*salts}) == 4
+    assert all(salts)
+
+
 async def test_a_stream_that_fails_is_no_result(bench: Bench, url: str) -> None:
     bench.script = lambda request: [*bench.say(TEXT, 4, "length")[:1], ServiceUnavailableError("gone")]
     with pytest.raises(httpx.HTTPError, match="without its tokens"):
@@ -95,8 +105,8 @@ async def test_a_refusal_is_an_error(url: str) -> None:
 
 def test_figures_of_workers_are_summed_by_device() -> None:
     assert worker_figures(PAGE) == {
-        "target": {"num_steps": 15.0, "busy_s": 2.0, "num_overruns": 3.0},
-        "draft": {"num_steps": 40.0},
+        "target": {"num_steps": 15.0, "busy_s": 2.0, "num_overruns": 3.0, "num_workers": 2.0},
+        "draft": {"num_steps": 40.0, "num_workers": 1.0},
     }
 
 
@@ -106,7 +116,7 @@ def test_what_devices_did_in_between() -> None:
     assert set(uses) == {"target"}, "the draft does not tell how long it was busy"
     target = uses["target"]
     assert (target.num_steps, target.num_overruns) == (10, 3)
-    assert target.idle_share == pytest.approx(0.75)
+    assert target.idle_share == pytest.approx(0.875), "1.5 of 12 seconds of two workers"
     assert target.step_s == pytest.approx(0.15)
 
 

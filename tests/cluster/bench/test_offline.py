@@ -7,6 +7,7 @@ import pytest
 from cluster.bench.compare import ALONE, Mode, Work, compare, parse_modes
 from cluster.bench.doubles import scripted_pair
 from cluster.bench.limits import expected_tokens
+from cluster.bench.load import Workload
 from cluster.bench.measures import Step
 from cluster.bench.offline import Pair, load_pair
 from cluster.bench.steps import NotedDrafter, NotedTarget, measure_steps, verify_cost
@@ -156,6 +157,21 @@ def test_only_steps_that_did_something_are_noted() -> None:
     assert NotedTarget(target, steps.append).verify([]) == []
     assert NotedDrafter(drafter, steps.append).propose([]) == []
     assert steps == []
+
+
+def test_a_second_run_reads_its_prompts_again() -> None:
+    """Two runs of four streams with two prompts, each a whole cache block and more."""
+    memory = {"device": "cpu", "kv_memory": "64MiB"}
+    pair = load_pair(AppArgs.model_validate({"target": memory, "draft": memory, "max_model_len": 128}))
+    prompts = ("def fibonacci(number):\n" * 8, "for item in items:\n    print(item)\n" * 6) * 2
+    for _ in range(2):
+        pair.run(Mode("in turn", 2, "in_turn"), Workload(prompts, 4, 0.0, 2))
+    assert pair.drafter is not None
+    for backend in (pair.target, pair.drafter):
+        assert backend.gauges()["num_reused_tokens"] == 0
+    for _ in range(2):
+        pair.engine.generate_batch(prompts, max_tokens=4, cache_salt="one for all")
+    assert pair.target.gauges()["num_reused_tokens"] > 0
 
 
 def test_modes() -> None:

@@ -67,7 +67,7 @@ def test_a_row() -> None:
     assert row["outside ms a round"] == "0.50"
     assert row["its limit"] == "100.0"
     assert row["share of it"] == "90%"
-    assert row["same text"] == "yes"
+    assert row["same text as the first mode"] == "yes"
 
 
 def test_what_is_not_known_is_a_dash() -> None:
@@ -77,7 +77,7 @@ def test_what_is_not_known_is_a_dash() -> None:
     row = cells(Report(ENVIRONMENT, (bare,)), 2)
     assert row["acceptance"] == row["its limit"] == row["share of it"] == row["outside ms a round"] == "-"
     assert row["step ms target, draft"] == "-, -"
-    assert row["same text"] == "no"
+    assert row["same text as the first mode"] == "no"
 
 
 def test_it_says_where_and_how() -> None:

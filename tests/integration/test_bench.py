@@ -1,0 +1,41 @@
+"""``specdec bench`` over HTTP as it is typed: a service of its own, its workers' figures, and the files it writes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TIMEOUT_S = 420
+WORK = (
+    *("--modes", "outcomes", "--streams", "1", "--num-speculative-tokens", "0,4", "--rounds", "1"),
+    *("--max-tokens", "32", "--emulate-step-ms", "target=30,draft=3"),
+    *("--scripted-acceptance-rate", "0.8", "--scripted-next-guess-rate", "0.95"),
+)
+
+
+@pytest.mark.timeout(TIMEOUT_S + 60)
+def test_figures_of_a_service_on_emulated_devices(tmp_path: Path) -> None:
+    figures, plot = tmp_path / "figures.json", tmp_path / "plot.png"
+    command = [sys.executable, "-m", "cluster.cli", "bench", *WORK, "--json", str(figures), "--plot", str(plot)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Not real: emulated devices: target=30,draft=3" in done.stdout
+    alone, outcomes = json.loads(figures.read_text())["rows"]
+    assert [alone["mode"], outcomes["mode"]] == ["target alone", "outcomes, 4 draft tokens"]
+    for row in (alone, outcomes):
+        assert 0.030 <= row["step_s"]["target"] < 0.040
+        assert 0 <= row["idle_share"]["target"] < 1
+        assert row["outside_s_per_round"] is not None
+        assert row["num_emulated_steps"] > 0
+        assert row["limit"] is not None
+        assert row["scripted_limit"] is not None
+        assert row["has_equal_texts"]
+    assert outcomes["step_s"]["draft"] >= 0.003
+    assert outcomes["acceptance_rate"] is not None
+    assert outcomes["limit"]["policy"] == outcomes["scripted_limit"]["policy"] == "on a miss a plain step"
+    assert 0 < outcomes["limit"]["hit_rate"] <= 1
+    assert plot.read_bytes().startswith(b"\x89PNG")
