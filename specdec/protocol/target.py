@@ -10,11 +10,9 @@ from dataclasses import dataclass, field, fields
 from specdec.protocol.backends import Status, TargetBackend, Verification, VerifyJob
 from specdec.protocol.leases import Times
 from specdec.protocol.messages import Ack, Finish, Message, Notes, Offer, Open, Verdict
-from specdec.protocol.offers import NO_DRAFT, Draft, remaining_draft
+from specdec.protocol.offers import NO_DRAFT, OFFERS_KEPT, Draft, remaining_draft
 from specdec.protocol.worker import Gauges, WorkerMachine, WorkerRow
 from specdec.sampling.finish import finish_of_log, walk
-
-_OFFERS_KEPT = 4
 
 LIGHT = (Ack, Offer)
 """Messages that touch nothing of a step that is under way: they may be received while its model works."""
@@ -40,7 +38,7 @@ class TargetRow(WorkerRow):
         super().__init__(message)
         self.acked = len(self.log)
         self.notes = Notes()
-        self.offers: deque[Offer] = deque(maxlen=_OFFERS_KEPT)
+        self.offers: deque[Offer] = deque(maxlen=OFFERS_KEPT)
         self.decided_s: float | None = None
         self.told_s = float("-inf")
         self.finish: Finish | None = None
