@@ -4,7 +4,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from deployments.metrics import WorkerReports
 from deployments.openai.tally import RoundTally, speculation_metrics
+from specdec.engine.scripted import Script, ScriptedDrafter, ScriptedTarget
+from specdec.protocol.drafter import DrafterMachine
+from specdec.protocol.leases import Times
 from specdec.protocol.messages import Plan
+from specdec.protocol.target import TargetMachine
 
 
 def test_choices_and_estimates_are_on_the_page():
@@ -34,6 +38,32 @@ def test_what_workers_hold_and_what_is_kept_for_reuse_are_series_of_their_own():
     for name, value in (*held.items(), ("num_evictions", 6.0)):
         assert f"specdec_{name}{{{labels}}} {value}" in page
     assert 'specdec_num_fallbacks{model_name="m",reason="reads_single_tokens",role="target",worker="T#1"} 7.0' in page
+
+
+def test_what_became_of_offers_and_branches_is_on_the_page():
+    """By the names under which the machines count it."""
+    registry = CollectorRegistry()
+    target = TargetMachine("T#1", ScriptedTarget(Script(0.8, 0.9, range(5, 50)), 100), Times())
+    drafter = DrafterMachine("D#1", ScriptedDrafter(Script(0.8, 0.9, range(5, 50)), 100), Times())
+    target.counters.num_stale_offers, target.counters.num_late_offers = 2, 3
+    drafter.counters.num_branches_forked, drafter.counters.num_promoted = 9, 4
+    drafter.counters.num_branch_tokens_wasted, drafter.counters.num_offers = 5, 6
+    reports = {"T#1": ("target", target.report()), "D#1": ("drafter", drafter.report() | {"num_waiting_sequences": 7})}
+    registry.register(WorkerReports(reports, "m"))
+    expected = {
+        "T#1": {"num_offers": 0, "num_stale_offers": 2, "num_late_offers": 3},
+        "D#1": {
+            "num_offers": 6,
+            "num_branches_forked": 9,
+            "num_promoted": 4,
+            "num_branch_tokens_wasted": 5,
+            "num_waiting_sequences": 7,
+        },
+    }
+    for worker, figures in expected.items():
+        labels = {"model_name": "m", "role": reports[worker][0], "worker": worker}
+        assert {name: registry.get_sample_value(f"specdec_{name}", labels) for name in figures} == figures
+        assert figures.keys() <= reports[worker][1].keys()
 
 
 def test_the_plan_is_among_the_figures_of_an_answer():
