@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 from specdec.engine.foresight import Foresight, Offered
 from specdec.protocol.backends import DraftJob, Proposal, Status, Verification, VerifyJob
 from specdec.protocol.messages import Ack, Close, Commit, Message, Offer, Open, Plan, PlanUpdate, Verdict
+from specdec.protocol.plans import mode_name
 
 CAPACITY = 20_000
 """Entries that are kept: messages, and rows of steps. Some ten megabytes at most."""
@@ -304,9 +305,7 @@ class Recorder:
 
     def _mode(self, seq: str) -> str:
         plan = self._plans.get(seq)
-        if plan is None or not plan.num_draft_tokens:
-            return "plain"
-        return "outcomes" if plan.mode == "overlap" and plan.num_branches else plan.mode
+        return "plain" if plan is None or not plan.num_draft_tokens else mode_name(plan)
 
     def _note_message(self, what: What, now_ns: int, peer: str, message: Message) -> None:
         """Keep a message, if it is of those that a timeline shows."""
