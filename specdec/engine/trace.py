@@ -67,6 +67,7 @@ class VerifiedRow(NamedTuple):
             offer is not known any more.
         outcome: ``hit``: the draft had been offered before it was known how the round before would end; ``miss``:
             branches had, and none of them fits; empty for all else.
+        may_wait: Whether its plan lets it wait for the next draft.
     """
 
     seq: str
@@ -78,6 +79,7 @@ class VerifiedRow(NamedTuple):
     mode: str
     source: str = ""
     outcome: str = ""
+    may_wait: bool = False
 
 
 class DraftedRows(NamedTuple):
@@ -258,6 +260,7 @@ class Recorder:
                 result.num_accepted,
                 len(result.run),
                 self._mode(job.key),
+                may_wait=self._may_wait(job.key),
             )
             rows.append((row, result.run))
         if rows:
@@ -306,6 +309,10 @@ class Recorder:
     def _mode(self, seq: str) -> str:
         plan = self._plans.get(seq)
         return "plain" if plan is None or not plan.num_draft_tokens else mode_name(plan)
+
+    def _may_wait(self, seq: str) -> bool:
+        plan = self._plans.get(seq)
+        return plan is not None and plan.num_draft_tokens > 0 and plan.draft_wait_s > 0
 
     def _note_message(self, what: What, now_ns: int, peer: str, message: Message) -> None:
         """Keep a message, if it is of those that a timeline shows."""

@@ -108,6 +108,16 @@ def test_mode_of_a_row_is_that_of_its_plan(plan: Plan, mode: str) -> None:
     assert (after.mode, after.round) == ("plain", 1), "it was forgotten"
 
 
+@pytest.mark.parametrize(
+    ("plan", "may_wait"), [(Plan(4), False), (Plan(4, draft_wait_s=0.1), True), (Plan(0, draft_wait_s=0.1), False)]
+)
+def test_a_row_tells_whether_its_plan_lets_it_wait(plan: Plan, may_wait: bool) -> None:
+    found = recorder()
+    found.received(opened(plan))
+    decided(found, [1, 2, 3], 0, 4)
+    assert found.trace().target_steps[0].rows[0].may_wait == may_wait
+
+
 def test_a_step_in_which_nothing_was_done_is_not_kept() -> None:
     found = recorder()
     waiting = Verification(Status.WAITING)
