@@ -57,10 +57,17 @@ def _steps(worker: WorkerTrace, pid: int) -> Iterator[Event]:
     for draft in worker.draft_steps:
         yield _span("draft step", draft.start_ns, draft.end_ns, pid, 1, _draft_args(draft))
     for before, after in pairwise(worker.target_steps):
-        in_turn = all(row.mode == "in_turn" for row in before.rows)
-        yield from _wait("waits for a draft" if in_turn else "between steps", before.end_ns, after.start_ns, pid, 2)
+        next_rows = {row.seq: row for row in after.rows}
+        waits = all(_waits(row, next_rows.get(row.seq)) for row in before.rows)
+        yield from _wait("waits for a draft" if waits else "between steps", before.end_ns, after.start_ns, pid, 2)
     for earlier, later in pairwise(worker.draft_steps):
         yield from _wait("idle", earlier.end_ns, later.start_ns, pid, 2)
+
+
+def _waits(row: VerifiedRow, next_row: VerifiedRow | None) -> bool:
+    """Whether a row waited for a draft after its step, as far as its next step tells."""
+    is_there = next_row is not None and next_row.outcome == "hit"
+    return row.mode == "in_turn" or (row.may_wait and row.num_decided > 0 and not is_there)
 
 
 def _target_args(step: TargetStep) -> Event:
@@ -138,8 +145,8 @@ def _streams(run: TracedRun, pid: int) -> Iterator[Event]:
         entries.sort(key=lambda entry: entry[0].start_ns)
         for step, row in entries:
             yield _span(_title(row), step.start_ns, step.end_ns, pid, tids[seq], _row_args(row))
-        for (before, row), (after, _) in pairwise(entries):
-            name = "waits for a draft" if row.mode == "in_turn" else "between rounds"
+        for (before, row), (after, next_row) in pairwise(entries):
+            name = "waits for a draft" if _waits(row, next_row) else "between rounds"
             yield from _wait(name, before.end_ns, after.start_ns, pid, tids[seq])
     for worker in run.of("target"):
         for offer in worker.late_offers:

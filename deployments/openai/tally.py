@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 from specdec.protocol.messages import Notes, Plan
+from specdec.protocol.plans import mode_name
 
 
 class Round(NamedTuple):
@@ -77,8 +78,9 @@ def speculation_metrics(tally: RoundTally, num_spec_tokens: int, detailed: bool)
         metrics["plan"] = {
             "num_draft_tokens": tally.plan.num_draft_tokens,
             "num_branches": tally.plan.num_branches,
-            "mode": tally.plan.mode if tally.plan.num_draft_tokens else "off",
+            "mode": mode_name(tally.plan),
             "acceptance_rate": tally.plan.acceptance_rate,
+            "draft_wait_s": tally.plan.draft_wait_s,
         }
     if detailed:
         lengths = sorted({kind.num_draft_tokens for kind in tally.rounds})

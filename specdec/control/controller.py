@@ -295,6 +295,7 @@ class Controller:
         overall = {
             "planned_draft_tokens": sum(plan.num_draft_tokens for plan in drafting) / count,
             "planned_branches": sum(plan.num_branches for plan in drafting) / count,
+            "planned_draft_wait_seconds": sum(plan.draft_wait_s for plan in drafting) / count,
             "estimated_acceptance_rate": self.acceptance_rate,
             "estimated_guess_rate": self._guesses.rate(_PRIOR_GUESSES, 16.0),
         }

@@ -7,9 +7,7 @@ from typing import NamedTuple
 
 from specdec.protocol.marks import Tokens
 from specdec.protocol.messages import Outcome
-
-_OFFERS_KEPT = 4
-"""As many as a target keeps."""
+from specdec.protocol.offers import OFFERS_KEPT
 
 
 class Offered(NamedTuple):
@@ -31,7 +29,7 @@ class _Log:
 
     def __init__(self, start: int) -> None:
         self.begin(start)
-        self.offers: deque[Offered] = deque(maxlen=_OFFERS_KEPT)
+        self.offers: deque[Offered] = deque(maxlen=OFFERS_KEPT)
 
     def __len__(self) -> int:
         return self.start + len(self.tokens)
@@ -45,9 +43,17 @@ class _Log:
         """Tokens after the first ``length``; None if some of them are not known."""
         return tuple(self.tokens[length - self.start :]) if self.start <= length <= len(self) else None
 
+    def keep(self, offered: Offered) -> None:
+        """As :meth:`specdec.protocol.target.TargetRow.keep` does."""
+        for i, kept in enumerate(self.offers):
+            if kept.length == offered.length and kept.chain == offered.chain[: len(kept.chain)]:
+                self.offers[i] = offered
+                return
+        self.offers.append(offered)
+
 
 class Foresight:
-    """Follows a target's rounds and offers, in their order."""
+    """Follows a target's rounds and offers, in their order: a draft is chosen, a step made of it, and a run decided."""
 
     def __init__(self) -> None:
         self._logs: dict[str, _Log] = {}
@@ -55,17 +61,16 @@ class Foresight:
     def take(self, offered: Offered) -> bool:
         """An offer came; True if it is late: the round that it foresaw has been followed by another."""
         log = self._logs.setdefault(offered.seq, _Log(offered.length))
-        log.offers.append(offered)
+        log.keep(offered)
         return offered.length < log.round_start
 
-    def judge(self, seq: str, base: int, run: Tokens, *, has_draft: bool) -> tuple[str, str]:
-        """A round was decided: what its draft was taken from, and whether that had been foreseen.
+    def judge(self, seq: str, base: int, *, has_draft: bool) -> tuple[str, str]:
+        """A step begins: what a row's draft is taken from, and whether that had been foreseen.
 
         Args:
             seq: The sequence.
-            base: Length of its log before the round.
-            run: What was decided.
-            has_draft: Whether a draft was verified.
+            base: Length of its log before the step.
+            has_draft: Whether a draft is verified.
 
         Returns:
             Source and outcome, as :class:`specdec.engine.trace.VerifiedRow` has them.
@@ -74,17 +79,23 @@ class Foresight:
         if len(log) != base:  # what came before was dropped, or was another life of the sequence
             log.begin(base)
         source, foreseen, foresaw, best = "", False, False, 0
-        for offered in log.offers:
+        for offered in tuple(log.offers):
             kind, left = _left(offered, log.since(offered.length))
             is_early = offered.length <= log.round_start and bool(log.tokens)
             foresaw |= is_early and bool(offered.branches)
-            if left > best:
+            if not left:
+                log.offers.remove(offered)
+            elif left > best:
                 best, source, foreseen = left, kind, is_early
         is_hit = has_draft and foreseen
         outcome = "hit" if is_hit else "miss" if foresaw else ""
+        return (source if has_draft else ""), outcome
+
+    def decided(self, seq: str, base: int, run: Tokens) -> None:
+        """The step has ended; ``run`` follows the first ``base`` tokens of the sequence's log."""
+        log = self._logs.setdefault(seq, _Log(base))
         log.round_start = base
         log.tokens.extend(run)
-        return (source if has_draft else ""), outcome
 
 
 def _left(offered: Offered, since: Tokens | None) -> tuple[str, int]:

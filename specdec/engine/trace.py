@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 from specdec.engine.foresight import Foresight, Offered
 from specdec.protocol.backends import DraftJob, Proposal, Status, Verification, VerifyJob
 from specdec.protocol.messages import Ack, Close, Commit, Message, Offer, Open, Plan, PlanUpdate, Verdict
+from specdec.protocol.plans import mode_name
 
 CAPACITY = 20_000
 """Entries that are kept: messages, and rows of steps. Some ten megabytes at most."""
@@ -66,6 +67,7 @@ class VerifiedRow(NamedTuple):
             offer is not known any more.
         outcome: ``hit``: the draft had been offered before it was known how the round before would end; ``miss``:
             branches had, and none of them fits; empty for all else.
+        may_wait: Whether its plan lets it wait for the next draft.
     """
 
     seq: str
@@ -77,6 +79,7 @@ class VerifiedRow(NamedTuple):
     mode: str
     source: str = ""
     outcome: str = ""
+    may_wait: bool = False
 
 
 class DraftedRows(NamedTuple):
@@ -162,8 +165,13 @@ class WorkerTrace:
 
 
 class _Verified(NamedTuple):
-    """A target's step as it is kept: runs are needed to see which offer each draft came from."""
+    """A target's step as it is kept: runs are needed to see which offer each draft came from.
 
+    Attributes:
+        num_before: Entries before its drafts were chosen, counted since the worker started.
+    """
+
+    num_before: int
     start_ns: int
     end_ns: int
     rows: tuple[tuple[VerifiedRow, tuple[int, ...]], ...]
@@ -196,6 +204,7 @@ class Recorder:
         self._num_dropped = 0
         self._plans: dict[str, Plan] = {}
         self._rounds: dict[str, int] = {}
+        self._num_before_turn: int | None = None
         self._lock = threading.Lock()
 
     def sent(self, peer: str, messages: Iterable[Message]) -> None:
@@ -224,6 +233,11 @@ class Recorder:
                 self._plans.pop(seq, None)
                 self._rounds.pop(seq, None)
 
+    def turns(self) -> int:
+        """A turn of the machine begins, in which it chooses what to do by what it has received; the time."""
+        self._num_before_turn = self._num_entries()
+        return self.clock_ns()
+
     def turned(self, start_ns: int) -> None:
         """A turn of the machine with a step in it has ended."""
         self._keep(Turn(start_ns, self.clock_ns()))
@@ -246,10 +260,12 @@ class Recorder:
                 result.num_accepted,
                 len(result.run),
                 self._mode(job.key),
+                may_wait=self._may_wait(job.key),
             )
             rows.append((row, result.run))
         if rows:
-            self._keep(_Verified(start_ns, end_ns, tuple(rows)), len(rows))
+            num_before = self._num_entries() if self._num_before_turn is None else self._num_before_turn
+            self._keep(_Verified(num_before, start_ns, end_ns, tuple(rows)), len(rows))
         return bool(rows)
 
     def drafted(self, start_ns: int, jobs: Sequence[DraftJob], proposals: Sequence[Proposal]) -> bool:
@@ -277,14 +293,7 @@ class Recorder:
         with self._lock:
             entries, num_dropped = [entry for _, entry in self._entries], self._num_dropped
         messages = sorted((e for e in entries if isinstance(e, MessageEvent)), key=lambda event: event.at_ns)
-        foresight, steps, late = Foresight(), [], []
-        for entry in entries:
-            if isinstance(entry, Offered):
-                if foresight.take(entry):
-                    late.append(LateOffer(entry.at_ns, entry.seq, entry.length))
-            elif isinstance(entry, _Verified):
-                rows = tuple(_judged(row, run, foresight) for row, run in entry.rows)
-                steps.append(TargetStep(entry.start_ns, entry.end_ns, rows))
+        steps, late = _followed(enumerate(entries, num_dropped))
         return WorkerTrace(
             self.name,
             self.role,
@@ -299,9 +308,11 @@ class Recorder:
 
     def _mode(self, seq: str) -> str:
         plan = self._plans.get(seq)
-        if plan is None or not plan.num_draft_tokens:
-            return "plain"
-        return "outcomes" if plan.mode == "overlap" and plan.num_branches else plan.mode
+        return "plain" if plan is None or not plan.num_draft_tokens else mode_name(plan)
+
+    def _may_wait(self, seq: str) -> bool:
+        plan = self._plans.get(seq)
+        return plan is not None and plan.num_draft_tokens > 0 and plan.draft_wait_s > 0
 
     def _note_message(self, what: What, now_ns: int, peer: str, message: Message) -> None:
         """Keep a message, if it is of those that a timeline shows."""
@@ -322,6 +333,11 @@ class Recorder:
                 return
         self._keep(MessageEvent(what, now_ns, peer, type(message).__name__, seq, inc, *figures))
 
+    def _num_entries(self) -> int:
+        """Since the start."""
+        with self._lock:
+            return self._num_dropped + len(self._entries)
+
     def _keep(self, entry: _Entry, size: int = 1) -> None:
         with self._lock:
             self._entries.append((size, entry))
@@ -340,8 +356,38 @@ def read_clock(clock_ns: Callable[[], int] = time.monotonic_ns) -> ClockReading:
     return ClockReading(boot_id, clock_ns(), time.time_ns())
 
 
-def _judged(row: VerifiedRow, run: tuple[int, ...], foresight: Foresight) -> VerifiedRow:
-    if not run:
+def _followed(entries: Iterable[tuple[int, _Entry]]) -> tuple[list[TargetStep], list[LateOffer]]:
+    """Steps with their rows judged, and the offers that came late; from numbered entries.
+
+    Offers are received while a model works too. Its drafts were chosen before, so a step is judged by those that had
+    come before its turn began. Times do not tell: those of emulated devices are often the same.
+    """
+    foresight, judged, late = Foresight(), list[TargetStep](), list[LateOffer]()
+    coming = deque[tuple[int, Offered]]()
+
+    def take_until(number: float) -> None:
+        while coming and coming[0][0] < number:
+            offered = coming.popleft()[1]
+            if foresight.take(offered):
+                late.append(LateOffer(offered.at_ns, offered.seq, offered.length))
+
+    for number, entry in entries:
+        if isinstance(entry, Offered):
+            coming.append((number, entry))
+        elif isinstance(entry, _Verified):
+            take_until(entry.num_before)
+            rows = tuple(_judged(row, foresight) for row, _ in entry.rows)
+            judged.append(TargetStep(entry.start_ns, entry.end_ns, rows))
+            take_until(number)
+            for row, run in entry.rows:
+                if run:
+                    foresight.decided(row.seq, row.base, run)
+    take_until(float("inf"))
+    return judged, late
+
+
+def _judged(row: VerifiedRow, foresight: Foresight) -> VerifiedRow:
+    if not row.num_decided:
         return row
-    source, outcome = foresight.judge(row.seq, row.base, run, has_draft=row.num_drafted > 0)
+    source, outcome = foresight.judge(row.seq, row.base, has_draft=row.num_drafted > 0)
     return row._replace(source=source, outcome=outcome)

@@ -50,7 +50,7 @@ class TracedMachine:
 
     def step(self, now_s: float) -> bool:
         """Do a piece of work; True if there may be more."""
-        start_ns = self._recorder.clock_ns()
+        start_ns = self._recorder.turns()
         worked = self._inner.step(now_s)
         if worked:
             self._recorder.turned(start_ns)

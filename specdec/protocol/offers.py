@@ -7,6 +7,9 @@ from typing import NamedTuple
 from specdec.protocol.marks import TokenLog, Tokens
 from specdec.protocol.messages import Candidates, Offer
 
+OFFERS_KEPT = 4
+"""Offers per sequence that a target holds at once."""
+
 
 class Draft(NamedTuple):
     """Draft tokens for one verification.

@@ -109,3 +109,10 @@ def fixed_plan(num_draft_tokens: int, mode: Mode, draft_wait_s: float = 0.0, num
 def no_drafts(spec: SequenceSpec) -> Plan:
     """A planner for a service without a draft model."""
     return Plan()
+
+
+def mode_name(plan: Plan) -> Literal["off", "in_turn", "overlap", "outcomes"]:
+    """How a plan speculates, by the name that users know: ``off`` is the target alone, ``outcomes`` has branches."""
+    if not plan.num_draft_tokens:
+        return "off"
+    return "outcomes" if plan.mode == "overlap" and plan.num_branches else plan.mode

@@ -10,14 +10,24 @@ from dataclasses import dataclass, field, fields
 from specdec.protocol.backends import Status, TargetBackend, Verification, VerifyJob
 from specdec.protocol.leases import Times
 from specdec.protocol.messages import Ack, Finish, Message, Notes, Offer, Open, Verdict
-from specdec.protocol.offers import NO_DRAFT, Draft, remaining_draft
+from specdec.protocol.offers import NO_DRAFT, OFFERS_KEPT, Draft, remaining_draft
 from specdec.protocol.worker import Gauges, WorkerMachine, WorkerRow
 from specdec.sampling.finish import finish_of_log, walk
 
-_OFFERS_KEPT = 4
-
 LIGHT = (Ack, Offer)
 """Messages that touch nothing of a step that is under way: they may be received while its model works."""
+
+
+@dataclass(slots=True, eq=False)
+class KeptOffer:
+    """An offer that a target holds.
+
+    Attributes:
+        is_used: Whether something of it, or of an earlier part of it, was drafted from.
+    """
+
+    offer: Offer
+    is_used: bool = False
 
 
 class TargetRow(WorkerRow):
@@ -40,7 +50,7 @@ class TargetRow(WorkerRow):
         super().__init__(message)
         self.acked = len(self.log)
         self.notes = Notes()
-        self.offers: deque[Offer] = deque(maxlen=_OFFERS_KEPT)
+        self.offers: deque[KeptOffer] = deque()
         self.decided_s: float | None = None
         self.told_s = float("-inf")
         self.finish: Finish | None = None
@@ -48,13 +58,18 @@ class TargetRow(WorkerRow):
         self.round_start = len(self.log)
         self.is_counted = True
 
-    def keep(self, offer: Offer) -> None:
-        """Keep a new offer, in place of an earlier part of the same; the oldest goes where there are too many."""
-        for i, kept in enumerate(self.offers):
-            if kept.mark == offer.mark and kept.chain == offer.chain[: len(kept.chain)]:
-                self.offers[i] = offer
-                return
-        self.offers.append(offer)
+    def keep(self, offer: Offer) -> KeptOffer | None:
+        """Keep a new offer, in place of an earlier part of the same; the oldest goes where there are too many.
+
+        Returns:
+            The one that went.
+        """
+        for kept in self.offers:
+            if kept.offer.mark == offer.mark and kept.offer.chain == offer.chain[: len(kept.offer.chain)]:
+                kept.offer = offer
+                return None
+        self.offers.append(KeptOffer(offer))
+        return self.offers.popleft() if len(self.offers) > OFFERS_KEPT else None
 
     @property
     def num_output_tokens(self) -> int:
@@ -69,7 +84,8 @@ class TargetCounters:
     Attributes:
         num_drafts: Rounds that verified at least one draft token.
         num_accepted_per_position: Accepted tokens by their place in the draft, first to last.
-        num_stale_offers: Offers dropped because nothing of them was left to verify after the log.
+        num_stale_offers: Offers dropped before anything of them was verified: they did not fit the log, or had to make
+            room for newer ones. Parts of one offer count as one.
         num_late_offers: Offers that came after the round that they foresaw had been followed by another.
         num_branch_hits: Rounds followed by one whose draft had been offered, with branches, before their outcome came.
         num_branch_misses: Rounds whose outcome was none of those that had been offered.
@@ -170,7 +186,8 @@ class TargetMachine(WorkerMachine[TargetRow]):
                 if row is not None:
                     self.counters.num_offers += 1
                     self.counters.num_late_offers += message.mark.length < row.round_start
-                    row.keep(message)
+                    gone = row.keep(message)
+                    self.counters.num_stale_offers += gone is not None and not gone.is_used
                     row.is_patient = True
 
     def _acknowledge(self, row: TargetRow, length: int) -> None:
@@ -193,20 +210,20 @@ class TargetMachine(WorkerMachine[TargetRow]):
         """The longest usable draft of the kept offers, cut to what may be committed (rule 6)."""
         best, chosen, foresaw = NO_DRAFT, None, False
         needs_candidates = row.spec.sampling.acceptance == "rejection"
-        for offer in tuple(row.offers):
-            foresaw |= bool(offer.branches) and offer.mark.length <= row.round_start
-            rest = remaining_draft(offer, row.log, needs_candidates=needs_candidates)
+        for kept in tuple(row.offers):
+            foresaw |= bool(kept.offer.branches) and kept.offer.mark.length <= row.round_start
+            rest = remaining_draft(kept.offer, row.log, needs_candidates=needs_candidates)
             if not rest.tokens:
-                row.offers.remove(offer)
-                self.counters.num_stale_offers += 1
+                row.offers.remove(kept)
+                self.counters.num_stale_offers += not kept.is_used
             elif len(rest.tokens) > len(best.tokens):
-                best, chosen = rest, offer
+                best, chosen = rest, kept
         if foresaw and not row.is_counted:
-            is_hit = chosen is not None and chosen.mark.length <= row.round_start
+            is_hit = chosen is not None and chosen.offer.mark.length <= row.round_start
             self.counters.num_branch_hits += is_hit
             self.counters.num_branch_misses += not is_hit
         row.is_counted = True
-        if not best.tokens:
+        if chosen is None:
             return best
         most = min(
             row.plan.num_draft_tokens,
@@ -214,6 +231,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
             row.spec.max_tokens - row.num_output_tokens - 1,
             self._backend.max_model_len - len(row.log) - 1,
         )
+        chosen.is_used |= most > 0
         return best.first(max(most, 0))
 
     def _waits(self, row: TargetRow, draft: Draft, now_s: float) -> bool:

@@ -4,21 +4,40 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from deployments.metrics import WorkerReports
 from deployments.openai.tally import RoundTally, speculation_metrics
+from specdec.engine.scripted import Script, ScriptedDrafter, ScriptedTarget
+from specdec.protocol.drafter import DrafterMachine
+from specdec.protocol.leases import Times
 from specdec.protocol.messages import Plan
+from specdec.protocol.target import TargetMachine
 
 
 def test_choices_and_estimates_are_on_the_page():
     registry = CollectorRegistry()
     reports = {
-        "T#1": ("target", {"num_sequences": 2.0, "estimated_target_step_seconds": 0.03, "step/0/rows": 1.0}),
+        "T#1": (
+            "target",
+            {
+                "num_sequences": 2.0,
+                "planned_arm_draft_tokens": 5.0,
+                "estimated_target_step_seconds": 0.03,
+                "step/0/rows": 1.0,
+            },
+        ),
         "R#1": (
             "router",
-            {"planned_draft_tokens": 4.0, "planned_sequences/off": 1.0, "planned_sequences/overlap": 2.0},
+            {
+                "planned_draft_tokens": 4.0,
+                "planned_draft_wait_seconds": 0.25,
+                "planned_sequences/off": 1.0,
+                "planned_sequences/overlap": 2.0,
+            },
         ),
     }
     registry.register(WorkerReports(reports, "m"))
     page = generate_latest(registry).decode()
     assert 'specdec_planned_draft_tokens{model_name="m",role="router",worker="R#1"} 4.0' in page
+    assert 'specdec_planned_draft_wait_seconds{model_name="m",role="router",worker="R#1"} 0.25' in page
+    assert 'specdec_planned_arm_draft_tokens{model_name="m",role="target",worker="T#1"} 5.0' in page
     assert 'specdec_planned_sequences{mode="overlap",model_name="m",role="router",worker="R#1"} 2.0' in page
     assert 'specdec_estimated_target_step_seconds{model_name="m",role="target",worker="T#1"} 0.03' in page
     assert "step/" not in page
@@ -37,11 +56,37 @@ def test_what_workers_hold_and_what_is_kept_for_reuse_are_series_of_their_own():
     assert 'specdec_num_fallbacks{model_name="m",reason="reads_single_tokens",role="target",worker="T#1"} 7.0' in page
 
 
+def test_what_became_of_offers_and_branches_is_on_the_page():
+    """By the names under which the machines count it."""
+    registry = CollectorRegistry()
+    target = TargetMachine("T#1", ScriptedTarget(Script(0.8, 0.9, range(5, 50)), 100), Times())
+    drafter = DrafterMachine("D#1", ScriptedDrafter(Script(0.8, 0.9, range(5, 50)), 100), Times())
+    target.counters.num_stale_offers, target.counters.num_late_offers = 2, 3
+    drafter.counters.num_branches_forked, drafter.counters.num_promoted = 9, 4
+    drafter.counters.num_branch_tokens_wasted, drafter.counters.num_offers = 5, 6
+    reports = {"T#1": ("target", target.report()), "D#1": ("drafter", drafter.report() | {"num_waiting_sequences": 7})}
+    registry.register(WorkerReports(reports, "m"))
+    expected = {
+        "T#1": {"num_offers": 0, "num_stale_offers": 2, "num_late_offers": 3},
+        "D#1": {
+            "num_offers": 6,
+            "num_branches_forked": 9,
+            "num_promoted": 4,
+            "num_branch_tokens_wasted": 5,
+            "num_waiting_sequences": 7,
+        },
+    }
+    for worker, figures in expected.items():
+        labels = {"model_name": "m", "role": reports[worker][0], "worker": worker}
+        assert {name: registry.get_sample_value(f"specdec_{name}", labels) for name in figures} == figures
+        assert figures.keys() <= reports[worker][1].keys()
+
+
 def test_the_plan_is_among_the_figures_of_an_answer():
     tally = RoundTally()
     assert "plan" not in speculation_metrics(tally, 4, False)
-    tally.plan = Plan(3, 8, mode="overlap", acceptance_rate=0.75)
-    expected = {"num_draft_tokens": 3, "num_branches": 8, "mode": "overlap", "acceptance_rate": 0.75}
-    assert speculation_metrics(tally, 4, False)["plan"] == expected
+    tally.plan = Plan(3, 8, mode="overlap", acceptance_rate=0.75, draft_wait_s=0.25)
+    expected = {"num_draft_tokens": 3, "num_branches": 8, "mode": "outcomes", "acceptance_rate": 0.75}
+    assert speculation_metrics(tally, 4, False)["plan"] == expected | {"draft_wait_s": 0.25}
     tally.plan = Plan()
     assert speculation_metrics(tally, 4, False)["plan"]["mode"] == "off"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from cluster.bench.timeline import check_trace, draw_timeline, panel_of, timelin
 from cluster.bench.trace import TracedRun, TracingRunner, hops, within
 from cluster.config import AppArgs
 from specdec.engine.emulation import VirtualClock
-from specdec.engine.trace import ClockReading, MessageEvent, TargetStep, WorkerTrace
+from specdec.engine.trace import ClockReading, MessageEvent, TargetStep, VerifiedRow, WorkerTrace
 from specdec.errors import InvalidParameterError
 
 Event = dict[str, Any]
@@ -118,6 +119,27 @@ def test_each_stream_has_a_track_of_its_rounds(run: TracedRun, events: list[Even
         assert args["accepted"] + args["rejected"] == args["drafted"]
     waits = [event["dur"] for event in events if event["name"] == "waits for a draft" and event["pid"] == 1]
     assert waits[0] == pytest.approx(4 * 3_000)
+
+
+@pytest.mark.parametrize(
+    ("row", "next_row", "waits"),
+    [
+        ({"mode": "in_turn"}, {}, True),
+        ({"mode": "overlap"}, {}, False),
+        ({"mode": "overlap", "may_wait": True}, {}, True),
+        ({"mode": "outcomes", "may_wait": True}, {"outcome": "miss"}, True),
+        ({"mode": "outcomes", "may_wait": True}, {"outcome": "hit"}, False),
+        ({"mode": "outcomes", "may_wait": True, "num_decided": 0}, {}, False),
+    ],
+)
+def test_a_wait_for_a_draft_is_told_by_plan_and_outcome(row: Event, next_row: Event, waits: bool) -> None:
+    first = VerifiedRow("s", 1, 5, 0, 0, **{"num_decided": 1} | row)
+    second = VerifiedRow("s", 2, 6, 0, 0, 1, **{"mode": "overlap"} | next_row)
+    steps = tuple(TargetStep(10 * i, 10 * i + 5, (row,)) for i, row in enumerate((first, second)))
+    trace = replace(worker("w"), role="target", target_steps=steps)
+    names = [event["name"] for event in trace_events(TracedRun("", 1, 20, (trace,))) if event.get("dur") == 0.005]
+    told = ["waits for a draft"] * 2 if waits else ["between rounds", "between steps"]
+    assert sorted(name for name in names if name.startswith(("waits", "between"))) == told
 
 
 def test_what_is_written_is_what_viewers_read(tmp_path: Path, run: TracedRun) -> None:

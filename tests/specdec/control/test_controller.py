@@ -249,6 +249,14 @@ def test_echoes_and_reports_become_estimates():
     assert sum(value for name, value in figures[""].items() if name.startswith("planned_sequences/")) == 1
 
 
+def test_the_longest_wait_that_is_planned_is_the_mean_over_those_that_draft():
+    service = Service((None, None, 0), kinds=frozenset({"off", "in_turn"}))
+    assert service.controller.figures()[""]["planned_draft_wait_seconds"] == 0
+    service.run(kept(0.9), 1.0)
+    assert [plan.draft_wait_s for plan in service.plans.values()] == [1.0, 1.0, 0.0]
+    assert service.controller.figures()[""]["planned_draft_wait_seconds"] == 1.0
+
+
 def test_a_drafter_with_branches_answers_after_a_longer_step():
     service = Service((None,) * 4)
     draft = steps([(4, 4, DRAFT_S), (36, 36, 4 * DRAFT_S)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -12,8 +14,23 @@ from specdec.engine.scripted import Script, ScriptedDrafter, ScriptedTarget
 from specdec.engine.trace import Recorder, Role
 from specdec.engine.traced import TracedDrafter, TracedMachine, TracedTarget, traced
 from specdec.protocol.backends import DraftJob, Proposal, Status, Verification, VerifyJob
+from specdec.protocol.leases import Times
 from specdec.protocol.marks import Mark, TokenLog
-from specdec.protocol.messages import Ack, Alive, Close, Inc, Notes, Offer, Open, Outcome, Plan, PlanUpdate, Verdict
+from specdec.protocol.messages import (
+    Ack,
+    Alive,
+    Close,
+    Inc,
+    Message,
+    Notes,
+    Offer,
+    Open,
+    Outcome,
+    Plan,
+    PlanUpdate,
+    Verdict,
+)
+from specdec.protocol.target import TargetMachine
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from tests.specdec.engine.overlap import OverlapService
 
@@ -91,6 +108,16 @@ def test_mode_of_a_row_is_that_of_its_plan(plan: Plan, mode: str) -> None:
     assert (after.mode, after.round) == ("plain", 1), "it was forgotten"
 
 
+@pytest.mark.parametrize(
+    ("plan", "may_wait"), [(Plan(4), False), (Plan(4, draft_wait_s=0.1), True), (Plan(0, draft_wait_s=0.1), False)]
+)
+def test_a_row_tells_whether_its_plan_lets_it_wait(plan: Plan, may_wait: bool) -> None:
+    found = recorder()
+    found.received(opened(plan))
+    decided(found, [1, 2, 3], 0, 4)
+    assert found.trace().target_steps[0].rows[0].may_wait == may_wait
+
+
 def test_a_step_in_which_nothing_was_done_is_not_kept() -> None:
     found = recorder()
     waiting = Verification(Status.WAITING)
@@ -153,9 +180,72 @@ def test_rounds_that_were_dropped_leave_nothing_to_judge_by() -> None:
 def test_an_offer_is_late_when_two_rounds_have_begun_since() -> None:
     foresight = Foresight()
     for base in (3, 4):
-        foresight.judge("s", base, (5,), has_draft=False)
+        foresight.judge("s", base, has_draft=False)
+        foresight.decided("s", base, (5,))
     assert not foresight.take(Offered(0, "s", 4, (9,), ()))
     assert foresight.take(Offered(0, "s", 3, (9,), ()))
+
+
+def test_a_later_part_of_an_offer_takes_the_place_of_the_earlier_one() -> None:
+    """Four are held, as by the target: parts of the newer one must not push out the older one."""
+    first = offer(3, (4, 5), ((1, 8), (9, 10, 11, 12, 13, 14)))
+    parts = [offer(5, tuple(range(20, 20 + length))) for length in range(1, 6)]
+    assert rounds(first, ([1, 2, 3], 2, (4, 8)), *parts, ([1, 2, 3, 4, 8], 2, (9, 12)))[1] == ("branch", "hit")
+
+
+def test_what_is_left_of_no_use_makes_no_miss_of_a_later_round() -> None:
+    ahead = offer(3, (4, 5), ((1, 8), (9,)))
+    first, second, third = ([1, 2, 3], 2, (4, 7)), ([1, 2, 3, 4, 7], 0, (6,)), ([1, 2, 3, 4, 7, 6], 0, (6,))
+    assert rounds(ahead, first, second, third) == [("chain", ""), ("", "miss"), ("", "")]
+
+
+class Interrupted(ScriptedTarget):
+    """During each of its steps messages are delivered, as on the event loop."""
+
+    def __init__(self, script: Script, messages: list[list[Message]], at: str) -> None:
+        super().__init__(script, 200)
+        self.messages, self.at = messages, at
+        self.receive: Callable[[Message, float], None] = lambda message, now_s: None
+        self.drafts: list[tuple[int, ...]] = []
+
+    @contextmanager
+    def meanwhile(self) -> Iterator[None]:
+        self.deliver("just before")
+        yield
+
+    def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
+        self.drafts += [job.draft for job in jobs]
+        self.deliver("within")
+        return super().verify(jobs)
+
+    def deliver(self, at: str) -> None:
+        for message in self.messages.pop(0) if at == self.at else ():
+            self.receive(message, 0.0)
+
+
+@pytest.mark.parametrize("at", ["just before", "within"])
+def test_a_step_is_judged_by_the_offers_that_had_come_before_its_drafts_were_chosen(at: str) -> None:
+    script = Script(1.0, 1.0, range(5, 500))
+    a, b, c, d, e = (script.true_token(0, length) for length in range(3, 8))
+    log = TokenLog([1, 2, 3])
+    ahead = Offer("s", INC, log.mark(), (499,), ((Outcome(0, a), (b, c)),))
+    just_in_time = Offer("s", INC, log.mark(), (498,))
+    log.extend((a,))
+    longer = Offer("s", INC, log.mark(), (b, c, d, e))
+    backend, seen = Interrupted(script, [[ahead], [just_in_time, longer], []], at), recorder()
+    machine = TargetMachine("w", TracedTarget(backend, seen), Times(lease_s=1e6, silence_s=1e6))
+    machine.meanwhile = backend.meanwhile
+    whole = TracedMachine(machine, seen)
+    backend.receive = whole.receive
+    whole.receive(opened(Plan(4, 2)), 0.0)
+    for _ in range(3):
+        whole.step(0.0)
+    assert backend.drafts == [(), (b, c), (e,)]
+    rows = [row for step in seen.trace().target_steps for row in step.rows]
+    assert [(row.source, row.outcome) for row in rows] == [("", ""), ("branch", "hit"), ("chain", "hit")]
+    assert (machine.counters.num_branch_hits, machine.counters.num_branch_misses) == (2, 0)
+    assert seen.trace().late_offers == ()
+    assert machine.counters.num_late_offers == 0
 
 
 class TracedOverlap(OverlapService):

@@ -275,9 +275,9 @@ def test_rounds_are_counted_by_whether_their_outcome_was_offered():
     assert figures(machine) == (1, 0, 0, 0)  # the one without branches was a part of the other
     machine.receive(branched(TRUE[:2], (5, 6), (Outcome(2, 8), (9,))), 0.0)
     machine.step(0.0)  # the token after 5, 6 is 7, not 8
-    assert figures(machine) == (1, 1, 0, 2)
+    assert figures(machine) == (1, 1, 0, 1)  # of the first two something was verified
     machine.step(0.0)
-    assert figures(machine) == (1, 1, 0, 2)
+    assert figures(machine) == (1, 1, 0, 1)  # of the first two something was verified
 
 
 def test_an_offer_whose_round_was_followed_by_another_is_late_and_its_tail_is_used():
@@ -306,6 +306,37 @@ def test_a_later_part_takes_the_place_of_an_earlier_one_and_of_no_other():
     for count in range(1, 7):
         machine.receive(branched(TRUE[:1], TRUE[1 : 1 + count]), 0.0)
     (row,) = machine._rows
-    assert [len(kept.chain) for kept in row.offers] == [4, 6]
+    assert [len(kept.offer.chain) for kept in row.offers] == [4, 6]
     machine.receive(branched(TRUE[:1], (4, 9)), 0.0)
-    assert [len(kept.chain) for kept in row.offers] == [4, 6, 2]
+    assert [len(kept.offer.chain) for kept in row.offers] == [4, 6, 2]
+
+
+def test_an_offer_that_was_used_up_is_not_stale():
+    machine = machine_with(open_message(), offer((), TRUE[:2]))
+    machine.step(0.0)
+    for length in (3, 6):
+        machine.receive(Ack("s", INC, len(PROMPT) + length), 0.0)
+        machine.receive(offer(TRUE[:length], TRUE[length : length + 2]), 0.0)
+        machine.step(0.0)
+    assert machine.counters.num_accepted_tokens == 6
+    assert figures(machine)[3] == 0
+
+
+def test_an_offer_of_which_nothing_was_verified_is_stale():
+    machine = machine_with(open_message(plan=Plan(0)), offer((), (8,)))
+    machine.receive(offer((), TRUE[:1]), 0.0)
+    machine.step(0.0)  # the plan forbids both
+    assert figures(machine)[3] == 0
+    machine.step(0.0)  # the one was wrong, the other right but not asked
+    assert figures(machine)[3] == 2
+
+
+def test_an_unused_offer_that_must_make_room_is_stale():
+    machine = machine_with(open_message(), offer((), (3, 4, 5, 6, 7, 9)))
+    machine.step(0.0)
+    machine.receive(offer((), (3, 4, 5, 6, 7, 9, 9)), 0.0)  # grown, still with what was used
+    for token in (1, 2, 5, 6):
+        machine.receive(offer((), (token,)), 0.0)
+    assert figures(machine)[3] == 0
+    machine.receive(offer((), (7,)), 0.0)
+    assert figures(machine)[3] == 1
