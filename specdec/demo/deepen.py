@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 import shutil
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -86,10 +87,10 @@ class Stepper:
 
 
 def steps_s(models: Sequence[PreTrainedModel], num_steps: int = NUM_STEPS) -> list[float]:
-    """Shortest step of each model, in seconds; they take turns, and what else the machine does only adds time."""
+    """Median step of each model, in seconds, as the machine is now; they take turns."""
     steppers = [Stepper(model, num_steps + 1) for model in models]
     rounds = [[stepper.step_s() for stepper in steppers] for _ in range(num_steps)]
-    return [min(times) for times in zip(*rounds, strict=True)]
+    return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
 def choose_layers(model: PreTrainedModel, wanted_s: float) -> int:
