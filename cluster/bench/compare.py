@@ -151,9 +151,15 @@ def parse_modes(names: Sequence[str], draft_lengths: Sequence[int]) -> tuple[Mod
 
 
 def compare(
-    runner: Runner, modes: Sequence[Mode], work: Work, *, rounds: int, report: Callable[[str], None]
+    runner: Runner,
+    modes: Sequence[Mode],
+    work: Work,
+    *,
+    rounds: int,
+    report: Callable[[str], None],
+    warmup_rounds: int = 1,
 ) -> Comparison:
-    """Run every mode once a round, after a round that does not count.
+    """Run every mode once a round, after rounds that do not count.
 
     Args:
         runner: Runs one mode once.
@@ -161,14 +167,16 @@ def compare(
         work: The same for all.
         rounds: That count.
         report: Is given a line per round.
+        warmup_rounds: That do not count, and come first.
     """
     runs: list[list[Run]] = [[] for _ in modes]
-    for number in range(rounds + 1):
-        for mode, done in zip(modes, runs, strict=True):
-            run = runner(mode, work.workload(mode, number))
-            if number:
+    what = f"{work.prompts}, {work.num_streams} stream(s), temperature {work.temperature:g}"
+    for number in range(1 - warmup_rounds, rounds + 1):
+        last = [runner(mode, work.workload(mode, number + warmup_rounds - 1)) for mode in modes]
+        rates = ", ".join(f"{run.tokens_per_s:.1f}" for run in last)
+        counts = f"round {number} of {rounds}" if number > 0 else "warm-up, not counted"
+        report(f"{what}: {counts}: {rates} tokens/s")
+        if number > 0:
+            for run, done in zip(last, runs, strict=True):
                 done.append(run)
-        rates = ", ".join(f"{done[-1].tokens_per_s:.1f}" for done in runs if done)
-        what = f"{work.prompts}, {work.num_streams} stream(s), temperature {work.temperature:g}"
-        report(f"{what}: round {number} of {rounds}{f': {rates} tokens/s' if rates else ', not counted'}")
     return Comparison(work, tuple(modes), tuple(tuple(done) for done in runs))

@@ -56,6 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-speculative-tokens", default="0,4", help="draft lengths to compare; 0 is the target alone, and first"
     )
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count; each runs every mode once")
+    parser.add_argument(
+        "--warmup-rounds", type=int, default=1, help="rounds before them; a controller has learnt the load by then"
+    )
     parser.add_argument("--max-tokens", type=int, default=128, help="output tokens of each stream")
     parser.add_argument("--steps", action="store_true", help="offline: step times by batch and draft length as well")
     parser.add_argument(
@@ -89,7 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
         tracing = None if arguments.trace is None else TracingRunner(runner, source)
         rows = []
         for work in works:
-            compared = compare(tracing or runner, modes, work, rounds=arguments.rounds, report=_say)
+            counts = {"rounds": arguments.rounds, "warmup_rounds": arguments.warmup_rounds}
+            compared = compare(tracing or runner, modes, work, report=_say, **counts)
             rows += summarize(compared, emulated_script(config), config.num_branches or _BRANCHES)
         measured = steps([work.num_streams for work in works]) if arguments.steps else []
     report = Report(_environment(arguments, config), tuple(rows), tuple(measured), rollback)
@@ -204,9 +208,9 @@ def _modes(arguments: argparse.Namespace, config: ServiceConfig) -> tuple[Mode, 
 
 
 def _works(arguments: argparse.Namespace) -> list[Work]:
-    for name in ("rounds", "max_tokens"):
-        if getattr(arguments, name) < 1:
-            raise InvalidParameterError(name, f"{name} must be at least 1")
+    for name, least in (("rounds", 1), ("warmup_rounds", 0), ("max_tokens", 1)):
+        if getattr(arguments, name) < least:
+            raise InvalidParameterError(name, f"{name} must be at least {least}")
     streams = _numbers("streams", arguments.streams, least=1)
     kinds = arguments.prompts.split(",")
     for kind in kinds:
@@ -224,13 +228,14 @@ def _environment(arguments: argparse.Namespace, config: ServiceConfig) -> Enviro
     gpus = ", ".join(gpu.name for gpu in machine.gpus) or "no GPU"
     where = "engine in one process" if arguments.offline else "over HTTP"
     where += "; cores kept awake by idle processes" if arguments.keep_cores_awake else ""
+    rounds = f"medians of {arguments.rounds} interleaved rounds, after {arguments.warmup_rounds} to warm up"
     is_ours = arguments.url is None
     return Environment(
         machine=f"{processor_name()}, {machine.num_cpus} cores, {gpus}",
         versions=machine.versions,
         models=model_shapes(config) if is_ours else {},
         stand_ins=stand_ins(config) if is_ours else asyncio.run(service_stand_ins(arguments.url)),
-        work=f"{where}; {arguments.max_tokens} tokens a stream; medians of {arguments.rounds} interleaved rounds",
+        work=f"{where}; {arguments.max_tokens} tokens a stream; {rounds}",
         command=command_line(sys.argv[1:]),
     )
 

@@ -94,6 +94,7 @@ def test_ways_to_roll_back_are_compared_on_request(
         (["--temperatures", "-1"], "temperatures takes numbers of at least 0"),
         (["--temperatures", "nan"], "temperatures takes numbers of at least 0"),
         (["--rounds", "0"], "rounds must be at least 1"),
+        (["--warmup-rounds", "-1"], "warmup_rounds must be at least 0"),
         (["--prompts", "songs"], "'songs' is none of code, code-long, prose, mixed"),
         (["--modes", "fast"], "'fast' is none of"),
         (["--steps"], "steps: only with --offline"),

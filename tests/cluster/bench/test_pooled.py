@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.bench.compare import ALONE, Comparison, Mode, Work
+from cluster.bench.compare import ALONE, Comparison, Mode, Work, compare
+from cluster.bench.load import Workload
 from cluster.bench.measures import Arrival, Run, Stream
 from cluster.bench.report import pooled_table
 from cluster.bench.summary import summarize
@@ -42,3 +43,17 @@ def test_auto_is_held_against_the_best_fixed_mode() -> None:
     *_, last = pooled_table(rows)
     assert last == "| code | 0 | 1 | auto | 1.600 (1.600 to 1.600) | 0.800 (0.800 to 0.800) |"
     assert pooled_table(rows[:2]) == []
+
+
+def test_rounds_to_warm_up_are_run_and_do_not_count() -> None:
+    asked, lines = [], []
+
+    def runner(mode: Mode, workload: Workload) -> Run:
+        asked.append((mode.name, workload.first_seed))
+        return run(1.0 + len(asked))
+
+    compared = compare(runner, MODES[:2], WORK, rounds=2, warmup_rounds=2, report=lines.append)
+    names = [mode.name for mode in MODES[:2]]
+    assert asked == [(name, number) for number in range(4) for name in names]
+    assert [[one.duration_s for one in runs] for runs in compared.runs] == [[6.0, 8.0], [7.0, 9.0]]
+    assert [line.split(": ")[1] for line in lines] == ["warm-up, not counted"] * 2 + ["round 1 of 2", "round 2 of 2"]
