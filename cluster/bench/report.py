@@ -38,6 +38,7 @@ HEAD = (
 
 EXPLANATIONS = (
     "ITL is per token: tokens that come in one message have no time between them.",
+    "A step's time is offline that of steps that read no prompt, over HTTP the mean of all.",
     "Outside is the time outside all forward passes, per target step; over HTTP, between the target's steps while "
     "sequences go on, and in turn less the drafting, which is not known with several streams.",
     "Decoding tokens/s are those of each stream from its first tokens on, summed. The limit is computed from the "
