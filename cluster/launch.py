@@ -70,6 +70,7 @@ class LocalService:
         self._is_ray_started = False
         self._is_ready = False
         self._heart: list[psutil.Process] = []
+        self._preloading: threading.Thread | None = None
 
     @property
     def url(self) -> str:
@@ -84,7 +85,8 @@ class LocalService:
         import ray
 
         # The application's libraries take seconds to import, Ray as long to start: mostly it waits for its processes.
-        threading.Thread(target=preload, args=(self._application,), daemon=True).start()
+        self._preloading = threading.Thread(target=preload, args=(self._application,), daemon=True)
+        self._preloading.start()
         self._is_ray_started = True
         debug = self._config.log_level == "debug"
         context = ray.init(
@@ -106,6 +108,8 @@ class LocalService:
         Raises:
             SpecdecError: If the builder refuses the configuration.
         """
+        if self._preloading is not None:  # two threads that import the same packages at once can both fail
+            self._preloading.join()
         from ray import serve
 
         if self._config.log_level != "debug":

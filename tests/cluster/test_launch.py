@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 import uuid
@@ -15,7 +16,8 @@ import psutil
 import pytest
 from ray.serve._private import deployment_state
 
-from cluster.launch import LOADERS, describe, first_failure, last_line
+from cluster.config import ServiceConfig
+from cluster.launch import LOADERS, LocalService, describe, first_failure, last_line
 from cluster.processes import OwnProcesses
 from deployments.names import DRAFT, TARGET
 
@@ -255,3 +257,24 @@ def test_the_last_line_names_the_error():
     )
     assert last_line(message) == "specdec.errors.ModelLoadError: no folder"
     assert last_line("nothing here") == "nothing here"
+
+
+def test_serve_is_imported_only_when_the_application_has_been(monkeypatch):
+    imported = []
+
+    def preload():
+        time.sleep(0.3)
+        imported.append("application")
+
+    class StartedError(Exception):
+        pass
+
+    def start(**options):
+        raise StartedError(*imported)
+
+    service = LocalService(ServiceConfig(), lambda line: None)
+    service._preloading = threading.Thread(target=preload)
+    service._preloading.start()
+    monkeypatch.setattr("ray.serve.start", start)
+    with pytest.raises(StartedError, match="application"):
+        service.deploy()
