@@ -4,16 +4,16 @@ Pure functions and frozen dataclasses, but for :class:`specdec.control.controlle
 measurements. No clock, no thread, no randomness. How it chooses:
 
 - An arm is a whole way of speculating: kind, draft length, branches, what the target waits for. A formula
-  (``limits.py``) says what an arm gives at the measured step times and acceptance rate. Of the draft step that runs when
-  a verdict comes any part may be left, so a formula mixes the two numbers of steps that may fit: rounded down, an arm
-  that fits nine times out of ten would look like one that never does. What the drafter has drafted beyond what went out
-  in time counts as a lead, and a row that waits after a miss gets half a chain, as the drafter sends it.
-- Formulas are only where it begins. They take a worker's step time in one mode for that in another, which is wrong where
-  target and drafter share processors, and know nothing of late offers. So what counts is the measured pace of whole
-  arms, target alone among them; an arm that was not tried gets its formula, corrected by how far formulas of similar
-  arms were off, and a doubt (``experience.py``, Gaussian process regression). Doubt grows with the age of a measurement.
-  What fits before a deadline depends on the draft length, so errors of formulas jump from length to length, and hardly
-  change with the branches or with which of the two waits it is; likeness is measured that way.
+  (``limits.py``) says what an arm gives at the measured step times and acceptance rate. Of the draft step that runs
+  when a verdict comes any part may be left, so a formula mixes the two numbers of steps that may fit: rounded down,
+  an arm that fits nine times out of ten would look like one that never does. What the drafter has drafted beyond what
+  went out in time counts as a lead, and a row that waits after a miss gets half a chain, as the drafter sends it.
+- Formulas are only where it begins. They take a worker's step time in one mode for that in another, which is wrong
+  where target and drafter share processors, and know nothing of late offers. So what counts is the measured pace of
+  whole arms, target alone among them; an arm that was not tried gets its formula, corrected by how far formulas of
+  similar arms were off, and a doubt (``experience.py``, Gaussian process regression). Doubt grows with the age of a
+  measurement. What fits before a deadline depends on the draft length, so errors of formulas jump from length to
+  length, and hardly change with the branches or with which of the two waits it is; likeness is measured that way.
 - An arm that would win with one or two standard deviations of luck (two where nothing of the allowance is spent) is
   tried, a few rounds at a time, where what it will probably lose is within an allowance: a share of the time that
   falls from 25% at a new load to 0.5%. It is saved up for the luckiest of those that it can ever pay; an untried arm
@@ -21,12 +21,12 @@ measurements. No clock, no thread, no randomness. How it chooses:
   arm's are, and the time until draft steps of its size are reported. No luck may make more of an arm than its tokens
   per plain target step. Target alone is granted one standard deviation more, so that drafting is held against a fresh
   measurement of it wherever that decides.
-- Few steps say little: one pause among them (a step that takes twice as long) looks like an arm that is a third worse.
-  So doubt falls with the square of the steps at first, and an arm once chosen is held until twenty steps of it were
-  measured, unless it has no chance any more. Steps while a probe drafts beside are not target alone's.
+- Few steps say little: one pause among them (a step that takes twice as long) looks like an arm that is a third
+  worse. So doubt falls with the square of the steps at first, and an arm once chosen is held until twenty steps of it
+  were measured, unless it has no chance any more. Steps while a probe drafts beside are not target alone's.
 - Drafts must gain two percent over target alone, or nothing is drafted.
-- A sequence whose own drafts are not worth their price is off while the others draft. It is not judged meanwhile, so it
-  is tried again after a while, which is twice as long each time that was in vain.
+- A sequence whose own drafts are not worth their price is off while the others draft. It is not judged meanwhile, so
+  it is tried again after a while, which is twice as long each time that was in vain.
 
 ``tests/specdec/control`` holds all this against every fixed plan in a simulation, and the simulation against the real
 machines in virtual time.
