@@ -78,7 +78,7 @@ class Hop(NamedTuple):
 
 @dataclass
 class TracingRunner:
-    """A runner that keeps the trace of the newest run of each mode on each workload.
+    """A runner that keeps the trace of the newest run of each mode on each workload, whatever its seeds.
 
     Attributes:
         runner: Runs them.
@@ -99,7 +99,7 @@ class TracingRunner:
         workers.sort(key=lambda worker: (order[worker.role], worker.name))
         num_streams = len(workload.prompts)
         label = f"{mode.name}, {num_streams} stream(s), temperature {workload.temperature:g}"
-        self._runs[mode, workload] = TracedRun(label, num_streams, duration_ns, tuple(workers))
+        self._runs[mode, replace(workload, first_seed=0)] = TracedRun(label, num_streams, duration_ns, tuple(workers))
         return run
 
     @property

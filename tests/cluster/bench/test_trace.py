@@ -55,6 +55,18 @@ def holds(span: Event, at: float) -> bool:
     return bool(span["ts"] <= at <= span["ts"] + span["dur"])
 
 
+def test_of_several_rounds_the_newest_is_kept() -> None:
+    keys = {"scripted": {"acceptance_rate": 0.8}, "emulate_step_ms": "target=30,draft=3", "trace": True}
+    pair = load_pair(AppArgs.model_validate(keys), clock=VirtualClock())
+    runner = TracingRunner(pair.run, pair)
+    modes = parse_modes(["in_turn"], [0, 4])
+    work = Work("code", 1, 8, 0.0)
+    for number in range(2):
+        for mode in modes:
+            runner(mode, work.workload(mode, number))
+    assert [run.label for run in runner.runs] == [f"{mode.name}, 1 stream(s), temperature 0" for mode in modes]
+
+
 def test_what_a_step_took_and_did(run: TracedRun, events: list[Event]) -> None:
     steps = [event for event in events if event["name"] == "target step"]
     assert {event["dur"] for event in steps} == {30_000.0}
