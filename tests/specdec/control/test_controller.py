@@ -250,8 +250,9 @@ def test_echoes_and_reports_become_estimates():
 
 
 def test_the_longest_wait_that_is_planned_is_the_mean_over_those_that_draft():
+    overlapping = Service((None, None), kinds=frozenset({"off", "overlap"}))
+    assert overlapping.controller.figures()[""]["planned_draft_wait_seconds"] == 0
     service = Service((None, None, 0), kinds=frozenset({"off", "in_turn"}))
-    assert service.controller.figures()[""]["planned_draft_wait_seconds"] == 0
     service.run(kept(0.9), 1.0)
     assert [plan.draft_wait_s for plan in service.plans.values()] == [1.0, 1.0, 0.0]
     assert service.controller.figures()[""]["planned_draft_wait_seconds"] == 1.0
