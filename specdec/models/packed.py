@@ -2,41 +2,90 @@
 
 In bfloat16 torch multiplies with oneDNN, which brings a plain weight into its kernel's own order at every call. For the
 few rows of a decoding step that can take as long as the product; here it is done once. (Inductor does the same when it
-freezes a model: ``torch._inductor.config.freezing``.)
+freezes a model: ``torch._inductor.config.freezing``.) A call has a price of its own, too, so layers that read the same
+inputs are multiplied in one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of layers of one module that transformers' decoders give the same inputs. Where a model does otherwise the
+results are the same, and only slower."""
+
+
+class PackedProduct:
+    """The weights of linear layers that read the same inputs, one below the other, as oneDNN's kernel reads them.
+
+    Whichever layer is called first multiplies for all of them; the others find their part of the result. Nothing is
+    held once the last of them has its own. For one thread at a time.
+
+    Args:
+        linears: On a CPU, of the same input width, all with a bias or none; their weights are not kept.
+    """
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        weights = [linear.weight.detach() for linear in linears]
+        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+        self.sizes = [len(weight) for weight in weights]
+        self._packed = torch.ops.mkldnn._reorder_linear_weight.default(
+            torch.cat(weights) if len(weights) > 1 else weights[0]
+        )
+        self._bias = torch.cat(biases) if biases else None
+        self._inputs: torch.Tensor | None = None
+        self._parts: dict[int, torch.Tensor] = {}
+
+    def weight(self, index: int) -> torch.Tensor:
+        """Of one layer, [out_features, in_features], a copy."""
+        weight: torch.Tensor = torch.split(self._packed.to_dense(), self.sizes)[index]
+        return weight
+
+    def part(self, index: int, inputs: torch.Tensor) -> torch.Tensor:
+        """One layer's result, [..., in_features] -> [..., out_features]; of several layers a view."""
+        multiply = torch.ops.mkldnn._linear_pointwise.default
+        if len(self.sizes) == 1:
+            output: torch.Tensor = multiply(inputs, self._packed, self._bias, "none", [], "")
+            return output
+        if inputs is not self._inputs or index not in self._parts:
+            output = multiply(inputs, self._packed, self._bias, "none", [], "")
+            self._inputs, self._parts = inputs, dict(enumerate(torch.split(output, self.sizes, -1)))
+        part = self._parts.pop(index)
+        if not self._parts:
+            self._inputs = None
+        return part
+
 
 class PackedLinear(nn.Module):
-    """A linear layer's twin, with the same results to the last bit.
+    """A linear layer's twin, with the same results: to the last bit where both widths are multiples of 32.
+
+    Others' kernels add in another order, in which one result in thousands rounds the other way.
 
     Args:
         linear: On a CPU; its weight is not kept.
+        product: Multiplies for this layer; by default for no other.
+        index: The layer's place in that.
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, product: PackedProduct | None = None, index: int = 0) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
-        self._packed = torch.ops.mkldnn._reorder_linear_weight.default(linear.weight.detach())
+        self._product = PackedProduct([linear]) if product is None else product
+        self._index = index
 
     @property
     def weight(self) -> torch.Tensor:
         """[out_features, in_features], a copy: some models' layers read it."""
-        weight: torch.Tensor = self._packed.to_dense()
-        return weight
+        return self._product.weight(self._index)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""
-        multiply = torch.ops.mkldnn._linear_pointwise.default
-        output: torch.Tensor = multiply(inputs, self._packed, self.bias, "none", [], "")
-        return output
+        return self._product.part(self._index, inputs)
 
 
 def pack_linear_layers(model: nn.Module) -> int:
@@ -52,15 +101,33 @@ def pack_linear_layers(model: nn.Module) -> int:
         Number of layers replaced.
     """
     uses = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
-    places = [
-        (parent, name)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if type(child) is nn.Linear and uses[id(child.weight)] == 1 and _is_packable(child)
-    ]
-    for parent, name in places:  # one after the other: each plain weight goes before the next packed one comes
-        setattr(parent, name, PackedLinear(getattr(parent, name)))
-    return len(places)
+    num_packed = 0
+    # No linear layer among them: each plain weight goes before the next packed one comes.
+    for parent in [module for module in model.modules() if not isinstance(module, nn.Linear)]:
+        linears = {
+            name: child
+            for name, child in parent.named_children()
+            if type(child) is nn.Linear and uses[id(child.weight)] == 1 and _is_packable(child)
+        }
+        names = list(linears)
+        num_packed += len(names)
+        while names:
+            group = _siblings(names[0], linears)
+            product = PackedProduct([linears[name] for name in group])
+            for index, name in enumerate(group):
+                setattr(parent, name, PackedLinear(linears.pop(name), product, index))
+                names.remove(name)
+    return num_packed
+
+
+def _siblings(name: str, linears: dict[str, nn.Linear]) -> tuple[str, ...]:
+    """The layers to multiply together with this one, itself among them."""
+    for group in SIBLINGS:
+        if name in group and all(other in linears for other in group):
+            members = [linears[other] for other in group]
+            if len({(member.in_features, member.bias is None) for member in members}) == 1:
+                return group
+    return (name,)
 
 
 def _is_packable(layer: nn.Linear) -> bool:
