@@ -37,27 +37,30 @@ class PackedProduct:
             torch.cat(weights) if len(weights) > 1 else weights[0]
         )
         self._bias = torch.cat(biases) if biases else None
+        self._multiply = torch.ops.mkldnn._linear_pointwise.default
         self._inputs: torch.Tensor | None = None
         self._parts: dict[int, torch.Tensor] = {}
 
     def weight(self, index: int) -> torch.Tensor:
         """Of one layer, [out_features, in_features], a copy."""
-        weight: torch.Tensor = torch.split(self._packed.to_dense(), self.sizes)[index]
+        weight: torch.Tensor = torch.split_with_sizes(self._packed.to_dense(), self.sizes)[index]
         return weight
 
     def part(self, index: int, inputs: torch.Tensor) -> torch.Tensor:
         """One layer's result, [..., in_features] -> [..., out_features]; of several layers a view."""
-        multiply = torch.ops.mkldnn._linear_pointwise.default
         if len(self.sizes) == 1:
-            output: torch.Tensor = multiply(inputs, self._packed, self._bias, "none", [], "")
-            return output
+            return self._multiplied(inputs)
         if inputs is not self._inputs or index not in self._parts:
-            output = multiply(inputs, self._packed, self._bias, "none", [], "")
-            self._inputs, self._parts = inputs, dict(enumerate(torch.split(output, self.sizes, -1)))
+            parts = torch.split_with_sizes(self._multiplied(inputs), self.sizes, -1)
+            self._inputs, self._parts = inputs, dict(enumerate(parts))
         part = self._parts.pop(index)
         if not self._parts:
             self._inputs = None
         return part
+
+    def _multiplied(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self._multiply(inputs, self._packed, self._bias, "none", [], "")
+        return output
 
 
 class PackedLinear(nn.Module):

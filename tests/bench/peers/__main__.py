@@ -27,7 +27,10 @@ from cluster.bench.report import processor_name
 from tests.bench.peers.install import HERE, PEERS, SkippedError, models_of, python_of
 
 STOP_TIMEOUT_S = 20
-HEAD = "| peer | versions | plain tokens/s (least, median, most) | speculative | speculative over plain | same text |"
+HEAD = (
+    "| peer | versions | plain tokens/s (least, median, most) | speculative | speculative over plain "
+    "| the first's speculative over this one's, round by round | same text |"
+)
 
 
 class Process:
@@ -160,15 +163,20 @@ def skip(key: str, error: Exception, processes: dict[str, Process]) -> None:
 
 
 def table(results: dict[str, Results]) -> list[str]:
-    """Lines of Markdown; texts are compared with those of the first peer's plain decoding."""
-    lines = [HEAD, "|---" * 6 + "|"]
+    """Lines of Markdown; texts are compared with those of the first peer's plain decoding.
+
+    Peers take turns in every round, so that the first's rate over another's in the same round tells more than medians.
+    """
+    lines = [HEAD, "|---" * 7 + "|"]
     first = next(iter(results.values()), None)
     for key, found in results.items():
         assert first is not None
         ratio = statistics.median(b / a for a, b in zip(found.rates[False], found.rates[True], strict=True))
         plain, speculative = (spread(found.rates[kind]) for kind in (False, True))
         versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
+        ahead = [a / b for a, b in zip(first.rates[True], found.rates[True], strict=True)]
         cells = [f"{PEERS[key].name}: {found.settings}", versions, plain, speculative, f"{ratio:.2f}"]
+        cells.append(spread(ahead, 2))
         lines.append(f"| {' | '.join([*cells, f'{same_texts(found, first)} of {len(found.texts)}'])} |")
     return lines
 
@@ -197,9 +205,9 @@ def as_json(options: argparse.Namespace, results: dict[str, Results], loads: lis
     return json.dumps({"machine": processor_name(), "options": asked, "load": loads, "peers": peers}, indent=1)
 
 
-def spread(rates: Sequence[float]) -> str:
+def spread(values: Sequence[float], num_digits: int = 1) -> str:
     """Least, median and most."""
-    return f"{min(rates):.1f}, {statistics.median(rates):.1f}, {max(rates):.1f}"
+    return ", ".join(f"{value:.{num_digits}f}" for value in (min(values), statistics.median(values), max(values)))
 
 
 def say(line: str) -> None:

@@ -41,6 +41,7 @@ PEERS = {
     "ours": Peer("specdec"),
     "service": Peer("specdec"),
     "assisted": Peer("transformers, assisted generation"),
+    "assisted_default": Peer("transformers, assisted generation as it comes"),
     "openvino": Peer(
         "OpenVINO GenAI",
         ("openvino-genai==2026.4.1", "optimum-intel[openvino]", "torch==2.13.0"),
