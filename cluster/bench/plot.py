@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from cluster.bench.summary import Row
 from specdec.errors import InvalidParameterError
 
 _WIDTH = 0.8
+_CHARACTERS_PER_PANEL = 90
 
 
 def check_plot(path: str | None, flag: str = "plot") -> None:
@@ -30,7 +32,10 @@ def check_plot(path: str | None, flag: str = "plot") -> None:
 
 
 def draw(report: Report, path: str) -> None:
-    """Write a PNG: a panel per prompts and temperature, bars of tokens/s by mode, the limit as a line over each."""
+    """Write a PNG: a panel per prompts and temperature, bars of tokens/s by mode, the limit as a line over each.
+
+    Above them stands what the figures were made with: machine, models, versions, command.
+    """
     from matplotlib.figure import Figure
 
     panels: dict[tuple[str, float], list[Row]] = {}
@@ -44,8 +49,12 @@ def draw(report: Report, path: str) -> None:
         axis.set_xlabel("streams")
         axis.set_ylabel("decoding tokens/s")
     axes[0].legend(fontsize="small")
-    notes = [*report.environment.stand_ins, report.environment.machine]
-    figure.suptitle("\n".join(notes), fontsize="small")
+    environment = report.environment
+    versions = ", ".join(f"{name} {version}" for name, version in environment.versions.items())
+    models = (f"{role}: {shape}" for role, shape in environment.models.items())
+    notes = [*environment.stand_ins, environment.machine, *models, versions, environment.command]
+    width = _CHARACTERS_PER_PANEL * len(panels)
+    figure.suptitle("\n".join(line for note in notes for line in textwrap.wrap(note, width)), fontsize="x-small")
     figure.savefig(path, dpi=120)
 
 

@@ -8,6 +8,7 @@ inputs are multiplied in one.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 
@@ -23,7 +24,8 @@ class PackedProduct:
     """The weights of linear layers that read the same inputs, one below the other, as oneDNN's kernel reads them.
 
     Whichever layer is called first multiplies for all of them; the others find their part of the result. Nothing is
-    held once the last of them has its own. For one thread at a time.
+    held once the last of them has its own, or the inputs are gone. For one thread at a time, and inputs that are not
+    changed between the first layer's call and the last one's.
 
     Args:
         linears: On a CPU, of the same input width, all with a bias or none; their weights are not kept.
@@ -38,7 +40,7 @@ class PackedProduct:
         )
         self._bias = torch.cat(biases) if biases else None
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
-        self._inputs: torch.Tensor | None = None
+        self._inputs: weakref.ref[torch.Tensor] | None = None
         self._parts: dict[int, torch.Tensor] = {}
 
     def weight(self, index: int) -> torch.Tensor:
@@ -50,13 +52,18 @@ class PackedProduct:
         """One layer's result, [..., in_features] -> [..., out_features]; of several layers a view."""
         if len(self.sizes) == 1:
             return self._multiplied(inputs)
-        if inputs is not self._inputs or index not in self._parts:
+        if self._inputs is None or self._inputs() is not inputs or index not in self._parts:
             parts = torch.split_with_sizes(self._multiplied(inputs), self.sizes, -1)
-            self._inputs, self._parts = inputs, dict(enumerate(parts))
+            self._inputs, self._parts = weakref.ref(inputs, self._drop), dict(enumerate(parts))
         part = self._parts.pop(index)
         if not self._parts:
             self._inputs = None
         return part
+
+    def _drop(self, inputs: weakref.ref[torch.Tensor]) -> None:
+        """Some layer has not asked for its part, and cannot any more."""
+        if inputs is self._inputs:
+            self._inputs, self._parts = None, {}
 
     def _multiplied(self, inputs: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self._multiply(inputs, self._packed, self._bias, "none", [], "")
@@ -92,7 +99,7 @@ class PackedLinear(nn.Module):
 
 
 def pack_linear_layers(model: nn.Module) -> int:
-    """Replace linear layers by packed ones, where that is faster and takes no more memory.
+    """Replace linear layers by packed ones, where that is faster and in the end takes no more memory.
 
     These are layers in bfloat16 on a CPU that multiplies in it (float16 would differ in the last bits), whose weight no
     other module shares (an embedding, as a rule), and that no library has put hooks on.

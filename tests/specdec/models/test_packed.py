@@ -115,6 +115,21 @@ def test_one_product_serves_both_layers_and_then_holds_nothing():
     assert [result() for result in results] == [None, None]
 
 
+def test_a_part_that_nobody_takes_goes_with_the_inputs():
+    """As where queries and keys are of different inputs, or a forward pass fails half-way."""
+    gated = Gated()
+    pack_linear_layers(gated)
+    (product,) = products_of(gated)
+    with torch.inference_mode():
+        for _ in range(2):
+            for name in ("gate_proj", "up_proj"):
+                inputs = torch.randn(1, 4, 64).bfloat16()
+                getattr(gated, name)(inputs)
+        assert product._parts
+        del inputs
+    assert not product._parts
+
+
 def test_layers_called_alone_or_with_other_inputs_are_right():
     gated = Gated(has_bias=True)
     plain = copy.deepcopy(gated)
