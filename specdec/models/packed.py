@@ -55,10 +55,7 @@ class PackedProduct:
         if self._inputs is None or self._inputs() is not inputs or index not in self._parts:
             parts = torch.split_with_sizes(self._multiplied(inputs), self.sizes, -1)
             self._inputs, self._parts = weakref.ref(inputs, self._drop), dict(enumerate(parts))
-        part = self._parts.pop(index)
-        if not self._parts:
-            self._inputs = None
-        return part
+        return self._parts.pop(index)
 
     def _drop(self, inputs: weakref.ref[torch.Tensor]) -> None:
         """Some layer has not asked for its part, and cannot any more."""

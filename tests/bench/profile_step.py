@@ -3,8 +3,8 @@
     python -m tests.bench.profile_step --target FOLDER [--dtype bfloat16] [--num-tokens 9] [--num-past-tokens 256]
 
 The step is timed without the profiler first; with it, every operator call takes longer, so the shares of small
-operators, and of Python between them, are upper bounds. Gathering keys, and attention without a kernel of its own, count
-as small operators.
+operators, and of Python between them, are upper bounds. Gathering keys, and attention without a kernel of its own,
+count as small operators.
 """
 
 from __future__ import annotations
