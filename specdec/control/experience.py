@@ -21,7 +21,7 @@ from specdec.control.limits import Arm, expected_tokens
 
 Floats = npt.NDArray[np.float64]
 
-_MEMORY_STEPS = 400.0
+_MEMORY_STEPS = 800.0
 _MOST_ENTRIES = 40
 
 
@@ -146,7 +146,7 @@ class Likeness:
     load_octaves: float = 6.0
     step: float = 0.15
     pause: float = 0.8
-    least: float = 0.01
+    least: float = 0.006
     drift: float = 0.03
 
     def prior(self, arm: Arm) -> float:

@@ -98,7 +98,7 @@ def test_the_tokens_that_came_count_in_the_long_run():
     few, many = entry(arm, 2.0, num_steps=5, tokens=1.0), entry(arm, 2.0, num_steps=10_000, tokens=1.0)
     assert few.log_pace == pytest.approx(math.log(2.0), abs=0.05)
     assert many.log_pace == pytest.approx(math.log(1.0), abs=0.05)
-    again = many.add(entry(arm, 3.0, num_steps=400))
+    again = many.add(entry(arm, 3.0, num_steps=800))
     assert again.log_pace == pytest.approx(math.log(3.0), abs=0.01)
 
 
