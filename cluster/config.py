@@ -107,6 +107,10 @@ class ModelConfig(StrictModel):
     device_map: str | dict[str, int | str] | None = Field(
         None, description="accelerate's device map, for several devices"
     )
+    compile: bool = Field(
+        False,
+        description="compile the layers with torch's Inductor: faster steps, a slower start; needs a C++ compiler",
+    )
     kv_memory: MemoryAmount = Field("auto", description=f"memory for cached keys and values: {_AMOUNT_HELP}")
 
     @model_validator(mode="before")

@@ -89,4 +89,5 @@ def _source(config: ModelConfig, demo: Path, *, is_demo: bool) -> ModelSource:
         dtype="float32" if is_demo and config.dtype == "auto" else config.dtype,
         device=config.device,
         device_map=config.device_map,
+        compile=config.compile,
     )

@@ -51,7 +51,7 @@ class AttentionLayer:
         return self.num_key_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
 
-class _ProbeCache(Cache):  # type: ignore[misc]
+class ProbeCache(Cache):  # type: ignore[misc]
     """Keeps nothing but what a layer handed over, to see that attention gets the very same tensors."""
 
     def __init__(self, recurrent: RecurrentProbe) -> None:
@@ -62,14 +62,15 @@ class _ProbeCache(Cache):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What was handed over."""
         self.states[layer_idx] = (key_states, value_states)
         return self.states[layer_idx]
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        return None
+        """None, as at a prompt."""
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        return None
+        """None, as at a prompt."""
 
     def update_conv_state(
         self,
@@ -79,25 +80,31 @@ class _ProbeCache(Cache):  # type: ignore[misc]
         conv_kernel_size: int | None = None,
         **kwargs: object,
     ) -> torch.Tensor:
+        """As :meth:`RecurrentProbe.extended`."""
         return self._recurrent.extended(conv_states, layer_idx, state_idx, conv_kernel_size)
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object
     ) -> torch.Tensor:
+        """The same states, of layers known to have any."""
         if layer_idx not in self._recurrent.layers:
             raise ModelLoadError(f"layer {layer_idx} has a recurrent state of a kind that is not supported")
         return recurrent_states
 
     def is_recording_past(self, layer_idx: int) -> bool:
+        """No."""
         return False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        """0."""
         return 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
+        """0."""
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """The queries."""
         return query_length, 0
 
 
@@ -105,7 +112,7 @@ class _ProbeCache(Cache):  # type: ignore[misc]
 class _Probe:
     """What the attention layers said in one forward pass."""
 
-    cache: _ProbeCache
+    cache: ProbeCache
     max_length: int
     layers: dict[int, AttentionLayer] = field(default_factory=dict)
     num_calls: int = 0
@@ -150,7 +157,7 @@ def find_layers(
     AttentionMaskInterface.register(_PROBE_NAME, _probe_mask)
     name = type(model).__name__
     recurrent = RecurrentProbe()
-    probe = _Probe(_ProbeCache(recurrent), max_length)
+    probe = _Probe(ProbeCache(recurrent), max_length)
     if model._can_set_attn_implementation():
         model.set_attn_implementation(_PROBE_NAME)
     elif next(recurrent_modules(model), None) is None:

@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 from specdec.errors import ModelLoadError
 from specdec.models.allocation import allocation
 from specdec.models.attention import ATTENTION_NAME, register_attention
+from specdec.models.compiled import compile_layers
 from specdec.models.configuration import eos_token_ids, generation_defaults, max_model_len
 from specdec.models.layers import AttentionLayer, find_layers
 from specdec.models.packed import pack_linear_layers
@@ -51,6 +52,7 @@ class ModelSource:
         device: ``auto`` is the first GPU, or the CPU where there is none; else a torch device such as ``cuda:1``.
         device_map: How accelerate spreads the layers over devices (``auto``, or module names to devices); None puts
             all on ``device``.
+        compile: Compile the decoder layers (:func:`specdec.models.compiled.compile_layers`).
     """
 
     path: str
@@ -59,6 +61,7 @@ class ModelSource:
     dtype: DTypeName = "auto"
     device: str = "auto"
     device_map: str | dict[str, int | str] | None = None
+    compile: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,9 @@ def load_model(source: ModelSource, progress: Progress | None = None) -> LoadedM
     with allocation(ModelLoadError, f"the weights of {source.path} do not fit into the memory of {device}"):
         model = _load_weights(source, config, device, dtype)
     loaded = prepare_model(model, source.path)
+    if source.compile:
+        report(f"compiling the layers of {source.path}")
+        report(str(compile_layers(model, source.path)))
     report(
         f"loaded {source.path}: {loaded.num_parameters / 1e6:,.1f} M parameters, "
         f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device}"

@@ -29,23 +29,30 @@ class PackedProduct:
 
     Args:
         linears: On a CPU, of the same input width, all with a bias or none; their weights are not kept.
+
+    Attributes:
+        sizes: Output widths.
+        in_features: Input width.
+        packed: All weights.
+        bias: All biases, [sum of sizes]; None where there are none.
     """
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         weights = [linear.weight.detach() for linear in linears]
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         self.sizes = [len(weight) for weight in weights]
-        self._packed = torch.ops.mkldnn._reorder_linear_weight.default(
+        self.in_features = linears[0].in_features
+        self.packed = torch.ops.mkldnn._reorder_linear_weight.default(
             torch.cat(weights) if len(weights) > 1 else weights[0]
         )
-        self._bias = torch.cat(biases) if biases else None
+        self.bias = torch.cat(biases) if biases else None
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
         self._inputs: weakref.ref[torch.Tensor] | None = None
         self._parts: dict[int, torch.Tensor] = {}
 
     def weight(self, index: int) -> torch.Tensor:
         """Of one layer, [out_features, in_features], a copy."""
-        weight: torch.Tensor = torch.split_with_sizes(self._packed.to_dense(), self.sizes)[index]
+        weight: torch.Tensor = torch.split_with_sizes(self.packed.to_dense(), self.sizes)[index]
         return weight
 
     def part(self, index: int, inputs: torch.Tensor) -> torch.Tensor:
@@ -63,7 +70,7 @@ class PackedProduct:
             self._inputs, self._parts = None, {}
 
     def _multiplied(self, inputs: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self._multiply(inputs, self._packed, self._bias, "none", [], "")
+        output: torch.Tensor = self._multiply(inputs, self.packed, self.bias, "none", [], "")
         return output
 
 
@@ -76,23 +83,26 @@ class PackedLinear(nn.Module):
         linear: On a CPU; its weight is not kept.
         product: Multiplies for this layer; by default for no other.
         index: The layer's place in that.
+
+    Attributes:
+        product: What multiplies.
     """
 
     def __init__(self, linear: nn.Linear, product: PackedProduct | None = None, index: int = 0) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
-        self._product = PackedProduct([linear]) if product is None else product
+        self.product = PackedProduct([linear]) if product is None else product
         self._index = index
 
     @property
     def weight(self) -> torch.Tensor:
         """[out_features, in_features], a copy: some models' layers read it."""
-        return self._product.weight(self._index)
+        return self.product.weight(self._index)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""
-        return self._product.part(self._index, inputs)
+        return self.product.part(self._index, inputs)
 
 
 def pack_linear_layers(model: nn.Module) -> int:

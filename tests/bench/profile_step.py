@@ -1,6 +1,7 @@
 """What a step of a model spends its time on: torch's profile of the operators, over many steps of one stream.
 
     python -m tests.bench.profile_step --target FOLDER [--dtype bfloat16] [--num-tokens 9] [--num-past-tokens 256]
+        [--compile]
 
 The step is timed without the profiler first; with it, every operator call takes longer, so the shares of small
 operators, and of Python between them, are upper bounds. Gathering keys, and attention without a kernel of its own,
@@ -24,15 +25,22 @@ from specdec.models.loading import ModelSource, load_model
 from specdec.models.runner import ModelRunner, RowInput
 
 KINDS = {
-    "linear layers": ("mkldnn::_linear_pointwise", "aten::mm", "aten::addmm", "aten::linear", "mkl::_mkl_linear"),
+    "linear layers": (
+        "mkldnn::_linear_pointwise",
+        "specdec::packed_linear",
+        "aten::mm",
+        "aten::addmm",
+        "aten::linear",
+        "mkl::_mkl_linear",
+    ),
     "attention": ("aten::_scaled_dot_product_flash_attention_for_cpu", "aten::scaled_dot_product_attention"),
 }
 """Operators by what they are for; all others are small ones."""
 
 
-def make_step(folder: Path, dtype: str, num_tokens: int, num_past_tokens: int) -> Callable[[], None]:
+def make_step(source: ModelSource, num_tokens: int, num_past_tokens: int) -> Callable[[], None]:
     """A step of one sequence over ``num_tokens``, all of them verified, which can be repeated."""
-    runner = ModelRunner(load_model(ModelSource(str(folder), dtype=dtype, device="cpu")), num_blocks=256)
+    runner = ModelRunner(load_model(source), num_blocks=256)
     sequence = runner.new_sequence()
     length = num_past_tokens + num_tokens
     if not runner.reserve(sequence, length):
@@ -79,10 +87,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--num-tokens", type=int, default=9, help="new tokens of the step")
     parser.add_argument("--num-past-tokens", type=int, default=256, help="tokens cached before")
+    parser.add_argument("--compile", action="store_true", help="compile the layers")
     parser.add_argument("--repeats", type=int, default=40)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    step = make_step(options.target, options.dtype, options.num_tokens, options.num_past_tokens)
+    source = ModelSource(str(options.target), dtype=options.dtype, device="cpu", compile=options.compile)
+    step = make_step(source, options.num_tokens, options.num_past_tokens)
     seconds_of(step, 5)
     sys.stdout.write(f"step of {options.num_tokens} tokens: {seconds_of(step, options.repeats) * 1e3:.1f} ms\n")
     for kind, share in shares_of(step, options.repeats).items():

@@ -23,13 +23,14 @@ PAIR = ("--target", str(demo_folder("target")), "--draft", str(demo_folder("draf
 def test_ours_and_assisted_generation_say_the_same(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     work = ("--num-prompts", "1", "--max-tokens", "8", "--rounds", "1")
     figures = tmp_path / "figures.json"
-    keys = ["ours", "assisted", "assisted_default"]
+    keys = ["ours", "ours_compiled", "assisted", "assisted_default"]
     assert main([*PAIR, "--work", str(tmp_path), "--peers", ",".join(keys), *work, "--json", str(figures)]) == 0
     out = capfd.readouterr().out
     rows = [line for line in out.splitlines() if line.startswith("| ")]
-    assert len(rows) == 4
-    assert "transformers, assisted generation: generate(assistant_model=...), 5 draft tokens" in rows[2]
-    assert "transformers, assisted generation as it comes: generate(assistant_model=...), all else" in rows[3]
+    assert len(rows) == 5
+    assert "specdec: engine in process, in turn, layers compiled" in rows[2]
+    assert "transformers, assisted generation: generate(assistant_model=...), 5 draft tokens" in rows[3]
+    assert "transformers, assisted generation as it comes: generate(assistant_model=...), all else" in rows[4]
     assert all(row.endswith("| 2 of 2 |") for row in rows[1:])
     assert "skipped" not in out
     body = json.loads(figures.read_text())
@@ -70,6 +71,16 @@ def test_a_peer_that_dies_between_requests_is_skipped(
     out = capfd.readouterr().out
     assert "One that dies: skipped: out of memory" in out
     assert "| One that lives: " in out
+
+
+def test_a_peer_that_does_not_answer_is_skipped(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "HERE", tmp_path)
+    monkeypatch.setitem(PEERS, "silent", Peer("One that says nothing"))
+    (tmp_path / "run_silent.py").write_text("import sys\nsys.stdin.read()")
+    assert main([*PAIR, "--work", str(tmp_path), "--peers", "silent", "--answer-timeout", "0.5"]) == 0
+    assert "One that says nothing: skipped: it did not answer within 0.5 s" in capfd.readouterr().out
 
 
 _PEER = """
@@ -126,4 +137,4 @@ def test_models_for_older_engines(tmp_path: Path) -> None:
 def test_unknown_peers_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([*PAIR, "--work", str(tmp_path), "--peers", "ours,theirs"])
-    assert "theirs is none of ours, service, assisted" in capsys.readouterr().err
+    assert "theirs is none of ours, ours_compiled, service" in capsys.readouterr().err

@@ -14,6 +14,7 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ class Process:
         environment = os.environ | {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"}
         if PEERS[key].packages:  # another Python must not find this one's packages
             environment.pop("PYTHONPATH", None)
+        self._answer_timeout_s = options.answer_timeout
         self._log = options.work / f"{key}.log"
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
@@ -74,12 +76,20 @@ class Process:
         """The next message.
 
         Raises:
-            SkippedError: The process has ended instead.
+            SkippedError: The process has ended instead, or did not answer in time and was killed.
         """
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                return dict(json.loads(line))
+        late = threading.Event()
+        timer = threading.Timer(self._answer_timeout_s, lambda: (late.set(), self._process.kill()))
+        timer.start()
+        try:
+            for line in self._process.stdout:
+                if line.startswith("{"):
+                    return dict(json.loads(line))
+        finally:
+            timer.cancel()
+        if late.is_set():
+            raise SkippedError(f"it did not answer within {self._answer_timeout_s:g} s (its words: {self._log})")
         lines = self._log.read_text().strip().splitlines()
         raise SkippedError(f"{lines[-1] if lines else 'it ended without a word'} (all of it: {self._log})")
 
@@ -231,6 +241,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--num-speculative-tokens", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count")
     parser.add_argument("--install-timeout", type=float, default=600, help="seconds for each step of an installation")
+    parser.add_argument(
+        "--answer-timeout", type=float, default=600, help="seconds a peer may take to load, or to answer"
+    )
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures of every round there")
     options = parser.parse_args(arguments)
     keys = options.peers.split(",")

@@ -39,7 +39,9 @@ class Peer:
 
 PEERS = {
     "ours": Peer("specdec"),
+    "ours_compiled": Peer("specdec"),
     "service": Peer("specdec"),
+    "service_compiled": Peer("specdec"),
     "assisted": Peer("transformers, assisted generation"),
     "assisted_default": Peer("transformers, assisted generation as it comes"),
     "openvino": Peer(

@@ -12,11 +12,12 @@ from cluster.bench.load import fresh_salt
 from specdec import BackendOptions, ModelSource, SamplingParams, SpeculativeEngine
 
 
-def main() -> None:
+def main(*, is_compiled: bool = False) -> None:
     """Load the pair and answer."""
     given = arguments()
     torch.set_num_threads(given.threads)
-    sources = [ModelSource(folder, dtype=given.dtype, device="cpu") for folder in (given.target, given.draft)]
+    folders = given.target, given.draft
+    sources = [ModelSource(folder, dtype=given.dtype, device="cpu", compile=is_compiled) for folder in folders]
     engine = SpeculativeEngine.from_pretrained(*sources, options=BackendOptions(kv_memory=256 << 20))
     sampling = SamplingParams(temperature=0, ignore_eos=True)
 
@@ -26,7 +27,7 @@ def main() -> None:
         return {"token_ids": list(result.token_ids), "num_accepted": result.stats.num_accepted_tokens}
 
     versions = {name: importlib.metadata.version(name) for name in ("specdec", "torch")}
-    answer_requests(versions, "engine in process, in turn", generate)
+    answer_requests(versions, f"engine in process, in turn{', layers compiled' if is_compiled else ''}", generate)
 
 
 if __name__ == "__main__":

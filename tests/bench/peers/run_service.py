@@ -17,12 +17,12 @@ from cluster.config import ModelConfig, ServiceConfig
 REQUEST_TIMEOUT_S = 600
 
 
-def main() -> None:
+def main(*, is_compiled: bool = False) -> None:
     """Serve the pair as the service does by default, and ask it."""
     given = arguments()
     config = ServiceConfig(
-        target=ModelConfig(model=given.target, dtype=given.dtype),
-        draft=ModelConfig(model=given.draft, dtype=given.dtype),
+        target=ModelConfig(model=given.target, dtype=given.dtype, compile=is_compiled),
+        draft=ModelConfig(model=given.draft, dtype=given.dtype, compile=is_compiled),
     )
     with Services({"": config}, serve) as services:
         client = httpx.Client(base_url=services.urls[""], timeout=REQUEST_TIMEOUT_S)
@@ -39,7 +39,7 @@ def main() -> None:
 
         versions = {name: importlib.metadata.version(name) for name in ("specdec", "ray", "torch")}
         settings = "service over HTTP, draft and target in two processes, one thread each; mode and draft length: auto"
-        answer_requests(versions, settings, generate)
+        answer_requests(versions, f"{settings}{'; layers compiled' if is_compiled else ''}", generate)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ class Gated(nn.Module):
 
 
 def products_of(model: nn.Module) -> set[PackedProduct]:
-    return {module._product for module in model.modules() if isinstance(module, PackedLinear)}
+    return {module.product for module in model.modules() if isinstance(module, PackedLinear)}
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -107,7 +107,7 @@ def test_one_product_serves_both_layers_and_then_holds_nothing():
     inputs = torch.randn(1, 4, 64).bfloat16()
     with torch.inference_mode():
         gate = gated.gate_proj(inputs)
-        product._packed = None  # nothing is multiplied from here on
+        product.packed = None  # nothing is multiplied from here on
         up = gated.up_proj(inputs)
     assert gate.untyped_storage().data_ptr() == up.untyped_storage().data_ptr()
     results = weakref.ref(gate), weakref.ref(inputs)

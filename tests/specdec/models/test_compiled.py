@@ -1,0 +1,116 @@
+"""Compiled layers: what the model's own layers give, but for rounding, whatever is read beside a row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._inductor.utils import fresh_cache
+
+from cluster.sources import demo_folder
+from specdec import BackendOptions, ModelSource, SamplingParams, SpeculativeEngine
+from specdec.errors import ModelLoadError
+from specdec.models.admission import check_admission
+from specdec.models.compiled import compile_layers
+from specdec.models.compiled.layers import CompiledLayer
+from specdec.models.loading import load_model, prepare_model
+from specdec.models.runner import ModelRunner, RowInput
+from tests.specdec.models.families import make_model
+from tests.specdec.models.recurrent_families import make_recurrent
+
+
+def compiled_runner(model, name: str) -> tuple[ModelRunner, str]:
+    loaded = prepare_model(model, name)
+    return ModelRunner(loaded, num_blocks=64), str(compile_layers(loaded.model, name))
+
+
+def logits_after_prompt(runner: ModelRunner, num_tokens: int) -> torch.Tensor:
+    sequence = runner.new_sequence()
+    assert runner.reserve(sequence, 40)
+    runner.forward([RowInput(sequence, list(range(3, 20)), 0)])
+    logits = runner.forward([RowInput(sequence, list(range(40, 40 + num_tokens)), num_tokens)])
+    runner.free(sequence)
+    return logits
+
+
+# Biases and windows; norms and residuals of another order; arguments by their place, and layers that are no nn.Linear.
+@pytest.mark.parametrize("family", ["qwen2", "gemma3", "gpt2"])
+def test_a_token_gets_the_same_numbers_whatever_is_read_with_it(family: str) -> None:
+    """One graph serves all numbers of tokens, 1 among them, for which it was not recorded."""
+    runner, report = compiled_runner(make_model(family).bfloat16(), family)
+    assert report == "4 of 4 layers compiled, 1 kind"
+    assert check_admission(runner).relative_error <= 0.03
+    whole = logits_after_prompt(runner, 9)
+    for num_tokens in range(1, 9):
+        assert torch.equal(logits_after_prompt(runner, num_tokens), whole[:num_tokens]), num_tokens
+
+
+def test_the_graphs_are_really_run() -> None:
+    """Weights of one layer in the place of another's are found out."""
+    runner, _ = compiled_runner(make_model("llama"), "llama")
+    assert check_admission(runner).relative_error < 1e-5
+    first, second, *_ = (layer.forward for layer in runner.loaded.model.model.layers)
+    assert isinstance(first, CompiledLayer)
+    assert isinstance(second, CompiledLayer)
+    second._after_inputs = first._after_inputs
+    with pytest.raises(ModelLoadError, match="cannot be served exactly"):
+        check_admission(runner)
+
+
+def test_recurrent_layers_stay_as_they_are() -> None:
+    runner, report = compiled_runner(make_recurrent("lfm2"), "lfm2")
+    assert report == "1 of 3 layers compiled, 1 kind; Lfm2DecoderLayer is not: it keeps a recurrent state"
+    assert check_admission(runner).relative_error < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "reason"),
+    [
+        ("mixtral", torch.bfloat16, "MixtralDecoderLayer is not: what it does depends on the number of tokens"),
+        (
+            "deepseek_v3",
+            torch.float32,
+            "DeepseekV3DecoderLayer is not: it attends to other keys and values than it caches",
+        ),
+    ],
+)
+def test_a_model_of_which_nothing_can_be_compiled_is_refused(family: str, dtype: torch.dtype, reason: str) -> None:
+    loaded = prepare_model(make_model(family).to(dtype), family)
+    with pytest.raises(ModelLoadError, match=r"no layer of mine can be compiled .*; set compile to false") as caught:
+        compile_layers(loaded.model, "mine")
+    assert reason in str(caught.value)
+    check_admission(ModelRunner(loaded, num_blocks=64))  # it runs as before
+
+
+def test_without_a_compiler_the_message_says_so() -> None:
+    source = ModelSource(str(demo_folder("draft")), device="cpu", compile=True)
+    without = torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
+    with (
+        without,
+        fresh_cache(),
+        pytest.raises(ModelLoadError, match=r"cannot be compiled: InductorError: InvalidCxxCompiler: .*no-such-comp"),
+    ):
+        load_model(source)
+
+
+def test_a_compiled_pair_says_what_a_plain_one_says() -> None:
+    """At any draft length, sampled; the progress says what was compiled."""
+    lines: list[str] = []
+    folders = [str(demo_folder(name)) for name in ("target", "draft")]
+    plain, compiled = (
+        SpeculativeEngine.from_pretrained(
+            *(ModelSource(folder, dtype="float32", device="cpu", compile=is_compiled) for folder in folders),
+            options=BackendOptions(kv_memory=64 << 20),
+            progress=lines.append,
+        )
+        for is_compiled in (False, True)
+    )
+    assert [line for line in lines if "compiled" in line] == [
+        "12 of 12 layers compiled, 1 kind",
+        "2 of 2 layers compiled, 1 kind",
+    ]
+    sampling = SamplingParams(temperature=1.0, ignore_eos=True)
+    texts = [
+        engine.generate(list(range(5, 25)), sampling, seed=7, max_tokens=40, num_speculative_tokens=length).token_ids
+        for engine, length in ((plain, 0), (compiled, 0), (compiled, 3), (compiled, 7))
+    ]
+    assert all(text == texts[0] for text in texts)
