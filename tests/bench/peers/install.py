@@ -43,6 +43,7 @@ PEERS = {
     "service": Peer("specdec"),
     "service_compiled": Peer("specdec"),
     "assisted": Peer("transformers, assisted generation"),
+    "assisted_compiled": Peer("transformers, assisted generation"),
     "assisted_default": Peer("transformers, assisted generation as it comes"),
     "openvino": Peer(
         "OpenVINO GenAI",

@@ -10,11 +10,12 @@ from loop import answer_requests, arguments
 from transformers import AutoModelForCausalLM
 
 
-def main(*, is_tuned: bool = True) -> None:
+def main(*, is_tuned: bool = True, is_compiled: bool = False) -> None:
     """Load the pair and answer.
 
     Args:
         is_tuned: With the draft length that was asked for, every round; else as transformers does it by itself.
+        is_compiled: With the decoder layers of both models compiled, for any length.
     """
     given = arguments()
     torch.set_num_threads(given.threads)
@@ -29,6 +30,11 @@ def main(*, is_tuned: bool = True) -> None:
         settings = f"{given.num_speculative_tokens} draft tokens, constant schedule, confidence threshold 0"
     else:
         settings = "all else as transformers sets it"
+
+    if is_compiled:
+        settings += ", layers compiled (torch.compile, dynamic)"
+        for layer in (*target.model.layers, *draft.model.layers):
+            layer.compile(dynamic=True)
 
     @torch.inference_mode()
     def generate(prompt_ids: list[int], max_tokens: int, num_speculative_tokens: int) -> dict[str, Any]:
