@@ -195,7 +195,7 @@ class Group:
             then = conditions.at_load(entry.num_rows, entry.num_draft_rows)
             return pace(entry.arm, then, entry.acceptance_rate).tokens_per_s
 
-        beliefs = self.experience.beliefs(ways, conditions.num_rows, now_s, predicted)
+        beliefs = self.experience.beliefs(ways, conditions, rate, now_s, predicted)
         scored = {arm: known[arm].tokens_per_s * math.exp(belief.mean) for arm, belief in beliefs.items()}
         step_s = conditions.target_s(0)
         luck = self.settings.curiosity * (1 + max(0.0, self._allowance.credit) / self.settings.most_credit)
@@ -242,7 +242,8 @@ class Group:
             return
         expected = one.expected_tokens(self.acceptance_rate)
         rows, draft_rows, rate = conditions.num_rows, conditions.num_draft_rows, self.acceptance_rate
-        entry = Entry(self.arm, rows, draft_rows, rate, one.num_rounds, one.seconds, expected, one.num_tokens, now_s)
+        figures = one.num_rounds, one.seconds, expected, one.num_tokens
+        entry = Entry(self.arm, rows, draft_rows, rate, *figures, now_s, dict(one.lengths))
         self.experience = self.experience.add(entry)
         self._num_steps += entry.num_steps
         self._mean_length = one.mean_length
