@@ -8,6 +8,7 @@ import pytest
 from specdec.control.choice import Bounds, arms, best, own_length, plan_of
 from specdec.control.estimates import DecayedRate, Round, TrackedRate, acceptance_trials, rounds_of
 from specdec.control.experience import Entry, Experience, tokens_of
+from specdec.control.group import Allowance
 from specdec.control.limits import OFF, Arm
 from specdec.control.steptimes import StepTime, StepTimes
 from specdec.protocol.messages import Plan
@@ -100,6 +101,11 @@ def test_arms_are_compared_at_one_acceptance_rate_unless_it_has_changed():
     assert far == then
     newer = then.add(then)
     assert newer.expected == pytest.approx(tokens_of(newer.lengths, 0.8))
+
+
+def test_more_luck_is_granted_while_less_of_the_allowance_is_spent():
+    assert [Allowance(credit, 3.0).share_left for credit in (-1.0, 0.0, 1.5, 3.0)] == [0.0, 0.0, 0.5, 1.0]
+    assert Allowance().share_left == 0.0
 
 
 def test_doubt_grows_with_time_and_with_another_load():
