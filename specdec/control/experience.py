@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float64]
 _MEMORY_STEPS = 800.0
 _MOST_ENTRIES = 40
 _SAME_RATE = 0.02
-"""Acceptance rates that differ by less are taken for the same, as :class:`specdec.control.estimates.TrackedRate` does."""
+"""Acceptance rates that differ by less are taken for one, as in :class:`specdec.control.estimates.TrackedRate`."""
 
 
 @dataclass
