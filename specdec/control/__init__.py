@@ -12,8 +12,13 @@ measurements. No clock, no thread, no randomness. How it chooses:
   where target and drafter share processors, and know nothing of late offers. So what counts is the measured pace of
   whole arms, target alone among them; an arm that was not tried gets its formula, corrected by how far formulas of
   similar arms were off, and a doubt (``experience.py``, Gaussian process regression). Doubt grows with the age of a
-  measurement. What fits before a deadline depends on the draft length, so errors of formulas jump from length to
-  length, and hardly change with the branches or with which of the two waits it is; likeness is measured that way.
+  measurement. What fits before a deadline depends on the draft length and on the time of a draft step, so errors of
+  formulas jump from length to length, and change with the branches as far as those make draft steps longer, and
+  hardly with which of the two waits it is; likeness is measured that way. Its distances are those at which the
+  formulas' errors in the simulation, over all arms of a point that are near its best, are likeliest.
+- An acceptance rate that is off by one percent moves the order of draft lengths by several. So arms are compared at one
+  estimate, that of today, which remembers long; what was measured at another rate is corrected for that only where the
+  two differ so much that the rate has really changed. A sequence's own draft length follows what it accepted of late.
 - An arm that would win with one or two standard deviations of luck (two where nothing of the allowance is spent) is
   tried, a few rounds at a time, where what it will probably lose is within an allowance: a share of the time that
   falls from 25% at a new load to 0.5%. It is saved up for the luckiest of those that it can ever pay; an untried arm

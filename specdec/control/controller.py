@@ -31,6 +31,8 @@ class Tracked:
     Attributes:
         bound: The request's ``num_speculative_tokens``.
         arm: What its plan carries out.
+        acceptance: Of late, for its own draft length.
+        steady: Of long, as far as it stayed the same, for the choice of its group's arm.
         since: Rounds since the plan changed.
         seen_s: When it was last decided.
         off_since_s: Since when it drafts nothing in a group that drafts; None while it does as the others do.
@@ -41,6 +43,7 @@ class Tracked:
     plan: Plan
     arm: Arm
     acceptance: DecayedRate = field(default_factory=DecayedRate)
+    steady: TrackedRate = field(default_factory=TrackedRate)
     since: int = 0
     seen_s: float | None = None
     target: str | None = None
@@ -160,6 +163,7 @@ class Controller:
         accepted, judged = acceptance_trials(rounds)
         if judged:
             one.acceptance = one.acceptance.add(accepted, judged)
+            one.steady = one.steady.add(accepted, judged)
             self._acceptance = self._acceptance.add(accepted, judged)
         group = self._groups.get(one.target or "")
         if group is not None and one.seen_s is not None and one.since >= self._settings.settle_rounds:
@@ -217,7 +221,8 @@ class Controller:
         rates = {seq: self._sequences[seq].acceptance.rate(self.acceptance_rate, _RATE_WEIGHT) for seq in able}
         conditions = self._conditions(target, seqs, placements)
         bounds = self._bounds_for(conditions, [placements[seq][1] for seq in seqs])
-        group.review(conditions, list(rates.values()), bounds, now_s)
+        steady = [self._sequences[seq].steady.rate(self.acceptance_rate, _RATE_WEIGHT) for seq in able]
+        group.review(conditions, steady, bounds, now_s)
         probing = set(group.probed(able, now_s))
         changed = {}
         plans: dict[tuple[Arm, int, int], Plan] = {}
@@ -247,7 +252,7 @@ class Controller:
         if group.arm != OFF and not length:
             if not one.may_return(self._settings, now_s):
                 return rate
-            one.acceptance, rate = DecayedRate(), self.acceptance_rate
+            one.acceptance, one.steady, rate = DecayedRate(), TrackedRate(), self.acceptance_rate
         elif length == group.arm.num_draft_tokens and one.acceptance.trials >= _PROVEN_TRIALS:
             one.patience_s = 0.0
         one.off_since_s = None

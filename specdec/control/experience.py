@@ -17,12 +17,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from specdec.control.limits import Arm, expected_tokens
+from specdec.control.limits import Arm, Conditions, expected_tokens
 
 Floats = npt.NDArray[np.float64]
 
 _MEMORY_STEPS = 800.0
 _MOST_ENTRIES = 40
+_SAME_RATE = 0.02
+"""Acceptance rates that differ by less are taken for one, as in :class:`specdec.control.estimates.TrackedRate`."""
 
 
 @dataclass
@@ -52,7 +54,7 @@ class Observed:
 
     def expected_tokens(self, acceptance_rate: float) -> float:
         """Tokens that drafts of such lengths give on average."""
-        return sum(count * expected_tokens(acceptance_rate, length) for length, count in self.lengths.items())
+        return tokens_of(self.lengths, acceptance_rate)
 
 
 class Belief(NamedTuple):
@@ -76,6 +78,7 @@ class Entry:
         expected: Tokens that drafts of such lengths give on average.
         tokens: Tokens that came.
         at_s: When it was last measured.
+        lengths: Rounds by number of draft tokens, where they are known.
     """
 
     arm: Arm
@@ -87,6 +90,7 @@ class Entry:
     expected: float
     tokens: float
     at_s: float
+    lengths: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def num_steps(self) -> float:
@@ -103,6 +107,16 @@ class Entry:
         trust = self.num_rounds / (self.num_rounds + 400)
         return math.log(self.expected / self.seconds) + trust * math.log(max(self.tokens, 1.0) / self.expected)
 
+    def revised(self, acceptance_rate: float) -> Entry:
+        """As it looks today, if the acceptance rate of the time is so near today's that it was the same in truth.
+
+        Today's is the better estimate of it then. Arms that were measured at different times would otherwise differ by
+        what the estimate was off at each.
+        """
+        if not self.lengths or abs(acceptance_rate - self.acceptance_rate) > _SAME_RATE:
+            return self
+        return replace(self, acceptance_rate=acceptance_rate, expected=tokens_of(self.lengths, acceptance_rate))
+
     def add(self, newer: Entry) -> Entry:
         """With a newer measurement of the same arm at the same load."""
         kept = max(0.0, 1 - newer.num_steps / _MEMORY_STEPS)
@@ -116,7 +130,29 @@ class Entry:
             seconds=kept * self.seconds + newer.seconds,
             expected=kept * self.expected + newer.expected,
             tokens=kept * self.tokens + newer.tokens,
+            lengths={
+                length: kept * self.lengths.get(length, 0.0) + newer.lengths.get(length, 0.0)
+                for length in self.lengths.keys() | newer.lengths.keys()
+            },
         )
+
+
+class Place(NamedTuple):
+    """Where an arm stands among others, in what the error of its formula depends on; octaves.
+
+    Attributes:
+        style: Index of its kind and wait.
+        length: Draft tokens.
+        branches: With the chain itself.
+        drafting: Time of a draft step; 0 where none is made.
+        load: Sequences on the target.
+    """
+
+    style: int
+    length: float
+    branches: float
+    drafting: float
+    load: float
 
 
 @dataclass(frozen=True)
@@ -130,6 +166,7 @@ class Likeness:
         waits: Share of that which arms that wait for branches and for chains have in common.
         length_octaves: Distance, in octaves of draft length, at which the likeness falls to 1/e.
         branch_octaves: ... of branches: how many there are says little of what fits before a deadline.
+        drafting_octaves: ... of the time of a draft step, by which they decide what fits.
         load_octaves: ... of the load.
         step: Error of one measured step.
         pause: What a step that takes far longer, as one does now and then, weighs as the only one measured.
@@ -140,9 +177,10 @@ class Likeness:
     off: float = 0.25
     common: float = 0.05
     style: float = 0.1
-    waits: float = 0.8
+    waits: float = 0.9
     length_octaves: float = 2.0
-    branch_octaves: float = 8.0
+    branch_octaves: float = 64.0
+    drafting_octaves: float = 0.7
     load_octaves: float = 6.0
     step: float = 0.15
     pause: float = 0.8
@@ -155,14 +193,15 @@ class Likeness:
             return self.off**2
         return self.style**2 + (self.common**2 if _STYLES[arm.style] >= _FIRST_AHEAD else 0.0)
 
-    def covariance(self, ones: Sequence[tuple[Arm, float]], others: Sequence[tuple[Arm, float]]) -> Floats:
-        """Of the formulas' errors; arms with the logarithm of the load, as [ones, others]."""
-        (kinds, places), (other_kinds, other_places) = _features(ones), _features(others)
-        octaves = np.array([self.length_octaves, self.branch_octaves, self.load_octaves])
-        near = np.exp(-np.abs(places[:, None] - other_places[None]) / octaves)
+    def covariance(self, ones: Sequence[Place], others: Sequence[Place]) -> Floats:
+        """Of the formulas' errors, as [ones, others]."""
+        places, other_places = (np.array(some, dtype=np.float64) for some in (ones, others))
+        kinds, other_kinds = places[:, 0], other_places[:, 0]
+        octaves = np.array([self.length_octaves, self.branch_octaves, self.drafting_octaves, self.load_octaves])
+        near = np.exp(-np.abs(places[:, None, 1:] - other_places[None, :, 1:]) / octaves)
         ahead = (kinds[:, None] >= _FIRST_AHEAD) & (other_kinds[None] >= _FIRST_AHEAD)
         wait = (kinds[:, None] >= _FIRST_WAITING) & (other_kinds[None] >= _FIRST_WAITING)
-        common = np.where(ahead, self.common**2 * near[..., 2], 0.0)
+        common = np.where(ahead, self.common**2 * near[..., 3], 0.0)
         alike = np.where(kinds[:, None] == other_kinds[None], 1.0, np.where(wait, self.waits, 0.0))
         errors: Floats = np.where(kinds[:, None] > 0, self.style**2, self.off**2) * near.prod(-1)
         return common + alike * errors
@@ -185,10 +224,16 @@ _STYLES = {
 _FIRST_AHEAD, _FIRST_WAITING = 2, 4
 
 
-def _features(ones: Sequence[tuple[Arm, float]]) -> tuple[npt.NDArray[np.int64], Floats]:
-    styles = np.array([_STYLES[arm.style] for arm, _ in ones])
-    places = [(math.log2(max(arm.num_draft_tokens, 1)), math.log2(1 + arm.num_branches), load) for arm, load in ones]
-    return styles, np.array(places, dtype=np.float64)
+def _place(arm: Arm, conditions: Conditions) -> Place:
+    """Of an arm at the load that the conditions are for."""
+    rows = 1 + arm.num_branches
+    return Place(
+        style=_STYLES[arm.style],
+        length=math.log2(max(arm.num_draft_tokens, 1)),
+        branches=math.log2(rows),
+        drafting=0.0 if arm.kind == "off" else math.log2(conditions.draft_s(rows)),
+        load=math.log2(max(conditions.num_rows, 1)),
+    )
 
 
 @dataclass(frozen=True)
@@ -214,28 +259,39 @@ class Experience:
         return replace(self, entries=entries)
 
     def beliefs(
-        self, ways: Sequence[Arm], num_rows: int, now_s: float, predicted: Callable[[Entry], float]
+        self,
+        ways: Sequence[Arm],
+        conditions: Conditions,
+        acceptance_rate: float,
+        now_s: float,
+        predicted: Callable[[Entry], float],
     ) -> dict[Arm, Belief]:
         """What is to be believed of the formulas of arms.
 
         Args:
             ways: The arms.
-            num_rows: The load.
+            conditions: The load, and how long draft steps take.
+            acceptance_rate: Of today.
             now_s: Time.
             predicted: What the formula says today of an entry's arm, load and acceptance rate: tokens per second.
         """
-        places = [(arm, math.log2(max(num_rows, 1))) for arm in ways]
+        places = [_place(arm, conditions) for arm in ways]
         own = np.array([self.likeness.prior(arm) for arm in ways])
-        entries = list(self.entries.values())
+        entries = [entry.revised(acceptance_rate) for entry in self.entries.values()]
         if not entries:
             return {arm: Belief(0.0, math.sqrt(v)) for arm, v in zip(ways, own, strict=True)}
-        tried = [(entry.arm, math.log2(entry.num_rows)) for entry in entries]
+        tried = [_place(entry.arm, conditions.at_load(entry.num_rows, entry.num_draft_rows)) for entry in entries]
         ratios = np.array([entry.log_pace - math.log(predicted(entry)) for entry in entries]).clip(-1.5, 1.5)
         noise = np.diag([self.likeness.variance(entry, now_s) for entry in entries])
         across = self.likeness.covariance(places, tried)
         gains = np.linalg.solve(self.likeness.covariance(tried, tried) + noise, across.T).T
         errors = np.sqrt(np.maximum(own - (gains * across).sum(1), 0.0))
         return {arm: Belief(float(m), float(e)) for arm, m, e in zip(ways, gains @ ratios, errors, strict=True)}
+
+
+def tokens_of(lengths: Mapping[int, float], acceptance_rate: float) -> float:
+    """Tokens that rounds with so many draft tokens give on average."""
+    return sum(count * expected_tokens(acceptance_rate, length) for length, count in lengths.items())
 
 
 def load_octave(num_rows: int) -> int:

@@ -80,6 +80,11 @@ class Allowance:
     most: float = 0.0
     ages: dict[int, float] = field(default_factory=dict)
 
+    @property
+    def share_left(self) -> float:
+        """Of what can be saved up: 1 where nothing of it is spent."""
+        return max(0.0, self.credit) / self.most if self.most else 0.0
+
     def grow(self, settings: Settings, octave: int, num_steps: float) -> None:
         """So many steps have gone by."""
         age = self.ages[octave] = self.ages.get(octave, 0.0) + num_steps
@@ -195,10 +200,10 @@ class Group:
             then = conditions.at_load(entry.num_rows, entry.num_draft_rows)
             return pace(entry.arm, then, entry.acceptance_rate).tokens_per_s
 
-        beliefs = self.experience.beliefs(ways, conditions.num_rows, now_s, predicted)
+        beliefs = self.experience.beliefs(ways, conditions, rate, now_s, predicted)
         scored = {arm: known[arm].tokens_per_s * math.exp(belief.mean) for arm, belief in beliefs.items()}
         step_s = conditions.target_s(0)
-        luck = self.settings.curiosity * (1 + max(0.0, self._allowance.credit) / self.settings.most_credit)
+        luck = self.settings.curiosity * (1 + self._allowance.share_left)
         most = {arm: expected_tokens(rate, arm.num_draft_tokens) / step_s for arm in ways}
         most[OFF] = math.inf  # the step was measured beside drafts, perhaps
         lucky = {
@@ -242,7 +247,8 @@ class Group:
             return
         expected = one.expected_tokens(self.acceptance_rate)
         rows, draft_rows, rate = conditions.num_rows, conditions.num_draft_rows, self.acceptance_rate
-        entry = Entry(self.arm, rows, draft_rows, rate, one.num_rounds, one.seconds, expected, one.num_tokens, now_s)
+        figures = one.num_rounds, one.seconds, expected, one.num_tokens
+        entry = Entry(self.arm, rows, draft_rows, rate, *figures, now_s, dict(one.lengths))
         self.experience = self.experience.add(entry)
         self._num_steps += entry.num_steps
         self._mean_length = one.mean_length

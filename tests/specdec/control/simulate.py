@@ -22,7 +22,7 @@ from specdec.sampling.params import SamplingParams, SequenceSpec
 from tests.specdec.control.pairs import MEAN_NOISE, ONE_WAY_S, Pairs, Scenario, Script
 
 WARM_UP_STEPS = 700
-SHORT, LONG = 800, 1600
+SHORT, LONG = 800, 3200
 ARRIVAL_STEPS = 8
 MOST_ROWS = 1 << 15
 SPEC = SequenceSpec(SamplingParams(), 0, 1, 1 << 20)
@@ -227,6 +227,7 @@ def measure(scenarios: Sequence[Scenario], seed: int = 0, num_steps: int = LONG)
     """Auto after its warm-up, the best fixed plan, and the target alone, over the same scripts; of one batch size.
 
     One step in a hundred takes twice as long, so that the figure of a time of 800 steps is uncertain by a half percent.
+    Arms that are three percent apart are told apart after hundreds of rounds of each: a short time may be one arm's.
     """
     scripts = [Script(scenario, seed) for scenario in scenarios]
     auto = Auto(scenarios, scripts, 2 + seed)

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from specdec.control.choice import Bounds, arms, best, own_length, plan_of
 from specdec.control.estimates import DecayedRate, Round, TrackedRate, acceptance_trials, rounds_of
-from specdec.control.experience import Entry, Experience
+from specdec.control.experience import Entry, Experience, tokens_of
+from specdec.control.group import Allowance
 from specdec.control.limits import OFF, Arm
+from specdec.control.steptimes import StepTime, StepTimes
 from specdec.protocol.messages import Plan
 from tests.specdec.control.test_limits import conditions
 
@@ -54,7 +57,7 @@ def test_a_measured_arm_is_believed_and_speaks_for_others_the_more_the_more_alik
     tried, near, far = Arm("outcomes", 4, 8), Arm("outcomes", 6, 8), Arm("outcomes", 16, 2)
     other, in_turn = Arm("outcomes", 4, 8, "chain"), Arm("in_turn", 4)
     experience = Experience().add(entry(tried, 0.8))
-    beliefs = experience.beliefs([tried, near, far, other, in_turn, OFF], 4, 0.0, lambda _: 1.0)
+    beliefs = experience.beliefs([tried, near, far, other, in_turn, OFF], conditions(rows=4), 0.8, 0.0, lambda _: 1.0)
     means = [beliefs[arm].mean for arm in (tried, near, far, other)]
     assert means[0] == pytest.approx(math.log(0.8), abs=0.01)
     assert means == sorted(means)
@@ -69,18 +72,49 @@ def test_an_arm_says_more_of_other_branches_than_of_other_lengths_and_a_wait_of_
     tried = Arm("outcomes", 4, 8, "chain")
     others = [Arm("outcomes", 4, 16, "chain"), Arm("outcomes", 4, 8, "branch"), Arm("outcomes", 8, 8, "chain")]
     unlike = Arm("outcomes", 4, 8)
-    beliefs = Experience().add(entry(tried, 0.8)).beliefs([*others, unlike], 4, 0.0, lambda _: 1.0)
+    beliefs = (
+        Experience().add(entry(tried, 0.8)).beliefs([*others, unlike], conditions(rows=4), 0.8, 0.0, lambda _: 1.0)
+    )
     means = [beliefs[arm].mean for arm in (*others, unlike)]
     assert means == sorted(means)
     assert means[1] < 0.7 * math.log(0.8)
     assert means[-1] > 0.3 * math.log(0.8)
 
 
+def test_branches_tell_arms_apart_as_far_as_they_make_draft_steps_longer():
+    tried, more = Arm("outcomes", 4, 2), Arm("outcomes", 4, 32)
+    level, longer = (StepTimes((StepTime(4, 12, 0.1, 9), StepTime(4, 132, last_s, 9))) for last_s in (0.1, 0.4))
+    experience = Experience().add(entry(tried, 0.8))
+    alike, unlike = (
+        experience.beliefs([more], replace(conditions(rows=4), draft=draft), 0.8, 0.0, lambda _: 1.0)[more]
+        for draft in (level, longer)
+    )
+    assert alike.mean < 0.8 * math.log(0.8) < 0.4 * math.log(0.8) < unlike.mean
+    assert alike.error < unlike.error
+
+
+def test_arms_are_compared_at_one_acceptance_rate_unless_it_has_changed():
+    lengths = {0: 20.0, 4: 80.0}
+    then = Entry(Arm("overlap", 4), 1, 1, 0.8, 100.0, 100.0, tokens_of(lengths, 0.8), 300.0, 0.0, lengths)
+    near, far = then.revised(0.81), then.revised(0.9)
+    assert (near.acceptance_rate, near.expected) == (0.81, tokens_of(lengths, 0.81))
+    assert far == then
+    newer = then.add(then)
+    assert newer.expected == pytest.approx(tokens_of(newer.lengths, 0.8))
+
+
+def test_more_luck_is_granted_while_less_of_the_allowance_is_spent():
+    assert [Allowance(credit, 3.0).share_left for credit in (-1.0, 0.0, 1.5, 3.0)] == [0.0, 0.0, 0.5, 1.0]
+    assert Allowance().share_left == 0.0
+
+
 def test_doubt_grows_with_time_and_with_another_load():
     arm = Arm("overlap", 4)
     experience = Experience().add(entry(arm, 0.8))
-    now, later = (experience.beliefs([arm], 4, at_s, lambda _: 1.0)[arm].error for at_s in (0.0, 600.0))
-    elsewhere = experience.beliefs([arm], 32, 0.0, lambda _: 1.0)[arm].error
+    now, later = (
+        experience.beliefs([arm], conditions(rows=4), 0.8, at_s, lambda _: 1.0)[arm].error for at_s in (0.0, 600.0)
+    )
+    elsewhere = experience.beliefs([arm], conditions(rows=32), 0.8, 0.0, lambda _: 1.0)[arm].error
     assert now < later
     assert now < elsewhere
 
@@ -88,7 +122,7 @@ def test_doubt_grows_with_time_and_with_another_load():
 def test_a_pause_among_few_steps_condemns_no_arm():
     few = Experience().add(entry(OFF, 2 / 3, num_steps=2))  # one of two steps took twice as long
     many = Experience().add(entry(OFF, 2 / 3, num_steps=200))
-    doubted, believed = (one.beliefs([OFF], 4, 0.0, lambda _: 1.0)[OFF] for one in (few, many))
+    doubted, believed = (one.beliefs([OFF], conditions(rows=4), 0.8, 0.0, lambda _: 1.0)[OFF] for one in (few, many))
     assert doubted.mean + 1.5 * doubted.error > 0
     assert believed.mean + 3 * believed.error < math.log(0.75)
 

@@ -47,7 +47,7 @@ def test_auto_keeps_up_with_the_best_fixed_plan(batch, first, every):
 @pytest.mark.soak
 @pytest.mark.parametrize("batch", [1, 2, 4, 8, 16, 32, 64])
 def test_auto_keeps_up_everywhere(batch):
-    """Of these scripts and times. With others a point in a hundred is a few percent short, at small batches.
+    """Of these scripts and times. In half the time a point or two in a hundred are two to three percent short.
 
     A drafter that is slow and nearly always right is the worst of them: a dozen arms are within the doubt of trials.
     """
