@@ -52,7 +52,8 @@ class ModelSource:
         device: ``auto`` is the first GPU, or the CPU where there is none; else a torch device such as ``cuda:1``.
         device_map: How accelerate spreads the layers over devices (``auto``, or module names to devices); None puts
             all on ``device``.
-        compile: Compile the decoder layers (:func:`specdec.models.compiled.compile_layers`).
+        compile: Compile the decoder layers (:func:`specdec.models.compiled.compile_layers`), for the
+            number of threads that torch has at load.
     """
 
     path: str
@@ -125,12 +126,21 @@ def load_model(source: ModelSource, progress: Progress | None = None) -> LoadedM
     loaded = prepare_model(model, source.path)
     if source.compile:
         report(f"compiling the layers of {source.path}")
-        report(str(compile_layers(model, source.path)))
+        report(_compile(loaded))
     report(
         f"loaded {source.path}: {loaded.num_parameters / 1e6:,.1f} M parameters, "
         f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device}"
     )
     return loaded
+
+
+def _compile(loaded: LoadedModel) -> str:
+    if loaded.opaque_state is not None:
+        raise ModelLoadError(
+            f"no layer of {loaded.name} can be compiled: it keeps a state that can only be copied; set compile to false"
+        )
+    with quiet():
+        return str(compile_layers(loaded.model, loaded.name, loaded.max_model_len))
 
 
 def load_config(source: ModelSource) -> PretrainedConfig:

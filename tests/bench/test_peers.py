@@ -76,9 +76,12 @@ def test_a_peer_that_dies_between_requests_is_skipped(
 def test_a_peer_that_does_not_answer_is_skipped(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With a child that would keep its output open."""
     monkeypatch.setattr(peers, "HERE", tmp_path)
     monkeypatch.setitem(PEERS, "silent", Peer("One that says nothing"))
-    (tmp_path / "run_silent.py").write_text("import sys\nsys.stdin.read()")
+    (tmp_path / "run_silent.py").write_text(
+        "import subprocess, sys\nsubprocess.Popen(['sleep', '1000'])\nsys.stdin.read()"
+    )
     assert main([*PAIR, "--work", str(tmp_path), "--peers", "silent", "--answer-timeout", "0.5"]) == 0
     assert "One that says nothing: skipped: it did not answer within 0.5 s" in capfd.readouterr().out
 

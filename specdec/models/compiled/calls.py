@@ -16,8 +16,9 @@ from specdec.models.layers import ProbeCache, cache_argument
 from specdec.models.recurrent.binding import RecurrentProbe, bind
 
 NUM_TOKENS = 37
-"""Of the calls: no other size of a model is likely to be the same."""
+"""Of the calls, where a model reads as many: no other size of it is likely to be the same."""
 _NAME = "specdec_showing"
+"""The attention of the forward that shows the calls."""
 Value = TypeVar("Value")
 
 
@@ -70,11 +71,12 @@ class LayerCall:
         return args, {name: fill(name, value) for name, value in self.kwargs.items()}
 
 
-def layer_calls(model: PreTrainedModel) -> dict[nn.Module, LayerCall]:
+def layer_calls(model: PreTrainedModel, num_tokens: int) -> dict[nn.Module, LayerCall]:
     """What a model passes to each of its decoder layers when it is run as the runner does.
 
     Args:
-        model: In eval mode. It is run once, over :data:`NUM_TOKENS` tokens.
+        model: In eval mode.
+        num_tokens: It is run once over so many.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     calls: dict[nn.Module, LayerCall] = {}
@@ -88,8 +90,8 @@ def layer_calls(model: PreTrainedModel) -> dict[nn.Module, LayerCall]:
     try:
         with attention_set(model, _NAME, _attend_nothing), bind(model, recurrent), torch.no_grad():
             model(
-                input_ids=torch.zeros(1, NUM_TOKENS, dtype=torch.long, device=device),
-                position_ids=torch.arange(NUM_TOKENS, device=device).unsqueeze(0),
+                input_ids=torch.zeros(1, num_tokens, dtype=torch.long, device=device),
+                position_ids=torch.arange(num_tokens, device=device).unsqueeze(0),
                 use_cache=True,
                 logits_to_keep=1,
                 attention_context=recurrent,

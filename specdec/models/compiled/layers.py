@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.fx import GraphModule
 from transformers import PreTrainedModel
 
 from specdec.errors import ModelLoadError
 from specdec.models.attention import paged_attention
-from specdec.models.compiled.calls import Argument
+from specdec.models.compiled.calls import NUM_TOKENS, Argument
 from specdec.models.compiled.graphs import Attended, Kept, Source
 from specdec.models.compiled.tracing import LayerTrace, TraceError, trace_layers
 
@@ -52,14 +54,15 @@ class CompiledLayer:
     """Stands for a layer's forward: two compiled graphs, and attention over the paged cache between them.
 
     Args:
-        plain: The layer's own forward, for those who call it without the paged cache.
+        layer: Its own forward is for those who call it without the paged cache.
         trace: The layer.
         before: The first of its graphs, compiled.
         after: The second.
     """
 
-    def __init__(self, plain: Callable[..., Any], trace: LayerTrace, before: Graph, after: Graph) -> None:
-        self._plain, self._before, self._after = plain, before, after
+    def __init__(self, layer: nn.Module, trace: LayerTrace, before: Graph, after: Graph) -> None:
+        self._layer = weakref.ref(layer)  # it holds this, and weights are to be freed at once
+        self._before, self._after = before, after
         self._before_inputs = _Inputs(trace.graphs.before_inputs)
         self._after_inputs = _Inputs(trace.graphs.after_inputs)
         self._states = trace.graphs.states
@@ -71,14 +74,18 @@ class CompiledLayer:
         """What the layer's own forward gives, but for rounding."""
         context = kwargs.get("attention_context")
         if context is None:
-            return self._plain(*args, **kwargs)
+            layer = self._layer()
+            assert layer is not None
+            return type(layer).forward(layer, *args, **kwargs)
         kept = self._before(*self._before_inputs.of(args, kwargs, (), None))
         query, key, value = (kept[index] for index in self._states)
         keys, values = self._cache.of(args, kwargs).update(key, value, self._index)
         attended, _ = paged_attention(
             self._module, query, keys, values, None, attention_context=context, **self._attention_arguments
         )
-        result = self._after(*self._after_inputs.of(args, kwargs, kept, attended))
+        inputs = self._after_inputs.of(args, kwargs, kept, attended)
+        del kept, query, key, value, attended  # of a long prompt as large as all that comes
+        result = self._after(*inputs)
         return result if self._tuple_length is None else (result, *(None,) * (self._tuple_length - 1))
 
 
@@ -105,7 +112,7 @@ class _Inputs:
         return inputs
 
 
-def compile_layers(model: PreTrainedModel, name: str) -> CompileReport:
+def compile_layers(model: PreTrainedModel, name: str, max_model_len: int) -> CompileReport:
     """Compile a model's decoder layers, but for attention.
 
     Layers with recurrent states, and those whose way depends on numbers (some mixtures of experts), stay as they are.
@@ -113,6 +120,7 @@ def compile_layers(model: PreTrainedModel, name: str) -> CompileReport:
     Args:
         model: In eval mode; changed in place. Layers called without a paged cache run as before.
         name: For messages.
+        max_model_len: Most tokens that it reads.
 
     Raises:
         ModelLoadError: no layer can be compiled, or there is no C++ compiler.
@@ -121,19 +129,29 @@ def compile_layers(model: PreTrainedModel, name: str) -> CompileReport:
     reasons: Counter[str] = Counter()
     num_compiled = 0
     with torch._inductor.config.patch(compile_threads=1):
-        for layer, trace in trace_layers(model):
+        for layer, trace in _traces(model, name, min(NUM_TOKENS, max_model_len)):
             if isinstance(trace, TraceError):
                 reasons[f"{type(layer).__name__} is not: {trace}"] += 1
                 continue
             text = trace.graphs.text
             if text not in graphs:
                 graphs[text] = (_compiled(trace.graphs.before, name), _compiled(trace.graphs.after, name))
-            layer.forward = CompiledLayer(layer.forward, trace, *graphs[text])
+            layer.forward = CompiledLayer(layer, trace, *graphs[text])
             num_compiled += 1
     if not num_compiled:
         why = "; ".join(reasons) or "none is known to be a decoder layer"
         raise ModelLoadError(f"no layer of {name} can be compiled ({why}); set compile to false")
     return CompileReport(num_compiled + reasons.total(), num_compiled, len(graphs), tuple(reasons))
+
+
+def _traces(model: PreTrainedModel, name: str, num_tokens: int) -> Iterator[tuple[nn.Module, LayerTrace | TraceError]]:
+    try:
+        yield from trace_layers(model, num_tokens)
+    except Exception as error:  # the model's own, when it is run to show how it calls its layers
+        reason = " ".join(str(error).split())[:300]
+        raise ModelLoadError(
+            f"the layers of {name} cannot be compiled: {type(error).__name__}: {reason}; set compile to false"
+        ) from error
 
 
 def _compiled(graph: GraphModule, name: str) -> Graph:

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 _NAMESPACE = "specdec"
+"""Of the operators, in ``torch.ops``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operators:
-    """Operators of torch's registry, which know them as long as this lives.
+    """Operators of torch's registry, which knows them as long as this lives.
 
     Attributes:
         library: What they are registered with.

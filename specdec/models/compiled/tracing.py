@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from transformers import PreTrainedModel
 
 from specdec.models.attention import FROM_MODULE, check_arguments
-from specdec.models.compiled.calls import NUM_TOKENS, Argument, LayerCall, attention_set, layer_calls
+from specdec.models.compiled.calls import Argument, LayerCall, attention_set, layer_calls
 from specdec.models.compiled.graphs import LayerGraphs, Source, cut, lift_weights
 from specdec.models.compiled.operators import operators
 from specdec.models.layers import ProbeCache
@@ -28,6 +29,9 @@ from specdec.models.packed import PackedLinear, PackedProduct
 from specdec.models.recurrent.binding import RecurrentProbe, recurrent_modules
 
 _NAME = "specdec_tracing"
+"""The attention of layers that are recorded."""
+_PLAIN = (torch.Tensor, str, int, float, NoneType)
+"""Arguments that a layer can only read."""
 
 
 class TraceError(Exception):
@@ -74,17 +78,18 @@ class _Recorder:
     calls: list[AttentionCall] = field(default_factory=list)
 
 
-def trace_layers(model: PreTrainedModel) -> Iterator[tuple[nn.Module, LayerTrace | TraceError]]:
+def trace_layers(model: PreTrainedModel, num_tokens: int) -> Iterator[tuple[nn.Module, LayerTrace | TraceError]]:
     """Record a model's decoder layers, one after another.
 
     Args:
-        model: In eval mode. It is run once over a few tokens, and not changed.
+        model: In eval mode. It is not changed.
+        num_tokens: It is run once over so many, which should be like no other size of it.
 
     Yields:
         A layer and its record, or why there is none: it depends on numbers, keeps other states than keys and values,
-        or attends not exactly once to just what it has cached.
+        attends not exactly once to just what it has cached, or leaves something behind beside its result.
     """
-    calls, recurrent = layer_calls(model), set(recurrent_modules(model))
+    calls, recurrent = layer_calls(model, num_tokens), set(recurrent_modules(model))
     for layer, call in calls.items():
         trace: LayerTrace | TraceError
         try:
@@ -93,17 +98,21 @@ def trace_layers(model: PreTrainedModel) -> Iterator[tuple[nn.Module, LayerTrace
             if any(hasattr(module, "_hf_hook") for module in layer.modules()):
                 raise TraceError("accelerate brings its inputs to its device")
             with attention_set(model, _NAME, _mark), _stand_ins(layer) as packed, _quiet(), torch.no_grad():
-                trace = _trace(layer, call, packed)
+                trace = _trace(layer, call, packed, num_tokens)
         except TraceError as error:
             trace = error
         yield layer, trace
 
 
-def _trace(layer: nn.Module, call: LayerCall, packed: dict[int, torch.Tensor]) -> LayerTrace:
+def _trace(layer: nn.Module, call: LayerCall, packed: dict[int, torch.Tensor], num_tokens: int) -> LayerTrace:
     recorder, tensors, sizes = _Recorder(), call.find(torch.Tensor), ShapeEnv()
     caches = dict.fromkeys(call.find(ProbeCache), recorder.cache)
     if len(caches) != 1:
         raise TraceError("it is not given the cache")
+    for argument, value in call.find(object).items():
+        # What other objects hold when the graphs run, or would get from the layer, is not known.
+        if argument not in caches and argument.name != "attention_context" and not isinstance(value, _PLAIN):
+            raise TraceError(f"it is given a {type(value).__name__}")
     mode = FakeTensorMode(shape_env=sizes, allow_non_fake_inputs=True)
     results: list[Any] = []
 
@@ -113,20 +122,43 @@ def _trace(layer: nn.Module, call: LayerCall, packed: dict[int, torch.Tensor]) -
         return _only_tensor(results[-1])
 
     try:
-        inputs = [_without_numbers(mode, tensor) for tensor in tensors.values()]
-        recorded = make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
+        inputs = [_without_numbers(mode, tensor, num_tokens) for tensor in tensors.values()]
+        with _nothing_left_behind(layer):
+            recorded = make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
+        if len(recorder.calls) != 1:
+            raise TraceError(f"it attends {len(recorder.calls)} times")
+        if sizes.guards or sizes.replacements:
+            raise TraceError("what it does depends on the number of tokens")
+        weights = lift_weights(recorded, mode)
+        sources: list[Source] = [*tensors, *(packed.get(id(weight), weight) for weight in weights)]
+        graphs = cut(recorded, sources)
     except TraceError:
         raise
     except Exception as error:  # whatever a layer's own Python raises
         raise TraceError(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
-    if len(recorder.calls) != 1:
-        raise TraceError(f"it attends {len(recorder.calls)} times")
-    if sizes.guards or sizes.replacements:
-        raise TraceError("what it does depends on the number of tokens")
-    weights = lift_weights(recorded, mode)
-    sources: list[Source] = [*tensors, *(packed.get(id(weight), weight) for weight in weights)]
     length = len(results[0]) if isinstance(results[0], tuple) else None
-    return LayerTrace(cut(recorded, sources), recorder.calls[0], next(iter(caches)), length)
+    return LayerTrace(graphs, recorder.calls[0], next(iter(caches)), length)
+
+
+@contextmanager
+def _nothing_left_behind(layer: nn.Module) -> Iterator[None]:
+    """See that a layer leaves its modules as they are, which a graph would; and take back what it did."""
+    modules = [vars(module) for module in layer.modules()]
+    places = [*modules, *(one["_buffers"] for one in modules)]
+    before = [dict(place) for place in places]
+    try:
+        yield
+    finally:
+        is_changed = any(_ids(place) != _ids(old) for place, old in zip(places, before, strict=True))
+        for place, old in zip(places, before, strict=True):
+            place.clear()
+            place.update(old)
+    if is_changed:
+        raise TraceError("it leaves something behind beside its result")
+
+
+def _ids(place: dict[Any, Any]) -> dict[Any, int]:
+    return {key: id(value) for key, value in place.items()}
 
 
 def _only_tensor(result: Any) -> torch.Tensor:
@@ -148,9 +180,9 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _without_numbers(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+def _without_numbers(mode: FakeTensorMode, tensor: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """A tensor's likeness, in which the number of tokens may be any."""
-    sizes = [DimDynamic.DUCK if size == NUM_TOKENS else DimDynamic.STATIC for size in tensor.shape]
+    sizes = [DimDynamic.DUCK if size == num_tokens else DimDynamic.STATIC for size in tensor.shape]
     context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
     return mode.from_tensor(tensor.contiguous(), symbolic_context=context)
 
@@ -193,6 +225,10 @@ class _StandIn(PackedProduct):
         self.plain = torch.empty(sum(product.sizes), product.in_features, dtype=torch.bfloat16)
         self._results: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
 
+    def weight(self, index: int) -> torch.Tensor:
+        """Of one layer: its shape, and no numbers."""
+        return torch.split_with_sizes(self.plain, self.stood_for.sizes)[index]
+
     def part(self, index: int, inputs: torch.Tensor) -> torch.Tensor:
         """One layer's result; layers that read the same inputs share an operator."""
         for known, parts in self._results:
@@ -207,7 +243,7 @@ class _StandIn(PackedProduct):
 
 @contextmanager
 def _stand_ins(layer: nn.Module) -> Iterator[dict[int, torch.Tensor]]:
-    """Packed weights have no likeness; for a while plain ones stand for them. Gives the packed ones by those's ids."""
+    """Packed weights have no likeness; for a while plain ones stand for them. Gives the packed ones by their ids."""
     linears = [module for module in layer.modules() if isinstance(module, PackedLinear)]
     products = [linear.product for linear in linears]
     stand_ins = {id(product): _StandIn(product) for product in products}

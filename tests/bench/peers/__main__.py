@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -56,6 +57,7 @@ class Process:
                 stderr=log,
                 text=True,
                 env=environment,
+                start_new_session=True,  # so that what it started can be ended with it
             )
 
     def __enter__(self) -> Process:
@@ -66,21 +68,32 @@ class Process:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._kill()
+        self._process.wait()
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _give_up(self, late: threading.Event) -> None:
+        """End it, in good order if it can; a child that lives on would keep its output open."""
+        late.set()
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_TIMEOUT_S)
+        self._kill()
 
     def read(self) -> dict[str, Any]:
         """The next message.
 
         Raises:
-            SkippedError: The process has ended instead, or did not answer in time and was killed.
+            SkippedError: The process has ended instead, or did not answer in time and was ended.
         """
         assert self._process.stdout is not None
         late = threading.Event()
-        timer = threading.Timer(self._answer_timeout_s, lambda: (late.set(), self._process.kill()))
+        timer = threading.Timer(self._answer_timeout_s, self._give_up, [late])
         timer.start()
         try:
             for line in self._process.stdout:

@@ -1,10 +1,16 @@
-"""Compiled layers: what the model's own layers give, but for rounding, whatever is read beside a row."""
+"""Compiled layers: what the model's own layers give, but for rounding."""
 
 from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
 
 import pytest
 import torch
 from torch._inductor.utils import fresh_cache
+from transformers import Gemma3nForCausalLM, Gemma3nTextConfig, GPT2Config, GPT2LMHeadModel
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from cluster.sources import demo_folder
 from specdec import BackendOptions, ModelSource, SamplingParams, SpeculativeEngine
@@ -14,13 +20,13 @@ from specdec.models.compiled import compile_layers
 from specdec.models.compiled.layers import CompiledLayer
 from specdec.models.loading import load_model, prepare_model
 from specdec.models.runner import ModelRunner, RowInput
-from tests.specdec.models.families import make_model
+from tests.specdec.models.families import make_model, randomize
 from tests.specdec.models.recurrent_families import make_recurrent
 
 
 def compiled_runner(model, name: str) -> tuple[ModelRunner, str]:
     loaded = prepare_model(model, name)
-    return ModelRunner(loaded, num_blocks=64), str(compile_layers(loaded.model, name))
+    return ModelRunner(loaded, num_blocks=64), str(compile_layers(loaded.model, name, loaded.max_model_len))
 
 
 def logits_after_prompt(runner: ModelRunner, num_tokens: int) -> torch.Tensor:
@@ -35,7 +41,7 @@ def logits_after_prompt(runner: ModelRunner, num_tokens: int) -> torch.Tensor:
 # Biases and windows; norms and residuals of another order; arguments by their place, and layers that are no nn.Linear.
 @pytest.mark.parametrize("family", ["qwen2", "gemma3", "gpt2"])
 def test_a_token_gets_the_same_numbers_whatever_is_read_with_it(family: str) -> None:
-    """One graph serves all numbers of tokens, 1 among them, for which it was not recorded."""
+    """In bfloat16. One graph serves all numbers of tokens, 1 among them, for which it was not recorded."""
     runner, report = compiled_runner(make_model(family).bfloat16(), family)
     assert report == "4 of 4 layers compiled, 1 kind"
     assert check_admission(runner).relative_error <= 0.03
@@ -54,6 +60,74 @@ def test_the_graphs_are_really_run() -> None:
     second._after_inputs = first._after_inputs
     with pytest.raises(ModelLoadError, match="cannot be served exactly"):
         check_admission(runner)
+
+
+def test_layers_that_hand_keys_to_later_ones_stay_as_they_are() -> None:
+    config = Gemma3nTextConfig(
+        vocab_size=128,
+        vocab_size_per_layer_input=128,
+        hidden_size=64,
+        hidden_size_per_layer_input=16,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_kv_shared_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        laurel_rank=8,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        activation_sparsity_pattern=[0.0] * 4,
+        max_position_embeddings=256,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    loaded = prepare_model(randomize(Gemma3nForCausalLM(config)), "gemma3n")
+    with pytest.raises(ModelLoadError, match="Gemma3nTextDecoderLayer is not: it is given a KVSharingDict"):
+        compile_layers(loaded.model, "gemma3n", loaded.max_model_len)
+    assert check_admission(ModelRunner(loaded, num_blocks=64)).relative_error < 1e-5
+
+
+def test_a_layer_that_keeps_something_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph would not; and what it kept while it was recorded is gone."""
+    forward = LlamaMLP.forward
+
+    def keep(self: LlamaMLP, inputs: torch.Tensor) -> torch.Tensor:
+        self.kept = forward(self, inputs)
+        return self.kept
+
+    monkeypatch.setattr(LlamaMLP, "forward", keep)
+    loaded = prepare_model(make_model("llama"), "llama")
+    kept = loaded.model.model.layers[0].mlp.kept
+    with pytest.raises(ModelLoadError, match="LlamaDecoderLayer is not: it leaves something behind"):
+        compile_layers(loaded.model, "llama", loaded.max_model_len)
+    assert type(loaded.model.model.layers[0].mlp.kept) is type(kept) is torch.Tensor
+
+
+def test_a_model_that_reads_few_tokens_is_recorded_with_fewer() -> None:
+    config = GPT2Config(vocab_size=128, n_positions=29, n_embd=64, n_layer=2, n_head=4)
+    runner, report = compiled_runner(randomize(GPT2LMHeadModel(config)), "short")
+    assert report == "2 of 2 layers compiled, 1 kind"
+    assert check_admission(runner).relative_error < 1e-5
+
+
+def test_weights_are_freed_with_the_model() -> None:
+    runner, _ = compiled_runner(make_model("llama"), "llama")
+    weight = weakref.ref(runner.loaded.model.model.layers[1].mlp.up_proj.weight)
+    gc.collect()
+    gc.disable()
+    try:
+        del runner
+        assert weight() is None
+    finally:
+        gc.enable()
+
+
+def test_a_model_with_a_state_of_its_own_kind_is_refused(tmp_path: Path) -> None:
+    make_recurrent("rwkv").save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match="it keeps a state that can only be copied; set compile to false"):
+        load_model(ModelSource(str(tmp_path), device="cpu", compile=True))
 
 
 def test_recurrent_layers_stay_as_they_are() -> None:
@@ -76,7 +150,7 @@ def test_recurrent_layers_stay_as_they_are() -> None:
 def test_a_model_of_which_nothing_can_be_compiled_is_refused(family: str, dtype: torch.dtype, reason: str) -> None:
     loaded = prepare_model(make_model(family).to(dtype), family)
     with pytest.raises(ModelLoadError, match=r"no layer of mine can be compiled .*; set compile to false") as caught:
-        compile_layers(loaded.model, "mine")
+        compile_layers(loaded.model, "mine", loaded.max_model_len)
     assert reason in str(caught.value)
     check_admission(ModelRunner(loaded, num_blocks=64))  # it runs as before
 
