@@ -75,6 +75,7 @@ class Row:
         num_emulated_steps: Over all devices and rounds.
         num_overruns: Emulated steps whose computation did not fit.
         scripted_limit: What the script allows, where tokens are scripted and devices emulated.
+        round_tokens_per_s: Throughput of every round.
     """
 
     prompts: str
@@ -102,6 +103,7 @@ class Row:
     tokens_per_round: float | None = None
     over_first: Pooled | None = None
     over_best_fixed: Pooled | None = None
+    round_tokens_per_s: tuple[float, ...] = ()
 
     @property
     def share_of_limit(self) -> float | None:
@@ -176,6 +178,7 @@ def _row(comparison: Comparison, index: int, plain_step_s: float | None) -> Row:
         tokens_per_round=tokens_per_round(streams),
         over_first=comparison.pooled(index, 0),
         over_best_fixed=_over_best_fixed(comparison, index),
+        round_tokens_per_s=tuple(run.tokens_per_s for run in runs),
     )
 
 

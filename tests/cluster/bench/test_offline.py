@@ -92,6 +92,7 @@ def test_acceptance_and_time_of_a_script() -> None:
             position += run + 1
         rates.append(max_tokens / duration_s)
     assert row.tokens_per_s == pytest.approx(sum(rates) / 2)
+    assert row.round_tokens_per_s == pytest.approx(rates)
     assert row.acceptance_rate == pytest.approx(kept / drafted)
     assert row.mean_acceptance_length == pytest.approx(1 + kept / rounds)
     assert row.mean_acceptance_length == pytest.approx(expected_tokens(0.8, length), rel=0.15)
