@@ -30,7 +30,7 @@ HEAD = (
     "outside ms a round",
     "decoding tokens/s",
     "its limit",
-    "of alpha, h, K",
+    "of c, v, alpha, h, K",
     "share of it",
     "same text as the first mode",
     "load",
@@ -42,7 +42,8 @@ EXPLANATIONS = (
     "Outside is the time outside all forward passes, per target step; over HTTP, between the target's steps while "
     "sequences go on, and in turn less the drafting, which is not known with several streams.",
     "Decoding tokens/s are those of each stream from its first tokens on, summed. The limit is computed from the "
-    "measured step times, acceptance alpha and share h of rounds with a draft, as if the system added nothing; over "
+    "measured step times (c: a draft step, v: a target step with drafts, both over a plain target step), acceptance "
+    "alpha and share h of rounds with a draft, as if the system added nothing; over "
     "outcomes with K draft tokens h is the share of outcomes that were among the branches, and drafts are whole.",
 )
 
@@ -105,7 +106,7 @@ class Report:
         shares = ("share_of_limit", "share_of_scripted_limit", "over_ideal_in_turn")
         rows = [asdict(row) | {name: getattr(row, name) for name in shares} for row in self.rows]
         body: dict[str, Any] = {"environment": asdict(self.environment), "rows": rows}
-        body["steps"] = [asdict(step) for step in self.steps]
+        body["steps"] = [asdict(step) | {"verify_cost": _verify_cost(self.steps, step)} for step in self.steps]
         body["rollback"] = None if self.rollback is None else asdict(self.rollback)
         return json.dumps(body, indent=1)
 
@@ -147,7 +148,8 @@ def _cells(row: Row) -> list[str]:
 def _basis(limit: Limit | None) -> str:
     if limit is None or limit.alpha is None:
         return "-"
-    return f"{limit.alpha:.2f}, {_number(limit.hit_rate, 1, '.2f')}, {limit.num_draft_tokens}"
+    costs = f"{_number(limit.draft_cost, 1, '.2f')}, {limit.verify_cost:.2f}"
+    return f"{costs}, {limit.alpha:.2f}, {_number(limit.hit_rate, 1, '.2f')}, {limit.num_draft_tokens}"
 
 
 def pooled_table(rows: Sequence[Row]) -> list[str]:
@@ -192,11 +194,15 @@ def step_table(steps: Sequence[StepTime]) -> list[str]:
     """Step times by batch and draft length: lines of a Markdown table, with v(K) beside them."""
     lines = ["| device | rows | draft tokens a row | median ms | worst ms | v(K) |", "|---|---|---|---|---|---|"]
     for step in steps:
-        v = verify_cost(steps, step.num_rows, step.num_draft_tokens) if step.device == "target" else None
+        v = _verify_cost(steps, step)
         length = str(step.num_draft_tokens) if step.device == "target" else "-"
         times = f"{1e3 * step.median_s:.2f} | {1e3 * step.worst_s:.2f}"
         lines.append(f"| {step.device} | {step.num_rows} | {length} | {times} | {_number(v, 1, '.2f')} |")
     return lines
+
+
+def _verify_cost(steps: Sequence[StepTime], step: StepTime) -> float | None:
+    return verify_cost(steps, step.num_rows, step.num_draft_tokens) if step.device == "target" else None
 
 
 def command_line(argv: Sequence[str]) -> str:

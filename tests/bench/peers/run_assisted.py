@@ -33,6 +33,7 @@ def main(*, is_tuned: bool = True, is_compiled: bool = False) -> None:
 
     if is_compiled:
         settings += ", layers compiled (torch.compile, dynamic)"
+        torch._dynamo.config.recompile_limit = 64  # of its many shapes; beyond the limit it would run as before
         for layer in (*target.model.layers, *draft.model.layers):
             layer.compile(dynamic=True)
 

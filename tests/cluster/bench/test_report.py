@@ -111,12 +111,14 @@ def test_step_times_come_with_the_cost_of_verifying() -> None:
 
 
 def test_json_has_everything() -> None:
-    body = json.loads(Report(ENVIRONMENT, (ROW,), (StepTime("draft", 1, 0, 0.003, 0.003),)).as_json())
+    steps = (StepTime("draft", 1, 0, 0.003, 0.003), *(StepTime("target", 1, k, 0.03 * (1 + k), 0.2) for k in (0, 1)))
+    body = json.loads(Report(ENVIRONMENT, (ROW,), steps).as_json())
     assert body["environment"]["command"] == ENVIRONMENT.command
     assert body["rows"][0]["tokens_per_s"] == 80.0
     assert body["rows"][0]["share_of_limit"] == 0.9
     assert body["rows"][0]["limit"]["policy"] == "in turn"
     assert body["steps"][0]["median_s"] == 0.003
+    assert [step["verify_cost"] for step in body["steps"]] == [None, 1.0, 2.0]
 
 
 def test_a_plot_is_drawn(tmp_path: Path) -> None:
