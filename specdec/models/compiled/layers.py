@@ -115,7 +115,7 @@ class _Inputs:
 def compile_layers(model: PreTrainedModel, name: str, max_model_len: int) -> CompileReport:
     """Compile a model's decoder layers, but for attention.
 
-    Layers with recurrent states, and those whose way depends on numbers (some mixtures of experts), stay as they are.
+    Layers that cannot be recorded stay as they are: see :func:`specdec.models.compiled.tracing.trace_layers`.
 
     Args:
         model: In eval mode; changed in place. Layers called without a paged cache run as before.
