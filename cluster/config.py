@@ -209,7 +209,11 @@ class AppArgs(StrictModel):
     max_model_len: int | None = Field(None, ge=2, le=1 << 24, description="prompt and output together, in tokens")
     block_size: int = Field(16, ge=1, le=1024, description="tokens in a block of the paged cache")
     max_batch_tokens: int | None = Field(
-        None, ge=1, le=1 << 20, description="tokens in one forward pass; chosen by device where none is given"
+        None,
+        ge=1,
+        le=1 << 20,
+        description="tokens in one forward pass, more only where half of them would be one for each sequence; chosen "
+        "by device where none is given",
     )
     max_num_sequences: int = Field(256, ge=1, le=1 << 16, description="whole sequences the cache need not exceed")
     skip_admission_check: bool = Field(

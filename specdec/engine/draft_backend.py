@@ -24,7 +24,7 @@ class ModelDrafter:
         runner: The model with its caches.
         sampler: From logits to tokens.
         max_model_len: Longest sequence in tokens that the model can read.
-        max_batch_tokens: Most tokens forwarded per step.
+        max_batch_tokens: Most tokens forwarded per step, where there are no more jobs than that: each gets one.
         states: Of the runner, where another backend uses it too; by default there is none.
     """
 
@@ -65,9 +65,10 @@ class ModelDrafter:
         results = [_WAITING] * len(jobs)
         rows: list[RowInput] = []
         deciding: list[int] = []
-        budget = self._max_batch_tokens
+        budget = max(self._max_batch_tokens, len(jobs))
         for i, job in enumerate(jobs):
-            row = self._place(job, budget)
+            num_after = len(jobs) - i - 1  # A prompt leaves them a token each: a branch that waits is late.
+            row = self._place(job, budget - num_after)
             if row is not None:
                 budget -= len(row.tokens)
                 rows.append(row)
@@ -86,7 +87,7 @@ class ModelDrafter:
         return results
 
     def _place(self, job: DraftJob, budget: int) -> RowInput | None:
-        if budget <= 0 or not self._can_begin(job):
+        if not self._can_begin(job):
             return None
         rank = rank_of(job.key, job.spec, is_branch=job.fork_of is not None)
         sequence = self._states.prepare(job.key, job.tokens, job.agreed, prefix_salt(job.spec), rank, job.fork_of)

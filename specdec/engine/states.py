@@ -78,17 +78,17 @@ class SequenceStates:
 
     def _fork(self, parent: CachedSequence, tokens: list[int], agreed: int) -> CachedSequence | None:
         """A copy, as far as ``tokens`` go; None without a slot for its state, or where that does not reach back."""
+        if parent.state is not None and parent.state.oldest > _num_kept(parent, tokens, agreed):
+            return None
         fork = self._runner.fork(parent)
         self._cut_back(fork, tokens, agreed)
         return fork if fork.tokens or not parent.tokens else None
 
     def _cut_back(self, sequence: CachedSequence, tokens: list[int], agreed: int) -> int:
         """Forget what is not in ``tokens`` before the last; gives the length to keep, if the state reaches so far."""
-        cached = sequence.tokens
-        keep = common_prefix_length(cached, tokens, min(agreed, len(cached), len(tokens)))
-        keep = min(keep, len(tokens) - 1)
+        keep = _num_kept(sequence, tokens, agreed)
         is_spoilt = sequence.state is not None and sequence.state.oldest > keep  # a failed step has half moved it
-        if keep < len(cached) or is_spoilt:
+        if keep < len(sequence) or is_spoilt:
             self._runner.truncate(sequence, keep)
         return keep
 
@@ -152,6 +152,13 @@ class SequenceStates:
         sequence = self._sequences.pop(key, None)
         if sequence is not None:
             self._runner.free(sequence)
+
+
+def _num_kept(sequence: CachedSequence, tokens: list[int], agreed: int) -> int:
+    """Length of what is cached that ``tokens`` go on from, which are known to agree up to ``agreed``."""
+    cached = sequence.tokens
+    keep = common_prefix_length(cached, tokens, min(agreed, len(cached), len(tokens)))
+    return min(keep, len(tokens) - 1)
 
 
 def prefix_salt(spec: SequenceSpec) -> bytes | None:

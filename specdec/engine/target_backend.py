@@ -26,14 +26,16 @@ class ModelTarget:
     """A :class:`specdec.protocol.backends.TargetBackend` over a causal language model.
 
     Every sequence brings its own past and its own number of new tokens: a part of its prefill, one token, or 1 + K to
-    verify. Rows that decode come first in the budget of a step; what is left reads prompts, in order of arrival. Where
-    blocks are short drafts shrink first, then whoever came last yields.
+    verify. All that decode do so in every step, however many they are. What the budget has beyond that, or half of it
+    where that is more, is for drafts and prompts: a half each where both have need of it, so that neither keeps the
+    other waiting; drafts share theirs evenly, prompts in order of arrival. Where blocks are short drafts shrink first,
+    then whoever came last yields.
 
     Args:
         runner: The model with its caches.
         sampler: From logits to tokens.
         max_model_len: Longest sequence in tokens; the runner's pool must hold one.
-        max_batch_tokens: Most tokens forwarded per step.
+        max_batch_tokens: Most tokens forwarded per step, where no more than half as many sequences decode.
         states: Of the runner, where another backend uses it too; by default there is none.
     """
 
@@ -112,19 +114,28 @@ class ModelTarget:
         return torch.cat(kept)
 
     def _schedule(self, jobs: Sequence[VerifyJob]) -> Scheduled:
-        """Choose what is forwarded in this step: room by order of arrival, the budget to rows that decode first."""
+        """Choose what is forwarded in this step: room by order of arrival, the budget as the class says."""
         rooms = [self._make_room(job) for job in jobs]
         # What an earlier job took from a later one was taken before the later one's turn came.
         able = [(i, sequence) for i, sequence in enumerate(rooms) if sequence is not None]
-        is_prefill = {i: len(jobs[i].log) - len(sequence) > 1 for i, sequence in able}
-        budget = self._max_batch_tokens
+        num_unread = {i: len(jobs[i].log) - len(sequence) for i, sequence in able}
+        decoding = [entry for entry in able if num_unread[entry[0]] == 1]
+        reading = [entry for entry in able if num_unread[entry[0]] > 1]
+        left = max(self._max_batch_tokens - len(decoding), self._max_batch_tokens // 2, 1)
+        for_drafts = left - min((left + 1) // 2, sum(num_unread[i] for i, _ in reading))
         scheduled: Scheduled = []
-        for i, sequence in sorted(able, key=lambda entry: is_prefill[entry[0]]):
-            if budget <= 0:
-                break
-            row, draft = self._row(jobs[i], sequence, budget)
+        decoding.sort(key=lambda entry: len(jobs[entry[0]].draft))  # what a short one leaves is for the longer ones
+        for place, (i, sequence) in enumerate(decoding):
+            row, draft = self._row(jobs[i], sequence, 1 + for_drafts // (len(decoding) - place))
             scheduled.append((i, row, draft))
-            budget -= len(row.tokens)
+            for_drafts -= len(draft)
+            left -= len(draft)
+        for i, sequence in reading:
+            if left <= 0:
+                break
+            row, draft = self._row(jobs[i], sequence, left)
+            scheduled.append((i, row, draft))
+            left -= len(row.tokens)
         return scheduled
 
     def _make_room(self, job: VerifyJob) -> CachedSequence | None:

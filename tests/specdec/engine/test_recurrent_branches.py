@@ -66,6 +66,10 @@ def count_refused(runner: ModelRunner) -> list[int]:
     return count
 
 
+def refused(sequence: CachedSequence) -> CachedSequence:
+    raise AssertionError("copied in vain")
+
+
 def tokens_of(seed: int, length: int) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]
@@ -102,8 +106,9 @@ def test_a_branch_without_a_slot_waits_and_no_other_branch_is_lost_for_it() -> N
     assert proposal.token == wanted.token
 
 
-def test_a_branch_from_before_the_window_waits() -> None:
+def test_a_branch_from_before_the_window_waits_and_nothing_is_copied_for_it() -> None:
     runner = draft_runner(8)
+    runner.fork = refused  # type: ignore[method-assign]
     rows, drafter = note_rows(runner), ModelDrafter(runner, Sampler(VOCAB_SIZE), **LENGTHS)
     tokens = tokens_of(1, 64)
     drafter.propose([job("s", tokens, 40, 0.0)])

@@ -1,0 +1,156 @@
+"""Real models behind a network that loses, doubles, delays and reorders, with workers that restart: no token changes.
+
+The protocol itself is tested with scripted tokens, in thousands of schedules (``tests/specdec/protocol``); here its
+rows have caches and recurrent states.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from specdec.engine.draft_backend import ModelDrafter
+from specdec.engine.target_backend import ModelTarget
+from specdec.models.recurrent.slots import Route
+from specdec.models.runner import ModelRunner
+from specdec.protocol.drafter import DrafterMachine
+from specdec.protocol.ingress import Delivery, IngressMachine
+from specdec.protocol.messages import Plan, PlanUpdate
+from specdec.protocol.router import RouterMachine
+from specdec.protocol.target import TargetMachine
+from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.sampling.pipeline import Sampler
+from tests.specdec.engine.pairs import add_noise, collect, make_model, run
+from tests.specdec.engine.test_recurrent import NOISE, make_cases, make_runner, make_service
+from tests.specdec.engine.test_recurrent_branches import LENGTHS
+from tests.specdec.models.recurrent_families import VOCAB_SIZE, make_recurrent
+from tests.specdec.protocol.network import Network
+from tests.specdec.protocol.world import TIMES
+
+NUM_HOSTILE_STEPS = 100
+TARGET_PERIOD = 3
+ROUTER, TARGET, DRAFTER, INGRESS = "R", "T", "D", "I"
+
+
+class HostileService:
+    """A ``pump`` is a step of time, in which the drafter makes a few of its own; the target is slower.
+
+    Args:
+        target: Makes a target's model with its caches, for each of its lives.
+        draft: The same for the draft.
+        seed: Of everything random.
+    """
+
+    def __init__(self, target: Callable[[], ModelRunner], draft: Callable[[], ModelRunner], seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._net = Network(self._rng)
+        self._make = {TARGET: target, DRAFTER: draft}
+        self._now = 0
+        self.counts: Counter[str] = Counter()
+        self._rows: dict[str, SequenceSpec] = {}
+        self._ingress = IngressMachine(INGRESS, TIMES)
+        self._router = RouterMachine(ROUTER, self._plan, TIMES)
+        self._begin(TARGET)
+        self._begin(DRAFTER)
+        self._ingress.router_joined(ROUTER, 0)
+
+    def start(self, seq: str, prompt: Iterable[int], spec: SequenceSpec) -> None:
+        self._ingress.start(seq, prompt, spec, self._now)
+
+    def pump(self) -> list[Delivery]:
+        self._now += 1
+        if self._now == NUM_HOSTILE_STEPS:
+            self._net.calm_down(self._now)
+        if self._net.is_hostile:
+            self._disturb()
+        machines = {INGRESS: self._ingress, ROUTER: self._router, TARGET: self._target, DRAFTER: self._drafter}
+        for name, message in self._net.arrivals(self._now):
+            machines[name].receive(message, self._now)
+        for _ in range(self._rng.randrange(4)):
+            self._drafter.step(self._now)
+        if self._now % TARGET_PERIOD == 0:
+            self._target.step(self._now)
+        self._router.step(self._now)
+        self._ingress.step(self._now)
+        for name, machine in machines.items():
+            for peer, messages in machine.take_outbox().items():
+                for message in messages:
+                    self._net.send(name, peer, message, self._now)
+        return self._ingress.take_deliveries()
+
+    def count(self) -> None:
+        """Add up what the present lives of the workers have done."""
+        self.counts["promoted"] += self._drafter.counters.num_promoted
+        self.counts["accepted"] += self._target.counters.num_accepted_tokens
+        self.counts["stale"] += self._target.counters.num_stale_offers
+        self.counts["late"] += self._target.counters.num_late_offers
+
+    def _disturb(self) -> None:
+        if self._rng.random() < 0.02:
+            name = self._rng.choice((TARGET, DRAFTER))
+            self.counts[f"{name} restarted"] += 1
+            self.count()
+            self._router.worker_lost(name, self._now)
+            self._begin(name)
+        if self._rng.random() < 0.1:
+            machine = self._rng.choice((self._target, self._drafter))
+            for row in machine._rows:
+                update = PlanUpdate(row.seq, row.inc, self._plan(row.spec))
+                self._net.send(ROUTER, machine.name, update, self._now)
+
+    def _begin(self, name: str) -> None:
+        runner = self._make[name]()
+        if name == TARGET:
+            self._target = TargetMachine(name, ModelTarget(runner, Sampler(VOCAB_SIZE), **LENGTHS), TIMES)
+        else:
+            self._drafter = DrafterMachine(name, ModelDrafter(runner, Sampler(VOCAB_SIZE), **LENGTHS), TIMES)
+        self._router.worker_joined(name, "target" if name == TARGET else "drafter", self._now)
+
+    def _plan(self, spec: SequenceSpec) -> Plan:
+        pick = self._rng.choice
+        return Plan(
+            num_draft_tokens=pick((0, 2, 4, 4)),
+            num_branches=pick((0, 4, 8)),
+            num_fit_steps=pick((0, 3, 6)),
+            acceptance_rate=0.5,
+            mode=pick(("overlap", "overlap", "in_turn")),
+            draft_wait_s=pick((0, 0, 4)),
+        )
+
+
+def runner(family: str, noise: float, way: Route) -> ModelRunner:
+    model = make_model(family) if family == "llama" else make_recurrent(family)
+    return make_runner(add_noise(model, noise) if noise else model, way, num_state_slots=16)
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "temperature"),
+    [
+        ("llama", "llama", 0.0),
+        ("llama", "llama", 1.0),
+        ("qwen3_5", "qwen3_5", 0.0),
+        ("qwen3_5", "qwen3_5", 1.0),
+        ("bamba", "bamba", 0.0),
+        ("bamba", "bamba", 1.0),
+        ("llama", "qwen3_5", 1.0),
+        ("qwen3_5", "llama", 1.0),
+    ],
+)
+def test_no_token_changes(target: str, draft: str, temperature: float) -> None:
+    sampling = SamplingParams(temperature=temperature, top_p=0.95)
+    cases = [replace(case, max_tokens=40) for case in make_cases(sampling)]
+    makers = partial(runner, target, 0.0, "states"), partial(runner, draft, NOISE, "rescan")
+    wanted, _ = run(make_service(*(make() for make in makers), num_draft_tokens=0), cases)
+    counts: Counter[str] = Counter()
+    for seed in (1, 2):
+        service = HostileService(*makers, seed)
+        assert [output.tokens for output in collect(service, cases)] == wanted, f"seed {seed}"
+        service.count()
+        counts += service.counts
+    for what in ("promoted", "accepted", "stale", "late", "T restarted", "D restarted"):
+        assert counts[what] > 0, f"the schedules are too kind: nothing {what}"
