@@ -23,19 +23,19 @@ PAIR = ("--target", str(demo_folder("target")), "--draft", str(demo_folder("draf
 def test_ours_and_assisted_generation_say_the_same(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     work = ("--num-prompts", "1", "--max-tokens", "8", "--rounds", "1")
     figures = tmp_path / "figures.json"
-    keys = ["ours_compiled", "assisted", "assisted_default"]
+    keys = ["ours", "assisted", "assisted_default"]
     assert main([*PAIR, "--work", str(tmp_path), "--peers", ",".join(keys), *work, "--json", str(figures)]) == 0
     out = capfd.readouterr().out
     rows = [line for line in out.splitlines() if line.startswith("| ")]
     assert len(rows) == 4
-    assert "specdec: engine in process, in turn, layers compiled" in rows[1]
+    assert "specdec: engine in process, in turn" in rows[1]
     assert "transformers, assisted generation: generate(assistant_model=...), 5 draft tokens" in rows[2]
     assert "transformers, assisted generation as it comes: generate(assistant_model=...), all else" in rows[3]
     assert all(row.endswith("| 2 of 2 |") for row in rows[1:])
     assert "skipped" not in out
     body = json.loads(figures.read_text())
     assert list(body["peers"]) == keys
-    (own,) = body["peers"]["ours_compiled"]["speculative_tokens_per_s"]
+    (own,) = body["peers"]["ours"]["speculative_tokens_per_s"]
     for peer, row in zip(body["peers"].values(), rows[1:], strict=True):
         cells = [cell.strip() for cell in row.strip("|").split("|")]
         assert cells[2] == ", ".join([f"{peer['plain_tokens_per_s'][0]:.1f}"] * 3)

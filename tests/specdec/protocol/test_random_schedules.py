@@ -1,4 +1,4 @@
-"""Thousands of random schedules over the real machines, without a broken promise."""
+"""Random schedules over the real machines, without a broken promise: over a thousand, and many more in a soak test."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check(first: int, count: int) -> None:
     assert min(counts["promoted"], counts["branch hits"]) > count / 10
 
 
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", range(5))
 def test_random_schedules(part: int) -> None:
     check(part * PART, PART)
 
