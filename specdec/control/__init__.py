@@ -30,6 +30,13 @@ measurements. No clock, no thread, no randomness. How it chooses:
   worse. So doubt falls with the square of the steps at first, and an arm once chosen is held until twenty steps of it
   were measured, unless it has no chance any more. Steps while a probe drafts beside are not target alone's.
 - Drafts must gain two percent over target alone, or nothing is drafted.
+- Trials, what they may lose, and waits for reports are counted in time under load (``load.py``): while no request is
+  there that may draft, or no drafter whose times are known, nothing is charged, nothing grows older, and no round is
+  taken for the arm's, which settles again afterwards. A trial goes on where it was.
+- While nothing is drafted a few sequences probe now and then, less often each time that was in vain (``probes.py``). A
+  probe ends after its rounds under load, not by the clock. Where a drafter has no times yet, as one that was started
+  anew, they draft until it has some. Where none is left there are no plans that wait for one.
+- An arm's drafts are no longer than the longest that any request of the group allows.
 - A sequence whose own drafts are not worth their price is off while the others draft. It is not judged meanwhile, so
   it is tried again after a while, which is twice as long each time that was in vain.
 

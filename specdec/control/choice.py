@@ -37,7 +37,8 @@ class Bounds:
 
 def arms(bounds: Bounds) -> list[Arm]:
     """All ways of speculating within bounds."""
-    lengths = [n for n in DRAFT_LENGTHS if n <= bounds.num_draft_tokens]
+    longest = min(bounds.num_draft_tokens, DRAFT_LENGTHS[-1])
+    lengths = [n for n in DRAFT_LENGTHS if n < longest] + [longest] * (longest > 0)
     branches = [n for n in BRANCHES if n <= bounds.num_branches]
     ways = [OFF]
     ways += [Arm("in_turn", n) for n in lengths]

@@ -8,20 +8,17 @@ from dataclasses import dataclass, field, replace
 
 from specdec.control.choice import Bounds, own_length, plan_of, within
 from specdec.control.estimates import DecayedRate, Round, TrackedRate, acceptance_trials, rounds_of
-from specdec.control.group import Group, Settings
+from specdec.control.group import Group
 from specdec.control.limits import KINDS, OFF, Arm, Conditions
-from specdec.control.steptimes import StepTimes, step_times
-from specdec.protocol.branches import branch_share
+from specdec.control.settings import Settings
+from specdec.control.workers import WorkerFigures
 from specdec.protocol.messages import Notes, Plan
 from specdec.protocol.plans import Placements, WorkerKind
 from specdec.sampling.params import SequenceSpec
 
-_ECHOES_KEPT = 32
 _PRIOR_ACCEPTANCE, _PRIOR_GUESSES = 0.7, 0.7
 _PROVEN_TRIALS = 64
 _RATE_WEIGHT = 32.0
-_FULL_CACHE, _ROOM_AGAIN = 0.95, 0.8
-"""Usage from which a cache is full, and below which it no longer is: branches make up a part of it themselves."""
 
 
 @dataclass
@@ -33,7 +30,7 @@ class Tracked:
         arm: What its plan carries out.
         acceptance: Of late, for its own draft length.
         steady: Of long, as far as it stayed the same, for the choice of its group's arm.
-        since: Rounds since the plan changed.
+        since: Rounds since the plan changed, or the arm that it is measured for.
         seen_s: When it was last decided.
         off_since_s: Since when it drafts nothing in a group that drafts; None while it does as the others do.
         patience_s: How long that lasts before it is tried again; twice as long each time in vain.
@@ -50,6 +47,20 @@ class Tracked:
     off_since_s: float | None = None
     patience_s: float = 0.0
 
+    def follow(self, arm: Arm, plan: Plan) -> bool:
+        """It carries out an arm from now on; whether that takes another plan.
+
+        Two arms may have the same plan, where the request's bound or what tokens cost cuts both. The new arm is
+        measured by it all the same, once it has settled: others' plans may have changed with the arm.
+        """
+        arm, differs = arm if plan.num_draft_tokens else OFF, _differs(plan, self.plan)
+        if differs or arm != self.arm:
+            self.since = 0
+        self.arm = arm
+        if differs:
+            self.plan = plan
+        return differs
+
     def may_return(self, settings: Settings, now_s: float) -> bool:
         """Whether it has been off for long enough, while others drafted, that its rate may have become another."""
         if self.off_since_s is None:
@@ -62,59 +73,10 @@ class Tracked:
         """Whether its request allows any draft."""
         return self.bound != 0
 
-
-@dataclass
-class WorkerFigures:
-    """What a worker last reported.
-
-    Attributes:
-        is_full: Whether its cache was full, and has not become much emptier since.
-    """
-
-    kind: WorkerKind
-    steps: StepTimes = field(default_factory=StepTimes)
-    report: Mapping[str, float] = field(default_factory=dict)
-    echoes_s: list[float] = field(default_factory=list)
-    is_full: bool = False
-
-    def reported(self, report: Mapping[str, float]) -> None:
-        """Its newest report has come."""
-        self.report = report
-        self.steps = step_times(report) or self.steps
-        self.is_full = report.get("kv_cache_usage_perc", 0.0) >= (_ROOM_AGAIN if self.is_full else _FULL_CACHE)
-
-    def branches_each(self, num_sequences: int) -> int:
-        """Most branches that a drafter has room for, of each of its sequences; recurrent states take a slot each."""
-        if self.is_full:
-            return 0
-        rows = max(1, num_sequences, self.num_sequences)
-        share, num_slots = branch_share(rows), int(self.report.get("num_state_slots", 0))
-        return min(share, max(0, num_slots // rows - 1)) if num_slots else share
-
     @property
-    def num_sequences(self) -> int:
-        """As reported."""
-        return int(self.report.get("num_sequences", 0))
-
-    def echoed(self, seconds: float) -> None:
-        """An echo came. A busy worker answers after its next step: what took longer than a step is taken for that."""
-        step_s = self._step_s()
-        self.echoes_s = [*self.echoes_s[1 - _ECHOES_KEPT :], seconds - step_s if seconds > step_s else seconds]
-
-    def _step_s(self) -> float:
-        """A target's shortest step, with a token per sequence; a drafter's newest, as branches make each one longer."""
-        if not self.steps:
-            return 0.0
-        rows = max(1, self.num_sequences)
-        return self.steps.at(rows, rows) if self.kind == "target" else self.steps.points[-1].seconds
-
-    @property
-    def round_trip_s(self) -> float | None:
-        """Shortest echo of late, less what the shortest of so many waited for a running step; None without any."""
-        if not self.echoes_s:
-            return None
-        shortest_s = min(self.echoes_s)
-        return max(shortest_s / 2, shortest_s - self._step_s() / (1 + len(self.echoes_s)))
+    def is_drafted_for(self) -> bool:
+        """Whether it takes part where its group drafts: it may, and is not off alone."""
+        return self.may_draft and self.off_since_s is None
 
 
 class Controller:
@@ -133,6 +95,7 @@ class Controller:
         self._sequences: dict[str, Tracked] = {}
         self._workers: dict[str, WorkerFigures] = {}
         self._groups: dict[str, Group] = {}
+        self._has_drafter = True
         self._acceptance = TrackedRate()
         self._guesses = TrackedRate()
 
@@ -141,7 +104,7 @@ class Controller:
         bound = spec.num_speculative_tokens
         group = max(self._groups.values(), key=lambda group: group.num_rows, default=None)
         arm = self._settings.first_arm if group is None else group.arm
-        length = own_length(arm, 1.0, 0.0, bound)
+        length = own_length(arm, 1.0, 0.0, bound) if self._has_drafter else 0
         conditions = None if group is None else group.conditions
         plan = plan_of(arm, length, conditions, self.acceptance_rate)
         self._sequences[seq] = Tracked(bound, plan, arm if plan.num_draft_tokens else OFF)
@@ -166,8 +129,10 @@ class Controller:
             one.steady = one.steady.add(accepted, judged)
             self._acceptance = self._acceptance.add(accepted, judged)
         group = self._groups.get(one.target or "")
-        if group is not None and one.seen_s is not None and one.since >= self._settings.settle_rounds:
-            group.observe(one.arm, rounds, now_s - one.seen_s)
+        if group is not None:
+            group.load.heard(len(rounds))
+            if one.seen_s is not None and one.since >= self._settings.settle_rounds:
+                group.observe(one.arm, rounds, now_s - one.seen_s)
         one.since += len(rounds)
         one.seen_s = now_s
 
@@ -176,6 +141,7 @@ class Controller:
         figures = self._workers.setdefault(worker, WorkerFigures(kind))
         before = figures.report
         figures.reported(report)
+        self._has_drafter |= kind == "drafter"
         if kind == "target":
             hits = report.get("num_branch_hits", 0.0) - before.get("num_branch_hits", 0.0)
             misses = report.get("num_branch_misses", 0.0) - before.get("num_branch_misses", 0.0)
@@ -191,8 +157,10 @@ class Controller:
 
     def lost(self, worker: str) -> None:
         """A worker is gone, and what it measured with it."""
-        self._workers.pop(worker, None)
+        gone = self._workers.pop(worker, None)
         self._groups.pop(worker, None)
+        if gone is not None and gone.kind == "drafter":
+            self._has_drafter = bool(self._drafters)
 
     def review(self, placements: Placements, now_s: float) -> dict[str, Plan]:
         """Choose anew. Gives the plans that have changed, by sequence.
@@ -206,11 +174,14 @@ class Controller:
             if seq in self._sequences:
                 self._sequences[seq].target = target
                 members[target].append(seq)
+        if placements:  # one that was placed on is there, though it has not reported yet
+            self._has_drafter = bool(self._drafters) or any(drafter for _, drafter in placements.values())
         changed: dict[str, Plan] = {}
         for target, seqs in members.items():
             changed.update(self._review_group(target, seqs, placements, now_s))
         for target in [name for name in self._groups if name not in members]:
             self._groups[target].num_rows = 0
+            self._groups[target].pause()
         return changed
 
     def _review_group(self, target: str, seqs: list[str], placements: Placements, now_s: float) -> dict[str, Plan]:
@@ -220,15 +191,16 @@ class Controller:
         able = [seq for seq in seqs if self._sequences[seq].may_draft]
         rates = {seq: self._sequences[seq].acceptance.rate(self.acceptance_rate, _RATE_WEIGHT) for seq in able}
         conditions = self._conditions(target, seqs, placements)
-        bounds = self._bounds_for(conditions, [placements[seq][1] for seq in seqs])
+        bounds = self._bounds_for(conditions, able, [placements[seq][1] for seq in seqs])
         steady = [self._sequences[seq].steady.rate(self.acceptance_rate, _RATE_WEIGHT) for seq in able]
         group.review(conditions, steady, bounds, now_s)
-        probing = set(group.probed(able, now_s))
+        # Without a drafter nobody drafts: who has a plan that waits would wait for nothing.
+        probing = set(group.probed(able, now_s)) if self._has_drafter else set()
         changed = {}
         plans: dict[tuple[Arm, int, int], Plan] = {}
         for seq in seqs:
             plan, arm = Plan(), OFF
-            if seq in rates:
+            if self._has_drafter and seq in rates:
                 arm = self._settings.probe_arm if seq in probing else group.arm
                 price = 0.0 if seq in probing else group.token_price
                 if seq not in probing:
@@ -238,10 +210,7 @@ class Controller:
                 if kind not in plans:
                     plans[kind] = plan_of(arm, length, conditions, kind[-1] / 20)
                 plan = plans[kind]
-            one = self._sequences[seq]
-            if _differs(plan, one.plan):
-                one.since = 0
-                one.plan, one.arm = plan, arm if plan.num_draft_tokens else OFF
+            if self._sequences[seq].follow(arm, plan):
                 changed[seq] = plan
         return changed
 
@@ -260,31 +229,45 @@ class Controller:
 
     def _conditions(self, target: str, seqs: list[str], placements: Placements) -> Conditions | None:
         """None while too little was measured."""
-        figures = self._workers.get(target)
-        drafters = {name: one for name, one in self._workers.items() if one.kind == "drafter"}
+        figures, drafters = self._workers.get(target), self._drafters
         used = Counter(name for seq in seqs if (name := placements[seq][1]) in drafters)
-        drafter = used.most_common(1)[0][0] if used else next(iter(drafters), None)
-        if figures is None or drafter is None or not figures.steps or not drafters[drafter].steps:
+        if figures is None or not drafters:
             return None
-        num_draft_rows = max(-(-len(self._sequences) // len(drafters)), used[drafter])
-        trips = [figures.round_trip_s, drafters[drafter].round_trip_s]
+        name = max(drafters, key=lambda name: (used[name], bool(drafters[name].steps)))
+        drafter = drafters[name]
+        if not figures.steps or not drafter.steps:
+            return None
+        num_drafted_for = sum(one.is_drafted_for for one in self._sequences.values())
+        trips = [figures.round_trip_s, drafter.round_trip_s]
         return Conditions(
             target=figures.steps,
-            draft=drafters[drafter].steps,
+            draft=drafter.steps,
             num_rows=max(len(seqs), figures.num_sequences),
-            num_draft_rows=num_draft_rows,
+            # Other routers' sequences are in the report alone, and in ours those that do not draft for now.
+            num_draft_rows=max(1, -(-num_drafted_for // len(drafters)), used[name], drafter.num_sequences),
             round_trip_s=sum(self._settings.round_trip_s / 2 if trip is None else trip for trip in trips),
             guess_rate=self._guesses.rate(_PRIOR_GUESSES, 16.0),
         )
 
-    def _bounds_for(self, conditions: Conditions | None, drafters: Iterable[str | None]) -> Bounds:
-        """No more branches of each sequence than all of its drafters have room for; without any, those it may get."""
+    def _bounds_for(self, conditions: Conditions | None, able: Iterable[str], placed: Iterable[str | None]) -> Bounds:
+        """No more branches of each sequence than all of its drafters have room for; without any, those it may get.
+
+        And no longer drafts than any of the sequences that may draft may have.
+        """
         if conditions is None:
             return self._bounds
-        able = {name: one for name, one in self._workers.items() if one.kind == "drafter"}
-        used = able.keys() & set(drafters) or able.keys()
-        most = min(able[name].branches_each(conditions.num_draft_rows) for name in used)
-        return replace(self._bounds, num_branches=min(self._bounds.num_branches, most))
+        drafters = self._drafters
+        used = drafters.keys() & set(placed) or drafters.keys()
+        most = min(drafters[name].branches_each(conditions.num_draft_rows) for name in used)
+        lengths = [
+            self._bounds.num_draft_tokens if (one := self._sequences[seq].bound) is None else one for seq in able
+        ]
+        longest = min(self._bounds.num_draft_tokens, max(lengths, default=0))
+        return replace(self._bounds, num_draft_tokens=longest, num_branches=min(self._bounds.num_branches, most))
+
+    @property
+    def _drafters(self) -> dict[str, WorkerFigures]:
+        return {name: one for name, one in self._workers.items() if one.kind == "drafter"}
 
     @property
     def acceptance_rate(self) -> float:

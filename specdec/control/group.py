@@ -10,60 +10,11 @@ from specdec.control.choice import Bounds, arms, best, token_price
 from specdec.control.estimates import Round, TrackedRate
 from specdec.control.experience import Entry, Experience, Observed, load_octave
 from specdec.control.limits import OFF, Arm, Conditions, Pace, expected_tokens, guess_rate_of, pace
+from specdec.control.load import LoadTime
+from specdec.control.probes import Probes
+from specdec.control.settings import Settings
 
 _WORSE = 0.9
-_FIRST_ARM, _PROBE_ARM = Arm("overlap", 4), Arm("overlap", 2)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How the controller proceeds. A step is a step of the target without drafts.
-
-    Attributes:
-        first_arm: Before anything was measured.
-        probe_arm: What probing sequences do while the others are off.
-        hysteresis: How much better another arm must be, as a share of the present one.
-        curiosity: An arm is tried if it would be the best with so many standard deviations of luck, with twice as many
-            where nothing of the allowance is spent. Target alone is granted one more: drafting has to be shown better.
-        trial_steps: Steps of a trial.
-        unseen_s: After which an arm is measured though no report has told of draft steps of its size.
-        loss: Share of the time that trials may lose in the long run.
-        early_loss: ... and at first, at a load that is new; it falls to 1/e within ``early_steps``.
-        early_steps: See ``early_loss``.
-        most_credit: Steps that trials may lose at once, where they have lost less than they may before.
-        least_credit: ... in the long run.
-        least_price: Share of the time that a trial is taken to lose at least.
-        most_growth: An arm is considered only if its steps are at most so many times larger than any that was seen, or
-            have no more than ``free_rows`` rows.
-        settle_rounds: Rounds after a change of plan that are not measured.
-        probe_rounds: Rounds of a probe.
-        probe_cost: Most of the time that probing may cost, as a share.
-        probe_share: Sequences that probe at a time, as a share; at least one does.
-        probe_first_s: Time until the first probe; it doubles with each probe in vain, up to ``probe_last_s``.
-        round_trip_s: Assumed until it is measured.
-    """
-
-    first_arm: Arm = _FIRST_ARM
-    probe_arm: Arm = _PROBE_ARM
-    hysteresis: float = 0.015
-    curiosity: float = 1.0
-    trial_steps: int = 20
-    unseen_s: float = 2.0
-    loss: float = 0.005
-    early_loss: float = 0.25
-    early_steps: float = 200.0
-    most_credit: float = 8.0
-    least_credit: float = 3.0
-    least_price: float = 0.07
-    most_growth: float = 4.0
-    free_rows: int = 34
-    settle_rounds: int = 3
-    probe_rounds: int = 24
-    probe_cost: float = 0.005
-    probe_share: float = 0.05
-    probe_first_s: float = 2.0
-    probe_last_s: float = 60.0
-    round_trip_s: float = 0.004
 
 
 @dataclass
@@ -99,12 +50,14 @@ class Group:
 
     Attributes:
         arm: What they follow.
-        since_s: When that began.
+        since_s: When that began, in time under load.
         num_rows: How many share the target's steps.
         conditions: As of the last review; None while too little is measured.
         token_price: See :func:`specdec.control.choice.token_price`.
         experience: Of arms.
         acceptance_rate: Mean of the sequences'.
+        load: Time under load.
+        probes: While off.
     """
 
     settings: Settings
@@ -117,31 +70,40 @@ class Group:
     observed: Observed = field(default_factory=Observed)
     acceptance_rate: float = 0.7
     num_trials: int = 0
+    load: LoadTime = field(default_factory=LoadTime)
+    probes: Probes = field(init=False)
     _mean_length: float = 0.0
     _allowance: Allowance = field(default_factory=Allowance)
     _forecasts: tuple[Conditions, float, dict[Arm, Pace]] | None = None
-    _reviewed_s: float = math.inf
+    _longest_round_s: float = math.inf
     _on_trial: bool = False
     _was_seen: bool = False
     _num_steps: float = 0.0
-    _probe_from_s: float = math.inf
-    _probe_interval_s: float = 0.0
-    _probes: bool = False
+    _is_probing: bool = False
 
     def __post_init__(self) -> None:
         self.arm = self.settings.first_arm
+        self.probes = Probes(self.settings)
 
     def observe(self, arm: Arm, rounds: Sequence[Round], seconds: float) -> None:
         """A settled sequence had these rounds in so many seconds."""
         if arm != self.arm:
             return
-        if self.conditions is not None:  # reading another's prompt, or being preempted, is not the arm's doing
-            seconds = min(seconds, 4 * len(rounds) * self.conditions.target_s(arm.num_draft_tokens) + 0.05)
         one = self.observed
         for num_drafted, num_accepted in rounds:
             one.lengths[num_drafted] += 1
             one.num_tokens += 1 + num_accepted
-        one.seconds += seconds
+        # Reading another's prompt, or being preempted, is not the arm's doing.
+        one.seconds += min(seconds, len(rounds) * self._longest_round_s + 0.05)
+
+    def pause(self) -> None:
+        """Nothing can be drafted for now: nobody is there who may, or nobody who could, or none whose times are known.
+
+        The time does not count. What was measured before is of another load, perhaps, and rounds meanwhile are not the
+        arm's, which has to settle again.
+        """
+        self.load.pause()
+        self.observed, self._was_seen = Observed(), False
 
     def guesses_from(self, guesses: TrackedRate, hits: float, misses: float, acceptance_rate: float) -> TrackedRate:
         """What branch hits and misses say of the draft's guesses."""
@@ -159,25 +121,34 @@ class Group:
         self.conditions = conditions
         if conditions is None or not acceptance_rates:
             self.num_rows = max(self.num_rows, len(acceptance_rates))
+            self.pause()
             return
         self.num_rows = conditions.num_rows
         self.acceptance_rate = sum(acceptance_rates) / len(acceptance_rates)
-        elapsed = max(0.0, now_s - self._reviewed_s) / conditions.target_s(0)
-        self._reviewed_s = now_s
+        elapsed_s = self.load.reviewed(now_s, len(acceptance_rates), self._longest_round_s)
+        elapsed = elapsed_s / conditions.target_s(0)
         self._allowance.grow(self.settings, load_octave(self.num_rows), elapsed)
         self._learn(conditions, now_s)
         scored, lucky = self._scores(self._ways(bounds, conditions), conditions, now_s)
         if self._on_trial:
             self._allowance.credit -= elapsed * self._price(self.arm, scored)
-        if self._goes_on(scored, lucky):
-            return
+        if not self._goes_on(scored, lucky):
+            self._choose(scored, lucky, conditions, now_s)
+        round_s = pace(self.arm, conditions, self.acceptance_rate).round_s
+        self._longest_round_s = max(4 * conditions.target_s(self.arm.num_draft_tokens), 2 * round_s)
+
+    def _choose(
+        self, scored: Mapping[Arm, float], lucky: Mapping[Arm, float], conditions: Conditions, now_s: float
+    ) -> None:
         chosen = best(self._promised(scored), self.arm, self.settings.hysteresis)
         trial = self._trial(chosen, scored, lucky)
         self._on_trial = trial is not None
         self.num_trials += self._on_trial
         chosen = chosen if trial is None else trial
         if chosen != self.arm:
-            self._change(chosen, now_s)
+            self._change(chosen, conditions, now_s)
+        if self.arm != OFF and trial is None:
+            self.probes.reset()
         price = token_price(self.arm, conditions, pace(self.arm, conditions, self.acceptance_rate))
         # The arm was chosen for the average sequence, whatever the slope just there: it is for those that are worse.
         self.token_price = min(price, (_WORSE * self.acceptance_rate) ** self.arm.num_draft_tokens)
@@ -238,9 +209,9 @@ class Group:
     def _learn(self, conditions: Conditions, now_s: float) -> None:
         """Take in what was measured of the present arm."""
         one, was_seen = self.observed, self._was_seen
-        self._was_seen = conditions.has_seen(self.arm) or now_s >= self.since_s + self.settings.unseen_s
+        self._was_seen = conditions.has_seen(self.arm) or self.load.now_s >= self.since_s + self.settings.unseen_s
         # Its plans were made for other times than its steps take, or its steps are longer for the sake of a probe.
-        if self._probes or not (was_seen and self._was_seen):
+        if self._is_probing or not (was_seen and self._was_seen):
             self.observed = Observed()
             return
         if one.num_rounds < self.settings.settle_rounds or not one.seconds:
@@ -283,36 +254,25 @@ class Group:
         most = max(scored.values())  # an arm that is out of bounds by now is not among them
         return max(self.settings.least_price, 1 - scored.get(arm, most) / most)
 
-    def _change(self, arm: Arm, now_s: float) -> None:
-        if arm == OFF and self.conditions is not None:
-            self._probe_interval_s = self._probe_interval_s or self.settings.probe_first_s
-            self._probe_from_s = now_s + max(self._probe_interval_s, self._least_interval_s(self.num_rows))
-        self.arm, self.since_s = arm, now_s
-        self._was_seen = self.conditions is not None and self.conditions.has_seen(arm)
+    def _change(self, arm: Arm, conditions: Conditions, now_s: float) -> None:
+        if arm == OFF:
+            self.probes.plan(now_s, self.load.now_s, conditions)
+        self.arm, self.since_s = arm, self.load.now_s
+        self._was_seen = conditions.has_seen(arm)
         self.observed, self._num_steps, self._mean_length = Observed(), 0.0, 0.0
 
     def probed(self, seqs: Sequence[str], now_s: float) -> Sequence[str]:
-        """While off, the sequences that draft a little now, so that better times are noticed."""
-        self._probes = False
-        if self.arm != OFF or self._on_trial or self.conditions is None or not seqs or now_s < self._probe_from_s:
-            return ()
-        if now_s >= self._probe_from_s + self.settings.probe_rounds * self.conditions.target_s(0):
-            self._probe_interval_s = min(2 * self._probe_interval_s, self.settings.probe_last_s)
-            self._probe_from_s = now_s + max(self._probe_interval_s, self._least_interval_s(len(seqs)))
-            return ()
-        self._probes = True
-        turn = int(self._probe_from_s * 1000) % len(seqs)
-        return [*seqs[turn:], *seqs[:turn]][: self._num_probing(len(seqs))]
+        """While off, the sequences that draft a little now, so that better times are noticed.
 
-    def _num_probing(self, num_sequences: int) -> int:
-        return max(1, round(self.settings.probe_share * num_sequences))
-
-    def _least_interval_s(self, num_sequences: int) -> float:
-        """Between probes, for what they cost: all wait for the steps that verify the drafts of a few."""
-        assert self.conditions is not None
-        drafted = self._num_probing(num_sequences) * self.settings.probe_arm.num_draft_tokens
-        longer_s = self.conditions.target.at(self.num_rows, self.num_rows + drafted) - self.conditions.target_s(0)
-        return longer_s * self.settings.probe_rounds / self.settings.probe_cost
+        Where a drafter has no times yet, as one that was started anew, they draft until it has: it makes no step else.
+        """
+        self._is_probing = False
+        if self.arm != OFF or not seqs:
+            return ()
+        self._is_probing = self.conditions is None or (
+            not self._on_trial and self.probes.is_on(now_s, self.load.now_s, self.conditions, len(seqs))
+        )
+        return self.probes.some_of(seqs) if self._is_probing else ()
 
     def figures(self) -> dict[str, float]:
         """Choice and estimates, by name."""

@@ -8,8 +8,9 @@ from specdec.control.choice import Bounds
 from specdec.control.controller import Controller
 from specdec.control.estimates import Round
 from specdec.control.experience import Entry
-from specdec.control.group import Allowance, Group, Settings
+from specdec.control.group import Allowance, Group
 from specdec.control.limits import OFF, Arm
+from specdec.control.settings import Settings
 from specdec.control.steptimes import step_times
 from specdec.engine.timing import StepTimer
 from specdec.protocol.messages import Notes
