@@ -76,6 +76,7 @@ class WorkerReports(Collector):
 
 _GAUGES = {
     "num_sequences": "Sequences that a worker holds.",
+    "num_solo_sequences": "Of these, requests for the draft model itself, which nobody drafts for.",
     "kv_cache_usage_perc": "Share of a worker's cache blocks that sequences hold, from 0 to 1.",
     "kv_blocks_in_use": "Cache blocks that sequences hold.",
     "kv_blocks_reusable": "Cache blocks kept only for prompts that begin alike; not among those in use.",

@@ -31,8 +31,9 @@ measurements. No clock, no thread, no randomness. How it chooses:
   were measured, unless it has no chance any more. Steps while a probe drafts beside are not target alone's.
 - Drafts must gain two percent over target alone, or nothing is drafted.
 - Trials, what they may lose, and waits for reports are counted in time under load (``load.py``): while no request is
-  there that may draft, or no drafter whose times are known, nothing is charged, nothing grows older, and no round is
-  taken for the arm's, which settles again afterwards. A trial goes on where it was.
+  there that may draft, or no drafter whose times are known, nothing is charged and nothing saved up, and without a
+  drafter no round is taken for the arm's. A trial goes on where it was. Doubt grows by the clock all the same: a load
+  that comes back after hours may be another.
 - While nothing is drafted a few sequences probe now and then, less often each time that was in vain (``probes.py``). A
   probe ends after its rounds under load, not by the clock. Where a drafter has no times yet, as one that was started
   anew, they draft until it has some. Where none is left there are no plans that wait for one.

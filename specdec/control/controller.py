@@ -107,7 +107,9 @@ class Controller:
         length = own_length(arm, 1.0, 0.0, bound) if self._has_drafter else 0
         conditions = None if group is None else group.conditions
         plan = plan_of(arm, length, conditions, self.acceptance_rate)
-        self._sequences[seq] = Tracked(bound, plan, arm if plan.num_draft_tokens else OFF)
+        # Short requests end before a review places them; where there is but one target they are its.
+        target = next(iter(self._groups)) if len(self._groups) == 1 else None
+        self._sequences[seq] = Tracked(bound, plan, arm if plan.num_draft_tokens else OFF, target=target)
         return plan
 
     def closed(self, seq: str) -> None:
@@ -129,10 +131,9 @@ class Controller:
             one.steady = one.steady.add(accepted, judged)
             self._acceptance = self._acceptance.add(accepted, judged)
         group = self._groups.get(one.target or "")
-        if group is not None:
-            group.load.heard(len(rounds))
-            if one.seen_s is not None and one.since >= self._settings.settle_rounds:
-                group.observe(one.arm, rounds, now_s - one.seen_s)
+        if group is not None and one.seen_s is not None and one.may_draft:
+            is_settled = one.since >= self._settings.settle_rounds
+            group.heard(one.arm, rounds, now_s - one.seen_s, now_s, is_settled=is_settled)
         one.since += len(rounds)
         one.seen_s = now_s
 
@@ -180,14 +181,13 @@ class Controller:
         for target, seqs in members.items():
             changed.update(self._review_group(target, seqs, placements, now_s))
         for target in [name for name in self._groups if name not in members]:
-            self._groups[target].num_rows = 0
-            self._groups[target].pause()
+            self._groups[target].rest(now_s)
         return changed
 
     def _review_group(self, target: str, seqs: list[str], placements: Placements, now_s: float) -> dict[str, Plan]:
         group = self._groups.get(target)
         if group is None:
-            group = self._groups[target] = Group(self._settings, now_s)
+            group = self._groups[target] = Group(self._settings)
         able = [seq for seq in seqs if self._sequences[seq].may_draft]
         rates = {seq: self._sequences[seq].acceptance.rate(self.acceptance_rate, _RATE_WEIGHT) for seq in able}
         conditions = self._conditions(target, seqs, placements)
@@ -244,7 +244,7 @@ class Controller:
             draft=drafter.steps,
             num_rows=max(len(seqs), figures.num_sequences),
             # Other routers' sequences are in the report alone, and in ours those that do not draft for now.
-            num_draft_rows=max(1, -(-num_drafted_for // len(drafters)), used[name], drafter.num_sequences),
+            num_draft_rows=max(1, -(-num_drafted_for // len(drafters)), used[name], drafter.num_drafted_for),
             round_trip_s=sum(self._settings.round_trip_s / 2 if trip is None else trip for trip in trips),
             guess_rate=self._guesses.rate(_PRIOR_GUESSES, 16.0),
         )

@@ -61,7 +61,7 @@ class Group:
     """
 
     settings: Settings
-    since_s: float
+    since_s: float = 0.0
     arm: Arm = OFF
     num_rows: int = 0
     conditions: Conditions | None = None
@@ -76,6 +76,7 @@ class Group:
     _allowance: Allowance = field(default_factory=Allowance)
     _forecasts: tuple[Conditions, float, dict[Arm, Pace]] | None = None
     _longest_round_s: float = math.inf
+    _reviewed_s: float = 0.0
     _on_trial: bool = False
     _was_seen: bool = False
     _num_steps: float = 0.0
@@ -85,25 +86,29 @@ class Group:
         self.arm = self.settings.first_arm
         self.probes = Probes(self.settings)
 
-    def observe(self, arm: Arm, rounds: Sequence[Round], seconds: float) -> None:
-        """A settled sequence had these rounds in so many seconds."""
-        if arm != self.arm:
+    def heard(self, arm: Arm, rounds: Sequence[Round], seconds: float, now_s: float, *, is_settled: bool) -> None:
+        """A sequence that may draft had these rounds in so many seconds, under an arm; settled ones are measured.
+
+        Where no drafter is there, or its times are not known, rounds are not the arm's, and the time does not count.
+        """
+        if self.conditions is None:
+            return
+        # Reading another's prompt, or being preempted, is not the arm's doing.
+        seconds = min(seconds, len(rounds) * self._longest_round_s + 0.05)
+        self.load.heard(seconds, now_s)
+        if arm != self.arm or not is_settled:
             return
         one = self.observed
         for num_drafted, num_accepted in rounds:
             one.lengths[num_drafted] += 1
             one.num_tokens += 1 + num_accepted
-        # Reading another's prompt, or being preempted, is not the arm's doing.
-        one.seconds += min(seconds, len(rounds) * self._longest_round_s + 0.05)
+        one.seconds += seconds
 
-    def pause(self) -> None:
-        """Nothing can be drafted for now: nobody is there who may, or nobody who could, or none whose times are known.
-
-        The time does not count. What was measured before is of another load, perhaps, and rounds meanwhile are not the
-        arm's, which has to settle again.
-        """
-        self.load.pause()
-        self.observed, self._was_seen = Observed(), False
+    def rest(self, now_s: float) -> None:
+        """Nobody is there who may draft. What was measured until now is of the load that has ended."""
+        if self.conditions is not None:
+            self._learn(self.conditions, now_s)
+        self.num_rows = 0
 
     def guesses_from(self, guesses: TrackedRate, hits: float, misses: float, acceptance_rate: float) -> TrackedRate:
         """What branch hits and misses say of the draft's guesses."""
@@ -118,15 +123,18 @@ class Group:
         self, conditions: Conditions | None, acceptance_rates: Sequence[float], bounds: Bounds, now_s: float
     ) -> None:
         """Choose the arm anew; the rates are those of the sequences that may draft."""
+        if not acceptance_rates:
+            self.rest(now_s)
+            return
         self.conditions = conditions
-        if conditions is None or not acceptance_rates:
+        if conditions is None:
             self.num_rows = max(self.num_rows, len(acceptance_rates))
-            self.pause()
+            self.observed, self._was_seen = Observed(), False
             return
         self.num_rows = conditions.num_rows
         self.acceptance_rate = sum(acceptance_rates) / len(acceptance_rates)
-        elapsed_s = self.load.reviewed(now_s, len(acceptance_rates), self._longest_round_s)
-        elapsed = elapsed_s / conditions.target_s(0)
+        elapsed = (self.load.now_s - self._reviewed_s) / conditions.target_s(0)
+        self._reviewed_s = self.load.now_s
         self._allowance.grow(self.settings, load_octave(self.num_rows), elapsed)
         self._learn(conditions, now_s)
         scored, lucky = self._scores(self._ways(bounds, conditions), conditions, now_s)

@@ -8,46 +8,16 @@ from dataclasses import dataclass
 
 @dataclass
 class LoadTime:
-    """The time of a group that its rounds account for.
-
-    A review tells of the time since the last one. It counts no longer than the rounds that were heard of meanwhile can
-    have taken; while none is heard of it is left open, as a step may take longer than the time between two reviews.
+    """The time in which some round of a group was under way, whether or not a review saw it.
 
     Attributes:
-        now_s: As of the last review; by the clock, less all pauses.
+        now_s: In seconds, as far as rounds have ended.
     """
 
     now_s: float = 0.0
-    _reviewed_s: float = math.inf
-    _idle_s: float = 0.0
-    _num_rounds: int = 0
-    _is_paused: bool = False
+    _until_s: float = -math.inf
 
-    def heard(self, num_rounds: int) -> None:
-        """So many rounds of the group's sequences have ended."""
-        self._num_rounds += num_rounds
-
-    def pause(self) -> None:
-        """No sequence may draft, or no drafter is there: what goes by from the last review on is not counted."""
-        self._is_paused = True
-
-    def reviewed(self, clock_s: float, num_sequences: int, longest_round_s: float) -> float:
-        """A review of so many sequences takes place.
-
-        Args:
-            clock_s: Time.
-            num_sequences: That may draft.
-            longest_round_s: That a round is taken for, of a sequence.
-
-        Returns:
-            Seconds under load since the last one.
-        """
-        gone_s = max(0.0, clock_s - self._reviewed_s)
-        if gone_s and not self._num_rounds and not self._is_paused:
-            return 0.0
-        heard_s = longest_round_s * self._num_rounds / num_sequences if self._num_rounds else 0.0
-        counted_s = 0.0 if self._is_paused else min(gone_s, heard_s)
-        self._idle_s += gone_s - counted_s
-        self._reviewed_s, self._num_rounds, self._is_paused = clock_s, 0, False
-        self.now_s = clock_s - self._idle_s
-        return counted_s
+    def heard(self, seconds: float, clock_s: float) -> None:
+        """Rounds have ended that took so long, all later than those heard of before; what overlaps counts once."""
+        self.now_s += max(0.0, min(seconds, clock_s - self._until_s))
+        self._until_s = max(self._until_s, clock_s)

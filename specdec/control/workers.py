@@ -47,6 +47,11 @@ class WorkerFigures:
         """As reported."""
         return int(self.report.get("num_sequences", 0))
 
+    @property
+    def num_drafted_for(self) -> int:
+        """Of these, on a drafter, those that it drafts for: not requests for its own model."""
+        return self.num_sequences - int(self.report.get("num_solo_sequences", 0))
+
     def echoed(self, seconds: float) -> None:
         """An echo came. A busy worker answers after its next step: what took longer than a step is taken for that."""
         step_s = self._step_s()

@@ -57,7 +57,7 @@ class BackendOptions:
         max_model_len: Longest sequence in tokens; None takes the model's own.
         vocab_size: Width of the tokenizer (its highest token id and one); logits beyond it are padding. None takes all.
         block_size: Tokens in a block of the paged cache.
-        max_batch_tokens: Most tokens in one forward pass; None chooses by device.
+        max_batch_tokens: Most tokens in one forward pass, but that each sequence gets one; None chooses by device.
         kv_memory: Memory for cached keys and values: ``auto``, a fraction of what is free, or bytes.
         max_num_sequences: Whole sequences that the cache need not exceed, however much memory there is.
         device_share: Part of a GPU that is this model's, where several models share it; for ``auto`` memory. None is

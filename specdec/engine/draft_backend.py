@@ -24,7 +24,7 @@ class ModelDrafter:
         runner: The model with its caches.
         sampler: From logits to tokens.
         max_model_len: Longest sequence in tokens that the model can read.
-        max_batch_tokens: Most tokens forwarded per step, where there are no more jobs than that: each gets one.
+        max_batch_tokens: Most tokens forwarded per step, where no more than half as many have a job: each gets one.
         states: Of the runner, where another backend uses it too; by default there is none.
     """
 
@@ -65,9 +65,10 @@ class ModelDrafter:
         results = [_WAITING] * len(jobs)
         rows: list[RowInput] = []
         deciding: list[int] = []
-        budget = max(self._max_batch_tokens, len(jobs))
+        # A prompt leaves the others a token each, as a branch that waits is late, and gets half a chunk at the least.
+        budget = max(self._max_batch_tokens, len(jobs) - 1 + max(1, self._max_batch_tokens // 2))
         for i, job in enumerate(jobs):
-            num_after = len(jobs) - i - 1  # A prompt leaves them a token each: a branch that waits is late.
+            num_after = len(jobs) - i - 1
             row = self._place(job, budget - num_after)
             if row is not None:
                 budget -= len(row.tokens)

@@ -55,7 +55,7 @@ class ModelTarget:
         self._max_batch_tokens = max_batch_tokens
         self._marks: dict[str, Mark] = {}
         self._max_draft = 0 if runner.no_speculation is not None else runner.max_rollback
-        self._num_fallbacks = 0
+        self._num_fallbacks = self._num_steps = 0
         self._prompts = PromptReader()
 
     @property
@@ -124,7 +124,9 @@ class ModelTarget:
         left = max(self._max_batch_tokens - len(decoding), self._max_batch_tokens // 2, 1)
         for_drafts = left - min((left + 1) // 2, sum(num_unread[i] for i, _ in reading))
         scheduled: Scheduled = []
-        decoding.sort(key=lambda entry: len(jobs[entry[0]].draft))  # what a short one leaves is for the longer ones
+        # What a short draft leaves is for the longer ones; where there is less than a token each, they take turns.
+        self._num_steps += 1
+        decoding.sort(key=lambda entry: (len(jobs[entry[0]].draft), (entry[0] + self._num_steps) % len(jobs)))
         for place, (i, sequence) in enumerate(decoding):
             row, draft = self._row(jobs[i], sequence, 1 + for_drafts // (len(decoding) - place))
             scheduled.append((i, row, draft))

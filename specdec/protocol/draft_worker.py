@@ -61,5 +61,8 @@ class DraftWorkerMachine:
         """A heartbeat tells of both parts."""
         if not isinstance(message, Alive):
             return message
-        num_sequences = message.report["num_sequences"] + self.solo.report()["num_sequences"]
-        return replace(message, report={**message.report, "num_sequences": num_sequences})
+        num_solo = self.solo.report()["num_sequences"]
+        num_sequences = message.report["num_sequences"] + num_solo
+        return replace(
+            message, report={**message.report, "num_sequences": num_sequences, "num_solo_sequences": num_solo}
+        )

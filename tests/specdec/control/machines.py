@@ -26,6 +26,7 @@ from tests.specdec.control.pairs import NOISE, ONE_WAY_S, PAUSE, PAUSE_RATE, Sce
 
 MAX_LEN = 1 << 16
 STAGGER = 0.7
+MOST_S = 1000.0
 TICK_S = 0.05
 Machine = RouterMachine | TargetMachine | DrafterMachine | IngressMachine
 
@@ -169,7 +170,9 @@ class Service(Machines):
     def run_until_idle(self) -> None:
         """Until every request has ended, those among them that are on their way to the router."""
         self.run_for(2 * ONE_WAY_S)
+        until_s = self.now_s + MOST_S
         while any(session.finish is None for session in self.router._sessions):
+            assert self.now_s < until_s, "requests do not end"
             self._next()
 
     def lose_drafter(self) -> None:

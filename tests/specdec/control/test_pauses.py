@@ -102,7 +102,7 @@ def no_drafter(service):
 
 
 @pytest.mark.parametrize("pause", [no_request, none_that_may_draft, no_drafter])
-def test_a_pause_costs_a_trial_nothing_and_makes_nothing_older(pause):
+def test_a_pause_costs_a_trial_nothing_and_the_allowance_is_no_older(pause):
     service = on_trial()
     group, allowance = service.group, service.group._allowance
     arm, credit, age, load_s = group.arm, allowance.credit, dict(allowance.ages), group.load.now_s
@@ -117,38 +117,71 @@ def test_a_pause_costs_a_trial_nothing_and_makes_nothing_older(pause):
     assert allowance.credit > credit - worked_s / STEP_S
 
 
-def test_what_was_measured_before_a_pause_is_not_taken_for_what_comes_after_it():
-    service = on_trial()
-    seqs = list(service.seqs)
-    for seq in seqs:
-        service.controller.judged(seq, [Round(0, 0)], service.now + STEP_S)
+def test_what_was_measured_before_a_pause_is_booked_on_the_load_that_it_ended():
+    service = Requests((None,) * 4)
+    service.run(kept(0.6), 20.0)
+    group = service.group
+    arm, before = group.arm, service.now
+    for _ in range(4):
+        service.now += STEP_S
+        for seq in service.seqs:
+            service.controller.judged(seq, [Round(arm.num_draft_tokens, 1)], service.now)
+    assert group.observed.num_rounds == 16
     service.end()
     service.idle(1.0)
-    assert service.group.observed == Observed()
-    assert service.group.num_rows == 0
+    assert group.observed == Observed()
+    assert group.num_rows == 0
+    entry = group.experience.entries[arm, load_octave(4)]
+    assert entry.at_s == pytest.approx(before + 4 * STEP_S + REVIEW_S)
 
 
-def test_no_more_time_counts_than_the_rounds_that_were_heard_of_can_have_taken():
+def test_time_under_load_is_that_in_which_some_round_was_under_way():
     load = LoadTime()
-    load.heard(8)
-    assert load.reviewed(10.0, 4, 0.1) == 0.0
-    load.heard(8)
-    assert load.reviewed(10.15, 4, 0.1) == pytest.approx(0.15)
-    load.heard(8)
-    assert load.reviewed(70.15, 4, 0.1) == pytest.approx(0.2)
-    assert load.now_s == pytest.approx(10.35)
+    load.heard(1.0, 10.0)
+    assert load.now_s == pytest.approx(1.0)
+    load.heard(0.5, 10.0)  # beside it
+    load.heard(1.0, 10.5)  # half of it beside it
+    assert load.now_s == pytest.approx(1.5)
+    load.heard(0.2, 70.5)  # after a pause
+    assert load.now_s == pytest.approx(1.7)
 
 
-def test_steps_that_take_longer_than_the_time_between_reviews_count_in_full():
-    load, counted_s = LoadTime(), 0.0
-    for i in range(41):
-        if i % 4 == 0:
-            load.heard(1)
-        counted_s += load.reviewed(i * REVIEW_S, 1, 4.0)
-    assert counted_s == pytest.approx(10.0)
-    load.pause()
-    load.heard(1)
-    assert load.reviewed(60.0, 1, 4.0) == 0.0
+def test_a_round_that_something_else_held_up_does_not_count_in_full():
+    service = Requests((None,))
+    service.run(kept(0.6), 5.0)
+    load_s = service.group.load.now_s
+    service.now += 60.0
+    service.controller.judged("s0", [Round(0, 0)], service.now)
+    assert service.group.load.now_s < load_s + 1
+
+
+def test_rounds_of_those_that_may_not_draft_are_no_load():
+    service = Requests((None, 0))
+    service.run(kept(0.6), 5.0)
+    load_s = service.group.load.now_s
+    service.now += STEP_S
+    service.controller.judged("s1", [Round(0, 0)], service.now)
+    assert service.group.load.now_s == load_s
+
+
+@pytest.mark.parametrize("request_s", [0.2, 0.3])
+def test_a_trial_ends_though_requests_are_shorter_than_the_time_between_reviews(request_s):
+    """They are heard of before a review places them, and are gone before the next."""
+    service = on_trial()
+    group, began = service.group, service.now
+    service.end()
+    while group._on_trial and service.now < began + 60:
+        service.begin((None,) * 4)
+        placements = dict.fromkeys(service.seqs, ("T", "D"))
+        end = service.now + request_s
+        while service.now < end:
+            service.now += STEP_S
+            for seq in service.seqs:
+                service.controller.judged(seq, [kept(0.6)(service.plans[seq])], service.now)
+        service.controller.review(placements, service.now)
+        service.end()
+        service.idle(0.6)
+    assert not group._on_trial
 
 
 def test_a_drafter_that_was_started_anew_is_tried_though_nothing_is_known_of_its_steps():
@@ -331,6 +364,15 @@ def test_a_drafters_load_is_who_drafts_there_of_this_router_and_of_others(bounds
     assert service.group.conditions.num_draft_rows == expected
 
 
+def test_requests_for_the_draft_model_itself_are_not_drafted_for():
+    service = Requests((None,) * 4)
+    service.controller.reported(
+        "D", "drafter", {**service.draft_report(4), "num_sequences": 44.0, "num_solo_sequences": 40.0}
+    )
+    service.run(kept(0.9), 0.2)
+    assert service.group.conditions.num_draft_rows == 4
+
+
 def test_who_is_off_alone_is_no_load_for_the_drafter():
     service = Requests((None,) * 4, growth=0.35, kinds=frozenset({"off", "overlap"}))
     service.controller.reported("D", "drafter", {**service.draft_report(4), "num_sequences": 3.0})
@@ -362,12 +404,12 @@ def test_rounds_that_are_long_by_design_are_taken_as_they_are():
     arm, now = Arm("in_turn", 16), conditions(0.3)
     round_s = pace(arm, now, 0.95).round_s
     assert round_s > 4 + 0.05
-    group = Group(Settings(first_arm=arm), 0.0)
+    group = Group(Settings(first_arm=arm))
     group.review(now, [0.95], Bounds(kinds=frozenset({"in_turn"})), 0.0)
     group.arm = arm
     group.review(now, [0.95], Bounds(16, 0, frozenset({"in_turn"})), 1.0)
     group.arm, group.observed = arm, Observed()
-    group.observe(arm, [Round(16, 9)] * 3, 3 * round_s)
+    group.heard(arm, [Round(16, 9)] * 3, 3 * round_s, 20.0, is_settled=True)
     assert group.observed.seconds == pytest.approx(3 * round_s)
-    group.observe(arm, [Round(16, 9)], 100 * round_s)
+    group.heard(arm, [Round(16, 9)], 100 * round_s, 1000.0, is_settled=True)
     assert group.observed.seconds < 6 * round_s

@@ -30,8 +30,8 @@ def decoding(num_sequences: int, chunk: int) -> ModelTarget:
     """A target that has read so many prompts."""
     target = backend(ModelTarget, make_model("llama"), chunk=chunk)
     for i in range(num_sequences):
-        while target.verify([verify_job(i)])[0].status is not Status.DECIDED:
-            pass
+        statuses = [target.verify([verify_job(i)])[0].status for _ in range(PROMPT_LENGTH)]
+        assert Status.DECIDED in statuses
     return target
 
 
@@ -45,7 +45,7 @@ def verify(target: ModelTarget, drafts: list[int]) -> list[Verification]:
     [
         ([4, 4, 4, 4], [3, 3, 3, 3]),
         ([8, 0, 8, 0], [6, 0, 6, 0]),
-        ([9, 2, 1, 9], [4, 2, 1, 5]),
+        ([9, 2, 1, 8], [5, 2, 1, 4]),
         ([1, 1, 1, 1], [1, 1, 1, 1]),
     ],
 )
@@ -53,6 +53,14 @@ def test_drafts_share_what_is_left_evenly(drafts: list[int], verified: list[int]
     results = verify(decoding(4, chunk=16), drafts)
     assert [result.num_drafted for result in results] == verified
     assert all(result.status is Status.DECIDED for result in results)
+
+
+def test_where_there_is_less_than_a_token_each_they_take_turns() -> None:
+    target = decoding(4, chunk=4)
+    jobs = [verify_job(i, 4, PROMPT_LENGTH + 1) for i in range(4)]
+    verified = [[result.num_drafted for result in target.verify(jobs)] for _ in range(4)]
+    assert all(sum(counts) == 2 for counts in verified)
+    assert [sum(counts) for counts in zip(*verified, strict=True)] == [2] * 4
 
 
 def test_all_that_decode_do_so_in_every_step() -> None:
@@ -87,6 +95,16 @@ def test_a_prompt_leaves_the_other_chains_and_branches_a_token_each() -> None:
     for of_prompt in (Status.PREFILLING, Status.DECIDED):
         statuses = [proposal.status for proposal in drafter.propose([prompt, *branches])]
         assert statuses == [of_prompt, *[Status.DECIDED] * 4]
+
+
+def test_a_prompt_gets_half_a_chunk_though_branches_fill_the_step() -> None:
+    drafter = backend(ModelDrafter, make_model("llama"), chunk=16)
+    first = DraftJob("0", tokens_of(0), verify_job(0).spec)
+    drafter.propose([first])
+    branches = [DraftJob(f"0#{n}", [*tokens_of(0), n], first.spec, 8, 8, "0") for n in range(20)]
+    prompt = DraftJob("1", tokens_of(1, 16), verify_job(1).spec)
+    statuses = [drafter.propose([prompt, *branches])[0].status for _ in range(2)]
+    assert statuses == [Status.PREFILLING, Status.DECIDED]
 
 
 def test_more_chains_than_a_step_has_tokens_are_drafted_all_the_same() -> None:

@@ -1,6 +1,6 @@
 """Real models behind a network that loses, doubles, delays and reorders, with workers that restart: no token changes.
 
-The protocol itself is tested with scripted tokens, in thousands of schedules (``tests/specdec/protocol``); here its
+The protocol itself is tested with scripted tokens, in many more schedules (``tests/specdec/protocol``); here its
 rows have caches and recurrent states.
 """
 

@@ -61,7 +61,8 @@ def test_leases_of_both_are_renewed_and_what_is_unknown_is_asked_for_once() -> N
     machine.receive(Live("R", (("drafted", inc), ("own", inc), ("neither", inc))), 4.0)
     messages = run(machine, 8.0)
     assert [m.seq for m in messages if isinstance(m, Resync)] == ["neither"]
-    assert [m.report["num_sequences"] for m in messages if isinstance(m, Alive)] == [2.0]
+    reports = [m.report for m in messages if isinstance(m, Alive)]
+    assert [(report["num_sequences"], report["num_solo_sequences"]) for report in reports] == [(2.0, 1.0)]
     assert "drafted" not in backend.released
     machine.step(10.0)
     assert {"drafted", "own"} <= set(backend.released)
