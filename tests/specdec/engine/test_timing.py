@@ -77,6 +77,16 @@ def test_draft_steps_count_branches_from_their_first():
     assert backend.calls == [("rename", "a#0", "a")]
 
 
+@pytest.mark.parametrize(("pause_s", "counted_s"), [(0.0, 1.0), (0.25, 1.25), (0.75, 1.0)])
+def test_what_a_drafter_does_between_two_steps_is_part_of_the_second_unless_it_waited(pause_s, counted_s):
+    backend = Told()
+    timed = TimedDrafter(backend, clock=iter((0.0, 1.0, 1.0 + pause_s, 2.0 + pause_s)).__next__)
+    backend.answers = [Proposal(Status.DECIDED, 5)]
+    timed.propose([DraftJob("a", [1, 2], SPEC)])
+    timed.propose([DraftJob("a", [1, 2, 5], SPEC)])
+    assert points(timed) == [StepTime(1, 1, counted_s, 1)]
+
+
 def test_a_pause_does_not_move_the_median_and_old_sizes_are_forgotten():
     timer = StepTimer()
     for i in range(40):
