@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from openai import OpenAI
 
 from tests.integration.mixed import mixed_requests
 from tests.integration.running import RunningService, eventually
@@ -19,11 +20,11 @@ SEEN: dict[int, int] = {}
 """Pieces that each running stream has had."""
 
 
-def stream(service: RunningService, i: int, temperature: float) -> tuple[str, float]:
+def stream(client: OpenAI, i: int, temperature: float) -> tuple[str, float]:
     """One seeded stream to its end; gives its text and its longest pause in seconds."""
     pieces, pause_s, heard_s = [], 0.0, time.monotonic()
     SEEN[i] = 0
-    chunks = service.client().completions.create(
+    chunks = client.completions.create(
         model="specdec-demo",
         prompt=f"def function_{i}(values):\n",
         max_tokens=320,
@@ -41,8 +42,12 @@ def stream(service: RunningService, i: int, temperature: float) -> tuple[str, fl
 
 
 def all_streams(service: RunningService, pool: ThreadPoolExecutor) -> list:
-    """Eight streams at once, half of them at T=0, half at T=1."""
-    return [pool.submit(stream, service, i, i % 2) for i in range(NUM_STREAMS)]
+    """Eight streams at once, half of them at T=0, half at T=1.
+
+    Clients are there before: on a busy machine making the last took until the first stream had ended.
+    """
+    clients = [service.client() for _ in range(NUM_STREAMS)]
+    return [pool.submit(stream, client, i, i % 2) for i, client in enumerate(clients)]
 
 
 @pytest.mark.parametrize("deployment", ["DraftServer", "TargetServer"])
