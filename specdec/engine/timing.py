@@ -115,7 +115,7 @@ class TimedDrafter(ForwardingDrafter):
     """A draft backend, and how long its steps take; see :class:`TimedTarget`. A branch's first step counts.
 
     What a drafter does between two steps that follow each other at once is part of the later one's time: a draft of K
-    tokens takes K of both. Short steps of many branches have a fifth of their time in it.
+    tokens takes K of both.
     """
 
     def __init__(
