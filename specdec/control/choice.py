@@ -18,6 +18,8 @@ _EARLY_OFFER, _JITTER = 0.75, 0.93
 Of many steps some do not fit now and then, as their times vary; an offer that comes too early costs far less than one
 that comes too late.
 """
+_LATE_MESSAGES_S = 0.004
+"""... and as messages do: on a busy machine a tenth of those there and back take so much longer than the quickest."""
 
 
 @dataclass(frozen=True)
@@ -107,10 +109,17 @@ def plan_of(arm: Arm, num_draft_tokens: int, conditions: Conditions | None, acce
     if conditions is None or not conditions.draft or not conditions.target:
         return Plan(num_draft_tokens, arm.num_branches, acceptance_rate=a)
     step_s, wait_s = conditions.target_s(arm.num_draft_tokens), 0.0
-    fit = int(_JITTER * conditions.fit_steps(step_s, 1 + arm.num_branches) + _EARLY_OFFER)
+    fit = _steps_until_offer(conditions, step_s, 1 + arm.num_branches)
     if arm.wait != "no":
         fit, wait_s = arm.num_draft_tokens, VAIN_WAIT * conditions.waiting_round_s(step_s, arm, acceptance_rate)
     if arm.wait == "chain":
         chain_s = arm.num_draft_tokens * conditions.draft_s(1 + arm.num_branches) + conditions.round_trip_s
         wait_s = 1.1 * (step_s + chain_s)
     return Plan(num_draft_tokens, arm.num_branches, min(fit, arm.num_draft_tokens + 1), a, "overlap", round(wait_s, 4))
+
+
+def _steps_until_offer(conditions: Conditions, step_s: float, rows_per_sequence: int) -> int:
+    """Draft steps after a verdict by which there should be an offer; 0 where not even one step fits."""
+    usual = _JITTER * conditions.fit_steps(step_s, rows_per_sequence) + _EARLY_OFFER
+    early = usual - _LATE_MESSAGES_S / conditions.draft_s(rows_per_sequence)
+    return int(max(early, min(usual, 1.0)))

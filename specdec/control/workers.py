@@ -53,8 +53,11 @@ class WorkerFigures:
         return self.num_sequences - int(self.report.get("num_solo_sequences", 0))
 
     def echoed(self, seconds: float) -> None:
-        """An echo came. A busy worker answers after its next step: what took longer than a step is taken for that."""
-        step_s = self._step_s()
+        """An echo came. A busy target answers as its next step begins, a busy drafter when its next step has ended.
+
+        So what took longer than a step is taken for that on a drafter. On a target it may be the way alone.
+        """
+        step_s = self._step_s() if self.kind == "drafter" else 0.0
         self.echoes_s = [*self.echoes_s[1 - _ECHOES_KEPT :], seconds - step_s if seconds > step_s else seconds]
 
     def _step_s(self) -> float:

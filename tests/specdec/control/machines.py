@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -43,6 +45,7 @@ class Machines:
         script = self.script = Script(scenario.alpha, scenario.hit, tuple(range(64)))
         self.timers = {"target": StepTimer(), "drafter": StepTimer()}
         self.target = TargetMachine("target", ScriptedTarget(script, MAX_LEN), times, self.timers["target"].report)
+        self.target.meanwhile = self._meanwhile
         self.drafter = self._new_drafter("drafter")
         self.ingress = IngressMachine("ingress", times)
         self.router = RouterMachine("router", self._planner(plan), times)
@@ -130,6 +133,12 @@ class Machines:
         self.free_s[name] = end_s
         self._send(name, end_s)
         self._at(end_s, name, None)
+
+    @contextmanager
+    def _meanwhile(self) -> Iterator[None]:
+        """What a target has said goes out as its step begins."""
+        self._send("target", self.now_s)
+        yield
 
     def _send(self, name: str, at_s: float) -> None:
         for peer, messages in self.machines[name].take_outbox().items():

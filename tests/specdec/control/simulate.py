@@ -185,7 +185,7 @@ class Auto:
         hits = {"num_branch_hits": float(pairs.hits[p]), "num_branch_misses": float(pairs.misses[p])}
         controller.reported("T", "target", {**self.timers[p][0].report(), **hits, **count})
         busy_s = self.scenarios[p].target_s(len(self.names))
-        controller.echoed("T", ONE_WAY_S + busy_s * (1 + self.rng.random()))
+        controller.echoed("T", ONE_WAY_S + busy_s * self.rng.random())
         if pairs.draft_rows[p]:
             controller.reported("D", "drafter", {**self.timers[p][1].report(), **count})
             controller.echoed("D", ONE_WAY_S + float(pairs.draft_s[p]) * (1 + self.rng.random()))

@@ -9,7 +9,7 @@ from specdec.control.choice import Bounds, arms, best, own_length, plan_of
 from specdec.control.estimates import DecayedRate, Round, TrackedRate, acceptance_trials, rounds_of
 from specdec.control.experience import Entry, Experience, tokens_of
 from specdec.control.group import Allowance
-from specdec.control.limits import OFF, Arm
+from specdec.control.limits import OFF, Arm, Conditions
 from specdec.control.steptimes import StepTime, StepTimes
 from specdec.protocol.messages import Plan
 from tests.specdec.control.test_limits import conditions
@@ -152,6 +152,14 @@ def test_plans_carry_out_arms():
     waits = plan_of(Arm("outcomes", 16, 8, "branch"), 16, now, 0.8)
     assert waits.num_fit_steps == 16
     assert 1.6 < waits.draft_wait_s < 2.0
+
+
+@pytest.mark.parametrize(("draft_s", "steps"), [(0.0015, 15), (0.003, 7), (0.009, 2), (0.02, 1), (0.03, 0)])
+def test_an_offer_begins_early_enough_for_a_message_that_is_late(draft_s, steps):
+    """Of a target step of 30 ms 4 ms are left for it, but one draft step that fits is not given up."""
+    target, draft = (StepTimes((StepTime(1, 1, s, 9),)) for s in (0.03, draft_s))
+    now = Conditions(target, draft, 1, 1, round_trip_s=0.0)
+    assert plan_of(Arm("outcomes", 16, 8), 16, now, 0.8).num_fit_steps == steps
 
 
 def test_acceptance_is_per_judged_token_whatever_the_draft_length():

@@ -238,7 +238,7 @@ def test_the_first_plan_is_no_longer_than_may_be():
 def test_echoes_and_reports_become_estimates():
     service = Service()
     for _ in range(3):
-        service.controller.echoed("T", STEP_S + 0.002)
+        service.controller.echoed("T", 0.002)
         service.controller.echoed("D", 0.001)
     service.controller.echoed("nobody", 1.0)
     service.run(kept(0.9), 1.0)
@@ -264,10 +264,20 @@ def test_a_drafter_with_branches_answers_after_a_longer_step():
     draft = steps([(4, 4, DRAFT_S), (36, 36, 4 * DRAFT_S)])
     service.controller.reported("D", "drafter", {**draft, "num_sequences": 4.0})
     for wait_s in (0.0, 0.3 * DRAFT_S, DRAFT_S):
-        service.controller.echoed("T", STEP_S + 0.002)
+        service.controller.echoed("T", 0.002)
         service.controller.echoed("D", 4 * DRAFT_S + 0.001 + wait_s)
     service.run(kept(0.9), 1.0)
     assert service.controller.figures()["T"]["estimated_round_trip_seconds"] < 0.003
+
+
+def test_a_target_that_answers_after_little_more_than_a_step_is_not_taken_to_be_next_door():
+    """It answers as its next step begins: who came as a step began waited for nearly all of it."""
+    service = Service()
+    for seconds in (0.010, STEP_S + 0.001, 0.020):
+        service.controller.echoed("T", seconds)
+        service.controller.echoed("D", 0.001)
+    service.run(kept(0.9), 1.0)
+    assert service.controller.figures()["T"]["estimated_round_trip_seconds"] >= 0.005
 
 
 def test_what_may_be_lost_is_saved_up_but_not_for_what_costs_more_than_can_be_saved():
