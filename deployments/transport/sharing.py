@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from deployments.transport.host import Action, M, WorkerHost
@@ -14,10 +15,9 @@ from deployments.transport.host import Action, M, WorkerHost
 class SharingHost(WorkerHost[M]):
     """Runs a machine on a thread of its own, and lets the event loop have it while that thread waits for the model.
 
-    Between two steps of a model its device is idle. So what can be done beside a step is not done between two: light
-    messages are received on the event loop while the model works, and what the machine has said by then is handed to
-    the event loop only when the next step begins, so that it is not being sent while the machine chooses what is next.
-    The machine must call ``meanwhile`` around its model's work.
+    Between two steps of a model its device is idle. So what can be done beside a step is not done between two: while
+    the model works, light messages are received on the event loop, and what the machine has to say of the step before
+    is taken from it there. The machine must call ``meanwhile`` around its model's work.
 
     Args:
         machine: As for :class:`WorkerHost`.
@@ -38,12 +38,23 @@ class SharingHost(WorkerHost[M]):
         self._light = light
         self._turn_lock = threading.Lock()
         self._is_shared = False
+        self._is_owed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        """Start the thread; on the event loop."""
+        self._loop = asyncio.get_running_loop()
+        super().start()
 
     @contextmanager
     def meanwhile(self) -> Iterator[None]:
         """Around what the machine waits for, on its own thread."""
-        self._send()
-        self._is_shared = True
+        assert self._loop is not None
+        if self._is_owed:  # the event loop had no time during the last step
+            self._send()
+        self._is_owed = self._is_shared = True
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._on_the_loop, self._send_owed)
         self._turn_lock.release()
         try:
             yield
@@ -63,8 +74,13 @@ class SharingHost(WorkerHost[M]):
             return super()._turn(items)
 
     def _after_step(self, busy: bool) -> None:
-        """What the machine says while it is busy is sent in its next turn, as its model begins."""
+        """What the machine says while it is busy is sent in its next turn, while its model works."""
         if not busy:
+            self._send()
+
+    def _send_owed(self) -> None:
+        if self._is_owed:
+            self._is_owed = False
             self._send()
 
     def _take_in(self, messages: tuple[Any, ...]) -> None:

@@ -46,10 +46,10 @@ def remaining_draft(offer: Offer, log: TokenLog, *, needs_candidates: bool) -> D
     if not log.has(offer.mark):
         return NO_DRAFT
     since = log.tail(offer.mark.length)
-    same = _num_same(offer.chain, since)
-    if same == len(since):
-        rest = Draft(offer.chain[same:], offer.candidates[same:])
+    if offer.chain[: len(since)] == since:
+        rest = Draft(offer.chain[len(since) :], offer.candidates[len(since) :])
     else:
+        same = _num_same(offer.chain, since)
         rest = _branch(offer, same, since[same], since[same + 1 :])
     return rest if len(rest.candidates) == len(rest.tokens) or not needs_candidates else NO_DRAFT
 

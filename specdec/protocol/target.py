@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 from specdec.protocol.backends import Status, TargetBackend, Verification, VerifyJob
 from specdec.protocol.leases import Times
@@ -38,7 +39,7 @@ class TargetRow(WorkerRow):
         notes: How the tokens after ``acked`` came.
         offers: The newest offers, oldest first.
         decided_s: When it was last decided; None before the first time.
-        told_s: When its verdict was last sent.
+        told_s: When its verdict was last sent, or is to be.
         is_patient: Whether it waits for offers at all: not since it waited in vain, until the next one comes.
         round_start: Length of the log before its newest round; what was offered for marks up to there foresaw it.
         is_counted: Whether that round's outcome was looked for among the branches offered.
@@ -119,22 +120,55 @@ class TargetCounters:
             per_position[i] += 1
 
 
+class _Round(NamedTuple):
+    """A verification that is committed.
+
+    Attributes:
+        result: Of it.
+        num_committed: Tokens of its run that were committed.
+    """
+
+    row: TargetRow
+    result: Verification
+    num_committed: int
+
+
 class TargetMachine(WorkerMachine[TargetRow]):
     """Decides tokens and reports them, cumulatively, until they are acknowledged.
 
     No message makes it undo a token under the current inc (rule 1). It needs none to take its next step while it has
     credit (rule 3).
 
+    Between two steps of the backend its device is idle. So a step commits tokens and chooses drafts; what no next step
+    depends on, notes, counts and verdicts, is put off until the outbox is taken or a message comes.
+
     Attributes:
-        meanwhile: Around each call of the backend: whoever drives the machine may take its outbox as that begins, and
-            from another thread hand it ``LIGHT`` messages until it ends.
+        meanwhile: Around each call of the backend: whoever drives the machine may, from another thread, take its outbox
+            and hand it ``LIGHT`` messages until that ends.
     """
 
     def __init__(self, name: str, backend: TargetBackend, times: Times, gauges: Gauges | None = None) -> None:
         super().__init__(name, times, gauges)
         self._backend = backend
-        self.counters = TargetCounters()
+        self._counters = TargetCounters()
+        self._untold: list[_Round] = []
         self.meanwhile: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    @property
+    def counters(self) -> TargetCounters:
+        """What it has done so far."""
+        self._tell_rounds()
+        return self._counters
+
+    def receive(self, message: Message, now_s: float) -> None:
+        """Take in one message; nothing is forwarded through a model here."""
+        self._tell_rounds()
+        super().receive(message, now_s)
+
+    def take_outbox(self) -> dict[str, list[Message]]:
+        """Messages since the last call, by router."""
+        self._tell_rounds()
+        return super().take_outbox()
 
     def step(self, now_s: float) -> bool:
         """One verification over all sequences that may go on. True if anything was decided or read."""
@@ -150,12 +184,13 @@ class TargetMachine(WorkerMachine[TargetRow]):
         if jobs:
             with self.meanwhile():
                 results = self._backend.verify([job for _, job in jobs])
+        self._tell_rounds()  # of the step before, where nobody took them while the backend worked
         for (row, _), result in zip(jobs, results, strict=True):
             if result.status is Status.DECIDED:
                 self._commit(row, result, now_s)
         self._repeat(now_s)
         worked = any(result.status is not Status.WAITING for result in results)
-        self.counters.num_steps += worked
+        self._counters.num_steps += worked
         return worked
 
     def report(self) -> dict[str, float]:
@@ -184,10 +219,10 @@ class TargetMachine(WorkerMachine[TargetRow]):
             case Offer(seq, inc):
                 row = self._rows.current(seq, inc)
                 if row is not None:
-                    self.counters.num_offers += 1
-                    self.counters.num_late_offers += message.mark.length < row.round_start
+                    self._counters.num_offers += 1
+                    self._counters.num_late_offers += message.mark.length < row.round_start
                     gone = row.keep(message)
-                    self.counters.num_stale_offers += gone is not None and not gone.is_used
+                    self._counters.num_stale_offers += gone is not None and not gone.is_used
                     row.is_patient = True
 
     def _acknowledge(self, row: TargetRow, length: int) -> None:
@@ -208,20 +243,25 @@ class TargetMachine(WorkerMachine[TargetRow]):
 
     def _draft(self, row: TargetRow) -> Draft:
         """The longest usable draft of the kept offers, cut to what may be committed (rule 6)."""
-        best, chosen, foresaw = NO_DRAFT, None, False
+        best, chosen, foresaw, stale = NO_DRAFT, None, False, []
         needs_candidates = row.spec.sampling.acceptance == "rejection"
-        for kept in tuple(row.offers):
-            foresaw |= bool(kept.offer.branches) and kept.offer.mark.length <= row.round_start
-            rest = remaining_draft(kept.offer, row.log, needs_candidates=needs_candidates)
+        for kept in reversed(row.offers):  # the newest is mostly the longest, and as long as may be
+            offer = kept.offer
+            foresaw = foresaw or (bool(offer.branches) and offer.mark.length <= row.round_start)
+            if chosen is not None and len(best.tokens) >= row.plan.num_draft_tokens:
+                continue
+            rest = remaining_draft(offer, row.log, needs_candidates=needs_candidates)
             if not rest.tokens:
-                row.offers.remove(kept)
-                self.counters.num_stale_offers += not kept.is_used
+                stale.append(kept)
             elif len(rest.tokens) > len(best.tokens):
                 best, chosen = rest, kept
+        for kept in stale:
+            row.offers.remove(kept)
+            self._counters.num_stale_offers += not kept.is_used
         if foresaw and not row.is_counted:
             is_hit = chosen is not None and chosen.offer.mark.length <= row.round_start
-            self.counters.num_branch_hits += is_hit
-            self.counters.num_branch_misses += not is_hit
+            self._counters.num_branch_hits += is_hit
+            self._counters.num_branch_misses += not is_hit
         row.is_counted = True
         if chosen is None:
             return best
@@ -232,7 +272,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
             self._backend.max_model_len - len(row.log) - 1,
         )
         chosen.is_used |= most > 0
-        return best.first(max(most, 0))
+        return best if len(best.tokens) <= most else best.first(max(most, 0))
 
     def _waits(self, row: TargetRow, draft: Draft, now_s: float) -> bool:
         """Whether a row is held back for an offer: only by plan, never before its first token, in vain only once."""
@@ -244,32 +284,40 @@ class TargetMachine(WorkerMachine[TargetRow]):
         return row.is_patient
 
     def _commit(self, row: TargetRow, result: Verification, now_s: float) -> None:
+        """Decide; of what a next step depends on nothing is left to do."""
         count, row.finish = walk(len(row.log), result.run, row.spec, self._backend.max_model_len)
-        run = result.run[:count]
-        num_accepted = min(result.num_accepted, count)
-        how, num_drafted = "a" * num_accepted, [0] * (count - 1) + [result.num_drafted]
-        if count > num_accepted:
-            full = num_accepted == result.num_drafted
-            how += "p" if not result.num_drafted else "b" if full else "c"
-        logprobs = None if result.logprobs is None else result.logprobs[:count]
         row.round_start, row.is_counted = len(row.log), False
-        row.log.extend(run)
-        row.notes = row.notes + Notes(how, tuple(num_drafted), logprobs, result.prompt_logprobs)
-        row.decided_s = now_s
-        self.counters.count_round(result.num_drafted, num_accepted, count)
+        row.log.extend(result.run[:count])
+        row.decided_s = row.told_s = now_s
         if row.finish is not None:
             self._backend.release(row.seq)
-        self._tell(row, now_s)
+        self._untold.append(_Round(row, result, count))
+
+    def _tell_rounds(self) -> None:
+        """Do what was put off."""
+        if not self._untold:
+            return
+        rounds, self._untold = self._untold, []
+        for row, result, count in rounds:
+            num_accepted = min(result.num_accepted, count)
+            how, num_drafted = "a" * num_accepted, [0] * (count - 1) + [result.num_drafted]
+            if count > num_accepted:
+                full = num_accepted == result.num_drafted
+                how += "p" if not result.num_drafted else "b" if full else "c"
+            logprobs = None if result.logprobs is None else result.logprobs[:count]
+            row.notes = row.notes + Notes(how, tuple(num_drafted), logprobs, result.prompt_logprobs)
+            self._counters.count_round(result.num_drafted, num_accepted, count)
+            self._tell(row)
 
     def _repeat(self, now_s: float) -> None:
         """Rule: a verdict is repeated until acknowledged, by a paused row too, and with its finish until Close."""
         for row in self._rows:
             unacknowledged = row.finish is not None or len(row.log) > row.acked
             if unacknowledged and now_s >= row.told_s + self._times.repeat_s:
-                self._tell(row, now_s)
+                row.told_s = now_s
+                self._tell(row)
 
-    def _tell(self, row: TargetRow, now_s: float) -> None:
-        row.told_s = now_s
+    def _tell(self, row: TargetRow) -> None:
         tokens = row.log.tail(row.acked)
         verdict = Verdict(row.seq, row.inc, row.acked, tokens, row.notes, row.log.mark(), row.finish)
         self._outbox.put(row.router, verdict)
