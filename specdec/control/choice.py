@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from specdec.control.limits import OFF, VAIN_WAIT, Arm, Conditions, Kind, Pace, Wait
+from specdec.protocol.draft_row import offer_spacing
 from specdec.protocol.messages import Plan
 
 DRAFT_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
@@ -19,7 +20,11 @@ Of many steps some do not fit now and then, as their times vary; an offer that c
 that comes too late.
 """
 _LATE_MESSAGES_S = 0.004
-"""... and as messages do: on a busy machine a tenth of those there and back take so much longer than the quickest."""
+"""... and as messages do: on a busy machine a tenth of those there and back take so much longer than the quickest.
+
+So they begin by as many whole steps earlier, where the next part follows after a step. Where it does not, an early part
+costs what would have been drafted until then.
+"""
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,6 @@ def plan_of(arm: Arm, num_draft_tokens: int, conditions: Conditions | None, acce
 
 def _steps_until_offer(conditions: Conditions, step_s: float, rows_per_sequence: int) -> int:
     """Draft steps after a verdict by which there should be an offer; 0 where not even one step fits."""
-    usual = _JITTER * conditions.fit_steps(step_s, rows_per_sequence) + _EARLY_OFFER
-    early = usual - _LATE_MESSAGES_S / conditions.draft_s(rows_per_sequence)
-    return int(max(early, min(usual, 1.0)))
+    usual = int(_JITTER * conditions.fit_steps(step_s, rows_per_sequence) + _EARLY_OFFER)
+    spacing_s = offer_spacing(conditions.num_draft_rows) * conditions.draft_s(rows_per_sequence)
+    return max(usual - int(_LATE_MESSAGES_S / spacing_s), min(usual, 1))
