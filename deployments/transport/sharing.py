@@ -53,10 +53,10 @@ class SharingHost(WorkerHost[M]):
         if self._is_owed:  # the event loop had no time during the last step
             self._send()
         self._is_owed = self._is_shared = True
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._on_the_loop, self._send_owed)
         self._turn_lock.release()
         try:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._on_the_loop, self._send_owed)
             yield
         finally:
             self._turn_lock.acquire()

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from specdec.protocol.backends import Verification
 from specdec.protocol.drafter import DrafterMachine, DraftRow
 from specdec.protocol.ingress import IngressMachine, Request
 from specdec.protocol.leases import LeasedRows

@@ -101,6 +101,19 @@ def test_a_verdict_is_cumulative_until_it_is_acknowledged():
     assert verdicts(machine) == [verdict(3, TRUE[3:5], Notes("pp", (0, 0)))]
 
 
+def test_rounds_are_told_one_by_one_though_nobody_took_the_outbox_between_them():
+    machine = machine_with(open_message(), offer((), TRUE[:2]))
+    machine.step(0.0)
+    machine.step(0.0)
+    machine.receive(Ack("s", INC, len(PROMPT) + 3), 0.0)
+    machine.step(0.0)
+    assert verdicts(machine) == [
+        verdict(0, TRUE[:3], Notes("aab", (0, 0, 2))),
+        verdict(0, TRUE[:4], Notes("aabp", (0, 0, 2, 0))),
+        verdict(3, TRUE[3:5], Notes("pp", (0, 0))),
+    ]
+
+
 def test_without_credit_a_row_pauses_and_repeats_its_verdict():
     machine = machine_with(open_message())
     for _ in range(20):
