@@ -76,6 +76,7 @@ class SharingHost(WorkerHost[M]):
     def _after_step(self, busy: bool) -> None:
         """What the machine says while it is busy is sent in its next turn, while its model works."""
         if not busy:
+            self._is_owed = False
             self._send()
 
     def _send_owed(self) -> None:

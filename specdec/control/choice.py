@@ -22,8 +22,8 @@ that comes too late.
 _LATE_MESSAGES_S = 0.004
 """... and as messages do: on a busy machine a tenth of those there and back take so much longer than the quickest.
 
-So they begin by as many whole steps earlier, where the next part follows after a step. Where it does not, an early part
-costs what would have been drafted until then.
+So they begin by as many whole steps earlier, where each part follows a step after the last. Where parts are further
+apart, by fewer: an early part costs what would have been drafted until the next.
 """
 
 

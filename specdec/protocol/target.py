@@ -140,7 +140,8 @@ class TargetMachine(WorkerMachine[TargetRow]):
     credit (rule 3).
 
     Between two steps of the backend its device is idle. So a step commits tokens and chooses drafts; what no next step
-    depends on, notes, counts and verdicts, is put off until the outbox is taken or a message comes.
+    depends on, notes, counts and verdicts, is put off until the outbox is taken, a message comes, somebody asks for the
+    counters, or the next step has ended.
 
     Attributes:
         meanwhile: Around each call of the backend: whoever drives the machine may, from another thread, take its outbox
@@ -243,23 +244,23 @@ class TargetMachine(WorkerMachine[TargetRow]):
 
     def _draft(self, row: TargetRow) -> Draft:
         """The longest usable draft of the kept offers, cut to what may be committed (rule 6)."""
-        best, chosen, foresaw, stale = NO_DRAFT, None, False, []
+        best, chosen, is_hit, foresaw = NO_DRAFT, None, False, False
+        stale: list[KeptOffer] = []
         needs_candidates = row.spec.sampling.acceptance == "rejection"
         for kept in reversed(row.offers):  # the newest is mostly the longest, and as long as may be
-            offer = kept.offer
-            foresaw = foresaw or (bool(offer.branches) and offer.mark.length <= row.round_start)
-            if chosen is not None and len(best.tokens) >= row.plan.num_draft_tokens:
-                continue
+            if is_hit and len(best.tokens) >= row.plan.num_draft_tokens:
+                break
+            offer, was_there = kept.offer, kept.offer.mark.length <= row.round_start
+            foresaw |= was_there and bool(offer.branches)
             rest = remaining_draft(offer, row.log, needs_candidates=needs_candidates)
             if not rest.tokens:
                 stale.append(kept)
-            elif len(rest.tokens) > len(best.tokens):
-                best, chosen = rest, kept
+            elif len(rest.tokens) >= len(best.tokens):
+                best, chosen, is_hit = rest, kept, was_there
         for kept in stale:
             row.offers.remove(kept)
             self._counters.num_stale_offers += not kept.is_used
         if foresaw and not row.is_counted:
-            is_hit = chosen is not None and chosen.offer.mark.length <= row.round_start
             self._counters.num_branch_hits += is_hit
             self._counters.num_branch_misses += not is_hit
         row.is_counted = True
