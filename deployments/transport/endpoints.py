@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from collections.abc import Callable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Generic
 
@@ -20,6 +19,7 @@ from ray import serve
 from deployments.transport.discovery import Discovery
 from deployments.transport.host import Host, LoopHost, M, WorkerHost
 from deployments.transport.links import Dial, LinkKeeper
+from deployments.transport.priority import GIVES_WAY, GOES_EARLY, shift_niceness
 from deployments.transport.sharing import SharingHost
 from deployments.transport.streams import IngressAnswerer, RouterDialer, Stream, WorkerAnswerer, WorkerDialer, pinned
 from deployments.transport.wire import Batch, Greeting, Hello, Identity, LinkTimes
@@ -28,9 +28,6 @@ from specdec.engine.traced import traced
 from specdec.protocol.target import LIGHT, TargetMachine
 
 DEFAULT_TIMES = LinkTimes()
-
-NICENESS = 5
-"""Of an ingress. On one machine it gives way to those whose device would else be idle for so long."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +173,7 @@ class WorkerEndpoint(_Endpoint):
         times: LinkTimes = DEFAULT_TIMES,
         idle_wait_s: float = 0.005,
         recorder: Recorder | None = None,
+        niceness: int = 0,
     ) -> WorkerHost[Any]:
         """Run a machine on a thread of its own, for every router that asks for results.
 
@@ -186,7 +184,9 @@ class WorkerEndpoint(_Endpoint):
             times: How patient links are.
             idle_wait_s: Precision of the machine's timers.
             recorder: Keeps the machine's messages and turns; None where nobody wants to see them.
+            niceness: See :func:`deployments.transport.priority.shift_niceness`.
         """
+        shift_niceness(niceness)
         host = _worker_host(machine, recorder, idle_wait_s)
         self._open_traced(host, recorder)
         self._open(host, stall_s, times)
@@ -228,6 +228,7 @@ class RouterEndpoint(_Endpoint):
             tick_s: Precision of the machine's timers.
             recorder: As for workers.
         """
+        shift_niceness(GOES_EARLY)
         host = LoopHost(traced(machine, recorder), tick_s=tick_s)
         self._open_traced(host, recorder)
         self._open(host, stall_s, times)
@@ -307,7 +308,7 @@ class IngressEndpoint(_Endpoint):
         Returns:
             The host; requests are started and cancelled by its ``tell``.
         """
-        _give_way()
+        shift_niceness(GIVES_WAY)
         host = LoopHost(machine, tick_s=tick_s, after=after)
         self._open(host, stall_s=60.0, times=times)
         self._keep_links(routers, host, lambda watch: RouterDialer(self._me, host, watch, times).dial)
@@ -321,14 +322,6 @@ def _worker_host(machine: Any, recorder: Recorder | None, idle_wait_s: float) ->
     host = SharingHost(driven, LIGHT, idle_wait_s=idle_wait_s)
     machine.meanwhile = host.meanwhile
     return host
-
-
-def _give_way() -> None:
-    """Lower this process' priority. On Linux that is each thread's own, and a new one has its parent's."""
-    threads = [int(name) for name in os.listdir("/proc/self/task")] if sys.platform == "linux" else [0]
-    for thread in threads:
-        with suppress(ProcessLookupError):  # it has ended
-            os.setpriority(os.PRIO_PROCESS, thread, max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 def _ignore(_replica_ids: frozenset[str]) -> None:

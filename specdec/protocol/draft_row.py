@@ -8,7 +8,7 @@ from specdec.protocol.marks import Tokens
 from specdec.protocol.messages import Candidates, Offer, Open, Outcome, Plan
 from specdec.protocol.worker import WorkerRow
 
-_ROWS_PER_SPACING = 8
+_ROWS_PER_SPACING = 16
 
 
 def offer_spacing(num_sequences: int) -> int:
@@ -62,9 +62,10 @@ class Branch:
         num_offered: Tokens of ``path`` that the target was told of.
         is_begun: Whether the backend was ever asked for it.
         is_waiting: Whether it found no room when it was asked last.
+        tokens: All of its sequence, from the log's first token on; empty until it is first asked for.
     """
 
-    __slots__ = ("is_begun", "is_waiting", "key", "num_offered", "path", "position", "token")
+    __slots__ = ("is_begun", "is_waiting", "key", "num_offered", "path", "position", "token", "tokens")
 
     def __init__(self, key: str, position: int, token: int) -> None:
         self.key = key
@@ -74,6 +75,13 @@ class Branch:
         self.num_offered = 0
         self.is_begun = False
         self.is_waiting = False
+        self.tokens: list[int] = []
+
+    def append(self, proposal: Proposal) -> None:
+        """Add the token that a backend proposed."""
+        assert proposal.token is not None, "only what was decided is drafted"
+        self.path.append(proposal)
+        self.tokens.append(proposal.token)
 
 
 class DraftRow(WorkerRow):
@@ -210,11 +218,10 @@ class DraftRow(WorkerRow):
         the branch, it begins again with a copy of the sequence.
         """
         log, position = self.log.tokens, branch.position
-        tokens = log + self.path.tokens[: position - len(log)]
-        tokens.append(branch.token)
-        tokens += branch.path.tokens
+        if not branch.tokens:
+            branch.tokens = [*log, *self.path.tokens[: position - len(log)], branch.token]
         agreed = min(self.agreed, position)
-        return DraftJob(branch.key, tokens, self.spec, agreed, len(log), self.seq, self.num_guesses)
+        return DraftJob(branch.key, branch.tokens, self.spec, agreed, len(log), self.seq, self.num_guesses)
 
     # What is offered.
 

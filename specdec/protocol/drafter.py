@@ -115,7 +115,7 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         elif proposal.status is not Status.WAITING:
             row.agreed = len(job.tokens)
         if proposal.token is not None:
-            (row.path if branch is None else branch.path).append(proposal)
+            (row.path if branch is None else branch).append(proposal)
             self.counters.num_proposed_tokens += 1
 
     def _count(self, tasks: Sequence[Task], proposals: Sequence[Proposal]) -> None:

@@ -29,7 +29,7 @@ class Extension(Enum):
 
 
 class TokenLog:
-    """A log of tokens that only grows, with the digest of each of its prefixes.
+    """A log of tokens that only grows, with the digest of each of its prefixes, worked out when it is asked for.
 
     Polynomial rolling hash modulo the Mersenne prime 2**61 - 1 (Karp and Rabin 1987).
     """
@@ -56,19 +56,16 @@ class TokenLog:
     def mark(self, length: int | None = None) -> Mark:
         """The mark of the first ``length`` tokens; of all of them by default."""
         length = len(self._tokens) if length is None else length
-        return Mark(length, self._digests[length])
+        return Mark(length, self._digest(length))
 
     def has(self, mark: Mark) -> bool:
         """Whether the first tokens of this log are those of ``mark``."""
-        return mark.length < len(self._digests) and self._digests[mark.length] == mark.digest
+        length, digest = mark
+        return length <= len(self._tokens) and self._digest(length) == digest
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens."""
-        digest = self._digests[-1]
-        for token in tokens:
-            digest = (digest * _BASE + token + 1) % _MODULUS
-            self._digests.append(digest)
-            self._tokens.append(token)
+        self._tokens.extend(tokens)
 
     def extend_to(self, base: int, tokens: Tokens, mark: Mark) -> Extension:
         """Take what a message has beyond this log, if and only if the result has the message's mark.
@@ -92,6 +89,17 @@ class TokenLog:
             return Extension.EXTENDED
         del self._tokens[old:], self._digests[old + 1 :]
         return Extension.MISMATCH
+
+    def _digest(self, length: int) -> int:
+        digests = self._digests
+        known = len(digests)
+        if length >= known:
+            digest, new = digests[-1], []
+            for token in self._tokens[known - 1 :]:
+                digest = (digest * _BASE + token + 1) % _MODULUS
+                new.append(digest)
+            digests[known:] = new  # the same, and at once, where two threads are asked at a time
+        return digests[length]
 
 
 def common_prefix_length(a: list[int], b: list[int], start: int = 0) -> int:

@@ -45,11 +45,12 @@ def remaining_draft(offer: Offer, log: TokenLog, *, needs_candidates: bool) -> D
     """
     if not log.has(offer.mark):
         return NO_DRAFT
-    since = log.tail(offer.mark.length)
-    if offer.chain[: len(since)] == since:
-        rest = Draft(offer.chain[len(since) :], offer.candidates[len(since) :])
+    since, chain = log.tail(offer.mark.length), offer.chain
+    count = len(since)
+    if chain[:count] == since:
+        rest = Draft(chain[count:], offer.candidates[count:])
     else:
-        same = _num_same(offer.chain, since)
+        same = _num_same(chain, since)
         rest = _branch(offer, same, since[same], since[same + 1 :])
     return rest if len(rest.candidates) == len(rest.tokens) or not needs_candidates else NO_DRAFT
 

@@ -151,6 +151,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
     def __init__(self, name: str, backend: TargetBackend, times: Times, gauges: Gauges | None = None) -> None:
         super().__init__(name, times, gauges)
         self._backend = backend
+        self._max_model_len = backend.max_model_len
         self._counters = TargetCounters()
         self._untold: list[_Round] = []
         self.meanwhile: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -208,7 +209,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
 
     def _new_row(self, message: Open, now_s: float) -> TargetRow:
         row = TargetRow(message)
-        row.finish = finish_of_log(row.log.tokens, row.spec, self._backend.max_model_len)
+        row.finish = finish_of_log(row.log.tokens, row.spec, self._max_model_len)
         return row
 
     def _on_other(self, message: Message, now_s: float) -> None:
@@ -237,7 +238,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
             self._backend.release(row.seq)
 
     def _credit(self, row: TargetRow) -> int:
-        return row.acked + self._times.credit_tokens - len(row.log)
+        return row.acked + self._times.credit_tokens - len(row.log.tokens)
 
     def _may_go_on(self, row: TargetRow) -> bool:
         return row.finish is None and self._credit(row) > 0
@@ -266,12 +267,8 @@ class TargetMachine(WorkerMachine[TargetRow]):
         row.is_counted = True
         if chosen is None:
             return best
-        most = min(
-            row.plan.num_draft_tokens,
-            self._credit(row) - 1,
-            row.spec.max_tokens - row.num_output_tokens - 1,
-            self._backend.max_model_len - len(row.log) - 1,
-        )
+        end = min(row.spec.output_start + row.spec.max_tokens, self._max_model_len)
+        most = min(row.plan.num_draft_tokens, self._credit(row) - 1, end - len(row.log.tokens) - 1)
         chosen.is_used |= most > 0
         return best if len(best.tokens) <= most else best.first(max(most, 0))
 
@@ -286,7 +283,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
 
     def _commit(self, row: TargetRow, result: Verification, now_s: float) -> None:
         """Decide; of what a next step depends on nothing is left to do."""
-        count, row.finish = walk(len(row.log), result.run, row.spec, self._backend.max_model_len)
+        count, row.finish = walk(len(row.log), result.run, row.spec, self._max_model_len)
         row.round_start, row.is_counted = len(row.log), False
         row.log.extend(result.run[:count])
         row.decided_s = row.told_s = now_s

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from deployments.transport.endpoints import WorkerEndpoint
@@ -57,20 +54,3 @@ async def test_calls_for_another_and_after_the_end_are_refused(worker: WorkerEnd
     worker.close_transport()
     assert worker._refusal(Hello("r", "w", "link")) == "the replica is shutting down"
     await worker.check_health()
-
-
-GIVE_WAY = """
-import os, threading
-from deployments.transport.endpoints import NICENESS, _give_way
-threading.Thread(target=threading.Event().wait, daemon=True).start()
-before = os.getpriority(os.PRIO_PROCESS, 0)
-_give_way()
-threads = [int(name) for name in os.listdir("/proc/self/task")]
-assert len(threads) > 1
-assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {max(before, NICENESS)}
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere all threads have their process' priority")
-def test_all_threads_of_an_ingress_give_way() -> None:
-    subprocess.run([sys.executable, "-c", GIVE_WAY], check=True)
