@@ -230,18 +230,10 @@ def _ahead_with_waits(arm: Arm, conditions: Conditions, acceptance_rate: float) 
 
     SSD's own policy but for the half: with the share s of the drafts that are whole, E(K) or E(K / 2) tokens in
     s P + (1 - s) (t_T + 2 delta + K / 2 t_d). A row that waits for branches alone goes on plainly where that half comes
-    later than they would. Steps are as long as the drafts of all that share them make them on average.
+    later than they would.
     """
-    found = Pace(1.0, 1.0, arm.num_draft_tokens)
-    for _ in range(3):
-        found = _ahead_with_waits_at(conditions.target_s(found.num_draft_tokens), arm, conditions, acceptance_rate)
-    return found
-
-
-def _ahead_with_waits_at(step_s: float, arm: Arm, conditions: Conditions, acceptance_rate: float) -> Pace:
-    """The same where a step of the target takes so long."""
     a, guess_rate, branches, whole = acceptance_rate, conditions.guess_rate, arm.num_branches, arm.num_draft_tokens
-    half = -(-whole // 2)
+    step_s, half = conditions.target_s(whole), -(-whole // 2)
     hit_s = conditions.waiting_round_s(step_s, arm, a)
     if whole > 1 and hit_s > step_s and conditions.num_rows <= 2:
         whole -= 1  # who waits goes on with the part that comes a step before the last; in company that gains less

@@ -11,9 +11,12 @@ from specdec.protocol.worker import WorkerRow
 _ROWS_PER_SPACING = 16
 
 
-def offer_spacing(num_sequences: int) -> int:
-    """Draft steps between two offers in parts: one more for so many sequences, as a message grows with them."""
-    return 1 + num_sequences // _ROWS_PER_SPACING
+def offer_spacing(num_sequences: int, *, waits: bool = False) -> int:
+    """Draft steps between two offers in parts: one more for so many sequences, as a message grows with them.
+
+    Where the target waits for drafts, for half as many: it goes on with what comes next, however short that is.
+    """
+    return 1 + num_sequences // (_ROWS_PER_SPACING // (1 + waits))
 
 
 class Path:

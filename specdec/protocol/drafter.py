@@ -82,10 +82,10 @@ class DrafterMachine(WorkerMachine[DraftRow]):
             self._take(*task, proposal)
         self._count(tasks, proposals)
         worked = any(proposal.status is not Status.WAITING for proposal in proposals)
-        spacing = offer_spacing(len(rows))
+        spacings = [offer_spacing(len(rows), waits=waits) for waits in (False, True)]
         for row in rows:
             row.num_steps += worked
-            if row.is_due(spacing):
+            if row.is_due(spacings[row.plan.draft_wait_s > 0]):
                 self._outbox.put(row.router, row.take_offer())
                 self.counters.num_offers += 1
         self.counters.num_steps += worked

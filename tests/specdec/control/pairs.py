@@ -113,7 +113,7 @@ class Pairs:
         self.wanted, self.rate = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
         self.fan = np.zeros(shape, dtype=np.int64)
         self.fans = fan_out(0, 0.5)[None]
-        self.spacing = offer_spacing(shape[1])
+        self.spacing = np.ones(shape, dtype=np.int64)
         self.in_turn = np.zeros(shape, dtype=bool)
         self.hit = np.zeros(shape, dtype=bool)  # the outcome of the last step was prepared
         self.since = np.full(shape, NEVER_S)  # start of the preparation for the last outcome
@@ -141,6 +141,8 @@ class Pairs:
         self.half = np.maximum(1, -(-self.length // 2))
         self.first = np.where(self.fit > 0, np.maximum(1, self.fit - 1), self.half)
         self.is_ahead = (self.length > 0) & ~self.in_turn
+        seldom, often = (offer_spacing(self.wait.shape[1], waits=waits) for waits in (True, False))
+        self.spacing = np.where(self.wait > 0, seldom, often)
         self.mean_draft_s = self.cost_s * np.maximum(1.0, self.draft_rows / 64)
 
     replanned = _replan

@@ -247,13 +247,28 @@ def test_many_sequences_send_fewer_parts():
     counts = []
     for others in (0, 40):
         machine = machine_with(num_draft_tokens=8)
-        for i in range(others):
-            spec = SequenceSpec(SamplingParams(), 0, len(PROMPT), 50, (EOS,))
-            machine.receive(Open(f"o{i}", INC, "R", PROMPT, spec, Plan(), 5.0), 0.0)
+        open_others(machine, others)
         settle(machine)
         settle_after_hit(machine)
         counts.append(len(settle(machine)))
     assert counts[0] > counts[1] > 1
+
+
+def open_others(machine, count):
+    for i in range(count):
+        spec = SequenceSpec(SamplingParams(), 0, len(PROMPT), 50, (EOS,))
+        machine.receive(Open(f"o{i}", INC, "R", PROMPT, spec, Plan(), 5.0), 0.0)
+
+
+@pytest.mark.parametrize(("draft_wait_s", "steps"), [(0.0, [1, 2, 3, 4, 5, 6]), (0.1, [1, 3, 5])])
+def test_a_target_that_waits_gets_fewer_parts(draft_wait_s, steps):
+    """It goes on with what comes next, however short that is."""
+    machine = machine_with(num_draft_tokens=8, fit=2, draft_wait_s=draft_wait_s)
+    open_others(machine, 7)
+    settle(machine)
+    settle_after_hit(machine)
+    offers = [bool(settle(machine, 1)) for _ in range(6)]
+    assert [n for n, is_there in enumerate(offers, start=1) if is_there] == steps
 
 
 def test_where_the_target_waits_no_step_stands_between_a_verdict_and_its_drafts():
