@@ -13,7 +13,6 @@ from cluster.config import AppArgs
 from cluster.sources import backend_options, draft_source, target_source
 from deployments.names import ROUTER
 from deployments.transport.endpoints import WorkerEndpoint, replica_id
-from deployments.transport.priority import GOES_EARLY, GOES_FIRST
 from specdec.engine.build import Built, build_drafter, build_target
 from specdec.engine.timing import TimedDrafter, TimedTarget
 from specdec.engine.trace import Recorder
@@ -44,15 +43,12 @@ class TargetServer(WorkerEndpoint):
     def __init__(self, args: AppArgs, num_torch_threads: int, gpu_share: float) -> None:
         torch.set_num_threads(num_torch_threads)
         busy = BusyTime()
-        decides, on_cores = _target_backend(args, gpu_share)
-        backend = NotedTarget(emulated_target(args, decides), busy)
+        backend = NotedTarget(emulated_target(args, _target_backend(args, gpu_share)), busy)
         timed = TimedTarget(backend, lambda: backend.gauges() | busy.gauges())
         recorder = Recorder(replica_id(), "target") if args.trace else None
         steps = timed if recorder is None else TracedTarget(timed, recorder)
         machine = TargetMachine(replica_id(), steps, args.protocol.times(), timed.gauges)
-        self.start_worker(
-            machine, routers=ROUTER, stall_s=STALL_S, recorder=recorder, niceness=0 if on_cores else GOES_FIRST
-        )
+        self.start_worker(machine, routers=ROUTER, stall_s=STALL_S, recorder=recorder)
 
 
 class DraftServer(WorkerEndpoint):
@@ -67,35 +63,32 @@ class DraftServer(WorkerEndpoint):
     def __init__(self, args: AppArgs, num_torch_threads: int, gpu_share: float) -> None:
         torch.set_num_threads(num_torch_threads)
         busy = BusyTime()
-        backend, solo, on_cores = _draft_backends(args, gpu_share)
+        backend, solo = _draft_backends(args, gpu_share)
         drafter = NotedDrafter(emulated_drafter(args, backend), busy)
         name, times = replica_id(), args.protocol.times()
         timed = TimedDrafter(drafter, lambda: drafter.gauges() | busy.gauges())
         recorder = Recorder(name, "drafter") if args.trace else None
         steps = timed if recorder is None else TracedDrafter(timed, recorder)
         machine = DraftWorkerMachine(DrafterMachine(name, steps, times, timed.gauges), TargetMachine(name, solo, times))
-        self.start_worker(
-            machine, routers=ROUTER, stall_s=STALL_S, recorder=recorder, niceness=0 if on_cores else GOES_EARLY
-        )
+        self.start_worker(machine, routers=ROUTER, stall_s=STALL_S, recorder=recorder)
 
 
-def _target_backend(args: AppArgs, gpu_share: float) -> tuple[TargetBackend, bool]:
-    """The target, and whether its model computes on this machine's cores."""
+def _target_backend(args: AppArgs, gpu_share: float) -> TargetBackend:
     if args.is_scripted:
-        return scripted_pair(args)[0], False
+        return scripted_pair(args)[0]
     source = target_source(args)
     width = tokenizer_width(load_tokenizer(source))
     options = replace(backend_options(args, args.target, width), device_share=gpu_share)
     backend, built = build_target(source, options, logger.info)
     _report(built)
-    return backend, built.loaded.device.type == "cpu"
+    return backend
 
 
-def _draft_backends(args: AppArgs, gpu_share: float) -> tuple[DraftBackend, TargetBackend, bool]:
-    """The drafter, a target over the same model for those who ask that itself, and whether it computes on cores."""
+def _draft_backends(args: AppArgs, gpu_share: float) -> tuple[DraftBackend, TargetBackend]:
+    """The drafter, and a target over the same model for those who ask the model itself."""
     if args.is_scripted:
         target, drafter = scripted_pair(args)
-        return drafter, target, False
+        return drafter, target
     source = draft_source(args)
     assert source is not None, "deployed without a draft model"
     target_model = target_source(args)
@@ -106,7 +99,7 @@ def _draft_backends(args: AppArgs, gpu_share: float) -> tuple[DraftBackend, Targ
     options = replace(backend_options(args, args.draft, pair.vocab_size), device_share=gpu_share)
     model_drafter, model_solo, built = build_drafter(source, options, logger.info)
     _report(built)
-    return model_drafter, model_solo, built.loaded.device.type == "cpu"
+    return model_drafter, model_solo
 
 
 def _report(built: Built) -> None:

@@ -173,7 +173,6 @@ class WorkerEndpoint(_Endpoint):
         times: LinkTimes = DEFAULT_TIMES,
         idle_wait_s: float = 0.005,
         recorder: Recorder | None = None,
-        niceness: int = 0,
     ) -> WorkerHost[Any]:
         """Run a machine on a thread of its own, for every router that asks for results.
 
@@ -184,9 +183,7 @@ class WorkerEndpoint(_Endpoint):
             times: How patient links are.
             idle_wait_s: Precision of the machine's timers.
             recorder: Keeps the machine's messages and turns; None where nobody wants to see them.
-            niceness: See :func:`deployments.transport.priority.shift_niceness`.
         """
-        shift_niceness(niceness)
         host = _worker_host(machine, recorder, idle_wait_s)
         self._open_traced(host, recorder)
         self._open(host, stall_s, times)

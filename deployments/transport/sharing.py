@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from deployments.transport.host import Action, M, WorkerHost
+from deployments.transport.priority import Precedence
 
 
 class SharingHost(WorkerHost[M]):
@@ -17,7 +18,7 @@ class SharingHost(WorkerHost[M]):
 
     Between two steps of a model its device is idle. So what can be done beside a step is not done between two: while
     the model works, light messages are received on the event loop, and what the machine has to say of the step before
-    is taken from it there. The machine must call ``meanwhile`` around its model's work.
+    is taken from it there. The machine must call ``meanwhile`` around its model's work. Between, its thread goes first.
 
     Args:
         machine: As for :class:`WorkerHost`.
@@ -40,6 +41,7 @@ class SharingHost(WorkerHost[M]):
         self._is_shared = False
         self._is_owed = False
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._precedence: Precedence | None = None
 
     def start(self) -> None:
         """Start the thread; on the event loop."""
@@ -50,6 +52,8 @@ class SharingHost(WorkerHost[M]):
     def meanwhile(self) -> Iterator[None]:
         """Around what the machine waits for, on its own thread."""
         assert self._loop is not None
+        if self._precedence is None:  # of this thread
+            self._precedence = Precedence()
         if self._is_owed:  # the event loop had no time during the last step
             self._send()
         self._is_owed = self._is_shared = True
@@ -57,7 +61,8 @@ class SharingHost(WorkerHost[M]):
         try:
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._on_the_loop, self._send_owed)
-            yield
+            with self._precedence.after_waiting():
+                yield
         finally:
             self._turn_lock.acquire()
             self._is_shared = False

@@ -94,7 +94,7 @@ class TokenLog:
         digests = self._digests
         known = len(digests)
         if length >= known:
-            digest, new = digests[-1], []
+            digest, new = digests[known - 1], []
             for token in self._tokens[known - 1 :]:
                 digest = (digest * _BASE + token + 1) % _MODULUS
                 new.append(digest)

@@ -29,26 +29,68 @@ print(found - before)
 
 def shifted(by: int, who: str = "") -> int:
     """By how much the niceness of all threads of a new process changes."""
-    command = [sys.executable, "-c", SHIFT, str(by), who]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return int(run(SHIFT, str(by), who))
 
 
-def may_go_first() -> bool:
-    attempt = "import os; os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0) - 1)"
-    return subprocess.run([sys.executable, "-c", attempt], capture_output=True, check=False).returncode == 0
+def run(source: str, *arguments: str) -> str:
+    """What a new process prints."""
+    command = [sys.executable, "-c", source, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def possible(by: int) -> int:
+    """How much of it the system allows."""
+    attempt = f"import os; os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0) + {by})"
+    is_allowed = subprocess.run([sys.executable, "-c", attempt], capture_output=True, check=False).returncode == 0
+    return min(by, 19 - os.getpriority(os.PRIO_PROCESS, 0)) if is_allowed else 0
 
 
 def test_all_threads_of_an_ingress_give_way() -> None:
-    assert shifted(GIVES_WAY) == GIVES_WAY > 0
+    assert shifted(GIVES_WAY) == possible(GIVES_WAY) >= 0
 
 
-def test_all_threads_of_a_target_and_a_drafter_go_before_others_where_that_is_allowed() -> None:
-    assert GOES_FIRST < GOES_EARLY < 0
-    for by in (GOES_FIRST, GOES_EARLY):
-        assert shifted(by) == (by if may_go_first() else 0)
+def test_all_threads_of_a_router_go_before_others_where_that_is_allowed() -> None:
+    assert shifted(GOES_EARLY) == possible(GOES_EARLY) <= 0
 
 
-@pytest.mark.skipif(os.geteuid() != 0 and may_go_first(), reason="this user may always go first")
+@pytest.mark.skipif(os.geteuid() != 0 and possible(-1) < 0, reason="this user may always go first")
 def test_where_it_is_not_allowed_priority_stays() -> None:
     assert shifted(GOES_FIRST, "as nobody") == 0
-    assert shifted(GIVES_WAY, "as nobody") == GIVES_WAY
+    assert shifted(GIVES_WAY, "as nobody") == possible(GIVES_WAY)
+
+
+WAIT = """
+import os, sys, threading
+from types import SimpleNamespace
+from deployments.transport import priority
+if sys.argv[1] == "as nobody" and os.geteuid() == 0:
+    os.setuid(65534)
+usual, found, clock = os.getpriority(os.PRIO_PROCESS, 0), [], {"wall": 0.0, "busy": 0.0}
+priority.time = SimpleNamespace(monotonic=lambda: clock["wall"], thread_time=lambda: clock["busy"])
+def note():
+    found.append(os.getpriority(os.PRIO_PROCESS, 0) - usual)
+def main():
+    precedence = priority.Precedence()
+    for busy_s in (0.9, 0.1, 0.1, 0.9, 0.9):
+        with precedence.after_waiting():
+            note()
+            clock["wall"] += 1.0
+            clock["busy"] += busy_s
+        note()
+thread = threading.Thread(target=main)
+thread.start()
+thread.join()
+assert os.getpriority(os.PRIO_PROCESS, 0) == usual
+print(*found)
+"""
+
+
+def test_a_thread_goes_first_after_what_it_waits_for_and_meanwhile_unless_it_keeps_a_core() -> None:
+    first = possible(GOES_FIRST) or possible(GOES_EARLY)
+    expected = [0, first, 0, first, first, first, first, first, 0, first]
+    assert run(WAIT, "").split() == [str(by) for by in expected]
+
+
+@pytest.mark.skipif(os.geteuid() != 0 and possible(-1) < 0, reason="this user may always go first")
+def test_a_thread_that_may_not_go_first_stays_where_it_is() -> None:
+    assert set(run(WAIT, "as nobody").split()) == {"0"}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
 
+from deployments.transport import sharing
+from deployments.transport.priority import Precedence
 from deployments.transport.sharing import SharingHost
 from deployments.transport.wire import HostFailedError
 
@@ -147,3 +149,26 @@ async def test_messages_without_a_step_are_answered_at_once() -> None:
         mailbox = host.attach("peer")
         host.post([Light("a")])
         assert await anext(mailbox.batches(IDLE_S)) == ("got a",)
+
+
+async def test_its_thread_goes_first_once_the_model_has_worked(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, noted = Model(), []
+
+    class Noted(Precedence):
+        @contextmanager
+        def after_waiting(self) -> Iterator[None]:
+            noted.append((threading.current_thread().name, model.is_working))
+            with super().after_waiting():
+                yield
+                noted.append((threading.current_thread().name, model.is_working))
+
+    monkeypatch.setattr(sharing, "Precedence", Noted)
+    async with running(model) as host:
+        for _ in range(2):
+            host.post([Heavy("go")])
+            await model.until_it_works()
+            model.may_end.release()
+        async with asyncio.timeout(10):
+            while len(noted) < 4:
+                await asyncio.sleep(0.001)
+    assert noted == [("machine", False)] * 4

@@ -77,3 +77,25 @@ def test_common_prefix_length(a, b):
     assert a[:length] == b[:length]
     assert length == min(len(a), len(b)) or a[length] != b[length]
     assert common_prefix_length(a, b, start=length) == length
+
+
+class Interrupted(list[int]):
+    """Digests during whose first use another thread asks for the mark."""
+
+    def __init__(self, log: TokenLog) -> None:
+        super().__init__([0])
+        self._log, self._is_interrupted = log, False
+
+    def __len__(self) -> int:
+        count = super().__len__()
+        if not self._is_interrupted:
+            self._is_interrupted = True
+            self._log.mark()
+        return count
+
+
+def test_two_threads_that_ask_for_a_mark_at_a_time_get_the_same():
+    log = TokenLog(range(9))
+    log._digests = Interrupted(log)
+    assert log.mark() == log.mark() == TokenLog(range(9)).mark()
+    assert log.mark(4) == TokenLog(range(4)).mark()
