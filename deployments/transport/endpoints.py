@@ -25,6 +25,7 @@ from deployments.transport.streams import IngressAnswerer, RouterDialer, Stream,
 from deployments.transport.wire import Batch, Greeting, Hello, Identity, LinkTimes
 from specdec.engine.trace import Recorder, WorkerTrace
 from specdec.engine.traced import traced
+from specdec.protocol.draft_worker import DraftWorkerMachine
 from specdec.protocol.target import LIGHT, TargetMachine
 
 DEFAULT_TIMES = LinkTimes()
@@ -314,10 +315,13 @@ class IngressEndpoint(_Endpoint):
 
 def _worker_host(machine: Any, recorder: Recorder | None, idle_wait_s: float) -> WorkerHost[Any]:
     driven = traced(machine, recorder)
-    if not isinstance(machine, TargetMachine):
-        return WorkerHost(driven, idle_wait_s=idle_wait_s)
-    host = SharingHost(driven, LIGHT, idle_wait_s=idle_wait_s)
-    machine.meanwhile = host.meanwhile
+    if isinstance(machine, TargetMachine):
+        host: WorkerHost[Any] = SharingHost(driven, LIGHT, idle_wait_s=idle_wait_s)
+        machine.meanwhile = host.meanwhile
+        return host
+    host = WorkerHost(driven, idle_wait_s=idle_wait_s)
+    if isinstance(machine, DraftWorkerMachine):
+        machine.drafter.meanwhile = host.meanwhile
     return host
 
 

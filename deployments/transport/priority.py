@@ -1,8 +1,8 @@
 """Who goes first where processes of one machine want the same cores.
 
 A step of the target cannot begin before its machine has had its turn, and all of its sequences wait meanwhile; the text
-of a stream may be a moment late. So the machine of a target goes before all others between two steps, a router before
-what only passes text on, and an ingress gives way to all.
+of a stream may be a moment late. So the machine of a target goes before all others between two steps, that of a drafter
+and a router before what only passes text on, and an ingress gives way to all.
 """
 
 from __future__ import annotations
@@ -29,9 +29,14 @@ def shift_niceness(by: int) -> None:
 
 
 class Precedence:
-    """Of the thread that makes it, on Linux and where the system allows it; elsewhere nothing happens."""
+    """Of the thread that makes it, on Linux and where the system allows it; elsewhere nothing happens.
 
-    def __init__(self) -> None:
+    Args:
+        by: What is added to its niceness while it has precedence.
+    """
+
+    def __init__(self, by: int) -> None:
+        self._by = by
         self._is_possible = sys.platform == "linux"
         self._usual = os.getpriority(os.PRIO_PROCESS, 0)
         self._keeps_a_core = True
@@ -53,7 +58,7 @@ class Precedence:
 
     def _go_first(self) -> None:
         """As far as the system allows it."""
-        for by in (GOES_FIRST, GOES_EARLY):
+        for by in (self._by, GOES_EARLY):
             if self._is_possible:
                 with suppress(PermissionError):
                     os.setpriority(os.PRIO_PROCESS, 0, self._usual + by)

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from deployments.transport.host import Action, M, WorkerHost
-from deployments.transport.priority import Precedence
+from deployments.transport.priority import GOES_FIRST
 
 
 class SharingHost(WorkerHost[M]):
@@ -27,6 +27,8 @@ class SharingHost(WorkerHost[M]):
         clock: As for :class:`WorkerHost`.
     """
 
+    precedence = GOES_FIRST
+
     def __init__(
         self,
         machine: M,
@@ -41,7 +43,6 @@ class SharingHost(WorkerHost[M]):
         self._is_shared = False
         self._is_owed = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._precedence: Precedence | None = None
 
     def start(self) -> None:
         """Start the thread; on the event loop."""
@@ -52,8 +53,6 @@ class SharingHost(WorkerHost[M]):
     def meanwhile(self) -> Iterator[None]:
         """Around what the machine waits for, on its own thread."""
         assert self._loop is not None
-        if self._precedence is None:  # of this thread
-            self._precedence = Precedence()
         if self._is_owed:  # the event loop had no time during the last step
             self._send()
         self._is_owed = self._is_shared = True
@@ -61,7 +60,7 @@ class SharingHost(WorkerHost[M]):
         try:
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._on_the_loop, self._send_owed)
-            with self._precedence.after_waiting():
+            with super().meanwhile():
                 yield
         finally:
             self._turn_lock.acquire()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 
 from specdec.protocol.backends import DraftBackend, DraftJob, Proposal, Status
@@ -53,6 +54,9 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         times: The protocol's clock.
         gauges: Of the backend, for the report.
         branches_in_all: Most branches of all sequences together; see :func:`specdec.protocol.branches.branch_share`.
+
+    Attributes:
+        meanwhile: Around each call of the backend.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         self._branches_in_all = branches_in_all
         self._num_waiting = 0
         self.counters = DrafterCounters()
+        self.meanwhile: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def step(self, now_s: float) -> bool:
         """One more draft token for every chain and branch that wants one. True if anything was drafted or read."""
@@ -77,7 +82,10 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         for row in rows:
             self._branch_out(row)
         tasks = self._tasks(rows)
-        proposals = self._backend.propose([job for *_, job in tasks]) if tasks else []
+        proposals: list[Proposal] = []
+        if tasks:
+            with self.meanwhile():
+                proposals = self._backend.propose([job for *_, job in tasks])
         for task, proposal in zip(tasks, proposals, strict=True):
             self._take(*task, proposal)
         self._count(tasks, proposals)

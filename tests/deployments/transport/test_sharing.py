@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deployments.transport import sharing
+from deployments.transport import host as host_module
 from deployments.transport.priority import Precedence
 from deployments.transport.sharing import SharingHost
 from deployments.transport.wire import HostFailedError
@@ -162,7 +162,7 @@ async def test_its_thread_goes_first_once_the_model_has_worked(monkeypatch: pyte
                 yield
                 noted.append((threading.current_thread().name, model.is_working))
 
-    monkeypatch.setattr(sharing, "Precedence", Noted)
+    monkeypatch.setattr(host_module, "Precedence", Noted)
     async with running(model) as host:
         for _ in range(2):
             host.post([Heavy("go")])
