@@ -238,7 +238,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
             self._backend.release(row.seq)
 
     def _credit(self, row: TargetRow) -> int:
-        return row.acked + self._times.credit_tokens - len(row.log.tokens)
+        return row.acked + self._times.credit_tokens - len(row.log)
 
     def _may_go_on(self, row: TargetRow) -> bool:
         return row.finish is None and self._credit(row) > 0
@@ -268,7 +268,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
         if chosen is None:
             return best
         end = min(row.spec.output_start + row.spec.max_tokens, self._max_model_len)
-        most = min(row.plan.num_draft_tokens, self._credit(row) - 1, end - len(row.log.tokens) - 1)
+        most = min(row.plan.num_draft_tokens, self._credit(row) - 1, end - len(row.log) - 1)
         chosen.is_used |= most > 0
         return best if len(best.tokens) <= most else best.first(max(most, 0))
 
