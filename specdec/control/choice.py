@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -22,8 +23,8 @@ that comes too late.
 _LATE_MESSAGES_S = 0.004
 """... and as messages do: on a busy machine a tenth of those there and back take so much longer than the quickest.
 
-So they begin by as many whole steps earlier, where each part follows a step after the last. Where parts are further
-apart, by fewer: an early part costs what would have been drafted until the next.
+So they begin by as many steps earlier, where each part follows a step after the last: an early one costs a message.
+Where parts are further apart, by fewer: it costs what would have been drafted until the next.
 """
 
 
@@ -126,5 +127,6 @@ def plan_of(arm: Arm, num_draft_tokens: int, conditions: Conditions | None, acce
 def _steps_until_offer(conditions: Conditions, step_s: float, rows_per_sequence: int) -> int:
     """Draft steps after a verdict by which there should be an offer; 0 where not even one step fits."""
     usual = int(_JITTER * conditions.fit_steps(step_s, rows_per_sequence) + _EARLY_OFFER)
-    spacing_s = offer_spacing(conditions.num_draft_rows) * conditions.draft_s(rows_per_sequence)
-    return max(usual - int(_LATE_MESSAGES_S / spacing_s), min(usual, 1))
+    spacing = offer_spacing(conditions.num_draft_rows)
+    late = _LATE_MESSAGES_S / (spacing * conditions.draft_s(rows_per_sequence))
+    return max(usual - (math.ceil(late) if spacing == 1 else int(late)), min(usual, 1))

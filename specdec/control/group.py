@@ -77,6 +77,8 @@ class Group:
     _forecasts: tuple[Conditions, float, dict[Arm, Pace]] | None = None
     _longest_round_s: float = math.inf
     _reviewed_s: float = 0.0
+    _chosen_s: float = -math.inf
+    _chosen_for: tuple[int, Bounds] | None = None
     _on_trial: bool = False
     _was_seen: bool = False
     _num_steps: float = 0.0
@@ -137,13 +139,24 @@ class Group:
         self._reviewed_s = self.load.now_s
         self._allowance.grow(self.settings, load_octave(self.num_rows), elapsed)
         self._learn(conditions, now_s)
-        scored, lucky = self._scores(self._ways(bounds, conditions), conditions, now_s)
-        if self._on_trial:
-            self._allowance.credit -= elapsed * self._price(self.arm, scored)
-        if not self._goes_on(scored, lucky):
-            self._choose(scored, lucky, conditions, now_s)
-        round_s = pace(self.arm, conditions, self.acceptance_rate).round_s
-        self._longest_round_s = max(4 * conditions.target_s(self.arm.num_draft_tokens), 2 * round_s)
+        if not self._has_chosen_lately(bounds):
+            self._chosen_s, self._chosen_for = self.load.now_s, (self.num_rows, bounds)
+            scored, lucky = self._scores(self._ways(bounds, conditions), conditions, now_s)
+            if self._on_trial:
+                self._allowance.credit -= elapsed * self._price(self.arm, scored)
+            if not self._goes_on(scored, lucky):
+                self._choose(scored, lucky, conditions, now_s)
+        present = pace(self.arm, conditions, self.acceptance_rate)
+        self._longest_round_s = max(4 * conditions.target_s(self.arm.num_draft_tokens), 2 * present.round_s)
+        # The arm was chosen for the average sequence, whatever the slope just there: it is for those that are worse.
+        price = token_price(self.arm, conditions, present)
+        self.token_price = min(price, (_WORSE * self.acceptance_rate) ** self.arm.num_draft_tokens)
+
+    def _has_chosen_lately(self, bounds: Bounds) -> bool:
+        """Whether the arm was chosen so short ago, and is so well measured, that to choose is not worth the time."""
+        if self._on_trial or self._num_steps < self.settings.trial_steps:
+            return False
+        return (self.num_rows, bounds) == self._chosen_for and self.load.now_s < self._chosen_s + self.settings.rest_s
 
     def _choose(
         self, scored: Mapping[Arm, float], lucky: Mapping[Arm, float], conditions: Conditions, now_s: float
@@ -157,9 +170,6 @@ class Group:
             self._change(chosen, conditions, now_s)
         if self.arm != OFF and trial is None:
             self.probes.reset()
-        price = token_price(self.arm, conditions, pace(self.arm, conditions, self.acceptance_rate))
-        # The arm was chosen for the average sequence, whatever the slope just there: it is for those that are worse.
-        self.token_price = min(price, (_WORSE * self.acceptance_rate) ** self.arm.num_draft_tokens)
 
     def _scores(
         self, ways: Sequence[Arm], conditions: Conditions, now_s: float

@@ -29,6 +29,7 @@ class Settings:
         least_price: Share of the time that a trial is taken to lose at least.
         most_growth: An arm is considered only if its steps are at most so many times larger than any that was seen, or
             have no more than ``free_rows`` rows.
+        rest_s: Time under load between two choices where nothing is on trial and the load is the same.
         settle_rounds: Rounds after a change of plan that are not measured.
         probe_rounds: Rounds of a probe.
         probe_cost: Most of the time that probing may cost, as a share.
@@ -52,6 +53,7 @@ class Settings:
     least_price: float = 0.07
     most_growth: float = 4.0
     free_rows: int = 34
+    rest_s: float = 1.0
     settle_rounds: int = 3
     probe_rounds: int = 24
     probe_cost: float = 0.005

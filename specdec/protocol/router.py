@@ -28,11 +28,9 @@ from specdec.protocol.messages import (
     Verdict,
     Want,
 )
+from specdec.protocol.planning import Planning
 from specdec.protocol.plans import FixedPlans, PlanController, Planner, WorkerKind
 from specdec.protocol.sessions import Session, Worker, WorkerLink
-
-_REVIEW_S = 0.25
-"""Period of the controller's reviews: short beside a sequence, long beside a step."""
 
 
 class RouterMachine:
@@ -50,11 +48,12 @@ class RouterMachine:
     def __init__(self, name: str, planner: Planner | PlanController, times: Times) -> None:
         self.name = name
         self._controller: PlanController = FixedPlans(planner) if callable(planner) else planner
+        self._planning = Planning(self._controller)
         self._times = times
         self._sessions: LeasedRows[Session] = LeasedRows(times.tombstone_s)
         self._workers: dict[str, Worker] = {}
         self._outbox = Outbox()
-        self._renewed_s = self._reviewed_s = float("-inf")
+        self._renewed_s = float("-inf")
         self.num_reopened = 0
 
     def take_outbox(self) -> dict[str, list[Message]]:
@@ -112,8 +111,7 @@ class RouterMachine:
         """Timers: leases, renewals, repeats, silence. Cheap; to be called a few times a second. Always False."""
         for session in self._sessions.expire(now_s):
             self._end(session)
-        if now_s >= self._reviewed_s + _REVIEW_S:
-            self._reviewed_s = now_s
+        if self._planning.is_review_due(now_s):
             self._review(now_s)
         if now_s < self._renewed_s + self._times.renew_s:
             return False
@@ -201,12 +199,12 @@ class RouterMachine:
             return
         new = message.notes.last(len(session.log) - before)
         session.notes = session.notes + new
-        self._controller.decided(session.seq, new, now_s)
+        self._planning.decided(session.seq, new, now_s)
         self._send(session.target, Ack(message.seq, message.inc, len(session.log)))
         if message.finish is not None and message.mark.length == len(session.log):
             self._close_links(session)
             session.finish = message.finish
-            self._controller.closed(session.seq)
+            self._planning.closed(session.seq)
         elif len(session.links) > 1:
             self._commit(session, session.drafter.sent)
         self._tell(session)
@@ -297,7 +295,7 @@ class RouterMachine:
     def _end(self, session: Session | None) -> None:
         if session is not None:
             self._close_links(session)
-            self._controller.closed(session.seq)
+            self._planning.closed(session.seq)
 
     def _close_links(self, session: Session) -> None:
         for link in session.links:

@@ -37,6 +37,7 @@ class Service:
 
     def __init__(self, bounds=(None,), *, growth=0.0, cost_s=DRAFT_S, kinds=None):
         self.controller = Controller(Bounds(kinds=kinds) if kinds else None)
+        self.growth = growth
         self.seqs = [f"s{i}" for i in range(len(bounds))]
         self.plans = {s: self.controller.opened(s, spec(b)) for s, b in zip(self.seqs, bounds, strict=True)}
         rows, self.now = len(bounds), 0.0
@@ -46,13 +47,14 @@ class Service:
         self.controller.reported("T", "target", {**target, **count})
         self.controller.reported("D", "drafter", {**draft, **count})
 
-    def run(self, rounds, seconds=10.0, step_s=STEP_S):
+    def run(self, rounds, seconds=10.0, step_s=None):
         """Each sequence has ``rounds(plan)`` in every step."""
         placements = {seq: ("T", "D" if self.plans[seq].num_draft_tokens else None) for seq in self.seqs}
         end = self.now + seconds
         while self.now < end:
             for _ in range(8):
-                self.now += step_s
+                drafted = sum(plan.num_draft_tokens for plan in self.plans.values()) / len(self.seqs)
+                self.now += STEP_S * (1 + self.growth * drafted) if step_s is None else step_s
                 for seq in self.seqs:
                     self.controller.judged(seq, [rounds(self.plans[seq])], self.now)
             self.plans.update(self.controller.review(placements, self.now))
@@ -313,6 +315,26 @@ def test_an_arm_that_was_not_tried_and_takes_long_must_promise_more():
     entry = Entry(Arm("outcomes", 8, 4), 4, 4, 0.8, 80.0, 80.0, 80.0, 80.0, 0.0)
     group.experience = group.experience.add(entry)
     assert group._promised(scored) == scored
+
+
+def test_who_goes_on_in_a_well_measured_way_is_not_chosen_for_in_every_review():
+    group, now, seen = Group(Settings()), conditions(0.1), []
+    group._scores = lambda *_: seen.append(group.load.now_s) or ({group.arm: 1.0}, {group.arm: 1.0})
+
+    def goes_on(num_reviews, bounds):
+        seen.clear()
+        for _ in range(num_reviews):
+            at_s = group.load.now_s + 0.25
+            group.heard(group.arm, [Round(4, 2)] * 8, 0.25, at_s, is_settled=True)
+            group.review(now, [0.7], bounds, at_s)
+        return len(seen)
+
+    goes_on(4, Bounds())
+    assert group._num_steps >= group.settings.trial_steps
+    assert goes_on(40, Bounds()) == 10
+    assert goes_on(1, Bounds(num_branches=4)) == 1
+    group._on_trial = True
+    assert goes_on(1, Bounds(num_branches=4)) == 1
 
 
 def test_what_is_lost_or_closed_is_forgotten():

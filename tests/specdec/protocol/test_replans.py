@@ -66,14 +66,15 @@ def test_a_plan_that_falls_to_nothing_leaves_the_drafter_and_one_that_rises_come
     assert sent["D0"][0] == Close("s", Inc(1, 0))
     machine.receive(verdict(0, (0,)), 0.1)
     assert set(machine.take_outbox()) == {"T0", "I"}
+    machine.step(0.1)
     machine.step(0.3)
     assert chooser.placements == {"s": ("T0", None)}
     chooser.changes = {"s": Plan(2)}
-    machine.step(0.6)
+    machine.step(0.8)
     sent = machine.take_outbox()
     assert updates(sent["T0"]) == [PlanUpdate("s", Inc(1, 0), Plan(2))]
     assert sent["D0"] == [opened(n=1, output=(0,), plan=Plan(2))]
-    machine.receive(Offer("s", Inc(1, 0), log_of(()).mark(), (4, 5)), 0.7)  # of the time before
+    machine.receive(Offer("s", Inc(1, 0), log_of(()).mark(), (4, 5)), 0.9)  # of the time before
     assert machine.take_outbox() == {}
 
 
@@ -97,11 +98,11 @@ def test_a_plan_is_repeated_as_long_as_it_is_not_that_of_the_opening():
 def test_a_plan_that_is_again_that_of_the_opening_is_repeated_too():
     machine, chooser = chosen(PLAN, "T0", "D0")
     machine.step(0.0)
-    for now_s, plan in ((0.6, Plan(5)), (0.9, PLAN)):
+    for now_s, plan in ((0.5, Plan(5)), (1.0, PLAN)):
         chooser.changes = {"s": plan}
         machine.step(now_s)
     machine.take_outbox()
-    machine.step(1.7)
+    machine.step(2.0)
     sent = machine.take_outbox()
     assert updates(sent["T0"]) == updates(sent["D0"]) == [PlanUpdate("s", Inc(1, 0), PLAN)]
 
@@ -132,6 +133,8 @@ def test_the_controller_learns_what_comes():
     machine.step(0.0)
     machine.receive(verdict(0, (0, 1)), 0.1)
     machine.receive(verdict(0, (0, 1)), 0.1)
+    machine.step(0.1)
+    machine.step(0.2)
     machine.receive(Alive("D0", {"x": 1.0}), 0.25)
     machine.receive(Alive("D0", {"x": 2.0}), 0.5)
     machine.worker_lost("D0", 0.5)

@@ -1,0 +1,54 @@
+"""When the controller is told and asked: so that nothing that is relayed waits for it."""
+
+from __future__ import annotations
+
+from specdec.protocol.messages import Notes
+from specdec.protocol.plans import PlanController
+
+_REVIEW_S = 0.25
+"""Period of the controller's reviews: short beside a sequence, long beside a step."""
+_QUIET_TURN = 2
+"""Of the turns since a verdict came: its commit has left by then, and what is offered after it has time yet."""
+
+
+class Planning:
+    """A controller beside a relay.
+
+    A review may take as long as some draft steps do, and what comes meanwhile waits. So both wait for a quiet turn,
+    reviews at most for another period.
+
+    Args:
+        controller: Of the relay's sequences.
+    """
+
+    def __init__(self, controller: PlanController) -> None:
+        self._controller = controller
+        self._decided: list[tuple[str, Notes, float]] = []
+        self._reviewed_s = float("-inf")
+        self._turns = 0
+
+    def decided(self, seq: str, notes: Notes, now_s: float) -> None:
+        """New tokens of a sequence have come; the controller hears of them later."""
+        self._decided.append((seq, notes, now_s))
+        self._turns = 0
+
+    def closed(self, seq: str) -> None:
+        """A sequence has ended."""
+        self._hand_over()
+        self._controller.closed(seq)
+
+    def is_review_due(self, now_s: float) -> bool:
+        """Once in every turn of the relay: whether the controller is to be asked in this one."""
+        self._turns += 1
+        is_quiet, waited_s = self._turns == _QUIET_TURN, now_s - self._reviewed_s
+        is_due = waited_s >= 2 * _REVIEW_S or (is_quiet and waited_s >= _REVIEW_S)
+        if is_due or is_quiet:
+            self._hand_over()
+        if is_due:
+            self._reviewed_s = now_s
+        return is_due
+
+    def _hand_over(self) -> None:
+        for seq, notes, then_s in self._decided:
+            self._controller.decided(seq, notes, then_s)
+        self._decided.clear()
