@@ -171,9 +171,11 @@ class WorkerHost(Host[M]):
 
     Attributes:
         precedence: What is added to its thread's niceness then.
+        goes_at_once: Whether it goes on in real time then, where that is allowed.
     """
 
     precedence = GOES_EARLY
+    goes_at_once = False
 
     def __init__(self, machine: M, *, idle_wait_s: float = 0.005, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(machine, clock)
@@ -206,7 +208,7 @@ class WorkerHost(Host[M]):
     def meanwhile(self) -> Iterator[None]:
         """Around what the machine waits for, on its own thread."""
         if self._precedence is None:
-            self._precedence = Precedence(self.precedence)
+            self._precedence = Precedence(self.precedence, at_once=self.goes_at_once)
         with self._precedence.after_waiting():
             yield
 

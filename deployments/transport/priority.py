@@ -1,8 +1,8 @@
 """Who goes first where processes of one machine want the same cores.
 
 A step of the target cannot begin before its machine has had its turn, and all of its sequences wait meanwhile; the text
-of a stream may be a moment late. So the machine of a target goes before all others between two steps, that of a drafter
-and a router before what only passes text on, and an ingress gives way to all.
+of a stream may be a moment late. So the machine of a target goes before all others between two steps, where that is
+allowed in real time, that of a drafter and a router before what only passes text on, and an ingress gives way to all.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
 GOES_FIRST, GOES_EARLY, GIVES_WAY = -10, -5, 5
 """What is added to the niceness with which a process was started."""
@@ -33,13 +34,18 @@ class Precedence:
 
     Args:
         by: What is added to its niceness while it has precedence.
+        at_once: In real time rather, where that is allowed: it has a core as soon as it could go on. A niceness alone
+            makes it wait until who has the core has had its slice, some milliseconds.
     """
 
-    def __init__(self, by: int) -> None:
-        self._by = by
-        self._is_possible = sys.platform == "linux"
+    def __init__(self, by: int, *, at_once: bool = False) -> None:
         self._usual = os.getpriority(os.PRIO_PROCESS, 0)
         self._keeps_a_core = True
+        self._ways: list[Callable[[], None]] = []
+        if sys.platform == "linux":
+            self._policy = os.sched_getscheduler(0)
+            self._ways = [_go_on_at_once] if at_once else []
+            self._ways += [partial(self._shift, step) for step in dict.fromkeys((by, GOES_EARLY))]
 
     @contextmanager
     def after_waiting(self) -> Iterator[None]:
@@ -47,8 +53,8 @@ class Precedence:
 
         But not meanwhile where it was busy for most of that last time: it computes, or asks its device over and over.
         """
-        if self._is_possible and self._keeps_a_core:
-            os.setpriority(os.PRIO_PROCESS, 0, self._usual)
+        if self._ways and self._keeps_a_core:
+            self._as_usual()
         began_s, busy_s = time.monotonic(), time.thread_time()
         try:
             yield
@@ -57,10 +63,22 @@ class Precedence:
             self._go_first()
 
     def _go_first(self) -> None:
-        """As far as the system allows it."""
-        for by in (self._by, GOES_EARLY):
-            if self._is_possible:
-                with suppress(PermissionError):
-                    os.setpriority(os.PRIO_PROCESS, 0, self._usual + by)
-                    return
-        self._is_possible = False
+        """In the first way that the system allows; what it refuses once is not asked for again."""
+        while self._ways:
+            with suppress(PermissionError):
+                self._ways[0]()
+                return
+            del self._ways[0]
+
+    def _as_usual(self) -> None:
+        if self._ways[0] is _go_on_at_once:
+            os.sched_setscheduler(0, self._policy | os.SCHED_RESET_ON_FORK, os.sched_param(0))
+        self._shift(0)
+
+    def _shift(self, by: int) -> None:
+        os.setpriority(os.PRIO_PROCESS, 0, self._usual + by)
+
+
+def _go_on_at_once() -> None:
+    """At the lowest priority of real time; threads that this one starts are as others."""
+    os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))

@@ -28,6 +28,7 @@ class SharingHost(WorkerHost[M]):
     """
 
     precedence = GOES_FIRST
+    goes_at_once = True
 
     def __init__(
         self,

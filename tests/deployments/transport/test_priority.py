@@ -68,29 +68,39 @@ if sys.argv[1] == "as nobody" and os.geteuid() == 0:
 usual, found, clock = os.getpriority(os.PRIO_PROCESS, 0), [], {"wall": 0.0, "busy": 0.0}
 priority.time = SimpleNamespace(monotonic=lambda: clock["wall"], thread_time=lambda: clock["busy"])
 def note():
-    found.append(os.getpriority(os.PRIO_PROCESS, 0) - usual)
+    is_at_once = os.sched_getscheduler(0) & ~os.SCHED_RESET_ON_FORK == os.SCHED_RR
+    found.append("at once" if is_at_once else str(os.getpriority(os.PRIO_PROCESS, 0) - usual))
 def main():
-    precedence = priority.Precedence(priority.GOES_FIRST)
+    precedence = priority.Precedence(priority.GOES_FIRST, at_once=sys.argv[2] == "at once")
     for busy_s in (0.9, 0.1, 0.1, 0.9, 0.9):
         with precedence.after_waiting():
             note()
             clock["wall"] += 1.0
             clock["busy"] += busy_s
         note()
+        child = threading.Thread(target=note)
+        child.start()
+        child.join()
+        assert found.pop() != "at once"
 thread = threading.Thread(target=main)
 thread.start()
 thread.join()
 assert os.getpriority(os.PRIO_PROCESS, 0) == usual
-print(*found)
+print(*found, sep=",")
 """
+AT_ONCE = "import os; os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))"
 
 
-def test_a_thread_goes_first_after_what_it_waits_for_and_meanwhile_unless_it_keeps_a_core() -> None:
-    first = possible(GOES_FIRST) or possible(GOES_EARLY)
-    expected = [0, first, 0, first, first, first, first, first, 0, first]
-    assert run(WAIT, "").split() == [str(by) for by in expected]
+@pytest.mark.parametrize("how", ["at once", "nicely"])
+def test_a_thread_goes_first_after_what_it_waits_for_and_meanwhile_unless_it_keeps_a_core(how: str) -> None:
+    first = str(possible(GOES_FIRST) or possible(GOES_EARLY))
+    command = [sys.executable, "-c", AT_ONCE]
+    if how == "at once" and subprocess.run(command, capture_output=True, check=False).returncode == 0:
+        first = how
+    expected = ["0", first, "0", first, first, first, first, first, "0", first]
+    assert run(WAIT, "", how).strip().split(",") == expected
 
 
 @pytest.mark.skipif(os.geteuid() != 0 and possible(-1) < 0, reason="this user may always go first")
 def test_a_thread_that_may_not_go_first_stays_where_it_is() -> None:
-    assert set(run(WAIT, "as nobody").split()) == {"0"}
+    assert set(run(WAIT, "as nobody", "at once").strip().split(",")) == {"0"}
