@@ -29,6 +29,8 @@ measurements. No clock, no thread, no randomness. How it chooses:
 - Few steps say little: one pause among them (a step that takes twice as long) looks like an arm that is a third
   worse. So doubt falls with the square of the steps at first, and an arm once chosen is held until twenty steps of it
   were measured, unless it has no chance any more. Steps while a probe drafts beside are not target alone's.
+- A choice takes a router as long as some draft steps. So where nothing is on trial, the present arm's pace is well
+  measured and the load is the same, there is one in a second.
 - Drafts must gain two percent over target alone, or nothing is drafted.
 - Trials, what they may lose, and waits for reports are counted in time under load (``load.py``): while no request is
   there that may draft, or no drafter whose times are known, nothing is charged and nothing saved up, and without a
