@@ -31,7 +31,8 @@ measurements. No clock, no thread, no randomness. How it chooses:
   were measured, unless it has no chance any more. Steps while a probe drafts beside are not target alone's.
 - A choice takes a router as long as some draft steps. So where nothing is on trial, the present arm's pace is well
   measured and the load is the same, there is one in a second.
-- Drafts must gain two percent over target alone, or nothing is drafted.
+- Drafts must gain two percent over target alone, or nothing is drafted. What would not, if each of its drafts cost
+  nothing, is not even tried.
 - Trials, what they may lose, and waits for reports are counted in time under load (``load.py``): while no request is
   there that may draft, or no drafter whose times are known, nothing is charged and nothing saved up, and without a
   drafter no round is taken for the arm's. A trial goes on where it was. Doubt grows by the clock all the same: a load

@@ -62,12 +62,14 @@ def within(arm: Arm, bounds: Bounds) -> Arm:
     return Arm(kind, length) if length and kind != "off" else OFF
 
 
-def best(scored: Mapping[Arm, float], current: Arm, hysteresis: float) -> Arm:
-    """The best arm; the current one unless another is better by more than ``hysteresis``.
+def margin_over_alone(hysteresis: float) -> float:
+    """What drafting has to give over target alone: gains of less are not worth a drafter's time."""
+    return 1 + 1.5 * hysteresis
 
-    Drafting that gains less than that, and half as much again, is not worth a drafter's time.
-    """
-    if scored.get(OFF, 0.0) * (1 + 1.5 * hysteresis) > max(scored.values()):
+
+def best(scored: Mapping[Arm, float], current: Arm, hysteresis: float) -> Arm:
+    """The best arm; the current one unless another is better by more than ``hysteresis``."""
+    if scored.get(OFF, 0.0) * margin_over_alone(hysteresis) > max(scored.values()):
         return OFF
     winner = max(scored, key=lambda arm: (scored[arm], -arm.num_draft_tokens - arm.num_branches))
     return current if scored[winner] <= scored.get(current, 0.0) * (1 + hysteresis) else winner

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from specdec.control.choice import Bounds, arms, best, token_price
+from specdec.control.choice import Bounds, arms, best, margin_over_alone, token_price
 from specdec.control.estimates import Round, TrackedRate
 from specdec.control.experience import Entry, Experience, Observed, load_octave
 from specdec.control.limits import OFF, Arm, Conditions, Pace, expected_tokens, guess_rate_of, pace
@@ -176,14 +176,19 @@ class Group:
     ) -> tuple[dict[Arm, float], dict[Arm, float]]:
         """Tokens per second of a sequence, by arm: to be expected, and with luck.
 
-        Arms that draft in vain are left out. No luck verifies faster than the target steps without any draft.
+        Arms that draft in vain are left out, and those that would, if each of their drafts cost nothing: where target
+        alone takes longer than its steps, their formulas look better. No luck verifies faster than the target steps
+        without any draft.
         """
         rate = round(self.acceptance_rate, 2)
         if self._forecasts is None or self._forecasts[:2] != (conditions, rate):
             self._forecasts = conditions, rate, {}
         known = self._forecasts[2]
         known.update({arm: pace(arm, conditions, rate) for arm in ways if arm not in known})
-        ways = [arm for arm in ways if known[arm].num_draft_tokens > 0 or arm in (OFF, self.arm)]
+        at_best = {arm: expected_tokens(rate, arm.num_draft_tokens) for arm in ways}
+        margin = margin_over_alone(self.settings.hysteresis)
+        may_gain = {arm for arm in ways if known[arm].num_draft_tokens > 0 and at_best[arm] > margin}
+        ways = [arm for arm in ways if arm in may_gain or arm in (OFF, self.arm)]
 
         def predicted(entry: Entry) -> float:
             then = conditions.at_load(entry.num_rows, entry.num_draft_rows)
@@ -193,7 +198,7 @@ class Group:
         scored = {arm: known[arm].tokens_per_s * math.exp(belief.mean) for arm, belief in beliefs.items()}
         step_s = conditions.target_s(0)
         luck = self.settings.curiosity * (1 + self._allowance.share_left)
-        most = {arm: expected_tokens(rate, arm.num_draft_tokens) / step_s for arm in ways}
+        most = {arm: at_best[arm] / step_s for arm in ways}
         most[OFF] = math.inf  # the step was measured beside drafts, perhaps
         lucky = {
             arm: max(scored[arm], min(scored[arm] * math.exp((luck + (arm == OFF)) * belief.error), most[arm]))
@@ -249,7 +254,7 @@ class Group:
         Drafting has to gain something for it; target alone is tried as soon as it might be as good. What may be lost is
         saved up for the first of them, but one that costs more than can be saved does not keep others from their turn.
         """
-        margin = 1 + 1.5 * self.settings.hysteresis
+        margin = margin_over_alone(self.settings.hysteresis)
         worth = {arm: pace if arm == OFF else pace / margin for arm, pace in lucky.items()}
         for arm in sorted(worth, key=worth.__getitem__, reverse=True):
             if arm == chosen or worth[arm] <= scored[chosen]:

@@ -317,6 +317,16 @@ def test_an_arm_that_was_not_tried_and_takes_long_must_promise_more():
     assert group._promised(scored) == scored
 
 
+def test_nothing_is_tried_with_a_drafter_that_is_always_wrong_though_rounds_take_longer_than_steps():
+    service = Service((None,) * 4)
+    service.run(kept(0.0), 5.0, 1.1 * STEP_S)
+    (group,) = service.controller._groups.values()
+    before = group.num_trials
+    service.run(kept(0.0), 60.0, 1.1 * STEP_S)
+    assert group.arm.kind == "off"
+    assert group.num_trials == before
+
+
 def test_who_goes_on_in_a_well_measured_way_is_not_chosen_for_in_every_review():
     group, now, seen = Group(Settings()), conditions(0.1), []
     group._scores = lambda *_: seen.append(group.load.now_s) or ({group.arm: 1.0}, {group.arm: 1.0})
