@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from specdec.protocol.marks import TokenLog, Tokens
 from specdec.protocol.messages import Candidates, PromptLogprobs, TokenLogprobs
@@ -23,8 +23,7 @@ class Status(Enum):
     """There was no room; the sequence holds nothing, or what it held was taken. Give the same job again."""
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyJob:
+class VerifyJob(NamedTuple):
     """Bring a sequence's state to ``log``, verify ``draft`` after it, and decide what comes next.
 
     Attributes:

@@ -50,9 +50,11 @@ def remaining_draft(offer: Offer, log: TokenLog, *, needs_candidates: bool) -> D
     if chain[:count] == since:
         rest = Draft(chain[count:], offer.candidates[count:])
     else:
-        same = _num_same(chain, since)
+        same = 0
+        while same < len(chain) and chain[same] == since[same]:
+            same += 1
         rest = _branch(offer, same, since[same], since[same + 1 :])
-    return rest if len(rest.candidates) == len(rest.tokens) or not needs_candidates else NO_DRAFT
+    return NO_DRAFT if needs_candidates and len(rest.candidates) != len(rest.tokens) else rest
 
 
 def _branch(offer: Offer, num_accepted: int, next_token: int, since: Tokens) -> Draft:
@@ -63,12 +65,3 @@ def _branch(offer: Offer, num_accepted: int, next_token: int, since: Tokens) -> 
             candidates = offer.branch_candidates[i] if i < len(offer.branch_candidates) else ()
             return Draft(chain[len(since) :], candidates[len(since) :])
     return NO_DRAFT
-
-
-def _num_same(a: Tokens, b: Tokens) -> int:
-    count = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        count += 1
-    return count

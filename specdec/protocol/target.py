@@ -2,80 +2,20 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple
+from operator import attrgetter
 
 from specdec.protocol.backends import Status, TargetBackend, Verification, VerifyJob
 from specdec.protocol.leases import Times
-from specdec.protocol.messages import Ack, Finish, Message, Notes, Offer, Open, Verdict
+from specdec.protocol.messages import Ack, Message, Notes, Offer, Open, Verdict
 from specdec.protocol.offers import NO_DRAFT, OFFERS_KEPT, Draft, remaining_draft
-from specdec.protocol.worker import Gauges, WorkerMachine, WorkerRow
-from specdec.sampling.finish import finish_of_log, walk
+from specdec.protocol.target_row import KeptOffer, TargetRow
+from specdec.protocol.worker import Gauges, WorkerMachine
 
 LIGHT = (Ack, Offer)
 """Messages that touch nothing of a step that is under way: they may be received while its model works."""
-
-
-@dataclass(slots=True, eq=False)
-class KeptOffer:
-    """An offer that a target holds.
-
-    Attributes:
-        is_used: Whether something of it, or of an earlier part of it, was drafted from.
-    """
-
-    offer: Offer
-    is_used: bool = False
-
-
-class TargetRow(WorkerRow):
-    """A sequence on a target.
-
-    Attributes:
-        acked: Length up to which the router has the log.
-        notes: How the tokens after ``acked`` came.
-        offers: The newest offers, oldest first.
-        decided_s: When it was last decided; None before the first time.
-        told_s: When its verdict was last sent, or is to be.
-        is_patient: Whether it waits for offers at all: not since it waited in vain, until the next one comes.
-        round_start: Length of the log before its newest round; what was offered for marks up to there foresaw it.
-        is_counted: Whether that round's outcome was looked for among the branches offered.
-    """
-
-    __slots__ = ("acked", "decided_s", "finish", "is_counted", "is_patient", "notes", "offers", "round_start", "told_s")
-
-    def __init__(self, message: Open) -> None:
-        super().__init__(message)
-        self.acked = len(self.log)
-        self.notes = Notes()
-        self.offers: deque[KeptOffer] = deque()
-        self.decided_s: float | None = None
-        self.told_s = float("-inf")
-        self.finish: Finish | None = None
-        self.is_patient = True
-        self.round_start = len(self.log)
-        self.is_counted = True
-
-    def keep(self, offer: Offer) -> KeptOffer | None:
-        """Keep a new offer, in place of an earlier part of the same; the oldest goes where there are too many.
-
-        Returns:
-            The one that went.
-        """
-        for kept in self.offers:
-            if kept.offer.mark == offer.mark and kept.offer.chain == offer.chain[: len(kept.offer.chain)]:
-                kept.offer = offer
-                return None
-        self.offers.append(KeptOffer(offer))
-        return self.offers.popleft() if len(self.offers) > OFFERS_KEPT else None
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Output tokens committed so far."""
-        return len(self.log) - self.spec.output_start
 
 
 @dataclass(slots=True)
@@ -120,17 +60,8 @@ class TargetCounters:
             per_position[i] += 1
 
 
-class _Round(NamedTuple):
-    """A verification that is committed.
-
-    Attributes:
-        result: Of it.
-        num_committed: Tokens of its run that were committed.
-    """
-
-    row: TargetRow
-    result: Verification
-    num_committed: int
+_Round = tuple[TargetRow, Verification, int]
+"""A verification that is committed, and how many tokens of its run were."""
 
 
 class TargetMachine(WorkerMachine[TargetRow]):
@@ -176,18 +107,20 @@ class TargetMachine(WorkerMachine[TargetRow]):
         """One verification over all sequences that may go on. True if anything was decided or read."""
         self._expire(now_s)
         rows = [row for row in self._rows if self._may_go_on(row)]
-        rows.sort(key=lambda row: (row.spec.arrival_s, row.seq))
-        jobs: list[tuple[TargetRow, VerifyJob]] = []
+        rows.sort(key=attrgetter("place"))
+        deciding: list[TargetRow] = []
+        jobs: list[VerifyJob] = []
         for row in rows:
             draft = self._draft(row)
-            if not self._waits(row, draft, now_s):
-                jobs.append((row, VerifyJob(row.seq, row.log, draft.tokens, row.spec, draft.candidates)))
+            if draft.tokens or not self._waits(row, now_s):
+                deciding.append(row)
+                jobs.append(VerifyJob(row.seq, row.log, draft.tokens, row.spec, draft.candidates))
         results: list[Verification] = []
         if jobs:
             with self.meanwhile():
-                results = self._backend.verify([job for _, job in jobs])
+                results = self._backend.verify(jobs)
         self._tell_rounds()  # of the step before, where nobody took them while the backend worked
-        for (row, _), result in zip(jobs, results, strict=True):
+        for row, result in zip(deciding, results, strict=True):
             if result.status is Status.DECIDED:
                 self._commit(row, result, now_s)
         self._repeat(now_s)
@@ -208,9 +141,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
         return figures
 
     def _new_row(self, message: Open, now_s: float) -> TargetRow:
-        row = TargetRow(message)
-        row.finish = finish_of_log(row.log.tokens, row.spec, self._max_model_len)
-        return row
+        return TargetRow(message, self._max_model_len)
 
     def _on_other(self, message: Message, now_s: float) -> None:
         match message:
@@ -221,11 +152,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
             case Offer(seq, inc):
                 row = self._rows.current(seq, inc)
                 if row is not None:
-                    self._counters.num_offers += 1
-                    self._counters.num_late_offers += message.mark.length < row.round_start
-                    gone = row.keep(message)
-                    self._counters.num_stale_offers += gone is not None and not gone.is_used
-                    row.is_patient = True
+                    self._take_offer(row, message)
 
     def _acknowledge(self, row: TargetRow, length: int) -> None:
         length = min(length, len(row.log))
@@ -243,38 +170,57 @@ class TargetMachine(WorkerMachine[TargetRow]):
     def _may_go_on(self, row: TargetRow) -> bool:
         return row.finish is None and self._credit(row) > 0
 
+    def _take_offer(self, row: TargetRow, offer: Offer) -> None:
+        """Keep an offer that fits: what a step need not find out does not hold it up."""
+        self._counters.num_offers += 1
+        self._counters.num_late_offers += offer.mark.length < row.round_start
+        row.is_patient = True
+        kept = row.keep(offer)
+        if offer.mark.length < len(row.log) and not self._rest(row, offer).tokens:
+            row.had_branches |= bool(offer.branches)
+            self._drop_offer(row, kept)
+        elif len(row.offers) > OFFERS_KEPT:
+            self._drop_offer(row, row.offers[0])
+
+    def _rest(self, row: TargetRow, offer: Offer) -> Draft:
+        return remaining_draft(offer, row.log, needs_candidates=row.needs_candidates)
+
+    def _drop_offer(self, row: TargetRow, kept: KeptOffer) -> None:
+        row.offers.remove(kept)
+        self._counters.num_stale_offers += not kept.is_used
+
     def _draft(self, row: TargetRow) -> Draft:
         """The longest usable draft of the kept offers, cut to what may be committed (rule 6)."""
-        best, chosen, is_hit, foresaw = NO_DRAFT, None, False, False
+        is_counted, row.is_counted = row.is_counted, True
+        foresaw, row.had_branches = row.had_branches, False
+        best, chosen, is_hit = NO_DRAFT, None, False
+        log, wanted = row.log, row.plan.num_draft_tokens
         stale: list[KeptOffer] = []
-        needs_candidates = row.spec.sampling.acceptance == "rejection"
         for kept in reversed(row.offers):  # the newest is mostly the longest, and as long as may be
-            if is_hit and len(best.tokens) >= row.plan.num_draft_tokens:
-                break
-            offer, was_there = kept.offer, kept.offer.mark.length <= row.round_start
-            foresaw |= was_there and bool(offer.branches)
-            rest = remaining_draft(offer, row.log, needs_candidates=needs_candidates)
+            offer = kept.offer
+            rest = remaining_draft(offer, log, needs_candidates=row.needs_candidates)
+            was_there = offer.mark.length <= row.round_start
+            foresaw = foresaw or (was_there and bool(offer.branches))
             if not rest.tokens:
                 stale.append(kept)
             elif len(rest.tokens) >= len(best.tokens):
                 best, chosen, is_hit = rest, kept, was_there
+                if was_there and len(rest.tokens) >= wanted:
+                    break
         for kept in stale:
-            row.offers.remove(kept)
-            self._counters.num_stale_offers += not kept.is_used
-        if foresaw and not row.is_counted:
+            self._drop_offer(row, kept)
+        if foresaw and not is_counted:
             self._counters.num_branch_hits += is_hit
             self._counters.num_branch_misses += not is_hit
-        row.is_counted = True
         if chosen is None:
             return best
-        end = min(row.spec.output_start + row.spec.max_tokens, self._max_model_len)
-        most = min(row.plan.num_draft_tokens, self._credit(row) - 1, end - len(row.log) - 1)
+        most = min(wanted, self._credit(row) - 1, row.ending.most_tokens - len(log) - 1)
         chosen.is_used |= most > 0
         return best if len(best.tokens) <= most else best.first(max(most, 0))
 
-    def _waits(self, row: TargetRow, draft: Draft, now_s: float) -> bool:
+    def _waits(self, row: TargetRow, now_s: float) -> bool:
         """Whether a row is held back for an offer: only by plan, never before its first token, in vain only once."""
-        if draft.tokens or row.decided_s is None or row.plan.num_draft_tokens == 0:
+        if row.plan.draft_wait_s <= 0 or row.decided_s is None or row.plan.num_draft_tokens == 0:
             return False
         if row.spec.max_tokens - row.num_output_tokens <= 1:
             return False
@@ -283,13 +229,14 @@ class TargetMachine(WorkerMachine[TargetRow]):
 
     def _commit(self, row: TargetRow, result: Verification, now_s: float) -> None:
         """Decide; of what a next step depends on nothing is left to do."""
-        count, row.finish = walk(len(row.log), result.run, row.spec, self._max_model_len)
-        row.round_start, row.is_counted = len(row.log), False
-        row.log.extend(result.run[:count])
+        run, row.round_start = result.run, len(row.log)
+        count, row.finish = row.ending.walk(row.round_start, run)
+        row.is_counted = False
+        row.log.extend(run if count == len(run) else run[:count])
         row.decided_s = row.told_s = now_s
         if row.finish is not None:
             self._backend.release(row.seq)
-        self._untold.append(_Round(row, result, count))
+        self._untold.append((row, result, count))
 
     def _tell_rounds(self) -> None:
         """Do what was put off."""

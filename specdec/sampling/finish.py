@@ -3,56 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from specdec.protocol.messages import Finish
 from specdec.sampling.params import SequenceSpec
 
 
-def finish_reason(log_length_after: int, token: int, spec: SequenceSpec, max_model_len: int) -> Finish | None:
-    """Why the sequence ends with this token, if it does: an ending token first, then length.
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Where a sequence ends.
 
-    Args:
-        log_length_after: Length of the log, prompt and output, ``token`` included.
-        token: The newest output token.
-        spec: The sequence.
-        max_model_len: Longest log, in tokens.
-
-    Returns:
-        ``stop`` for an end-of-sequence or stop token with at least ``min_tokens`` output tokens before it; ``length``
-        at ``max_tokens`` or ``max_model_len``; else None.
+    Attributes:
+        token_ids: What ends it with ``stop``.
+        exempt_length: Length of the log, prompt and output, up to which its tokens end nothing.
+        most_tokens: Length of the log at which it ends with ``length``.
     """
-    _, finish = walk(log_length_after - 1, (token,), spec, max_model_len)
-    return finish
 
+    token_ids: frozenset[int]
+    exempt_length: int
+    most_tokens: int
 
-def walk(tokens_before: int, run: Sequence[int], spec: SequenceSpec, max_model_len: int) -> tuple[int, Finish | None]:
-    """How much of a run is committed, and how the sequence ends there.
+    @classmethod
+    def of(cls, spec: SequenceSpec, max_model_len: int) -> Ending:
+        """Of a sequence on a model whose longest log has ``max_model_len`` tokens."""
+        exempt_length = spec.output_start + spec.sampling.min_tokens
+        return cls(spec.ending_token_ids, exempt_length, min(spec.output_start + spec.max_tokens, max_model_len))
 
-    Args:
-        tokens_before: Length of the log before the run; the sequence is not finished there.
-        run: Decided tokens.
-        spec: The sequence.
-        max_model_len: Longest log, in tokens.
+    def walk(self, tokens_before: int, run: Sequence[int]) -> tuple[int, Finish | None]:
+        """How much of a run is committed, and how the sequence ends there: by an ending token first, then by length.
 
-    Returns:
-        Number of the run's tokens to commit, the finishing one included, and the reason, None if it goes on.
-    """
-    ending, least = spec.ending_token_ids, spec.output_start + spec.sampling.min_tokens
-    most = min(spec.output_start + spec.max_tokens, max_model_len)
-    for num_committed, token in enumerate(run, start=1):
-        if token in ending and tokens_before + num_committed > least:
-            return num_committed, "stop"
-        if tokens_before + num_committed >= most:
-            return num_committed, "length"
-    return len(run), None
+        Args:
+            tokens_before: Length of the log before the run; the sequence is not finished there.
+            run: Decided tokens.
 
+        Returns:
+            Number of the run's tokens to commit, the finishing one included, and the reason, None if it goes on:
+            ``stop`` for an end-of-sequence or stop token with at least ``min_tokens`` output tokens before it;
+            ``length`` at ``max_tokens`` or ``max_model_len``.
+        """
+        if tokens_before + len(run) < self.most_tokens and self.token_ids.isdisjoint(run):
+            return len(run), None
+        for num_committed, token in enumerate(run, start=1):
+            if token in self.token_ids and tokens_before + num_committed > self.exempt_length:
+                return num_committed, "stop"
+            if tokens_before + num_committed >= self.most_tokens:
+                return num_committed, "length"
+        return len(run), None
 
-def finish_of_log(tokens: Sequence[int], spec: SequenceSpec, max_model_len: int) -> Finish | None:
-    """How a log that was opened is finished already, if it is; the prompt's tokens end nothing.
+    def of_log(self, tokens: Sequence[int], output_start: int) -> Finish | None:
+        """How a log that was opened is finished already, if it is; the prompt's tokens end nothing.
 
-    A prompt that leaves no room for a token is finished by ``length``.
-    """
-    _, finish = walk(spec.output_start, tokens[spec.output_start :], spec, max_model_len)
-    if finish is None and (len(tokens) >= max_model_len or spec.max_tokens <= 0):
-        return "length"
-    return finish
+        A prompt that leaves no room for a token is finished by ``length``.
+        """
+        _, finish = self.walk(output_start, tokens[output_start:])
+        if finish is None and len(tokens) >= self.most_tokens:
+            return "length"
+        return finish

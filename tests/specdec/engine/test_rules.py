@@ -1,7 +1,6 @@
 """Both acceptance rules through the whole engine: what travels with a draft, and prefixes that are shared."""
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -40,7 +39,7 @@ def second_token_p_value(*, is_broken: bool = False) -> float:
         uniform = Candidates(tuple(range(32)), (1 / 32,) * 32)
         verify = service.target._backend.verify
         service.target._backend.verify = lambda jobs: verify(
-            [replace(job, candidates=(uniform,) * len(job.candidates)) for job in jobs]
+            [job._replace(candidates=(uniform,) * len(job.candidates)) for job in jobs]
         )
     counts = torch.zeros(model.config.vocab_size)
     num_accepted = 0

@@ -18,8 +18,10 @@ from specdec.protocol.leases import LeasedRows
 from specdec.protocol.marks import Mark, TokenLog
 from specdec.protocol.messages import Alive, End, Inc, Live, Message, NewTokens, Notes, Resync, Verdict
 from specdec.protocol.router import RouterMachine, Session, WorkerLink
-from specdec.protocol.target import TargetMachine, TargetRow
+from specdec.protocol.target import TargetMachine
+from specdec.protocol.target_row import TargetRow
 from specdec.protocol.worker import WorkerMachine, WorkerRow
+from specdec.sampling.finish import Ending
 from tests.specdec.protocol.scripted import ScriptedTarget
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
@@ -228,7 +230,7 @@ def end_mark(patch: pytest.MonkeyPatch) -> None:
 @mutation
 def finish_on_open(patch: pytest.MonkeyPatch) -> None:
     """Rule 4: a log that is finished when opened gets no further token."""
-    patch.setattr(TargetMachine, "_new_row", lambda self, message, now_s: TargetRow(message))
+    patch.setattr(Ending, "of_log", lambda self, tokens, output_start: None)
 
 
 @mutation

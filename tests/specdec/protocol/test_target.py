@@ -345,11 +345,31 @@ def test_an_offer_of_which_nothing_was_verified_is_stale():
 
 
 def test_an_unused_offer_that_must_make_room_is_stale():
-    machine = machine_with(open_message(), offer((), (3, 4, 5, 6, 7, 9)))
-    machine.step(0.0)
-    machine.receive(offer((), (3, 4, 5, 6, 7, 9, 9)), 0.0)  # grown, still with what was used
-    for token in (1, 2, 5, 6):
-        machine.receive(offer((), (token,)), 0.0)
+    machine = machine_with(open_message(), *(offer((), (token,)) for token in (1, 2, 5, 6)))
     assert figures(machine)[3] == 0
     machine.receive(offer((), (7,)), 0.0)
     assert figures(machine)[3] == 1
+
+
+def test_an_offer_that_fits_no_more_is_dropped_when_it_comes():
+    machine = machine_with(open_message(), offer((), (3, 4, 5, 6, 7, 9)))
+    machine.step(0.0)
+    machine.receive(offer((), (3, 4, 5, 6, 7, 9, 9)), 0.0)  # grown, still with what was used
+    (row,) = machine._rows
+    assert not row.offers
+    assert figures(machine)[3] == 0
+    machine.receive(offer((), (9, 9)), 0.0)
+    assert not row.offers
+    assert figures(machine)[3] == 1
+    machine.receive(branched((), (3, 4, 9), (Outcome(2, 5), (6, 7, 8, 9))), 0.0)  # some of its tail is left
+    assert len(row.offers) == 1
+
+
+def test_a_round_for_which_late_offers_only_came_is_a_miss():
+    machine = machine_with(open_message())
+    for _ in range(2):
+        machine.step(0.0)
+    machine.receive(branched((), (9,), (Outcome(0, 8), (1,))), 0.0)
+    for _ in range(2):
+        machine.step(0.0)
+        assert figures(machine) == (0, 1, 1, 1)  # counted once

@@ -13,7 +13,8 @@ from specdec.protocol.leases import Row, Times
 from specdec.protocol.marks import Tokens
 from specdec.protocol.messages import Ack, Cancel, Close, Finish, Inc, Message, Notes, Open, Submit
 from specdec.protocol.router import RouterMachine, Session
-from specdec.protocol.target import TargetMachine, TargetRow
+from specdec.protocol.target import TargetMachine
+from specdec.protocol.target_row import TargetRow
 from tests.specdec.protocol.scripted import PROMPT, Script, ScriptedDraft, ScriptedTarget, expect
 
 Machine = IngressMachine | RouterMachine | TargetMachine | DraftWorkerMachine

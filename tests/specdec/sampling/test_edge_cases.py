@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specdec.sampling.coupled import verify_coupled
-from specdec.sampling.finish import walk
+from specdec.sampling.finish import Ending
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.philox import Role, uniforms
 from specdec.sampling.pipeline import RowGroup, Sampler
@@ -21,10 +21,10 @@ MODEL = TableModel(VOCAB, 0)
 
 def test_edge_01_stop_comes_before_length_and_a_stop_past_the_cap_is_length() -> None:
     spec = make_spec(SamplingParams(stop_token_ids=(STOP,)), output_start=2, max_tokens=4, eos_token_ids=(EOS,))
-    assert walk(2, (9, 9, 9, STOP, 9), spec, LONG) == (4, "stop")
-    assert walk(2, (9, 9, 9, 9, STOP), spec, LONG) == (4, "length")
-    assert walk(2, (9, EOS, STOP), spec, 4) == (2, "stop")
-    assert walk(2, (9, 9, EOS), spec, 4) == (2, "length")
+    assert Ending.of(spec, LONG).walk(2, (9, 9, 9, STOP, 9)) == (4, "stop")
+    assert Ending.of(spec, LONG).walk(2, (9, 9, 9, 9, STOP)) == (4, "length")
+    assert Ending.of(spec, 4).walk(2, (9, EOS, STOP)) == (2, "stop")
+    assert Ending.of(spec, 4).walk(2, (9, 9, EOS)) == (2, "length")
 
 
 def test_edge_03_what_follows_an_end_inside_the_run_is_dropped() -> None:
@@ -32,7 +32,7 @@ def test_edge_03_what_follows_an_end_inside_the_run_is_dropped() -> None:
     chosen = [7, EOS, 8, 9]
     (result,) = verify_coupled(chosen, [RowGroup(spec, [1], (7, EOS, 8))])
     assert result == ((7, EOS, 8, 9), 3)
-    count, finish = walk(1, result.run, spec, LONG)
+    count, finish = Ending.of(spec, LONG).walk(1, result.run)
     assert (result.run[:count], finish) == ((7, EOS), "stop")
 
 
@@ -40,10 +40,10 @@ def test_edge_04_nothing_is_committed_beyond_max_tokens_or_the_context() -> None
     spec = make_spec(output_start=3, max_tokens=5)
     for before in range(3, 8):
         for run_length in range(1, 9):
-            count, finish = walk(before, (9,) * run_length, spec, LONG)
+            count, finish = Ending.of(spec, LONG).walk(before, (9,) * run_length)
             assert count == min(run_length, 8 - before)
             assert (finish == "length") == (before + run_length >= 8)
-            count, finish = walk(before, (9,) * run_length, spec, 8)
+            count, finish = Ending.of(spec, 8).walk(before, (9,) * run_length)
             assert before + count <= 8
 
 

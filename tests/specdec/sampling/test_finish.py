@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.sampling.finish import finish_of_log, finish_reason, walk
+from specdec.sampling.finish import Ending
 from specdec.sampling.params import SamplingParams
 
 from .reference import make_spec
@@ -37,26 +37,26 @@ LONG = 10_000
 def test_reason(length: int, token: int, fields: dict[str, int], max_model_len: int, expected: str | None) -> None:
     params = SamplingParams(stop_token_ids=(STOP,), **fields)  # type: ignore[arg-type]
     spec = make_spec(params, output_start=2, max_tokens=10, eos_token_ids=(EOS, 7))
-    assert finish_reason(length, token, spec, max_model_len) == expected
+    assert Ending.of(spec, max_model_len).walk(length - 1, (token,)) == (1, expected)
 
 
 def test_walk_ends_at_the_first_reason_and_commits_nothing_after_it() -> None:
     spec = make_spec(output_start=2, max_tokens=5, eos_token_ids=(EOS,))
-    assert walk(2, (9, 9, 9), spec, LONG) == (3, None)
-    assert walk(2, (9, EOS, 9), spec, LONG) == (2, "stop")
-    assert walk(5, (9, 9, EOS), spec, LONG) == (2, "length")
-    assert walk(5, (9, EOS, 9), spec, LONG) == (2, "stop")
-    assert walk(2, (9, 9, EOS), spec, 4) == (2, "length")
-    assert walk(2, (), spec, LONG) == (0, None)
+    assert Ending.of(spec, LONG).walk(2, (9, 9, 9)) == (3, None)
+    assert Ending.of(spec, LONG).walk(2, (9, EOS, 9)) == (2, "stop")
+    assert Ending.of(spec, LONG).walk(5, (9, 9, EOS)) == (2, "length")
+    assert Ending.of(spec, LONG).walk(5, (9, EOS, 9)) == (2, "stop")
+    assert Ending.of(spec, 4).walk(2, (9, 9, EOS)) == (2, "length")
+    assert Ending.of(spec, LONG).walk(2, ()) == (0, None)
 
 
 def test_a_log_that_is_finished_when_opened() -> None:
     spec = make_spec(output_start=3, max_tokens=3, eos_token_ids=(EOS,))
-    assert finish_of_log([EOS, EOS, EOS], spec, LONG) is None
-    assert finish_of_log([1, 1, 1, 1, EOS], spec, LONG) == "stop"
-    assert finish_of_log([1, 1, 1, 1, 1], spec, LONG) is None
-    assert finish_of_log([1, 1, 1, 1, 1, 1], spec, LONG) == "length"
-    assert finish_of_log([1, 1, 1, 1, 1, EOS], spec, LONG) == "stop"
-    assert finish_of_log([1, 1, 1, 1], spec, 4) == "length"
-    assert finish_of_log([1, 1, 1], spec, 3) == "length"
-    assert finish_of_log([1, 1, 1, 1], spec, 5) is None
+    assert Ending.of(spec, LONG).of_log([EOS, EOS, EOS], 3) is None
+    assert Ending.of(spec, LONG).of_log([1, 1, 1, 1, EOS], 3) == "stop"
+    assert Ending.of(spec, LONG).of_log([1, 1, 1, 1, 1], 3) is None
+    assert Ending.of(spec, LONG).of_log([1, 1, 1, 1, 1, 1], 3) == "length"
+    assert Ending.of(spec, LONG).of_log([1, 1, 1, 1, 1, EOS], 3) == "stop"
+    assert Ending.of(spec, 4).of_log([1, 1, 1, 1], 3) == "length"
+    assert Ending.of(spec, 3).of_log([1, 1, 1], 3) == "length"
+    assert Ending.of(spec, 5).of_log([1, 1, 1, 1], 3) is None

@@ -1,0 +1,81 @@
+"""A sequence on a target: its log, how it came, and the drafts that were offered for it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from specdec.protocol.messages import Finish, Notes, Offer, Open
+from specdec.protocol.worker import WorkerRow
+from specdec.sampling.finish import Ending
+
+
+@dataclass(slots=True, eq=False)
+class KeptOffer:
+    """An offer that a target holds.
+
+    Attributes:
+        is_used: Whether something of it, or of an earlier part of it, was drafted from.
+    """
+
+    offer: Offer
+    is_used: bool = False
+
+
+class TargetRow(WorkerRow):
+    """A sequence on a target.
+
+    Args:
+        message: Opens it.
+        max_model_len: Longest log of the model, in tokens.
+
+    Attributes:
+        place: Those with the least are decided first, and yield last where room is short.
+        ending: Where it ends.
+        finish: How it ended; None until then.
+        needs_candidates: Whether a draft is of no use without what it was drawn from.
+        acked: Length up to which the router has the log.
+        notes: How the tokens after ``acked`` came.
+        offers: The newest offers, oldest first.
+        decided_s: When it was last decided; None before the first time.
+        told_s: When its verdict was last sent, or is to be.
+        is_patient: Whether it waits for offers at all: not since it waited in vain, until the next one comes.
+        round_start: Length of the log before its newest round; what was offered for marks up to there foresaw it.
+        is_counted: Whether that round's outcome was looked for among the branches offered.
+    """
+
+    __slots__ = (
+        *("acked", "decided_s", "ending", "finish", "had_branches", "is_counted", "is_patient", "needs_candidates"),
+        *("notes", "offers", "place", "round_start", "told_s"),
+    )
+
+    def __init__(self, message: Open, max_model_len: int) -> None:
+        super().__init__(message)
+        self.place = self.spec.arrival_s, self.seq
+        self.ending = Ending.of(self.spec, max_model_len)
+        self.finish: Finish | None = self.ending.of_log(self.log.tokens, self.spec.output_start)
+        self.needs_candidates = self.spec.sampling.acceptance == "rejection"
+        self.acked = len(self.log)
+        self.notes = Notes()
+        self.offers: deque[KeptOffer] = deque()
+        self.decided_s: float | None = None
+        self.told_s = float("-inf")
+        self.is_patient = True
+        self.round_start = len(self.log)
+        self.is_counted = True
+        self.had_branches = False
+
+    def keep(self, offer: Offer) -> KeptOffer:
+        """Keep a new offer, in place of an earlier part of the same."""
+        for kept in self.offers:
+            if kept.offer.mark == offer.mark and kept.offer.chain == offer.chain[: len(kept.offer.chain)]:
+                kept.offer = offer
+                return kept
+        kept = KeptOffer(offer)
+        self.offers.append(kept)
+        return kept
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens committed so far."""
+        return len(self.log) - self.spec.output_start
