@@ -45,11 +45,12 @@ class Precedence:
 
     def __init__(self, by: int, *, at_once: bool = False) -> None:
         self._usual = os.getpriority(os.PRIO_PROCESS, 0)
-        self._keeps_a_core = True
+        self._keeps_a_core = self._goes_first = False
         self._ways: list[Callable[[], None]] = []
         if sys.platform == "linux":
-            self._policy = os.sched_getscheduler(0)
-            self._ways = [_go_on_at_once] if at_once else []
+            self._policy = os.sched_getscheduler(0) & ~os.SCHED_RESET_ON_FORK
+            may_change = self._policy in (os.SCHED_OTHER, os.SCHED_BATCH)
+            self._ways = [_go_on_at_once] if at_once and may_change else []
             self._ways += [partial(self._shift, step) for step in dict.fromkeys((by, GOES_EARLY))]
 
     @contextmanager
@@ -58,7 +59,7 @@ class Precedence:
 
         But not meanwhile where it was busy for most of that last time: it computes, or asks its device over and over.
         """
-        if self._ways and self._keeps_a_core:
+        if self._goes_first and self._keeps_a_core:
             self._as_usual()
         began_s, busy_s = time.monotonic(), time.thread_time()
         try:
@@ -70,8 +71,9 @@ class Precedence:
     def _go_first(self) -> None:
         """In the first way that the system allows; what it refuses once is not asked for again."""
         while self._ways:
-            with suppress(PermissionError):
+            with suppress(OSError):  # not this user, or nobody: some systems know no other policy
                 self._ways[0]()
+                self._goes_first = True
                 return
             del self._ways[0]
 

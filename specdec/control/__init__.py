@@ -1,7 +1,7 @@
 """How much to speculate: estimates from measurements, limits of each mode, and the choice between them.
 
-Pure functions and frozen dataclasses, but for :class:`specdec.control.controller.Controller`, which holds the newest
-measurements. No clock, no thread, no randomness. How it chooses:
+Pure functions over measurements; :class:`specdec.control.controller.Controller` and what it is made of hold the newest.
+No clock, no thread, no randomness. How it chooses:
 
 - An arm is a whole way of speculating: kind, draft length, branches, what the target waits for. A formula
   (``limits.py``) says what an arm gives at the measured step times and acceptance rate. Of the draft step that runs

@@ -68,7 +68,10 @@ def margin_over_alone(hysteresis: float) -> float:
 
 
 def best(scored: Mapping[Arm, float], current: Arm, hysteresis: float) -> Arm:
-    """The best arm; the current one unless another is better by more than ``hysteresis``."""
+    """Target alone unless the best arm gains enough over it; else the best, or the current one if that is as good.
+
+    Another arm than the current one has to be better by more than ``hysteresis``.
+    """
     if scored.get(OFF, 0.0) * margin_over_alone(hysteresis) > max(scored.values()):
         return OFF
     winner = max(scored, key=lambda arm: (scored[arm], -arm.num_draft_tokens - arm.num_branches))

@@ -29,7 +29,8 @@ class Settings:
         least_price: Share of the time that a trial is taken to lose at least.
         most_growth: An arm is considered only if its steps are at most so many times larger than any that was seen, or
             have no more than ``free_rows`` rows.
-        rest_s: Time under load between two choices where nothing is on trial and the load is the same.
+        rest_s: Time under load between two choices where the present arm is well measured, nothing is on trial and the
+            load is the same.
         settle_rounds: Rounds after a change of plan that are not measured.
         probe_rounds: Rounds of a probe.
         probe_cost: Most of the time that probing may cost, as a share.

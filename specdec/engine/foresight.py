@@ -30,6 +30,7 @@ class _Log:
     def __init__(self, start: int) -> None:
         self.begin(start)
         self.offers: deque[Offered] = deque(maxlen=OFFERS_KEPT)
+        self.had_branches = False
 
     def __len__(self) -> int:
         return self.start + len(self.tokens)
@@ -44,9 +45,14 @@ class _Log:
         return tuple(self.tokens[length - self.start :]) if self.start <= length <= len(self) else None
 
     def keep(self, offered: Offered) -> None:
-        """As :meth:`specdec.protocol.target.TargetRow.keep` does."""
+        """As :class:`specdec.protocol.target.TargetMachine` does: in place of an earlier part, and if it is of use."""
+        since = self.since(offered.length)
+        if since and not _may_be_used(offered, since):
+            self.had_branches |= bool(offered.branches)
+            self.offers = deque((kept for kept in self.offers if not _is_part(kept, offered)), OFFERS_KEPT)
+            return
         for i, kept in enumerate(self.offers):
-            if kept.length == offered.length and kept.chain == offered.chain[: len(kept.chain)]:
+            if _is_part(kept, offered):
                 self.offers[i] = offered
                 return
         self.offers.append(offered)
@@ -78,12 +84,14 @@ class Foresight:
         log = self._logs.setdefault(seq, _Log(base))
         if len(log) != base:  # what came before was dropped, or was another life of the sequence
             log.begin(base)
-        source, foreseen, foresaw, best = "", False, False, 0
+        source, foreseen, foresaw, best = "", False, log.had_branches and bool(log.tokens), 0
+        log.had_branches = False
         for offered in tuple(log.offers):
-            kind, left = _left(offered, log.since(offered.length))
+            since = log.since(offered.length)
+            kind, left = _left(offered, since)
             is_early = offered.length <= log.round_start and bool(log.tokens)
             foresaw |= is_early and bool(offered.branches)
-            if not left:
+            if not _may_be_used(offered, since):
                 log.offers.remove(offered)
             elif left > best:
                 best, source, foreseen = left, kind, is_early
@@ -96,6 +104,16 @@ class Foresight:
         log = self._logs.setdefault(seq, _Log(base))
         log.round_start = base
         log.tokens.extend(run)
+
+
+def _is_part(kept: Offered, offered: Offered) -> bool:
+    return kept.length == offered.length and kept.chain == offered.chain[: len(kept.chain)]
+
+
+def _may_be_used(offered: Offered, since: Tokens | None) -> bool:
+    """Whether anything is left of an offer, or may be after the next token."""
+    awaits = since == offered.chain and any(n == len(offered.chain) for (n, _), _ in offered.branches)
+    return awaits or _left(offered, since)[1] > 0
 
 
 def _left(offered: Offered, since: Tokens | None) -> tuple[str, int]:

@@ -57,6 +57,14 @@ def remaining_draft(offer: Offer, log: TokenLog, *, needs_candidates: bool) -> D
     return NO_DRAFT if needs_candidates and len(rest.candidates) != len(rest.tokens) else rest
 
 
+def awaits_token(offer: Offer, log: TokenLog) -> bool:
+    """Whether a log ends as an offer's chain does, so that a branch of the offer may be left after the next token."""
+    length, chain = offer.mark.length, offer.chain
+    if length + len(chain) != len(log) or not log.has(offer.mark) or log.tail(length) != chain:
+        return False
+    return any(outcome.num_accepted == len(chain) for outcome, _ in offer.branches)
+
+
 def _branch(offer: Offer, num_accepted: int, next_token: int, since: Tokens) -> Draft:
     """What is left of the branch of an outcome after the tokens committed since that."""
     outcome = (num_accepted, next_token)

@@ -1,4 +1,4 @@
-"""When the controller is told and asked: so that nothing that is relayed waits for it."""
+"""When the controller is told and asked: so that no verdict's commit waits for it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _QUIET_TURN = 2
 class Planning:
     """A controller beside a relay.
 
-    A review may take as long as some draft steps do, and what comes meanwhile waits. So both wait for a quiet turn,
-    reviews at most for another period.
+    A review may take as long as some draft steps do, and what is relayed in its turn waits. So both wait for the second
+    turn after a verdict, in which little is, reviews at most for another period.
 
     Args:
         controller: Of the relay's sequences.
@@ -37,8 +37,8 @@ class Planning:
         self._hand_over()
         self._controller.closed(seq)
 
-    def is_review_due(self, now_s: float) -> bool:
-        """Once in every turn of the relay: whether the controller is to be asked in this one."""
+    def take_turn(self, now_s: float) -> bool:
+        """Once in every turn of the relay; True if the controller is to be asked in this one."""
         self._turns += 1
         is_quiet, waited_s = self._turns == _QUIET_TURN, now_s - self._reviewed_s
         is_due = waited_s >= 2 * _REVIEW_S or (is_quiet and waited_s >= _REVIEW_S)

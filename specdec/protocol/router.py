@@ -108,10 +108,10 @@ class RouterMachine:
                 self._on_alive(message, now_s)
 
     def step(self, now_s: float) -> bool:
-        """Timers: leases, renewals, repeats, silence. Cheap; to be called a few times a second. Always False."""
+        """Timers: leases, renewals, repeats, silence, reviews. To be called in each turn of its driver; False."""
         for session in self._sessions.expire(now_s):
             self._end(session)
-        if self._planning.is_review_due(now_s):
+        if self._planning.take_turn(now_s):
             self._review(now_s)
         if now_s < self._renewed_s + self._times.renew_s:
             return False

@@ -10,7 +10,7 @@ from operator import attrgetter
 from specdec.protocol.backends import Status, TargetBackend, Verification, VerifyJob
 from specdec.protocol.leases import Times
 from specdec.protocol.messages import Ack, Message, Notes, Offer, Open, Verdict
-from specdec.protocol.offers import NO_DRAFT, OFFERS_KEPT, Draft, remaining_draft
+from specdec.protocol.offers import NO_DRAFT, OFFERS_KEPT, Draft, awaits_token, remaining_draft
 from specdec.protocol.target_row import KeptOffer, TargetRow
 from specdec.protocol.worker import Gauges, WorkerMachine
 
@@ -176,7 +176,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
         self._counters.num_late_offers += offer.mark.length < row.round_start
         row.is_patient = True
         kept = row.keep(offer)
-        if offer.mark.length < len(row.log) and not self._rest(row, offer).tokens:
+        if offer.mark.length < len(row.log) and not self._rest(row, offer).tokens and not awaits_token(offer, row.log):
             row.had_branches |= bool(offer.branches)
             self._drop_offer(row, kept)
         elif len(row.offers) > OFFERS_KEPT:
@@ -187,7 +187,9 @@ class TargetMachine(WorkerMachine[TargetRow]):
 
     def _drop_offer(self, row: TargetRow, kept: KeptOffer) -> None:
         row.offers.remove(kept)
-        self._counters.num_stale_offers += not kept.is_used
+        row.dropped = kept
+        self._counters.num_stale_offers += not (kept.is_used or kept.is_stale)
+        kept.is_stale = True
 
     def _draft(self, row: TargetRow) -> Draft:
         """The longest usable draft of the kept offers, cut to what may be committed (rule 6)."""
@@ -198,11 +200,11 @@ class TargetMachine(WorkerMachine[TargetRow]):
         stale: list[KeptOffer] = []
         for kept in reversed(row.offers):  # the newest is mostly the longest, and as long as may be
             offer = kept.offer
-            rest = remaining_draft(offer, log, needs_candidates=row.needs_candidates)
+            rest = self._rest(row, offer)
             was_there = offer.mark.length <= row.round_start
             foresaw = foresaw or (was_there and bool(offer.branches))
             if not rest.tokens:
-                stale.append(kept)
+                stale += [] if awaits_token(offer, log) else [kept]
             elif len(rest.tokens) >= len(best.tokens):
                 best, chosen, is_hit = rest, kept, was_there
                 if was_there and len(rest.tokens) >= wanted:
@@ -214,7 +216,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
             self._counters.num_branch_misses += not is_hit
         if chosen is None:
             return best
-        most = min(wanted, self._credit(row) - 1, row.ending.most_tokens - len(log) - 1)
+        most = min(wanted, self._credit(row) - 1, row.ending.most_length - len(log) - 1)
         chosen.is_used |= most > 0
         return best if len(best.tokens) <= most else best.first(max(most, 0))
 

@@ -16,10 +16,16 @@ class KeptOffer:
 
     Attributes:
         is_used: Whether something of it, or of an earlier part of it, was drafted from.
+        is_stale: Whether it, or an earlier part of it, was dropped.
     """
 
     offer: Offer
     is_used: bool = False
+    is_stale: bool = False
+
+    def grows_to(self, offer: Offer) -> bool:
+        """Whether it is an earlier part of another."""
+        return self.offer.mark == offer.mark and self.offer.chain == offer.chain[: len(self.offer.chain)]
 
 
 class TargetRow(WorkerRow):
@@ -36,7 +42,9 @@ class TargetRow(WorkerRow):
         needs_candidates: Whether a draft is of no use without what it was drawn from.
         acked: Length up to which the router has the log.
         notes: How the tokens after ``acked`` came.
-        offers: The newest offers, oldest first.
+        offers: The newest offers that may be of use, oldest first.
+        dropped: The one that was dropped last, of which later parts may come.
+        had_branches: Whether offers with branches came, too late to be of use, since its draft was last chosen.
         decided_s: When it was last decided; None before the first time.
         told_s: When its verdict was last sent, or is to be.
         is_patient: Whether it waits for offers at all: not since it waited in vain, until the next one comes.
@@ -45,8 +53,8 @@ class TargetRow(WorkerRow):
     """
 
     __slots__ = (
-        *("acked", "decided_s", "ending", "finish", "had_branches", "is_counted", "is_patient", "needs_candidates"),
-        *("notes", "offers", "place", "round_start", "told_s"),
+        *("acked", "decided_s", "dropped", "ending", "finish", "had_branches", "is_counted", "is_patient"),
+        *("needs_candidates", "notes", "offers", "place", "round_start", "told_s"),
     )
 
     def __init__(self, message: Open, max_model_len: int) -> None:
@@ -58,6 +66,7 @@ class TargetRow(WorkerRow):
         self.acked = len(self.log)
         self.notes = Notes()
         self.offers: deque[KeptOffer] = deque()
+        self.dropped: KeptOffer | None = None
         self.decided_s: float | None = None
         self.told_s = float("-inf")
         self.is_patient = True
@@ -68,10 +77,12 @@ class TargetRow(WorkerRow):
     def keep(self, offer: Offer) -> KeptOffer:
         """Keep a new offer, in place of an earlier part of the same."""
         for kept in self.offers:
-            if kept.offer.mark == offer.mark and kept.offer.chain == offer.chain[: len(kept.offer.chain)]:
+            if kept.grows_to(offer):
                 kept.offer = offer
                 return kept
         kept = KeptOffer(offer)
+        if self.dropped is not None and self.dropped.grows_to(offer):
+            kept.is_used, kept.is_stale = self.dropped.is_used, self.dropped.is_stale
         self.offers.append(kept)
         return kept
 

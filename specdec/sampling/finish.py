@@ -16,12 +16,12 @@ class Ending:
     Attributes:
         token_ids: What ends it with ``stop``.
         exempt_length: Length of the log, prompt and output, up to which its tokens end nothing.
-        most_tokens: Length of the log at which it ends with ``length``.
+        most_length: Length of the log at which it ends with ``length``.
     """
 
     token_ids: frozenset[int]
     exempt_length: int
-    most_tokens: int
+    most_length: int
 
     @classmethod
     def of(cls, spec: SequenceSpec, max_model_len: int) -> Ending:
@@ -41,12 +41,12 @@ class Ending:
             ``stop`` for an end-of-sequence or stop token with at least ``min_tokens`` output tokens before it;
             ``length`` at ``max_tokens`` or ``max_model_len``.
         """
-        if tokens_before + len(run) < self.most_tokens and self.token_ids.isdisjoint(run):
+        if tokens_before + len(run) < self.most_length and self.token_ids.isdisjoint(run):
             return len(run), None
         for num_committed, token in enumerate(run, start=1):
             if token in self.token_ids and tokens_before + num_committed > self.exempt_length:
                 return num_committed, "stop"
-            if tokens_before + num_committed >= self.most_tokens:
+            if tokens_before + num_committed >= self.most_length:
                 return num_committed, "length"
         return len(run), None
 
@@ -56,6 +56,6 @@ class Ending:
         A prompt that leaves no room for a token is finished by ``length``.
         """
         _, finish = self.walk(output_start, tokens[output_start:])
-        if finish is None and len(tokens) >= self.most_tokens:
+        if finish is None and len(tokens) >= self.most_length:
             return "length"
         return finish

@@ -7,6 +7,7 @@ import logging
 import os
 import statistics
 import sys
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -153,6 +154,12 @@ class Debug:
 
     async def batches(self) -> int:
         return self.num_batches
+
+    async def niceness(self) -> tuple[int, int]:
+        """Of the event loop's thread, and of the machine's."""
+        threads = threading.get_native_id(), self.host._thread.native_id
+        loop, machine = (os.getpriority(os.PRIO_PROCESS, thread) for thread in threads)
+        return loop, machine
 
     async def pid(self) -> int:
         return os.getpid()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -15,7 +16,9 @@ from typing import Any
 
 import pytest
 
+from deployments.transport.priority import GOES_EARLY
 from deployments.transport.wire import Greeting, Hello
+from tests.deployments.transport.test_priority import possible
 
 Service = Any
 """The fixture's application; see ``conftest``."""
@@ -50,6 +53,13 @@ def test_an_ingress_reaches_the_workers_through_any_router(service: Service, rep
             ("told", worker, number): 1 for worker in service.replicas("Worker") for number in range(50)
         }
         report("one way, router to ingress", [got_s - sent_s for *_, sent_s, got_s in told])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have their process' priority")
+def test_a_workers_event_loop_goes_early_and_not_its_machine_while_that_works(service: Service) -> None:
+    for worker in service.replicas("Worker"):
+        loop, machine = service.call("Worker", worker, "niceness")
+        assert loop - machine == possible(GOES_EARLY)
 
 
 def test_calls_reach_the_replica_they_are_pinned_to(service: Service) -> None:

@@ -77,9 +77,13 @@ def test_where_it_is_not_allowed_priority_stays() -> None:
 
 
 WAIT = """
-import os, sys, threading
+import errno, os, sys, threading
 from types import SimpleNamespace
 from deployments.transport import priority
+if sys.argv[1] == "one policy":
+    def refuse(*_):
+        raise OSError(errno.EINVAL, "no such policy here")
+    os.sched_setscheduler = refuse
 if sys.argv[1] == "as nobody" and os.geteuid() == 0:
     os.setuid(65534)
 usual, found, clock = os.getpriority(os.PRIO_PROCESS, 0), [], {"wall": 0.0, "busy": 0.0}
@@ -121,3 +125,9 @@ def test_a_thread_goes_first_after_what_it_waits_for_and_meanwhile_unless_it_kee
 @pytest.mark.skipif(os.geteuid() != 0 and possible(-1) < 0, reason="this user may always go first")
 def test_a_thread_that_may_not_go_first_stays_where_it_is() -> None:
     assert set(run(WAIT, "as nobody", "at once").strip().split(",")) == {"0"}
+
+
+def test_where_there_is_one_policy_only_a_thread_goes_first_nicely() -> None:
+    first = str(possible(GOES_FIRST) or possible(GOES_EARLY))
+    expected = ["0", first, "0", first, first, first, first, first, "0", first]
+    assert run(WAIT, "one policy", "at once").strip().split(",") == expected

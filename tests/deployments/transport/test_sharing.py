@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
@@ -65,6 +68,12 @@ class Model:
         async with asyncio.timeout(10):
             while not self.begun.acquire(blocking=False):
                 await asyncio.sleep(0.001)
+
+
+def may_go_on_at_once() -> bool:
+    """Whether a process of this user may run in real time."""
+    attempt = "import os; os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))"
+    return subprocess.run([sys.executable, "-c", attempt], capture_output=True, check=False).returncode == 0
 
 
 @asynccontextmanager
@@ -141,6 +150,28 @@ async def test_a_failure_while_the_model_works_ends_the_machine_and_its_links() 
         model.may_end.release(2)
         host.stop()
         assert not model.begun.acquire(blocking=False)  # the second step was not begun
+
+
+@pytest.mark.skipif(not may_go_on_at_once(), reason="the system does not allow real time")
+async def test_its_thread_goes_on_in_real_time_between_two_steps() -> None:
+    policies: list[int] = []
+
+    class Noting(Model):
+        def step(self, now_s: float) -> bool:
+            worked = super().step(now_s)
+            policies.append(os.sched_getscheduler(0) & ~os.SCHED_RESET_ON_FORK)
+            return worked
+
+    model = Noting()
+    async with running(model) as host:
+        host.post([Heavy("one")])
+        await model.until_it_works()
+        policies.clear()
+        model.may_end.release()
+        async with asyncio.timeout(10):
+            while not policies:
+                await asyncio.sleep(0.001)
+    assert policies[0] == os.SCHED_RR
 
 
 async def test_messages_without_a_step_are_answered_at_once() -> None:

@@ -12,7 +12,7 @@ from tests.specdec.protocol.test_replans import Chooser
 def planning():
     chooser = Chooser(Plan(2))
     one = Planning(chooser)
-    assert one.is_review_due(0.0)  # nothing was reviewed yet
+    assert one.take_turn(0.0)  # nothing was reviewed yet
     return one, chooser
 
 
@@ -20,10 +20,10 @@ def test_what_was_decided_is_handed_over_in_the_turn_after_the_one_that_relays_i
     one, chooser = planning()
     one.decided("s", Notes("p"), 0.01)
     one.decided("t", Notes("p"), 0.01)
-    one.is_review_due(0.01)
+    one.take_turn(0.01)
     assert chooser.told == []
-    one.is_review_due(0.02)
-    one.is_review_due(0.03)
+    one.take_turn(0.02)
+    one.take_turn(0.03)
     assert chooser.told == [("decided", "s", "p"), ("decided", "t", "p")]
 
 
@@ -40,7 +40,7 @@ def test_a_review_follows_a_verdict_by_a_turn():
     for turn in range(1, 101):  # a verdict in every tenth turn
         if turn % 10 == 0:
             one.decided("s", Notes("p"), turn / 100)
-        if one.is_review_due(turn / 100):
+        if one.take_turn(turn / 100):
             reviews.append(turn)
     assert reviews == [31, 61, 91]
 
@@ -51,7 +51,7 @@ def test_without_verdicts_and_with_too_many_a_review_waits_for_another_period():
         for turn in count(1):
             if verdicts:
                 one.decided("s", Notes("p"), turn / 100)
-            if one.is_review_due(turn / 100):
+            if one.take_turn(turn / 100):
                 break
         assert turn == 50
         assert len(chooser.told) == 50 * verdicts

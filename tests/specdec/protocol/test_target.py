@@ -365,6 +365,30 @@ def test_an_offer_that_fits_no_more_is_dropped_when_it_comes():
     assert len(row.offers) == 1
 
 
+def test_parts_of_an_offer_that_was_dropped_count_with_it():
+    machine = machine_with(open_message(), offer((), (3, 9)))
+    machine.step(0.0)
+    for chain in ((3, 9, 9), (3, 9, 9, 9), (3, 9, 9, 9, 9)):  # something of the first was verified
+        machine.receive(offer((), chain), 0.0)
+    assert figures(machine)[3] == 0
+    for chain in ((9,), (9, 9), (9, 9, 9)):
+        machine.receive(offer((), chain), 0.0)
+    assert figures(machine)[3] == 1
+
+
+def test_an_offer_whose_chain_was_decided_may_have_a_branch_for_what_comes_next():
+    machine = machine_with(open_message())
+    machine.step(0.0)
+    machine.receive(branched((), TRUE[:1], (Outcome(1, 4), (5, 6))), 0.0)
+    machine.step(0.0)  # 4 is decided
+    assert figures(machine)[3] == 0
+    machine.step(0.0)
+    assert machine._backend.batches[-1] == [("s", (5, 6))]
+    machine.receive(branched(TRUE[:2], TRUE[2:5], (Outcome(2, 9), (1,))), 0.0)  # no branch after its whole chain
+    assert [kept.is_used for row in machine._rows for kept in row.offers] == [True]
+    assert figures(machine)[3] == 1
+
+
 def test_a_round_for_which_late_offers_only_came_is_a_miss():
     machine = machine_with(open_message())
     for _ in range(2):
