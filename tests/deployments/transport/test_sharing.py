@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
@@ -17,6 +15,7 @@ from deployments.transport import host as host_module
 from deployments.transport.priority import Precedence
 from deployments.transport.sharing import SharingHost
 from deployments.transport.wire import HostFailedError
+from tests.deployments.transport.test_priority import may_go_on_at_once
 
 IDLE_S = 60.0
 """Longer than any test: whatever happens sooner was not a timer's doing."""
@@ -68,12 +67,6 @@ class Model:
         async with asyncio.timeout(10):
             while not self.begun.acquire(blocking=False):
                 await asyncio.sleep(0.001)
-
-
-def may_go_on_at_once() -> bool:
-    """Whether a process of this user may run in real time."""
-    attempt = "import os; os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))"
-    return subprocess.run([sys.executable, "-c", attempt], capture_output=True, check=False).returncode == 0
 
 
 @asynccontextmanager
