@@ -43,7 +43,8 @@ class OpenAIIngress(IngressEndpoint):
         self._router = router
         self._registry = CollectorRegistry()
         info = _model_info(args)
-        self._service = RoutedTokens(info, self._metrics, args.limits.max_concurrent_requests)
+        most = args.limits.max_concurrent_requests
+        self._service = RoutedTokens(info, self._metrics, most, args.stream_events_per_s)
         machine = IngressMachine(replica_id(), args.protocol.times())
         host = self.start_ingress(machine, routers=ROUTERS, after=self._service.deliver)
         self._service.connect(host, lambda: bool(self.linked_peers()))

@@ -1,15 +1,19 @@
-"""What the HTTP application asks tokens of: the ingress' machine, and a queue per open sequence."""
+"""What the HTTP application asks tokens of: the ingress' machine, and an inbox per open sequence."""
 
 from __future__ import annotations
 
-import asyncio
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
 
+from deployments.inbox import Inbox
 from deployments.openai.service import ModelInfo, SequenceRequest, TokenDelta
 from deployments.transport.host import LoopHost
 from specdec.errors import ServiceUnavailableError
 from specdec.protocol.ingress import IngressMachine
+
+_LONGEST_PAUSE_S = 0.25
+"""Between two deltas of a sequence: text shall still be seen to flow, however many there are."""
 
 
 class RoutedTokens:
@@ -19,13 +23,22 @@ class RoutedTokens:
         info: What is served.
         scrape: Gives the metrics page.
         most_sequences: Sequences taken in at once; beyond it requests are refused.
+        deltas_per_s: Deltas given out a second, of all open sequences together: where they are many, each one's tokens
+            come less often, more of them at once, but for the first and the last.
     """
 
-    def __init__(self, info: ModelInfo, scrape: Callable[[], Awaitable[bytes]], most_sequences: int) -> None:
+    def __init__(
+        self,
+        info: ModelInfo,
+        scrape: Callable[[], Awaitable[bytes]],
+        most_sequences: int,
+        deltas_per_s: float = math.inf,
+    ) -> None:
         self._info = info
         self._scrape = scrape
         self._most_sequences = most_sequences
-        self._queues: dict[str, asyncio.Queue[TokenDelta]] = {}
+        self._deltas_per_s = deltas_per_s
+        self._inboxes: dict[str, Inbox] = {}
         self._host: LoopHost[IngressMachine] | None = None
         self._has_router: Callable[[], bool] = lambda: False
 
@@ -36,9 +49,9 @@ class RoutedTokens:
     def deliver(self, machine: IngressMachine) -> None:
         """Hand what the machine delivers to those who wait for it; after each of its turns."""
         for delivery in machine.take_deliveries():
-            queue = self._queues.get(delivery.seq)
-            if queue is not None:
-                queue.put_nowait(TokenDelta(delivery.tokens, delivery.notes, delivery.finish, delivery.plan))
+            inbox = self._inboxes.get(delivery.seq)
+            if inbox is not None:
+                inbox.put(TokenDelta(delivery.tokens, delivery.notes, delivery.finish, delivery.plan))
 
     def model_info(self) -> ModelInfo:
         """What is served."""
@@ -64,20 +77,23 @@ class RoutedTokens:
             ServiceUnavailableError: As many sequences as this ingress takes are open, or no router can be reached.
         """
         await self.check_health()
-        if len(self._queues) >= self._most_sequences:
+        if len(self._inboxes) >= self._most_sequences:
             raise ServiceUnavailableError(f"{self._most_sequences} sequences are open, and no more are taken in")
         assert self._host is not None
-        seq, queue = request.seq, asyncio.Queue[TokenDelta]()
+        seq, inbox = request.seq, Inbox(self._pause_s)
         spec = replace(request.spec, model=request.model, cache_salt=request.cache_salt or "")
-        self._queues[seq] = queue
+        self._inboxes[seq] = inbox
         try:
             self._host.tell(lambda machine, now_s: machine.start(seq, request.prompt, spec, now_s))
             yield TokenDelta()
             finished = False
             while not finished:
-                delta = await queue.get()
+                delta = await inbox.take()
                 finished = delta.finish is not None
                 yield delta
         finally:
-            del self._queues[seq]
+            del self._inboxes[seq]
             self._host.tell(lambda machine, now_s: machine.cancel(seq))
+
+    def _pause_s(self) -> float:
+        return min(len(self._inboxes) / self._deltas_per_s, _LONGEST_PAUSE_S)

@@ -92,6 +92,11 @@ class TokenDelta:
     finish: Finish | None = None
     plan: Plan | None = None
 
+    def __add__(self, later: TokenDelta) -> TokenDelta:
+        """Two deltas of a sequence, one after the other, as one."""
+        plan = self.plan if later.plan is None else later.plan
+        return TokenDelta(self.tokens + later.tokens, self.notes + later.notes, later.finish, plan)
+
 
 class TokenService(Protocol):
     """Whoever generates tokens: the router's client in the service, an engine or a script in tests."""

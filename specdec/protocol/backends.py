@@ -81,8 +81,7 @@ class TargetBackend(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class DraftJob:
+class DraftJob(NamedTuple):
     """Propose the token after ``tokens``.
 
     Attributes:
@@ -106,8 +105,7 @@ class DraftJob:
     num_guesses: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
+class Proposal(NamedTuple):
     """What a draft backend did for one job; ``token`` is None unless decided.
 
     Attributes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from specdec.protocol.backends import DraftJob, Proposal
 from specdec.protocol.branches import Likelihoods, foreseen, likely_outcomes
-from specdec.protocol.marks import Tokens
+from specdec.protocol.marks import Tokens, common_prefix_length
 from specdec.protocol.messages import Candidates, Offer, Open, Outcome, Plan
 from specdec.protocol.worker import WorkerRow
 
@@ -62,20 +62,25 @@ class Branch:
         position: Absolute position of the outcome's token: the draft tokens before it are accepted.
         token: The outcome's token.
         path: What would follow it.
+        num_wanted: Tokens of ``path`` that make its draft.
+        num_useful: One more, where the token after the draft is of use.
         num_offered: Tokens of ``path`` that the target was told of.
         is_begun: Whether the backend was ever asked for it.
         is_waiting: Whether it found no room when it was asked last.
         tokens: All of its sequence, from the log's first token on; empty until it is first asked for.
     """
 
-    __slots__ = ("is_begun", "is_waiting", "key", "num_offered", "path", "position", "token", "tokens")
+    __slots__ = (
+        *("is_begun", "is_waiting", "key", "num_offered", "num_useful", "num_wanted", "path", "position", "token"),
+        "tokens",
+    )
 
     def __init__(self, key: str, position: int, token: int) -> None:
         self.key = key
         self.position = position
         self.token = token
         self.path = Path()
-        self.num_offered = 0
+        self.num_wanted = self.num_useful = self.num_offered = 0
         self.is_begun = False
         self.is_waiting = False
         self.tokens: list[int] = []
@@ -91,7 +96,9 @@ class DraftRow(WorkerRow):
     """A sequence on a drafter.
 
     Attributes:
+        place: Those with the least are drafted first, and yield last where room is short.
         path: The chain: draft tokens after the log.
+        tokens: Log and chain.
         branches: By position and token of their outcome, in the order in which they were forked.
         num_forks: Branches forked so far; numbers their keys.
         forked_for: Length of the log, number verified and number of guesses for which branches were last forked.
@@ -120,11 +127,15 @@ class DraftRow(WorkerRow):
         "offered_at",
         "offered_end",
         "path",
+        "place",
+        "tokens",
     )
 
     def __init__(self, message: Open, max_model_len: int) -> None:
         super().__init__(message)
+        self.place = self.spec.arrival_s, self.seq
         self.path = Path()
+        self.tokens = list(self.log.tokens)
         self.branches: dict[tuple[int, int], Branch] = {}
         self.ending_token_ids = message.spec.ending_token_ids
         self.forked_for = 0, 0, 0
@@ -146,7 +157,33 @@ class DraftRow(WorkerRow):
     @property
     def end(self) -> int:
         """Absolute length of log and chain."""
-        return len(self.log.tokens) + len(self.path.tokens)
+        return len(self.tokens)
+
+    def append(self, proposal: Proposal) -> None:
+        """Add the token that a backend proposed to the chain."""
+        assert proposal.token is not None, "only what was decided is drafted"
+        self.path.append(proposal)
+        self.tokens.append(proposal.token)
+
+    def advance(self, start: int) -> int:
+        """Take off the chain, which begins at ``start``, what of it is committed; gives the length to which that is."""
+        same = common_prefix_length(self.path.tokens, self.log.tokens[start:])
+        self.path.drop_first(same)
+        self.agreed = min(self.agreed, start + same)
+        return start + same
+
+    def take_over(self, branch: Branch) -> None:
+        """The branch is the chain from now on."""
+        position = branch.position
+        self.path = branch.path
+        self.tokens = branch.tokens or [*self.tokens[:position], branch.token]
+        self.offered_end = position + 1 + branch.num_offered
+
+    def drop_chain(self, start: int) -> None:
+        """Nothing of the chain is left, which agreed with the log up to ``start``."""
+        self.path = Path()
+        self.tokens[start:] = self.log.tokens[start:]
+        self.offered_end = len(self.tokens)
 
     @property
     def num_offered(self) -> int:
@@ -178,6 +215,32 @@ class DraftRow(WorkerRow):
         if self.num_branches:
             usual = 1 + max(j for _, j in foreseen(self.num_branches, plan.num_draft_tokens, plan.acceptance_rate))
             self.num_guesses = min(self.num_branches, usual + (usual + 1) // 2)
+        for branch in self.branches.values():
+            self._bound_branch(branch)
+
+    def fork(self, outcome: Outcome) -> Branch | None:
+        """Begin a branch, unless it is there already or nothing could follow it."""
+        position, token = len(self.log) + outcome.num_accepted, outcome.next_token
+        if (position, token) in self.branches or token in self.ending_token_ids:
+            return None
+        # Numbered with leading zeros: names in the order of likelihood are ranks in the order of likelihood.
+        branch = Branch(f"{self.seq}#{self.num_forks:010d}", position, token)
+        self._bound_branch(branch)
+        if not branch.num_wanted:
+            return None
+        self.branches[position, token] = branch
+        self.num_forks += 1
+        return branch
+
+    def _bound_branch(self, branch: Branch) -> None:
+        """Its draft is as long as the plan's, within the request's and the draft model's lengths.
+
+        The token after a branch's draft names in advance the outcomes that follow when all of that is kept. Where the
+        target waits for drafts, a verdict shall not find the drafter busy with it.
+        """
+        most, num_tokens = self.limit - branch.position - 1, self.plan.num_draft_tokens
+        branch.num_wanted = max(0, min(num_tokens, most))
+        branch.num_useful = max(0, min(num_tokens + (not self.plan.draft_wait_s), most))
 
     # What is wanted.
 
@@ -189,18 +252,9 @@ class DraftRow(WorkerRow):
             num_tokens += 1 + (self.num_verified if self.num_branches else num_tokens)
         return max(0, min(num_tokens, self.limit - len(self.log.tokens)))
 
-    def num_wanted_after(self, position: int) -> int:
-        """Draft tokens that are wanted after an outcome whose token stands at ``position``."""
-        return max(0, min(self.plan.num_draft_tokens, self.limit - position - 1))
-
     def growing_branches(self) -> list[Branch]:
-        """The branches of which one more token is of use, in the order in which they were forked.
-
-        The one after a branch's draft names in advance the outcomes that follow when all of that is kept. Where the
-        target waits for drafts, a verdict shall not find the drafter busy with it.
-        """
-        most, last = self.plan.num_draft_tokens + (not self.plan.draft_wait_s), self.limit - 1
-        return [b for b in self.branches.values() if len(b.path.tokens) < min(most, last - b.position)]
+        """The branches of which one more token is of use, in the order in which they were forked."""
+        return [branch for branch in self.branches.values() if len(branch.path.tokens) < branch.num_useful]
 
     def likely_outcomes(self) -> list[Outcome]:
         """The fan-out over what is verified now, as far as the chain's guesses name it by now."""
@@ -211,8 +265,7 @@ class DraftRow(WorkerRow):
 
     def chain_job(self) -> DraftJob:
         """To propose the chain's next token."""
-        log = self.log.tokens
-        return DraftJob(self.seq, log + self.path.tokens, self.spec, self.agreed, len(log), None, self.num_guesses)
+        return DraftJob(self.seq, self.tokens, self.spec, self.agreed, len(self.log), None, self.num_guesses)
 
     def branch_job(self, branch: Branch) -> DraftJob:
         """To propose a branch's next token.
@@ -220,11 +273,11 @@ class DraftRow(WorkerRow):
         Up to the outcome its tokens are the sequence's. Nothing further is said to agree: where the backend has lost
         the branch, it begins again with a copy of the sequence.
         """
-        log, position = self.log.tokens, branch.position
+        position = branch.position
         if not branch.tokens:
-            branch.tokens = [*log, *self.path.tokens[: position - len(log)], branch.token]
+            branch.tokens = [*self.tokens[:position], branch.token]
         agreed = min(self.agreed, position)
-        return DraftJob(branch.key, branch.tokens, self.spec, agreed, len(log), self.seq, self.num_guesses)
+        return DraftJob(branch.key, branch.tokens, self.spec, agreed, len(self.log), self.seq, self.num_guesses)
 
     # What is offered.
 
@@ -233,9 +286,8 @@ class DraftRow(WorkerRow):
         """Whether anything was drafted that has not been offered; a branch's token beyond its draft is no news."""
         if self.end > self.offered_end:
             return True
-        most, last = self.plan.num_draft_tokens, self.limit - 1
         for branch in self.branches.values():
-            if len(branch.path.tokens) > branch.num_offered < min(most, last - branch.position):
+            if len(branch.path.tokens) > branch.num_offered < branch.num_wanted:
                 return True
         return False
 
@@ -244,9 +296,8 @@ class DraftRow(WorkerRow):
         """Whether chain and branches are as long as they should be, but for branches that find no room."""
         if len(self.path.tokens) < self.num_wanted:
             return False
-        most, last = self.plan.num_draft_tokens, self.limit - 1
         for branch in self.branches.values():
-            if len(branch.path.tokens) < min(most, last - branch.position) and not branch.is_waiting:
+            if len(branch.path.tokens) < branch.num_wanted and not branch.is_waiting:
                 return False
         return True
 
@@ -279,16 +330,15 @@ class DraftRow(WorkerRow):
         if self.plan.draft_wait_s and self.num_offered < self.plan.num_draft_tokens <= len(self.path):
             self.num_steps = 0  # the target has waited for this: its step begins now
         self.offered_end, self.offered_at = self.end, self.num_steps
-        branches = [branch for branch in self.branches.values() if len(branch.path)]
-        for branch in branches:
-            branch.num_offered = min(len(branch.path), self.num_wanted_after(branch.position))
         length, is_drawn = len(self.log), bool(self.path.candidates)
-        return Offer(
-            self.seq,
-            self.inc,
-            self.log.mark(),
-            tuple(self.chain),
-            tuple((Outcome(b.position - length, b.token), tuple(b.path.tokens[: b.num_offered])) for b in branches),
-            tuple(self.path.candidates),
-            tuple(tuple(b.path.candidates[: b.num_offered]) for b in branches) if is_drawn else (),
-        )
+        branches: list[tuple[Outcome, Tokens]] = []
+        candidates: list[tuple[Candidates, ...]] = []
+        for branch in self.branches.values():
+            if branch.path.tokens:
+                drafted = tuple(branch.path.tokens[: branch.num_wanted])
+                branch.num_offered = len(drafted)
+                branches.append((Outcome(branch.position - length, branch.token), drafted))
+                if is_drawn:
+                    candidates.append(tuple(branch.path.candidates[: branch.num_offered]))
+        chain, drawn = tuple(self.path.tokens), tuple(self.path.candidates)
+        return Offer(self.seq, self.inc, self.log.mark(), chain, tuple(branches), drawn, tuple(candidates))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
+from operator import attrgetter
 
 from specdec.protocol.backends import DraftBackend, DraftJob, Proposal, Status
 from specdec.protocol.branches import BRANCHES_IN_ALL, branch_share
-from specdec.protocol.draft_row import Branch, DraftRow, Path, offer_spacing
+from specdec.protocol.draft_row import Branch, DraftRow, offer_spacing
 from specdec.protocol.leases import Times
-from specdec.protocol.marks import Extension, common_prefix_length
-from specdec.protocol.messages import Commit, Message, Open, Outcome
+from specdec.protocol.marks import Extension
+from specdec.protocol.messages import Commit, Message, Open
 from specdec.protocol.worker import Gauges, WorkerMachine
 
 
@@ -77,7 +78,7 @@ class DrafterMachine(WorkerMachine[DraftRow]):
     def step(self, now_s: float) -> bool:
         """One more draft token for every chain and branch that wants one. True if anything was drafted or read."""
         self._expire(now_s)
-        rows = sorted(self._rows, key=_rank)
+        rows = sorted(self._rows, key=attrgetter("place"))
         self._share_branches(rows)
         for row in rows:
             self._branch_out(row)
@@ -86,10 +87,7 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         if tasks:
             with self.meanwhile():
                 proposals = self._backend.propose([job for *_, job in tasks])
-        for task, proposal in zip(tasks, proposals, strict=True):
-            self._take(*task, proposal)
-        self._count(tasks, proposals)
-        worked = any(proposal.status is not Status.WAITING for proposal in proposals)
+        worked = self._take(tasks, proposals)
         spacings = [offer_spacing(len(rows), waits=waits) for waits in (False, True)]
         for row in rows:
             row.num_steps += worked
@@ -117,19 +115,23 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         ]
         return tasks
 
-    def _take(self, row: DraftRow, branch: Branch | None, job: DraftJob, proposal: Proposal) -> None:
-        if branch is not None:
-            branch.is_begun, branch.is_waiting = True, proposal.status is Status.WAITING
-        elif proposal.status is not Status.WAITING:
-            row.agreed = len(job.tokens)
-        if proposal.token is not None:
-            (row.path if branch is None else branch).append(proposal)
-            self.counters.num_proposed_tokens += 1
-
-    def _count(self, tasks: Sequence[Task], proposals: Sequence[Proposal]) -> None:
-        """Rule 7: a drafter that is short of room says so."""
-        pairs = zip(tasks, proposals, strict=True)
-        self._num_waiting = sum(branch is None and p.status is Status.WAITING for (_, branch, _), p in pairs)
+    def _take(self, tasks: Sequence[Task], proposals: Sequence[Proposal]) -> bool:
+        """Add what was proposed, and count who found no room (rule 7). True if anything was drafted or read."""
+        num_waiting = num_waiting_branches = 0
+        for (row, branch, job), proposal in zip(tasks, proposals, strict=True):
+            is_waiting = proposal.status is Status.WAITING
+            if branch is None:
+                num_waiting += is_waiting
+                if not is_waiting:
+                    row.agreed = len(job.tokens)
+            else:
+                num_waiting_branches += is_waiting
+                branch.is_begun, branch.is_waiting = True, is_waiting
+            if proposal.token is not None:
+                (row if branch is None else branch).append(proposal)
+                self.counters.num_proposed_tokens += 1
+        self._num_waiting = num_waiting
+        return num_waiting + num_waiting_branches < len(proposals)
 
     # Branches.
 
@@ -154,20 +156,11 @@ class DrafterMachine(WorkerMachine[DraftRow]):
             return
         row.forked_for = named
         for outcome in row.likely_outcomes():
-            missing -= self._fork(row, outcome)
-            if not missing:
-                return
-
-    def _fork(self, row: DraftRow, outcome: Outcome) -> bool:
-        """Begin a branch, unless it is there already or nothing could follow it."""
-        position, token = len(row.log) + outcome.num_accepted, outcome.next_token
-        if (position, token) in row.branches or token in row.ending_token_ids or not row.num_wanted_after(position):
-            return False
-        # Numbered with leading zeros: names in the order of likelihood are ranks in the order of likelihood.
-        row.branches[position, token] = Branch(f"{row.seq}#{row.num_forks:010d}", position, token)
-        row.num_forks += 1
-        self.counters.num_branches_forked += 1
-        return True
+            if row.fork(outcome) is not None:
+                self.counters.num_branches_forked += 1
+                missing -= 1
+                if not missing:
+                    return
 
     def _drop_branches(self, row: DraftRow, before: int | None = None) -> None:
         """Free all branches, or those of positions ``before`` one."""
@@ -206,34 +199,26 @@ class DrafterMachine(WorkerMachine[DraftRow]):
     def _follow(self, row: DraftRow, old_length: int) -> None:
         """Keep of chain and branches what follows the tokens just committed; drop what differs."""
         length = len(row.log)
-        start = self._advance(row, old_length)
+        start = row.advance(old_length)
+        self.counters.num_kept_tokens += start - old_length
         if start < length:
             branch = row.branches.pop((start, row.log.tokens[start]), None)
             self._drop_branches(row)
             if branch is not None:
                 self._promote(row, branch)
-                start = self._advance(row, start + 1)
+                start = row.advance(branch.position + 1)
+                self.counters.num_kept_tokens += start - branch.position - 1
         if start < length:
             self.counters.num_discarded_tokens += len(row.path)
-            row.path = Path()
-            row.offered_end = length
+            row.drop_chain(start)
         self._drop_branches(row, before=length)
         row.offered_end = max(row.offered_end, length)
-
-    def _advance(self, row: DraftRow, start: int) -> int:
-        """Take off the chain, which begins at ``start``, what of it is committed; gives the length to which that is."""
-        same = common_prefix_length(row.chain, row.log.tokens[start:])
-        row.path.drop_first(same)
-        row.agreed = min(row.agreed, start + same)
-        self.counters.num_kept_tokens += same
-        return start + same
 
     def _promote(self, row: DraftRow, branch: Branch) -> None:
         """The branch is the chain from now on. What either held agrees up to the outcome's token, at least."""
         self.counters.num_promoted += 1
         self.counters.num_discarded_tokens += len(row.path)
-        row.path = branch.path
-        row.offered_end = branch.position + 1 + branch.num_offered
+        row.take_over(branch)
         if branch.is_begun:
             self._backend.rename(branch.key, row.seq)
 
@@ -247,7 +232,3 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         if row is not None:
             self._drop_branches(row)
             self._backend.release(row.seq)
-
-
-def _rank(row: DraftRow) -> tuple[float, str]:
-    return row.spec.arrival_s, row.seq

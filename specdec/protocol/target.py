@@ -9,12 +9,12 @@ from operator import attrgetter
 
 from specdec.protocol.backends import Status, TargetBackend, Verification, VerifyJob
 from specdec.protocol.leases import Times
-from specdec.protocol.messages import Ack, Message, Notes, Offer, Open, Verdict
+from specdec.protocol.messages import Ack, Message, Notes, Offer, Open, PlanUpdate, Verdict
 from specdec.protocol.offers import NO_DRAFT, OFFERS_KEPT, Draft, awaits_token, remaining_draft
 from specdec.protocol.target_row import KeptOffer, TargetRow
 from specdec.protocol.worker import Gauges, WorkerMachine
 
-LIGHT = (Ack, Offer)
+LIGHT = (Ack, Offer, PlanUpdate)
 """Messages that touch nothing of a step that is under way: they may be received while its model works."""
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from specdec.protocol import target
@@ -122,7 +120,7 @@ def branch_agreed(patch: pytest.MonkeyPatch) -> None:
 
     def agreed_to_its_end(self: DraftRow, branch: Branch) -> DraftJob:
         job = branch_job(self, branch)
-        return replace(job, agreed=len(job.tokens) - 1)
+        return job._replace(agreed=len(job.tokens) - 1)
 
     patch.setattr(DraftRow, "branch_job", agreed_to_its_end)
 

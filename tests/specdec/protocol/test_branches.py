@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from specdec.protocol.backends import DraftJob, Proposal, Status
@@ -40,7 +38,7 @@ class Guessing:
         self.has_room_for, self.batches, self.events = {"chains", "branches"}, [], []
 
     def propose(self, jobs: list[DraftJob]) -> list[Proposal]:
-        self.batches.append([replace(job, tokens=list(job.tokens)) for job in jobs])
+        self.batches.append([job._replace(tokens=list(job.tokens)) for job in jobs])
         return [self._propose(job) for job in jobs]
 
     def _propose(self, job: DraftJob) -> Proposal:
