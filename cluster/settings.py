@@ -8,6 +8,9 @@ from collections.abc import MutableMapping
 RAY_SETTINGS = {
     # Unary calls over Serve's gRPC transport cost half of those over actor calls, and stream items a quarter.
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+    # A replica's own loop carries its messages: no hand-over from thread to thread, each of which waits for a core.
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     # Beyond 4 MiB, its default, an answer is lost, and so is a link: log probabilities of long prompts are larger.
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 << 20),
     "RAY_USAGE_STATS_ENABLED": "0",

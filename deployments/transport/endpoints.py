@@ -188,7 +188,7 @@ class WorkerEndpoint(_Endpoint):
         host = _worker_host(machine, recorder, idle_wait_s)
         self._open_traced(host, recorder)
         self._open(host, stall_s, times)
-        shift_niceness(GOES_EARLY, all_threads=False)  # now that the machine's thread is there, which keeps its own
+        shift_niceness(GOES_EARLY, spared=host.thread_id)  # which sees to its own
         self._watch_self()
         self._answerer = WorkerAnswerer(self._me, host, self._watch(routers, _ignore), times)
         return host

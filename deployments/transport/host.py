@@ -186,6 +186,11 @@ class WorkerHost(Host[M]):
         self._thread = threading.Thread(target=self._run, name="machine", daemon=True)
         self._old_switch_interval_s: float | None = None
 
+    @property
+    def thread_id(self) -> int | None:
+        """The system's number of the thread; None before it is started."""
+        return self._thread.native_id
+
     def start(self) -> None:
         """Start the thread, and let it give way to the event loop sooner than the interpreter's default."""
         self._old_switch_interval_s = sys.getswitchinterval()

@@ -3,7 +3,7 @@
 A step of the target cannot begin before its machine has had its turn, and all of its sequences wait meanwhile; the text
 of a stream may be a moment late. So the machine of a target goes before all others between two steps, where that is
 allowed in real time, that of a drafter and a router before what only passes text on, and an ingress gives way to all.
-A worker's event loop goes early, too: while it has the interpreter its machine cannot have it.
+A worker's other threads go early, too: they carry its messages, and while one has the interpreter its machine cannot.
 """
 
 from __future__ import annotations
@@ -19,16 +19,20 @@ GOES_FIRST, GOES_EARLY, GIVES_WAY = -10, -5, 5
 """What is added to the niceness with which a process was started."""
 
 
-def shift_niceness(by: int, *, all_threads: bool = True) -> None:
-    """Add to the niceness of this process, or of the thread that asks; where the system refuses it, it stays.
+def shift_niceness(by: int, *, spared: int | None = None) -> None:
+    """Add to the niceness of this process; where the system refuses it, it stays.
 
     On Linux each thread has its own, and a new one has that of the thread that starts it. Elsewhere nothing happens
-    where only one thread is meant.
+    where one is to be spared.
+
+    Args:
+        by: What is added.
+        spared: The thread that stays as it is, by the system's number.
     """
-    if all_threads:
-        threads = [int(name) for name in os.listdir("/proc/self/task")] if sys.platform == "linux" else [0]
+    if sys.platform == "linux":
+        threads = [int(name) for name in os.listdir("/proc/self/task") if int(name) != spared]
     else:
-        threads = [0] if sys.platform == "linux" else []
+        threads = [0] if spared is None else []
     for thread in threads:
         with suppress(ProcessLookupError, PermissionError):  # it has ended; only some users may go before others
             os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + by)

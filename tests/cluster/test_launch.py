@@ -19,6 +19,7 @@ from ray.serve._private import deployment_state
 from cluster.config import ServiceConfig
 from cluster.launch import LOADERS, LocalService, describe, first_failure, last_line
 from cluster.processes import OwnProcesses
+from cluster.settings import RAY_SETTINGS
 from deployments.names import DRAFT, TARGET
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,7 +94,8 @@ def test_it_serves_until_ctrl_c_and_leaves_nothing_behind(start):
         assert re.search(r"\[ *\d+\.\d s\] Ray is up: \d+ cores", service.output)
         assert "TargetServer: starting (loads the model)" in service.output
         assert "TargetServer: ready" in service.output
-        for name, value in (("RAY_SERVE_USE_GRPC_BY_DEFAULT", "1"), ("RAY_AUTH_MODE", "token")):
+        told = [(name, value) for name, value in RAY_SETTINGS.items() if name.startswith("RAY_SERVE_")]
+        for name, value in [*told, ("RAY_AUTH_MODE", "token")]:
             with urllib.request.urlopen(f"{url}/environment?name={name}", timeout=10) as answer:
                 assert answer.read().decode() == value
         names = {process.name() for process in service.processes()}

@@ -90,7 +90,7 @@ def test_pods_have_the_settings_of_the_local_service(manifest):
     for container in containers(manifest):
         environment = {entry["name"]: entry["value"] for entry in container["env"]}
         assert environment.items() <= RAY_SETTINGS.items()
-        assert environment["RAY_SERVE_USE_GRPC_BY_DEFAULT"] == "1"
+        assert {name for name in RAY_SETTINGS if name.startswith("RAY_SERVE_")} <= environment.keys()
 
 
 def test_versions_are_the_installed_ones(manifest):

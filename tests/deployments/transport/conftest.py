@@ -7,7 +7,6 @@ import logging
 import os
 import statistics
 import sys
-import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -155,11 +154,11 @@ class Debug:
     async def batches(self) -> int:
         return self.num_batches
 
-    async def niceness(self) -> tuple[int, int]:
-        """Of the event loop's thread, and of the machine's."""
-        threads = threading.get_native_id(), self.host._thread.native_id
-        loop, machine = (os.getpriority(os.PRIO_PROCESS, thread) for thread in threads)
-        return loop, machine
+    async def niceness(self) -> tuple[set[int], int]:
+        """Of the threads that were there before the machine's, and of the machine's."""
+        machine = self.host.thread_id
+        early = [int(name) for name in os.listdir("/proc/self/task") if int(name) < machine]
+        return {os.getpriority(os.PRIO_PROCESS, thread) for thread in early}, os.getpriority(os.PRIO_PROCESS, machine)
 
     async def pid(self) -> int:
         return os.getpid()
@@ -196,6 +195,8 @@ class Service:
 
     def __init__(self) -> None:
         self.handles = {name: serve.get_deployment_handle(name, APP) for name in ("Worker", "Router", "Ingress")}
+        for handle in self.handles.values():
+            handle._init(_run_router_in_separate_loop=True)  # tests call them outside of any event loop
 
     @staticmethod
     def until(condition: Callable[[], bool], what: str) -> None:
