@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections import OrderedDict, deque
@@ -23,8 +22,6 @@ from specdec.protocol.worker import Gauges
 _SAMPLES_KEPT = 31
 _BUCKETS_KEPT = 48
 _BUCKETS_PER_OCTAVE = 4
-_AT_ONCE = 0.5
-"""A draft step follows the last one at once if it begins within so much of its own time after it."""
 
 
 class StepTimer:
@@ -114,8 +111,8 @@ class TimedTarget(ForwardingTarget):
 class TimedDrafter(ForwardingDrafter):
     """A draft backend, and how long its steps take; see :class:`TimedTarget`. A branch's first step counts.
 
-    What a drafter does between two steps that follow each other at once is part of the later one's time: a draft of K
-    tokens takes K of both.
+    What a drafter does between two steps is part of the later one's time, unless it rested there: a draft of K tokens
+    takes K of both, and where cores are short what lies between is the longer.
     """
 
     def __init__(
@@ -124,7 +121,7 @@ class TimedDrafter(ForwardingDrafter):
         super().__init__(backend)
         self._gauges = gauges
         self._clock = clock
-        self._last_s = -math.inf
+        self._last_s: float | None = None
         self._timer = StepTimer()
         self._settled: set[str] = set()
 
@@ -133,8 +130,7 @@ class TimedDrafter(ForwardingDrafter):
         before_s = self._clock()
         results = self._inner.propose(jobs)
         after_s = self._clock()
-        duration_s, pause_s = after_s - before_s, before_s - self._last_s
-        duration_s += pause_s if pause_s < _AT_ONCE * duration_s else 0.0
+        duration_s = after_s - (before_s if self._last_s is None else self._last_s)
         self._last_s = after_s
         is_plain = bool(jobs)
         for job, result in zip(jobs, results, strict=True):
@@ -144,6 +140,10 @@ class TimedDrafter(ForwardingDrafter):
         if is_plain:
             self._timer.add(len(jobs), len(jobs), duration_s)
         return results
+
+    def rest(self) -> None:
+        """There is nothing to draft: the time until the next step is nobody's."""
+        self._last_s = None
 
     def rename(self, key: str, new_key: str) -> None:
         """What is held for a branch is its sequence's from now on."""

@@ -70,6 +70,7 @@ def test_draft_steps_count_branches_from_their_first():
     backend.answers = [Proposal(Status.DECIDED, 5)]
     timed.propose([DraftJob("a", [1, 2], SPEC)])
     assert points(timed) == []
+    timed.rest()
     backend.answers *= 2
     timed.propose([DraftJob("a", [1, 2, 5], SPEC), DraftJob("a#0", [1, 2, 6], SPEC, fork_of="a")])
     assert points(timed) == [StepTime(2, 2, 0.25, 1)]
@@ -77,12 +78,14 @@ def test_draft_steps_count_branches_from_their_first():
     assert backend.calls == [("rename", "a#0", "a")]
 
 
-@pytest.mark.parametrize(("pause_s", "counted_s"), [(0.0, 1.0), (0.25, 1.25), (0.75, 1.0)])
-def test_what_a_drafter_does_between_two_steps_is_part_of_the_second_unless_it_waited(pause_s, counted_s):
+@pytest.mark.parametrize(("rests", "counted_s"), [(False, 3.5), (True, 1.0)])
+def test_what_a_drafter_does_between_two_steps_is_part_of_the_second_unless_it_rested(rests, counted_s):
     backend = Told()
-    timed = TimedDrafter(backend, clock=iter((0.0, 1.0, 1.0 + pause_s, 2.0 + pause_s)).__next__)
+    timed = TimedDrafter(backend, clock=iter((0.0, 1.0, 3.5, 4.5)).__next__)
     backend.answers = [Proposal(Status.DECIDED, 5)]
     timed.propose([DraftJob("a", [1, 2], SPEC)])
+    if rests:
+        timed.rest()
     timed.propose([DraftJob("a", [1, 2, 5], SPEC)])
     assert points(timed) == [StepTime(1, 1, counted_s, 1)]
 

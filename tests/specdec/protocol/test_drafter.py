@@ -199,3 +199,13 @@ def test_all_sequences_share_a_batch_and_are_released_when_they_go():
     machine.receive(Close("s", INC), 1.0)
     machine.step(6.0)
     assert machine._backend.released == ["s", "t"]
+
+
+def test_it_rests_where_a_step_finds_nothing_to_draft():
+    machine, rests = machine_with(2), []
+    machine.resting = lambda: rests.append(len(machine._backend.batches))
+    settle(machine)
+    assert rests == [2]
+    commit(machine, (), chain(0, 1))
+    assert machine.step(0.0)
+    assert rests == [2]
