@@ -87,7 +87,7 @@ class DraftJob(NamedTuple):
     Attributes:
         key: The sequence or branch; the backend keeps its state under this name until ``release``.
         tokens: Committed tokens and what is drafted after them so far. Must not be changed by the backend, nor kept:
-            the next job may have the same list, longer by then.
+            the next job may have the same list, with other tokens by then.
         agreed: Length up to which ``tokens`` is known to equal the tokens of this key's last job; for the first job of
             a branch, those of the last job of ``fork_of``.
         num_committed: How many of ``tokens`` are committed; what follows is drafted.

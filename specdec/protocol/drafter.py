@@ -9,7 +9,8 @@ from operator import attrgetter
 
 from specdec.protocol.backends import DraftBackend, DraftJob, Proposal, Status
 from specdec.protocol.branches import BRANCHES_IN_ALL, branch_share
-from specdec.protocol.draft_row import Branch, DraftRow, offer_spacing
+from specdec.protocol.draft_path import Branch
+from specdec.protocol.draft_row import DraftRow, offer_spacing
 from specdec.protocol.leases import Times
 from specdec.protocol.marks import Extension
 from specdec.protocol.messages import Commit, Message, Open

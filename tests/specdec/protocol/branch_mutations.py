@@ -6,7 +6,8 @@ import pytest
 
 from specdec.protocol import target
 from specdec.protocol.backends import DraftJob
-from specdec.protocol.draft_row import Branch, DraftRow
+from specdec.protocol.draft_path import Branch
+from specdec.protocol.draft_row import DraftRow
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.marks import TokenLog
 from specdec.protocol.messages import Offer, Open
