@@ -97,6 +97,8 @@ _GAUGES = {
     "num_stale_offers": "Offers that the target dropped before anything of them was verified.",
     "num_late_offers": "Offers that came after the round that they foresaw had been followed by another.",
     "num_branches_forked": "Branches that the drafter began since it started.",
+    "num_right_tokens": "Draft tokens that were decided as drafted, verified or not, under the coupled rule.",
+    "num_wrong_tokens": "Draft tokens in whose place another was decided, verified or not, under the coupled rule.",
     "num_promoted": "Branches that became the chain, because their outcome came.",
     "num_branch_tokens_wasted": "Draft tokens of branches whose outcome did not come.",
     "num_waiting_sequences": "Sequences for which the drafter's last step had no room in its cache.",

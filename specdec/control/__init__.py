@@ -41,6 +41,8 @@ No clock, no thread, no randomness. How it chooses:
   probe ends after its rounds under load, not by the clock. Where a drafter has no times yet, as one that was started
   anew, they draft until it has some. Where none is left there are no plans that wait for one.
 - An arm's drafts are no longer than the longest that any request of the group allows.
+- Drafts that come late are not verified, and a drafter that is always wrong and late would never be found out. So under
+  the coupled rule the drafter reports, too, how often it said what was then decided.
 - A sequence whose own drafts are not worth their price is off while the others draft. It is not judged meanwhile, so
   it is tried again after a while, which is twice as long each time that was in vain.
 

@@ -19,6 +19,11 @@ from specdec.sampling.params import SequenceSpec
 _PRIOR_ACCEPTANCE, _PRIOR_GUESSES = 0.7, 0.7
 _PROVEN_TRIALS = 64
 _RATE_WEIGHT = 32.0
+_JUDGED: dict[WorkerKind, tuple[str, str]] = {
+    "target": ("num_branch_hits", "num_branch_misses"),
+    "drafter": ("num_right_tokens", "num_wrong_tokens"),
+}
+"""Of what a worker reports, what tells how good guesses and draft tokens are: the right ones and the wrong ones."""
 
 
 @dataclass
@@ -143,12 +148,13 @@ class Controller:
         before = figures.report
         figures.reported(report)
         self._has_drafter |= kind == "drafter"
-        if kind == "target":
-            hits = report.get("num_branch_hits", 0.0) - before.get("num_branch_hits", 0.0)
-            misses = report.get("num_branch_misses", 0.0) - before.get("num_branch_misses", 0.0)
-            group = self._groups.get(worker)
-            if group is not None and hits >= 0 and misses >= 0 and hits + misses > 0:
-                self._guesses = group.guesses_from(self._guesses, hits, misses, self.acceptance_rate)
+        good, bad = (report.get(name, 0.0) - before.get(name, 0.0) for name in _JUDGED[kind])
+        if min(good, bad) < 0 or not good + bad:
+            return
+        if kind == "drafter":  # drafts that come late are not verified, but no worse for that
+            self._acceptance = self._acceptance.add(good, good + bad)
+        elif (group := self._groups.get(worker)) is not None:
+            self._guesses = group.guesses_from(self._guesses, good, bad, self.acceptance_rate)
 
     def echoed(self, worker: str, seconds: float) -> None:
         """So long after a renewal was sent to a worker its answer came."""

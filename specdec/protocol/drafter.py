@@ -25,6 +25,9 @@ class DrafterCounters:
         num_kept_tokens: Draft tokens, of chains and promoted branches, that were committed.
         num_discarded_tokens: Draft tokens of chains that the log went past another way.
         num_branches_forked: Branches begun.
+        num_right_tokens: Under the coupled rule, tokens of chains and promoted branches that were decided as drafted,
+            whether or not they were verified: offers may be late.
+        num_wrong_tokens: ... in whose place another was; what was drafted after them is in neither.
         num_promoted: Branches that became the chain, because their outcome came.
         num_branch_tokens_wasted: Draft tokens of branches whose outcome did not come.
     """
@@ -33,6 +36,8 @@ class DrafterCounters:
     num_proposed_tokens: int = 0
     num_kept_tokens: int = 0
     num_discarded_tokens: int = 0
+    num_right_tokens: int = 0
+    num_wrong_tokens: int = 0
     num_offers: int = 0
     num_branches_forked: int = 0
     num_promoted: int = 0
@@ -204,20 +209,30 @@ class DrafterMachine(WorkerMachine[DraftRow]):
     def _follow(self, row: DraftRow, old_length: int) -> None:
         """Keep of chain and branches what follows the tokens just committed; drop what differs."""
         length = len(row.log)
-        start = row.advance(old_length)
-        self.counters.num_kept_tokens += start - old_length
+        start = self._advance(row, old_length)
         if start < length:
             branch = row.branches.pop((start, row.log.tokens[start]), None)
             self._drop_branches(row)
             if branch is not None:
                 self._promote(row, branch)
-                start = row.advance(branch.position + 1)
-                self.counters.num_kept_tokens += start - branch.position - 1
+                start = self._advance(row, branch.position + 1)
         if start < length:
             self.counters.num_discarded_tokens += len(row.path)
             row.drop_chain(start)
         self._drop_branches(row, before=length)
         row.offered_end = max(row.offered_end, length)
+
+    def _advance(self, row: DraftRow, start: int) -> int:
+        """Take off the chain, which begins at ``start``, what of it is committed; gives the length to which that is.
+
+        Under the coupled rule a draft token is accepted if and only if it is the one that is decided, verified or not.
+        """
+        end = row.advance(start)
+        self.counters.num_kept_tokens += end - start
+        if row.spec.sampling.acceptance == "coupled":
+            self.counters.num_right_tokens += end - start
+            self.counters.num_wrong_tokens += end < len(row.log) and len(row.path) > 0
+        return end
 
     def _promote(self, row: DraftRow, branch: Branch) -> None:
         """The branch is the chain from now on. What either held agrees up to the outcome's token, at least."""

@@ -64,6 +64,7 @@ def test_what_became_of_offers_and_branches_is_on_the_page():
     target.counters.num_stale_offers, target.counters.num_late_offers = 2, 3
     drafter.counters.num_branches_forked, drafter.counters.num_promoted = 9, 4
     drafter.counters.num_branch_tokens_wasted, drafter.counters.num_offers = 5, 6
+    drafter.counters.num_right_tokens, drafter.counters.num_wrong_tokens = 2, 3
     reports = {"T#1": ("target", target.report()), "D#1": ("drafter", drafter.report() | {"num_waiting_sequences": 7})}
     registry.register(WorkerReports(reports, "m"))
     expected = {
@@ -72,6 +73,8 @@ def test_what_became_of_offers_and_branches_is_on_the_page():
             "num_offers": 6,
             "num_branches_forked": 9,
             "num_promoted": 4,
+            "num_right_tokens": 2,
+            "num_wrong_tokens": 3,
             "num_branch_tokens_wasted": 5,
             "num_waiting_sequences": 7,
         },

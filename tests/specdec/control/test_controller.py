@@ -45,7 +45,8 @@ class Service:
         target = steps((rows, rows * n, STEP_S * (1 + growth * (n - 1))) for n in (1, 2, 3, 5, 9, 17))
         draft = steps((rows * n, rows * n, cost_s) for n in (1, 2, 3, 5, 9, 17, 33))
         self.controller.reported("T", "target", {**target, **count})
-        self.controller.reported("D", "drafter", {**draft, **count})
+        self.draft = {**draft, **count}
+        self.controller.reported("D", "drafter", self.draft)
 
     def run(self, rounds, seconds=10.0, step_s=None):
         """Each sequence has ``rounds(plan)`` in every step."""
@@ -70,6 +71,18 @@ def test_good_drafts_are_drafted_and_bad_ones_are_not():
     bad.run(kept(0.0), 40.0)
     assert all(plan.num_draft_tokens >= 3 for plan in good.plans.values())
     assert sum(plan.num_draft_tokens > 0 for plan in bad.plans.values()) <= 1
+
+
+@pytest.mark.parametrize(("num_right", "is_tried"), [(0, False), (1800, True)])
+def test_drafts_that_come_too_late_to_be_verified_are_judged_by_the_drafter(num_right, is_tried):
+    service, trials = Service((None,) * 64), []
+    for second in range(1, 61):
+        report = {"num_right_tokens": num_right * second, "num_wrong_tokens": 200.0 * second}
+        service.controller.reported("D", "drafter", report | service.draft)
+        service.run(lambda plan: Round(0, 0), 1.0)
+        trials.append(sum(group.num_trials for group in service.controller._groups.values()))
+    assert (trials[-1] > trials[20]) == is_tried
+    assert service.controller.acceptance_rate == pytest.approx(num_right / (num_right + 200), abs=0.01)
 
 
 def test_a_request_bounds_its_own_draft_length():

@@ -102,6 +102,7 @@ def test_a_commit_that_differs_drops_the_chain_from_there():
     job = machine._backend.batches[3][0]
     assert job == ("s", len(PROMPT) + 2, len(PROMPT) + 1, len(PROMPT) + 2)  # only the prompt and 100 stood there before
     assert (machine.counters.num_kept_tokens, machine.counters.num_discarded_tokens) == (1, 2)
+    assert (machine.counters.num_right_tokens, machine.counters.num_wrong_tokens) == (1, 1)
 
 
 def test_in_overlap_parts_are_offered_from_the_new_start_on():
@@ -121,6 +122,7 @@ def test_a_commit_that_overtakes_the_chain_starts_a_new_one():
     commit(machine, (), chain(0, 5))
     assert settle(machine) == [offer(chain(0, 5), chain(5, 3))]
     assert machine.counters.num_kept_tokens == 3
+    assert (machine.counters.num_right_tokens, machine.counters.num_wrong_tokens) == (3, 0)
 
 
 def test_a_commit_is_taken_by_position():

@@ -20,7 +20,7 @@ from specdec.protocol.messages import (
     Resync,
     Verdict,
 )
-from specdec.protocol.target import LIGHT, TargetMachine
+from specdec.protocol.target import TargetMachine
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from tests.specdec.protocol.scripted import EOS, PROMPT, log_of
 
@@ -397,22 +397,3 @@ def test_a_round_for_which_late_offers_only_came_is_a_miss():
     for _ in range(2):
         machine.step(0.0)
         assert figures(machine) == (0, 1, 1, 1)  # counted once
-
-
-@pytest.mark.parametrize("num_tokens", [0, 2])
-def test_a_plan_that_comes_during_a_step_holds_from_the_next_one_on(num_tokens):
-    machine = machine_with(open_message(plan=Plan(4)), offer((), TRUE[:4]))
-    update = PlanUpdate("s", INC, Plan(num_tokens))
-    assert isinstance(update, LIGHT)
-    verify = machine._backend.verify
-
-    def told_meanwhile(jobs):
-        machine.receive(update, 0.0)
-        return verify(jobs)
-
-    machine._backend.verify = told_meanwhile
-    machine.step(0.0)
-    machine.receive(Ack("s", INC, len(PROMPT) + 5), 0.0)
-    machine.receive(offer(TRUE[:5], TRUE[5:9]), 0.0)
-    machine.step(0.0)
-    assert machine._backend.batches == [[("s", TRUE[:4])], [("s", TRUE[5 : 5 + num_tokens])]]
