@@ -75,8 +75,10 @@ async def test_a_pause_ends() -> None:
 async def test_without_a_pause_everything_is_given_as_it_comes() -> None:
     inbox = Inbox(lambda: 0.0)
     for token in range(3):
+        task = await waiting(inbox)
+        assert not task.done()
         inbox.put(delta(token))
-        assert await (await waiting(inbox)) == delta(token)
+        assert await task == delta(token)
 
 
 async def test_a_reader_that_is_cancelled_takes_nothing_along() -> None:
