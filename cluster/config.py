@@ -248,7 +248,7 @@ class AppArgs(StrictModel):
         500.0,
         gt=0,
         description="events a second that an ingress writes for all its streams together, each of which costs it and "
-        "Serve's proxy: where streams are many, each gets its tokens less often, but four times a second",
+        "Serve's proxy: where streams are many, each gets its tokens less often, at least four times a second",
     )
     limits: Limits = Field(default_factory=Limits, description="what is taken in at once")
     protocol: ProtocolTimes = Field(default_factory=ProtocolTimes, description="leases and repeats")

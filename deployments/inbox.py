@@ -13,9 +13,8 @@ from deployments.openai.service import TokenDelta
 class Inbox:
     """What has come for one sequence since its reader took the last, as one delta.
 
-    Each delta taken costs text, an event, and its way through Serve's proxy, some tenths of a millisecond of a core
-    whatever it holds. So after each there is a pause, in which what comes is gathered; but never the end of a
-    sequence, nor what comes first.
+    Each delta taken costs a piece of text, an event, and its way through Serve's proxy, whatever it holds. So after
+    each there is a pause, in which what comes is gathered; but never the end of a sequence, nor what comes first.
 
     Args:
         pause_s: Gives the least time between two deltas, in seconds.
