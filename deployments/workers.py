@@ -70,7 +70,6 @@ class DraftServer(WorkerEndpoint):
         recorder = Recorder(name, "drafter") if args.trace else None
         steps = timed if recorder is None else TracedDrafter(timed, recorder)
         machine = DraftWorkerMachine(DrafterMachine(name, steps, times, timed.gauges), TargetMachine(name, solo, times))
-        machine.drafter.resting = timed.rest
         self.start_worker(machine, routers=ROUTER, stall_s=STALL_S, recorder=recorder)
 
 

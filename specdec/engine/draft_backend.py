@@ -52,6 +52,9 @@ class ModelDrafter:
         """What is held now, for the worker's report."""
         return self._states.gauges()
 
+    def rest(self) -> None:
+        """Nothing is to be done."""
+
     def rename(self, key: str, new_key: str) -> None:
         """What is held for a branch is its sequence's from now on."""
         self._states.rename(key, new_key)

@@ -50,6 +50,10 @@ class ForwardingDrafter:
         """The inner backend's step."""
         return self._inner.propose(jobs)
 
+    def rest(self) -> None:
+        """A step found nothing to draft."""
+        self._inner.rest()
+
     def rename(self, key: str, new_key: str) -> None:
         """What is held for a branch is its sequence's from now on."""
         self._inner.rename(key, new_key)

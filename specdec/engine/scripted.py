@@ -123,6 +123,9 @@ class ScriptedDrafter:
             for job in jobs
         ]
 
+    def rest(self) -> None:
+        """Nothing is to be done."""
+
     def rename(self, key: str, new_key: str) -> None:
         """Nothing is held."""
 

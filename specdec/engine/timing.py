@@ -142,8 +142,9 @@ class TimedDrafter(ForwardingDrafter):
         return results
 
     def rest(self) -> None:
-        """There is nothing to draft: the time until the next step is nobody's."""
+        """A step found nothing to draft: the time until the next one is nobody's."""
         self._last_s = None
+        self._inner.rest()
 
     def rename(self, key: str, new_key: str) -> None:
         """What is held for a branch is its sequence's from now on."""

@@ -138,6 +138,10 @@ class DraftBackend(Protocol):
         """
         ...
 
+    def rest(self) -> None:
+        """A step found nothing to draft: the time until the next one is not spent on drafting."""
+        ...
+
     def rename(self, key: str, new_key: str) -> None:
         """What is held for a branch is its sequence's from now on; what was held for ``new_key`` is freed.
 

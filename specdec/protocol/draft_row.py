@@ -78,11 +78,6 @@ class DraftRow(WorkerRow):
         self._bounds: tuple[Plan, int] | None = None
 
     @property
-    def chain(self) -> list[int]:
-        """Draft tokens after the log."""
-        return self.path.tokens
-
-    @property
     def end(self) -> int:
         """Absolute length of log and chain."""
         return len(self.tokens)

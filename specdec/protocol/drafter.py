@@ -64,7 +64,6 @@ class DrafterMachine(WorkerMachine[DraftRow]):
 
     Attributes:
         meanwhile: Around each call of the backend.
-        resting: Called where a step finds nothing to draft.
     """
 
     def __init__(
@@ -81,7 +80,6 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         self._num_waiting = 0
         self.counters = DrafterCounters()
         self.meanwhile: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.resting: Callable[[], None] = lambda: None
 
     def step(self, now_s: float) -> bool:
         """One more draft token for every chain and branch that wants one. True if anything was drafted or read."""
@@ -96,7 +94,7 @@ class DrafterMachine(WorkerMachine[DraftRow]):
             with self.meanwhile():
                 proposals = self._backend.propose([job for *_, job in tasks])
         else:
-            self.resting()
+            self._backend.rest()
         worked = self._take(tasks, proposals)
         spacings = [offer_spacing(len(rows), waits=waits) for waits in (False, True)]
         for row in rows:

@@ -55,6 +55,9 @@ class Backend(Chain):
         count = max(job.num_guesses for job in jobs)
         return [Proposal(Status.DECIDED, *drawn) for drawn in propose(self.sampler, self.rows(groups), groups, count)]
 
+    def rest(self) -> None:
+        pass
+
     def rename(self, key: str, new_key: str) -> None:
         pass
 

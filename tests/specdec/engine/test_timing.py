@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from specdec.control.steptimes import StepTime, step_times
+from specdec.engine.forwarding import ForwardingDrafter
 from specdec.engine.timing import StepTimer, TimedDrafter, TimedTarget
 from specdec.protocol.backends import DraftJob, Proposal, Status, Verification, VerifyJob
 from specdec.protocol.marks import TokenLog
@@ -29,6 +30,9 @@ class Told:
 
     def release(self, key):
         self.calls.append(("release", key))
+
+    def rest(self):
+        self.calls.append(("rest",))
 
     def rename(self, key, new_key):
         self.calls.append(("rename", key, new_key))
@@ -70,12 +74,12 @@ def test_draft_steps_count_branches_from_their_first():
     backend.answers = [Proposal(Status.DECIDED, 5)]
     timed.propose([DraftJob("a", [1, 2], SPEC)])
     assert points(timed) == []
-    timed.rest()
+    ForwardingDrafter(timed).rest()
     backend.answers *= 2
     timed.propose([DraftJob("a", [1, 2, 5], SPEC), DraftJob("a#0", [1, 2, 6], SPEC, fork_of="a")])
     assert points(timed) == [StepTime(2, 2, 0.25, 1)]
     timed.rename("a#0", "a")
-    assert backend.calls == [("rename", "a#0", "a")]
+    assert backend.calls == [("rest",), ("rename", "a#0", "a")]
 
 
 @pytest.mark.parametrize(("rests", "counted_s"), [(False, 3.5), (True, 1.0)])

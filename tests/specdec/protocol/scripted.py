@@ -176,6 +176,9 @@ class ScriptedDraft:
     def release(self, key: str) -> None:
         self.held.pop(key, None)
 
+    def rest(self) -> None:
+        pass
+
     def rename(self, key: str, new_key: str) -> None:
         expect(key.startswith(f"{new_key}#"), "a branch becomes another sequence")
         if key in self.held:

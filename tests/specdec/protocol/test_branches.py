@@ -48,6 +48,9 @@ class Guessing:
         drawn = Candidates((token,), (1.0,)) if job.spec.sampling.acceptance == "rejection" else None
         return Proposal(Status.DECIDED, token, drawn, tuple(range(token + 1, token + 1 + job.num_guesses)))
 
+    def rest(self) -> None:
+        pass
+
     def rename(self, key: str, new_key: str) -> None:
         self.events.append(("rename", key, new_key))
 
@@ -180,7 +183,7 @@ def test_the_outcome_that_came_is_promoted_and_its_siblings_are_freed():
     place = len(PROMPT) + n, token
     promoted, siblings = row.branches[place].key, [b.key for p, b in row.branches.items() if p != place]
     commit(machine, (), (*chain[:n], token))
-    assert row.chain[:-1] == list(drafted)
+    assert row.path.tokens[:-1] == list(drafted)
     assert row.branches == {}
     events = machine._backend.events
     assert events[-1] == ("rename", promoted, "s")
@@ -197,7 +200,7 @@ def test_an_outcome_that_was_not_foreseen_gets_a_new_chain_at_once():
     machine = machine_with()
     settle(machine)
     commit(machine, (), (9,))
-    assert (row_of(machine).chain, row_of(machine).branches, row_of(machine).num_verified) == ([], {}, 0)
+    assert (row_of(machine).path.tokens, row_of(machine).branches, row_of(machine).num_verified) == ([], {}, 0)
     offers = settle(machine, 3)
     assert [offer.chain for offer in offers] == [path((9,), 2), path((9,), 3)]
     assert offers[-1].branches  # meanwhile the target decides a token plainly: which one?
@@ -219,11 +222,11 @@ def test_a_commit_of_several_rounds_follows_a_branch_and_its_chain():
     machine = machine_with()
     (n, token), drafted = settle(machine)[-1].branches[0]
     commit(machine, (), (*path((), n), token, *drafted[:2]))
-    assert row_of(machine).chain[:-1] == list(drafted[2:])
+    assert row_of(machine).path.tokens[:-1] == list(drafted[2:])
     machine = machine_with()
     settle(machine)
     commit(machine, (), (*path((), n), token, drafted[0], 9))
-    assert (row_of(machine).chain, machine.counters.num_promoted) == ([], 1)
+    assert (row_of(machine).path.tokens, machine.counters.num_promoted) == ([], 1)
 
 
 @pytest.mark.parametrize(("fit", "first"), [(0, 2), (4, 3), (2, 1)])
@@ -279,7 +282,7 @@ def settle_after_hit(machine):
     row = row_of(machine)
     (position, token), branch = next(iter(row.branches.items()))
     n = position - len(row.log)
-    commit(machine, (), (*row.chain[:n], token))
+    commit(machine, (), (*row.path.tokens[:n], token))
     assert row.path is branch.path
 
 

@@ -17,7 +17,7 @@ class Counting:
 
     def __init__(self, max_model_len=100):
         self.max_model_len = max_model_len
-        self.room, self.batches, self.released = 9, [], []
+        self.room, self.batches, self.released, self.rests = 9, [], [], []
 
     def propose(self, jobs):
         self.batches.append([(job.key, len(job.tokens), job.agreed, job.num_committed) for job in jobs])
@@ -27,6 +27,9 @@ class Counting:
     def _draw(self, job):
         token = chain(len(job.tokens) - len(PROMPT), 1)[0]
         return token, Candidates((token,), (1.0,)) if job.spec.sampling.acceptance == "rejection" else None
+
+    def rest(self):
+        self.rests.append(len(self.batches))
 
     def release(self, key):
         self.released.append(key)
@@ -91,7 +94,7 @@ def test_in_overlap_a_round_accepted_in_full_leaves_a_whole_draft():
     machine = machine_with(3, "overlap")
     settle(machine)
     commit(machine, (), chain(0, 4))  # three accepted, and the bonus token as foreseen
-    assert machine._rows.get("s").chain == list(chain(4, 3))
+    assert machine._rows.get("s").path.tokens == list(chain(4, 3))
 
 
 def test_a_commit_that_differs_drops_the_chain_from_there():
@@ -204,10 +207,9 @@ def test_all_sequences_share_a_batch_and_are_released_when_they_go():
 
 
 def test_it_rests_where_a_step_finds_nothing_to_draft():
-    machine, rests = machine_with(2), []
-    machine.resting = lambda: rests.append(len(machine._backend.batches))
+    machine = machine_with(2)
     settle(machine)
-    assert rests == [2]
+    assert machine._backend.rests == [2]
     commit(machine, (), chain(0, 1))
     assert machine.step(0.0)
-    assert rests == [2]
+    assert machine._backend.rests == [2]
