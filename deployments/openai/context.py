@@ -89,12 +89,13 @@ class Arrival:
         return f"{self.caller}:{wanted or ''}" if self.caller or wanted else None
 
 
-def _api(request: Request) -> Api:
+# FastAPI runs what is no coroutine in another thread, and hand-overs wait where cores are busy.
+async def _api(request: Request) -> Api:
     api: Api = request.app.state.api
     return api
 
 
-def _arrival(request: Request) -> Arrival:
+async def _arrival(request: Request) -> Arrival:
     key = request.headers.get("authorization", "")
     caller = blake2b(key.encode(), digest_size=16).hexdigest() if key else ""
     return Arrival(request.state.request_id, time.monotonic(), time.time(), caller)

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+import anyio.to_thread
+import httpx2
 import pytest
 from openai import AsyncOpenAI, InternalServerError
 
@@ -31,6 +34,23 @@ async def test_a_completion(bench: Bench, client: AsyncOpenAI) -> None:
     num_output = len(bench.tokenizer.encode(TEXT)) + 1
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (num_prompt, num_output)
     assert answer.usage.total_tokens == num_prompt + num_output
+
+
+async def test_a_short_request_is_handed_to_no_other_thread(
+    bench: Bench, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where cores are busy, each hand-over waits for one."""
+
+    async def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("handed to another thread")
+
+    monkeypatch.setattr(anyio.to_thread, "run_sync", refuse)
+    monkeypatch.setattr(asyncio, "to_thread", refuse)
+    bench.says(TEXT)
+    for stream in (False, True):
+        answer = await http.post("/v1/completions", json={"model": "demo", "prompt": "x", "stream": stream})
+        assert answer.status_code == 200
+        assert TEXT[:2] in answer.text
 
 
 @pytest.mark.parametrize("size", [1, 3, 50])
