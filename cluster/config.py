@@ -221,8 +221,8 @@ class AppArgs(StrictModel):
     )
     num_speculative_tokens: DraftLength = Field(
         "auto",
-        description=f"draft tokens per round, 0 to {MAX_NUM_SPECULATIVE_TOKENS}, 0 being plain decoding; auto measures "
-        "and takes what gives the most tokens per second",
+        description=f"draft tokens per round, 0 to {MAX_NUM_SPECULATIVE_TOKENS}, 0 being plain decoding; auto: a "
+        "service measures and takes what gives the most tokens per second, one process drafts 4 in turn",
     )
     acceptance: Acceptance = Field(
         "coupled", description="rule by which draft tokens are kept, for requests that name none"
@@ -235,8 +235,8 @@ class AppArgs(StrictModel):
         0,
         ge=0,
         le=64,
-        description="with a fixed draft length: outcomes that the drafter prepares beside the likeliest; it holds "
-        f"{BRANCHES_IN_ALL} of all sequences together, shared evenly",
+        description="outcomes that the drafter prepares for a sequence beside the likeliest; with auto the most of "
+        f"them, 32 where this is 0; it holds {BRANCHES_IN_ALL} of all sequences together, shared evenly",
     )
     stream_interval: int = Field(
         1,

@@ -56,7 +56,8 @@ def planner_of(args: AppArgs) -> Planner | PlanController:
         "in_turn": frozenset({"off", "in_turn"}),
         "overlap": frozenset({"off", "overlap", "outcomes"}),
     }
-    return Controller(Bounds(args.most_draft_tokens, kinds=kinds.get(args.mode, frozenset(KINDS))))
+    num_branches = args.num_branches or Bounds.num_branches
+    return Controller(Bounds(args.most_draft_tokens, num_branches, kinds.get(args.mode, frozenset(KINDS))))
 
 
 def _group(machine: RouterMachine, deployment: str, kind: WorkerKind) -> PeerGroup[Any]:

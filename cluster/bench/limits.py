@@ -6,15 +6,12 @@ gives target steps per token, and its inverse is the speed-up over the target al
 unless ``round_trip`` says so.
 
 Sources: Leviathan, Kalman and Matias 2023 (arXiv 2211.17192), section 3, for the expected tokens of a round and
-drafting in turn; PEARL (arXiv 2408.11850) for one chain ahead; SSD (arXiv 2603.03251) for outcomes. The Markov chains
-behind the last two are written out at the functions.
+drafting in turn; SSD (arXiv 2603.03251) for outcomes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 
 def expected_tokens(alpha: float, num_draft_tokens: int) -> float:
@@ -46,22 +43,6 @@ def in_turn(
 ) -> float:
     """Draft K tokens, verify them, and again: (v + Kc + round trip) / E (Leviathan et al., theorem 3.8 for v = 1)."""
     return (verify_cost + num_draft_tokens * c + round_trip) / expected_tokens(alpha, num_draft_tokens)
-
-
-def one_chain_ahead(alpha: float, c: float, num_draft_tokens: int) -> float:
-    """Draft on along the accepted path while the target verifies, as PEARL does.
-
-    Two states. After a refusal the target decodes one token while the drafter makes K: one token in either case, and on
-    to the other state with probability alpha. There the target verifies K tokens while the drafter makes the next K:
-    (1 - alpha^K) / (1 - alpha) tokens, and it stays there with probability alpha^K. Both last max(1, Kc). So a step
-    gives (1 - alpha^K) / ((1 - alpha) (1 - alpha^K + alpha)) tokens.
-    """
-    _check_rate("alpha", alpha)
-    step = max(1.0, num_draft_tokens * c)
-    if alpha == 1:
-        return step / num_draft_tokens
-    refused = 1 - alpha**num_draft_tokens
-    return step * (1 - alpha) * (refused + alpha) / refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,32 +91,6 @@ def over_outcomes(
     hit_tokens = expected_tokens(alpha, num_draft_tokens)
     miss_tokens = expected_tokens(alpha, miss.num_draft_tokens)
     return time / (hit_rate * hit_tokens + (1 - hit_rate) * miss_tokens)
-
-
-def scripted_hit_rate(
-    alpha: float, next_guess_rate: float, fan_outs: Sequence[int], rank_shares: Sequence[float]
-) -> float:
-    """Probability that one of the prepared branches is the outcome's, under a script.
-
-    Args:
-        alpha: Probability that a draft token is right.
-        next_guess_rate: Probability that, where it is not, the true token is among the next guesses.
-        fan_outs: Branches for each number of accepted tokens, from none to all K. Where not all are accepted, the
-            corrected token is one of the guesses, never the draft's own; where all are, the draft's own token after
-            the chain is the first branch.
-        rank_shares: Where among the guesses the true token is, if it is there; from the first on.
-    """
-    _check_rate("alpha", alpha)
-    reached = [0.0, *accumulate(rank_shares)]
-
-    def guessed(count: int) -> float:
-        return next_guess_rate * reached[min(max(count, 0), len(rank_shares))]
-
-    num_draft_tokens = len(fan_outs) - 1
-    refused = sum(alpha**n * (1 - alpha) * guessed(fan_outs[n]) for n in range(num_draft_tokens))
-    last = fan_outs[-1]
-    all_kept = alpha + (1 - alpha) * guessed(last - 1) if last else 0.0
-    return refused + alpha**num_draft_tokens * all_kept
 
 
 def _check_rate(name: str, rate: float) -> None:

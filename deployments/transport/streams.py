@@ -101,9 +101,11 @@ class _Opening:
             self._on_up()
 
     def feed_ended(self) -> None:
+        """The worker reads our feed no longer."""
         self._feed_ended.set()
 
     async def until_feed_ends(self) -> None:
+        """Return when the worker reads our feed no longer."""
         await self._feed_ended.wait()
 
 

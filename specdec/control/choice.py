@@ -34,7 +34,7 @@ class Bounds:
 
     Attributes:
         num_draft_tokens: Most draft tokens per round.
-        num_branches: Most branches per sequence: by configuration, and by what the drafter holds in all.
+        num_branches: Most branches per sequence: by configuration, and by its share of what a drafter holds.
         kinds: Ways of speculating.
     """
 

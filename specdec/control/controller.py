@@ -93,9 +93,9 @@ class Controller:
     """
 
     def __init__(self, bounds: Bounds | None = None, settings: Settings | None = None) -> None:
-        self._bounds = bounds or Bounds()
+        self.bounds = bounds or Bounds()
         settings = settings or Settings()
-        first, probe = (within(arm, self._bounds) for arm in (settings.first_arm, settings.probe_arm))
+        first, probe = (within(arm, self.bounds) for arm in (settings.first_arm, settings.probe_arm))
         self._settings = replace(settings, first_arm=first, probe_arm=probe)
         self._sequences: dict[str, Tracked] = {}
         self._workers: dict[str, WorkerFigures] = {}
@@ -149,7 +149,7 @@ class Controller:
         figures.reported(report)
         self._has_drafter |= kind == "drafter"
         good, bad = (report.get(name, 0.0) - before.get(name, 0.0) for name in _JUDGED[kind])
-        if min(good, bad) < 0 or not good + bad:
+        if not before or min(good, bad) < 0 or not good + bad:  # what a first report has counted may be of long ago
             return
         if kind == "drafter":  # drafts that come late are not verified, but no worse for that
             self._acceptance = self._acceptance.add(good, good + bad)
@@ -261,15 +261,13 @@ class Controller:
         And no longer drafts than any of the sequences that may draft may have.
         """
         if conditions is None:
-            return self._bounds
+            return self.bounds
         drafters = self._drafters
         used = drafters.keys() & set(placed) or drafters.keys()
         most = min(drafters[name].branches_each(conditions.num_draft_rows) for name in used)
-        lengths = [
-            self._bounds.num_draft_tokens if (one := self._sequences[seq].bound) is None else one for seq in able
-        ]
-        longest = min(self._bounds.num_draft_tokens, max(lengths, default=0))
-        return replace(self._bounds, num_draft_tokens=longest, num_branches=min(self._bounds.num_branches, most))
+        lengths = [self.bounds.num_draft_tokens if (one := self._sequences[seq].bound) is None else one for seq in able]
+        longest = min(self.bounds.num_draft_tokens, max(lengths, default=0))
+        return replace(self.bounds, num_draft_tokens=longest, num_branches=min(self.bounds.num_branches, most))
 
     @property
     def _drafters(self) -> dict[str, WorkerFigures]:

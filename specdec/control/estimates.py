@@ -66,11 +66,6 @@ class TrackedRate:
         """The rate, with a prior that counts like ``weight`` trials."""
         return self.slow.rate(prior, weight)
 
-    @property
-    def trials(self) -> float:
-        """Weight of the evidence."""
-        return self.slow.trials
-
 
 def acceptance_trials(rounds: Iterable[Round]) -> tuple[int, int]:
     """Accepted draft tokens, and draft tokens that were judged: what follows the first refused one was not.

@@ -139,7 +139,7 @@ class DraftBackend(Protocol):
         ...
 
     def rest(self) -> None:
-        """A step found nothing to draft: the time until the next one is not spent on drafting."""
+        """A step found nothing to draft, or no room: the time until the next one is not spent on drafting."""
         ...
 
     def rename(self, key: str, new_key: str) -> None:

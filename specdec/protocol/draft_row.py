@@ -31,7 +31,7 @@ class DraftRow(WorkerRow):
         num_forks: Branches forked so far; numbers their keys.
         forked_for: Length of the log, number verified and number of guesses for which branches were last forked.
         num_verified: How many of the chain's tokens the target is taken to verify now.
-        num_steps: Draft steps since the newest commit.
+        num_steps: Draft steps since the newest commit, or since the offer that the target waited for.
         offered_end: Absolute length, log and chain, up to which the present chain has been offered.
         limit: Absolute length beyond which no draft token is of use: the target decides the last token in any case.
         offered_at: ``num_steps`` at the newest offer; 0 where there was none since.

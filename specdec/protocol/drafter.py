@@ -93,9 +93,9 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         if tasks:
             with self.meanwhile():
                 proposals = self._backend.propose([job for *_, job in tasks])
-        else:
-            self._backend.rest()
         worked = self._take(tasks, proposals)
+        if not worked:
+            self._backend.rest()
         spacings = [offer_spacing(len(rows), waits=waits) for waits in (False, True)]
         for row in rows:
             row.num_steps += worked

@@ -100,7 +100,8 @@ class Plan(Compact):
             on, branches are offered in parts, finished or not; 0 does so from half a draft on.
         acceptance_rate: Expected, per draft token; it shapes the fan-out.
         mode: ``overlap``: draft ahead while the target verifies; ``in_turn``: draft for the newest mark only.
-        draft_wait_s: How long the target may hold a row back for an offer; 0 goes on plainly at once.
+        draft_wait_s: How long the target may hold a row back for an offer: in turn from when it could go on, in overlap
+            from the start of the step that decided it last; 0 goes on plainly at once.
     """
 
     num_draft_tokens: int = 0

@@ -226,7 +226,10 @@ class TargetMachine(WorkerMachine[TargetRow]):
             return False
         if row.spec.max_tokens - row.num_output_tokens <= 1:
             return False
-        row.is_patient = row.is_patient and now_s < row.decided_s + row.plan.draft_wait_s
+        if row.held_s is None:
+            row.held_s = now_s
+        since_s = row.held_s if row.plan.mode == "in_turn" else row.decided_s
+        row.is_patient = row.is_patient and now_s < since_s + row.plan.draft_wait_s
         return row.is_patient
 
     def _commit(self, row: TargetRow, result: Verification, now_s: float) -> None:
@@ -235,7 +238,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
         count, row.finish = row.ending.walk(row.round_start, run)
         row.is_counted = False
         row.log.extend(run if count == len(run) else run[:count])
-        row.decided_s = row.told_s = now_s
+        row.decided_s, row.told_s, row.held_s = now_s, now_s, None
         if row.finish is not None:
             self._backend.release(row.seq)
         self._untold.append((row, result, count))

@@ -15,7 +15,7 @@ class KeptOffer:
     """An offer that a target holds.
 
     Attributes:
-        is_used: Whether something of it, or of an earlier part of it, was drafted from.
+        is_used: Whether something of it, or of an earlier part of it, was chosen as a draft.
         is_stale: Whether it, or an earlier part of it, was dropped.
     """
 
@@ -45,7 +45,8 @@ class TargetRow(WorkerRow):
         offers: The newest offers that may be of use, oldest first.
         dropped: The one that was dropped last, of which later parts may come.
         had_branches: Whether offers with branches came, too late to be of use, since its draft was last chosen.
-        decided_s: When it was last decided; None before the first time.
+        decided_s: When the step began that decided it last; None before the first time.
+        held_s: When it was first held back since; None where it was not.
         told_s: When its verdict was last sent, or is to be.
         is_patient: Whether it waits for offers at all: not since it waited in vain, until the next one comes.
         round_start: Length of the log before its newest round; what was offered for marks up to there foresaw it.
@@ -53,7 +54,7 @@ class TargetRow(WorkerRow):
     """
 
     __slots__ = (
-        *("acked", "decided_s", "dropped", "ending", "finish", "had_branches", "is_counted", "is_patient"),
+        *("acked", "decided_s", "dropped", "ending", "finish", "had_branches", "held_s", "is_counted", "is_patient"),
         *("needs_candidates", "notes", "offers", "place", "round_start", "told_s"),
     )
 
@@ -68,6 +69,7 @@ class TargetRow(WorkerRow):
         self.offers: deque[KeptOffer] = deque()
         self.dropped: KeptOffer | None = None
         self.decided_s: float | None = None
+        self.held_s: float | None = None
         self.told_s = float("-inf")
         self.is_patient = True
         self.round_start = len(self.log)

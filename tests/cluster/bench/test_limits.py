@@ -12,11 +12,8 @@ from cluster.bench.limits import (
     alpha_of_length,
     expected_tokens,
     in_turn,
-    one_chain_ahead,
     over_outcomes,
-    scripted_hit_rate,
 )
-from specdec.engine.scripted import RANK_SHARES, Script
 
 ROUNDS = 40_000
 
@@ -56,32 +53,11 @@ def test_in_turn_at_its_best_length(alpha: float, c: float, speed_up: float) -> 
     assert max(1 / in_turn(alpha, c, k) for k in range(1, 30)) == pytest.approx(speed_up, abs=0.01)
 
 
-@pytest.mark.parametrize(("alpha", "c", "speed_up"), [(0.6, 0.05, 1.56), (0.8, 0.2, 2.28), (0.9, 0.1, 4.20)])
-def test_one_chain_at_its_best_length(alpha: float, c: float, speed_up: float) -> None:
-    assert max(1 / one_chain_ahead(alpha, c, k) for k in range(1, 40)) == pytest.approx(speed_up, abs=0.01)
-    assert one_chain_ahead(1.0, 0.1, 5) == pytest.approx(1 / 5)
-
-
 def accepted(rng: random.Random, alpha: float, num_draft_tokens: int) -> int:
     count = 0
     while count < num_draft_tokens and rng.random() < alpha:
         count += 1
     return count
-
-
-def test_one_chain_with_dice() -> None:
-    rng, alpha, c, length = random.Random(1), 0.7, 0.3, 4
-    time, tokens, has_chain = 0.0, 0, False
-    for _ in range(ROUNDS):
-        time += max(1, length * c)
-        if has_chain:
-            count = accepted(rng, alpha, length)
-            has_chain = count == length
-            tokens += count + (not has_chain)
-        else:
-            tokens += 1
-            has_chain = rng.random() < alpha
-    assert one_chain_ahead(alpha, c, length) == pytest.approx(time / tokens, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -97,28 +73,6 @@ def test_outcomes_with_dice(miss: MissPolicy, miss_time: Callable[[float], float
         tokens += 1 + accepted(rng, alpha, 4 if is_hit else miss.num_draft_tokens)
     limit = over_outcomes(alpha, c, 4, hit_rate, verify_cost=1.3, miss=miss)
     assert limit == pytest.approx(time / tokens, rel=0.02)
-
-
-def test_hit_rate_by_hand() -> None:
-    # One guess after a refusal, the draft's own token after all: .5 * (.9 * .7) + .5 * .5.
-    assert scripted_hit_rate(0.5, 0.9, [1, 1], RANK_SHARES) == pytest.approx(0.5 * 0.63 + 0.5 * 0.5)
-    # No branch for a refusal; own token and one guess after all.
-    assert scripted_hit_rate(0.5, 0.9, [0, 2], RANK_SHARES) == pytest.approx(0.5 * (0.5 + 0.5 * 0.63))
-    assert scripted_hit_rate(0.8, 1.0, [3, 3, 4], RANK_SHARES) == pytest.approx(1.0)
-
-
-def test_hit_rate_of_the_scripted_backends() -> None:
-    """The branches of the script itself, counted over many places in a text."""
-    alpha, fan_outs = 0.8, [3, 2, 1, 2]
-    script, hits = Script(alpha, 0.95, tuple(range(50))), 0
-    for position in range(0, 4 * ROUNDS // 10, 4):
-        drafts = [script.draft_tokens(5, position + i, 3) for i in range(4)]
-        true = [script.true_token(5, position + i) for i in range(4)]
-        kept = next((n for n in range(3) if drafts[n][0] != true[n]), 3)
-        first = 0 if kept == 3 else 1  # a refused token is no guess for its own place
-        hits += true[kept] in drafts[kept][first : first + fan_outs[kept]]
-    rounds = 4 * ROUNDS // 10 // 4
-    assert scripted_hit_rate(alpha, 0.95, fan_outs, RANK_SHARES) == pytest.approx(hits / rounds, abs=0.02)
 
 
 def test_what_is_no_rate_is_refused() -> None:

@@ -85,6 +85,13 @@ def test_drafts_that_come_too_late_to_be_verified_are_judged_by_the_drafter(num_
     assert service.controller.acceptance_rate == pytest.approx(num_right / (num_right + 200), abs=0.01)
 
 
+def test_what_a_drafter_had_counted_before_its_first_report_is_of_long_ago():
+    controller = Controller()
+    controller.reported("D", "drafter", {"num_right_tokens": 1e6, "num_wrong_tokens": 0.0})
+    controller.reported("D", "drafter", {"num_right_tokens": 1e6 + 980, "num_wrong_tokens": 20.0})
+    assert controller.acceptance_rate == pytest.approx(0.98, abs=0.01)
+
+
 def test_a_request_bounds_its_own_draft_length():
     service = Service((None, 0, 2))
     service.run(kept(0.9))

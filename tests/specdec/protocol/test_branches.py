@@ -330,6 +330,29 @@ def test_under_the_rejection_rule_branches_bring_their_candidates():
         assert [drawn.ids for drawn in candidates] == [(token,) for token in drafted]
 
 
+def test_a_miss_leaves_other_sequences_as_they_are():
+    machine = machine_with()
+    spec = SequenceSpec(SamplingParams(), 0, len(PROMPT), 50, (EOS,), arrival_s=1.0)
+    machine.receive(Open("t", INC, "R", PROMPT, spec, Plan(3, 4, 0, 0.5), 5.0), 0.0)
+    settle(machine)
+    other = machine._rows.get("t")
+    held, tokens = dict(other.branches), list(other.tokens)
+    machine._backend.batches.clear()
+    commit(machine, (), (9,))
+    settle(machine)
+    assert (other.branches, other.tokens) == (held, tokens)
+    assert {job.key.partition("#")[0] for batch in machine._backend.batches for job in batch} == {"s"}
+
+
+def test_a_plan_with_more_branches_forks_them_at_once():
+    machine = machine_with(num_branches=2)
+    settle(machine)
+    assert len(row_of(machine).branches) == 2
+    machine.receive(PlanUpdate("s", INC, Plan(3, 6, 0, 0.5)), 0.0)
+    machine.step(0.0)
+    assert len(row_of(machine).branches) > 2
+
+
 def test_a_plan_without_branches_drops_them():
     machine = machine_with()
     settle(machine)

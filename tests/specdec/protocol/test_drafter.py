@@ -213,3 +213,21 @@ def test_it_rests_where_a_step_finds_nothing_to_draft():
     commit(machine, (), chain(0, 1))
     assert machine.step(0.0)
     assert machine._backend.rests == [2]
+
+
+def test_it_rests_where_a_step_finds_no_room():
+    machine = machine_with(2)
+    machine._backend.room = 0
+    assert not machine.step(0.0)
+    assert machine._backend.rests == [1]
+
+
+def test_a_step_of_all_sequences_is_one_message_to_each_router():
+    machine = machine_with(2)
+    open_sequence(machine, "t", Plan(2, mode="in_turn"))
+    assert machine.step(0.0)
+    machine.take_outbox()
+    assert machine.step(0.0)
+    outbox = machine.take_outbox()
+    assert list(outbox) == ["R"]
+    assert {sent.seq for sent in outbox["R"] if isinstance(sent, Offer)} == {"s", "t"}

@@ -1,0 +1,139 @@
+"""What a target makes of offers: which it drafts from, keeps and drops, and how it counts them."""
+
+from __future__ import annotations
+
+from specdec.protocol.messages import Ack, Offer, Outcome, Plan
+from tests.specdec.protocol.scripted import PROMPT, log_of
+from tests.specdec.protocol.test_target import INC, TRUE, machine_with, offer, open_message
+
+
+def branched(committed, chain, *branches):
+    return Offer("s", INC, log_of(committed).mark(), tuple(chain), branches)
+
+
+def figures(machine):
+    names = ("num_branch_hits", "num_branch_misses", "num_late_offers", "num_stale_offers")
+    return tuple(machine.report()[name] for name in names)
+
+
+def test_rounds_are_counted_by_whether_their_outcome_was_offered():
+    """TRUE is 3, 4, 5, 6, 7, 8, ...; the first round verifies 3, 9."""
+    hit = Outcome(1, 4), (5, 6)
+    machine = machine_with(open_message(), offer((), (3, 9)))
+    machine.step(0.0)
+    assert figures(machine) == (0, 0, 0, 0)  # nothing had been foretold
+    machine.receive(branched((), (3, 9), (Outcome(0, 8), (1,)), hit), 0.0)
+    machine.step(0.0)
+    assert machine._backend.batches[-1] == [("s", (5, 6))]
+    assert figures(machine) == (1, 0, 0, 0)  # the one without branches was a part of the other
+    machine.receive(branched(TRUE[:2], (5, 6), (Outcome(2, 8), (9,))), 0.0)
+    machine.step(0.0)  # the token after 5, 6 is 7, not 8
+    assert figures(machine) == (1, 1, 0, 1)  # of the first two something was verified
+    machine.step(0.0)
+    assert figures(machine) == (1, 1, 0, 1)  # of the first two something was verified
+
+
+def test_an_offer_whose_round_was_followed_by_another_is_late_and_its_tail_is_used():
+    machine = machine_with(open_message())
+    for _ in range(2):
+        machine.step(0.0)
+    machine.receive(branched((), (9,), (Outcome(0, 3), TRUE[1:4])), 0.0)
+    machine.step(0.0)
+    assert machine._backend.batches[-1] == [("s", TRUE[2:4])]
+    assert figures(machine)[2] == 1
+
+
+def test_a_chain_made_after_a_miss_is_no_hit():
+    machine = machine_with(open_message())
+    machine.step(0.0)
+    machine.receive(branched((), (9,), (Outcome(0, 8), (4,))), 0.0)
+    machine.receive(offer(TRUE[:1], TRUE[1:3]), 0.0)
+    machine.step(0.0)
+    assert machine._backend.batches[-1] == [("s", TRUE[1:3])]
+    assert figures(machine)[:2] == (0, 1)
+
+
+def test_a_later_part_takes_the_place_of_an_earlier_one_and_of_no_other():
+    """Six parts of one offer, and one for an earlier mark that came late: all of use are kept."""
+    machine = machine_with(open_message(), offer((), (3, 4, 5, 6)))
+    for count in range(1, 7):
+        machine.receive(branched(TRUE[:1], TRUE[1 : 1 + count]), 0.0)
+    (row,) = machine._rows
+    assert [len(kept.offer.chain) for kept in row.offers] == [4, 6]
+    machine.receive(branched(TRUE[:1], (4, 9)), 0.0)
+    assert [len(kept.offer.chain) for kept in row.offers] == [4, 6, 2]
+
+
+def test_an_offer_that_was_used_up_is_not_stale():
+    machine = machine_with(open_message(), offer((), TRUE[:2]))
+    machine.step(0.0)
+    for length in (3, 6):
+        machine.receive(Ack("s", INC, len(PROMPT) + length), 0.0)
+        machine.receive(offer(TRUE[:length], TRUE[length : length + 2]), 0.0)
+        machine.step(0.0)
+    assert machine.counters.num_accepted_tokens == 6
+    assert figures(machine)[3] == 0
+
+
+def test_an_offer_of_which_nothing_was_verified_is_stale():
+    machine = machine_with(open_message(plan=Plan(0)), offer((), (8,)))
+    machine.receive(offer((), TRUE[:1]), 0.0)
+    machine.step(0.0)  # the plan forbids both
+    assert figures(machine)[3] == 0
+    machine.step(0.0)  # the one was wrong, the other right but not asked
+    assert figures(machine)[3] == 2
+
+
+def test_an_unused_offer_that_must_make_room_is_stale():
+    machine = machine_with(open_message(), *(offer((), (token,)) for token in (1, 2, 5, 6)))
+    assert figures(machine)[3] == 0
+    machine.receive(offer((), (7,)), 0.0)
+    assert figures(machine)[3] == 1
+
+
+def test_an_offer_that_fits_no_more_is_dropped_when_it_comes():
+    machine = machine_with(open_message(), offer((), (3, 4, 5, 6, 7, 9)))
+    machine.step(0.0)
+    machine.receive(offer((), (3, 4, 5, 6, 7, 9, 9)), 0.0)  # grown, still with what was used
+    (row,) = machine._rows
+    assert not row.offers
+    assert figures(machine)[3] == 0
+    machine.receive(offer((), (9, 9)), 0.0)
+    assert not row.offers
+    assert figures(machine)[3] == 1
+    machine.receive(branched((), (3, 4, 9), (Outcome(2, 5), (6, 7, 8, 9))), 0.0)  # some of its tail is left
+    assert len(row.offers) == 1
+
+
+def test_parts_of_an_offer_that_was_dropped_count_with_it():
+    machine = machine_with(open_message(), offer((), (3, 9)))
+    machine.step(0.0)
+    for chain in ((3, 9, 9), (3, 9, 9, 9), (3, 9, 9, 9, 9)):  # something of the first was verified
+        machine.receive(offer((), chain), 0.0)
+    assert figures(machine)[3] == 0
+    for chain in ((9,), (9, 9), (9, 9, 9)):
+        machine.receive(offer((), chain), 0.0)
+    assert figures(machine)[3] == 1
+
+
+def test_an_offer_whose_chain_was_decided_may_have_a_branch_for_what_comes_next():
+    machine = machine_with(open_message())
+    machine.step(0.0)
+    machine.receive(branched((), TRUE[:1], (Outcome(1, 4), (5, 6))), 0.0)
+    machine.step(0.0)  # 4 is decided
+    assert figures(machine)[3] == 0
+    machine.step(0.0)
+    assert machine._backend.batches[-1] == [("s", (5, 6))]
+    machine.receive(branched(TRUE[:2], TRUE[2:5], (Outcome(2, 9), (1,))), 0.0)  # no branch after its whole chain
+    assert [kept.is_used for row in machine._rows for kept in row.offers] == [True]
+    assert figures(machine)[3] == 1
+
+
+def test_a_round_for_which_late_offers_only_came_is_a_miss():
+    machine = machine_with(open_message())
+    for _ in range(2):
+        machine.step(0.0)
+    machine.receive(branched((), (9,), (Outcome(0, 8), (1,))), 0.0)
+    for _ in range(2):
+        machine.step(0.0)
+        assert figures(machine) == (0, 1, 1, 1)  # counted once
