@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_validator
 
 from cluster.strict import StrictModel, refused_key
+from specdec.control.choice import Bounds
 from specdec.engine.emulation import StepCost, parse_step_costs
 from specdec.protocol.branches import BRANCHES_IN_ALL
 from specdec.protocol.leases import Times
@@ -236,7 +237,8 @@ class AppArgs(StrictModel):
         ge=0,
         le=64,
         description="outcomes that the drafter prepares for a sequence beside the likeliest; with auto the most of "
-        f"them, 32 where this is 0; it holds {BRANCHES_IN_ALL} of all sequences together, shared evenly",
+        f"them, {Bounds.num_branches} where this is 0; it holds {BRANCHES_IN_ALL} of all sequences together, shared "
+        "evenly",
     )
     stream_interval: int = Field(
         1,

@@ -11,11 +11,8 @@ from specdec.control.choice import Bounds
 from specdec.control.controller import Controller
 from specdec.control.limits import KINDS, Kind
 from specdec.engine.trace import Recorder
-from specdec.protocol.plans import PlanController, Planner, WorkerKind, fixed_plan, no_drafts
+from specdec.protocol.plans import IN_TURN_WAIT_S, PlanController, Planner, WorkerKind, fixed_plan, no_drafts
 from specdec.protocol.router import RouterMachine
-
-IN_TURN_WAIT_S = 1.0
-"""Longest wait of a target for a draft in mode ``in_turn``; a drafter that is gone costs this once per sequence."""
 
 
 class SpeculationRouter(RouterEndpoint):

@@ -36,8 +36,8 @@ class Limit:
         verify_cost: v(K), a target step over 1 + K tokens over a plain one; where the mode has plain steps too, from
             the mean of all steps and the share of rounds with a draft.
         alpha: Acceptance per draft token, from the mean acceptance length.
-        hit_rate: Over outcomes, share of the rounds with branches whose outcome was among these, drafts that came late
-            left out; elsewhere that of the rounds with a draft, which lost and late ones lower, and so the limit.
+        hit_rate: Over outcomes, share of the rounds with branches whose outcome had a draft in time; elsewhere
+            that of the rounds with a draft. Lost and late drafts lower both, and so the limit.
         num_draft_tokens: Over outcomes the best length up to the one asked for, else the mean one.
     """
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from specdec.control.limits import OFF, VAIN_WAIT, Arm, Conditions, Kind, Pace, Wait
 from specdec.protocol.draft_row import offer_spacing
 from specdec.protocol.messages import Plan
+from specdec.protocol.plans import IN_TURN_WAIT_S
 
 DRAFT_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 WAITS: tuple[Wait, ...] = ("no", "branch", "chain")
 BRANCHES = (2, 4, 8, 16, 32)
-_IN_TURN_WAIT_S = 1.0
 _EARLY_OFFER, _JITTER = 0.75, 0.93
 """Offers begin a step before the deadline: at the steps that fit always, or one less where a bit more would not fit.
 
@@ -110,13 +110,13 @@ def token_price(arm: Arm, conditions: Conditions, group: Pace) -> float:
 def plan_of(arm: Arm, num_draft_tokens: int, conditions: Conditions | None, acceptance_rate: float) -> Plan:
     """The plan that carries out an arm for one sequence.
 
-    ``draft_wait_s`` counts from the start of the step that decided last, as the target's does.
+    In overlap ``draft_wait_s`` counts from the start of the step that decided last, as the target's does.
     """
     if not num_draft_tokens:
         return Plan()
     a = round(acceptance_rate * 20) / 20
     if arm.kind == "in_turn":
-        return Plan(num_draft_tokens, acceptance_rate=a, mode="in_turn", draft_wait_s=_IN_TURN_WAIT_S)
+        return Plan(num_draft_tokens, acceptance_rate=a, mode="in_turn", draft_wait_s=IN_TURN_WAIT_S)
     if conditions is None or not conditions.draft or not conditions.target:
         return Plan(num_draft_tokens, arm.num_branches, acceptance_rate=a)
     step_s, wait_s = conditions.target_s(arm.num_draft_tokens), 0.0

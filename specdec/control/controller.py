@@ -90,6 +90,9 @@ class Controller:
     A plain state machine over measurements: ``decided``, ``reported`` and ``echoed`` take them in, ``review`` gives the
     plans that have changed. Sequences that share a target form a group and speculate in one way; a sequence's own draft
     length follows its own acceptance rate and its request's bound.
+
+    Attributes:
+        bounds: What it may choose from.
     """
 
     def __init__(self, bounds: Bounds | None = None, settings: Settings | None = None) -> None:

@@ -10,6 +10,8 @@ from specdec.sampling.params import SequenceSpec
 
 WorkerKind = Literal["target", "drafter"]
 Planner = Callable[[SequenceSpec], Plan]
+IN_TURN_WAIT_S = 1.0
+"""Longest wait of a target for a draft in mode ``in_turn``; a drafter that is gone costs this once per sequence."""
 Placements = Mapping[str, tuple[str, str | None]]
 """Target and drafter of each sequence that has a target."""
 

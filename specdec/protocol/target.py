@@ -27,9 +27,9 @@ class TargetCounters:
         num_accepted_per_position: Accepted tokens by their place in the draft, first to last.
         num_stale_offers: Offers dropped before anything of them was verified: they did not fit the log, or had to make
             room for newer ones. Parts of one offer count as one.
-        num_late_offers: Offers that came after the round that they foresaw had been followed by another.
+        num_late_offers: Offers that came when the round after the one that they foresaw had been decided as well.
         num_branch_hits: Rounds followed by one whose draft had been offered, with branches, before their outcome came.
-        num_branch_misses: Rounds whose outcome was none of those that had been offered.
+        num_branch_misses: Rounds with branches offered for whose outcome there was no draft in time.
     """
 
     num_steps: int = 0
