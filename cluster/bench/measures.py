@@ -61,7 +61,8 @@ class DeviceUse:
         gap_s: Time between steps of which the later goes on with a sequence of the earlier, in sum; None if unknown.
         num_gaps: How many.
         num_hits: Of a target, rounds whose outcome was among the branches that it had been offered by then.
-        num_misses: Those whose outcome was not.
+        num_late: Those whose outcome was among the branches that it was offered later.
+        num_misses: Those whose outcome was not among any.
         num_workers: Of the device, each with steps of its own.
     """
 
@@ -74,6 +75,7 @@ class DeviceUse:
     gap_s: float | None = None
     num_gaps: int = 0
     num_hits: int = 0
+    num_late: int = 0
     num_misses: int = 0
     num_workers: int = 1
 

@@ -44,7 +44,8 @@ EXPLANATIONS = (
     "Decoding tokens/s are those of each stream from its first tokens on, summed. The limit is computed from the "
     "measured step times (c: a draft step, v: a target step with drafts, both over a plain target step), acceptance "
     "alpha and share h of rounds with a draft, as if the system added nothing; over "
-    "outcomes with K draft tokens h is the share of outcomes that were among the branches, and drafts are whole.",
+    "outcomes with K draft tokens h is the share of outcomes that were among the branches, late or not, and drafts are "
+    "whole.",
 )
 
 

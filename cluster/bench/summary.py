@@ -76,6 +76,7 @@ class Row:
         num_overruns: Emulated steps whose computation did not fit.
         scripted_limit: What the script allows, where tokens are scripted and devices emulated.
         round_tokens_per_s: Throughput of every round.
+        foreseen_in_time: Share of rounds with branches whose outcome was among those offered by then.
     """
 
     prompts: str
@@ -104,6 +105,7 @@ class Row:
     over_first: Pooled | None = None
     over_best_fixed: Pooled | None = None
     round_tokens_per_s: tuple[float, ...] = ()
+    foreseen_in_time: float | None = None
 
     @property
     def share_of_limit(self) -> float | None:
@@ -179,6 +181,7 @@ def _row(comparison: Comparison, index: int, plain_step_s: float | None) -> Row:
         over_first=comparison.pooled(index, 0),
         over_best_fixed=_over_best_fixed(comparison, index),
         round_tokens_per_s=tuple(run.tokens_per_s for run in runs),
+        foreseen_in_time=_branch_hit_rate(runs, with_late=False),
     )
 
 
@@ -210,7 +213,7 @@ def limit_of(mode: Mode, runs: Sequence[Run], plain_step_s: float | None) -> Lim
     if mode.service_mode != "in_turn":  # the mean is over plain steps too, which cost 1 each
         v = 1 + (v - 1) / hits
     v = max(1.0, v)
-    foreseen = _branch_hit_rate(runs)
+    foreseen = _branch_hit_rate(runs, with_late=True)
     policy = PLAIN_POLICY
     if mode.service_mode == "in_turn":
         time, policy = in_turn(alpha, c, num_draft_tokens, verify_cost=v), IN_TURN_POLICY
@@ -223,11 +226,15 @@ def limit_of(mode: Mode, runs: Sequence[Run], plain_step_s: float | None) -> Lim
     return Limit(num_streams / (plain_step_s * time), policy, c, v, alpha, hits, num_draft_tokens)
 
 
-def _branch_hit_rate(runs: Sequence[Run]) -> float | None:
-    """Share of rounds with branches whose outcome was among them; None where there were no branches."""
+def _branch_hit_rate(runs: Sequence[Run], *, with_late: bool) -> float | None:
+    """Share of rounds with branches whose outcome was among them, in time or at all; None where there were no branches.
+
+    A limit, which takes no time for messages, goes by all.
+    """
     targets = [run.devices["target"] for run in runs if "target" in run.devices]
-    hits, misses = sum(use.num_hits for use in targets), sum(use.num_misses for use in targets)
-    return hits / (hits + misses) if hits + misses else None
+    hits, late = sum(use.num_hits for use in targets), sum(use.num_late for use in targets)
+    total = hits + late + sum(use.num_misses for use in targets)
+    return (hits + late * with_late) / total if total else None
 
 
 def _by_device(runs: Iterable[Run]) -> dict[str, list[DeviceUse]]:

@@ -185,9 +185,11 @@ def _content(hop: Hop, is_offer: bool) -> tuple[int, ...]:
 
 
 def _kind(row: VerifiedRow) -> str:
-    if row.outcome:
-        return row.outcome
-    return "made after" if row.num_drafted else "no draft"
+    if row.outcome == "miss":
+        return "miss"
+    if not row.num_drafted:
+        return "no draft"
+    return row.outcome or "made after"
 
 
 def _text(row: VerifiedRow) -> str:

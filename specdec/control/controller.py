@@ -19,11 +19,14 @@ from specdec.sampling.params import SequenceSpec
 _PRIOR_ACCEPTANCE, _PRIOR_GUESSES = 0.7, 0.7
 _PROVEN_TRIALS = 64
 _RATE_WEIGHT = 32.0
-_JUDGED: dict[WorkerKind, tuple[str, str]] = {
-    "target": ("num_branch_hits", "num_branch_misses"),
-    "drafter": ("num_right_tokens", "num_wrong_tokens"),
+_JUDGED: dict[WorkerKind, tuple[tuple[str, ...], str]] = {
+    "target": (("num_branch_hits", "num_branch_late"), "num_branch_misses"),
+    "drafter": (("num_right_tokens",), "num_wrong_tokens"),
 }
-"""Of what a worker reports, what tells how good guesses and draft tokens are: the right ones and the wrong ones."""
+"""Of what a worker reports, what tells how good guesses and draft tokens are: the right ones and the wrong ones.
+
+Guesses that come late are right all the same: that they are late, the pace of the rounds tells.
+"""
 
 
 @dataclass
@@ -151,7 +154,9 @@ class Controller:
         before = figures.report
         figures.reported(report)
         self._has_drafter |= kind == "drafter"
-        good, bad = (report.get(name, 0.0) - before.get(name, 0.0) for name in _JUDGED[kind])
+        rights, wrong = _JUDGED[kind]
+        good = sum(report.get(name, 0.0) - before.get(name, 0.0) for name in rights)
+        bad = report.get(wrong, 0.0) - before.get(wrong, 0.0)
         if not before or min(good, bad) < 0 or not good + bad:  # what a first report has counted may be of long ago
             return
         if kind == "drafter":  # drafts that come late are not verified, but no worse for that

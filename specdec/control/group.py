@@ -79,6 +79,7 @@ class Group:
     _reviewed_s: float = 0.0
     _chosen_s: float = -math.inf
     _chosen_for: tuple[int, Bounds] | None = None
+    _reported_arm: Arm = OFF
     _on_trial: bool = False
     _was_seen: bool = False
     _num_steps: float = 0.0
@@ -113,9 +114,10 @@ class Group:
         self.num_rows = 0
 
     def guesses_from(self, guesses: TrackedRate, hits: float, misses: float, acceptance_rate: float) -> TrackedRate:
-        """What branch hits and misses say of the draft's guesses."""
+        """What branch hits and misses since the last report say of the draft's guesses, if one arm had them all."""
         length = round(self.observed.mean_length or self._mean_length)
-        if self.arm.kind != "outcomes" or not length:
+        arm, self._reported_arm = self._reported_arm, self.arm
+        if self.arm.kind != "outcomes" or not length or arm != self.arm:
             return guesses
         total = hits + misses
         rate = guess_rate_of(hits / total, round(acceptance_rate * 50) / 50, length, self.arm.num_branches)

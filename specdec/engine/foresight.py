@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from specdec.protocol.marks import Tokens
 from specdec.protocol.messages import Outcome
-from specdec.protocol.offers import OFFERS_KEPT
+from specdec.protocol.offers import OFFERS_KEPT, foresees
 
 
 class Offered(NamedTuple):
@@ -30,7 +30,7 @@ class _Log:
     def __init__(self, start: int) -> None:
         self.begin(start)
         self.offers: deque[Offered] = deque(maxlen=OFFERS_KEPT)
-        self.had_branches = False
+        self.was_missed = False
 
     def __len__(self) -> int:
         return self.start + len(self.tokens)
@@ -44,11 +44,18 @@ class _Log:
         """Tokens after the first ``length``; None if some of them are not known."""
         return tuple(self.tokens[length - self.start :]) if self.start <= length <= len(self) else None
 
+    def foreseen_by(self, offered: Offered, since: Tokens | None) -> bool | None:
+        """Whether the newest round's outcome is among those of an offer; None where it was not made for that round."""
+        num_before = self.round_start - offered.length
+        if since is None or num_before < 0 or not self.tokens:
+            return None
+        return foresees(offered.chain, offered.branches, since, num_before)
+
     def keep(self, offered: Offered) -> None:
         """As :class:`specdec.protocol.target.TargetMachine` does: in place of an earlier part, and if it is of use."""
         since = self.since(offered.length)
         if since and not _may_be_used(offered, since):
-            self.had_branches |= bool(offered.branches)
+            self.was_missed |= self.foreseen_by(offered, since) is False
             self.offers = deque((kept for kept in self.offers if not _is_part(kept, offered)), OFFERS_KEPT)
             return
         for i, kept in enumerate(self.offers):
@@ -71,7 +78,7 @@ class Foresight:
         return offered.length < log.round_start
 
     def judge(self, seq: str, base: int, *, has_draft: bool) -> tuple[str, str]:
-        """A step begins: what a row's draft is taken from, and whether that had been foreseen.
+        """A step begins: what a row's draft is taken from, and whether the outcome before had been foreseen.
 
         Args:
             seq: The sequence.
@@ -84,19 +91,17 @@ class Foresight:
         log = self._logs.setdefault(seq, _Log(base))
         if len(log) != base:  # what came before was dropped, or was another life of the sequence
             log.begin(base)
-        source, foreseen, foresaw, best = "", False, log.had_branches and bool(log.tokens), 0
-        log.had_branches = False
+        source, outcome, best = "", "miss" if log.was_missed else "", 0
+        log.was_missed = False
         for offered in tuple(log.offers):
             since = log.since(offered.length)
             kind, left = _left(offered, since)
-            is_early = offered.length <= log.round_start and bool(log.tokens)
-            foresaw |= is_early and bool(offered.branches)
+            if (is_foreseen := log.foreseen_by(offered, since)) is not None and outcome != "hit":
+                outcome = "hit" if is_foreseen else "miss"
             if not _may_be_used(offered, since):
                 log.offers.remove(offered)
             elif left > best:
-                best, source, foreseen = left, kind, is_early
-        is_hit = has_draft and foreseen
-        outcome = "hit" if is_hit else "miss" if foresaw else ""
+                best, source = left, kind
         return (source if has_draft else ""), outcome
 
     def decided(self, seq: str, base: int, run: Tokens) -> None:

@@ -65,8 +65,8 @@ class VerifiedRow(NamedTuple):
         mode: How the sequence is drafted: ``plain``, ``in_turn``, ``overlap`` or ``outcomes`` (overlap with branches).
         source: What the draft was taken from: ``chain`` or ``branch`` of an offer; empty where there was none or the
             offer is not known any more.
-        outcome: ``hit``: the draft had been offered before it was known how the round before would end; ``miss``:
-            branches had, and none of them fits; empty for all else.
+        outcome: ``hit``: how the round before would end was among the outcomes that branches had been offered for;
+            ``miss``: it was not; empty where there were none when the draft was chosen.
         may_wait: Whether its plan lets it wait for the next draft.
     """
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import NamedTuple
 
 from specdec.protocol.marks import TokenLog, Tokens
-from specdec.protocol.messages import Candidates, Offer
+from specdec.protocol.messages import Candidates, Offer, Outcome
+
+Branches = tuple[tuple[Outcome, Tokens], ...]
 
 OFFERS_KEPT = 4
 """Offers per sequence that a target holds at once."""
@@ -28,6 +31,15 @@ class Draft(NamedTuple):
 
 
 NO_DRAFT = Draft()
+
+
+class Found(IntEnum):
+    """What the offers said of a round's outcome, the best of them."""
+
+    NOTHING = 0
+    MISSED = 1
+    LATE = 2
+    IN_TIME = 3
 
 
 def remaining_draft(offer: Offer, log: TokenLog, *, needs_candidates: bool) -> Draft:
@@ -63,6 +75,26 @@ def awaits_token(offer: Offer, log: TokenLog) -> bool:
     if length + len(chain) != len(log) or not log.has(offer.mark) or log.tail(length) != chain:
         return False
     return any(outcome.num_accepted == len(chain) for outcome, _ in offer.branches)
+
+
+def foresees(chain: Tokens, branches: Branches, tokens: Tokens, num_before: int) -> bool | None:
+    """Whether the outcome of a round is among those that an offer is prepared for.
+
+    Args:
+        chain: Of the offer, whose mark fits the log.
+        branches: Of the offer.
+        tokens: What was committed since its mark, up to the end of the round.
+        num_before: How many of them were there when the round began.
+
+    Returns:
+        None where the offer was not made for that round: the log had left its chain before, or it has no branches.
+    """
+    if not branches or chain[:num_before] != tokens[:num_before]:
+        return None
+    if chain[: len(tokens)] == tokens:
+        return True
+    same = next((i for i, (a, b) in enumerate(zip(chain, tokens, strict=False)) if a != b), len(chain))
+    return any(outcome == (same, tokens[same]) for outcome, _ in branches)
 
 
 def _branch(offer: Offer, num_accepted: int, next_token: int, since: Tokens) -> Draft:

@@ -10,7 +10,7 @@ from operator import attrgetter
 from specdec.protocol.backends import Status, TargetBackend, Verification, VerifyJob
 from specdec.protocol.leases import Times
 from specdec.protocol.messages import Ack, Message, Notes, Offer, Open, PlanUpdate, Verdict
-from specdec.protocol.offers import NO_DRAFT, OFFERS_KEPT, Draft, awaits_token, remaining_draft
+from specdec.protocol.offers import NO_DRAFT, OFFERS_KEPT, Draft, Found, awaits_token, remaining_draft
 from specdec.protocol.target_row import KeptOffer, TargetRow
 from specdec.protocol.worker import Gauges, WorkerMachine
 
@@ -28,8 +28,10 @@ class TargetCounters:
         num_stale_offers: Offers dropped before anything of them was verified: they did not fit the log, or had to make
             room for newer ones. Parts of one offer count as one.
         num_late_offers: Offers that came when the round after the one that they foresaw had been decided as well.
-        num_branch_hits: Rounds followed by one whose draft had been offered, with branches, before their outcome came.
-        num_branch_misses: Rounds with branches offered for whose outcome there was no draft in time.
+        num_branch_hits: Rounds whose outcome was among those prepared, in an offer with branches that was there when
+            the next draft was chosen. Rounds are judged as long as late offers may come: until the next but one.
+        num_branch_late: Rounds whose outcome was among those prepared, but in offers that came after that only.
+        num_branch_misses: Rounds for which branches were offered, in time or not, and none of them for the outcome.
     """
 
     num_steps: int = 0
@@ -42,6 +44,7 @@ class TargetCounters:
     num_stale_offers: int = 0
     num_late_offers: int = 0
     num_branch_hits: int = 0
+    num_branch_late: int = 0
     num_branch_misses: int = 0
     num_accepted_per_position: list[int] = field(default_factory=list)
 
@@ -60,8 +63,8 @@ class TargetCounters:
             per_position[i] += 1
 
 
-_Round = tuple[TargetRow, Verification, int]
-"""A verification that is committed, and how many tokens of its run were."""
+_Round = tuple[TargetRow, Verification, int, Found]
+"""A verification that is committed, how many tokens of its run were, and what was offered for the last but one."""
 
 
 class TargetMachine(WorkerMachine[TargetRow]):
@@ -85,6 +88,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
         self._max_model_len = backend.max_model_len
         self._counters = TargetCounters()
         self._untold: list[_Round] = []
+        self._unjudged: list[tuple[TargetRow, tuple[KeptOffer, ...]]] = []
         self.meanwhile: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
@@ -176,8 +180,10 @@ class TargetMachine(WorkerMachine[TargetRow]):
         self._counters.num_late_offers += offer.mark.length < row.round_start
         row.is_patient = True
         kept = row.keep(offer)
-        if offer.mark.length < len(row.log) and not self._rest(row, offer).tokens and not awaits_token(offer, row.log):
-            row.had_branches |= bool(offer.branches)
+        is_late = offer.mark.length < len(row.log)
+        if is_late:
+            row.judge(offer, in_time=False)
+        if is_late and not self._rest(row, offer).tokens and not awaits_token(offer, row.log):
             self._drop_offer(row, kept)
         elif len(row.offers) > OFFERS_KEPT:
             self._drop_offer(row, row.offers[0])
@@ -193,27 +199,21 @@ class TargetMachine(WorkerMachine[TargetRow]):
 
     def _draft(self, row: TargetRow) -> Draft:
         """The longest usable draft of the kept offers, cut to what may be committed (rule 6)."""
-        is_counted, row.is_counted = row.is_counted, True
-        foresaw, row.had_branches = row.had_branches, False
-        best, chosen, is_hit = NO_DRAFT, None, False
+        best, chosen = NO_DRAFT, None
         log, wanted = row.log, row.plan.num_draft_tokens
         stale: list[KeptOffer] = []
+        if row.offers:
+            self._unjudged.append((row, tuple(row.offers)))
         for kept in reversed(row.offers):  # the newest is mostly the longest, and as long as may be
-            offer = kept.offer
-            rest = self._rest(row, offer)
-            was_there = offer.mark.length <= row.round_start
-            foresaw = foresaw or (was_there and bool(offer.branches))
+            rest = self._rest(row, kept.offer)
             if not rest.tokens:
-                stale += [] if awaits_token(offer, log) else [kept]
+                stale += [] if awaits_token(kept.offer, log) else [kept]
             elif len(rest.tokens) >= len(best.tokens):
-                best, chosen, is_hit = rest, kept, was_there
-                if was_there and len(rest.tokens) >= wanted:
+                best, chosen = rest, kept
+                if len(rest.tokens) >= wanted and kept.offer.mark.length <= row.round_start:
                     break
         for kept in stale:
             self._drop_offer(row, kept)
-        if foresaw and not is_counted:
-            self._counters.num_branch_hits += is_hit
-            self._counters.num_branch_misses += not is_hit
         if chosen is None:
             return best
         most = min(wanted, self._credit(row) - 1, row.ending.most_length - len(log) - 1)
@@ -234,21 +234,29 @@ class TargetMachine(WorkerMachine[TargetRow]):
 
     def _commit(self, row: TargetRow, result: Verification, now_s: float) -> None:
         """Decide; of what a next step depends on nothing is left to do."""
-        run, row.round_start = result.run, len(row.log)
+        run, row.round_before, row.round_start = result.run, row.round_start, len(row.log)
         count, row.finish = row.ending.walk(row.round_start, run)
-        row.is_counted = False
+        settled, row.found_before, row.found = row.found_before, row.found, Found.NOTHING
         row.log.extend(run if count == len(run) else run[:count])
         row.decided_s, row.told_s, row.held_s = now_s, now_s, None
         if row.finish is not None:
             self._backend.release(row.seq)
-        self._untold.append((row, result, count))
+        self._untold.append((row, result, count, settled))
 
     def _tell_rounds(self) -> None:
         """Do what was put off."""
+        if self._unjudged:
+            choices, self._unjudged = self._unjudged, []
+            for row, offers in choices:
+                for kept in offers:
+                    row.judge(kept.offer, in_time=True)
         if not self._untold:
             return
         rounds, self._untold = self._untold, []
-        for row, result, count in rounds:
+        for row, result, count, found in rounds:
+            self._counters.num_branch_hits += found is Found.IN_TIME
+            self._counters.num_branch_late += found is Found.LATE
+            self._counters.num_branch_misses += found is Found.MISSED
             num_accepted = min(result.num_accepted, count)
             how, num_drafted = "a" * num_accepted, [0] * (count - 1) + [result.num_drafted]
             if count > num_accepted:

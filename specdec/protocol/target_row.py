@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from specdec.protocol.messages import Finish, Notes, Offer, Open
+from specdec.protocol.offers import Found, foresees
 from specdec.protocol.worker import WorkerRow
 from specdec.sampling.finish import Ending
 
@@ -44,18 +45,19 @@ class TargetRow(WorkerRow):
         notes: How the tokens after ``acked`` came.
         offers: The newest offers that may be of use, oldest first.
         dropped: The one that was dropped last, of which later parts may come.
-        had_branches: Whether offers with branches came, too late to be of use, since its draft was last chosen.
         decided_s: When the step began that decided it last; None before the first time.
         held_s: When it was first held back since; None where it was not.
         told_s: When its verdict was last sent, or is to be.
         is_patient: Whether it waits for offers at all: not since it waited in vain, until the next one comes.
-        round_start: Length of the log before its newest round; what was offered for marks up to there foresaw it.
-        is_counted: Whether that round's outcome was looked for among the branches offered.
+        round_start: Length of the log before its newest round.
+        round_before: ... before the round before that one; the same while there was none.
+        found: What offers said of the newest round's outcome, as far as they have come.
+        found_before: ... of the round before: late ones tell of it until the next round is decided.
     """
 
     __slots__ = (
-        *("acked", "decided_s", "dropped", "ending", "finish", "had_branches", "held_s", "is_counted", "is_patient"),
-        *("needs_candidates", "notes", "offers", "place", "round_start", "told_s"),
+        *("acked", "decided_s", "dropped", "ending", "finish", "found", "found_before", "held_s", "is_patient"),
+        *("needs_candidates", "notes", "offers", "place", "round_before", "round_start", "told_s"),
     )
 
     def __init__(self, message: Open, max_model_len: int) -> None:
@@ -72,9 +74,8 @@ class TargetRow(WorkerRow):
         self.held_s: float | None = None
         self.told_s = float("-inf")
         self.is_patient = True
-        self.round_start = len(self.log)
-        self.is_counted = True
-        self.had_branches = False
+        self.round_start = self.round_before = len(self.log)
+        self.found = self.found_before = Found.NOTHING
 
     def keep(self, offer: Offer) -> KeptOffer:
         """Keep a new offer, in place of an earlier part of the same."""
@@ -87,6 +88,27 @@ class TargetRow(WorkerRow):
             kept.is_used, kept.is_stale = self.dropped.is_used, self.dropped.is_stale
         self.offers.append(kept)
         return kept
+
+    def judge(self, offer: Offer, *, in_time: bool) -> None:
+        """Look for the outcome of the round that an offer was made for among those that it is prepared for.
+
+        Args:
+            offer: Of this sequence.
+            in_time: Whether it was there when the draft after the newest round was chosen; else it came just now.
+        """
+        log, length = self.log, offer.mark.length
+        is_of_before = length < self.round_start and not in_time
+        start, end = (self.round_before, self.round_start) if is_of_before else (self.round_start, len(log))
+        if length > start or start == end or not offer.branches or not log.has(offer.mark):
+            return
+        is_foreseen = foresees(offer.chain, offer.branches, log.tail(length, end), start - length)
+        if is_foreseen is None:
+            return
+        found = Found.MISSED if not is_foreseen else Found.IN_TIME if in_time else Found.LATE
+        if is_of_before:
+            self.found_before = max(self.found_before, found)
+        else:
+            self.found = max(self.found, found)
 
     @property
     def num_output_tokens(self) -> int:
