@@ -44,7 +44,8 @@ class Service:
         count = {"num_sequences": float(rows)}
         target = steps((rows, rows * n, STEP_S * (1 + growth * (n - 1))) for n in (1, 2, 3, 5, 9, 17))
         draft = steps((rows * n, rows * n, cost_s) for n in (1, 2, 3, 5, 9, 17, 33))
-        self.controller.reported("T", "target", {**target, **count})
+        self.target = {**target, **count}
+        self.controller.reported("T", "target", self.target)
         self.draft = {**draft, **count}
         self.controller.reported("D", "drafter", self.draft)
 
