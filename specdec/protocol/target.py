@@ -180,10 +180,10 @@ class TargetMachine(WorkerMachine[TargetRow]):
         self._counters.num_late_offers += offer.mark.length < row.round_start
         row.is_patient = True
         kept = row.keep(offer)
-        is_late = offer.mark.length < len(row.log)
-        if is_late:
+        is_decided = offer.mark.length < len(row.log)
+        if is_decided:
             row.judge(offer, in_time=False)
-        if is_late and not self._rest(row, offer).tokens and not awaits_token(offer, row.log):
+        if is_decided and not self._rest(row, offer).tokens and not awaits_token(offer, row.log):
             self._drop_offer(row, kept)
         elif len(row.offers) > OFFERS_KEPT:
             self._drop_offer(row, row.offers[0])
