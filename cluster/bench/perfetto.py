@@ -66,7 +66,7 @@ def _steps(worker: WorkerTrace, pid: int) -> Iterator[Event]:
 
 def _waits(row: VerifiedRow, next_row: VerifiedRow | None) -> bool:
     """Whether a row waited for a draft after its step, as far as its next step tells."""
-    is_there = next_row is not None and next_row.outcome == "hit"
+    is_there = next_row is not None and next_row.is_ahead
     return row.mode == "in_turn" or (row.may_wait and row.num_decided > 0 and not is_there)
 
 

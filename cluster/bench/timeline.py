@@ -20,9 +20,9 @@ _TARGET, _DRAFT = (0.0, 0.32), (0.95, 0.5)
 """Lower end and height of each row."""
 _CHAIN_SHARE = 0.4
 """Of a draft step's bar, what the chain takes; the rest is for branches."""
-_COLORS = {"hit": "#4c9f70", "miss": "#d9822b", "made after": "#7a6fb0", "no draft": "#9a9a9a"}
+_COLORS = {"ahead": "#4c9f70", "miss": "#d9822b", "made after": "#7a6fb0", "no draft": "#9a9a9a"}
 _MEANINGS = {
-    "hit": "target step; its draft was there before the step before ended",
+    "ahead": "target step; its draft was there before the step before ended",
     "miss": "target step; none of the drafts that were there fitted",
     "made after": "target step; its draft was made after the step before",
     "no draft": "target step without a draft",
@@ -185,11 +185,11 @@ def _content(hop: Hop, is_offer: bool) -> tuple[int, ...]:
 
 
 def _kind(row: VerifiedRow) -> str:
+    if row.is_ahead:
+        return "ahead"
     if row.outcome == "miss":
         return "miss"
-    if not row.num_drafted:
-        return "no draft"
-    return row.outcome or "made after"
+    return "made after" if row.num_drafted else "no draft"
 
 
 def _text(row: VerifiedRow) -> str:

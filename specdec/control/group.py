@@ -114,7 +114,7 @@ class Group:
         self.num_rows = 0
 
     def guesses_from(self, guesses: TrackedRate, hits: float, misses: float, acceptance_rate: float) -> TrackedRate:
-        """What branch hits and misses since the last report say of the draft's guesses, if one arm had them all."""
+        """What branch hits and misses since the last report say of the draft's guesses; nothing if the arm changed."""
         length = round(self.observed.mean_length or self._mean_length)
         arm, self._reported_arm = self._reported_arm, self.arm
         if self.arm.kind != "outcomes" or not length or arm != self.arm:

@@ -77,7 +77,7 @@ class Foresight:
         log.keep(offered)
         return offered.length < log.round_start
 
-    def judge(self, seq: str, base: int, *, has_draft: bool) -> tuple[str, str]:
+    def judge(self, seq: str, base: int, *, has_draft: bool) -> tuple[str, str, bool]:
         """A step begins: what a row's draft is taken from, and whether the outcome before had been foreseen.
 
         Args:
@@ -86,12 +86,12 @@ class Foresight:
             has_draft: Whether a draft is verified.
 
         Returns:
-            Source and outcome, as :class:`specdec.engine.trace.VerifiedRow` has them.
+            Source, outcome, and whether it was ahead, as :class:`specdec.engine.trace.VerifiedRow` has them.
         """
         log = self._logs.setdefault(seq, _Log(base))
         if len(log) != base:  # what came before was dropped, or was another life of the sequence
             log.begin(base)
-        source, outcome, best = "", "miss" if log.was_missed else "", 0
+        source, outcome, is_ahead, best = "", "miss" if log.was_missed else "", False, 0
         log.was_missed = False
         for offered in tuple(log.offers):
             since = log.since(offered.length)
@@ -101,8 +101,8 @@ class Foresight:
             if not _may_be_used(offered, since):
                 log.offers.remove(offered)
             elif left > best:
-                best, source = left, kind
-        return (source if has_draft else ""), outcome
+                best, source, is_ahead = left, kind, bool(log.tokens) and offered.length <= log.round_start
+        return (source if has_draft else ""), outcome, has_draft and is_ahead
 
     def decided(self, seq: str, base: int, run: Tokens) -> None:
         """The step has ended; ``run`` follows the first ``base`` tokens of the sequence's log."""

@@ -67,6 +67,7 @@ class VerifiedRow(NamedTuple):
             offer is not known any more.
         outcome: ``hit``: how the round before would end was among the outcomes that branches had been offered for;
             ``miss``: it was not; empty where there were none when the draft was chosen.
+        is_ahead: Whether its draft was made before the round before was decided.
         may_wait: Whether its plan lets it wait for the next draft.
     """
 
@@ -79,6 +80,7 @@ class VerifiedRow(NamedTuple):
     mode: str
     source: str = ""
     outcome: str = ""
+    is_ahead: bool = False
     may_wait: bool = False
 
 
@@ -389,5 +391,5 @@ def _followed(entries: Iterable[tuple[int, _Entry]]) -> tuple[list[TargetStep], 
 def _judged(row: VerifiedRow, foresight: Foresight) -> VerifiedRow:
     if not row.num_decided:
         return row
-    source, outcome = foresight.judge(row.seq, row.base, has_draft=row.num_drafted > 0)
-    return row._replace(source=source, outcome=outcome)
+    source, outcome, is_ahead = foresight.judge(row.seq, row.base, has_draft=row.num_drafted > 0)
+    return row._replace(source=source, outcome=outcome, is_ahead=is_ahead)

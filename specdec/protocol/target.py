@@ -28,8 +28,9 @@ class TargetCounters:
         num_stale_offers: Offers dropped before anything of them was verified: they did not fit the log, or had to make
             room for newer ones. Parts of one offer count as one.
         num_late_offers: Offers that came when the round after the one that they foresaw had been decided as well.
-        num_branch_hits: Rounds whose outcome was among those prepared, in an offer with branches that was there when
-            the next draft was chosen. Rounds are judged as long as late offers may come: until the next but one.
+        num_branch_hits: Rounds whose outcome was among those prepared, in an offer with branches of which something was
+            left when the next draft was chosen. Rounds are judged as long as late offers may come: until the next but
+            one is decided, or the sequence has ended; its very last is not.
         num_branch_late: Rounds whose outcome was among those prepared, but in offers that came after that only.
         num_branch_misses: Rounds for which branches were offered, in time or not, and none of them for the outcome.
     """
@@ -63,8 +64,8 @@ class TargetCounters:
             per_position[i] += 1
 
 
-_Round = tuple[TargetRow, Verification, int, Found]
-"""A verification that is committed, how many tokens of its run were, and what was offered for the last but one."""
+_Round = tuple[TargetRow, Verification, int, tuple[Found, ...]]
+"""A verification that is committed, how many tokens of its run were, and what was offered for rounds before."""
 
 
 class TargetMachine(WorkerMachine[TargetRow]):
@@ -94,12 +95,12 @@ class TargetMachine(WorkerMachine[TargetRow]):
     @property
     def counters(self) -> TargetCounters:
         """What it has done so far."""
-        self._tell_rounds()
+        self._catch_up()
         return self._counters
 
     def receive(self, message: Message, now_s: float) -> None:
         """Take in one message; nothing is forwarded through a model here."""
-        self._tell_rounds()
+        self._catch_up()
         super().receive(message, now_s)
 
     def take_outbox(self) -> dict[str, list[Message]]:
@@ -123,7 +124,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
         if jobs:
             with self.meanwhile():
                 results = self._backend.verify(jobs)
-        self._tell_rounds()  # of the step before, where nobody took them while the backend worked
+        self._catch_up()  # with the step before, where nobody did while the backend worked
         for row, result in zip(deciding, results, strict=True):
             if result.status is Status.DECIDED:
                 self._commit(row, result, now_s)
@@ -236,27 +237,31 @@ class TargetMachine(WorkerMachine[TargetRow]):
         """Decide; of what a next step depends on nothing is left to do."""
         run, row.round_before, row.round_start = result.run, row.round_start, len(row.log)
         count, row.finish = row.ending.walk(row.round_start, run)
-        settled, row.found_before, row.found = row.found_before, row.found, Found.NOTHING
+        settled = (row.found_before, row.found) if row.finish else (row.found_before,)
+        row.found_before, row.found = row.found, Found.NOTHING
         row.log.extend(run if count == len(run) else run[:count])
         row.decided_s, row.told_s, row.held_s = now_s, now_s, None
         if row.finish is not None:
             self._backend.release(row.seq)
         self._untold.append((row, result, count, settled))
 
+    def _catch_up(self) -> None:
+        """Do all that was put off."""
+        choices, self._unjudged = self._unjudged, []
+        for row, offers in choices:
+            for kept in offers:
+                row.judge(kept.offer, in_time=True)
+        self._tell_rounds()
+
     def _tell_rounds(self) -> None:
-        """Do what was put off."""
-        if self._unjudged:
-            choices, self._unjudged = self._unjudged, []
-            for row, offers in choices:
-                for kept in offers:
-                    row.judge(kept.offer, in_time=True)
+        """Write verdicts, which readers wait for."""
         if not self._untold:
             return
         rounds, self._untold = self._untold, []
         for row, result, count, found in rounds:
-            self._counters.num_branch_hits += found is Found.IN_TIME
-            self._counters.num_branch_late += found is Found.LATE
-            self._counters.num_branch_misses += found is Found.MISSED
+            self._counters.num_branch_hits += found.count(Found.IN_TIME)
+            self._counters.num_branch_late += found.count(Found.LATE)
+            self._counters.num_branch_misses += found.count(Found.MISSED)
             num_accepted = min(result.num_accepted, count)
             how, num_drafted = "a" * num_accepted, [0] * (count - 1) + [result.num_drafted]
             if count > num_accepted:

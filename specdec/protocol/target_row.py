@@ -90,25 +90,28 @@ class TargetRow(WorkerRow):
         return kept
 
     def judge(self, offer: Offer, *, in_time: bool) -> None:
-        """Look for the outcome of the round that an offer was made for among those that it is prepared for.
+        """Look for the outcomes of the rounds that an offer was made for among those that it is prepared for.
 
         Args:
             offer: Of this sequence.
-            in_time: Whether it was there when the draft after the newest round was chosen; else it came just now.
+            in_time: Whether it is there as the draft after the newest round is chosen; else it came just now, and may
+                be late for the round before, too.
         """
-        log, length = self.log, offer.mark.length
-        is_of_before = length < self.round_start and not in_time
-        start, end = (self.round_before, self.round_start) if is_of_before else (self.round_start, len(log))
-        if length > start or start == end or not offer.branches or not log.has(offer.mark):
+        if not offer.branches or not self.log.has(offer.mark):
             return
-        is_foreseen = foresees(offer.chain, offer.branches, log.tail(length, end), start - length)
-        if is_foreseen is None:
-            return
-        found = Found.MISSED if not is_foreseen else Found.IN_TIME if in_time else Found.LATE
-        if is_of_before:
-            self.found_before = max(self.found_before, found)
-        else:
-            self.found = max(self.found, found)
+        foreseen = Found.IN_TIME if in_time else Found.LATE
+        self.found = max(self.found, self._found(offer, foreseen, self.round_start, len(self.log)))
+        if not in_time:
+            before = self._found(offer, foreseen, self.round_before, self.round_start)
+            self.found_before = max(self.found_before, before)
+
+    def _found(self, offer: Offer, foreseen: Found, start: int, end: int) -> Found:
+        """What an offer says of the round whose tokens lie between two lengths of the log."""
+        length = offer.mark.length
+        if length > start or start == end:
+            return Found.NOTHING
+        is_foreseen = foresees(offer.chain, offer.branches, self.log.tail(length, end), start - length)
+        return Found.NOTHING if is_foreseen is None else foreseen if is_foreseen else Found.MISSED
 
     @property
     def num_output_tokens(self) -> int:

@@ -34,6 +34,12 @@ specdec_busy_s{model_name="m",role="target",worker="a"} 1.5
 specdec_busy_s{model_name="m",role="target",worker="b"} 0.5
 # TYPE specdec_num_overruns gauge
 specdec_num_overruns{model_name="m",role="target",worker="a"} 3.0
+# TYPE specdec_num_branch_hits gauge
+specdec_num_branch_hits{model_name="m",role="target",worker="a"} 6.0
+# TYPE specdec_num_branch_late gauge
+specdec_num_branch_late{model_name="m",role="target",worker="b"} 4.0
+# TYPE specdec_num_branch_misses gauge
+specdec_num_branch_misses{model_name="m",role="target",worker="a"} 1.0
 # TYPE specdec_generation_tokens counter
 specdec_generation_tokens_total{model_name="m"} 99.0
 """
@@ -103,9 +109,12 @@ async def test_a_refusal_is_an_error(url: str) -> None:
         await run_workload(url, "another", Workload(("a",), 9, 0.0, 0))
 
 
+JUDGED = {"num_branch_hits": 6.0, "num_branch_late": 4.0, "num_branch_misses": 1.0}
+
+
 def test_figures_of_workers_are_summed_by_device() -> None:
     assert worker_figures(PAGE) == {
-        "target": {"num_steps": 15.0, "busy_s": 2.0, "num_overruns": 3.0, "num_workers": 2.0},
+        "target": {"num_steps": 15.0, "busy_s": 2.0, "num_overruns": 3.0, "num_workers": 2.0} | JUDGED,
         "draft": {"num_steps": 40.0, "num_workers": 1.0},
     }
 
@@ -116,6 +125,7 @@ def test_what_devices_did_in_between() -> None:
     assert set(uses) == {"target"}, "the draft does not tell how long it was busy"
     target = uses["target"]
     assert (target.num_steps, target.num_overruns) == (10, 3)
+    assert (target.num_hits, target.num_late, target.num_misses) == (6, 4, 1)
     assert target.idle_share == pytest.approx(0.875), "1.5 of 12 seconds of two workers"
     assert target.step_s == pytest.approx(0.15)
 

@@ -111,18 +111,24 @@ def test_a_service_whose_devices_tell_their_counters() -> None:
     assert rows[2].limit.tokens_per_s == pytest.approx(2.25 / 0.036)
 
 
-@pytest.mark.parametrize(("mode", "num_hits", "hit_rate"), [("overlap", 0, 0.5), ("outcomes", 8, 0.8), (None, 0, 0.5)])
-def test_plain_steps_are_not_charged_as_verifications(mode: ServiceMode | None, num_hits: int, hit_rate: float) -> None:
+@pytest.mark.parametrize(
+    ("mode", "num_hits", "num_late", "hit_rate"),
+    [("overlap", 0, 0, 0.5), ("outcomes", 8, 0, 0.8), ("outcomes", 5, 3, 0.8), (None, 0, 0, 0.5)],
+)
+def test_plain_steps_are_not_charged_as_verifications(
+    mode: ServiceMode | None, num_hits: int, num_late: int, hit_rate: float
+) -> None:
     """Steps of 30 ms without a draft and of 60 ms with one, in half of the rounds: 45 ms on average."""
     plain = Stream("a" * 10, tuple(Arrival(0.03 * i, 1) for i in range(1, 11)))
     drafted = Stream("a" * 31, (Arrival(0.03, 1), Arrival(0.48, 30)), 5, 20, 20)
     alone = Run((plain,), 0.3, devices={"target": DeviceUse(0.3, 0.3, 10)})
-    target = DeviceUse(0.48, 0.45, 10, num_hits=num_hits, num_misses=2 if num_hits else 0)
+    target = DeviceUse(0.48, 0.45, 10, num_hits=num_hits, num_late=num_late, num_misses=2 if num_hits else 0)
     run = Run((drafted,), 0.48, devices={"target": target, "draft": DeviceUse(0.48, 0.08, 40)})
     modes = (Mode(ALONE, 0), Mode("4 draft tokens", 4, mode))
     _, row = summarize(Comparison(Work("code", 1, 31, 0.0), modes, ((alone,), (run,))))
     assert row.limit is not None
     assert (row.hit_rate, row.limit.hit_rate) == (0.5, hit_rate)
+    assert row.foreseen_in_time == (num_hits / 10 if num_hits else None)
     assert row.limit.verify_cost == pytest.approx(2)
     tokens, step_s = hit_rate * 5 + (1 - hit_rate), hit_rate * 0.06 + (1 - hit_rate) * 0.03
     assert row.limit.tokens_per_s == pytest.approx(tokens / step_s)

@@ -140,7 +140,8 @@ def test_each_stream_has_a_track_of_its_rounds(run: TracedRun, events: list[Even
         ({"mode": "overlap"}, {}, False),
         ({"mode": "overlap", "may_wait": True}, {}, True),
         ({"mode": "outcomes", "may_wait": True}, {"outcome": "miss"}, True),
-        ({"mode": "outcomes", "may_wait": True}, {"outcome": "hit"}, False),
+        ({"mode": "outcomes", "may_wait": True}, {"outcome": "hit", "is_ahead": True}, False),
+        ({"mode": "overlap", "may_wait": True}, {"is_ahead": True}, False),
         ({"mode": "outcomes", "may_wait": True, "num_decided": 0}, {}, False),
     ],
 )
@@ -152,6 +153,25 @@ def test_a_wait_for_a_draft_is_told_by_plan_and_outcome(row: Event, next_row: Ev
     names = [event["name"] for event in trace_events(TracedRun("", 1, 20, (trace,))) if event.get("dur") == 0.005]
     told = ["waits for a draft"] * 2 if waits else ["between rounds", "between steps"]
     assert sorted(name for name in names if name.startswith(("waits", "between"))) == told
+
+
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        ({}, "no draft"),
+        ({"outcome": "miss"}, "miss"),
+        ({"num_drafted": 2}, "made after"),
+        ({"num_drafted": 2, "outcome": "miss"}, "miss"),
+        ({"num_drafted": 2, "is_ahead": True}, "ahead"),
+        ({"num_drafted": 2, "is_ahead": True, "outcome": "hit"}, "ahead"),
+        ({"num_drafted": 2, "is_ahead": True, "outcome": "miss"}, "ahead"),
+    ],
+)
+def test_a_step_is_coloured_by_where_its_draft_came_from(row: Event, kind: str) -> None:
+    fields = {"num_drafted": 0, "num_accepted": 0, "num_decided": 1, "mode": "overlap"} | row
+    step = TargetStep(0, 5, (VerifiedRow("s", 1, 5, **fields),))
+    trace = replace(worker("w"), role="target", target_steps=(step,))
+    assert [bar.kind for bar in panel_of(TracedRun("", 1, 20, (trace,))).target] == [kind]
 
 
 def test_what_is_written_is_what_viewers_read(tmp_path: Path, run: TracedRun) -> None:

@@ -146,6 +146,24 @@ def rounds(*events: Any) -> list[tuple[str, str]]:
     return [(row.source, row.outcome) for step in found.trace().target_steps for row in step.rows]
 
 
+def test_a_draft_is_ahead_if_it_was_made_before_the_round_before_was_decided() -> None:
+    found = recorder()
+    for event in (offer(3, (4, 5, 6)), ([1, 2, 3], 1, (4,)), ([1, 2, 3, 4], 2, (5, 9)), offer(6, (7,))):
+        if isinstance(event, Offer):
+            found.received(event)
+        else:
+            decided(found, *event[:2], *event[2])
+    decided(found, [1, 2, 3, 4, 5, 9], 1, 8)
+    decided(found, [1, 2, 3, 4, 5, 9, 8], 0, 8)
+    rows = [row for step in found.trace().target_steps for row in step.rows]
+    assert [(row.source, row.is_ahead) for row in rows] == [
+        ("chain", False),
+        ("chain", True),
+        ("chain", False),
+        ("", False),
+    ]
+
+
 def test_a_draft_offered_after_its_verdict_is_no_hit() -> None:
     assert rounds(offer(3, (4, 5)), ([1, 2, 3], 2, (4, 5, 6))) == [("chain", "")]
 
@@ -272,7 +290,8 @@ def test_rounds_are_judged_as_the_target_judges_them(draft_steps: int, num_branc
     counters = service.counters
     assert sum(row.num_decided for row in rows) == counters.num_committed_tokens == 120
     assert sum(row.num_accepted for row in rows) == counters.num_accepted_tokens
-    outcomes = [row.outcome for row in rows[:-1]]  # the last but one was not counted yet
+    outcomes = [row.outcome for row in rows]
+    assert any(row.is_ahead for row in rows), "a chain without branches is, too"
     if num_branches:
         assert (outcomes.count("hit"), outcomes.count("miss")) == (counters.num_branch_hits, counters.num_branch_misses)
         assert counters.num_branch_hits or draft_steps == 2

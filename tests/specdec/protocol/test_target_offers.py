@@ -98,6 +98,26 @@ def test_a_right_branch_that_came_late_is_neither_in_time_nor_wrong(num_rounds):
     assert judged(machine) == (0, 1, 0)
 
 
+def test_a_late_offer_is_judged_by_both_rounds_that_it_was_made_for():
+    """Right for the one, by its chain, and wrong for the other."""
+    machine = machine_with(open_message())
+    for _ in range(2):
+        machine.step(0.0)
+    machine.receive(branched((), (3, 9), (Outcome(0, 8), (1,))), 0.0)
+    assert judged(machine) == (0, 1, 1)
+
+
+@pytest.mark.parametrize(("chain", "counted"), [(TRUE[1:3], (1, 0, 0)), ((8, 8), (0, 0, 1))])
+def test_a_sequence_that_ends_has_all_rounds_counted_but_its_last(chain, counted):
+    token = TRUE[0] if counted[0] else 8
+    machine = machine_with(open_message(max_tokens=2), branched((), (9,), (Outcome(0, token), chain)))
+    for _ in range(2):
+        machine.step(0.0)
+    names = ("num_branch_hits", "num_branch_late", "num_branch_misses")
+    assert machine._rows.current("s", INC).finish is not None
+    assert tuple(machine.report()[name] for name in names) == counted
+
+
 def test_an_offer_whose_round_was_followed_by_another_is_late_and_its_tail_is_used():
     machine = machine_with(open_message())
     for _ in range(2):
