@@ -12,7 +12,6 @@ from specdec.control.choice import Bounds
 from specdec.engine.emulation import StepCost, parse_step_costs
 from specdec.protocol.branches import BRANCHES_IN_ALL
 from specdec.protocol.leases import Times
-from specdec.protocol.messages import Mode
 from specdec.sampling.params import Acceptance
 from specdec.sampling.validation import MAX_NUM_SPECULATIVE_TOKENS
 
@@ -228,7 +227,7 @@ class AppArgs(StrictModel):
     acceptance: Acceptance = Field(
         "coupled", description="rule by which draft tokens are kept, for requests that name none"
     )
-    mode: Mode | Literal["auto"] = Field(
+    mode: Literal["auto", "overlap", "in_turn"] = Field(
         "auto",
         description="draft while the target verifies, or in turn; auto: the faster, overlap at a fixed length",
     )

@@ -28,6 +28,7 @@ from cluster.cli.serve import serve
 from cluster.config import ServiceConfig
 from cluster.config_files import load_config
 from specdec.errors import InvalidParameterError
+from specdec.sampling.validation import MAX_TEMPERATURE
 
 if TYPE_CHECKING:
     from cluster.bench.rollback_costs import RollbackCosts
@@ -249,8 +250,10 @@ def _temperatures(text: str) -> list[float]:
         values = [float(part) for part in text.split(",")]
     except ValueError:
         values = []
-    if not values or not all(0 <= value < float("inf") for value in values):
-        raise InvalidParameterError("temperatures", "temperatures takes numbers of at least 0, separated by commas")
+    if not values or not all(0 <= value <= MAX_TEMPERATURE for value in values):
+        raise InvalidParameterError(
+            "temperatures", f"temperatures takes numbers from 0 to {MAX_TEMPERATURE:g}, separated by commas, not {text}"
+        )
     return values
 
 

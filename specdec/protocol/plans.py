@@ -91,7 +91,7 @@ class FixedPlans:
 
 
 def fixed_plan(num_draft_tokens: int, mode: Mode, draft_wait_s: float = 0.0, num_branches: int = 0) -> Planner:
-    """A planner that gives every sequence the same draft length, or the one its request names.
+    """A planner that gives every sequence the same draft length, or the one its request names; none without drafts.
 
     Args:
         num_draft_tokens: Draft tokens per round where the request names none.
@@ -103,7 +103,7 @@ def fixed_plan(num_draft_tokens: int, mode: Mode, draft_wait_s: float = 0.0, num
     def plan(spec: SequenceSpec) -> Plan:
         wanted = spec.num_speculative_tokens
         length = num_draft_tokens if wanted is None else wanted
-        return Plan(length, num_branches, mode=mode, draft_wait_s=draft_wait_s)
+        return Plan(length, num_branches, mode=mode, draft_wait_s=draft_wait_s) if length else Plan()
 
     return plan
 

@@ -1,15 +1,16 @@
 """The controller in a simulation, against every fixed plan and the target alone.
 
-python -m tests.specdec.control.simulate [--all] [--batch 1,8,64] [--every N]
+python -m tests.specdec.control.simulate [--all] [--batch 1,8,64] [--every N] [--seeds 0,1,2]
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -204,7 +205,11 @@ class Auto:
 
 @dataclass(frozen=True)
 class Result:
-    """Tokens per second at a point."""
+    """Tokens per second at a point; of several runs the mean, and the plans of the first.
+
+    Attributes:
+        runs: Auto over the best fixed plan, of each run.
+    """
 
     scenario: Scenario
     auto: float
@@ -213,6 +218,7 @@ class Result:
     plan: Plan
     choice: Plan
     num_changes: int
+    runs: tuple[float, ...]
 
     @property
     def over_best(self) -> float:
@@ -223,7 +229,22 @@ class Result:
         return self.auto / self.alone
 
 
-def measure(scenarios: Sequence[Scenario], seed: int = 0, num_steps: int = LONG) -> list[Result]:
+def measure(scenarios: Sequence[Scenario], seeds: Sequence[int] = (0,), num_steps: int = LONG) -> list[Result]:
+    """Auto, the best fixed plan and the target alone: the means over a script for each seed."""
+    found = zip(*(_measured(scenarios, seed, num_steps) for seed in seeds), strict=True)
+    return [
+        replace(
+            ones[0],
+            auto=statistics.mean(one.auto for one in ones),
+            best=statistics.mean(one.best for one in ones),
+            alone=statistics.mean(one.alone for one in ones),
+            runs=tuple(one.over_best for one in ones),
+        )
+        for ones in found
+    ]
+
+
+def _measured(scenarios: Sequence[Scenario], seed: int, num_steps: int) -> list[Result]:
     """Auto after its warm-up, the best fixed plan, and the target alone, over the same scripts; of one batch size.
 
     One step in a hundred takes twice as long, so that the figure of a time of 800 steps is uncertain by a half percent.
@@ -235,7 +256,8 @@ def measure(scenarios: Sequence[Scenario], seed: int = 0, num_steps: int = LONG)
     results = []
     for p, (scenario, (best, plan)) in enumerate(zip(scenarios, best_fixed(scenarios, scripts), strict=True)):
         choice, num_changes, plain = auto.plans[p][0], auto.num_changes[p], alone(scenario)
-        results.append(Result(scenario, float(rates[p]), max(best, plain), plain, plan, choice, num_changes))
+        rate, most = float(rates[p]), max(best, plain)
+        results.append(Result(scenario, rate, most, plain, plan, choice, num_changes, (rate / most,)))
     return results
 
 
@@ -263,8 +285,8 @@ def line(result: Result) -> str:
     one = result.scenario
     point = f"B {one.batch:2d} alpha {one.alpha:.2f} c {one.cost:.2f} hit {one.hit:.1f} "
     point += "compute" if one.is_compute_bound else "flat   "
-    figures = f"auto/best {result.over_best:.3f} auto/alone {result.over_alone:.3f} "
-    figures += f"best/alone {result.best / result.alone:.2f}"
+    figures = f"auto/best {result.over_best:.3f} ({min(result.runs):.3f} to {max(result.runs):.3f}) "
+    figures += f"auto/alone {result.over_alone:.3f} best/alone {result.best / result.alone:.2f}"
     return (
         f"{point}  {figures}  best: {described(result.plan)}; auto: {described(result.choice)} ({result.num_changes})"
     )
@@ -275,22 +297,23 @@ def main() -> None:
     parser.add_argument("--batch", default="1,2,4,8,16,32,64")
     parser.add_argument("--all", action="store_true", help="print every point, not the worst alone")
     parser.add_argument("--every", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", default="0", help="one script and one run for each")
     parser.add_argument("--steps", type=int, default=LONG, help="target steps after the warm-up")
     arguments = parser.parse_args()
-    batches = tuple(int(batch) for batch in arguments.batch.split(","))
+    batches, seeds = ([int(number) for number in text.split(",")] for text in (arguments.batch, arguments.seeds))
     results = []
     for batch in batches:
-        results += measure(grid((batch,))[:: arguments.every], arguments.seed, arguments.steps)
+        results += measure(grid((batch,))[:: arguments.every], seeds, arguments.steps)
     results.sort(key=lambda result: result.over_best)
     for result in results if arguments.all else results[:24]:
         sys.stdout.write(line(result) + "\n")
-    low = min(result.over_alone for result in results)
+    low, runs = min(result.over_alone for result in results), [one for result in results for one in result.runs]
     sys.stdout.write(
         f"{len(results)} points: auto/best min {results[0].over_best:.3f}, "
         f"median {results[len(results) // 2].over_best:.3f}; auto/alone min {low:.3f}; "
         f"below .97: {sum(result.over_best < 0.97 for result in results)}, "
-        f"below .98: {sum(result.over_alone < 0.98 for result in results)}\n"
+        f"below .98: {sum(result.over_alone < 0.98 for result in results)}; "
+        f"single runs: min {min(runs):.3f}, below .97: {sum(run < 0.97 for run in runs)} of {len(runs)}\n"
     )
 
 
