@@ -74,7 +74,8 @@ def test_the_most_likely_tokens_are_those_of_transformers(client: OpenAI) -> Non
 
 
 def test_drafts_are_accepted_and_the_figures_say_so(hybrid: RunningService, client: OpenAI) -> None:
-    figures = complete(client, num_tokens=64, temperature=0).metrics["speculative_decoding"]
+    # Where cores are few most drafts are late: of the few that a short answer has all may be right.
+    figures = complete(client, num_tokens=256, temperature=1, seed=5).metrics["speculative_decoding"]
     assert 0 < figures["num_accepted_draft_tokens"] < figures["num_draft_tokens"]
     assert 0 < figures["draft_acceptance_rate"] < 1
     counts = {
