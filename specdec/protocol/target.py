@@ -31,7 +31,8 @@ class TargetCounters:
         num_branch_hits: Rounds whose outcome was among those prepared, in an offer with branches of which something was
             left when the next draft was chosen. Rounds are judged as long as late offers may come: until the next but
             one is decided, or the sequence has ended; its very last is not.
-        num_branch_late: Rounds whose outcome was among those prepared, but in offers that came after that only.
+        num_branch_late: Rounds whose outcome was among those prepared, but only in offers that came after that, or came
+            when nothing was left of them.
         num_branch_misses: Rounds for which branches were offered, in time or not, and none of them for the outcome.
     """
 

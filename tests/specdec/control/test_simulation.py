@@ -45,11 +45,10 @@ def test_auto_keeps_up_with_the_best_fixed_plan(batch, first, every):
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("batch", [1, 2, 4, 8, 16, 32, 64])
 def test_auto_keeps_up_everywhere(batch):
-    """Over three scripts each: chance moves single runs by a percent, and of so many points some have bad luck.
+    """Of these scripts and times. In half the time a point or two in a hundred are two to three percent short.
 
     A drafter that is slow and nearly always right is the worst of them: a dozen arms are within the doubt of trials.
     """
-    check(measure(grid((batch,)), seeds=(0, 1, 2)), 0.97, 0.98)
+    check(measure(grid((batch,))), 0.97, 0.98)
