@@ -79,19 +79,18 @@ class NotedDrafter(ForwardingDrafter):
         """The inner backend's step, noted."""
         started_s = self._clock()
         results = self._inner.propose(jobs)
-        worked = [(j, r) for j, r in zip(jobs, results, strict=True) if r.status is not Status.WAITING]
-        if worked:
-            decided = {job.key for job, result in worked if result.status is Status.DECIDED}
-            is_prefill = not {job.fork_of or job.key for job, _ in worked} <= self._begun
-            self._note(Step("draft", started_s, self._clock(), len(worked), len(decided), is_prefill))
-            self._begun |= decided
+        statuses = [result.status for result in results]
+        num_worked, num_decided = len(jobs) - statuses.count(Status.WAITING), statuses.count(Status.DECIDED)
+        is_prefill = False
+        for job, status in zip(jobs, statuses, strict=True):
+            if job.fork_of is not None:
+                break  # branches come last, and begin with what is held for their sequences
+            is_prefill |= status is not Status.WAITING and job.key not in self._begun
+            if status is Status.DECIDED:
+                self._begun.add(job.key)
+        if num_worked:
+            self._note(Step("draft", started_s, self._clock(), num_worked, num_decided, is_prefill))
         return results
-
-    def rename(self, key: str, new_key: str) -> None:
-        """What is held for a branch is its sequence's from now on."""
-        if key in self._begun:
-            self._begun = self._begun - {key} | {new_key}
-        self._inner.rename(key, new_key)
 
     def release(self, key: str) -> None:
         """Free everything held for a sequence or branch."""

@@ -132,11 +132,13 @@ class TimedDrafter(ForwardingDrafter):
         after_s = self._clock()
         duration_s = after_s - (before_s if self._last_s is None else self._last_s)
         self._last_s = after_s
-        is_plain = bool(jobs)
-        for job, result in zip(jobs, results, strict=True):
-            decided = result.status is Status.DECIDED
-            is_plain = is_plain and decided and (job.key in self._settled or job.fork_of is not None)
-            (self._settled.add if decided else self._settled.discard)(job.key)
+        statuses = [result.status for result in results]
+        is_plain = bool(jobs) and statuses.count(Status.DECIDED) == len(jobs)
+        for job, status in zip(jobs, statuses, strict=True):
+            if job.fork_of is not None:
+                break  # branches come last
+            is_plain = is_plain and job.key in self._settled
+            (self._settled.add if status is Status.DECIDED else self._settled.discard)(job.key)
         if is_plain:
             self._timer.add(len(jobs), len(jobs), duration_s)
         return results
@@ -145,11 +147,6 @@ class TimedDrafter(ForwardingDrafter):
         """A step found nothing to draft: the time until the next one is nobody's."""
         self._last_s = None
         self._inner.rest()
-
-    def rename(self, key: str, new_key: str) -> None:
-        """What is held for a branch is its sequence's from now on."""
-        self._settled.discard(key)
-        self._inner.rename(key, new_key)
 
     def release(self, key: str) -> None:
         """Free everything held for a sequence or branch."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any
 
 
 class Compact:
@@ -20,11 +20,11 @@ class Compact:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """See :meth:`object.__reduce__`."""
-        kind = cast(Callable[..., Any], type(self))
+        kind: Any = type(self)
         return kind, _fields_of(kind)(self)
 
 
 @cache
-def _fields_of(kind: Callable[..., Any]) -> Callable[[Any], tuple[Any, ...]]:
+def _fields_of(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
     """Reads all fields of a class in order."""
-    return attrgetter(*(field.name for field in fields(cast(Any, kind))))
+    return attrgetter(*(field.name for field in fields(kind)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specdec.protocol.backends import Proposal
+from specdec.protocol.backends import DraftJob, Proposal
 from specdec.protocol.branches import Likelihoods
 from specdec.protocol.marks import Tokens
 from specdec.protocol.messages import Candidates
@@ -13,18 +13,14 @@ class Path:
 
     Attributes:
         tokens: The draft tokens.
-        candidates: What each of them was drawn from, under the rejection rule; else empty.
-        guesses: For each of them, other tokens that may well stand in its place, the likeliest first.
-        likelihoods: For each of them, how likely it is and each of its guesses; empty where that is unknown.
+        proposals: What the backend said of each of them.
     """
 
-    __slots__ = ("candidates", "guesses", "likelihoods", "tokens")
+    __slots__ = ("proposals", "tokens")
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self.candidates: list[Candidates] = []
-        self.guesses: list[Tokens] = []
-        self.likelihoods: list[Likelihoods] = []
+        self.proposals: list[Proposal] = []
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -33,14 +29,26 @@ class Path:
         """Add the token that a backend proposed."""
         assert proposal.token is not None, "only what was decided is drafted"
         self.tokens.append(proposal.token)
-        self.guesses.append(proposal.guesses)
-        self.likelihoods.append(proposal.likelihoods)
-        if proposal.candidates is not None:
-            self.candidates.append(proposal.candidates)
+        self.proposals.append(proposal)
 
     def drop_first(self, count: int) -> None:
         """Forget the first ``count`` tokens: they are committed."""
-        del self.tokens[:count], self.candidates[:count], self.guesses[:count], self.likelihoods[:count]
+        del self.tokens[:count], self.proposals[:count]
+
+    def guesses(self, count: int) -> list[Tokens]:
+        """For each of the first ``count``, other tokens that may well stand in its place, the likeliest first."""
+        return [proposal.guesses for proposal in self.proposals[:count]]
+
+    def likelihoods(self, count: int) -> list[Likelihoods]:
+        """For each of the first ``count``, how likely it is and each of its guesses; empty where that is unknown."""
+        return [proposal.likelihoods for proposal in self.proposals[:count]]
+
+    def candidates(self, count: int | None = None) -> tuple[Candidates, ...]:
+        """What each of the first ``count`` was drawn from, under the rejection rule; else nothing."""
+        if not self.proposals or self.proposals[0].candidates is None:
+            return ()
+        drawn = (proposal.candidates for proposal in self.proposals[:count])
+        return tuple(candidates for candidates in drawn if candidates is not None)
 
 
 class Branch:
@@ -57,11 +65,12 @@ class Branch:
         is_begun: Whether the backend was ever asked for it.
         is_waiting: Whether it found no room when it was asked last.
         tokens: All of its sequence, from the log's first token on; empty until it is first asked for.
+        job: What was asked of the backend last.
     """
 
     __slots__ = (
-        *("is_begun", "is_waiting", "key", "num_offered", "num_useful", "num_wanted", "path", "position", "token"),
-        "tokens",
+        *("is_begun", "is_waiting", "job", "key", "num_offered", "num_useful", "num_wanted", "path", "position"),
+        *("token", "tokens"),
     )
 
     def __init__(self, key: str, position: int, token: int) -> None:
@@ -73,6 +82,7 @@ class Branch:
         self.is_begun = False
         self.is_waiting = False
         self.tokens: list[int] = []
+        self.job: DraftJob | None = None
 
     def append(self, proposal: Proposal) -> None:
         """Add the token that a backend proposed."""

@@ -164,6 +164,7 @@ class DraftRow(WorkerRow):
         most, num_tokens = self.limit - branch.position - 1, self.plan.num_draft_tokens
         branch.num_wanted = max(0, min(num_tokens, most))
         branch.num_useful = max(0, min(num_tokens + (not self.plan.draft_wait_s), most))
+        branch.job = None
 
     # What is wanted.
 
@@ -173,18 +174,23 @@ class DraftRow(WorkerRow):
         num_tokens = self.plan.num_draft_tokens
         if num_tokens and self.plan.mode == "overlap":
             num_tokens += 1 + (self.num_verified if self.num_branches else num_tokens)
-        return max(0, min(num_tokens, self.limit - len(self.log.tokens)))
+        most = self.limit - len(self.log.tokens)
+        return num_tokens if num_tokens <= most else max(0, most)
 
-    def growing_branches(self) -> list[Branch]:
-        """The branches of which one more token is of use, in the order in which they were forked."""
-        return [branch for branch in self.branches.values() if len(branch.path.tokens) < branch.num_useful]
+    def growing_branches(self) -> list[tuple[Branch, DraftJob]]:
+        """The branches of which one more token is of use, in the order in which they were forked, each with its job."""
+        return [
+            (branch, self.branch_job(branch))
+            for branch in self.branches.values()
+            if len(branch.path.tokens) < branch.num_useful
+        ]
 
     def likely_outcomes(self) -> list[Outcome]:
         """The fan-out over what is verified now, as far as the chain's guesses name it by now."""
         plan, count = self.plan, self.num_verified + 1
-        known = self.path.likelihoods[:count]
+        known = self.path.likelihoods(count)
         places = foreseen(self.num_branches, self.num_verified, plan.acceptance_rate, known)
-        return likely_outcomes(places, self.path.guesses[:count])
+        return likely_outcomes(places, self.path.guesses(count))
 
     def chain_job(self) -> DraftJob:
         """To propose the chain's next token."""
@@ -196,11 +202,15 @@ class DraftRow(WorkerRow):
         Up to the outcome its tokens are the sequence's. Nothing further is said to agree: where the backend has lost
         the branch, it begins again with a copy of the sequence.
         """
-        position = branch.position
-        if not branch.tokens:
-            branch.tokens = [*self.tokens[:position], branch.token]
+        job, position, num_committed = branch.job, branch.position, len(self.log.tokens)
         agreed = min(self.agreed, position)
-        return DraftJob(branch.key, branch.tokens, self.spec, agreed, len(self.log), self.seq, self.num_guesses)
+        if job is not None and job.num_committed == num_committed and job.agreed == agreed:
+            return job  # its tokens are the same list, with one more at the end
+        if not branch.tokens:
+            branch.tokens = self.tokens[:position]
+            branch.tokens.append(branch.token)
+        branch.job = DraftJob(branch.key, branch.tokens, self.spec, agreed, num_committed, self.seq, self.num_guesses)
+        return branch.job
 
     # What is offered.
 
@@ -253,7 +263,7 @@ class DraftRow(WorkerRow):
         if self.plan.draft_wait_s and self.num_offered < self.plan.num_draft_tokens <= len(self.path):
             self.num_steps = 0  # the target has waited for this: its step begins now
         self.offered_end, self.offered_at = self.end, self.num_steps
-        length, is_drawn = len(self.log), bool(self.path.candidates)
+        length, drawn = len(self.log), self.path.candidates()
         branches: list[tuple[Outcome, Tokens]] = []
         candidates: list[tuple[Candidates, ...]] = []
         for branch in self.branches.values():
@@ -261,7 +271,7 @@ class DraftRow(WorkerRow):
                 drafted = tuple(branch.path.tokens[: branch.num_wanted])
                 branch.num_offered = len(drafted)
                 branches.append((Outcome(branch.position - length, branch.token), drafted))
-                if is_drawn:
-                    candidates.append(tuple(branch.path.candidates[: branch.num_offered]))
-        chain, drawn = tuple(self.path.tokens), tuple(self.path.candidates)
+                if drawn:
+                    candidates.append(branch.path.candidates(branch.num_offered))
+        chain = tuple(self.path.tokens)
         return Offer(self.seq, self.inc, self.log.mark(), chain, tuple(branches), drawn, tuple(candidates))

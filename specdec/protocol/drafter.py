@@ -92,7 +92,7 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         proposals: list[Proposal] = []
         if tasks:
             with self.meanwhile():
-                proposals = self._backend.propose([job for *_, job in tasks])
+                proposals = self._backend.propose([task[2] for task in tasks])
         worked = self._take(tasks, proposals)
         if not worked:
             self._backend.rest()
@@ -118,14 +118,12 @@ class DrafterMachine(WorkerMachine[DraftRow]):
     def _tasks(self, rows: Sequence[DraftRow]) -> list[Task]:
         """A job for each chain that is too short, in order of arrival, then for each branch: they yield first."""
         tasks: list[Task] = [(row, None, row.chain_job()) for row in rows if len(row.path) < row.num_wanted]
-        tasks += [
-            (row, branch, row.branch_job(branch)) for row in rows if row.branches for branch in row.growing_branches()
-        ]
+        tasks += [(row, branch, job) for row in rows if row.branches for branch, job in row.growing_branches()]
         return tasks
 
     def _take(self, tasks: Sequence[Task], proposals: Sequence[Proposal]) -> bool:
         """Add what was proposed, and count who found no room (rule 7). True if anything was drafted or read."""
-        num_waiting = num_waiting_branches = 0
+        num_waiting = num_waiting_branches = num_proposed = 0
         for (row, branch, job), proposal in zip(tasks, proposals, strict=True):
             is_waiting = proposal.status is Status.WAITING
             if branch is None:
@@ -137,7 +135,8 @@ class DrafterMachine(WorkerMachine[DraftRow]):
                 branch.is_begun, branch.is_waiting = True, is_waiting
             if proposal.token is not None:
                 (row if branch is None else branch).append(proposal)
-                self.counters.num_proposed_tokens += 1
+                num_proposed += 1
+        self.counters.num_proposed_tokens += num_proposed
         self._num_waiting = num_waiting
         return num_waiting + num_waiting_branches < len(proposals)
 
