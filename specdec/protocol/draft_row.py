@@ -240,7 +240,7 @@ class DraftRow(WorkerRow):
         A target without a draft needs one soon, so that the first chain is offered half done and done; and so are, in
         overlap, the following parts of a chain without branches. Branches go when they are done, and before that in
         parts: nobody knows here when the target's next step begins, and what comes after that is late. Parts begin a
-        step before the plan's deadline, or with half a draft where it gives none.
+        step before the plan's deadline; where it gives none, with half a draft, or nearly as late as a second would be.
 
         Args:
             spacing: Least draft steps between two parts.
@@ -255,7 +255,7 @@ class DraftRow(WorkerRow):
             return fresh >= part
         if self.num_offered < plan.num_draft_tokens and (fresh >= part or len(self.path) == plan.num_draft_tokens):
             return True
-        first = plan.num_fit_steps - 1 if plan.num_fit_steps else part
+        first = plan.num_fit_steps - 1 if plan.num_fit_steps else max(part, min(spacing - 1, plan.num_draft_tokens))
         return self.num_steps >= max(first, self.offered_at + spacing if self.offered_at else 0)
 
     def take_offer(self) -> Offer:
