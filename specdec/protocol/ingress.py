@@ -117,8 +117,6 @@ class IngressMachine:
                 if request is not None and request.log.mark() == mark:
                     self._deliveries.append(Delivery(seq, (), Notes(), finish))
                     self._finish(seq, "finished")
-                elif request is not None:
-                    self._want_soon(request, now_s)
             case Gone(seq, attempt):
                 request = self._current(seq, attempt)
                 if request is not None:
@@ -145,13 +143,11 @@ class IngressMachine:
                 new = request.log.tail(length)
                 self._deliveries.append(Delivery(request.seq, new, message.notes.last(len(new)), plan=message.plan))
                 self._want_soon(request, now_s)
-            case Extension.GAP:  # what came before is lost, or late
-                self._want_soon(request, now_s)
             case Extension.MISMATCH:  # another life of a router has used this attempt
                 self._submit(request, now_s)
 
     def _want_soon(self, request: Request, now_s: float) -> None:
-        """Acknowledge now and then, so that what is repeated stays short; not every time: it costs two messages."""
+        """Acknowledge now and then, so that what is repeated stays short; not every time: it costs a message."""
         if now_s - request.wanted_s >= self._times.repeat_s:
             self._want(request, now_s)
 

@@ -187,7 +187,7 @@ class RouterMachine:
             if session.client_length < message.have <= len(session.log):
                 session.client_length = message.have
                 session.notes = session.notes.last(len(session.log) - message.have)
-            self._tell(session, session.client_length)
+            self._tell(session)
 
     def _on_verdict(self, message: Verdict, now_s: float) -> None:
         session = self._sessions.get(message.seq)
@@ -207,8 +207,7 @@ class RouterMachine:
             self._planning.closed(session.seq)
         elif len(session.links) > 1:
             self._commit(session, session.drafter.sent)
-        if session.told_length < len(session.log) or session.finish is not None:
-            self._tell(session, session.told_length)
+        self._tell(session)
 
     def _takes(self, session: Session, message: Verdict) -> bool:
         """Rule 2: append once, and check. False where another life of the target has decided under this inc."""
@@ -284,17 +283,12 @@ class RouterMachine:
         link.sent = len(session.log)
         self._send(link, Commit(session.seq, session.link_inc(link), base, session.log.tail(base), session.log.mark()))
 
-    def _tell(self, session: Session, base: int) -> None:
-        """Tokens from ``base`` on to the ingress; the end goes by itself, bound to a mark.
-
-        From what it was told last: acknowledgements are rare, and all since the last one would be much at every round.
-        From what it has when it says so: what was lost comes then, and it hears that somebody is there.
-        """
-        mark, attempt, tokens = session.log.mark(), session.inc.attempt, session.log.tail(base)
-        if tokens or session.finish is None:
-            notes = session.notes.last(len(tokens))
-            self._outbox.put(session.ingress, NewTokens(session.seq, attempt, base, tokens, notes, mark, session.plan))
-        session.told_length = mark.length
+    def _tell(self, session: Session) -> None:
+        """Tokens to the ingress, from what it has acknowledged on; the end goes by itself, bound to a mark."""
+        base, mark = session.client_length, session.log.mark()
+        attempt, tokens = session.inc.attempt, session.log.tail(base)
+        message = NewTokens(session.seq, attempt, base, tokens, session.notes, mark, session.plan)
+        self._outbox.put(session.ingress, message)
         if session.finish is not None:
             self._outbox.put(session.ingress, End(session.seq, attempt, mark, session.finish))
 

@@ -32,18 +32,9 @@ class WorkerLink:
 
 
 class Session(Row):
-    """A sequence's log of record. Its inc is (attempt, 0); each of its links has an ``n`` of its own.
+    """A sequence's log of record. Its inc is (attempt, 0); each of its links has an ``n`` of its own."""
 
-    Attributes:
-        client_length: Length of the log that the ingress is known to have.
-        told_length: Length up to which it was told.
-        notes: Of the tokens after ``client_length``.
-    """
-
-    __slots__ = (
-        *("client_length", "drafter", "finish", "ingress", "log", "notes", "plan", "spec", "target"),
-        "told_length",
-    )
+    __slots__ = ("client_length", "drafter", "finish", "ingress", "log", "notes", "plan", "spec", "target")
 
     def __init__(self, message: Submit, plan: Plan, lease_s: float) -> None:
         super().__init__(seq=message.seq, inc=Inc(message.attempt, 0), lease_s=lease_s)
@@ -51,7 +42,7 @@ class Session(Row):
         self.spec = message.spec
         self.plan = plan
         self.log = TokenLog(message.tokens)
-        self.client_length = self.told_length = len(self.log)
+        self.client_length = len(self.log)
         self.notes = Notes()
         self.finish: Finish | None = None
         self.target = WorkerLink("target" if message.spec.model == "target" else "drafter")

@@ -77,12 +77,6 @@ def test_it_ends_only_when_it_has_everything():
     assert len(machine) == 0
 
 
-def test_an_end_beyond_what_it_has_asks_for_the_rest():
-    machine = submitted()
-    machine.receive(End("s", 1, log_of((3, 4)).mark(), "stop"), 0.5)
-    assert machine.take_outbox() == {"R": [Want("s", 1, "I", P)]}
-
-
 def test_it_wants_and_acknowledges_as_time_goes_by():
     machine = submitted()
     machine.step(0.9)
@@ -94,18 +88,6 @@ def test_it_wants_and_acknowledges_as_time_goes_by():
     assert machine.take_outbox() == {}
     machine.step(1.5)
     assert machine.take_outbox() == {"R": [Want("s", 1, "I", P + 2)]}
-
-
-def test_what_is_missing_is_asked_for_now_and_then():
-    machine = submitted()
-    machine.receive(new_tokens(1, (4,), (3, 4)), 0.4)
-    assert machine.take_outbox() == {}
-    machine.receive(new_tokens(2, (5,), (3, 4, 5)), 0.5)
-    machine.receive(new_tokens(3, (6,), (3, 4, 5, 6)), 0.6)
-    assert machine.take_outbox() == {"R": [Want("s", 1, "I", P)]}
-    assert machine.take_deliveries() == []
-    machine.receive(new_tokens(0, (3, 4, 5, 6), (3, 4, 5, 6)), 0.7)
-    assert machine.take_deliveries() == [delivered(3, 4, 5, 6)]
 
 
 @pytest.mark.parametrize("how", ["gone", "lost", "silent"])

@@ -121,25 +121,16 @@ def test_a_verdict_is_acknowledged_committed_and_told():
     }
 
 
-def test_tokens_are_taken_and_told_once():
+def test_tokens_are_taken_once_and_told_from_what_the_client_has():
     machine = submitted("T0", "D0")
     machine.receive(verdict(0, (0, 1)), 0.0)
+    machine.receive(Want("s", 1, "I", P + 1), 0.0)
     machine.take_outbox()
     machine.receive(verdict(0, (0, 1, 2)), 0.0)
     machine.receive(verdict(0, (0,)), 0.0)
     sent = machine.take_outbox()
     assert sent["T0"] == [Ack("s", Inc(1, 0), P + 3)] * 2
-    assert sent["I"] == [new_tokens(2, (2,), (0, 1, 2))]
-
-
-def test_an_ingress_that_tells_what_it_has_is_told_the_rest():
-    machine = submitted("T0", "D0")
-    machine.receive(verdict(0, (0, 1, 2)), 0.0)
-    machine.take_outbox()
-    machine.receive(Want("s", 1, "I", P + 1), 0.0)
-    assert machine.take_outbox() == {"I": [new_tokens(1, (1, 2), (0, 1, 2))]}
-    machine.receive(Want("s", 1, "I", P + 3), 0.0)
-    assert machine.take_outbox() == {"I": [new_tokens(3, (), (0, 1, 2))]}
+    assert sent["I"] == [new_tokens(1, (1, 2), (0, 1, 2))] * 2
 
 
 @pytest.mark.parametrize(
@@ -159,23 +150,23 @@ def test_a_verdict_that_does_not_fit_opens_the_sequence_anew(message):
     machine.receive(verdict(0, (9, 9)), 0.0)  # of the inc before
     assert machine.take_outbox() == {}
     machine.receive(verdict(2, (2,), n=1), 0.0)
-    assert machine.take_outbox()["I"] == [new_tokens(2, (2,), (0, 1, 2))]
+    assert machine.take_outbox()["I"] == [new_tokens(0, (0, 1, 2), (0, 1, 2))]
     assert machine.num_reopened == 1
 
 
-@pytest.mark.parametrize("num_before", [1, 2])
-def test_a_finish_closes_the_workers_and_is_told_until_the_ingress_leaves(num_before):
+@pytest.mark.parametrize("tokens", [(0, 1), ()])
+def test_a_finish_closes_the_workers_and_is_told_until_the_ingress_leaves(tokens):
     machine = submitted("T0", "D0")
-    machine.receive(verdict(0, (0, 1)[:num_before]), 0.0)
+    machine.receive(verdict(0, (0, 1)), 0.0)
     machine.take_outbox()
-    machine.receive(verdict(0, (0, 1), finish="stop"), 0.0)
-    end, closed = End("s", 1, log_of((0, 1)).mark(), "stop"), [Close("s", Inc(1, 0))]
-    told = [*([new_tokens(1, (1,), (0, 1))] * (num_before == 1)), end]
+    machine.receive(verdict(2 - len(tokens), tokens, finish="stop"), 0.0)
+    told = [new_tokens(0, (0, 1), (0, 1)), End("s", 1, log_of((0, 1)).mark(), "stop")]
+    closed = [Close("s", Inc(1, 0))]
     assert machine.take_outbox() == {"T0": [Ack("s", Inc(1, 0), P + 2), *closed], "D0": closed, "I": told}
     machine.receive(Want("s", 1, "I", P), 0.0)
     machine.receive(verdict(0, (0, 1), finish="stop"), 0.0)
     machine.receive(Resync("T0", "s", Inc(1, 0), 0, "unknown"), 0.0)
-    assert machine.take_outbox() == {"I": [new_tokens(0, (0, 1), (0, 1)), end]}
+    assert machine.take_outbox() == {"I": told}
     machine.receive(Cancel("s", 1), 0.0)
     assert (machine.take_outbox(), machine.num_sessions) == ({}, 0)
 
