@@ -219,7 +219,8 @@ class RouterMachine:
         if session is None or session.finish is not None or message.inc != session.link_inc(session.drafter):
             return
         session.drafter.length = min(message.mark.length, len(session.log))
-        self._send(session.target, replace(message, inc=session.link_inc(session.target)))
+        inc = session.link_inc(session.target)
+        self._send(session.target, message if message.inc == inc else replace(message, inc=inc))
 
     def _on_resync(self, message: Resync, now_s: float) -> None:
         session = self._sessions.get(message.seq)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 import threading
 from collections import defaultdict
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from deployments.transport.host import SWITCH_INTERVAL_S, Host, LoopHost, WorkerHost
+from deployments.transport.host import GC_THRESHOLD, SWITCH_INTERVAL_S, Host, LoopHost, WorkerHost
 from deployments.transport.wire import HostFailedError
 
 IDLE_S = 60.0
@@ -139,15 +140,19 @@ async def test_a_worker_runs_on_one_thread_of_its_own_and_stops() -> None:
     assert "machine" not in {thread.name for thread in threading.enumerate()}
 
 
-async def test_a_worker_gives_way_sooner_while_it_runs() -> None:
-    before_s = sys.getswitchinterval()
+async def test_a_worker_gives_way_sooner_and_looks_for_cycles_more_seldom_while_it_runs() -> None:
+    before_s, thresholds = sys.getswitchinterval(), gc.get_threshold()
     try:
         sys.setswitchinterval(0.004)
+        gc.set_threshold(500, 7, 9)
         with running("worker", Recorder()):
             assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)
+            assert gc.get_threshold() == (GC_THRESHOLD, 7, 9)
         assert sys.getswitchinterval() == pytest.approx(0.004)
+        assert gc.get_threshold() == (500, 7, 9)
     finally:
         sys.setswitchinterval(before_s)
+        gc.set_threshold(*thresholds)
 
 
 async def test_the_event_loop_goes_on_during_a_long_step_and_a_stall_is_told() -> None:
