@@ -6,8 +6,7 @@ No clock, no thread, no randomness. How it chooses:
 - An arm is a whole way of speculating: kind, draft length, branches, what the target waits for. A formula
   (``limits.py``) says what an arm gives at the measured step times and acceptance rate. Of the draft step that runs
   when a verdict comes any part may be left, so a formula mixes the two numbers of steps that may fit: rounded down,
-  an arm that fits nine times out of ten would look like one that never does. Where a round has time for more than the
-  arm's drafts, the drafter rests by then, and none runs. What the drafter has drafted beyond what
+  an arm that fits nine times out of ten would look like one that never does. What the drafter has drafted beyond what
   went out in time counts as a lead, and a row that waits after a miss gets half a chain, as the drafter sends it.
 - Formulas are only where it begins. They take a worker's step time in one mode for that in another, which is wrong
   where target and drafter share processors, and know nothing of late offers. So what counts is the measured pace of
@@ -22,7 +21,7 @@ No clock, no thread, no randomness. How it chooses:
   two differ so much that the rate has really changed. A sequence's own draft length follows what it accepted of late.
 - An arm that would win with one or two standard deviations of luck (two where nothing of the allowance is spent) is
   tried, a few rounds at a time, where what it will probably lose is within an allowance: a share of the time that
-  falls from 25% at a new load to 0.8%. It is saved up for the luckiest of those that it can ever pay; an untried arm
+  falls from 25% at a new load to 0.5%. It is saved up for the luckiest of those that it can ever pay; an untried arm
   that costs more is chosen only where it promises so much more. A trial's price counts the rounds as long as the
   arm's are, and the time until draft steps of its size are reported. No luck may make more of an arm than its tokens
   per plain target step. Target alone is granted one standard deviation more, so that drafting is held against a fresh

@@ -24,8 +24,7 @@ _LATE_MESSAGES_S = 0.004
 """... and as messages do: on a busy machine a tenth of those there and back take so much longer than the quickest.
 
 So they begin by as many steps earlier, where each part follows a step after the last: an early one costs a message.
-By none where a step takes more than twice that, as it costs the step then; and where parts are further apart by fewer,
-as it costs what would have been drafted until the next.
+Where parts are further apart, by fewer: it costs what would have been drafted until the next.
 """
 
 
@@ -135,5 +134,4 @@ def _steps_until_offer(conditions: Conditions, step_s: float, rows_per_sequence:
     usual = int(_JITTER * conditions.fit_steps(step_s, rows_per_sequence) + _EARLY_OFFER)
     spacing = offer_spacing(conditions.num_draft_rows)
     late = _LATE_MESSAGES_S / (spacing * conditions.draft_s(rows_per_sequence))
-    earlier = math.ceil(late) if spacing == 1 and late > 0.5 else int(late)
-    return max(usual - earlier, min(usual, 1))
+    return max(usual - (math.ceil(late) if spacing == 1 else int(late)), min(usual, 1))

@@ -112,17 +112,14 @@ class Conditions:
             self._draft_steps_s[rows_per_sequence] = self.draft.at(rows, rows)
         return self._draft_steps_s[rows_per_sequence]
 
-    def fit_steps(self, round_s: float, rows_per_sequence: int, num_draft_tokens: float = math.inf) -> float:
+    def fit_steps(self, round_s: float, rows_per_sequence: int) -> float:
         """Draft steps from a verdict to the next boundary: (t_T - 2 delta - margin) / t_d, DESIGN section 8.
 
         Less one for the draft step that runs when the verdict comes, of which any part may be left: so many whole steps
-        fit always, and one more as often as the fraction says. None runs then where a round has time for more: a
-        drafter rests when it has drafts of so many tokens and the token after them.
+        fit always, and one more as often as the fraction says.
         """
-        draft_s = self.draft_s(rows_per_sequence)
         left_s = round_s * (1 - self.margin) - self.round_trip_s
-        running = min(1.0, max(0.0, num_draft_tokens + 2 - round_s / draft_s))
-        return max(0.0, left_s / draft_s - running)
+        return max(0.0, left_s / self.draft_s(rows_per_sequence) - 1)
 
     def has_seen(self, arm: Arm) -> bool:
         """Whether steps of the size that an arm makes were measured, so that its formula stands on something."""
@@ -177,7 +174,7 @@ def ahead(arm: Arm, conditions: Conditions, acceptance_rate: float) -> Pace:
     least = _ahead_with_steps(arm, conditions, acceptance_rate, 0)
     if not arm.num_branches:
         return least
-    num_steps = conditions.fit_steps(least.round_s, 1 + arm.num_branches, arm.num_draft_tokens)
+    num_steps = conditions.fit_steps(least.round_s, 1 + arm.num_branches)
     is_in_time = arm.num_draft_tokens <= int(num_steps) + 1 or offer_spacing(conditions.num_draft_rows) == 1
     share = num_steps % 1
     if arm.num_draft_tokens < int(num_steps) or not is_in_time or not share:
@@ -216,7 +213,7 @@ class _Lengths(NamedTuple):
 
 def _lengths(arm: Arm, conditions: Conditions, round_s: float, num_more: int) -> _Lengths:
     wanted = arm.num_draft_tokens
-    fit = int(conditions.fit_steps(round_s, 1 + arm.num_branches, arm.num_draft_tokens)) + num_more
+    fit = int(conditions.fit_steps(round_s, 1 + arm.num_branches)) + num_more
     after_plain = min(wanted, fit - 1)
     # The chain is drafted on and on: what did not go out in time is there after a draft that was kept whole.
     ahead_by = max(0.0, round_s / conditions.draft_s(1 + arm.num_branches) - 1)

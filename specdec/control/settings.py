@@ -46,7 +46,7 @@ class Settings:
     curiosity: float = 1.0
     trial_steps: int = 20
     unseen_s: float = 2.0
-    loss: float = 0.008
+    loss: float = 0.005
     early_loss: float = 0.25
     early_steps: float = 200.0
     most_credit: float = 8.0

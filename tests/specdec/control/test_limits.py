@@ -65,15 +65,6 @@ def test_a_draft_step_that_fits_almost_is_worth_almost_as_much(arm):
     assert all(0.999 <= more / less < 1.04 for less, more in itertools.pairwise(paces))
 
 
-def test_a_drafter_that_rests_before_the_verdict_comes_begins_with_it():
-    now = conditions(0.3)
-    left = 0.96 / 0.3
-    assert now.fit_steps(1.0, 1) == pytest.approx(left - 1)
-    assert now.fit_steps(1.0, 1, 1) == pytest.approx(left)  # three steps of 3.3
-    assert now.fit_steps(1.0, 1, 2) == pytest.approx(left - 4 + 1 / 0.3)
-    assert now.fit_steps(1.0, 1, 3) == now.fit_steps(1.0, 1)
-
-
 def test_a_row_that_waits_gets_half_a_chain_after_a_miss():
     arm = Arm("outcomes", 8, 4, "chain")
     given = pace(arm, conditions(0.3, guess_rate=0.0), 0.5)
