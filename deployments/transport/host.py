@@ -202,7 +202,8 @@ class WorkerHost(Host[M]):
         """Start the thread; it gives way to the event loop sooner than is the interpreter's default."""
         self._old_settings = sys.getswitchinterval(), gc.get_threshold()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        gc.set_threshold(GC_THRESHOLD, *self._old_settings[1][1:])
+        threshold, *others = self._old_settings[1]
+        gc.set_threshold(threshold and max(threshold, GC_THRESHOLD), *others)  # 0 does without
         self.last_progress_s = time.monotonic()
         self._thread.start()
 

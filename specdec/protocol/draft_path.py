@@ -65,7 +65,7 @@ class Branch:
         is_begun: Whether the backend was ever asked for it.
         is_waiting: Whether it found no room when it was asked last.
         tokens: All of its sequence, from the log's first token on; empty until it is first asked for.
-        job: What was asked of the backend last.
+        job: What was asked of the backend last, where it would be asked the same again.
     """
 
     __slots__ = (

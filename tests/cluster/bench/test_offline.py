@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from cluster.bench.compare import ALONE, Mode, Work, compare, parse_modes
@@ -15,6 +17,8 @@ from cluster.bench.summary import Row, summarize
 from cluster.config import AppArgs
 from specdec.engine.emulation import EmulatedDevice, EmulatedTarget, StepCost, VirtualClock
 from specdec.errors import InvalidParameterError
+from specdec.protocol.backends import DraftJob, Proposal, Status
+from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.philox import derive_seed
 
 
@@ -158,6 +162,46 @@ def test_only_steps_that_did_something_are_noted() -> None:
     assert NotedTarget(target, steps.append).verify([]) == []
     assert NotedDrafter(drafter, steps.append).propose([]) == []
     assert steps == []
+
+
+class Answering:
+    """A draft backend that gives the answers it was told."""
+
+    max_model_len = 64
+
+    def __init__(self) -> None:
+        self.answers: list[Proposal] = []
+
+    def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
+        return self.answers
+
+    def rest(self) -> None: ...
+
+    def rename(self, key: str, new_key: str) -> None: ...
+
+    def release(self, key: str) -> None: ...
+
+
+def test_a_draft_step_is_noted_with_its_branches_and_as_prefill_by_its_chains() -> None:
+    steps: list[Step] = []
+    backend = Answering()
+    noted = NotedDrafter(backend, steps.append)
+    spec = SequenceSpec(SamplingParams(), 0, 2, 8)
+    chain, branch = DraftJob("a", [1, 2], spec), DraftJob("a#0", [1, 2, 3], spec, fork_of="a")
+    decided, prefilling, waiting = Proposal(Status.DECIDED, 5), Proposal(Status.PREFILLING), Proposal(Status.WAITING)
+
+    def step(*told: tuple[DraftJob, Proposal]) -> tuple[int, int, bool]:
+        backend.answers = [answer for _, answer in told]
+        noted.propose([job for job, _ in told])
+        return steps[-1].num_rows, steps[-1].num_tokens, steps[-1].is_prefill
+
+    assert step((chain, prefilling)) == (1, 0, True)
+    assert step((chain, decided)) == (1, 1, True)
+    assert step((chain, decided), (branch, waiting)) == (1, 1, False)
+    assert step((chain, waiting), (branch, decided)) == (1, 1, False)
+    assert step((branch, decided)) == (1, 1, False)
+    noted.release("a")
+    assert step((chain, decided), (branch, decided)) == (2, 2, True)
 
 
 def test_a_second_run_reads_its_prompts_again() -> None:

@@ -139,10 +139,11 @@ class Pairs:
         self._fan_out()
         self.draft_rows = ((1 + self.branches) * (self.length > 0)).sum(1)
         self.half = np.maximum(1, -(-self.length // 2))
-        self.first = np.where(self.fit > 0, np.maximum(1, self.fit - 1), self.half)
         self.is_ahead = (self.length > 0) & ~self.in_turn
         seldom, often = (offer_spacing(self.wait.shape[1], waits=waits) for waits in (True, False))
         self.spacing = np.where(self.wait > 0, seldom, often)
+        unbound = np.maximum(self.half, np.minimum(self.spacing - 1, self.length))
+        self.first = np.where(self.fit > 0, np.maximum(1, self.fit - 1), unbound)
         self.mean_draft_s = self.cost_s * np.maximum(1.0, self.draft_rows / 64)
 
     replanned = _replan

@@ -82,6 +82,30 @@ def test_draft_steps_count_branches_from_their_first():
     assert backend.calls == [("rest",), ("rename", "a#0", "a")]
 
 
+def test_draft_steps_in_which_anybody_waits_or_reads_are_left_out_and_so_is_the_first_after_it():
+    backend, decided = Told(), Proposal(Status.DECIDED, 5)
+    timed = TimedDrafter(backend, clock=clock())
+    chain, branch = DraftJob("a", [1, 2], SPEC), DraftJob("a#0", [1, 2, 6], SPEC, fork_of="a")
+    backend.answers = [decided]
+    timed.propose([chain])
+    for answers in (
+        [decided, Proposal(Status.WAITING)],
+        [decided, Proposal(Status.PREFILLING)],
+        [Proposal(Status.WAITING), decided],
+    ):
+        backend.answers = answers
+        timed.propose([chain, branch])
+    backend.answers = [decided, decided]
+    timed.propose([chain, branch])  # the chain waited
+    assert points(timed) == []
+    timed.rest()
+    timed.propose([chain, branch])
+    timed.rest()
+    backend.answers = [decided]
+    timed.propose([branch])
+    assert points(timed) == [StepTime(2, 2, 0.25, 1), StepTime(1, 1, 0.25, 1)]
+
+
 @pytest.mark.parametrize(("rests", "counted_s"), [(False, 3.5), (True, 1.0)])
 def test_what_a_drafter_does_between_two_steps_is_part_of_the_second_unless_it_rested(rests, counted_s):
     backend = Told()

@@ -255,15 +255,6 @@ def test_many_sequences_send_fewer_parts():
     assert counts[0] > counts[1] > 1
 
 
-@pytest.mark.parametrize(("others", "first"), [(0, 2), (40, 2), (48, 3), (70, 4), (300, 4)])
-def test_among_many_sequences_the_first_part_is_longer_where_there_is_no_deadline(others, first):
-    machine = machine_with(num_draft_tokens=4)
-    open_others(machine, others)
-    settle(machine)
-    settle_after_hit(machine)
-    assert [bool(settle(machine, 1)) for _ in range(4)].index(True) == first - 1
-
-
 def open_others(machine, count):
     for i in range(count):
         spec = SequenceSpec(SamplingParams(), 0, len(PROMPT), 50, (EOS,))

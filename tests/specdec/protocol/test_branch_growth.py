@@ -1,0 +1,49 @@
+"""What a drafter asks its backend for while branches grow, and when it sends them among many sequences."""
+
+from __future__ import annotations
+
+import pytest
+
+from specdec.protocol.messages import Plan, PlanUpdate
+from tests.specdec.protocol.scripted import PROMPT
+from tests.specdec.protocol.test_branches import (
+    INC,
+    commit,
+    machine_with,
+    open_others,
+    row_of,
+    settle,
+    settle_after_hit,
+)
+
+
+def branch_jobs(machine):
+    return [job for job in machine._backend.batches[-1] if job.fork_of is not None]
+
+
+def test_a_branch_that_grows_is_asked_for_by_what_is_committed_and_planned_now():
+    machine = machine_with(num_draft_tokens=8, num_branches=8)
+    settle(machine)
+    settle_after_hit(machine)
+    settle(machine, 2)
+    row, few = row_of(machine), {job.num_guesses for job in branch_jobs(machine)}
+    chain = tuple(row.path.tokens)
+    commit(machine, tuple(row.log.tokens[len(PROMPT) :]), chain[:1])
+    kept = {branch.key for branch in row.branches.values()}
+    settle(machine, 1)
+    assert kept & {job.key for job in branch_jobs(machine)}
+    assert {job.num_committed for job in branch_jobs(machine)} == {len(row.log)}
+    machine.receive(PlanUpdate("s", INC, Plan(8, 32, 0, 0.5)), 0.0)
+    settle(machine, 1)
+    assert kept & {job.key for job in branch_jobs(machine)}
+    assert {job.num_guesses for job in branch_jobs(machine)} == {row.num_guesses}
+    assert row.num_guesses > max(few)
+
+
+@pytest.mark.parametrize(("others", "first"), [(0, 2), (40, 2), (48, 3), (70, 4), (300, 4)])
+def test_among_many_sequences_the_first_part_is_longer_where_there_is_no_deadline(others, first):
+    machine = machine_with(num_draft_tokens=4)
+    open_others(machine, others)
+    settle(machine)
+    settle_after_hit(machine)
+    assert [bool(settle(machine, 1)) for _ in range(4)].index(True) == first - 1
