@@ -45,6 +45,7 @@ def test_auto_keeps_up_with_the_best_fixed_plan(batch, first, every):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("batch", [1, 2, 4, 8, 16, 32, 64])
 def test_auto_keeps_up_everywhere(batch):
     """On average of three scripts: of a single run it is luck which arm is tried when.
