@@ -30,8 +30,8 @@ SWITCH_INTERVAL_S = 0.0005
 GC_THRESHOLD = 20_000
 """Objects that are made and kept before the interpreter looks for cycles among them.
 
-A machine's rows, drafts and messages have none. With Python's 700, a drafter of 256 branches would look for them 50
-times a second.
+A machine's rows, drafts and messages have none, and with Python's 700 a drafter of many branches looks for them in
+every round.
 """
 
 
