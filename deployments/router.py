@@ -9,6 +9,7 @@ from deployments.names import DRAFT, TARGET
 from deployments.transport.endpoints import PeerGroup, RouterEndpoint, replica_id
 from specdec.control.choice import Bounds
 from specdec.control.controller import Controller
+from specdec.control.deadlines import Deadlines
 from specdec.control.limits import KINDS, Kind
 from specdec.engine.trace import Recorder
 from specdec.protocol.plans import IN_TURN_WAIT_S, PlanController, Planner, WorkerKind, fixed_plan, no_drafts
@@ -48,7 +49,7 @@ def planner_of(args: AppArgs) -> Planner | PlanController:
     if args.num_speculative_tokens != "auto":
         mode = "overlap" if args.mode == "auto" else args.mode
         wait_s = IN_TURN_WAIT_S if mode == "in_turn" else 0.0
-        return fixed_plan(args.num_speculative_tokens, mode, wait_s, args.num_branches)
+        return Deadlines(fixed_plan(args.num_speculative_tokens, mode, wait_s, args.num_branches))
     kinds: dict[str, frozenset[Kind]] = {
         "in_turn": frozenset({"off", "in_turn"}),
         "overlap": frozenset({"off", "overlap", "outcomes"}),

@@ -49,15 +49,18 @@ class NotedTarget(ForwardingTarget):
         """The inner backend's step, noted."""
         started_s = self._clock()
         results = self._inner.verify(jobs)
-        worked = [(j, r) for j, r in zip(jobs, results, strict=True) if r.status is not Status.WAITING]
-        if worked:
-            decided = [(job, result) for job, result in worked if result.status is Status.DECIDED]
-            num_tokens = sum(1 + result.num_drafted for _, result in decided)
-            keys = {job.key for job, _ in worked}
+        ended_s = self._clock()
+        statuses = [result.status for result in results]
+        decided = [result for result in results if result.status is Status.DECIDED]
+        keys = {job.key for job, status in zip(jobs, statuses, strict=True) if status is not Status.WAITING}
+        if keys:
+            num_tokens = len(decided) + sum([result.num_drafted for result in decided])
             is_prefill, goes_on = not keys <= self._begun, not keys.isdisjoint(self._last)
-            self._note(Step("target", started_s, self._clock(), len(worked), num_tokens, is_prefill, goes_on))
+            self._note(Step("target", started_s, ended_s, len(keys), num_tokens, is_prefill, goes_on))
             self._last = keys
-            self._begun |= {job.key for job, _ in decided}
+            if is_prefill:
+                pairs = zip(jobs, statuses, strict=True)
+                self._begun |= {job.key for job, status in pairs if status is Status.DECIDED}
         return results
 
     def release(self, key: str) -> None:

@@ -19,13 +19,15 @@ from ray import serve
 from deployments.transport.discovery import Discovery
 from deployments.transport.host import Host, LoopHost, M, WorkerHost
 from deployments.transport.links import Dial, LinkKeeper
+from deployments.transport.local import LocalAnswerer, LocalDialer
 from deployments.transport.priority import GIVES_WAY, GOES_EARLY, shift_niceness
-from deployments.transport.sharing import SharingHost
+from deployments.transport.sharing import SharingHost, SteadyHost
 from deployments.transport.streams import IngressAnswerer, RouterDialer, Stream, WorkerAnswerer, WorkerDialer, pinned
 from deployments.transport.wire import Batch, Greeting, Hello, Identity, LinkTimes
 from specdec.engine.trace import Recorder, WorkerTrace
 from specdec.engine.traced import traced
 from specdec.protocol.draft_worker import DraftWorkerMachine
+from specdec.protocol.drafter import DRAFTER_LIGHT
 from specdec.protocol.target import LIGHT, TargetMachine
 
 DEFAULT_TIMES = LinkTimes()
@@ -51,14 +53,24 @@ def replica_id() -> str:
     return str(serve.get_replica_context().replica_tag)
 
 
+def node_id() -> str:
+    """Ray's id of the node that this runs on."""
+    return str(ray.get_runtime_context().get_node_id())
+
+
 class _Endpoint:
     """What all ends have in common: a host, and the knowledge of whether this replica is shutting down.
 
     Serve tells a replica that it is to stop only after its last request has ended, and the streams of a link are
     requests that never end by themselves. But a replica that is to stop is not listed any more, and so it learns.
+
+    Attributes:
+        within_machines: Whether links to peers on the same machine go through its sockets, where it has them.
     """
 
+    within_machines = True
     _host: Host[Any] | None = None
+    _local: LocalAnswerer | None = None
     _recorder: Recorder | None = None
     _closing = False
 
@@ -73,10 +85,22 @@ class _Endpoint:
         self._current: dict[str, frozenset[str]] = {}
         host.start()
 
+    def _answer_within(self, host: Host[Any]) -> None:
+        """Answer peers on the same machine."""
+        if self.within_machines:
+            self._local = LocalAnswerer(self._me, node_id(), host, self._refusal, self._times)
+            self._local.start()
+
+    def _dial_within(self, host: Host[Any], elsewhere: Dial) -> Dial:
+        """Dials that go through a socket where the peer is on the same machine."""
+        if not self.within_machines:
+            return elsewhere
+        return LocalDialer(self._me, node_id(), host, elsewhere, self._times).dial
+
     async def identity(self) -> Identity:
         """Where this replica runs."""
         context = serve.get_replica_context()
-        return Identity(context.deployment, self._me, os.getpid(), ray.get_runtime_context().get_node_id())
+        return Identity(context.deployment, self._me, os.getpid(), node_id())
 
     async def recorded(self) -> WorkerTrace | None:
         """What this replica's recorder holds; None where nothing is recorded."""
@@ -110,6 +134,8 @@ class _Endpoint:
             watch.close()
         for _, keeper in self._groups:
             keeper.close()
+        if self._local is not None:
+            self._local.close()
         host.stop()
 
     def __del__(self) -> None:
@@ -191,6 +217,7 @@ class WorkerEndpoint(_Endpoint):
         shift_niceness(GOES_EARLY, spared=host.thread_id)  # which sees to its own
         self._watch_self()
         self._answerer = WorkerAnswerer(self._me, host, self._watch(routers, _ignore), times)
+        self._answer_within(host)
         return host
 
     async def results(self, hello: Hello) -> Stream:
@@ -235,6 +262,7 @@ class RouterEndpoint(_Endpoint):
         self._answerer = IngressAnswerer(self._me, host, times)
         for group in workers:
             self._keep_links(group, host, self._dial_workers)
+        self._answer_within(host)
         self._watch_self()
         return host
 
@@ -252,7 +280,7 @@ class RouterEndpoint(_Endpoint):
         assert self._host is not None
         dialer = WorkerDialer(self._me, self._host, workers, self._times)
         self._dialers.append(dialer)
-        return dialer.dial
+        return self._dial_within(self._host, dialer.dial)
 
     async def feed(self, hello: Hello) -> Stream:
         """What a worker reads from this router."""
@@ -310,20 +338,23 @@ class IngressEndpoint(_Endpoint):
         shift_niceness(GIVES_WAY)
         host = LoopHost(machine, tick_s=tick_s, after=after)
         self._open(host, stall_s=60.0, times=times)
-        self._keep_links(routers, host, lambda watch: RouterDialer(self._me, host, watch, times).dial)
+        self._keep_links(
+            routers, host, lambda watch: self._dial_within(host, RouterDialer(self._me, host, watch, times).dial)
+        )
         return host
 
 
 def _worker_host(machine: Any, recorder: Recorder | None, idle_wait_s: float) -> WorkerHost[Any]:
     driven = traced(machine, recorder)
     if isinstance(machine, TargetMachine):
-        host: WorkerHost[Any] = SharingHost(driven, LIGHT, idle_wait_s=idle_wait_s)
-        machine.meanwhile = host.meanwhile
-        return host
-    host = WorkerHost(driven, idle_wait_s=idle_wait_s)
+        steady = SteadyHost(driven, LIGHT, idle_wait_s=idle_wait_s)
+        machine.meanwhile = steady.meanwhile
+        return steady
     if isinstance(machine, DraftWorkerMachine):
-        machine.drafter.meanwhile = host.meanwhile
-    return host
+        sharing = SharingHost(driven, DRAFTER_LIGHT, idle_wait_s=idle_wait_s)
+        machine.drafter.meanwhile = sharing.meanwhile
+        return sharing
+    return WorkerHost(driven, idle_wait_s=idle_wait_s)
 
 
 def _ignore(_replica_ids: frozenset[str]) -> None:

@@ -1,7 +1,7 @@
 """Links: two-way paths for batches of messages between two replicas, and who keeps them up.
 
 A link is opened by one side and answered by the other. ``Dial`` is all that a way of travelling has to offer; the dials
-over Serve's streams are in ``streams``, one in memory is in ``memory``.
+over Serve's streams are in ``streams``, those within a machine in ``local``, one in memory is in ``memory``.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections.abc import Callable, Coroutine
+import uuid
+from collections.abc import AsyncIterable, Callable, Coroutine
 from typing import Any, Protocol
 
-from deployments.transport.wire import LinkError, LinkTimes
+from deployments.transport.wire import Batch, Greeting, Hello, LinkError, LinkRefusedError, LinkTimes
 
 logger = logging.getLogger("ray.serve")
 
@@ -36,6 +37,14 @@ class Dial(Protocol):
         ...
 
 
+class Response(AsyncIterable[Any], Protocol):
+    """What the other end says, item by item."""
+
+    def cancel(self) -> None:
+        """Nothing more is wanted of it."""
+        ...
+
+
 def spawn(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     """A task outside of any request.
 
@@ -55,6 +64,59 @@ async def until_first_ends(*coroutines: Coroutine[Any, Any, None]) -> None:
             task.cancel()
     failures = [error for task in done if not task.cancelled() and (error := task.exception()) is not None]
     raise failures[0] if failures else LinkError("the peer ended the link")
+
+
+async def read_stream(
+    response: Response,
+    callee: str,
+    times: LinkTimes,
+    receive: Callable[[Batch], None],
+    on_open: Callable[[], None] | None = None,
+) -> None:
+    """Read a stream until it ends; cancels the call in any case.
+
+    Args:
+        response: A greeting, where the callee was called, and batches.
+        callee: Replica id of the other end.
+        times: How patient to be.
+        receive: Gets the batches, but for heartbeats.
+        on_open: Called once, when the callee has greeted us.
+
+    Raises:
+        LinkRefusedError: The callee's greeting says so.
+        LinkError: The stream failed, or was silent for too long.
+    """
+    clock = asyncio.get_running_loop().time
+    try:
+        async with asyncio.timeout(times.open_timeout_s) as limit:
+            async for item in response:
+                limit.reschedule(clock() + times.silence_s)
+                if isinstance(item, Greeting):
+                    _accept(item, callee)
+                    if on_open is not None:
+                        on_open()
+                elif item:
+                    receive(item)
+    except LinkError:
+        raise
+    except TimeoutError as error:
+        raise LinkError(f"{callee} is silent") from error
+    except Exception as error:
+        raise LinkError(f"the stream from {callee} failed: {error!r}") from error
+    finally:
+        response.cancel()
+
+
+def _accept(greeting: Greeting, callee: str) -> None:
+    if greeting.refusal is not None:
+        raise LinkRefusedError(f"{greeting.replica} refused: {greeting.refusal}")
+    if greeting.replica != callee:
+        raise LinkRefusedError(f"{greeting.replica} answered in place of {callee}")
+
+
+def new_hello(me: str, peer: str) -> Hello:
+    """For a new attempt at a link."""
+    return Hello(me, peer, uuid.uuid4().hex)
 
 
 class LinkKeeper:

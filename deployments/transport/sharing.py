@@ -1,4 +1,4 @@
-"""A host whose machine sees to its messages while its model works."""
+"""Hosts whose machines see to their messages while their models work."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from deployments.transport.priority import GOES_FIRST
 class SharingHost(WorkerHost[M]):
     """Runs a machine on a thread of its own, and lets the event loop have it while that thread waits for the model.
 
-    Between two steps of a model its device is idle. So what can be done beside a step is not done between two: while
-    the model works, light messages are received on the event loop, and what the machine has to say of the step before
-    is taken from it there. The machine must call ``meanwhile`` around its model's work. Between, its thread goes first.
+    What can be done beside a step is not done between two: while the model works, light messages are received on the
+    event loop. The machine must call ``meanwhile`` around its model's work. What it says is sent after each step.
 
     Args:
         machine: As for :class:`WorkerHost`.
@@ -26,9 +25,6 @@ class SharingHost(WorkerHost[M]):
         idle_wait_s: As for :class:`WorkerHost`.
         clock: As for :class:`WorkerHost`.
     """
-
-    precedence = GOES_FIRST
-    goes_at_once = True
 
     def __init__(
         self,
@@ -42,25 +38,14 @@ class SharingHost(WorkerHost[M]):
         self._light = light
         self._turn_lock = threading.Lock()
         self._is_shared = False
-        self._is_owed = False
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def start(self) -> None:
-        """Start the thread; on the event loop."""
-        self._loop = asyncio.get_running_loop()
-        super().start()
 
     @contextmanager
     def meanwhile(self) -> Iterator[None]:
         """Around what the machine waits for, on its own thread."""
-        assert self._loop is not None
-        if self._is_owed:  # the event loop had no time during the last step
-            self._send()
-        self._is_owed = self._is_shared = True
+        self._is_shared = True
         self._turn_lock.release()
         try:
-            with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._on_the_loop, self._send_owed)
+            self._while_shared()
             with super().meanwhile():
                 yield
         finally:
@@ -78,16 +63,8 @@ class SharingHost(WorkerHost[M]):
         with self._turn_lock:
             return super()._turn(items)
 
-    def _after_step(self, busy: bool) -> None:
-        """What the machine says while it is busy is sent in its next turn, while its model works."""
-        if not busy:
-            self._is_owed = False
-            self._send()
-
-    def _send_owed(self) -> None:
-        if self._is_owed:
-            self._is_owed = False
-            self._send()
+    def _while_shared(self) -> None:
+        """What is to be done when the event loop may have the machine."""
 
     def _take_in(self, messages: tuple[Any, ...]) -> None:
         if self.on_arrival is not None:
@@ -110,3 +87,56 @@ class SharingHost(WorkerHost[M]):
         finally:
             self._turn_lock.release()
         return True
+
+
+class SteadyHost(SharingHost[M]):
+    """A sharing host for a machine whose model is to work without a pause.
+
+    What the machine has to say of a step is taken from it on the event loop, while the next one works; only where there
+    is no next one it is sent at once. Between two steps the machine's thread goes first.
+    """
+
+    precedence = GOES_FIRST
+    goes_at_once = True
+
+    def __init__(
+        self,
+        machine: M,
+        light: tuple[type, ...],
+        *,
+        idle_wait_s: float = 0.005,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(machine, light, idle_wait_s=idle_wait_s, clock=clock)
+        self._is_owed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        """Start the thread; on the event loop."""
+        self._loop = asyncio.get_running_loop()
+        super().start()
+
+    @contextmanager
+    def meanwhile(self) -> Iterator[None]:
+        """Around what the machine waits for, on its own thread."""
+        if self._is_owed:  # the event loop had no time during the last step
+            self._send()
+        self._is_owed = True
+        with super().meanwhile():
+            yield
+
+    def _while_shared(self) -> None:
+        assert self._loop is not None
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._on_the_loop, self._send_owed)
+
+    def _after_step(self, busy: bool) -> None:
+        """What the machine says while it is busy is sent in its next turn, while its model works."""
+        if not busy:
+            self._is_owed = False
+            self._send()
+
+    def _send_owed(self) -> None:
+        if self._is_owed:
+            self._is_owed = False
+            self._send()

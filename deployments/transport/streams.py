@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
-from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from ray.serve.handle import DeploymentHandle
 
 from deployments.transport.discovery import Discovery
 from deployments.transport.host import Host
-from deployments.transport.links import spawn, until_first_ends
+from deployments.transport.links import new_hello, read_stream, spawn, until_first_ends
 from deployments.transport.mailbox import Mailbox
 from deployments.transport.wire import Batch, Greeting, Hello, LinkError, LinkRefusedError, LinkTimes
 
@@ -32,50 +31,6 @@ Stream = AsyncGenerator[Greeting | Batch, None]
 def pinned(handle: DeploymentHandle, method: str, replica: str, *, stream: bool) -> DeploymentHandle:
     """A handle to one method of one replica. ``_by_reference=False`` (of ``Discovery``) is what selects gRPC."""
     return handle.options(method_name=method, session_id=replica, stream=stream)
-
-
-async def read_stream(
-    response: DeploymentResponseGenerator,
-    callee: str,
-    times: LinkTimes,
-    on_open: Callable[[], None],
-    receive: Callable[[Batch], None],
-) -> None:
-    """Read a stream until it ends; cancels the call in any case.
-
-    Raises:
-        LinkRefusedError: The callee's greeting says so.
-        LinkError: The stream failed, or was silent for too long.
-    """
-    clock = asyncio.get_running_loop().time
-    try:
-        async with asyncio.timeout(times.open_timeout_s) as limit:
-            async for item in response:
-                limit.reschedule(clock() + times.silence_s)
-                if isinstance(item, Greeting):
-                    _accept(item, callee)
-                    on_open()
-                elif item:
-                    receive(item)
-    except LinkError:
-        raise
-    except TimeoutError as error:
-        raise LinkError(f"{callee} is silent") from error
-    except Exception as error:
-        raise LinkError(f"the stream from {callee} failed: {error!r}") from error
-    finally:
-        response.cancel()
-
-
-def _accept(greeting: Greeting, callee: str) -> None:
-    if greeting.refusal is not None:
-        raise LinkRefusedError(f"{greeting.replica} refused: {greeting.refusal}")
-    if greeting.replica != callee:
-        raise LinkRefusedError(f"{greeting.replica} answered in place of {callee}")
-
-
-def _new_hello(me: str, peer: str) -> Hello:
-    return Hello(me, peer, uuid.uuid4().hex)
 
 
 class _Opening:
@@ -128,13 +83,13 @@ class WorkerDialer:
 
     async def dial(self, peer: str, on_up: Callable[[], None]) -> None:
         """Run one link to a worker; see ``Dial``."""
-        hello = _new_hello(self._me, peer)
+        hello = new_hello(self._me, peer)
         mailbox = self._host.attach(peer)
         link = self._links[hello.link] = _Opening(mailbox, on_up)
         try:
             response = pinned(self._workers.handle, "results", peer, stream=True).remote(hello)
             await until_first_ends(
-                read_stream(response, peer, self._times, link.reading, self._host.post), link.until_feed_ends()
+                read_stream(response, peer, self._times, self._host.post, link.reading), link.until_feed_ends()
             )
         finally:
             del self._links[hello.link]
@@ -193,7 +148,7 @@ class WorkerAnswerer:
             response = pinned(self._routers.handle, "feed", router, stream=True).remote(
                 Hello(self._me, router, hello.link)
             )
-            await read_stream(response, router, self._times, _nothing, self._host.post)
+            await read_stream(response, router, self._times, self._host.post)
         except LinkError as error:
             logger.info("The feed from router %s ended: %s", router, error)
         finally:
@@ -218,12 +173,12 @@ class RouterDialer:
 
     async def dial(self, peer: str, on_up: Callable[[], None]) -> None:
         """Run one link to a router; see ``Dial``."""
-        hello = _new_hello(self._me, peer)
+        hello = new_hello(self._me, peer)
         mailbox = self._host.attach(peer)
         try:
             response = pinned(self._routers.handle, "events", peer, stream=True).remote(hello)
             await until_first_ends(
-                read_stream(response, peer, self._times, on_up, self._host.post), self._post_all(hello, mailbox)
+                read_stream(response, peer, self._times, self._host.post, on_up), self._post_all(hello, mailbox)
             )
         finally:
             self._host.detach(peer, mailbox)
@@ -270,7 +225,3 @@ class IngressAnswerer:
     def post(self, batch: Batch) -> None:
         """What an ingress sends."""
         self._host.post(batch)
-
-
-def _nothing() -> None:
-    """Nobody waits for this stream to open."""

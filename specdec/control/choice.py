@@ -47,7 +47,7 @@ def arms(bounds: Bounds) -> list[Arm]:
     """All ways of speculating within bounds."""
     longest = min(bounds.num_draft_tokens, DRAFT_LENGTHS[-1])
     lengths = [n for n in DRAFT_LENGTHS if n < longest] + [longest] * (longest > 0)
-    branches = [n for n in BRANCHES if n <= bounds.num_branches]
+    branches = [n for n in BRANCHES if n <= bounds.num_branches] or [1] * bounds.num_branches
     ways = [OFF]
     ways += [Arm("in_turn", n) for n in lengths]
     ways += [Arm("overlap", n) for n in lengths]
@@ -120,7 +120,7 @@ def plan_of(arm: Arm, num_draft_tokens: int, conditions: Conditions | None, acce
     if conditions is None or not conditions.draft or not conditions.target:
         return Plan(num_draft_tokens, arm.num_branches, acceptance_rate=a)
     step_s, wait_s = conditions.target_s(arm.num_draft_tokens), 0.0
-    fit = _steps_until_offer(conditions, step_s, 1 + arm.num_branches)
+    fit = steps_until_offer(conditions, step_s, 1 + arm.num_branches)
     if arm.wait != "no":
         fit, wait_s = arm.num_draft_tokens, VAIN_WAIT * conditions.waiting_round_s(step_s, arm, acceptance_rate)
     if arm.wait == "chain":
@@ -129,7 +129,7 @@ def plan_of(arm: Arm, num_draft_tokens: int, conditions: Conditions | None, acce
     return Plan(num_draft_tokens, arm.num_branches, min(fit, arm.num_draft_tokens + 1), a, "overlap", round(wait_s, 4))
 
 
-def _steps_until_offer(conditions: Conditions, step_s: float, rows_per_sequence: int) -> int:
+def steps_until_offer(conditions: Conditions, step_s: float, rows_per_sequence: int) -> int:
     """Draft steps after a verdict by which there should be an offer; 0 where not even one step fits."""
     usual = int(_JITTER * conditions.fit_steps(step_s, rows_per_sequence) + _EARLY_OFFER)
     spacing = offer_spacing(conditions.num_draft_rows)

@@ -11,7 +11,7 @@ from specdec.control.estimates import DecayedRate, Round, TrackedRate, acceptanc
 from specdec.control.group import Group
 from specdec.control.limits import KINDS, OFF, Arm, Conditions
 from specdec.control.settings import Settings
-from specdec.control.workers import WorkerFigures
+from specdec.control.workers import WorkerFigures, conditions_of
 from specdec.protocol.messages import Notes, Plan
 from specdec.protocol.plans import Placements, WorkerKind
 from specdec.sampling.params import SequenceSpec
@@ -249,19 +249,11 @@ class Controller:
             return None
         name = max(drafters, key=lambda name: (used[name], bool(drafters[name].steps)))
         drafter = drafters[name]
-        if not figures.steps or not drafter.steps:
-            return None
         num_drafted_for = sum(one.is_drafted_for for one in self._sequences.values())
-        trips = [figures.round_trip_s, drafter.round_trip_s]
-        return Conditions(
-            target=figures.steps,
-            draft=drafter.steps,
-            num_rows=max(len(seqs), figures.num_sequences),
-            # Other routers' sequences are in the report alone, and in ours those that do not draft for now.
-            num_draft_rows=max(1, -(-num_drafted_for // len(drafters)), used[name], drafter.num_drafted_for),
-            round_trip_s=sum(self._settings.round_trip_s / 2 if trip is None else trip for trip in trips),
-            guess_rate=self._guesses.rate(_PRIOR_GUESSES, 16.0),
-        )
+        # Other routers' sequences are in the report alone, and in ours those that do not draft for now.
+        num_draft_rows = max(-(-num_drafted_for // len(drafters)), used[name], drafter.num_drafted_for)
+        guess_rate = self._guesses.rate(_PRIOR_GUESSES, 16.0)
+        return conditions_of(figures, drafter, len(seqs), num_draft_rows, self._settings.round_trip_s, guess_rate)
 
     def _bounds_for(self, conditions: Conditions | None, able: Iterable[str], placed: Iterable[str | None]) -> Bounds:
         """No more branches of each sequence than all of its drafters have room for; without any, those it may get.

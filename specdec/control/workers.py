@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from specdec.control.limits import Conditions
 from specdec.control.steptimes import StepTimes, step_times
 from specdec.protocol.branches import branch_share
 from specdec.protocol.plans import WorkerKind
@@ -74,3 +75,34 @@ class WorkerFigures:
             return None
         shortest_s = min(self.echoes_s)
         return max(shortest_s / 2, shortest_s - self._step_s() / (1 + len(self.echoes_s)))
+
+
+def conditions_of(
+    target: WorkerFigures,
+    drafter: WorkerFigures,
+    num_rows: int,
+    num_draft_rows: int,
+    round_trip_s: float,
+    guess_rate: float = 0.0,
+) -> Conditions | None:
+    """What a target and a drafter have reported, as what a choice depends on; None while either has no step times.
+
+    Args:
+        target: Of the pair.
+        drafter: Of the pair.
+        num_rows: Sequences that are known to be on the target; it may report more.
+        num_draft_rows: Sequences that the drafter drafts for.
+        round_trip_s: To both of them, as long as it was not measured.
+        guess_rate: Of the draft's guesses.
+    """
+    if not target.steps or not drafter.steps:
+        return None
+    trips = [target.round_trip_s, drafter.round_trip_s]
+    return Conditions(
+        target=target.steps,
+        draft=drafter.steps,
+        num_rows=max(num_rows, target.num_sequences),
+        num_draft_rows=max(1, num_draft_rows),
+        round_trip_s=sum(round_trip_s / 2 if trip is None else trip for trip in trips),
+        guess_rate=guess_rate,
+    )

@@ -90,12 +90,14 @@ class TimedTarget(ForwardingTarget):
         before_s = self._clock()
         results = self._inner.verify(jobs)
         duration_s = self._clock() - before_s
-        is_plain = bool(jobs)
-        for job, result in zip(jobs, results, strict=True):
-            is_plain = is_plain and job.key in self._settled and result.status is Status.DECIDED
-            (self._settled.add if result.status is Status.DECIDED else self._settled.discard)(job.key)
-        if is_plain:
-            self._timer.add(len(jobs), sum(1 + result.num_drafted for result in results), duration_s)
+        statuses = [result.status for result in results]
+        if statuses.count(Status.DECIDED) == len(jobs) and self._settled.issuperset([job.key for job in jobs]):
+            if jobs:
+                num_drafted = sum([result.num_drafted for result in results])
+                self._timer.add(len(jobs), len(jobs) + num_drafted, duration_s)
+            return results
+        for job, status in zip(jobs, statuses, strict=True):
+            (self._settled.add if status is Status.DECIDED else self._settled.discard)(job.key)
         return results
 
     def release(self, key: str) -> None:

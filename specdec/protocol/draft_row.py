@@ -105,8 +105,13 @@ class DraftRow(WorkerRow):
     def drop_chain(self, start: int) -> None:
         """Nothing of the chain is left, which agreed with the log up to ``start``."""
         self.path = Path()
-        self.tokens[start:] = self.log.tokens[start:]
+        self.tokens = self.tokens[:start]  # the backend may be reading the old ones
+        self.tokens += self.log.tokens[start:]
         self.offered_end = len(self.tokens)
+
+    def holds(self, path: Path) -> bool:
+        """Whether a path is its chain or one of its branches."""
+        return path is self.path or any(path is branch.path for branch in self.branches.values())
 
     @property
     def num_offered(self) -> int:

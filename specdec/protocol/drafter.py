@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
+from functools import partial
 from operator import attrgetter
 
 from specdec.protocol.backends import DraftBackend, DraftJob, Proposal, Status
 from specdec.protocol.branches import BRANCHES_IN_ALL, branch_share
-from specdec.protocol.draft_path import Branch
+from specdec.protocol.draft_path import Branch, Path
 from specdec.protocol.draft_row import DraftRow, offer_spacing
 from specdec.protocol.leases import Times
 from specdec.protocol.marks import Extension
-from specdec.protocol.messages import Commit, Message, Open
+from specdec.protocol.messages import Commit, Message, Open, PlanUpdate
 from specdec.protocol.worker import Gauges, WorkerMachine
+
+DRAFTER_LIGHT = (Commit, PlanUpdate)
+"""What a drafter may receive while its backend works: it begins and ends no sequence."""
 
 
 @dataclass(slots=True)
@@ -44,8 +48,8 @@ class DrafterCounters:
     num_branch_tokens_wasted: int = 0
 
 
-Task = tuple[DraftRow, Branch | None, DraftJob]
-"""One row of a step: a sequence's chain, or one of its branches."""
+Task = tuple[DraftRow, Branch | None, Path, DraftJob]
+"""One row of a step: a sequence's chain, or one of its branches, and what it makes longer."""
 
 
 class DrafterMachine(WorkerMachine[DraftRow]):
@@ -63,7 +67,8 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         branches_in_all: Most branches of all sequences together; see :func:`specdec.protocol.branches.branch_share`.
 
     Attributes:
-        meanwhile: Around each call of the backend.
+        meanwhile: Around each call of the backend: whoever drives the machine may, from another thread, hand it
+            ``DRAFTER_LIGHT`` messages until that ends.
     """
 
     def __init__(
@@ -80,25 +85,26 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         self._num_waiting = 0
         self.counters = DrafterCounters()
         self.meanwhile: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._is_proposing = False
+        self._owed: list[Callable[[], None]] = []
+        self._told: set[str] = set()
 
     def step(self, now_s: float) -> bool:
         """One more draft token for every chain and branch that wants one. True if anything was drafted or read."""
         self._expire(now_s)
+        self._told.clear()
         rows = sorted(self._rows, key=attrgetter("place"))
         self._share_branches(rows)
         for row in rows:
             self._branch_out(row)
         tasks = self._tasks(rows)
-        proposals: list[Proposal] = []
-        if tasks:
-            with self.meanwhile():
-                proposals = self._backend.propose([task[2] for task in tasks])
+        proposals = self._propose(tasks) if tasks else []
         worked = self._take(tasks, proposals)
         if not worked:
             self._backend.rest()
         spacings = [offer_spacing(len(rows), waits=waits) for waits in (False, True)]
         for row in rows:
-            row.num_steps += worked
+            row.num_steps += worked and row.seq not in self._told
             if row.is_due(spacings[row.plan.draft_wait_s > 0]):
                 self._outbox.put(row.router, row.take_offer())
                 self.counters.num_offers += 1
@@ -117,28 +123,64 @@ class DrafterMachine(WorkerMachine[DraftRow]):
 
     def _tasks(self, rows: Sequence[DraftRow]) -> list[Task]:
         """A job for each chain that is too short, in order of arrival, then for each branch: they yield first."""
-        tasks: list[Task] = [(row, None, row.chain_job()) for row in rows if len(row.path) < row.num_wanted]
-        tasks += [(row, branch, job) for row in rows if row.branches for branch, job in row.growing_branches()]
+        tasks: list[Task] = [(row, None, row.path, row.chain_job()) for row in rows if len(row.path) < row.num_wanted]
+        for row in rows:
+            if row.branches:
+                tasks += [(row, branch, branch.path, job) for branch, job in row.growing_branches()]
         return tasks
+
+    def _propose(self, tasks: Sequence[Task]) -> list[Proposal]:
+        """The backend's step. What is committed meanwhile frees and renames nothing under its hands, but after it."""
+        for _, branch, _, _ in tasks:
+            if branch is not None:
+                branch.is_begun = True
+        self._is_proposing = True
+        try:
+            with self.meanwhile():
+                return self._backend.propose([task[3] for task in tasks])
+        finally:
+            self._is_proposing = False
+            for call in self._owed:
+                call()
+            self._owed.clear()
 
     def _take(self, tasks: Sequence[Task], proposals: Sequence[Proposal]) -> bool:
         """Add what was proposed, and count who found no room (rule 7). True if anything was drafted or read."""
         num_waiting = num_waiting_branches = num_proposed = 0
-        for (row, branch, job), proposal in zip(tasks, proposals, strict=True):
+        for (row, branch, path, job), proposal in zip(tasks, proposals, strict=True):
             is_waiting = proposal.status is Status.WAITING
+            num_proposed += proposal.token is not None
             if branch is None:
                 num_waiting += is_waiting
-                if not is_waiting:
-                    row.agreed = len(job.tokens)
             else:
                 num_waiting_branches += is_waiting
-                branch.is_begun, branch.is_waiting = True, is_waiting
+                branch.is_waiting = is_waiting
+            if row.seq in self._told and not row.holds(path):
+                self._count_in_vain(branch, proposal)
+                continue
+            if branch is None and not is_waiting:
+                row.agreed = len(job.tokens)
             if proposal.token is not None:
                 (row if branch is None else branch).append(proposal)
-                num_proposed += 1
         self.counters.num_proposed_tokens += num_proposed
         self._num_waiting = num_waiting
         return num_waiting + num_waiting_branches < len(proposals)
+
+    def _count_in_vain(self, branch: Branch | None, proposal: Proposal) -> None:
+        """What was proposed continues a chain or branch that was dropped meanwhile."""
+        if proposal.token is None:
+            return
+        if branch is None:
+            self.counters.num_discarded_tokens += 1
+        else:
+            self.counters.num_branch_tokens_wasted += 1
+
+    def _tell_backend(self, call: Callable[[], None]) -> None:
+        """To free or rename what it holds: at once, or when it has ended its step."""
+        if self._is_proposing:
+            self._owed.append(call)
+        else:
+            call()
 
     # Branches.
 
@@ -176,7 +218,7 @@ class DrafterMachine(WorkerMachine[DraftRow]):
                 del row.branches[place]
                 self.counters.num_branch_tokens_wasted += len(branch.path)
                 if branch.is_begun:
-                    self._backend.release(branch.key)
+                    self._tell_backend(partial(self._backend.release, branch.key))
 
     # What is committed.
 
@@ -198,6 +240,8 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         length = len(row.log)
         match row.log.extend_to(message.base, message.tokens, message.mark):
             case Extension.EXTENDED:
+                if self._is_proposing:
+                    self._told.add(row.seq)
                 self._follow(row, length)
                 self._begin_round(row)
             case Extension.GAP | Extension.MISMATCH as problem:
@@ -237,7 +281,7 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         self.counters.num_discarded_tokens += len(row.path)
         row.take_over(branch)
         if branch.is_begun:
-            self._backend.rename(branch.key, row.seq)
+            self._tell_backend(partial(self._backend.rename, branch.key, row.seq))
 
     def _begin_round(self, row: DraftRow) -> None:
         """Take it that the target verifies now what it was offered; nothing, where that is nothing and it goes on."""

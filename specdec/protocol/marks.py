@@ -63,6 +63,15 @@ class TokenLog:
         length, digest = mark
         return length <= len(self._tokens) and self._digest(length) == digest
 
+    def since(self, mark: Mark) -> Tokens | None:
+        """The tokens after a mark; None where this log does not have it."""
+        length, digest = mark
+        tokens, digests = self._tokens, self._digests
+        if length > len(tokens):
+            return None
+        own = digests[length] if length < len(digests) else self._digest(length)
+        return tuple(tokens[length:]) if own == digest else None
+
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens."""
         self._tokens.extend(tokens)

@@ -55,9 +55,9 @@ def remaining_draft(offer: Offer, log: TokenLog, *, needs_candidates: bool) -> D
         log: The committed tokens.
         needs_candidates: Under the rejection rule a draft is of no use without what it was drawn from.
     """
-    if not log.has(offer.mark):
+    since, chain = log.since(offer.mark), offer.chain
+    if since is None:
         return NO_DRAFT
-    since, chain = log.tail(offer.mark.length), offer.chain
     count = len(since)
     if chain[:count] == since:
         rest = Draft(chain[count:], offer.candidates[count:])

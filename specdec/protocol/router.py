@@ -200,13 +200,14 @@ class RouterMachine:
         new = message.notes.last(len(session.log) - before)
         session.notes = session.notes + new
         self._planning.decided(session.seq, new, now_s)
+        is_over = message.finish is not None and message.mark.length == len(session.log)
+        if not is_over and len(session.links) > 1:
+            self._commit(session, session.drafter.sent)  # first: what is late here makes the next drafts late
         self._send(session.target, Ack(message.seq, message.inc, len(session.log)))
-        if message.finish is not None and message.mark.length == len(session.log):
+        if is_over:
             self._close_links(session)
             session.finish = message.finish
             self._planning.closed(session.seq)
-        elif len(session.links) > 1:
-            self._commit(session, session.drafter.sent)
         self._tell(session)
 
     def _takes(self, session: Session, message: Verdict) -> bool:

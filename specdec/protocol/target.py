@@ -68,6 +68,9 @@ class TargetCounters:
 _Round = tuple[TargetRow, Verification, int, tuple[Found, ...]]
 """A verification that is committed, how many tokens of its run were, and what was offered for rounds before."""
 
+_Choice = tuple[TargetRow, tuple[KeptOffer, ...], list[KeptOffer]]
+"""The offers among which a draft was chosen, and those of them of which nothing was left."""
+
 
 class TargetMachine(WorkerMachine[TargetRow]):
     """Decides tokens and reports them, cumulatively, until they are acknowledged.
@@ -90,7 +93,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
         self._max_model_len = backend.max_model_len
         self._counters = TargetCounters()
         self._untold: list[_Round] = []
-        self._unjudged: list[tuple[TargetRow, tuple[KeptOffer, ...]]] = []
+        self._choices: list[_Choice] = []
         self.meanwhile: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
@@ -101,7 +104,10 @@ class TargetMachine(WorkerMachine[TargetRow]):
 
     def receive(self, message: Message, now_s: float) -> None:
         """Take in one message; nothing is forwarded through a model here."""
-        self._catch_up()
+        if isinstance(message, Offer):  # may come between two steps, where no verdict need be written
+            self._judge_choices()
+        else:
+            self._catch_up()
         super().receive(message, now_s)
 
     def take_outbox(self) -> dict[str, list[Message]]:
@@ -112,6 +118,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
     def step(self, now_s: float) -> bool:
         """One verification over all sequences that may go on. True if anything was decided or read."""
         self._expire(now_s)
+        self._judge_choices()  # those of a step that failed
         rows = [row for row in self._rows if self._may_go_on(row)]
         rows.sort(key=attrgetter("place"))
         deciding: list[TargetRow] = []
@@ -202,20 +209,20 @@ class TargetMachine(WorkerMachine[TargetRow]):
     def _draft(self, row: TargetRow) -> Draft:
         """The longest usable draft of the kept offers, cut to what may be committed (rule 6)."""
         best, chosen = NO_DRAFT, None
-        log, wanted = row.log, row.plan.num_draft_tokens
-        stale: list[KeptOffer] = []
-        if row.offers:
-            self._unjudged.append((row, tuple(row.offers)))
-        for kept in reversed(row.offers):  # the newest is mostly the longest, and as long as may be
-            rest = self._rest(row, kept.offer)
+        offers = row.offers
+        if not offers:
+            return best
+        log, wanted, needs_candidates = row.log, row.plan.num_draft_tokens, row.needs_candidates
+        used_up: list[KeptOffer] = []
+        for kept in reversed(offers):  # the newest is mostly the longest, and as long as may be
+            rest = remaining_draft(kept.offer, log, needs_candidates=needs_candidates)
             if not rest.tokens:
-                stale += [] if awaits_token(kept.offer, log) else [kept]
+                used_up.append(kept)
             elif len(rest.tokens) >= len(best.tokens):
                 best, chosen = rest, kept
                 if len(rest.tokens) >= wanted and kept.offer.mark.length <= row.round_start:
                     break
-        for kept in stale:
-            self._drop_offer(row, kept)
+        self._choices.append((row, tuple(offers), used_up))
         if chosen is None:
             return best
         most = min(wanted, self._credit(row) - 1, row.ending.most_length - len(log) - 1)
@@ -248,11 +255,18 @@ class TargetMachine(WorkerMachine[TargetRow]):
 
     def _catch_up(self) -> None:
         """Do all that was put off."""
-        choices, self._unjudged = self._unjudged, []
-        for row, offers in choices:
+        self._judge_choices()
+        self._tell_rounds()
+
+    def _judge_choices(self) -> None:
+        """Judge the newest rounds by the offers that there were, and drop those that are of no use any more."""
+        choices, self._choices = self._choices, []
+        for row, offers, used_up in choices:
             for kept in offers:
                 row.judge(kept.offer, in_time=True)
-        self._tell_rounds()
+            for kept in used_up:
+                if not awaits_token(kept.offer, row.log):
+                    self._drop_offer(row, kept)
 
     def _tell_rounds(self) -> None:
         """Write verdicts, which readers wait for."""

@@ -9,6 +9,7 @@ import pytest
 from cluster.config import AppArgs
 from deployments.router import planner_of
 from specdec.control.controller import Controller
+from specdec.control.deadlines import Deadlines
 from specdec.protocol.messages import Plan
 from specdec.sampling.params import SamplingParams, SequenceSpec
 
@@ -27,7 +28,7 @@ SPEC = SequenceSpec(SamplingParams(), 1, 2, 30)
 def test_a_fixed_length_is_every_sequences_plan(keys: dict[str, Any], plan: Plan) -> None:
     planner = planner_of(AppArgs(**keys))
     assert not isinstance(planner, Controller)
-    assert planner(SPEC) == plan
+    assert (planner.opened("s", SPEC) if isinstance(planner, Deadlines) else planner(SPEC)) == plan
 
 
 @pytest.mark.parametrize(

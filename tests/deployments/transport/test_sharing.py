@@ -13,7 +13,7 @@ import pytest
 
 from deployments.transport import host as host_module
 from deployments.transport.priority import Precedence
-from deployments.transport.sharing import SharingHost
+from deployments.transport.sharing import SharingHost, SteadyHost
 from deployments.transport.wire import HostFailedError
 from tests.deployments.transport.test_priority import may_go_on_at_once
 
@@ -70,8 +70,8 @@ class Model:
 
 
 @asynccontextmanager
-async def running(model: Model) -> AsyncIterator[SharingHost[Model]]:
-    host = SharingHost(model, (Light,), idle_wait_s=IDLE_S)
+async def running(model: Model, kind: type[SharingHost[Any]] = SteadyHost) -> AsyncIterator[SharingHost[Model]]:
+    host = kind(model, (Light,), idle_wait_s=IDLE_S)
     model.meanwhile = host.meanwhile
     host.start()
     try:
@@ -81,18 +81,20 @@ async def running(model: Model) -> AsyncIterator[SharingHost[Model]]:
         host.stop()
 
 
-async def test_light_messages_are_received_while_the_model_works() -> None:
+@pytest.mark.parametrize("kind", [SharingHost, SteadyHost])
+async def test_light_messages_are_received_while_the_model_works(kind: type[SharingHost[Any]]) -> None:
     model = Model()
-    async with running(model) as host:
+    async with running(model, kind) as host:
         host.post([Heavy("a")])
         await model.until_it_works()
         host.post([Light("b"), Light("c")])
         assert model.received == [("a", False), ("b", True), ("c", True)]
 
 
-async def test_others_wait_for_the_end_of_the_step_and_are_not_overtaken() -> None:
+@pytest.mark.parametrize("kind", [SharingHost, SteadyHost])
+async def test_others_wait_for_the_end_of_the_step_and_are_not_overtaken(kind: type[SharingHost[Any]]) -> None:
     model = Model()
-    async with running(model) as host:
+    async with running(model, kind) as host:
         host.post([Heavy("a")])
         await model.until_it_works()
         host.post([Light("b"), Heavy("c")])
@@ -117,6 +119,20 @@ async def test_what_a_step_said_is_sent_while_the_next_one_works() -> None:
         host.post([Light("c")])
         model.may_end.release()
         assert await anext(batches) == ("got c", "worked")
+
+
+async def test_what_a_step_said_is_sent_at_once_where_no_model_is_to_work_without_a_pause() -> None:
+    model = Model()
+    async with running(model, SharingHost) as host:
+        mailbox = host.attach("peer")
+        host.post([Heavy("a"), Heavy("b"), Heavy("c")])
+        batches = mailbox.batches(IDLE_S)
+        model.may_end.release()
+        assert await anext(batches) == ("got a", "got b", "got c", "worked")
+        await model.until_it_works()
+        host.post([Light("d")])  # the answer waits for the end of the step
+        model.may_end.release(2)
+        assert (await anext(batches))[:2] == ("got d", "worked")
 
 
 async def test_what_the_loop_had_no_time_for_is_sent_with_the_next_step() -> None:

@@ -18,6 +18,8 @@ from tests.specdec.control.test_limits import conditions
 def test_bounds_leave_out_what_they_forbid():
     assert {arm.kind for arm in arms(Bounds())} == {"off", "in_turn", "overlap", "outcomes"}
     assert {arm.kind for arm in arms(Bounds(num_branches=0))} == {"off", "in_turn", "overlap"}
+    assert {arm.num_branches for arm in arms(Bounds(num_branches=1))} == {0, 1}
+    assert {arm.num_branches for arm in arms(Bounds(num_branches=7))} == {0, 2, 4}
     assert max(arm.num_draft_tokens for arm in arms(Bounds(num_draft_tokens=4))) == 4
     assert arms(Bounds(kinds=frozenset({"off"}))) == [OFF]
 

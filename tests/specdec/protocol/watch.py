@@ -23,13 +23,20 @@ NEVER = Inc(-1, 0), 0.0
 
 @dataclass
 class Node:
-    """A process: a life of an address."""
+    """A process: a life of an address.
+
+    Attributes:
+        light: What its machine may be handed while its model works.
+        beside: What it is to be handed then.
+    """
 
     name: str
     life: int
     machine: Machine
     backends: tuple[ScriptedTarget | ScriptedDraft, ...] = ()
     stalled_until: int = 0
+    light: tuple[type, ...] = ()
+    beside: list[Message] = field(default_factory=list)
 
     @property
     def rows(self) -> list[Row]:
@@ -113,9 +120,18 @@ class Watch:
                 self._check_session(node, row)
             elif isinstance(row, DraftRow):
                 expect(len(row.branches) <= self._most_branches, "more branches than any plan allows")
+                self._check_draft_row(row)
         known = incs.keys() | {b.key for row in rows if isinstance(row, DraftRow) for b in row.branches.values()}
         for backend in node.backends:
             expect(known >= set(backend.held), "a backend holds a sequence or branch that its machine does not")
+
+    @staticmethod
+    def _check_draft_row(row: DraftRow) -> None:
+        expect(row.tokens == [*row.log.tokens, *row.path.tokens], "a chain does not continue its log")
+        for branch in row.branches.values():
+            if branch.tokens:
+                whole = [*row.tokens[: branch.position], branch.token, *branch.path.tokens]
+                expect(branch.tokens == whole, "a branch does not continue its sequence")
 
     def _grave(self, node: Node, seq: str) -> tuple[Inc, float]:
         return self._graves.get((node.name, node.life, seq), NEVER)

@@ -1,0 +1,203 @@
+"""Links within one machine: a Unix socket for each, from process to process.
+
+An item of a stream of Serve's passes five threads and takes each of them a core for a while; through a socket it
+passes two. Where router, workers and ingress share cores, that decides whether offers are in time. Between machines,
+and where the system has no such sockets, links go over Serve's streams.
+
+A socket has an abstract name (Linux), made of the Ray node and the replica: it vanishes with its process, and is not
+to be had from another machine, or from a container with a network of its own. What travels is pickled, as over Serve;
+so both ends ask the system who the other one is, and talk to nobody but their own user.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import pickle
+import socket
+import struct
+import sys
+from asyncio import StreamReader, StreamWriter
+from collections.abc import Callable
+from typing import Any
+
+from deployments.transport.host import Host
+from deployments.transport.links import Dial, new_hello, read_stream, spawn, until_first_ends
+from deployments.transport.mailbox import Mailbox
+from deployments.transport.wire import Greeting, Hello, LinkError, LinkTimes
+
+logger = logging.getLogger("ray.serve")
+
+_LENGTH = struct.Struct("!Q")
+_CREDENTIALS = struct.Struct("3i")
+
+
+def address(node: str, replica: str) -> str:
+    """Name of the socket on which a replica answers; at most 107 bytes."""
+    return f"\0specdec/{node}/{replica}"
+
+
+class _Items:
+    """What the other end of a socket says, item by item, until it ends; for one reader."""
+
+    def __init__(self, reader: StreamReader, writer: StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    def __aiter__(self) -> _Items:
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            return pickle.loads(await self._reader.readexactly(length))
+        except asyncio.IncompleteReadError as error:
+            if error.partial:
+                raise LinkError("it ended amidst an item") from error
+            raise StopAsyncIteration from error
+
+    def cancel(self) -> None:
+        """Close the socket."""
+        self._writer.close()
+
+
+async def _write(writer: StreamWriter, item: object) -> None:
+    data = pickle.dumps(item, pickle.HIGHEST_PROTOCOL)
+    writer.write(_LENGTH.pack(len(data)) + data)
+    await writer.drain()
+
+
+async def _write_all(writer: StreamWriter, mailbox: Mailbox, times: LinkTimes) -> None:
+    async for batch in mailbox.batches(times.heartbeat_s):
+        await _write(writer, batch)
+
+
+def _is_ours(writer: StreamWriter) -> bool:
+    """Whether the process at the other end is of the same user."""
+    with socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno())) as end:
+        _pid, uid, _gid = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return bool(uid == os.geteuid())
+
+
+class LocalAnswerer:
+    """Answers on a replica's own socket, where the system has one.
+
+    Args:
+        me: Replica id of this replica.
+        node: Ray's id of the node that it is on.
+        host: Gets what the callers send.
+        refusal: Why a call is refused; None if it is not.
+        times: How patient to be.
+    """
+
+    def __init__(
+        self, me: str, node: str, host: Host[Any], refusal: Callable[[Hello], str | None], times: LinkTimes
+    ) -> None:
+        self._me = me
+        self._host = host
+        self._refusal = refusal
+        self._times = times
+        self._socket: socket.socket | None = None
+        self._server: asyncio.Server | None = None
+        if sys.platform == "linux":
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._socket.bind(address(node, me))
+            self._socket.listen()
+
+    def start(self) -> None:
+        """Answer; on the event loop."""
+        if self._socket is not None:
+            spawn(self._serve(self._socket))
+
+    def close(self) -> None:
+        """Answer no more; links that are up end with their mailboxes."""
+        listening, self._socket = self._socket, None
+        if self._server is not None:
+            self._server.close()
+        if listening is not None:
+            listening.close()
+
+    async def _serve(self, listening: socket.socket) -> None:
+        if self._socket is None:
+            return
+        self._server = await asyncio.start_unix_server(self._answer, sock=listening)
+
+    async def _answer(self, reader: StreamReader, writer: StreamWriter) -> None:
+        try:
+            if _is_ours(writer):
+                async with asyncio.timeout(self._times.open_timeout_s):
+                    hello = await anext(_Items(reader, writer))
+                await self._run(hello, reader, writer)
+        except Exception as error:
+            logger.info("A link within this machine ended: %r", error)
+        finally:
+            writer.close()
+
+    async def _run(self, hello: Hello, reader: StreamReader, writer: StreamWriter) -> None:
+        refusal = self._refusal(hello)
+        await _write(writer, Greeting(self._me, refusal))
+        if refusal is not None:
+            return
+        mailbox = self._host.attach(hello.caller)
+        try:
+            await until_first_ends(
+                read_stream(_Items(reader, writer), hello.caller, self._times, self._host.post),
+                _write_all(writer, mailbox, self._times),
+            )
+        finally:
+            self._host.detach(hello.caller, mailbox)
+
+
+class LocalDialer:
+    """Opens links within this machine, and leaves others to another dial.
+
+    Args:
+        me: Replica id of this replica.
+        node: Ray's id of the node that it is on.
+        host: Gets what the peers send.
+        elsewhere: Opens links to peers that are not on this machine.
+        times: How patient to be.
+    """
+
+    def __init__(self, me: str, node: str, host: Host[Any], elsewhere: Dial, times: LinkTimes) -> None:
+        self._me = me
+        self._node = node
+        self._host = host
+        self._elsewhere = elsewhere
+        self._times = times
+
+    async def dial(self, peer: str, on_up: Callable[[], None]) -> None:
+        """Run one link; see ``Dial``."""
+        ends = await self._connect(peer)
+        if ends is None:
+            await self._elsewhere(peer, on_up)
+        else:
+            await self._run(peer, on_up, *ends)
+
+    async def _connect(self, peer: str) -> tuple[StreamReader, StreamWriter] | None:
+        if sys.platform != "linux":
+            return None
+        end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        end.setblocking(False)
+        try:
+            await asyncio.get_running_loop().sock_connect(end, address(self._node, peer))  # uvloop wants no such path
+            return await asyncio.open_unix_connection(sock=end)
+        except ConnectionRefusedError:  # nobody of that name is here
+            end.close()
+            return None
+
+    async def _run(self, peer: str, on_up: Callable[[], None], reader: StreamReader, writer: StreamWriter) -> None:
+        hello = new_hello(self._me, peer)
+        mailbox = self._host.attach(peer)
+        try:
+            if not _is_ours(writer):
+                raise LinkError("another user's process answers to its name")
+            await _write(writer, hello)
+            await until_first_ends(
+                read_stream(_Items(reader, writer), peer, self._times, self._host.post, on_up),
+                _write_all(writer, mailbox, self._times),
+            )
+        finally:
+            self._host.detach(peer, mailbox)
+            writer.close()

@@ -1,0 +1,184 @@
+"""Links through sockets of one machine: two hosts in one process, with a real socket between them."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import socket
+import struct
+import sys
+import uuid
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from deployments.transport import local
+from deployments.transport.host import LoopHost
+from deployments.transport.links import spawn
+from deployments.transport.local import LocalAnswerer, LocalDialer, address
+from deployments.transport.wire import Greeting, Hello, LinkError, LinkRefusedError, LinkTimes
+from tests.deployments.transport.test_streams import Inbox, ended, until
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there are no abstract names")
+TIMES = LinkTimes(open_timeout_s=60.0, heartbeat_s=0.01, silence_s=60.0)
+
+
+class Ends:
+    """A router that dials and a worker that answers, on a node of their own."""
+
+    def __init__(self, times: LinkTimes = TIMES) -> None:
+        self.node, self.refusal = uuid.uuid4().hex, None
+        self.router, self.worker = LoopHost(Inbox(), tick_s=60.0), LoopHost(Inbox(), tick_s=60.0)
+        self.answerer = LocalAnswerer("w", self.node, self.worker, lambda _hello: self.refusal, times)
+        self.dialer = LocalDialer("r", self.node, self.router, self._elsewhere, times)
+        self.ups, self.elsewhere = 0, []
+
+    async def _elsewhere(self, peer: str, on_up: Callable[[], None]) -> None:
+        self.elsewhere.append(peer)
+        raise LinkError("it went elsewhere")
+
+    def dial(self, peer: str = "w") -> asyncio.Task[None]:
+        def up() -> None:
+            self.ups += 1
+
+        return spawn(self.dialer.dial(peer, up))
+
+    async def linked(self) -> asyncio.Task[None]:
+        link = self.dial()
+        await until(lambda: self.ups > 0 or link.done())
+        assert self.ups == 1
+        return link
+
+    def stranger(self) -> socket.socket:
+        """Somebody who speaks the language of sockets, and not of links."""
+        end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        end.connect(address(self.node, "w"))
+        return end
+
+
+@pytest.fixture
+async def ends() -> AsyncIterator[Ends]:
+    ends = Ends()
+    ends.router.start()
+    ends.worker.start()
+    ends.answerer.start()
+    await until(lambda: ends.answerer._server is not None)
+    yield ends
+    ends.answerer.close()
+    ends.router.stop()
+    ends.worker.stop()
+    await until(lambda: len(asyncio.all_tasks()) == 1)
+
+
+def test_the_longest_name_fits_into_an_address() -> None:
+    assert len(address("n" * 56, "r" * 32)) <= 107
+
+
+async def test_batches_of_any_size_travel_both_ways_in_order(ends: Ends) -> None:
+    link = await ends.linked()
+    sent = [(number, "x" * (1 << number)) for number in range(23)]
+    ends.router.tell(lambda m, _now_s: m.outbox["w"].extend(sent))
+    ends.worker.tell(lambda m, _now_s: m.outbox["r"].extend(reversed(sent)))
+    await until(lambda: len(ends.worker._machine.got) == len(ends.router._machine.got) == len(sent))
+    assert ends.worker._machine.got == sent
+    assert ends.router._machine.got == sent[::-1]
+    assert not link.done()
+    assert not ends.elsewhere
+
+
+async def test_a_peer_that_is_not_on_this_machine_is_dialled_elsewhere(ends: Ends) -> None:
+    assert str(await ended(ends.dial("x"))) == "it went elsewhere"
+    ends.answerer.close()
+    assert str(await ended(ends.dial())) == "it went elsewhere"
+    assert ends.elsewhere == ["x", "w"]
+
+
+async def test_a_refusal_is_told_and_links_nothing(ends: Ends) -> None:
+    ends.refusal = "the replica is shutting down"
+    error = await ended(ends.dial())
+    assert isinstance(error, LinkRefusedError)
+    assert ends.refusal in str(error)
+    assert (ends.ups, ends.worker._mailboxes, ends.elsewhere) == (0, {}, [])
+
+
+@pytest.mark.parametrize("side", ["router", "worker"])
+async def test_either_sides_end_ends_the_link_on_both(ends: Ends, side: str) -> None:
+    link = await ends.linked()
+    await until(lambda: "r" in ends.worker._mailboxes)
+    getattr(ends, side).unlink_all()
+    assert isinstance(await ended(link), LinkError)
+    await until(lambda: not ends.worker._mailboxes and not ends.router._mailboxes)
+
+
+async def test_a_link_that_is_dialled_anew_takes_the_place_of_the_old_one(ends: Ends) -> None:
+    old = await ends.linked()
+    new = ends.dial()
+    await until(lambda: ends.ups == 2)
+    assert isinstance(await ended(old), LinkError)
+    ends.worker.tell(lambda m, _now_s: m.outbox["r"].append("up"))
+    await until(lambda: ends.router._machine.got == ["up"])
+    assert not new.done()
+
+
+async def test_silence_ends_a_link() -> None:
+    ends = Ends(LinkTimes(open_timeout_s=60.0, heartbeat_s=60.0, silence_s=0.05))
+    ends.answerer.start()
+    await until(lambda: ends.answerer._server is not None)
+    error = await ended(await ends.linked())
+    assert "silent" in str(error) or "ended" in str(error)
+    ends.answerer.close()
+
+
+async def test_heartbeats_keep_an_idle_link(ends: Ends) -> None:
+    ends.dialer._times = ends.answerer._times = LinkTimes(open_timeout_s=60.0, heartbeat_s=0.01, silence_s=1.0)
+    link = await ends.linked()
+    await asyncio.sleep(1.5)
+    assert not link.done()
+
+
+async def test_another_users_process_is_not_talked_to(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local.os, "geteuid", lambda: 12345)
+    assert "another user's" in str(await ended(ends.dial()))
+    with ends.stranger() as end:
+        end.sendall(_framed(Hello("r", "w", "link")))
+        assert await _all_that_comes(end) == b""
+    assert (ends.ups, ends.worker._mailboxes) == (0, {})
+
+
+@pytest.mark.parametrize("said", [b"", b"\x00\x00", struct.pack("!Q", 5) + b"ab", struct.pack("!Q", 3) + b"abc"])
+async def test_who_speaks_another_language_harms_nobody(ends: Ends, said: bytes) -> None:
+    link = await ends.linked()
+    with ends.stranger() as end:
+        end.sendall(said)
+        end.shutdown(socket.SHUT_WR)
+        assert await _all_that_comes(end) == b""
+    ends.router.tell(lambda m, _now_s: m.outbox["w"].append("down"))
+    await until(lambda: ends.worker._machine.got == ["down"])
+    assert not link.done()
+
+
+async def test_what_is_cut_off_amidst_a_batch_is_not_received(ends: Ends) -> None:
+    with ends.stranger() as end:
+        end.sendall(_framed(Hello("r", "w", "link")) + _framed(("whole",)) + _framed(("half",))[:-3])
+        end.shutdown(socket.SHUT_WR)
+        assert (await _all_that_comes(end)).startswith(_framed(Greeting("w")))
+    assert ends.worker._machine.got == ["whole"]
+
+
+def _framed(item: Any) -> bytes:
+    data = pickle.dumps(item, pickle.HIGHEST_PROTOCOL)
+    return struct.pack("!Q", len(data)) + data
+
+
+async def _all_that_comes(end: socket.socket) -> bytes:
+    end.setblocking(False)
+    came = b""
+    while True:
+        try:
+            data = await asyncio.get_running_loop().sock_recv(end, 1 << 16)
+        except ConnectionResetError:
+            return came
+        if not data:
+            return came
+        came += data
