@@ -62,7 +62,9 @@ class _Endpoint:
     """What all ends have in common: a host, and the knowledge of whether this replica is shutting down.
 
     Serve tells a replica that it is to stop only after its last request has ended, and the streams of a link are
-    requests that never end by themselves. But a replica that is to stop is not listed any more, and so it learns.
+    requests that never end by themselves. But a replica that is to stop is not listed any more, and so it learns. Of
+    links through sockets Serve knows nothing: a replica that has no others stops at once, which peers take as they take
+    the end of a link.
 
     Attributes:
         within_machines: Whether links to peers on the same machine go through its sockets, where it has them.

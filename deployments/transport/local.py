@@ -6,7 +6,8 @@ and where the system has no such sockets, links go over Serve's streams.
 
 A socket has an abstract name (Linux), made of the Ray node and the replica: it vanishes with its process, and is not
 to be had from another machine, or from a container with a network of its own. What travels is pickled, as over Serve;
-so both ends ask the system who the other one is, and talk to nobody but their own user.
+so both ends ask the system who the other one is, and talk to nobody but their own user. It is a faster way and no
+other one: whatever is wrong with a socket, the link goes over Serve.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from deployments.transport.wire import Greeting, Hello, LinkError, LinkTimes
 logger = logging.getLogger("ray.serve")
 
 _LENGTH = struct.Struct("!Q")
-_CREDENTIALS = struct.Struct("3i")
+_CREDENTIALS = struct.Struct("iII")
 
 
 def address(node: str, replica: str) -> str:
@@ -73,11 +74,24 @@ async def _write_all(writer: StreamWriter, mailbox: Mailbox, times: LinkTimes) -
         await _write(writer, batch)
 
 
-def _is_ours(writer: StreamWriter) -> bool:
+def _is_ours(end: socket.socket) -> bool:
     """Whether the process at the other end is of the same user."""
-    with socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno())) as end:
-        _pid, uid, _gid = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _pid, uid, _gid = _CREDENTIALS.unpack(credentials)
     return bool(uid == os.geteuid())
+
+
+def _listening(name: str) -> socket.socket | None:
+    """A socket of that name; None where the system refuses it."""
+    end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        end.bind(name)
+        end.listen()
+    except OSError as error:
+        end.close()
+        logger.info("No links within this machine: %r", error)
+        return None
+    return end
 
 
 class LocalAnswerer:
@@ -99,33 +113,37 @@ class LocalAnswerer:
         self._refusal = refusal
         self._times = times
         self._socket: socket.socket | None = None
+        self._starting: asyncio.Task[None] | None = None
         self._server: asyncio.Server | None = None
+        self._is_closed = False
         if sys.platform == "linux":
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._socket.bind(address(node, me))
-            self._socket.listen()
+            self._socket = _listening(address(node, me))
 
     def start(self) -> None:
         """Answer; on the event loop."""
         if self._socket is not None:
-            spawn(self._serve(self._socket))
+            self._starting = spawn(self._serve(self._socket))
 
     def close(self) -> None:
         """Answer no more; links that are up end with their mailboxes."""
-        listening, self._socket = self._socket, None
+        self._is_closed = True
         if self._server is not None:
             self._server.close()
-        if listening is not None:
-            listening.close()
+        elif self._starting is None and self._socket is not None:
+            self._socket.close()
 
     async def _serve(self, listening: socket.socket) -> None:
-        if self._socket is None:
-            return
-        self._server = await asyncio.start_unix_server(self._answer, sock=listening)
+        server = await asyncio.start_unix_server(self._answer, sock=listening)
+        if self._is_closed:
+            server.close()
+        else:
+            self._server = server
 
     async def _answer(self, reader: StreamReader, writer: StreamWriter) -> None:
         try:
-            if _is_ours(writer):
+            with socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno())) as end:
+                is_ours = _is_ours(end)
+            if is_ours:
                 async with asyncio.timeout(self._times.open_timeout_s):
                     hello = await anext(_Items(reader, writer))
                 await self._run(hello, reader, writer)
@@ -179,25 +197,31 @@ class LocalDialer:
         if sys.platform != "linux":
             return None
         end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        end.setblocking(False)
         try:
-            await asyncio.get_running_loop().sock_connect(end, address(self._node, peer))  # uvloop wants no such path
-            return await asyncio.open_unix_connection(sock=end)
-        except ConnectionRefusedError:  # nobody of that name is here
+            end.setblocking(False)  # it connects at once, or not at all: nobody of that name is here, or it hangs
+            end.connect(address(self._node, peer))
+            if _is_ours(end):
+                return await asyncio.open_unix_connection(sock=end)
+            logger.warning("Another user's process answers to the name of %s.", peer)
+        except OSError as error:
+            logger.debug("No socket to %s: %r", peer, error)
+        except BaseException:
             end.close()
-            return None
+            raise
+        end.close()
+        return None
 
     async def _run(self, peer: str, on_up: Callable[[], None], reader: StreamReader, writer: StreamWriter) -> None:
         hello = new_hello(self._me, peer)
         mailbox = self._host.attach(peer)
         try:
-            if not _is_ours(writer):
-                raise LinkError("another user's process answers to its name")
             await _write(writer, hello)
             await until_first_ends(
                 read_stream(_Items(reader, writer), peer, self._times, self._host.post, on_up),
                 _write_all(writer, mailbox, self._times),
             )
+        except OSError as error:
+            raise LinkError(f"the socket to {peer} failed: {error!r}") from error
         finally:
             self._host.detach(peer, mailbox)
             writer.close()

@@ -22,8 +22,8 @@ _Pair = tuple[str, str]
 class _Deadline:
     """Draft steps until an offer, as planned and as they came out last: once is no reason to plan all anew."""
 
-    planned: int = 0
-    last: int = 0
+    planned: int
+    last: int
 
     def came_out(self, num_steps: int) -> None:
         if num_steps == self.last:
@@ -45,7 +45,7 @@ class Deadlines(FixedPlans):
         super().__init__(planner)
         self._plans: dict[str, Plan] = {}
         self._workers: dict[str, WorkerFigures] = {}
-        self._deadlines: defaultdict[tuple[_Pair, int, int], _Deadline] = defaultdict(_Deadline)
+        self._deadlines: dict[tuple[_Pair, int, int], _Deadline] = {}
         self._newest: dict[tuple[int, int], int] = {}
 
     def opened(self, seq: str, spec: SequenceSpec) -> Plan:
@@ -102,8 +102,9 @@ class Deadlines(FixedPlans):
         most = drafter.branches_each(conditions.num_draft_rows)
         for length, branches in {(self._plans[seq].num_draft_tokens, self._plans[seq].num_branches) for seq in seqs}:
             steps = steps_until_offer(conditions, conditions.target_s(length), 1 + min(branches, most))
-            deadline = self._deadlines[pair, length, branches]
-            deadline.came_out(min(steps, length + 1))
+            steps = min(steps, length + 1)
+            deadline = self._deadlines.setdefault((pair, length, branches), _Deadline(steps, steps))
+            deadline.came_out(steps)
             self._newest[length, branches] = deadline.planned
         changed = {}
         for seq in seqs:

@@ -140,9 +140,9 @@ class DrafterMachine(WorkerMachine[DraftRow]):
                 return self._backend.propose([task[3] for task in tasks])
         finally:
             self._is_proposing = False
-            for call in self._owed:
+            owed, self._owed = self._owed, []
+            for call in owed:
                 call()
-            self._owed.clear()
 
     def _take(self, tasks: Sequence[Task], proposals: Sequence[Proposal]) -> bool:
         """Add what was proposed, and count who found no room (rule 7). True if anything was drafted or read."""

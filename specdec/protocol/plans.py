@@ -53,7 +53,7 @@ class PlanController(Protocol):
 
 
 class FixedPlans:
-    """A controller whose plans never change.
+    """A controller whose plans are its planner's, and nothing else.
 
     Args:
         planner: Gives each sequence its plan.

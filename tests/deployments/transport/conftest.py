@@ -166,14 +166,16 @@ class Debug:
 
 @serve.deployment(num_replicas=2, **OPTIONS)
 class Worker(Debug, WorkerEndpoint):
-    def __init__(self) -> None:
+    def __init__(self, within_machines: bool) -> None:
+        self.within_machines = within_machines
         node = EchoNode()
         self.debug(node, self.start_worker(node, routers="Router", stall_s=30.0, times=TIMES))
 
 
 @serve.deployment(num_replicas=2, **OPTIONS)
 class Router(Debug, RouterEndpoint):
-    def __init__(self, worker: DeploymentHandle) -> None:
+    def __init__(self, within_machines: bool, worker: DeploymentHandle) -> None:
+        self.within_machines = within_machines
         node = RelayNode()
         group = PeerGroup("Worker", RelayNode.joined, RelayNode.lost)
         self.debug(node, self.start_router(node, workers=[group], times=TIMES))
@@ -182,7 +184,8 @@ class Router(Debug, RouterEndpoint):
 @serve.deployment(**INGRESS_OPTIONS)
 @serve.ingress(FastAPI())
 class Ingress(Debug, IngressEndpoint):
-    def __init__(self, router: DeploymentHandle) -> None:
+    def __init__(self, within_machines: bool, router: DeploymentHandle) -> None:
+        self.within_machines = within_machines
         node = Node()
         group = PeerGroup("Router", Node.joined, Node.lost)
         self.debug(node, self.start_ingress(node, routers=group, after=lambda _node: None, times=TIMES))
@@ -237,8 +240,8 @@ class Service:
         return [(kind, peer, when_s - since_s) for kind, peer, when_s in events if when_s >= since_s]
 
 
-@pytest.fixture(scope="module")
-def service() -> Iterator[Service]:
+@pytest.fixture(scope="module", params=[True, False], ids=["sockets", "streams"])
+def service(request: pytest.FixtureRequest) -> Iterator[Service]:
     ray.init(
         address="local",
         include_dashboard=False,
@@ -250,7 +253,9 @@ def service() -> Iterator[Service]:
     )
     try:
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
-        serve.run(Ingress.bind(Router.bind(Worker.bind())), name=APP, route_prefix=None)
+        within = request.param
+        application = Ingress.bind(within, Router.bind(within, Worker.bind(within)))
+        serve.run(application, name=APP, route_prefix=None)
         service = Service()
         service.until(service.is_linked, "all are linked")
         yield service

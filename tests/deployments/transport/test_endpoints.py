@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from deployments.transport.endpoints import WorkerEndpoint
-from deployments.transport.host import LoopHost
+from deployments.transport.endpoints import WorkerEndpoint, _worker_host
+from deployments.transport.host import LoopHost, WorkerHost
+from deployments.transport.sharing import SharingHost, SteadyHost
 from deployments.transport.wire import Hello
+from specdec.engine.scripted import Script, ScriptedDrafter, ScriptedTarget
+from specdec.protocol.draft_worker import DraftWorkerMachine
+from specdec.protocol.drafter import DrafterMachine
+from specdec.protocol.leases import Times
+from specdec.protocol.target import TargetMachine
 
 
 class Silent:
@@ -54,3 +60,16 @@ async def test_calls_for_another_and_after_the_end_are_refused(worker: WorkerEnd
     worker.close_transport()
     assert worker._refusal(Hello("r", "w", "link")) == "the replica is shutting down"
     await worker.check_health()
+
+
+def test_targets_and_drafters_see_to_messages_beside_their_steps() -> None:
+    """Each of them to what its machine says may come then."""
+    times = Times()
+    script = Script(0.8, 0.9, tuple(range(50)))
+    target, solo = (TargetMachine(name, ScriptedTarget(script, 100), times) for name in ("t", "d"))
+    drafter = DraftWorkerMachine(DrafterMachine("d", ScriptedDrafter(script, 100), times), solo)
+    for machine, kind, meanwhile in ((target, SteadyHost, target), (drafter, SharingHost, drafter.drafter)):
+        host = _worker_host(machine, None, 0.005)
+        assert type(host) is kind
+        assert meanwhile.meanwhile == host.meanwhile
+    assert type(_worker_host(Silent(), None, 0.005)) is WorkerHost

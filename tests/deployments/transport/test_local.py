@@ -139,11 +139,50 @@ async def test_heartbeats_keep_an_idle_link(ends: Ends) -> None:
 
 async def test_another_users_process_is_not_talked_to(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local.os, "geteuid", lambda: 12345)
-    assert "another user's" in str(await ended(ends.dial()))
+    assert str(await ended(ends.dial())) == "it went elsewhere"
     with ends.stranger() as end:
         end.sendall(_framed(Hello("r", "w", "link")))
         assert await _all_that_comes(end) == b""
     assert (ends.ups, ends.worker._mailboxes) == (0, {})
+
+
+async def test_where_the_system_refuses_a_socket_links_go_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Ends()
+    second = LocalAnswerer("w", first.node, first.worker, lambda _hello: None, TIMES)  # the name is taken
+    second.start()
+    second.close()
+
+    def refuse(*_: object) -> None:
+        raise PermissionError("not here")
+
+    monkeypatch.setattr(local.socket.socket, "connect", refuse)
+    assert str(await ended(first.dial())) == "it went elsewhere"
+    first.answerer.close()
+
+
+async def test_a_peer_that_hangs_while_many_dial_is_dialled_elsewhere() -> None:
+    ends = Ends()  # its loop never accepts, as it was not started
+    strangers = []
+    with pytest.raises(BlockingIOError):  # noqa: PT012 - until nobody else is let in
+        for _ in range(10_000):
+            end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            strangers.append(end)
+            end.setblocking(False)
+            end.connect(address(ends.node, "w"))
+    assert str(await ended(ends.dial())) == "it went elsewhere"
+    for end in strangers:
+        end.close()
+    ends.answerer.close()
+
+
+async def test_an_answerer_that_is_closed_while_it_starts_answers_nobody() -> None:
+    ends = Ends()
+    ends.answerer.start()
+    await asyncio.sleep(0)
+    ends.answerer.close()
+    await asyncio.sleep(0.05)
+    assert ends.answerer._server is None or not ends.answerer._server.is_serving()
+    assert str(await ended(ends.dial())) == "it went elsewhere"
 
 
 @pytest.mark.parametrize("said", [b"", b"\x00\x00", struct.pack("!Q", 5) + b"ab", struct.pack("!Q", 3) + b"abc"])

@@ -220,8 +220,8 @@ class Pairs:
             & known
             & ((whole & (ranks == 0)) | ((ranks > 0) & (ranks <= self.fans[self.fan, drafted, accepted])))
         )
-        # The accepted path is drafted on and on: what the last chain has left is a lead. Both preparations begin where a
-        # draft step does, so that the steps between are whole ones, but for the noise of their times.
+        # The accepted path is drafted on and on: what the last chain has left is a lead. Both preparations begin where
+        # a draft step does, so that the steps between are whole ones, but for the noise of their times.
         gap_s = np.where(self.hit & known, self.next_since - self.since, 0.0)
         num_steps = np.rint(gap_s / draft_s).astype(np.int64)
         left = np.clip(num_steps + self.lead - self.spent - drafted, 0, self.length + 1)

@@ -136,7 +136,7 @@ def test_a_full_cache_must_get_emptier_than_what_made_it_full_before_there_are_b
     assert had_branches == [True, False, False, False, True, True]
 
 
-@pytest.mark.parametrize(("num_slots", "most"), [(0, 32), (200, 32), (20, 4), (12, 2), (11, 0), (3, 0)])
+@pytest.mark.parametrize(("num_slots", "most"), [(0, 32), (200, 32), (20, 4), (12, 2), (11, 1), (7, 0), (3, 0)])
 def test_no_more_branches_than_a_recurrent_drafter_has_state_slots_for(num_slots, most):
     """A slot per sequence, and one per branch; that all of them are taken then leaves the plans as they are."""
     service, seen = Service((None,) * 4, kinds=frozenset({"off", "outcomes"})), set()

@@ -31,10 +31,11 @@ def report(controller, num_sequences, target_s, draft_s):
 
 
 def settled(controller, plans):
-    """A deadline is planned when it came out twice."""
+    """The first deadline is planned at once."""
     placements = dict.fromkeys(plans, PAIR)
-    assert controller.review(placements, 0.0) == {}
-    return controller.review(placements, 1.0)
+    changed = controller.review(placements, 0.0)
+    assert controller.review(placements, 1.0) == {}
+    return changed
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,18 @@ def test_a_later_sequence_begins_with_the_newest_deadline():
     assert controller.opened("new", spec(None)) == Plan(4, 4, 3)
     assert controller.opened("longer", spec(6)) == Plan(6, 4)
     assert controller.opened("none", spec(0)) == Plan()
+
+
+def test_a_new_pair_takes_no_deadline_away():
+    controller, plans = deadlines_of(64, draft_s=0.007)
+    settled(controller, plans)
+    new = {f"n{i}": controller.opened(f"n{i}", spec(None)) for i in range(64)}
+    assert set(new.values()) == {Plan(4, 4, 3)}
+    rows = [64 * n for n in (1, 2, 3, 5)]
+    controller.reported("D2", "drafter", steps((n, n, 0.007) for n in rows) | {"num_sequences": 64.0})
+    controller.echoed("D2", 0.001)
+    assert controller.review(dict.fromkeys(new, ("T", "D2")), 2.0) == {}
+    assert controller.opened("newer", spec(None)) == Plan(4, 4, 3)
 
 
 def test_a_deadline_that_comes_out_otherwise_once_is_not_planned():

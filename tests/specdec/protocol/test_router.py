@@ -121,6 +121,12 @@ def test_a_verdict_is_acknowledged_committed_and_told():
     }
 
 
+def test_the_drafter_hears_of_a_verdict_first():
+    machine = submitted("T0", "D0")
+    machine.receive(verdict(0, (5, 6)), 0.1)
+    assert list(machine.take_outbox()) == ["D0", "T0", "I"]
+
+
 def test_tokens_are_taken_once_and_told_from_what_the_client_has():
     machine = submitted("T0", "D0")
     machine.receive(verdict(0, (0, 1)), 0.0)
