@@ -246,6 +246,7 @@ class DraftRow(WorkerRow):
         overlap, the following parts of a chain without branches. Branches go when they are done, and before that in
         parts: nobody knows here when the target's next step begins, and what comes after that is late. Parts begin a
         step before the plan's deadline; where it gives none, with half a draft, or nearly as late as a second would be.
+        Among many sequences each message takes its time from all others, so that first chains await the deadline, too.
 
         Args:
             spacing: Least draft steps between two parts.
@@ -258,7 +259,9 @@ class DraftRow(WorkerRow):
         part, fresh = -(-plan.num_draft_tokens // 2), self.end - self.offered_end
         if not self.has_branches:
             return fresh >= part
-        if self.num_offered < plan.num_draft_tokens and (fresh >= part or len(self.path) == plan.num_draft_tokens):
+        is_without = self.num_offered < plan.num_draft_tokens
+        awaits_deadline = spacing > 1 and plan.num_fit_steps > 0 and not plan.draft_wait_s
+        if is_without and not awaits_deadline and (fresh >= part or len(self.path) == plan.num_draft_tokens):
             return True
         first = plan.num_fit_steps - 1 if plan.num_fit_steps else max(part, min(spacing - 1, plan.num_draft_tokens))
         return self.num_steps >= max(first, self.offered_at + spacing if self.offered_at else 0)

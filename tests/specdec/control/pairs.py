@@ -144,6 +144,7 @@ class Pairs:
         self.spacing = np.where(self.wait > 0, seldom, often)
         unbound = np.maximum(self.half, np.minimum(self.spacing - 1, self.length))
         self.first = np.where(self.fit > 0, np.maximum(1, self.fit - 1), unbound)
+        self.awaits_deadline = (self.spacing > 1) & (self.fit > 0) & (self.wait == 0) & (self.branches > 0)
         self.mean_draft_s = self.cost_s * np.maximum(1.0, self.draft_rows / 64)
 
     replanned = _replan
@@ -160,10 +161,11 @@ class Pairs:
         drafted += np.where(self.hit, self.lead, 0)
         spent = np.where(self.hit, self.spent, 0)
         full = self.length + spent
-        # A chain is offered in parts, and so are branches from the step before the deadline on.
+        # A chain is offered in parts, and so are branches from the step before the deadline on; with many sequences
+        # whatever has one.
         in_parts = np.where(self.in_turn, 0, drafted // self.half * self.half)
         later = (drafted - self.first) // self.spacing * self.spacing
-        is_branch = self.hit & (self.branches > 0)
+        is_branch = (self.hit & (self.branches > 0)) | self.awaits_deadline
         parts = np.where(is_branch, np.where(drafted >= self.first, self.first + later, 0), in_parts)
         sent = np.where(drafted >= full, full, np.minimum(parts, full))
         return np.clip(sent - spent, 0, self.length)
@@ -173,7 +175,7 @@ class Pairs:
         now, spent = self.now[:, None], np.where(self.hit, self.spent, 0)
         since = np.where(self.hit, self.since, self.next_since)
         full = self.length + spent
-        is_branch = self.hit & (self.branches > 0)
+        is_branch = (self.hit & (self.branches > 0)) | self.awaits_deadline
         first = np.where(is_branch & (self.first > spent), np.minimum(self.first, full), full)
         first = np.where(self.is_ahead & ~is_branch, np.minimum(self.half, full), first)
         comes = since + (first - np.where(self.hit, self.lead, 0)) * self.draft_s[:, None] + ONE_WAY_S

@@ -47,3 +47,17 @@ def test_among_many_sequences_the_first_part_is_longer_where_there_is_no_deadlin
     settle(machine)
     settle_after_hit(machine)
     assert [bool(settle(machine, 1)) for _ in range(4)].index(True) == first - 1
+
+
+@pytest.mark.parametrize(
+    ("others", "fit", "draft_wait_s", "first"),
+    [(0, 6, 0.0, 2), (20, 6, 0.0, 5), (20, 2, 0.0, 1), (48, 0, 0.0, 2), (20, 6, 0.1, 2)],
+)
+def test_among_many_sequences_a_first_chain_awaits_the_deadline(others, fit, draft_wait_s, first):
+    """Where the plan has one, and the target does not wait for that very chain."""
+    machine = machine_with(num_draft_tokens=4, fit=fit, draft_wait_s=draft_wait_s)
+    open_others(machine, others)
+    settle(machine)
+    commit(machine, (), (9,))  # a miss
+    of_this = [any(offer.seq == "s" for offer in settle(machine, 1)) for _ in range(6)]
+    assert of_this.index(True) == first - 1
