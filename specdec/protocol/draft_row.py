@@ -35,6 +35,7 @@ class DraftRow(WorkerRow):
         offered_end: Absolute length, log and chain, up to which the present chain has been offered.
         limit: Absolute length beyond which no draft token is of use: the target decides the last token in any case.
         offered_at: ``num_steps`` at the newest offer; 0 where there was none since.
+        is_overdue: Whether the newest commit found drafts that were not offered, and the target with none.
         agreed: Length up to which log and chain are what the backend was given last.
         num_branches: Most branches, by its plan and by its share of those that the drafter holds in all.
         num_guesses: Most guesses that are of use at one place.
@@ -46,6 +47,7 @@ class DraftRow(WorkerRow):
         "branches",
         "ending_token_ids",
         "forked_for",
+        "is_overdue",
         "limit",
         "num_branches",
         "num_forks",
@@ -72,6 +74,7 @@ class DraftRow(WorkerRow):
         self.num_steps = 0
         self.offered_end = len(self.log)
         self.offered_at = 0
+        self.is_overdue = False
         self.agreed = 0
         self.limit = min(message.spec.output_start + message.spec.max_tokens - 1, max_model_len)
         self.num_branches = self.num_guesses = 0
@@ -246,7 +249,8 @@ class DraftRow(WorkerRow):
         overlap, the following parts of a chain without branches. Branches go when they are done, and before that in
         parts: nobody knows here when the target's next step begins, and what comes after that is late. Parts begin a
         step before the plan's deadline; where it gives none, with half a draft, or nearly as late as a second would be.
-        Among many sequences each message takes its time from all others, so that first chains await the deadline, too.
+        Among many sequences each message takes its time from all others, so that first chains await the deadline, too;
+        unless the last one was too late, as a target without drafts takes shorter steps than those that it is made for.
 
         Args:
             spacing: Least draft steps between two parts.
@@ -260,7 +264,7 @@ class DraftRow(WorkerRow):
         if not self.has_branches:
             return fresh >= part
         is_without = self.num_offered < plan.num_draft_tokens
-        awaits_deadline = spacing > 1 and plan.num_fit_steps > 0 and not plan.draft_wait_s
+        awaits_deadline = spacing > 1 and plan.num_fit_steps > 0 and not plan.draft_wait_s and not self.is_overdue
         if is_without and not awaits_deadline and (fresh >= part or len(self.path) == plan.num_draft_tokens):
             return True
         first = plan.num_fit_steps - 1 if plan.num_fit_steps else max(part, min(spacing - 1, plan.num_draft_tokens))

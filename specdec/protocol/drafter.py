@@ -288,6 +288,7 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         num_tokens, waits = row.plan.num_draft_tokens, row.plan.draft_wait_s > 0 and not row.num_offered
         row.num_verified = num_tokens if waits else min(num_tokens, row.num_offered)
         row.num_steps = row.offered_at = 0
+        row.is_overdue = row.has_news and not row.num_offered
 
     def _dropped(self, row: DraftRow | None) -> None:
         if row is not None:

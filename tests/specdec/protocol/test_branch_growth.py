@@ -51,7 +51,7 @@ def test_among_many_sequences_the_first_part_is_longer_where_there_is_no_deadlin
 
 @pytest.mark.parametrize(
     ("others", "fit", "draft_wait_s", "first"),
-    [(0, 6, 0.0, 2), (20, 6, 0.0, 5), (20, 2, 0.0, 1), (48, 0, 0.0, 2), (20, 6, 0.1, 2)],
+    [(0, 5, 0.0, 2), (20, 5, 0.0, 4), (20, 2, 0.0, 1), (48, 0, 0.0, 2), (20, 5, 0.1, 2)],
 )
 def test_among_many_sequences_a_first_chain_awaits_the_deadline(others, fit, draft_wait_s, first):
     """Where the plan has one, and the target does not wait for that very chain."""
@@ -61,3 +61,16 @@ def test_among_many_sequences_a_first_chain_awaits_the_deadline(others, fit, dra
     commit(machine, (), (9,))  # a miss
     of_this = [any(offer.seq == "s" for offer in settle(machine, 1)) for _ in range(6)]
     assert of_this.index(True) == first - 1
+
+
+@pytest.mark.parametrize("num_steps", [2, 3])
+def test_a_deadline_that_is_never_reached_holds_back_nothing_for_ever(num_steps):
+    """A target without drafts goes on with plain steps, which may be shorter than those of the deadline."""
+    machine = machine_with(num_draft_tokens=4, fit=5)
+    open_others(machine, 20)
+    rounds = 0
+    while not any(offer.seq == "s" for offer in settle(machine, num_steps)):
+        row = row_of(machine)
+        commit(machine, tuple(row.log.tokens[len(PROMPT) :]), row.path.tokens[:1])
+        rounds += 1
+        assert rounds < 5
