@@ -4,10 +4,10 @@ An item of a stream of Serve's passes five threads and takes each of them a core
 passes two. Where router, workers and ingress share cores, that decides whether offers are in time. Between machines,
 and where the system has no such sockets, links go over Serve's streams.
 
-A socket has an abstract name (Linux), made of the Ray node and the replica: it vanishes with its process, and is not
-to be had from another machine, or from a container with a network of its own. What travels is pickled, as over Serve;
-so both ends ask the system who the other one is, and talk to nobody but their own user. It is a faster way and no
-other one: whatever is wrong with a socket, the link goes over Serve.
+Sockets lie in a folder that is its user's alone, named after Ray node and replica: they are not to be had from another
+machine, nor from a container with files of its own. What travels is pickled, as over Serve; so both ends also ask the
+system who the other one is, and talk to nobody but their own user. It is a faster way and no other one: when a socket
+leads nowhere, the next attempt goes over Serve.
 """
 
 from __future__ import annotations
@@ -17,26 +17,31 @@ import logging
 import os
 import pickle
 import socket
+import stat
 import struct
 import sys
+import tempfile
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from deployments.transport.host import Host
 from deployments.transport.links import Dial, new_hello, read_stream, spawn, until_first_ends
 from deployments.transport.mailbox import Mailbox
-from deployments.transport.wire import Greeting, Hello, LinkError, LinkTimes
+from deployments.transport.wire import Greeting, Hello, LinkError, LinkRefusedError, LinkTimes
 
 logger = logging.getLogger("ray.serve")
 
 _LENGTH = struct.Struct("!Q")
 _CREDENTIALS = struct.Struct("iII")
+_NEW = "new-"
+"""How the names of sockets begin that do not listen yet."""
 
 
-def address(node: str, replica: str) -> str:
-    """Name of the socket on which a replica answers; at most 107 bytes."""
-    return f"\0specdec/{node}/{replica}"
+def address(node: str, replica: str) -> Path:
+    """The socket on which a replica answers; the system takes at most 107 bytes."""
+    return Path(tempfile.gettempdir()) / f"specdec-{os.geteuid()}" / f"{node[:16]}-{replica}"
 
 
 class _Items:
@@ -81,17 +86,45 @@ def _is_ours(end: socket.socket) -> bool:
     return bool(uid == os.geteuid())
 
 
-def _listening(name: str) -> socket.socket | None:
-    """A socket of that name; None where the system refuses it."""
-    end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+def _listening(place: Path) -> socket.socket | None:
+    """A socket in that place; None where the system refuses it, or others could have a hand in it."""
+    end = None
     try:
-        end.bind(name)
+        _make_private(place.parent)
+        _remove_dead(place.parent)
+        end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        new = place.with_name(f"{_NEW}{place.name}")
+        end.bind(os.fspath(new))
         end.listen()
+        new.rename(place)  # nobody finds it before it listens
     except OSError as error:
-        end.close()
+        if end is not None:
+            end.close()
         logger.info("No links within this machine: %r", error)
         return None
     return end
+
+
+def _make_private(folder: Path) -> None:
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise PermissionError(f"{folder} is not a folder of this user alone")
+
+
+def _remove_dead(folder: Path) -> None:
+    """Remove sockets whose process was killed."""
+    for place in folder.iterdir():
+        if place.name.startswith(_NEW):
+            continue
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
+            end.setblocking(False)
+            try:
+                end.connect(os.fspath(place))
+            except ConnectionRefusedError:
+                place.unlink(missing_ok=True)
+            except OSError:  # it has no time, or has gone
+                continue
 
 
 class LocalAnswerer:
@@ -116,8 +149,9 @@ class LocalAnswerer:
         self._starting: asyncio.Task[None] | None = None
         self._server: asyncio.Server | None = None
         self._is_closed = False
+        self._place = address(node, me)
         if sys.platform == "linux":
-            self._socket = _listening(address(node, me))
+            self._socket = _listening(self._place)
 
     def start(self) -> None:
         """Answer; on the event loop."""
@@ -127,13 +161,20 @@ class LocalAnswerer:
     def close(self) -> None:
         """Answer no more; links that are up end with their mailboxes."""
         self._is_closed = True
+        if self._socket is not None:
+            self._place.unlink(missing_ok=True)
         if self._server is not None:
             self._server.close()
         elif self._starting is None and self._socket is not None:
             self._socket.close()
 
     async def _serve(self, listening: socket.socket) -> None:
-        server = await asyncio.start_unix_server(self._answer, sock=listening)
+        try:
+            server = await asyncio.start_unix_server(self._answer, sock=listening)
+        except OSError as error:
+            logger.warning("No links within this machine: %r", error)
+            listening.close()
+            return
         if self._is_closed:
             server.close()
         else:
@@ -184,31 +225,47 @@ class LocalDialer:
         self._host = host
         self._elsewhere = elsewhere
         self._times = times
+        self._dead_ends: set[str] = set()
 
     async def dial(self, peer: str, on_up: Callable[[], None]) -> None:
-        """Run one link; see ``Dial``."""
-        ends = await self._connect(peer)
+        """Run one link; see ``Dial``. A peer whose socket led nowhere is dialled elsewhere the next time."""
+        ends = None if peer in self._dead_ends else await self._connect(peer)
+        self._dead_ends.discard(peer)
         if ends is None:
             await self._elsewhere(peer, on_up)
-        else:
-            await self._run(peer, on_up, *ends)
+            return
+        was_up = False
+
+        def up() -> None:
+            nonlocal was_up
+            was_up = True
+            on_up()
+
+        try:
+            await self._run(peer, up, *ends)
+        except LinkError as error:
+            if not was_up and not isinstance(error, LinkRefusedError):
+                self._dead_ends.add(peer)
+            raise
 
     async def _connect(self, peer: str) -> tuple[StreamReader, StreamWriter] | None:
         if sys.platform != "linux":
             return None
-        end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        end = None
         try:
+            end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             end.setblocking(False)  # it connects at once, or not at all: nobody of that name is here, or it hangs
-            end.connect(address(self._node, peer))
+            end.connect(os.fspath(address(self._node, peer)))
             if _is_ours(end):
-                return await asyncio.open_unix_connection(sock=end)
+                streams = await asyncio.open_unix_connection(sock=end)
+                end = None  # it is theirs
+                return streams
             logger.warning("Another user's process answers to the name of %s.", peer)
         except OSError as error:
             logger.debug("No socket to %s: %r", peer, error)
-        except BaseException:
-            end.close()
-            raise
-        end.close()
+        finally:
+            if end is not None:
+                end.close()
         return None
 
     async def _run(self, peer: str, on_up: Callable[[], None], reader: StreamReader, writer: StreamWriter) -> None:

@@ -12,7 +12,7 @@ PINNING_REQUEST_ROUTER = "deployments.transport.pinning:PinningRequestRouter"
 def pinned_options() -> dict[str, Any]:
     """Options of a deployment that is called by replica id: draft, target and router; not the ingress.
 
-    Of streams there are those to peers on other machines.
+    Streams are those of the links that have no socket.
 
     - ``max_ongoing_requests``: every open stream counts as a request for as long as it lives. A worker has one per
       router, a router one per worker and ingress, and a call in flight per ingress. Serve's default of 5 would leave

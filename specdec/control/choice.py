@@ -47,7 +47,7 @@ def arms(bounds: Bounds) -> list[Arm]:
     """All ways of speculating within bounds."""
     longest = min(bounds.num_draft_tokens, DRAFT_LENGTHS[-1])
     lengths = [n for n in DRAFT_LENGTHS if n < longest] + [longest] * (longest > 0)
-    branches = [n for n in BRANCHES if n <= bounds.num_branches] or [1] * bounds.num_branches
+    branches = [n for n in BRANCHES if n <= bounds.num_branches] or [1] * (bounds.num_branches > 0)
     ways = [OFF]
     ways += [Arm("in_turn", n) for n in lengths]
     ways += [Arm("overlap", n) for n in lengths]

@@ -32,7 +32,7 @@ class _Deadline:
 
 
 class Deadlines(FixedPlans):
-    """Gives each sequence its planner's plan, with ``num_fit_steps`` where it has branches; see ``DrafterMachine``.
+    """Gives each sequence its planner's plan, with ``num_fit_steps`` where it has branches; see :class:`Plan`.
 
     Without it the drafter does not know when the target's next step begins: with many sequences most of its offers
     come after that.

@@ -97,7 +97,8 @@ class Plan(Compact):
         num_draft_tokens: Most draft tokens per round; 0 is plain decoding.
         num_branches: Most outcomes per offer beside the accepted path (its fan-out).
         num_fit_steps: Draft steps that fit between a verdict and the target's next step boundary: from the one before
-            on, branches are offered in parts, finished or not; 0 leaves it to the drafter.
+            on, branches are offered in parts, finished or not; and so are all chains where sequences are many. 0 leaves
+            it to the drafter.
         acceptance_rate: Expected, per draft token; it shapes the fan-out.
         mode: ``overlap``: draft ahead while the target verifies; ``in_turn``: draft for the newest mark only.
         draft_wait_s: How long the target may hold a row back for an offer: in turn from when it could go on, in overlap

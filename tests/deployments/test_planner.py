@@ -28,6 +28,7 @@ SPEC = SequenceSpec(SamplingParams(), 1, 2, 30)
 def test_a_fixed_length_is_every_sequences_plan(keys: dict[str, Any], plan: Plan) -> None:
     planner = planner_of(AppArgs(**keys))
     assert not isinstance(planner, Controller)
+    assert isinstance(planner, Deadlines) == ("num_speculative_tokens" in keys)
     assert (planner.opened("s", SPEC) if isinstance(planner, Deadlines) else planner(SPEC)) == plan
 
 

@@ -196,7 +196,8 @@ class Service:
 
     times = TIMES
 
-    def __init__(self) -> None:
+    def __init__(self, *, within_machines: bool) -> None:
+        self.within_machines = within_machines
         self.handles = {name: serve.get_deployment_handle(name, APP) for name in ("Worker", "Router", "Ingress")}
         for handle in self.handles.values():
             handle._init(_run_router_in_separate_loop=True)  # tests call them outside of any event loop
@@ -256,7 +257,7 @@ def service(request: pytest.FixtureRequest) -> Iterator[Service]:
         within = request.param
         application = Ingress.bind(within, Router.bind(within, Worker.bind(within)))
         serve.run(application, name=APP, route_prefix=None)
-        service = Service()
+        service = Service(within_machines=within)
         service.until(service.is_linked, "all are linked")
         yield service
     finally:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 import socket
 import struct
 import sys
 import uuid
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +32,7 @@ class Ends:
     def __init__(self, times: LinkTimes = TIMES) -> None:
         self.node, self.refusal = uuid.uuid4().hex, None
         self.router, self.worker = LoopHost(Inbox(), tick_s=60.0), LoopHost(Inbox(), tick_s=60.0)
+        self.place = address(self.node, "w")
         self.answerer = LocalAnswerer("w", self.node, self.worker, lambda _hello: self.refusal, times)
         self.dialer = LocalDialer("r", self.node, self.router, self._elsewhere, times)
         self.ups, self.elsewhere = 0, []
@@ -53,7 +56,7 @@ class Ends:
     def stranger(self) -> socket.socket:
         """Somebody who speaks the language of sockets, and not of links."""
         end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        end.connect(address(self.node, "w"))
+        end.connect(os.fspath(self.place))
         return end
 
 
@@ -71,8 +74,8 @@ async def ends() -> AsyncIterator[Ends]:
     await until(lambda: len(asyncio.all_tasks()) == 1)
 
 
-def test_the_longest_name_fits_into_an_address() -> None:
-    assert len(address("n" * 56, "r" * 32)) <= 107
+def test_a_long_name_fits_into_an_address() -> None:
+    assert len(os.fspath(address("n" * 56, "r" * 32))) <= 107
 
 
 async def test_batches_of_any_size_travel_both_ways_in_order(ends: Ends) -> None:
@@ -138,6 +141,7 @@ async def test_heartbeats_keep_an_idle_link(ends: Ends) -> None:
 
 
 async def test_another_users_process_is_not_talked_to(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "address", lambda _node, _replica: ends.place)
     monkeypatch.setattr(local.os, "geteuid", lambda: 12345)
     assert str(await ended(ends.dial())) == "it went elsewhere"
     with ends.stranger() as end:
@@ -147,17 +151,72 @@ async def test_another_users_process_is_not_talked_to(ends: Ends, monkeypatch: p
 
 
 async def test_where_the_system_refuses_a_socket_links_go_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = Ends()
-    second = LocalAnswerer("w", first.node, first.worker, lambda _hello: None, TIMES)  # the name is taken
-    second.start()
-    second.close()
-
     def refuse(*_: object) -> None:
         raise PermissionError("not here")
 
-    monkeypatch.setattr(local.socket.socket, "connect", refuse)
-    assert str(await ended(first.dial())) == "it went elsewhere"
-    first.answerer.close()
+    ends = Ends()
+    with monkeypatch.context() as patch:
+        patch.setattr(local.socket.socket, "connect", refuse)
+        assert str(await ended(ends.dial())) == "it went elsewhere"
+    ends.answerer.close()
+    monkeypatch.setattr(local.socket.socket, "bind", refuse)
+    none = LocalAnswerer("w", ends.node, ends.worker, lambda _hello: None, TIMES)
+    none.start()
+    assert not ends.place.exists()
+    assert str(await ended(ends.dial())) == "it went elsewhere"
+    none.close()
+
+
+@pytest.mark.parametrize("wrong", ["readable", "file", "link"])
+async def test_a_folder_that_others_have_a_hand_in_is_not_used(
+    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local.tempfile, "gettempdir", lambda: str(tmp_path))
+    folder = address("node", "w").parent
+    match wrong:
+        case "readable":
+            folder.mkdir(mode=0o755)
+        case "file":
+            folder.touch()
+        case "link":
+            (tmp_path / "another").mkdir(mode=0o700)
+            folder.symlink_to(tmp_path / "another")
+    ends = Ends()
+    assert ends.answerer._socket is None
+    assert str(await ended(ends.dial())) == "it went elsewhere"
+
+
+async def test_the_folder_is_its_users_alone_and_what_a_killed_process_left_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local.tempfile, "gettempdir", lambda: str(tmp_path))
+    first, dead = Ends(), address("node", "dead")
+    assert dead.parent.stat().st_mode & 0o777 == 0o700
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
+        end.bind(str(dead))
+        end.listen()
+    second = Ends()
+    assert set(dead.parent.iterdir()) == {first.place, second.place}
+    for ends in (first, second):
+        ends.answerer.close()
+    assert not list(dead.parent.iterdir())
+
+
+async def test_a_peer_that_accepts_and_never_greets_is_dialled_elsewhere_in_turns() -> None:
+    ends = Ends(LinkTimes(open_timeout_s=0.05, heartbeat_s=60.0, silence_s=60.0))
+    for attempt in range(4):  # its answerer was not started
+        assert ("silent", "it went elsewhere")[attempt % 2] in str(await ended(ends.dial()))
+    ends.answerer.close()
+
+
+async def test_a_link_that_was_lost_is_dialled_through_the_socket_again(ends: Ends) -> None:
+    for number in range(3):
+        link = ends.dial()
+        await until(lambda count=number: ends.ups > count)
+        ends.worker.unlink_all()
+        ends.router.unlink_all()
+        await ended(link)
+    assert not ends.elsewhere
 
 
 async def test_a_peer_that_hangs_while_many_dial_is_dialled_elsewhere() -> None:
@@ -168,7 +227,7 @@ async def test_a_peer_that_hangs_while_many_dial_is_dialled_elsewhere() -> None:
             end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             strangers.append(end)
             end.setblocking(False)
-            end.connect(address(ends.node, "w"))
+            end.connect(os.fspath(ends.place))
     assert str(await ended(ends.dial())) == "it went elsewhere"
     for end in strangers:
         end.close()

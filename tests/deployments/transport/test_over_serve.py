@@ -35,6 +35,15 @@ def test_messages_travel_both_ways_once(service: Service, report: Report) -> Non
             report("one way, worker to router", [got_s - sent_s for *_, sent_s, got_s in pongs])
 
 
+def test_links_within_a_machine_go_through_sockets_unless_they_shall_not(service: Service) -> None:
+    """Two routers to each worker, and an ingress to each router."""
+    uses_sockets = service.within_machines and sys.platform == "linux"
+    for kind, num_callers in (("Worker", 2), ("Router", 1)):
+        for replica in service.replicas(kind):
+            tasks = service.call(kind, replica, "num_tasks")
+            assert tasks["LocalAnswerer._answer"] == uses_sockets * num_callers
+
+
 def test_messages_sent_at_once_arrive_as_few_items(service: Service) -> None:
     router, worker = next(iter(service.replicas("Router"))), next(iter(service.replicas("Worker")))
     pings = [("ping", router, number) for number in range(1000)]
