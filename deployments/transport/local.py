@@ -6,8 +6,10 @@ and where the system has no such sockets, links go over Serve's streams.
 
 Sockets lie in a folder that is its user's alone, named after Ray node and replica: they are not to be had from another
 machine, nor from a container with files of its own. What travels is pickled, as over Serve; so both ends also ask the
-system who the other one is, and talk to nobody but their own user. It is a faster way and no other one: when a socket
-leads nowhere, the next attempt goes over Serve.
+system who the other one is, and talk to nobody but their own user. It is a faster way and no other one: where there is
+no socket, or where it led nowhere the last time, the link goes over Serve for as long as it is up.
+
+What a killed process leaves is a file without a process, which nobody connects to again.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import sys
 import tempfile
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +38,11 @@ logger = logging.getLogger("ray.serve")
 
 _LENGTH = struct.Struct("!Q")
 _CREDENTIALS = struct.Struct("iII")
-_NEW = "new-"
-"""How the names of sockets begin that do not listen yet."""
 
 
-def address(node: str, replica: str) -> Path:
-    """The socket on which a replica answers; the system takes at most 107 bytes."""
-    return Path(tempfile.gettempdir()) / f"specdec-{os.geteuid()}" / f"{node[:16]}-{replica}"
+def address(node: str, replica: str) -> str:
+    """Path of the socket on which a replica answers; the system takes at most 107 bytes."""
+    return os.path.join(tempfile.gettempdir(), f"specdec-{os.geteuid()}", f"{node[:16]}-{replica}")
 
 
 class _Items:
@@ -86,45 +87,30 @@ def _is_ours(end: socket.socket) -> bool:
     return bool(uid == os.geteuid())
 
 
-def _listening(place: Path) -> socket.socket | None:
-    """A socket in that place; None where the system refuses it, or others could have a hand in it."""
+def _listening(node: str, replica: str) -> socket.socket | None:
+    """A replica's socket; None where the system refuses it, or others could have a hand in it."""
+    if sys.platform != "linux":
+        return None
     end = None
     try:
-        _make_private(place.parent)
-        _remove_dead(place.parent)
+        place = address(node, replica)
+        _make_private(os.path.dirname(place))
         end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        new = place.with_name(f"{_NEW}{place.name}")
-        end.bind(os.fspath(new))
+        end.bind(place)
         end.listen()
-        new.rename(place)  # nobody finds it before it listens
     except OSError as error:
         if end is not None:
             end.close()
-        logger.info("No links within this machine: %r", error)
+        logger.warning("There is no socket for links within this machine, which go over Serve: %r", error)
         return None
     return end
 
 
-def _make_private(folder: Path) -> None:
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
+def _make_private(folder: str) -> None:
+    Path(folder).mkdir(mode=0o700, exist_ok=True)
+    status = os.lstat(folder)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise PermissionError(f"{folder} is not a folder of this user alone")
-
-
-def _remove_dead(folder: Path) -> None:
-    """Remove sockets whose process was killed."""
-    for place in folder.iterdir():
-        if place.name.startswith(_NEW):
-            continue
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
-            end.setblocking(False)
-            try:
-                end.connect(os.fspath(place))
-            except ConnectionRefusedError:
-                place.unlink(missing_ok=True)
-            except OSError:  # it has no time, or has gone
-                continue
 
 
 class LocalAnswerer:
@@ -145,13 +131,10 @@ class LocalAnswerer:
         self._host = host
         self._refusal = refusal
         self._times = times
-        self._socket: socket.socket | None = None
+        self._socket = _listening(node, me)
         self._starting: asyncio.Task[None] | None = None
         self._server: asyncio.Server | None = None
         self._is_closed = False
-        self._place = address(node, me)
-        if sys.platform == "linux":
-            self._socket = _listening(self._place)
 
     def start(self) -> None:
         """Answer; on the event loop."""
@@ -162,7 +145,8 @@ class LocalAnswerer:
         """Answer no more; links that are up end with their mailboxes."""
         self._is_closed = True
         if self._socket is not None:
-            self._place.unlink(missing_ok=True)
+            with suppress(OSError):
+                os.unlink(self._socket.getsockname())
         if self._server is not None:
             self._server.close()
         elif self._starting is None and self._socket is not None:
@@ -245,6 +229,7 @@ class LocalDialer:
             await self._run(peer, up, *ends)
         except LinkError as error:
             if not was_up and not isinstance(error, LinkRefusedError):
+                logger.warning("The socket to %s led nowhere, the next attempt goes over Serve: %s", peer, error)
                 self._dead_ends.add(peer)
             raise
 
@@ -255,7 +240,7 @@ class LocalDialer:
         try:
             end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             end.setblocking(False)  # it connects at once, or not at all: nobody of that name is here, or it hangs
-            end.connect(os.fspath(address(self._node, peer)))
+            end.connect(address(self._node, peer))
             if _is_ours(end):
                 streams = await asyncio.open_unix_connection(sock=end)
                 end = None  # it is theirs

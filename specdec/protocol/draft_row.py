@@ -35,7 +35,8 @@ class DraftRow(WorkerRow):
         offered_end: Absolute length, log and chain, up to which the present chain has been offered.
         limit: Absolute length beyond which no draft token is of use: the target decides the last token in any case.
         offered_at: ``num_steps`` at the newest offer; 0 where there was none since.
-        is_overdue: Whether the newest commit found drafts that were not offered, and the target with none.
+        is_overdue: Whether the newest commit found drafts that were not offered and none left that were; until the next
+            offer.
         agreed: Length up to which log and chain are what the backend was given last.
         num_branches: Most branches, by its plan and by its share of those that the drafter holds in all.
         num_guesses: Most guesses that are of use at one place.
@@ -274,7 +275,7 @@ class DraftRow(WorkerRow):
         """All that is drafted, but for what branches have beyond their drafts; it counts as offered from now on."""
         if self.plan.draft_wait_s and self.num_offered < self.plan.num_draft_tokens <= len(self.path):
             self.num_steps = 0  # the target has waited for this: its step begins now
-        self.offered_end, self.offered_at = self.end, self.num_steps
+        self.offered_end, self.offered_at, self.is_overdue = self.end, self.num_steps, False
         length, drawn = len(self.log), self.path.candidates()
         branches: list[tuple[Outcome, Tokens]] = []
         candidates: list[tuple[Candidates, ...]] = []

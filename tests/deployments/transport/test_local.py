@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import shutil
 import socket
 import struct
 import sys
+import tempfile
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from deployments.transport.local import LocalAnswerer, LocalDialer, address
 from deployments.transport.wire import Greeting, Hello, LinkError, LinkRefusedError, LinkTimes
 from tests.deployments.transport.test_streams import Inbox, ended, until
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there are no abstract names")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the system is not asked whose process the other is")
 TIMES = LinkTimes(open_timeout_s=60.0, heartbeat_s=0.01, silence_s=60.0)
 
 
@@ -56,7 +58,7 @@ class Ends:
     def stranger(self) -> socket.socket:
         """Somebody who speaks the language of sockets, and not of links."""
         end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        end.connect(os.fspath(self.place))
+        end.connect(self.place)
         return end
 
 
@@ -74,8 +76,9 @@ async def ends() -> AsyncIterator[Ends]:
     await until(lambda: len(asyncio.all_tasks()) == 1)
 
 
-def test_a_long_name_fits_into_an_address() -> None:
-    assert len(os.fspath(address("n" * 56, "r" * 32))) <= 107
+def test_a_long_name_fits_into_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local.tempfile, "gettempdir", lambda: "/tmp")
+    assert len(address("n" * 56, "r" * 32)) <= 107
 
 
 async def test_batches_of_any_size_travel_both_ways_in_order(ends: Ends) -> None:
@@ -163,44 +166,65 @@ async def test_where_the_system_refuses_a_socket_links_go_elsewhere(monkeypatch:
     monkeypatch.setattr(local.socket.socket, "bind", refuse)
     none = LocalAnswerer("w", ends.node, ends.worker, lambda _hello: None, TIMES)
     none.start()
-    assert not ends.place.exists()
+    assert not os.path.exists(ends.place)
     assert str(await ended(ends.dial())) == "it went elsewhere"
     none.close()
 
 
-@pytest.mark.parametrize("wrong", ["readable", "file", "link"])
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The system's folder for temporary files, with a short name."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="specdec") as folder:
+        monkeypatch.setattr(local.tempfile, "gettempdir", lambda: folder)
+        yield Path(folder)
+
+
+async def test_the_folder_is_its_users_alone_and_is_left_empty(temporary: Path) -> None:
+    first, second = Ends(), Ends()
+    [folder] = temporary.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {str(place) for place in folder.iterdir()} == {first.place, second.place}
+    first.answerer.close()
+    second.answerer.start()
+    await until(lambda: second.answerer._server is not None)
+    second.answerer.close()
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("wrong", ["readable", "file", "link", "none"])
 async def test_a_folder_that_others_have_a_hand_in_is_not_used(
-    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wrong: str, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local.tempfile, "gettempdir", lambda: str(tmp_path))
-    folder = address("node", "w").parent
+    folder = Path(address("node", "w")).parent
     match wrong:
         case "readable":
-            folder.mkdir(mode=0o755)
+            folder.mkdir()
+            folder.chmod(0o750)
         case "file":
             folder.touch()
         case "link":
-            (tmp_path / "another").mkdir(mode=0o700)
-            folder.symlink_to(tmp_path / "another")
+            (temporary / "another").mkdir(mode=0o700)
+            folder.symlink_to(temporary / "another")
+        case "none":
+            monkeypatch.setattr(local.tempfile, "gettempdir", _fail)
+            monkeypatch.setattr(sys.modules[__name__], "address", lambda _node, _replica: "")
     ends = Ends()
     assert ends.answerer._socket is None
     assert str(await ended(ends.dial())) == "it went elsewhere"
+    ends.answerer.close()
 
 
-async def test_the_folder_is_its_users_alone_and_what_a_killed_process_left_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(local.tempfile, "gettempdir", lambda: str(tmp_path))
-    first, dead = Ends(), address("node", "dead")
-    assert dead.parent.stat().st_mode & 0o777 == 0o700
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
-        end.bind(str(dead))
-        end.listen()
-    second = Ends()
-    assert set(dead.parent.iterdir()) == {first.place, second.place}
-    for ends in (first, second):
-        ends.answerer.close()
-    assert not list(dead.parent.iterdir())
+def _fail() -> str:
+    raise FileNotFoundError("no usable folder for temporary files")
+
+
+async def test_an_answerer_closes_where_its_socket_is_gone(temporary: Path) -> None:
+    ends = Ends()
+    shutil.rmtree(Path(ends.place).parent)
+    ends.answerer.start()
+    await until(lambda: ends.answerer._server is not None)
+    ends.answerer.close()
+    assert not ends.answerer._server.is_serving()
 
 
 async def test_a_peer_that_accepts_and_never_greets_is_dialled_elsewhere_in_turns() -> None:
@@ -228,7 +252,7 @@ async def test_a_peer_that_hangs_while_many_dial_is_dialled_elsewhere() -> None:
             end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             strangers.append(end)
             end.setblocking(False)
-            end.connect(os.fspath(ends.place))
+            end.connect(ends.place)
     assert str(await ended(ends.dial())) == "it went elsewhere"
     for end in strangers:
         end.close()

@@ -65,7 +65,10 @@ def test_among_many_sequences_a_first_chain_awaits_the_deadline(others, fit, dra
 
 @pytest.mark.parametrize("num_steps", [2, 3])
 def test_a_deadline_that_is_never_reached_holds_back_nothing_for_ever(num_steps):
-    """A target without drafts goes on with plain steps, which may be shorter than those of the deadline."""
+    """A target without drafts goes on with plain steps, which may be shorter than those of the deadline.
+
+    With one draft step to each, what is drafted is decided by then, and there is nothing to offer.
+    """
     machine = machine_with(num_draft_tokens=4, fit=5)
     open_others(machine, 20)
     rounds = 0
@@ -74,3 +77,11 @@ def test_a_deadline_that_is_never_reached_holds_back_nothing_for_ever(num_steps)
         commit(machine, tuple(row.log.tokens[len(PROMPT) :]), row.path.tokens[:1])
         rounds += 1
         assert rounds < 5
+
+
+def test_what_a_deadline_held_back_goes_once_before_the_next():
+    machine = machine_with(num_draft_tokens=4, fit=5)
+    open_others(machine, 20)
+    assert not any(offer.seq == "s" for offer in settle(machine, 3))
+    commit(machine, (), row_of(machine).path.tokens[:1])
+    assert [any(offer.seq == "s" for offer in settle(machine, 1)) for _ in range(4)] == [True, False, False, True]

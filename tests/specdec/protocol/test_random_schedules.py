@@ -22,7 +22,7 @@ def run_all(seeds: Iterable[int]) -> list[Result]:
 
 
 def check(first: int, count: int) -> None:
-    """A failure names seeds: ``World(seed).run()`` repeats one, step by step the same."""
+    """A failure names seeds: ``run_schedule(seed)`` repeats one, step by step the same."""
     results = run_all(range(first, first + count))
     broken = [(result.seed, result.violation) for result in results if result.violation is not None]
     assert broken == []
