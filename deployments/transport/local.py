@@ -8,8 +8,6 @@ Sockets lie in a folder that is its user's alone, named after Ray node and repli
 machine, nor from a container with files of its own. What travels is pickled, as over Serve; so both ends also ask the
 system who the other one is, and talk to nobody but their own user. It is a faster way and no other one: where there is
 no socket, or where it led nowhere the last time, the link goes over Serve for as long as it is up.
-
-What a killed process leaves is a file without a process, which nobody connects to again.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ import stat
 import struct
 import sys
 import tempfile
+import time
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable
 from contextlib import suppress
@@ -38,6 +37,7 @@ logger = logging.getLogger("ray.serve")
 
 _LENGTH = struct.Struct("!Q")
 _CREDENTIALS = struct.Struct("iII")
+_NEW_S = 60.0
 
 
 def address(node: str, replica: str) -> str:
@@ -95,6 +95,7 @@ def _listening(node: str, replica: str) -> socket.socket | None:
     try:
         place = address(node, replica)
         _make_private(os.path.dirname(place))
+        _remove_dead(os.path.dirname(place))
         end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         end.bind(place)
         end.listen()
@@ -111,6 +112,20 @@ def _make_private(folder: str) -> None:
     status = os.lstat(folder)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise PermissionError(f"{folder} is not a folder of this user alone")
+
+
+def _remove_dead(folder: str) -> None:
+    """Remove sockets without a process: Ray ends replicas without a word. New ones may be about to listen."""
+    for place in Path(folder).iterdir():
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
+            status = place.lstat()
+            if not stat.S_ISSOCK(status.st_mode) or time.time() - status.st_mtime < _NEW_S:
+                continue
+            end.setblocking(False)
+            try:
+                end.connect(os.fspath(place))
+            except ConnectionRefusedError:
+                place.unlink()
 
 
 class LocalAnswerer:
@@ -170,8 +185,9 @@ class LocalAnswerer:
                 is_ours = _is_ours(end)
             if is_ours:
                 async with asyncio.timeout(self._times.open_timeout_s):
-                    hello = await anext(_Items(reader, writer))
-                await self._run(hello, reader, writer)
+                    hello = await anext(_Items(reader, writer), None)
+                if hello is not None:  # else somebody looked whether we are alive
+                    await self._run(hello, reader, writer)
         except Exception as error:
             logger.info("A link within this machine ended: %r", error)
         finally:

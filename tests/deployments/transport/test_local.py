@@ -191,6 +191,31 @@ async def test_the_folder_is_its_users_alone_and_is_left_empty(temporary: Path) 
     assert not list(folder.iterdir())
 
 
+async def test_sockets_without_a_process_are_removed_and_nothing_else_is(temporary: Path) -> None:
+    live = Ends()
+    [folder] = temporary.iterdir()
+    for name in ("dead", "new"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
+            end.bind(str(folder / name))
+    busy = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    busy.bind(str(folder / "busy"))
+    busy.listen(0)
+    in_line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    in_line.connect(str(folder / "busy"))
+    (folder / "file").touch()
+    (folder / "folder").mkdir()
+    for place in folder.iterdir():
+        if place.name != "new":
+            os.utime(place, (0, 0))
+    another = Ends()
+    left = {place.name for place in folder.iterdir()}
+    assert left == {"new", "busy", "file", "folder", *(Path(ends.place).name for ends in (live, another))}
+    for end in (busy, in_line):
+        end.close()
+    for ends in (live, another):
+        ends.answerer.close()
+
+
 @pytest.mark.parametrize("wrong", ["readable", "file", "link", "none"])
 async def test_a_folder_that_others_have_a_hand_in_is_not_used(
     wrong: str, temporary: Path, monkeypatch: pytest.MonkeyPatch
