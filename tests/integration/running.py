@@ -48,9 +48,26 @@ class RunningService:
         """The official client, pointed at the service."""
         return OpenAI(base_url=f"{self.url}/v1", api_key="unused", timeout=120, max_retries=0)
 
+    def children(self) -> list[psutil.Process]:
+        """All processes below the service's own."""
+        return psutil.Process(self._process.pid).children(recursive=True)
+
+    @property
+    def model(self) -> str:
+        """The target's name in the API."""
+        return str(self.client().models.list().data[0].id)
+
+    def is_ready(self) -> bool:
+        """Whether ``/health`` says so."""
+        try:
+            with urlopen(f"{self.url}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
     def pid_of(self, deployment: str) -> int | None:
         """Process id of a deployment's replica that runs its own code (not one that is starting)."""
-        for child in psutil.Process(self._process.pid).children(recursive=True):
+        for child in self.children():
             try:
                 title = " ".join(child.cmdline())
             except psutil.Error:

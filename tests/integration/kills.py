@@ -1,0 +1,285 @@
+"""Seeded streams under kills: who can be killed, and what became of the streams.
+
+``python -m tests.integration.kills`` prints the kill table; the suite asserts its counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import httpx
+import psutil
+
+from tests.integration.running import RunningService, eventually
+
+VICTIMS = {
+    "draft": ":DraftServer",
+    "target": ":TargetServer",
+    "router": ":SpeculationRouter",
+    "ingress": ":OpenAIIngress",
+    "controller": "ray::ServeController",
+    "proxy": "ray::ProxyActor",
+}
+"""What can be killed in a running service, and how its process is called."""
+
+TAKE_CONNECTIONS = ("ingress", "proxy")
+"""Whose death breaks the streams that pass through them; no other stream may break."""
+
+STREAM_TIMEOUT_S = 240.0
+
+
+def processes_of(service: RunningService, victim: str) -> list[psutil.Process]:
+    """The running processes of one kind, oldest first; replicas that are starting are not among them."""
+    found = []
+    for child in service.children():
+        try:
+            title = " ".join(child.cmdline())
+        except psutil.Error:
+            continue
+        if title.startswith("ray::") and VICTIMS[victim] in title:
+            found.append(child)
+    return sorted(found, key=lambda process: process.create_time())
+
+
+@dataclass
+class Stream:
+    """One seeded stream, as its client sees it.
+
+    Attributes:
+        text: What came.
+        num_tokens: Completion tokens by the last chunk's usage; None where the stream broke.
+        longest_pause_s: Longest time without a chunk.
+        error: Why it broke; None where it ended as it should.
+    """
+
+    text: str = ""
+    num_tokens: int | None = None
+    longest_pause_s: float = 0.0
+    error: str | None = None
+
+
+@dataclass
+class Streams:
+    """Seeded streams that run at once, half at temperature 0 and half at 1.
+
+    Args:
+        url: Of the service.
+        model: Its name in the API.
+        count: How many.
+        max_tokens: Of each; end-of-sequence tokens are ignored.
+    """
+
+    url: str
+    model: str
+    count: int = 16
+    max_tokens: int = 400
+    num_chunks: dict[int, int] = field(default_factory=dict)
+
+    def run(self, i: int) -> Stream:
+        """Run stream ``i`` to its end."""
+        stream, heard_s, self.num_chunks[i] = Stream(), time.monotonic(), 0
+        body = {
+            "model": self.model,
+            "prompt": f"def function_{i}(values):\n",
+            "max_tokens": self.max_tokens,
+            "temperature": i % 2,
+            "seed": 100 + i,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "ignore_eos": True,
+        }
+        try:
+            with httpx.stream(
+                "POST", f"{self.url}/v1/completions", json=body, timeout=STREAM_TIMEOUT_S, trust_env=False
+            ) as answer:
+                if answer.status_code != 200:
+                    answer.read()
+                    stream.error = f"HTTP {answer.status_code}: {answer.text[:200]}"
+                    return stream
+                for event in _events(answer.iter_lines()):
+                    now_s = time.monotonic()
+                    stream.longest_pause_s, heard_s = max(stream.longest_pause_s, now_s - heard_s), now_s
+                    if "error" in event:
+                        stream.error = str(event["error"])
+                        return stream
+                    self.num_chunks[i] += 1
+                    stream.text += "".join(choice["text"] for choice in event["choices"])
+                    if event.get("usage"):
+                        stream.num_tokens = event["usage"]["completion_tokens"]
+        except httpx.HTTPError as error:
+            stream.error = repr(error)
+        if stream.num_tokens is None and stream.error is None:
+            stream.error = "the stream ended without its usage"
+        return stream
+
+    @contextmanager
+    def running(self) -> Iterator[Callable[[], list[Stream]]]:
+        """Start all streams; gives how to wait for them."""
+        self.num_chunks.clear()
+        with ThreadPoolExecutor(self.count) as pool:
+            futures = [pool.submit(self.run, i) for i in range(self.count)]
+            yield lambda: [future.result() for future in futures]
+
+    def have_begun(self) -> bool:
+        """Whether every stream has had two chunks."""
+        return len(self.num_chunks) == self.count and min(self.num_chunks.values()) >= 2
+
+
+def _events(lines: Iterator[str]) -> Iterator[dict]:
+    for line in lines:
+        data = line.removeprefix("data: ")
+        if data and data != "[DONE]":
+            yield json.loads(data)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Streams against their undisturbed runs.
+
+    Attributes:
+        broken: Indices of streams that did not reach their end.
+        lost: Of those that did, with fewer tokens.
+        doubled: With more tokens.
+        changed: With as many tokens and another text.
+        num_tokens: Tokens compared.
+        longest_pause_s: Over all streams that ended.
+    """
+
+    broken: tuple[int, ...]
+    lost: tuple[int, ...]
+    doubled: tuple[int, ...]
+    changed: tuple[int, ...]
+    num_tokens: int
+    longest_pause_s: float
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no stream that ended differs."""
+        return not (self.lost or self.doubled or self.changed)
+
+    @classmethod
+    def of(cls, streams: Sequence[Stream], undisturbed: Sequence[Stream]) -> Comparison:
+        """Compare stream by stream; what a broken stream delivered must be the beginning of its text."""
+        pairs = list(enumerate(zip(streams, undisturbed, strict=True)))
+        ended = [(i, s, u) for i, (s, u) in pairs if s.error is None]
+        assert all(u.num_tokens is not None for u in undisturbed), [u.error for u in undisturbed]
+        return cls(
+            broken=tuple(i for i, (s, _) in pairs if s.error is not None),
+            lost=tuple(i for i, s, u in ended if s.num_tokens < u.num_tokens),
+            doubled=tuple(i for i, s, u in ended if s.num_tokens > u.num_tokens),
+            changed=tuple(i for i, s, u in ended if s.num_tokens == u.num_tokens and s.text != u.text)
+            + tuple(i for i, (s, u) in pairs if s.error is not None and not u.text.startswith(s.text)),
+            num_tokens=sum(s.num_tokens for _, s, _ in ended),
+            longest_pause_s=max((s.longest_pause_s for _, s, _ in ended), default=0.0),
+        )
+
+
+def kill_one(service: RunningService, victim: str, rng: random.Random | None = None) -> psutil.Process | None:
+    """End one process of a kind as a crash would; None where none runs."""
+    processes = processes_of(service, victim)
+    if not processes:
+        return None
+    process = rng.choice(processes) if rng else processes[0]
+    process.send_signal(signal.SIGKILL)
+    return process
+
+
+def under_kill(service: RunningService, streams: Streams, victim: str) -> list[Stream]:
+    """Run all streams, kill one process of a kind once all have begun, and wait until it is replaced."""
+    num_before = len(processes_of(service, victim))
+    with streams.running() as wait:
+        eventually(streams.have_begun, 120, "all streams have begun")
+        killed = kill_one(service, victim)
+        assert killed is not None, f"no {victim} runs"
+        ended = wait()
+    replaced = lambda: len([p for p in processes_of(service, victim) if p.pid != killed.pid]) >= num_before  # noqa: E731
+    eventually(replaced, 120, f"the {victim} is replaced")
+    eventually(service.is_ready, 120, "the service is ready again")
+    return ended
+
+
+def under_random_kills(
+    service: RunningService, streams: Streams, *, count: int, period_s: float, seed: int
+) -> tuple[list[Stream], list[str]]:
+    """Run all streams while processes are killed at random, ``period_s`` seconds apart; gives who was killed, too."""
+    rng, killed = random.Random(seed), []
+    victims = ("draft", "target", "router")
+    stop = threading.Event()
+
+    def kill() -> None:
+        for _ in range(count):
+            if stop.wait(period_s):
+                return
+            victim = rng.choice(victims)
+            if kill_one(service, victim, rng) is not None:
+                killed.append(victim)
+
+    with streams.running() as wait:
+        eventually(streams.have_begun, 120, "all streams have begun")
+        killer = threading.Thread(target=kill)
+        killer.start()
+        ended = wait()
+        stop.set()
+        killer.join()
+    eventually(service.is_ready, 120, "the service is ready again")
+    return ended, killed
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the kill table: three runs of each row, medians."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--demo", choices=["plain", "hybrid"], default="plain")
+    parser.add_argument("--replicas", type=int, default=1, help="of each deployment")
+    parser.add_argument("--victims", default=",".join(VICTIMS))
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--max-tokens", type=int, default=400)
+    parser.add_argument("--random-kills", type=int, default=0, help="kills of one run, 5 s apart")
+    options = parser.parse_args(arguments)
+    service = start(options.replicas, "--demo", options.demo)
+    try:
+        streams = Streams(service.url, service.model, options.streams, options.max_tokens)
+        with streams.running() as wait:
+            undisturbed = wait()
+        quiet = max(stream.longest_pause_s for stream in undisturbed)
+        print(f"{options.demo}, {options.replicas} of each, {options.streams} streams; undisturbed pause {quiet:.2f} s")
+        print("| killed | streams broken | tokens compared | lost | doubled | changed | longest pause, s |")
+        print("|---|---|---|---|---|---|---|")
+        for victim in filter(None, options.victims.split(",")):
+            runs = [Comparison.of(under_kill(service, streams, victim), undisturbed) for _ in range(options.runs)]
+            print(_row(victim, runs), flush=True)
+        if options.random_kills:
+            ended, killed = under_random_kills(service, streams, count=options.random_kills, period_s=5.0, seed=1)
+            print(_row(f"{len(killed)} at random: {' '.join(killed)}", [Comparison.of(ended, undisturbed)]))
+    finally:
+        service.stop()
+
+
+def start(replicas: int, *flags: str) -> RunningService:
+    """A service with so many replicas of each deployment, whose drafts do not depend on the controller."""
+    counts = [f"--replicas-{name}={replicas}" for name in ("target", "draft", "router", "ingress")]
+    return RunningService("--num-speculative-tokens", "4", *counts, *flags)
+
+
+def _row(name: str, runs: Sequence[Comparison]) -> str:
+    def total(of: Callable[[Comparison], tuple[int, ...]]) -> int:
+        return sum(len(of(run)) for run in runs)
+
+    pause_s = statistics.median(run.longest_pause_s for run in runs)
+    cells = [name, total(lambda r: r.broken), sum(run.num_tokens for run in runs)]
+    cells += [total(lambda r: r.lost), total(lambda r: r.doubled), total(lambda r: r.changed), f"{pause_s:.2f}"]
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+if __name__ == "__main__":
+    main()

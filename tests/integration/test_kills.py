@@ -1,0 +1,75 @@
+"""Two replicas of each deployment, one process killed after the other: no stream loses, doubles or changes a token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.integration.kills import (
+    TAKE_CONNECTIONS,
+    VICTIMS,
+    Comparison,
+    Stream,
+    Streams,
+    start,
+    under_kill,
+    under_random_kills,
+)
+from tests.integration.running import RunningService
+
+LIKE_NOTHING_HAPPENED = [victim for victim in VICTIMS if victim not in TAKE_CONNECTIONS]
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[RunningService]:
+    running = start(replicas=2)
+    yield running
+    assert running.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def streams(service: RunningService) -> Streams:
+    return Streams(service.url, service.model, count=8, max_tokens=300)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(streams: Streams) -> list[Stream]:
+    with streams.running() as wait:
+        return wait()
+
+
+@pytest.mark.parametrize("victim", LIKE_NOTHING_HAPPENED)
+def test_a_killed_process_changes_no_stream(
+    service: RunningService, streams: Streams, undisturbed: list[Stream], victim: str
+) -> None:
+    compared = Comparison.of(under_kill(service, streams, victim), undisturbed)
+    assert not compared.broken
+    assert compared.is_exact
+
+
+@pytest.mark.parametrize("victim", TAKE_CONNECTIONS)
+def test_a_killed_ingress_or_proxy_takes_its_own_connections_only(
+    service: RunningService, streams: Streams, undisturbed: list[Stream], victim: str
+) -> None:
+    compared = Comparison.of(under_kill(service, streams, victim), undisturbed)
+    assert compared.broken
+    assert compared.is_exact
+    if victim == "ingress":
+        assert len(compared.broken) < streams.count, "the other ingress' streams broke as well"
+    with streams.running() as wait:
+        again = wait()
+    assert Comparison.of(again, undisturbed).is_exact
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_ten_random_kills_change_no_stream(service: RunningService) -> None:
+    streams = Streams(service.url, service.model, count=12, max_tokens=1800)
+    with streams.running() as wait:
+        undisturbed = wait()
+    ended, killed = under_random_kills(service, streams, count=10, period_s=5.0, seed=7)
+    assert len(killed) >= 5, "the streams ended too soon"
+    compared = Comparison.of(ended, undisturbed)
+    assert not compared.broken
+    assert compared.is_exact
