@@ -26,7 +26,7 @@ serve: $(STAMP)
 	@$(BIN)/specdec serve $(ARGS)
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 check: $(STAMP)
 	@$(BIN)/ruff format --check .

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 
 import pytest
-from xdist.remote import Producer
-from xdist.scheduler import LoadScopeScheduling
 
 WITH_SERVICES = (
     "tests/integration/",
@@ -24,27 +22,17 @@ def pytest_configure(config: pytest.Config) -> None:
     """One torch thread in tests, and in what they start, unless the environment says otherwise."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("MKL_NUM_THREADS", "1")
+    config.addinivalue_line(
+        "markers", "xdist_group(name): tests that pytest-xdist runs in one process, where it is used"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longest come first, which ``--no-loadscope-reorder`` leaves so."""
+    """The longest come first; tests of one file run in one process, all those that start Ray in one and the same.
 
-    def rank(item: pytest.Item) -> tuple[bool, bool]:
-        path = item.path.relative_to(config.rootpath).as_posix()
-        return not path.startswith(WITH_SERVICES), not path.startswith(SLOW)
-
-    items.sort(key=rank)
-
-
-class ByFile(LoadScopeScheduling):
-    """Tests of one file run in one process, all those that start Ray in one and the same."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        path = nodeid.split("::", 1)[0]
-        return "services" if path.startswith(WITH_SERVICES) else path
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
-    """Who runs what, where tests run in several processes."""
-    return ByFile(config, log)
+    With pytest-xdist this holds for ``--dist loadgroup --no-loadscope-reorder``; without it the groups mean nothing.
+    """
+    paths = {item: item.path.relative_to(config.rootpath).as_posix() for item in items}
+    for item, path in paths.items():
+        item.add_marker(pytest.mark.xdist_group("services" if path.startswith(WITH_SERVICES) else path))
+    items.sort(key=lambda item: (not paths[item].startswith(WITH_SERVICES), not paths[item].startswith(SLOW)))

@@ -12,9 +12,18 @@ import yaml
 Schema = dict[str, Any]
 
 
+def load_definition(path: Path) -> dict[str, Any]:
+    """A CRD, by libyaml where it is there."""
+    return yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
 def load_schema(path: Path, version: str) -> Schema:
     """The ``openAPIV3Schema`` of one version of a CRD."""
-    definition = yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return schema_of(load_definition(path), version)
+
+
+def schema_of(definition: dict[str, Any], version: str) -> Schema:
+    """The ``openAPIV3Schema`` of one version of a loaded CRD."""
     (found,) = [entry for entry in definition["spec"]["versions"] if entry["name"] == version]
     return found["schema"]["openAPIV3Schema"]
 

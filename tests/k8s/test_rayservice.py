@@ -12,11 +12,11 @@ import yaml
 from cluster.config import AppArgs
 from cluster.launch import APPLICATION
 from cluster.settings import RAY_SETTINGS
-from tests.k8s.crd_schema import load_schema, problems
+from tests.k8s.crd_schema import load_definition, load_schema, problems, schema_of
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ROOT / "k8s" / "base"
-CRD = ROOT.parent / "shared" / "data" / "crds" / "ray.io_rayservices.yaml"
+CRDS = Path(__file__).parent / "crds"
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +26,7 @@ def manifest():
 
 @pytest.fixture(scope="module")
 def schema():
-    if not CRD.is_file():
-        pytest.skip(f"no CRD schema at {CRD}: put KubeRay's ray.io_rayservices.yaml there")
-    return load_schema(CRD, "v1")
+    return load_schema(CRDS / "ray.io_rayservices.yaml", "v1")
 
 
 def serve_config(manifest):
@@ -43,6 +41,22 @@ def containers(manifest):
 
 def test_valid_against_the_crd(manifest, schema):
     assert problems(schema, manifest) == []
+
+
+def test_every_manifest_of_a_known_kind_is_valid_against_its_crd():
+    definitions = [load_definition(path) for path in CRDS.glob("*.yaml")]
+    crds = {(one["spec"]["group"], one["spec"]["names"]["kind"]): one for one in definitions}
+    assert {kind for _, kind in crds} == {"RayService", "PodMonitor", "PrometheusRule"}
+    documents = [
+        document for path in (ROOT / "k8s").rglob("*.yaml") for document in yaml.safe_load_all(path.read_text())
+    ]
+    checked = []
+    for document in documents:
+        group, _, version = document["apiVersion"].rpartition("/")
+        if (group, document["kind"]) in crds:
+            assert problems(schema_of(crds[group, document["kind"]], version), document) == []
+            checked.append(document["kind"])
+    assert "RayService" in checked
 
 
 @pytest.mark.parametrize(

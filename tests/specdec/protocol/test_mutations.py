@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain
-
 import pytest
 
 from tests.specdec.protocol.branch_mutations import BRANCH_MUTATIONS
@@ -13,36 +10,17 @@ from tests.specdec.protocol.scripted import ScriptedDraft, ScriptedTarget
 from tests.specdec.protocol.watch import Watch
 from tests.specdec.protocol.world import run_schedule
 
-SCHEDULES = 1500
-FIRST_SEEDS = {
-    "branch_agreed": 11,
-    "cumulative": 19,
-    "drafter_n": 30,
-    "gap": 290,
-    "heard_again": 10,
-    "ingress_mark": 101,
-    "live_inc": 16,
-    "mark_shorter": 527,
-    "preempted": 55,
-    "repeat": 13,
-    "right_branch": 14,
-}
-"""Where the search begins: the first schedule that catches a rule which few of them do. Stale ones cost time only."""
+MAX_SCHEDULES = 1500
+"""A rule that no schedule among the first of them catches fails the test: most are caught within a few dozen."""
 ALL = MUTATIONS | BRANCH_MUTATIONS
-
-
-def seeds(rule: str) -> Iterator[int]:
-    """All schedules, from the one on that is known to catch the rule."""
-    first = FIRST_SEEDS.get(rule, 0)
-    return chain(range(first, SCHEDULES), range(first))
 
 
 @pytest.mark.parametrize("rule", ALL)
 def test_schedules_catch_a_rule_that_is_off(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ALL[rule](monkeypatch)
-    violations = (run_schedule(seed).violation for seed in seeds(rule))
+    violations = (run_schedule(seed).violation for seed in range(MAX_SCHEDULES))
     caught = next((violation for violation in violations if violation is not None), None)
-    assert caught is not None
+    assert caught is not None, f"none of {MAX_SCHEDULES} schedules breaks a promise with this rule off"
     assert not caught.startswith("raised"), "the mutation itself no longer fits the code"
 
 
