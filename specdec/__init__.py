@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from specdec.engine.results import CancellationToken, GenerationResult, TokenEvent
     from specdec.engine.stats import SpecStats
     from specdec.models.loading import ModelSource
-    from specdec.protocol.messages import TokenLogprobs
     from specdec.sampling.params import SamplingParams
     from specdec.sampling.pipeline import LogitsProcessor
+    from specdec.types import TokenLogprobs
 
 __all__ = [
     "BackendOptions",
@@ -41,7 +41,7 @@ _MODULES = {
     "SpecStats": "specdec.engine.stats",
     "SpeculativeEngine": "specdec.engine.engine",
     "TokenEvent": "specdec.engine.results",
-    "TokenLogprobs": "specdec.protocol.messages",
+    "TokenLogprobs": "specdec.types",
 }
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from specdec.protocol.marks import Tokens
 from specdec.text.detokenizer import Detokenizer
+from specdec.types import Tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

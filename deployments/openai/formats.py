@@ -10,8 +10,8 @@ from deployments.openai.job import Job
 from deployments.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from deployments.openai.schemas.completions import CompletionBody
 from deployments.openai.tally import speculation_metrics
-from specdec.protocol.messages import PromptLogprobs
 from specdec.text.pieces import TokenTexts
+from specdec.types import PromptLogprobs
 
 Json = dict[str, Any]
 

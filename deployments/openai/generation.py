@@ -13,9 +13,9 @@ from deployments.openai.job import Job
 from deployments.openai.observer import Reason, SequenceObserver
 from deployments.openai.service import SequenceRequest, TokenDelta
 from deployments.openai.tally import RoundTally
-from specdec.protocol.marks import Tokens
-from specdec.protocol.messages import Finish, Notes, PromptLogprobs, TokenLogprobs
+from specdec.protocol.messages import Notes
 from specdec.text.output import OutputText
+from specdec.types import Finish, PromptLogprobs, TokenLogprobs, Tokens
 
 _MOST_QUEUED = 256
 

@@ -15,11 +15,11 @@ from deployments.openai.schemas.common import GenerationBody
 from deployments.openai.schemas.completions import CompletionBody
 from deployments.openai.service import SequenceRequest, ServedModel
 from specdec.errors import InvalidParameterError, UnsupportedParameterError
-from specdec.protocol.marks import Tokens
 from specdec.sampling.params import SequenceSpec
 from specdec.sampling.philox import derive_seed
 from specdec.text.chat import encode_chat
 from specdec.text.prompts import check_token_ids, encode_text
+from specdec.types import Tokens
 
 _DEFAULT_COMPLETION_TOKENS = 16
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from deployments.openai.generation import SampleDelta
-from specdec.protocol.messages import PromptLogprobs, TokenLogprobs
 from specdec.text.pieces import TokenTexts
+from specdec.types import PromptLogprobs, TokenLogprobs
 
 _LOWEST = -9999.0
 """What OpenAI writes for an impossible token; JSON has no infinity."""

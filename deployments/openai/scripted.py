@@ -6,8 +6,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import replace
 
+from msgspec import structs
+
 from deployments.openai.service import ModelInfo, SequenceRequest, TokenDelta
-from specdec.protocol.messages import Finish, Notes, PromptLogprobs, TokenLogprobs
+from specdec.protocol.messages import Notes
+from specdec.types import Finish, PromptLogprobs, TokenLogprobs
 
 Step = TokenDelta | asyncio.Event | Exception
 """Send this, wait for this, or fail with this."""
@@ -85,4 +88,4 @@ def rounds(
 
 
 def _without_prompt(delta: TokenDelta) -> TokenDelta:
-    return replace(delta, notes=replace(delta.notes, prompt_logprobs=None))
+    return replace(delta, notes=structs.replace(delta.notes, prompt_logprobs=None))

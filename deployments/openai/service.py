@@ -6,9 +6,9 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from specdec.protocol.marks import Tokens
-from specdec.protocol.messages import Finish, Notes, Plan
+from specdec.protocol.messages import Notes, Plan
 from specdec.sampling.params import PLAIN_DEFAULTS, Acceptance, GenerationDefaults, SequenceSpec
+from specdec.types import Finish, Tokens
 
 Role = Literal["target", "draft"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from specdec.protocol.marks import Tokens
 from specdec.protocol.messages import Outcome
 from specdec.protocol.offers import OFFERS_KEPT, foresees
+from specdec.types import Tokens
 
 
 class Offered(NamedTuple):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from specdec.protocol.backends import VerifyJob
-from specdec.protocol.messages import PromptLogprobs, TokenLogprobs
 from specdec.sampling.logprobs import token_logprobs
+from specdec.types import PromptLogprobs, TokenLogprobs
 
 
 class PromptReader:

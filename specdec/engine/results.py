@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 from specdec.engine.stats import SpecStats
 from specdec.protocol.ingress import Delivery
-from specdec.protocol.messages import Finish, Notes, PromptLogprobs, TokenLogprobs
+from specdec.protocol.messages import Notes
 from specdec.sampling.params import SequenceSpec
 from specdec.text.output import OutputText
+from specdec.types import Finish, PromptLogprobs, TokenLogprobs
 
 
 class CancellationToken:

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.protocol.marks import Tokens
 from specdec.protocol.messages import Candidates
 from specdec.sampling.coupled import verify_coupled
 from specdec.sampling.pipeline import Sampler
 from specdec.sampling.rejection import propose_truncated, verify_rejection
 from specdec.sampling.rows import RowGroup, Rows, VerifiedRun
+from specdec.types import Tokens
 
 
 def verify(

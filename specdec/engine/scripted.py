@@ -16,9 +16,9 @@ from struct import Struct
 from typing import TYPE_CHECKING
 
 from specdec.protocol.backends import DraftJob, Proposal, Status, Verification, VerifyJob
-from specdec.protocol.marks import Tokens
-from specdec.protocol.messages import Candidates, TokenLogprobs
+from specdec.protocol.messages import Candidates
 from specdec.sampling.params import SequenceSpec
+from specdec.types import TokenLogprobs, Tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

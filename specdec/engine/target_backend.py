@@ -12,8 +12,9 @@ from specdec.engine.states import SequenceStates, prefix_salt, rank_of
 from specdec.models.blocks import CachedSequence
 from specdec.models.runner import ModelRunner, RowInput
 from specdec.protocol.backends import Status, Verification, VerifyJob
-from specdec.protocol.marks import Mark, Tokens
+from specdec.protocol.marks import Mark
 from specdec.sampling.pipeline import RowGroup, Sampler
+from specdec.types import Tokens
 
 Scheduled = list[tuple[int, RowInput, Tokens]]
 """Rows of a step: index of the job, row, draft that is in it."""

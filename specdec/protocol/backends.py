@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from specdec.protocol.marks import TokenLog, Tokens
-from specdec.protocol.messages import Candidates, PromptLogprobs, TokenLogprobs
+from specdec.protocol.marks import TokenLog
+from specdec.protocol.messages import Candidates
 from specdec.sampling.params import SequenceSpec
+from specdec.types import PromptLogprobs, TokenLogprobs, Tokens
 
 
 class Status(Enum):

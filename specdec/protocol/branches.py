@@ -7,8 +7,8 @@ from functools import lru_cache
 from heapq import nlargest
 from itertools import pairwise
 
-from specdec.protocol.marks import Tokens
 from specdec.protocol.messages import Outcome
+from specdec.types import Tokens
 
 Likelihoods = tuple[float, ...]
 """How likely it is that the target says a token: the one drawn, then each of the guesses beside it."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from specdec.protocol.backends import DraftJob, Proposal
 from specdec.protocol.branches import Likelihoods
-from specdec.protocol.marks import Tokens
 from specdec.protocol.messages import Candidates
+from specdec.types import Tokens
 
 
 class Path:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from specdec.protocol.backends import DraftJob, Proposal
 from specdec.protocol.branches import foreseen, likely_outcomes
 from specdec.protocol.draft_path import Branch, Path
-from specdec.protocol.marks import Tokens, common_prefix_length
+from specdec.protocol.marks import common_prefix_length
 from specdec.protocol.messages import Candidates, Offer, Open, Outcome, Plan
 from specdec.protocol.worker import WorkerRow
+from specdec.types import Tokens
 
 _ROWS_PER_SPACING = 16
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.messages import Ack, Alive, Live, Message, Offer, Open

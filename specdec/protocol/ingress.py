@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from specdec.protocol.leases import Outbox, Times
-from specdec.protocol.marks import Extension, TokenLog, Tokens
-from specdec.protocol.messages import Cancel, End, Finish, Gone, Message, NewTokens, Notes, Plan, Submit, Want
+from specdec.protocol.marks import Extension, TokenLog
+from specdec.protocol.messages import Cancel, End, Gone, Message, NewTokens, Notes, Plan, Submit, Want
 from specdec.sampling.params import SequenceSpec
+from specdec.types import Finish, Tokens
 
 
 @dataclass(frozen=True, slots=True)

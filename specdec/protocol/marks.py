@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
 
-Tokens = tuple[int, ...]
+from specdec.types import Tokens
 
 _MODULUS = (1 << 61) - 1
 _BASE = 0x1D3F84A56B2C97E1 % _MODULUS

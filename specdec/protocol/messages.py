@@ -6,14 +6,14 @@ small, immutable, and travel in batches, one batch per engine step and link.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from specdec.protocol.compact import Compact
-from specdec.protocol.marks import Mark, Tokens
-from specdec.sampling.params import SequenceSpec
+from msgspec import Struct
 
-Finish = Literal["stop", "length"]
+from specdec.protocol.marks import Mark
+from specdec.sampling.params import SequenceSpec
+from specdec.types import Finish, PromptLogprobs, TokenLogprobs, Tokens
+
 Mode = Literal["overlap", "in_turn"]
 
 
@@ -29,27 +29,7 @@ class Inc(NamedTuple):
     n: int
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs(Compact):
-    """Log probabilities at one position, from the target's own row.
-
-    Attributes:
-        logprob: Of the token that stands there.
-        rank: Of that token, 1 being the most likely.
-        top: Pairs (token id, log probability), most likely first.
-    """
-
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...] = ()
-
-
-PromptLogprobs = tuple[TokenLogprobs | None, ...]
-"""One entry per prompt token; None for the first, which nothing foretold."""
-
-
-@dataclass(frozen=True, slots=True)
-class Notes(Compact):
+class Notes(Struct, frozen=True, array_like=True):
     """How tokens came: one entry of each field per token.
 
     Attributes:
@@ -89,8 +69,7 @@ class Notes(Compact):
         return Notes(self.how + other.how, self.num_drafted + other.num_drafted, logprobs, prompt_logprobs)
 
 
-@dataclass(frozen=True, slots=True)
-class Plan(Compact):
+class Plan(Struct, frozen=True, array_like=True):
     """The controller's choice for a sequence.
 
     Attributes:
@@ -113,19 +92,22 @@ class Plan(Compact):
     draft_wait_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Submit(Compact):
-    """Ingress to router: a request, with the output the client already has."""
+class Submit(Struct, frozen=True, array_like=True, tag=True):
+    """Ingress to router: a request, with the output the client already has.
+
+    Attributes:
+        decision: Fingerprint of everything that decides its tokens; the router refuses another (rule 14).
+    """
 
     seq: str
     attempt: int
     ingress: str
     tokens: Tokens
     spec: SequenceSpec
+    decision: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Want(Compact):
+class Want(Struct, frozen=True, array_like=True, tag=True):
     """Ingress to router: still wanted, and acknowledged up to length ``have``."""
 
     seq: str
@@ -134,16 +116,14 @@ class Want(Compact):
     have: int
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel(Compact):
+class Cancel(Struct, frozen=True, array_like=True, tag=True):
     """Ingress to router: no longer wanted."""
 
     seq: str
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
-class NewTokens(Compact):
+class NewTokens(Struct, frozen=True, array_like=True, tag=True):
     """Router to ingress: the tokens from ``base`` on, cumulative since the last Want.
 
     Attributes:
@@ -159,27 +139,41 @@ class NewTokens(Compact):
     plan: Plan | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class End(Compact):
-    """Router to ingress: the sequence is finished at ``mark``; the ingress ends only when it has it."""
+class End(Struct, frozen=True, array_like=True, tag=True):
+    """Router to ingress: the sequence is finished at ``mark``; the ingress ends only when it has it.
+
+    Attributes:
+        reason: What went wrong, where ``finish`` is ``error`` (rule 13).
+    """
 
     seq: str
     attempt: int
     mark: Mark
     finish: Finish
+    reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Gone(Compact):
-    """Router to ingress: unknown here; submit it again."""
+class Gone(Struct, frozen=True, array_like=True, tag=True):
+    """Router to ingress: not held here; submit it again.
+
+    Attributes:
+        why: ``unknown``, ``draining`` (rule 15) or ``model``, another fingerprint (rule 14).
+    """
 
     seq: str
     attempt: int
+    why: str = "unknown"
 
 
-@dataclass(frozen=True, slots=True)
-class Open(Compact):
-    """Router to worker: hold this sequence, whose log is ``tokens``. Idempotent."""
+class Open(Struct, frozen=True, array_like=True, tag=True):
+    """Router to worker: hold this sequence, whose log is ``tokens``. Idempotent.
+
+    Attributes:
+        fingerprint: What the worker must be: on a target the fingerprint of everything that decides tokens, on a
+            drafter that of the vocabulary (rule 14).
+        suspects: Name of the group that it is on probation with: only these share a step until each has taken one
+            (rule 16). Empty for a sequence that is not suspected.
+    """
 
     seq: str
     inc: Inc
@@ -188,16 +182,18 @@ class Open(Compact):
     spec: SequenceSpec
     plan: Plan
     lease_s: float
+    fingerprint: str = ""
+    suspects: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict(Compact):
+class Verdict(Struct, frozen=True, array_like=True, tag=True):
     """Target to router: all tokens after the last acknowledged length, repeated until acknowledged.
 
     Attributes:
         base: Length of the log before ``tokens``.
         mark: Mark of the target's log after ``tokens``.
         finish: Why the sequence ended, if it did.
+        reason: What went wrong, where ``finish`` is ``error`` (rule 13).
     """
 
     seq: str
@@ -207,10 +203,10 @@ class Verdict(Compact):
     notes: Notes
     mark: Mark
     finish: Finish | None = None
+    reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Ack(Compact):
+class Ack(Struct, frozen=True, array_like=True, tag=True):
     """Router to target: the log is recorded up to ``length``; gives credit."""
 
     seq: str
@@ -218,8 +214,7 @@ class Ack(Compact):
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class Commit(Compact):
+class Commit(Struct, frozen=True, array_like=True, tag=True):
     """Router to drafter: tokens committed since the last one it is known to have."""
 
     seq: str
@@ -248,8 +243,7 @@ class Outcome(NamedTuple):
     next_token: int
 
 
-@dataclass(frozen=True, slots=True)
-class Offer(Compact):
+class Offer(Struct, frozen=True, array_like=True, tag=True):
     """Drafter to target, through the router: what may follow ``mark``.
 
     Attributes:
@@ -270,8 +264,7 @@ class Offer(Compact):
     branch_candidates: tuple[tuple[Candidates, ...], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PlanUpdate(Compact):
+class PlanUpdate(Struct, frozen=True, array_like=True, tag=True):
     """Router to worker: the controller has chosen anew."""
 
     seq: str
@@ -279,24 +272,21 @@ class PlanUpdate(Compact):
     plan: Plan
 
 
-@dataclass(frozen=True, slots=True)
-class Close(Compact):
+class Close(Struct, frozen=True, array_like=True, tag=True):
     """Router to worker: forget this sequence."""
 
     seq: str
     inc: Inc
 
 
-@dataclass(frozen=True, slots=True)
-class Live(Compact):
+class Live(Struct, frozen=True, array_like=True, tag=True):
     """Router to worker: these are still wanted; renews their leases."""
 
     router: str
     entries: tuple[tuple[str, Inc], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Resync(Compact):
+class Resync(Struct, frozen=True, array_like=True, tag=True):
     """Worker to router: I cannot go on with this one; open it anew."""
 
     worker: str
@@ -306,12 +296,11 @@ class Resync(Compact):
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Alive(Compact):
+class Alive(Struct, frozen=True, array_like=True, tag=True):
     """Worker to router: a heartbeat with the worker's cumulative counters."""
 
     worker: str
-    report: dict[str, float] = field(default_factory=dict)
+    report: dict[str, float] = {}
 
 
 ToRouterFromIngress = Submit | Want | Cancel

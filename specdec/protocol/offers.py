@@ -5,8 +5,9 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple
 
-from specdec.protocol.marks import TokenLog, Tokens
+from specdec.protocol.marks import TokenLog
 from specdec.protocol.messages import Candidates, Offer, Outcome
+from specdec.types import Tokens
 
 Branches = tuple[tuple[Outcome, Tokens], ...]
 

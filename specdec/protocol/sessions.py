@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 from specdec.protocol.leases import Row
 from specdec.protocol.marks import TokenLog
-from specdec.protocol.messages import Finish, Inc, Notes, Plan, Submit
+from specdec.protocol.messages import Inc, Notes, Plan, Submit
 from specdec.protocol.plans import WorkerKind
+from specdec.types import Finish
 
 
 @dataclass(slots=True)

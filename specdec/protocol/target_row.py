@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from specdec.protocol.messages import Finish, Notes, Offer, Open
+from specdec.protocol.messages import Notes, Offer, Open
 from specdec.protocol.offers import Found, foresees
 from specdec.protocol.worker import WorkerRow
 from specdec.sampling.finish import Ending
+from specdec.types import Finish
 
 
 @dataclass(slots=True, eq=False)

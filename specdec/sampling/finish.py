@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec.protocol.messages import Finish
 from specdec.sampling.params import SequenceSpec
+from specdec.types import Finish
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from specdec.protocol.messages import TokenLogprobs
 from specdec.sampling.edits import apply_logit_bias, apply_min_tokens, apply_penalties, uses_penalties
 from specdec.sampling.histories import Histories
 from specdec.sampling.logprobs import token_logprobs
@@ -16,6 +15,7 @@ from specdec.sampling.noise import NoiseCache
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.rows import RowGroup, Rows, VerifiedRun
 from specdec.sampling.truncation import thresholds, uses_truncation
+from specdec.types import TokenLogprobs
 
 __all__ = ["LogitsProcessor", "RowGroup", "Sampler", "VerifiedRun"]
 

@@ -10,8 +10,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from specdec.protocol.marks import Tokens
 from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.types import Tokens
 
 T = TypeVar("T")
 

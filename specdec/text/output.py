@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from specdec.protocol.messages import Finish
 from specdec.sampling.params import SequenceSpec
 from specdec.text.detokenizer import Detokenizer
 from specdec.text.stops import StopScanner
+from specdec.types import Finish
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,7 +8,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from deployments.openai.scripted import rounds
-from specdec.protocol.messages import TokenLogprobs
+from specdec.types import TokenLogprobs
 
 from .conftest import TEXT, Bench
 

@@ -14,9 +14,10 @@ from specdec.engine.stats import SpecStats
 from specdec.engine.target_backend import ModelTarget
 from specdec.models.loading import prepare_model
 from specdec.models.runner import ModelRunner
-from specdec.protocol.messages import Finish, Notes
+from specdec.protocol.messages import Notes
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.pipeline import LogitsProcessor, Sampler
+from specdec.types import Finish
 from tests.specdec.models.families import VOCAB_SIZE, make_model
 
 logger = logging.getLogger(__name__)

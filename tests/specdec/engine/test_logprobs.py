@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specdec.protocol.messages import Notes, TokenLogprobs
+from specdec.protocol.messages import Notes
 from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.types import TokenLogprobs
 from tests.specdec.engine.pairs import Case, Output, collect, make_model, make_service
 
 

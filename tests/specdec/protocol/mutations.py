@@ -7,10 +7,10 @@ The first ten are the rules one would think of, the others those that only rando
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from specdec.protocol.drafter import DrafterMachine, DraftRow
 from specdec.protocol.ingress import IngressMachine, Request

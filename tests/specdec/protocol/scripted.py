@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specdec.protocol.backends import DraftJob, Proposal, Status, Verification, VerifyJob
-from specdec.protocol.marks import TokenLog, Tokens
-from specdec.protocol.messages import Candidates, Finish, TokenLogprobs
+from specdec.protocol.marks import TokenLog
+from specdec.protocol.messages import Candidates
 from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.types import Finish, TokenLogprobs, Tokens
 
 EOS, STOP, VOCAB = 0, 1, 14
 PROMPT = (7, 7)

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.protocol.messages import Notes, TokenLogprobs
+from specdec.protocol.messages import Notes
+from specdec.types import TokenLogprobs
 
 LOGPROBS = tuple(TokenLogprobs(-float(i), i + 1) for i in range(4))
 NOTES = Notes("aacp", (0, 0, 3, 0))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from specdec.protocol.messages import Candidates, Inc, Offer, Outcome
 from specdec.protocol.offers import remaining_draft

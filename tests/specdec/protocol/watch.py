@@ -10,11 +10,11 @@ from specdec.protocol.draft_row import DraftRow
 from specdec.protocol.draft_worker import DraftWorkerMachine
 from specdec.protocol.ingress import Delivery, IngressMachine
 from specdec.protocol.leases import Row, Times
-from specdec.protocol.marks import Tokens
-from specdec.protocol.messages import Ack, Cancel, Close, Finish, Inc, Message, Notes, Open, Submit
+from specdec.protocol.messages import Ack, Cancel, Close, Inc, Message, Notes, Open, Submit
 from specdec.protocol.router import RouterMachine, Session
 from specdec.protocol.target import TargetMachine
 from specdec.protocol.target_row import TargetRow
+from specdec.types import Finish, Tokens
 from tests.specdec.protocol.scripted import PROMPT, Script, ScriptedDraft, ScriptedTarget, expect
 
 Machine = IngressMachine | RouterMachine | TargetMachine | DraftWorkerMachine

@@ -1,0 +1,30 @@
+"""The words that every package uses: tokens, how a sequence ends, log probabilities."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+Tokens = tuple[int, ...]
+
+Finish = Literal["stop", "length", "error"]
+"""How a sequence ends. ``error`` is as final as the others, and comes with a reason."""
+
+
+class TokenLogprobs(Struct, frozen=True, array_like=True):
+    """Log probabilities at one position, from the target's own row.
+
+    Attributes:
+        logprob: Of the token that stands there.
+        rank: Of that token, 1 being the most likely.
+        top: Pairs (token id, log probability), most likely first.
+    """
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+PromptLogprobs = tuple[TokenLogprobs | None, ...]
+"""One entry per prompt token; None for the first, which nothing foretold."""
