@@ -245,12 +245,6 @@ class AppArgs(StrictModel):
         le=1 << 16,
         description="least tokens of a choice in an event of a stream, after its first: more of them cost less",
     )
-    stream_events_per_s: float = Field(
-        500.0,
-        gt=0,
-        description="events a second that an ingress writes for all its streams together, each of which costs it and "
-        "Serve's proxy: where streams are many, each gets its tokens less often, at least four times a second",
-    )
     limits: Limits = Field(default_factory=Limits, description="what is taken in at once")
     protocol: ProtocolTimes = Field(default_factory=ProtocolTimes, description="leases and repeats")
     replicas: Replicas = Field(default_factory=Replicas, description="copies of each deployment")

@@ -44,7 +44,7 @@ class OpenAIIngress(IngressEndpoint):
         self._registry = CollectorRegistry()
         info = _model_info(args)
         most = args.limits.max_concurrent_requests
-        self._service = RoutedTokens(info, self._metrics, most, args.stream_events_per_s)
+        self._service = RoutedTokens(info, self._metrics, most)
         machine = IngressMachine(replica_id(), args.protocol.times())
         host = self.start_ingress(machine, routers=ROUTERS, after=self._service.deliver)
         self._service.connect(host, lambda: bool(self.linked_peers()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
 
@@ -12,9 +11,6 @@ from deployments.transport.host import LoopHost
 from specdec.errors import ServiceUnavailableError
 from specdec.protocol.ingress import IngressMachine
 
-_LONGEST_PAUSE_S = 0.25
-"""Between two deltas of a sequence: text shall still be seen to flow, however many there are."""
-
 
 class RoutedTokens:
     """A :class:`deployments.openai.service.TokenService` over the routers.
@@ -23,21 +19,12 @@ class RoutedTokens:
         info: What is served.
         scrape: Gives the metrics page.
         most_sequences: Sequences taken in at once; beyond it requests are refused.
-        deltas_per_s: Deltas given out a second, of all open sequences together: where they are many, each one's tokens
-            come less often, more of them at once, but for the first and the last.
     """
 
-    def __init__(
-        self,
-        info: ModelInfo,
-        scrape: Callable[[], Awaitable[bytes]],
-        most_sequences: int,
-        deltas_per_s: float = math.inf,
-    ) -> None:
+    def __init__(self, info: ModelInfo, scrape: Callable[[], Awaitable[bytes]], most_sequences: int) -> None:
         self._info = info
         self._scrape = scrape
         self._most_sequences = most_sequences
-        self._deltas_per_s = deltas_per_s
         self._inboxes: dict[str, Inbox] = {}
         self._host: LoopHost[IngressMachine] | None = None
         self._has_router: Callable[[], bool] = lambda: False
@@ -80,7 +67,7 @@ class RoutedTokens:
         if len(self._inboxes) >= self._most_sequences:
             raise ServiceUnavailableError(f"{self._most_sequences} sequences are open, and no more are taken in")
         assert self._host is not None
-        seq, inbox = request.seq, Inbox(self._pause_s)
+        seq, inbox = request.seq, Inbox()
         spec = replace(request.spec, model=request.model, cache_salt=request.cache_salt or "")
         self._inboxes[seq] = inbox
         try:
@@ -94,6 +81,3 @@ class RoutedTokens:
         finally:
             del self._inboxes[seq]
             self._host.tell(lambda machine, now_s: machine.cancel(seq))
-
-    def _pause_s(self) -> float:
-        return min(len(self._inboxes) / self._deltas_per_s, _LONGEST_PAUSE_S)

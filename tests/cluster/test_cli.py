@@ -74,7 +74,6 @@ EXAMPLES = {
     "actors.draft.label_selector": {"pool": "small"},
     "actors.draft.accelerator_type": "L4",
     "stream_interval": 8,
-    "stream_events_per_s": 250.0,
     "chat_template": "template.jinja",
     "trust_request_chat_template": True,
     "emulate_step_ms": "target=30,draft=3",
