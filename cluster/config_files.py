@@ -1,24 +1,33 @@
-"""Reading a configuration: a YAML file, and flags laid over it."""
+"""Reading a configuration: a YAML file, secrets, the environment and flags, each laid over the one before."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from cluster.config import ServiceConfig
-from cluster.strict import StrictModel, submodel, validated
+from cluster.settings import keys_from_environment
+from cluster.strict import StrictModel, key_paths, nearest, submodel, validated
 from specdec.errors import InvalidParameterError
 
+SECRETS_FOLDER = Path("/run/secrets/specdec")
+"""Where containers mount secrets: a file per key, called as the key is: ``target.token``."""
 
-def load_config(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> ServiceConfig:
-    """The configuration of a YAML file with flags laid over it; the defaults where neither says anything.
+
+def load_config(
+    path: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    secrets_folder: Path = SECRETS_FOLDER,
+) -> ServiceConfig:
+    """The configuration that is in force: what wins is the flag, the environment, the secret, the file, the default.
 
     Args:
         path: A YAML file, or None.
-        overrides: Values by dotted key, such as ``{"target.dtype": "float32"}``; they win over the file.
+        overrides: Values by dotted key, such as ``{"target.dtype": "float32"}``: the flags.
+        secrets_folder: Holds a file per secret key; it need not exist.
 
     Raises:
         InvalidParameterError: For a file that cannot be read, an unknown key (the nearest known one is named), or a
@@ -28,7 +37,43 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, Any] | N
     if path is not None:
         data = read_yaml(path)
         validated(ServiceConfig, data, f"{path}: ")
+    for source, values in (
+        (str(secrets_folder), _secrets(secrets_folder)),
+        ("environment", keys_from_environment()),
+    ):
+        data = merged(ServiceConfig, data, _read_texts(values, source))
     return validated(ServiceConfig, merged(ServiceConfig, data, overrides or {}))
+
+
+def config_keys(model: type[StrictModel] = ServiceConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted path and field of every leaf of the configuration."""
+    for name, field in model.model_fields.items():
+        section = submodel(model, name)
+        if section is None:
+            yield prefix + name, field
+        else:
+            yield from config_keys(section, f"{prefix}{name}.")
+
+
+def text_reader(annotation: Any) -> Callable[[str], Any]:
+    """How a value is read that is given as text: mappings and switches as YAML, all else by the key's own check."""
+    return yaml.safe_load if annotation is bool or "dict[" in str(annotation) else str
+
+
+def _read_texts(values: Mapping[str, str], source: str) -> dict[str, Any]:
+    known = dict(config_keys())
+    for key in values:
+        if key not in known:
+            near = nearest(key, key_paths(ServiceConfig))
+            raise InvalidParameterError(key, f"{source}: unknown key '{key}'; the nearest known key is '{near}'")
+    return {key: text_reader(known[key].annotation)(value) for key, value in values.items()}
+
+
+def _secrets(folder: Path) -> dict[str, str]:
+    if not folder.is_dir():
+        return {}
+    files = [file for file in sorted(folder.iterdir()) if file.is_file() and not file.name.startswith(".")]
+    return {file.name: file.read_text(encoding="utf-8").strip() for file in files}
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

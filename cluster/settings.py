@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 RAY_SETTINGS = {
     # Unary calls over Serve's gRPC transport cost half of those over actor calls, and stream items a quarter.
@@ -21,6 +21,22 @@ RAY_SETTINGS = {
     # Ray's workers run at the lowest priority but four; here they are what the machine is for.
     "RAY_worker_niceness": "0",
 }
+
+
+KEY_PREFIX = "SPECDEC__"
+"""Variables that begin so are keys of the configuration: ``SPECDEC__TARGET__DTYPE`` is ``target.dtype``.
+
+Kubernetes sets ``SPECDEC_PORT`` and the like for a service of that name, so one underscore would not do.
+"""
+
+
+def keys_from_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Configuration keys that the environment sets: their dotted paths, and their values as text."""
+    return {
+        name.removeprefix(KEY_PREFIX).lower().replace("__", "."): value
+        for name, value in environment.items()
+        if name.startswith(KEY_PREFIX)
+    }
 
 
 def prepare_for_ray(environment: MutableMapping[str, str] = os.environ) -> None:

@@ -23,10 +23,10 @@ from cluster.bench.services import HttpRunner, Services
 from cluster.bench.summary import summarize
 from cluster.bench.timeline import check_trace, draw_timeline, timeline_path
 from cluster.bench.trace import TraceSource, TracingRunner
-from cluster.cli.flags import add_config_flags, config_keys, config_overrides
+from cluster.cli.flags import add_config_flags, config_overrides
 from cluster.cli.serve import serve
 from cluster.config import ServiceConfig
-from cluster.config_files import load_config
+from cluster.config_files import config_keys, load_config
 from specdec.errors import InvalidParameterError
 from specdec.sampling.validation import MAX_TEMPERATURE
 

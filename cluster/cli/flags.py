@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Collection, Iterator
+import sys
+from collections.abc import Collection
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
-import yaml
-
-from cluster.config import ServiceConfig
-from cluster.strict import StrictModel, allowed_range, submodel
+from cluster.cli.other_servers import advice
+from cluster.config_files import config_keys, text_reader
+from cluster.strict import allowed_range
+from specdec.errors import InvalidParameterError
 
 SHORT_NAMES = {"target.model": "target", "draft.model": "draft"}
+
+COMMON = (
+    "target.model",
+    "draft.model",
+    "demo",
+    "host",
+    "port",
+    "served_model_name",
+    "max_model_len",
+    "num_speculative_tokens",
+    "log_level",
+)
+"""The keys that help shows first."""
+
+_NEAR = 0.6
+"""How alike two flags must be for one to be suggested in place of the other, from 0 to 1."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -27,7 +44,11 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse all of ``args``; an unknown flag ends the program with exit code 2."""
-        found, rest = self.parse_known_args(args, namespace)
+        words = sys.argv[1:] if args is None else list(args)
+        for word in words:  # "-hf" would be read as "-h" with a value
+            if not word.startswith("--") and advice(word):
+                self.refuse(word)
+        found, rest = self.parse_known_args(words, namespace)
         if rest:
             chosen = getattr(found, "parser", self)
             chosen.refuse(rest[0])
@@ -37,18 +58,11 @@ class Parser(argparse.ArgumentParser):
         """End the program because of an argument nobody knows."""
         known = [flag for action in self._actions for flag in action.option_strings]
         name = argument.partition("=")[0]
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.0) if argument.startswith("-") else []
-        self.error(f"unknown argument {argument}" + (f"; the nearest known one is {near[0]}" if near else ""))
-
-
-def config_keys(model: type[StrictModel] = ServiceConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted path and field of every leaf of the configuration."""
-    for name, field in model.model_fields.items():
-        section = submodel(model, name)
-        if section is None:
-            yield prefix + name, field
-        else:
-            yield from config_keys(section, f"{prefix}{name}.")
+        hint = advice(name)
+        near = difflib.get_close_matches(name, known, n=1, cutoff=_NEAR) if argument.startswith("-") else []
+        if hint is None and near:
+            hint = f"the nearest known one is {near[0]}"
+        self.error(f"unknown argument {argument}" + (f"; {hint}" if hint else ""))
 
 
 def flag_of(path: str) -> str:
@@ -56,26 +70,50 @@ def flag_of(path: str) -> str:
     return "--" + SHORT_NAMES.get(path, path).replace(".", "-").replace("_", "-")
 
 
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """Take the target model as the first word, as other servers do; ``--target`` says the same."""
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="the target model: hub id or local folder")
+
+
 def add_config_flags(parser: argparse.ArgumentParser, only: Collection[str] | None = None) -> None:
-    """Add a flag for each key of the configuration, or for those named in ``only`` (keys or whole sections)."""
-    group = parser.add_argument_group("configuration", "each flag is a key of the YAML file, given in brackets")
-    for path, field in config_keys():
-        if only is not None and path not in only and path.partition(".")[0] not in only:
+    """Add a flag for each key of the configuration, or for those named in ``only`` (keys or whole sections).
+
+    The common ones stand in a group of their own, the others in a group per section of the YAML file.
+    """
+    keys = sorted(config_keys(), key=lambda key: COMMON.index(key[0]) if key[0] in COMMON else len(COMMON))
+    groups: dict[str, Any] = {}
+    for path, field in keys:
+        section = path.partition(".")[0]
+        if only is not None and path not in only and section not in only:
             continue
-        group.add_argument(
-            flag_of(path),
-            dest=path,
-            default=argparse.SUPPRESS,
-            metavar=_metavar(path, field.annotation),
-            type=_reader(field.annotation),
-            help=_help(path, field),
-        )
+        title = "common options" if path in COMMON else section if "." in path else "further options"
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        _add_flag(groups[title], path, field)
+
+
+def _add_flag(group: Any, path: str, field: Any) -> None:
+    if field.annotation is bool:
+        kind: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+    else:
+        kind = {"metavar": _metavar(path, field.annotation), "type": text_reader(field.annotation)}
+    group.add_argument(flag_of(path), dest=path, default=argparse.SUPPRESS, help=_help(path, field), **kind)
 
 
 def config_overrides(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The configuration keys that were given as flags, with their values as they came."""
+    """The configuration keys that were given as flags, with their values as they came.
+
+    Raises:
+        InvalidParameterError: The first word and ``--target`` name two models.
+    """
     given = vars(arguments)
-    return {path: given[path] for path, _ in config_keys() if path in given}
+    overrides = {path: given[path] for path, _ in config_keys() if path in given}
+    model = given.get("model")
+    if model is not None and model.lower() in ("true", "false"):
+        raise InvalidParameterError("model", f"{model} is no model; flags that are on or off take no word")
+    if model is not None and overrides.setdefault("target.model", model) != model:
+        raise InvalidParameterError("target.model", f"the target is named twice: {model} and --target")
+    return overrides
 
 
 def _choices(annotation: Any) -> tuple[Any, ...]:
@@ -85,11 +123,6 @@ def _choices(annotation: Any) -> tuple[Any, ...]:
 def _metavar(path: str, annotation: Any) -> str:
     choices = _choices(annotation)
     return "{" + ",".join(choices) + "}" if choices else path.rpartition(".")[2].upper()
-
-
-def _reader(annotation: Any) -> Any:
-    """Mappings are written as YAML on the command line; everything else is left to the configuration's own checks."""
-    return yaml.safe_load if "dict[" in str(annotation) else str
 
 
 def _help(path: str, field: Any) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Sequence
 
-from cluster.cli import bench, doctor, generate, serve
+import argcomplete
+
+from cluster.cli import bench, config, doctor, generate, serve
 from cluster.cli.failures import exit_code
 from cluster.cli.flags import Parser
 
@@ -13,6 +15,7 @@ COMMANDS = {
     "serve": (serve, "serve a pair of models over HTTP until Ctrl-C"),
     "generate": (generate, "continue a prompt in this process, without a service"),
     "bench": (bench, "compare modes on the same work, on services or in this process"),
+    "config": (config, "print the configuration that is in force"),
     "doctor": (doctor, "say what there is, and whether the pair fits together and into memory"),
 }
 
@@ -31,6 +34,8 @@ def build_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; see :func:`cluster.cli.failures.exit_code` for what it returns."""
-    arguments = build_parser().parse_args(argv)
+    parser = build_parser()
+    argcomplete.autocomplete(parser)
+    arguments = parser.parse_args(argv)
     is_debugged = getattr(arguments, "log_level", "info") == "debug"
     return exit_code(arguments.command, lambda: int(arguments.run(arguments)), is_debugged=is_debugged)

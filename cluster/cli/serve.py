@@ -8,17 +8,19 @@ import shlex
 import time
 
 from cluster.cli.failures import exit_code
-from cluster.cli.flags import add_config_flags, config_overrides
+from cluster.cli.flags import add_config_flags, add_model_argument, config_overrides
 from cluster.config import ServiceConfig
 from cluster.config_files import load_config
+from cluster.download import fetch_models
 from cluster.launch import APPLICATION, LocalService, Report, check_port
 from cluster.supervise import StopRequested, catch_stop, stop_begun, supervised
 
-USAGE = "[--target MODEL --draft MODEL] [--config FILE.yaml] [--host HOST] [--port PORT] [KEY ...]"
+USAGE = "[MODEL] [--draft MODEL] [--config FILE.yaml] [--host HOST] [--port PORT] [KEY ...]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``specdec serve``: the file, and every key of it."""
+    add_model_argument(parser)
     parser.add_argument("--config", metavar="FILE.yaml", help="configuration file; flags win over it")
     add_config_flags(parser)
 
@@ -50,6 +52,7 @@ def serve(config: ServiceConfig, application: str = APPLICATION) -> int:
 def run_service(config: ServiceConfig, application: str) -> int:
     """Bring the service up, say how to use it, report its changes until a signal comes, and stop it."""
     report = progress()
+    fetch_models(config, report)
     service = LocalService(config, report, application)
     try:
         try:

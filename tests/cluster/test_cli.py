@@ -11,10 +11,11 @@ import pytest
 import yaml
 
 from cluster.cli import main
-from cluster.cli.flags import add_config_flags, config_keys, config_overrides, flag_of
+from cluster.cli.flags import add_config_flags, add_model_argument, config_overrides, flag_of
 from cluster.cli.main import COMMANDS, build_parser
+from cluster.cli.other_servers import advice, foreign_flags
 from cluster.config import ServiceConfig
-from cluster.config_files import load_config
+from cluster.config_files import config_keys, load_config
 from cluster.launch import check_port
 from cluster.settings import RAY_SETTINGS, prepare_for_ray
 from specdec.errors import InvalidParameterError
@@ -101,9 +102,87 @@ def as_yaml(values, path):
 
 def from_flags(values):
     parser = argparse.ArgumentParser()
+    add_model_argument(parser)
     add_config_flags(parser)
-    argv = [f"{flag_of(key)}={value if isinstance(value, str) else json.dumps(value)}" for key, value in values.items()]
+    argv = [flag_of(key) if value is True else f"{flag_of(key)}={_text(value)}" for key, value in values.items()]
     return load_config(None, config_overrides(parser.parse_args(argv)))
+
+
+def _text(value):
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def from_environment(values, monkeypatch):
+    for key, value in values.items():
+        monkeypatch.setenv("SPECDEC__" + key.upper().replace(".", "__"), _text(value))
+    return load_config()
+
+
+def test_the_environment_and_yaml_say_the_same(tmp_path, monkeypatch):
+    from_file = load_config(as_yaml(EXAMPLES, tmp_path / "service.yaml"))
+    assert from_environment(EXAMPLES, monkeypatch) == from_file
+
+
+def test_flags_win_over_the_environment_over_secrets_over_the_file(tmp_path, monkeypatch):
+    (tmp_path / "secrets").mkdir()
+    for key in ("port", "host", "target.token", "served_model_name"):
+        (tmp_path / "secrets" / key).write_text("1\n")
+    monkeypatch.setenv("SPECDEC__PORT", "2")
+    monkeypatch.setenv("SPECDEC__HOST", "2")
+    path = as_yaml({"port": 0, "host": "0", "target.model": "t", "log_level": "error"}, tmp_path / "service.yaml")
+    config = load_config(path, {"port": "3"}, tmp_path / "secrets")
+    assert (config.port, config.host, config.served_model_name, config.log_level) == (3, "2", "1", "error")
+    assert config.target.token.get_secret_value() == "1"
+
+
+@pytest.mark.parametrize(("key", "near"), [("PROT", "port"), ("TARGET__DTYP", "target.dtype")])
+def test_an_unknown_variable_is_refused_with_the_nearest_key(key, near, monkeypatch):
+    monkeypatch.setenv(f"SPECDEC__{key}", "1")
+    with pytest.raises(InvalidParameterError, match=f"unknown key .*nearest known key is '{near}'"):
+        load_config()
+
+
+def test_the_model_comes_first(capsys):
+    parser = build_parser()
+    chosen = parser.parse_args(["serve", "some/target", "--draft", "some/draft"])
+    assert config_overrides(chosen) == {"target.model": "some/target", "draft.model": "some/draft"}
+    assert main(["config", "one", "--target", "another"]) == 2
+    assert "named twice" in capsys.readouterr().err
+
+
+def test_switches_take_no_word(capsys):
+    assert main(["config", "--trace", "true"]) == 2
+    assert "take no word" in capsys.readouterr().err
+
+
+def test_the_configuration_in_force_can_be_printed_and_read_again(tmp_path, capsys):
+    assert main(["config", "t", "--draft", "d", "--target-token", "hf_secret", "--trace"]) == 0
+    text = capsys.readouterr().out
+    assert "hf_secret" not in text
+    printed = yaml.safe_load(text)
+    assert (printed["target"]["model"], printed["trace"]) == ("t", True)
+    (tmp_path / "again.yaml").write_text(text)
+    assert load_config(tmp_path / "again.yaml").draft.model == "d"
+
+
+@pytest.mark.parametrize("flag", foreign_flags())
+def test_flags_of_other_servers_are_answered_with_what_to_use(flag, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", flag, "x"])
+    assert caught.value.code == 2
+    assert advice(flag) in capsys.readouterr().err
+
+
+def test_what_other_servers_flags_are_answered_with_exists():
+    known = {flag_of(key) for key, _ in config_keys()}
+    named = {word.strip(",:;") for flag in foreign_flags() for word in advice(flag).split() if word.startswith("--")}
+    assert named <= known
+
+
+def test_a_flag_like_no_other_is_refused_without_a_guess(capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "--zzzzzz"])
+    assert "nearest" not in capsys.readouterr().err
 
 
 def test_there_is_an_example_of_every_key():
@@ -187,7 +266,7 @@ def test_an_unknown_command_is_refused(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["frobnicate"])
     assert caught.value.code == 2
-    assert "'serve', 'generate', 'bench', 'doctor'" in capsys.readouterr().err
+    assert "'serve', 'generate', 'bench', 'config', 'doctor'" in capsys.readouterr().err
 
 
 def test_a_flag_is_not_guessed_from_its_beginning():

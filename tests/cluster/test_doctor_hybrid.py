@@ -83,5 +83,5 @@ def test_doctor_says_how_much_memory_a_state_lacks(pair: tuple[str, ...], capsys
 
 def test_the_check_can_be_skipped(pair: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     memory = ("--target-kv-memory", "64MiB", "--draft-kv-memory", "8MiB")
-    assert main(["doctor", *pair, *memory, "--skip-admission-check", "true"]) == 0
+    assert main(["doctor", *pair, *memory, "--skip-admission-check"]) == 0
     assert "admission check skipped" in capsys.readouterr().out

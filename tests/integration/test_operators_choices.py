@@ -29,7 +29,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def client(folders: dict[str, Path]) -> Iterator[OpenAI]:
     flags = [part for role, folder in folders.items() for part in (f"--{role}", str(folder))]
-    running = RunningService(*flags, "--acceptance", "rejection", "--logits-processors", NO_A, "--trace", "true")
+    running = RunningService(*flags, "--acceptance", "rejection", "--logits-processors", NO_A, "--trace")
     yield running.client()
     assert running.stop() == 0
 

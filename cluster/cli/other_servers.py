@@ -1,0 +1,68 @@
+"""What to use here in place of flags of vLLM, SGLang, llama.cpp's server and others."""
+
+from __future__ import annotations
+
+_MODEL = "the model comes first: specdec serve MODEL --draft MODEL"
+_MEMORY = "use --target-kv-memory and --draft-kv-memory: a fraction of what is free, or an amount such as 8GiB"
+_PARALLEL = "one process runs each model; use --target-device-map auto to spread a large model over several GPUs"
+_QUANTIZATION = "quantization is taken from the checkpoint: serve one that is quantized"
+_LENGTH = "use --max-model-len"
+_SEQUENCES = "use --max-num-sequences"
+_DRAFT = "use --draft MODEL"
+_DRAFT_LENGTH = "use --num-speculative-tokens"
+
+_INSTEAD = {
+    "--model": _MODEL,
+    "--model-path": _MODEL,
+    "-m": _MODEL,
+    "-hf": _MODEL,
+    "--hf-repo": _MODEL,
+    "--alias": "use --served-model-name",
+    "--dtype": "use --target-dtype and --draft-dtype",
+    "--revision": "use --target-revision",
+    "--hf-token": "use --target-token, or the variable HF_TOKEN",
+    "--quantization": _QUANTIZATION,
+    "-q": _QUANTIZATION,
+    "--gpu-memory-utilization": _MEMORY,
+    "--mem-fraction-static": _MEMORY,
+    "--kv-cache-memory-bytes": _MEMORY,
+    "--tensor-parallel-size": _PARALLEL,
+    "--tensor-parallel": _PARALLEL,
+    "--tp-size": _PARALLEL,
+    "--tp": _PARALLEL,
+    "-tp": _PARALLEL,
+    "--pipeline-parallel-size": _PARALLEL,
+    "--data-parallel-size": "use --replicas-target",
+    "--max-num-seqs": _SEQUENCES,
+    "--max-running-requests": _SEQUENCES,
+    "--parallel": _SEQUENCES,
+    "-np": _SEQUENCES,
+    "--max-num-batched-tokens": "use --max-batch-tokens",
+    "--chunked-prefill-size": "use --max-batch-tokens",
+    "--context-length": _LENGTH,
+    "--ctx-size": _LENGTH,
+    "-c": _LENGTH,
+    "--enable-prefix-caching": "prefixes are always cached",
+    "--trust-remote-code": "code of checkpoints is never run; models need an architecture of transformers",
+    "--speculative-model": _DRAFT,
+    "--speculative-config": f"{_DRAFT} and --num-speculative-tokens",
+    "--speculative-draft-model-path": _DRAFT,
+    "--model-draft": _DRAFT,
+    "-md": _DRAFT,
+    "--draft-max": _DRAFT_LENGTH,
+    "--draft-model": _DRAFT,
+    "--speculative-num-steps": _DRAFT_LENGTH,
+    "--n-gpu-layers": "use --target-device cuda or cpu",
+    "-ngl": "use --target-device cuda or cpu",
+    "--threads": "use --actors-target-num-cpus",
+}
+
+
+def advice(flag: str) -> str | None:
+    """What to use in place of another server's flag; None for a flag of nobody."""
+    return _INSTEAD.get(flag)
+
+
+def foreign_flags() -> tuple[str, ...]:
+    """All flags of other servers that :func:`advice` knows."""
+    return tuple(_INSTEAD)
