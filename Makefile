@@ -1,48 +1,61 @@
-# Every target sets itself up: .venv is made on first use, and again when pyproject.toml changes.
+# Every target sets itself up: .venv is made on first use, and brought up to date when what it holds changes.
 SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
-TORCH := torch==2.13.0
-STAMP := $(VENV)/.installed-$(firstword $(shell cksum pyproject.toml))
+SUM := $(firstword $(shell cat pyproject.toml constraints.txt | cksum))
+SERVE := $(VENV)/.serve-$(SUM)
+DEV := $(VENV)/.dev-$(SUM)
+PIP = $(BIN)/python -m pip install --disable-pip-version-check --no-input --constraint constraints.txt
+PYTEST = $(BIN)/python -m pytest
+TWO := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 # Arguments for the command behind a target, as in: make serve ARGS="--port 9000"
 ARGS ?=
 # A Python 3.11 to make .venv with, where the one found is not the one wanted.
 PYTHON ?=
 
-.PHONY: help setup serve test check format bench soak clean
+.PHONY: help setup serve test test-fast test-cluster check format bench soak clean
 
 help:
-	@echo "make serve   the service with the demo pair on 127.0.0.1:8000, until Ctrl-C"
-	@echo "make test    the test suite"
-	@echo "make check   format, lint, types, import layers"
-	@echo "make bench   modes compared on the same work, and ways to roll back recurrent states"
-	@echo "make soak    the long tests"
-	@echo "make format  put the source into the project's format"
-	@echo "make clean   remove .venv and everything that was generated"
+	@echo "make serve         the service with the demo pair on 127.0.0.1:8000, until Ctrl-C"
+	@echo "make test-fast     what a developer runs between two changes: about two minutes"
+	@echo "make test          the test suite, with services on this machine"
+	@echo "make test-cluster  several Ray nodes on this machine; needs redis-server"
+	@echo "make soak          the long tests"
+	@echo "make check         format, lint, types, import layers"
+	@echo "make bench         modes compared on the same work"
+	@echo "make format        put the source into the project's format"
+	@echo "make clean         remove .venv and everything that was generated"
 
-setup: $(STAMP)
+setup: $(DEV)
 
-serve: $(STAMP)
+serve: $(SERVE)
 	@$(BIN)/specdec serve $(ARGS)
 
-test: $(STAMP)
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
+test: $(DEV)
+	@$(PYTEST) $(TWO) $(ARGS)
 
-check: $(STAMP)
+test-fast: $(DEV)
+	@$(PYTEST) $(TWO) -m "not soak and not cluster and not service and not slow" $(ARGS)
+
+test-cluster: $(DEV)
+	@command -v redis-server >/dev/null || { echo "Install redis-server first (Debian, Ubuntu: apt install redis-server)" >&2; exit 1; }
+	@$(PYTEST) -m "cluster and not soak" $(ARGS)
+
+check: $(DEV)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@$(BIN)/python -m pytest tests/test_layers.py
+	@$(PYTEST) tests/test_layers.py
 
-format: $(STAMP)
+format: $(DEV)
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-bench: $(STAMP)
-	@$(BIN)/specdec bench --rollback $(ARGS)
+bench: $(SERVE)
+	@$(BIN)/specdec bench $(ARGS)
 
-soak: $(STAMP)
-	@$(BIN)/python -m pytest -m soak $(ARGS)
+soak: $(DEV)
+	@$(PYTEST) -m soak $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
@@ -55,19 +68,24 @@ FIND_PYTHON = for python in $(PYTHON) python3.11 /usr/bin/python3.11 /usr/local/
 		&& echo "$$python" && exit; \
 	done
 
-$(STAMP): pyproject.toml
+$(SERVE): pyproject.toml constraints.txt
 	@python=$$($(FIND_PYTHON)); \
 	if [ -z "$$python" ]; then \
 		echo "No Python 3.11 with the modules venv and ensurepip is found." >&2; \
 		echo "Install it (Debian, Ubuntu: apt install python3.11 python3.11-venv), or name it: make PYTHON=/path/to/python3.11" >&2; \
 		exit 1; \
 	fi; \
-	echo "[setup 1/3] $(VENV), made with $$python"; \
+	echo "[setup] $(VENV), made with $$python"; \
 	[ -x $(BIN)/python ] || "$$python" -m venv $(VENV)
-	@echo "[setup 2/3] $(TORCH)"
-	@$(BIN)/python -m pip install --disable-pip-version-check --no-input $(TORCH)
-	@echo "[setup 3/3] specdec and its dependencies"
-	@$(BIN)/python -m pip install --disable-pip-version-check --no-input -e '.[dev]'
-	@rm -f $(VENV)/.installed-*
+	@echo "[setup] torch, Ray and the other libraries: some minutes the first time"
+	@$(PIP) --quiet torch
+	@$(PIP) --quiet -e .
+	@rm -f $(VENV)/.serve-*
 	@touch $@
 	@echo "[setup] done"
+
+$(DEV): $(SERVE)
+	@echo "[setup] tools for tests and checks"
+	@$(PIP) --quiet -e '.[dev]'
+	@rm -f $(VENV)/.dev-*
+	@touch $@

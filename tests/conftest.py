@@ -27,6 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before the expression of -m is held against the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest come first; tests of one file run in one process, all those that start Ray in one and the same.
 
@@ -34,5 +35,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     paths = {item: item.path.relative_to(config.rootpath).as_posix() for item in items}
     for item, path in paths.items():
-        item.add_marker(pytest.mark.xdist_group("services" if path.startswith(WITH_SERVICES) else path))
+        starts_ray = path.startswith(WITH_SERVICES)
+        item.add_marker(pytest.mark.xdist_group("services" if starts_ray else path))
+        if starts_ray:
+            item.add_marker(pytest.mark.service)
+        if path.startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: (not paths[item].startswith(WITH_SERVICES), not paths[item].startswith(SLOW)))
