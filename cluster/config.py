@@ -254,6 +254,10 @@ class AppArgs(StrictModel):
     chat_template: str | None = Field(
         None, min_length=1, description="Jinja file with a chat template in place of the tokenizer's own"
     )
+    unknown_fields: Literal["ignore", "refuse"] = Field(
+        "ignore",
+        description="fields of requests that the API does not know: ignored, counted and named in a header, or a 400",
+    )
     trust_request_chat_template: bool = Field(
         False, description="let requests bring a chat_template: a program, for those who may run one"
     )

@@ -60,6 +60,7 @@ class OpenAIIngress(IngressEndpoint):
             retry_after_s=limits.retry_after_s,
             stream_interval=self._args.stream_interval,
             chat_template=None if self._args.chat_template is None else Path(self._args.chat_template).read_text(),
+            unknown_fields=self._args.unknown_fields,
             trust_request_chat_template=self._args.trust_request_chat_template,
             send_request_id=False,  # Serve's proxy sends it
         )

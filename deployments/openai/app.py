@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from deployments.openai.context import Api
 from deployments.openai.errors import add_error_handlers
+from deployments.openai.ignored import IgnoredFields
 from deployments.openai.middleware import BodyLimit, CatchErrors, RequestIds
 from deployments.openai.observer import Observer, PrometheusObserver
 from deployments.openai.routes import admin, completions, models, tokens
@@ -36,7 +37,8 @@ def create_app(
     """
     app = FastAPI(title="specdec", docs_url=None, redoc_url=None, redirect_slashes=False)
     observer = observer if observer is not None else PrometheusObserver(CollectorRegistry())
-    app.state.api = Api(service, tokenizer, settings, observer, TokenTexts(tokenizer))
+    ignored = IgnoredFields(settings.unknown_fields, observer)
+    app.state.api = Api(service, tokenizer, settings, observer, TokenTexts(tokenizer), ignored)
     add_error_handlers(app, settings.retry_after_s)
     # The last one added stands outermost.
     app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)

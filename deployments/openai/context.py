@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 from fastapi import Depends, Request
 
 from deployments.openai.errors import ApiError
+from deployments.openai.ignored import IgnoredFields
 from deployments.openai.observer import Observer
 from deployments.openai.service import ServedModel, TokenService
 from deployments.openai.settings import ApiSettings
@@ -34,6 +35,7 @@ class Api:
     Attributes:
         tokenizer: The pair's, a fast one; used from several threads, and not changed.
         texts: What its single tokens say.
+        ignored: Takes note of fields without effect.
     """
 
     service: TokenService
@@ -41,6 +43,7 @@ class Api:
     settings: ApiSettings
     observer: Observer
     texts: TokenTexts
+    ignored: IgnoredFields
 
     def model(self, name: str | None) -> ServedModel:
         """The served model of that name; the target where there is none.

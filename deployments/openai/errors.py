@@ -111,20 +111,22 @@ def _invalid_body(errors: Sequence[Any]) -> ApiError:
     first = errors[0]
     path = [part for part in first["loc"][1:] if part not in _UNION_LABELS]
     if first["type"] == "unknown_field":
-        name = _dotted([*path, first["ctx"]["field"]])
+        name = dotted([*path, first["ctx"]["field"]])
         return ApiError(400, f"unknown field {name!r}{first['msg']}", param=name, code="unknown_parameter")
-    param = _dotted(path) if path else None
+    if first["type"] == "refused_field":
+        path.append(first["ctx"]["field"])
+    param = dotted(path) if path else None
     if param is None:
         return ApiError(400, "the body must be a JSON object, sent with Content-Type: application/json")
     match first["type"]:
         case "missing":
             return ApiError(400, f"{param} is required", param=param, code="missing_required_parameter")
-        case "unsupported_parameter":
+        case "unsupported_parameter" | "refused_field":
             return ApiError(400, f"{param} {first['msg']}", param=param, code=UNSUPPORTED)
     return ApiError(400, f"{param}: {_lower_first(first['msg'])}", param=param, code=INVALID)
 
 
-def _dotted(path: Sequence[str | int]) -> str:
+def dotted(path: Sequence[str | int]) -> str:
     """``("messages", 0, "role")`` as ``messages[0].role``."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return text.removeprefix(".")

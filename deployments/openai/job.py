@@ -109,7 +109,7 @@ async def conversation_tokens(
 def _turn(message: ChatMessage) -> dict[str, str]:
     """A message as templates know it; ``developer`` is OpenAI's newer name of ``system``."""
     role = "system" if message.role == "developer" else message.role
-    turn = {"role": role, "content": message.content}
+    turn = {"role": role, "content": message.text}
     return turn if message.name is None else turn | {"name": message.name}
 
 

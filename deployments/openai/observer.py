@@ -78,6 +78,10 @@ class Observer(Protocol):
         """A prompt was taken in; once per prompt, however many samples were asked for."""
         ...
 
+    def ignored_field(self, name: str) -> None:
+        """A request has a field that has no effect."""
+        ...
+
     def opened(self, model: str, age_s: float) -> SequenceObserver:
         """A sequence is being asked of the service, for a request that arrived ``age_s`` seconds ago."""
         ...
@@ -108,6 +112,9 @@ class PrometheusObserver:
             registry, "discarded_tokens", "Output tokens beyond the end of their text; not billed."
         )
         self.num_success = _counter(registry, "request_success", "Sequences that ended, by reason.", "finished_reason")
+        self.num_ignored_fields = Counter(
+            "specdec_ignored_fields", "Requests with a field that has no effect here.", ["field"], registry=registry
+        )
         self.num_drafts = _counter(registry, "spec_decode_num_drafts", "Drafts verified.")
         self.num_draft_tokens = _counter(registry, "spec_decode_num_draft_tokens", "Draft tokens verified.")
         self.num_accepted_tokens = _counter(registry, "spec_decode_num_accepted_tokens", "Draft tokens kept.")
@@ -121,6 +128,10 @@ class PrometheusObserver:
     def prompt_tokens(self, model: str, num_tokens: int) -> None:
         """Count a prompt."""
         self.num_prompt_tokens.labels(model).inc(num_tokens)
+
+    def ignored_field(self, name: str) -> None:
+        """Count a field without effect."""
+        self.num_ignored_fields.labels(name).inc()
 
     def opened(self, model: str, age_s: float) -> SequenceObserver:
         """Begin to observe a sequence."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+UnknownFields = Literal["ignore", "refuse"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +22,8 @@ class ApiSettings:
         chat_template: Jinja template in place of the tokenizer's own; None keeps that.
         trust_request_chat_template: Let requests bring a ``chat_template``. A template is a program: it can keep a
             thread and memory busy without end, so only those who may do that should reach the API.
+        unknown_fields: What becomes of fields that nobody knows: ``ignore`` names them in a header, ``refuse``
+            answers 400.
         send_request_id: Send ``x-request-id`` in answers; off where a proxy in front does it.
     """
 
@@ -30,4 +35,5 @@ class ApiSettings:
     stream_interval: int = 1
     chat_template: str | None = None
     trust_request_chat_template: bool = False
+    unknown_fields: UnknownFields = "ignore"
     send_request_id: bool = True

@@ -76,6 +76,7 @@ EXAMPLES = {
     "actors.draft.accelerator_type": "L4",
     "stream_interval": 8,
     "chat_template": "template.jinja",
+    "unknown_fields": "refuse",
     "trust_request_chat_template": True,
     "emulate_step_ms": "target=30,draft=3",
     "trace": True,

@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request, Response
 from deployments.openai.answers import answer
 from deployments.openai.context import ApiOf, ArrivalOf
 from deployments.openai.formats import ChatFormat, CompletionFormat
+from deployments.openai.ignored import with_ignored
 from deployments.openai.job import chat_job, completion_job
 from deployments.openai.schemas.chat import ChatBody
 from deployments.openai.schemas.completions import CompletionBody
@@ -18,12 +19,14 @@ router = APIRouter(prefix="/v1", route_class=StrictJsonRoute)
 @router.post("/completions", response_model=None)
 async def completions(body: CompletionBody, request: Request, api: ApiOf, arrival: ArrivalOf) -> Response:
     """Go on with a text."""
+    ignored = api.ignored.names(body)
     job = await completion_job(api, body, arrival)
-    return await answer(api, job, CompletionFormat(api, job), request)
+    return with_ignored(await answer(api, job, CompletionFormat(api, job), request), ignored)
 
 
 @router.post("/chat/completions", response_model=None)
 async def chat_completions(body: ChatBody, request: Request, api: ApiOf, arrival: ArrivalOf) -> Response:
     """Go on with a conversation."""
+    ignored = api.ignored.names(body)
     job = await chat_job(api, body, arrival)
-    return await answer(api, job, ChatFormat(api, job), request)
+    return with_ignored(await answer(api, job, ChatFormat(api, job), request), ignored)

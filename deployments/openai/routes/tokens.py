@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 
 from deployments.openai.context import Api, ApiOf
+from deployments.openai.ignored import with_ignored
 from deployments.openai.job import conversation_tokens
 from deployments.openai.schemas.tokens import DetokenizeBody, TokenizeBody
 from deployments.openai.strict_json import StrictJsonRoute
@@ -16,8 +17,9 @@ router = APIRouter(route_class=StrictJsonRoute)
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeBody, api: ApiOf) -> dict[str, Any]:
+async def tokenize(body: TokenizeBody, api: ApiOf, response: Response) -> dict[str, Any]:
     """The tokens of a text or a conversation."""
+    with_ignored(response, api.ignored.names(body))
     body.check_together()
     model = api.model(body.model)
     tokens = await _tokens(api, body)
@@ -28,8 +30,9 @@ async def tokenize(body: TokenizeBody, api: ApiOf) -> dict[str, Any]:
 
 
 @router.post("/detokenize")
-async def detokenize(body: DetokenizeBody, api: ApiOf) -> dict[str, Any]:
+async def detokenize(body: DetokenizeBody, api: ApiOf, response: Response) -> dict[str, Any]:
     """The text of tokens, special ones included."""
+    with_ignored(response, api.ignored.names(body))
     model = api.model(body.model)
     if body.tokens:
         check_token_ids(body.tokens, model.vocab_size, "tokens")

@@ -2,55 +2,58 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, Discriminator, Field, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from deployments.openai.schemas.common import GenerationBody
-from deployments.openai.schemas.fields import Body, refused
+from deployments.openai.schemas.fields import Body
+from deployments.openai.schemas.others import REFUSED_IN_MESSAGES, TAKEN_IN_MESSAGES
 from specdec.errors import InvalidParameterError
 
 
-def _text(value: Any) -> str:
-    """A message's content, a string or a list of text parts, as one string."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and value and all(_is_part(part) for part in value):
-        for part in value:
-            if part["type"] != "text":
-                raise PydanticCustomError(
-                    "unsupported_parameter", "is not supported with a part of type {kind}", {"kind": part["type"]}
-                )
-        return "\n".join(part["text"] for part in value)
-    raise PydanticCustomError("content_type", 'must be a string or a list of parts {"type": "text", "text": ...}')
+def _only_text(kind: Any) -> Any:
+    if kind != "text":
+        raise PydanticCustomError("unsupported_parameter", "must be 'text': other parts are not supported")
+    return kind
 
 
-def _is_part(part: Any) -> bool:
-    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        return False
-    return part["type"] != "text" or (part.keys() == {"type", "text"} and isinstance(part["text"], str))
+class TextPart(Body):
+    """A piece of a message's content."""
+
+    type: Annotated[Any, AfterValidator(_only_text), WithJsonSchema({"const": "text"})]
+    text: str
 
 
-_PART = {"type": "object", "properties": {"type": {"const": "text"}, "text": {"type": "string"}}}
+def _kind_of_content(content: Any) -> str | None:
+    return "str" if isinstance(content, str) else "list" if isinstance(content, list) else None
+
+
 Content = Annotated[
-    Any,
-    AfterValidator(_text),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART, "minItems": 1}]}),
+    Annotated[str, Tag("str")] | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), Tag("list")],
+    Discriminator(
+        _kind_of_content,
+        custom_error_type="content_type",
+        custom_error_message='must be a string or a list of parts {"type": "text", "text": ...}',
+    ),
 ]
 
 
 class ChatMessage(Body):
     """One turn."""
 
+    refused_unless: ClassVar[dict[str, tuple[Any, ...]]] = REFUSED_IN_MESSAGES
+    taken: ClassVar[frozenset[str]] = TAKEN_IN_MESSAGES
+
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
     name: str | None = None
-    refusal: Annotated[Any, refused()] = None
-    audio: Annotated[Any, refused()] = None
-    tool_calls: Annotated[Any, refused()] = None
-    tool_call_id: Annotated[Any, refused()] = None
-    function_call: Annotated[Any, refused()] = None
+
+    @property
+    def text(self) -> str:
+        """The content as one string."""
+        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
@@ -74,19 +77,6 @@ class ChatBody(GenerationBody):
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-
-    parallel_tool_calls: bool | None = None
-    tools: Annotated[Any, refused()] = None
-    tool_choice: Annotated[Any, refused("none")] = None
-    functions: Annotated[Any, refused()] = None
-    function_call: Annotated[Any, refused("none")] = None
-    response_format: Annotated[Any, refused({"type": "text"})] = None
-    modalities: Annotated[Any, refused(["text"])] = None
-    audio: Annotated[Any, refused()] = None
-    prediction: Annotated[Any, refused()] = None
-    reasoning_effort: Annotated[Any, refused()] = None
-    verbosity: Annotated[Any, refused()] = None
-    web_search_options: Annotated[Any, refused()] = None
 
     def check_together(self) -> None:
         """Refuse two limits, and alternatives of nothing."""

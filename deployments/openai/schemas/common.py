@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from deployments.openai.schemas.fields import Bias, Body, Integer, Integers, Stops, refused
+from deployments.openai.schemas.fields import Bias, Body, Integer, Integers, Stops
+from deployments.openai.schemas.others import REFUSED, TAKEN
 from specdec.errors import InvalidParameterError
 from specdec.sampling.params import Acceptance
 
@@ -28,6 +29,8 @@ class StreamOptions(Body):
 class GenerationBody(Body):
     """How to generate; null and absent mean the same: the model's default, or OpenAI's.
 
+    Both kinds of body have all fields of :mod:`deployments.openai.schemas.others` in common.
+
     Attributes:
         model: Name of the target or the draft.
         n: Samples per prompt.
@@ -42,6 +45,9 @@ class GenerationBody(Body):
         cache_salt: Share cached prefixes only among requests with the same salt (and the same API key, in any case).
         prompt_logprobs: Alternatives to report per prompt token, as vLLM does.
     """
+
+    refused_unless: ClassVar[dict[str, tuple[Any, ...]]] = REFUSED
+    taken: ClassVar[frozenset[str]] = TAKEN
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
     n: Annotated[int, Field(ge=1)] | None = None
@@ -68,16 +74,6 @@ class GenerationBody(Body):
     per_request_spec_decode_metrics: MetricsDetail | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     prompt_logprobs: Integer | None = None
-
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    moderation: Annotated[Any, refused()] = None
 
     def check_together(self) -> None:
         """Check what concerns several fields.

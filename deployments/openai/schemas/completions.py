@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
 from deployments.openai.schemas.common import GenerationBody
-from deployments.openai.schemas.fields import Prompts, refused
+from deployments.openai.schemas.fields import Prompts
 from specdec.errors import InvalidParameterError
 
 
@@ -25,8 +25,6 @@ class CompletionBody(GenerationBody):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-    best_of: Annotated[Any, refused(1)] = None
-    suffix: Annotated[Any, refused("")] = None
 
     def check_together(self) -> None:
         """Refuse to answer with nothing."""

@@ -1,10 +1,11 @@
-"""Kinds of fields: strict, taken, refused."""
+"""Kinds of fields, and what becomes of those that are not served."""
 
 from __future__ import annotations
 
-import difflib
 import math
-from typing import Annotated, Any
+from collections.abc import Iterator
+from functools import cache
+from typing import Annotated, Any, ClassVar
 
 from pydantic import (
     AfterValidator,
@@ -17,36 +18,70 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from deployments.openai.schemas.others import REPLACED, Names, is_neutral
+
 _MOST_SHOWN = 64
 
 
 class Body(BaseModel):
-    """A request body: a quoted number is not a number, and an unknown field is an error."""
+    """A request body, or an object in one: a quoted number is not a number, and fields that are not served are kept.
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+    Those are found again by :func:`ignored_fields`.
+    """
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
+
+    refused_unless: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """Fields that are refused, each with the values that are taken, since they change nothing."""
+    taken: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are known and ignored."""
 
     @model_validator(mode="before")
     @classmethod
-    def _only_known_fields(cls, data: Any) -> Any:
-        """Stop at the first unknown field: a large body could have more of them than one wants to list."""
-        for name in data if isinstance(data, dict) else ():
-            if name not in cls.model_fields:
-                near = difflib.get_close_matches(name[:_MOST_SHOWN], cls.model_fields, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise PydanticCustomError("unknown_field", "{hint}", {"field": name[:_MOST_SHOWN], "hint": hint})
+    def _refuse_what_would_matter(cls, data: Any) -> Any:
+        """Stop at the first field that is refused: a large body could have more of them than one wants to list."""
+        for name, value in data.items() if isinstance(data, dict) else ():
+            if name in cls.model_fields or name in cls.taken:
+                continue
+            if name in cls.refused_unless:
+                _check_neutral(name, value, cls.refused_unless[name])
+                continue
+            near = _names(cls).nearest(name)
+            if near is not None:
+                raise PydanticCustomError(
+                    "unknown_field", "; did you mean {near}?", {"field": name[:_MOST_SHOWN], "near": repr(near)}
+                )
         return data
 
 
-def refused(*allowed: Any) -> AfterValidator:
-    """For a field that is known but not supported: only null, or values that change nothing, are taken."""
+def _check_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
+    if is_neutral(value, neutral):
+        return
+    but = f"; only {' or '.join(repr(one) for one in neutral)} is taken" if neutral else ""
+    but += f"; the field to send is {REPLACED[name]}" if name in REPLACED else ""
+    raise PydanticCustomError("refused_field", "is not supported{but}", {"field": name, "but": but})
 
-    def check(value: Any) -> Any:
-        if value is None or any(type(value) is type(one) and value == one for one in allowed):
-            return value
-        raise PydanticCustomError("unsupported_parameter", "is not supported{but}", {"but": but})
 
-    but = f"; only {' or '.join(repr(one) for one in allowed)} is taken" if allowed else ""
-    return AfterValidator(check)
+@cache
+def _names(body: type[Body]) -> Names:
+    return Names(frozenset(body.model_fields) | frozenset(body.refused_unless) | body.taken)
+
+
+def ignored_fields(body: Body, path: str = "") -> Iterator[tuple[str, bool]]:
+    """Fields of a body, and of the objects in it, that have a value and no effect.
+
+    Yields:
+        Its name, with a point between levels, and whether it is a known one. A name may come several times.
+    """
+    for name, value in (body.model_extra or {}).items():
+        is_known = name in body.taken or name in body.refused_unless
+        if value is not None or not is_known:
+            yield path + name, is_known
+    for name, value in body.__dict__.items():
+        for part in value if isinstance(value, list) else (value,):
+            if not isinstance(part, Body):
+                break
+            yield from ignored_fields(part, f"{path}{name}.")
 
 
 def _one_or_many(value: Any) -> Any:

@@ -1,0 +1,133 @@
+"""Fields of other servers' and of OpenAI's bodies that are not served: two tables, by name.
+
+A field in neither, nor in a schema, is unknown: it is ignored or refused, as the service is configured.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+REFUSED: dict[str, tuple[Any, ...]] = {
+    # OpenAI
+    "best_of": (1,),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "functions": ([],),
+    "function_call": ("none",),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "reasoning_effort": ("none",),
+    "web_search_options": (),
+    "moderation": (),
+    # vLLM and SGLang
+    "use_beam_search": (False,),
+    "early_stopping": (False,),
+    "length_penalty": (1,),
+    "no_repeat_ngram_size": (0,),
+    "top_a": (0,),
+    "logits_processors": ([],),
+    "logprob_token_ids": ([],),
+    "prompt_embeds": (),
+    "documents": ([],),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": ([],),
+    "guided_grammar": ("",),
+    "guided_json_object": (False,),
+    "regex": ("",),
+    "ebnf": ("",),
+    "thinking_token_budget": (),
+    "repetition_detection": (),
+    "priority": (0,),
+    # llama.cpp
+    "mirostat": (0,),
+    "dry_multiplier": (0,),
+    "xtc_probability": (0,),
+    "typical_p": (1,),
+    "typ_p": (1,),
+    "tfs_z": (1,),
+    "top_n_sigma": (-1, 0),
+    "dynatemp_range": (0,),
+    "repeat_penalty": (1,),
+    "n_predict": (-1,),
+    "n_probs": (0,),
+    "grammar": ("",),
+    "json_schema": (),
+    "samplers": ([],),
+}
+"""Fields that would change the answer, each with the values that change nothing; null is always one of them."""
+
+REPLACED: dict[str, str] = {"n_predict": "max_tokens", "n_probs": "logprobs", "repeat_penalty": "repetition_penalty"}
+"""Refused fields that are another server's name of a field that is served."""
+
+TAKEN: frozenset[str] = frozenset(
+    {
+        # OpenAI
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction", "verbosity"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "parallel_tool_calls"),
+        # vLLM: they steer what is not on, or what has no effect on the answer
+        *("guided_decoding_backend", "guided_whitespace_pattern", "include_reasoning", "separate_reasoning"),
+        *("mm_processor_kwargs", "kv_transfer_params", "vllm_xargs", "detokenize"),
+        # llama.cpp: parameters of samplers that are refused unless they are off, and of its own cache and slots
+        *("mirostat_tau", "mirostat_eta", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
+        *("dry_sequence_breakers", "xtc_threshold", "dynatemp_exponent", "repeat_last_n", "penalty_last_n"),
+        *("cache_prompt", "id_slot", "n_keep", "timings_per_token", "return_progress", "reasoning_format"),
+    }
+)
+"""Fields that are ignored under every configuration: they promise nothing about the text."""
+
+REFUSED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
+    "tool_calls": ([],),
+    "tool_call_id": (),
+    "function_call": (),
+    "refusal": ("",),
+    "audio": (),
+}
+TAKEN_IN_MESSAGES = frozenset({"annotations", "reasoning", "reasoning_content"})
+
+
+def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Whether a value is null or one of those that change nothing; 1 and 1.0 are the same, 1 and true are not."""
+    return value is None or any(isinstance(value, bool) == isinstance(one, bool) and value == one for one in neutral)
+
+
+class Names:
+    """Known names of one kind of body, and which of them a misspelt one means.
+
+    Args:
+        names: All of them.
+    """
+
+    _LEAST = 4
+    """Shorter names are all alike."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self._most = max(map(len, names), default=0) + 1
+        self._by_part: dict[str, list[str]] = {}
+        for name in sorted(names):
+            for part in _parts(name):
+                self._by_part.setdefault(part, []).append(name)
+
+    def nearest(self, name: str) -> str | None:
+        """The known name that is one edit away: a letter more, less, another, or two that have changed places."""
+        if not self._LEAST <= len(name) <= self._most:
+            return None
+        near = (known for part in _parts(name) for known in self._by_part.get(part, ()))
+        return next((known for known in near if _is_one_edit(name, known)), None)
+
+
+def _parts(name: str) -> set[str]:
+    """A name, and what is left of it without one of its letters: two names one edit apart share one of these."""
+    return {name, *(name[:i] + name[i + 1 :] for i in range(len(name)))}
+
+
+def _is_one_edit(a: str, b: str) -> bool:
+    if len(a) > len(b):
+        a, b = b, a
+    i = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
+    if len(a) < len(b):
+        return a[i:] == b[i + 1 :]
+    return a[i + 1 :] == b[i + 1 :] or (a[i : i + 2] == b[i : i + 2][::-1] and a[i + 2 :] == b[i + 2 :])
