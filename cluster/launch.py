@@ -24,6 +24,9 @@ from specdec.errors import InvalidParameterError, SpecdecError
 
 APPLICATION = "deployments.app:build_app"
 APPLICATION_NAME = "specdec"
+STATUS = "deployments.status"
+"""Module with a builder for each of the service's status applications: ``build_health`` for ``/health``, and so on."""
+STATUS_PARTS = ("health", "live", "metrics")
 LOADERS = ("TargetServer", "DraftServer")
 """Deployments whose replicas load a model."""
 OBJECT_STORE_BYTES = 256 << 20
@@ -125,8 +128,13 @@ class LocalService:
         for remark in placement.remarks:
             self._report(remark)
         app = load_builder(self._application)(args)
-        target = serve.RunTarget(target=app, name=APPLICATION_NAME, route_prefix="/")
-        serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        targets = [serve.RunTarget(target=app, name=APPLICATION_NAME, route_prefix="/")]
+        if self._application == APPLICATION:
+            targets += [
+                serve.RunTarget(target=app, name=f"{APPLICATION_NAME}-{part}", route_prefix=f"/{part}")
+                for part, app in status_applications(APPLICATION_NAME).items()
+            ]
+        serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
         self._processes.note()
         self._report("replicas start and load their models")
 
@@ -242,6 +250,13 @@ def load_builder(import_string: str) -> Callable[[AppArgs], Any]:
     module, _, function = import_string.partition(":")
     builder: Callable[[AppArgs], Any] = getattr(importlib.import_module(module), function)
     return builder
+
+
+def status_applications(application_name: str) -> dict[str, Any]:
+    """The small applications that tell whether the service is ready, and how it does; by the path of each."""
+    module = importlib.import_module(STATUS)
+    args = module.StatusArgs(application=application_name)
+    return {part: getattr(module, f"build_{part}")(args) for part in STATUS_PARTS}
 
 
 def preload(import_string: str) -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 from ray import serve
 
 from cluster.config import AppArgs
 from cluster.sources import draft_source, target_source
-from deployments.metrics import metrics_page
+from deployments.figures import IngressFigures
 from deployments.names import ROUTER
 from deployments.openai.app import create_app
 from deployments.openai.observer import PrometheusObserver
@@ -43,8 +43,7 @@ class OpenAIIngress(IngressEndpoint):
         self._router = router
         self._registry = CollectorRegistry()
         info = _model_info(args)
-        most = args.limits.max_concurrent_requests
-        self._service = RoutedTokens(info, self._metrics, most)
+        self._service = RoutedTokens(info)
         machine = IngressMachine(replica_id(), args.protocol.times())
         host = self.start_ingress(machine, routers=ROUTERS, after=self._service.deliver)
         self._service.connect(host, lambda: bool(self.linked_peers()))
@@ -70,8 +69,18 @@ class OpenAIIngress(IngressEndpoint):
             add_trace_route(app, self._router)
         return app
 
-    async def _metrics(self) -> bytes:
-        return await metrics_page(self._registry, self._router, self._service.model_info().target.name)
+    async def figures(self) -> IngressFigures:
+        """What ``/health`` and ``/metrics`` tell of this replica."""
+        name = self._service.model_info().target.name
+        return IngressFigures(replica_id(), name, self._service.refusal(), generate_latest(self._registry))
+
+    async def drain(self) -> None:
+        """Refuse new requests from now on, with 503; open ones go on."""
+        self._service.drain()
+
+    async def is_drained(self) -> bool:
+        """Whether this replica drains, and no request is open."""
+        return self._service.is_drained
 
 
 def _model_info(args: AppArgs) -> ModelInfo:

@@ -1,76 +1,143 @@
-"""The service's metrics page: what this ingress counted, and what the workers last reported."""
+"""The service's metrics page: what the ingresses counted, what workers report, and what routers choose."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from specdec.protocol.plans import WorkerKind
 
-logger = logging.getLogger("ray.serve")
-
-_PATIENCE_S = 2.0
 Reports = dict[str, tuple[WorkerKind | Literal["router"], dict[str, float]]]
+"""What one router tells: its workers' newest reports by their names, and its own choices under its own."""
+_LABELS = ["model_name", "role", "worker"]
 
 
-async def metrics_page(registry: CollectorRegistry, router: Any, model_name: str) -> bytes:
+class IngressPage(NamedTuple):
+    """What one replica of the ingress has counted, in Prometheus' text format."""
+
+    replica: str
+    text: bytes
+
+
+def metrics_page(
+    pages: Sequence[IngressPage], routers: Sequence[Reports], model_name: str, failures: Mapping[str, int]
+) -> bytes:
     """The page in Prometheus' text format.
 
+    Every sample tells whose it is by the labels ``role`` and ``worker``, so that sums over replicas add up, and a
+    replica that starts again from 0 is a counter's reset and nothing else.
+
     Args:
-        registry: Of this ingress.
-        router: Handle of the routers, which know the workers' newest reports.
+        pages: Of the ingresses that answered.
+        routers: What the routers that answered tell.
         model_name: Label of every sample.
+        failures: Times that a replica did not answer, by deployment.
     """
-    own: bytes = generate_latest(registry)
-    reports: Reports = {}
-    try:
-        for answer in await asyncio.wait_for(router.broadcast("reports").results_async(), _PATIENCE_S):
-            reports.update(answer)
-    except Exception as error:  # a router that dies or hangs must not cost this ingress' own counters
-        logger.warning("The workers' figures are missing from this scrape: %r", error)
-    workers = CollectorRegistry()
-    workers.register(WorkerReports(reports, model_name))
-    theirs: bytes = generate_latest(workers)
-    return own + theirs
+    registry = CollectorRegistry()
+    registry.register(IngressPages(pages))
+    registry.register(WorkerReports(routers, model_name))
+    registry.register(_Failures(failures))
+    text: bytes = generate_latest(registry)
+    return text
+
+
+class IngressPages(Collector):
+    """The ingresses' own families, one sample per replica."""
+
+    def __init__(self, pages: Sequence[IngressPage]) -> None:
+        self._pages = pages
+
+    def collect(self) -> Iterable[Metric]:
+        """Each family once, with the samples of all replicas."""
+        families: dict[str, Metric] = {}
+        for replica, text in self._pages:
+            whose = {"role": "ingress", "worker": replica}
+            for family in text_string_to_metric_families(text.decode()):
+                merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                for sample in family.samples:
+                    merged.add_sample(sample.name, sample.labels | whose, sample.value)
+        return families.values()
+
+
+class _Failures(Collector):
+    def __init__(self, failures: Mapping[str, int]) -> None:
+        self._failures = failures
+
+    def collect(self) -> Iterable[Metric]:
+        """One counter."""
+        text = "Times that a replica did not answer when its figures were asked for."
+        family = CounterMetricFamily("specdec_scrape_failures", text, labels=["role"])
+        for role, count in self._failures.items():
+            family.add_metric([role], count)
+        return [family]
 
 
 class WorkerReports(Collector):
-    """What workers report, and what the routers' controllers choose and estimate, as gauges labelled by worker."""
+    """What workers report, and what the routers' controllers choose and estimate.
 
-    def __init__(self, reports: Reports, model_name: str) -> None:
-        self._reports = reports
+    Args:
+        routers: What each router tells.
+        model_name: Label of every sample.
+    """
+
+    def __init__(self, routers: Sequence[Reports], model_name: str) -> None:
+        self._routers = routers
         self._model_name = model_name
+        self._newest: Reports = {}
+        for reports in routers:
+            for name, (kind, report) in reports.items():
+                held = self._newest.get(name)
+                if held is None or report.get("report_s", 0.0) > held[1].get("report_s", 0.0):
+                    self._newest[name] = (kind, report)
 
-    def collect(self) -> list[GaugeMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         """One family per figure."""
-        labels = ["model_name", "role", "worker"]
-        families: dict[str, GaugeMetricFamily] = {}
         for name, text in _GAUGES.items():
-            families[name] = GaugeMetricFamily(f"specdec_{name}", text, labels=labels)
-        for worker, (kind, report) in sorted(self._reports.items()):
-            for name, family in families.items():
-                if name in report:
-                    family.add_metric([self._model_name, kind, worker], report[name])
-        fallbacks = "Sequences that ran without speculation since the worker started, by reason."
-        planned = "Sequences that the controller has planned for, by way of speculating."
-        return [
-            *families.values(),
-            self._by_part("planned_sequences", planned, [*labels, "mode"]),
-            self._by_part("num_fallbacks", fallbacks, [*labels, "reason"]),
-        ]
+            yield self._of_workers(GaugeMetricFamily(f"specdec_{name}", text, labels=_LABELS), name)
+        for name, text in _COUNTERS.items():
+            yield self._of_workers(CounterMetricFamily(f"specdec_{name}", text, labels=_LABELS), name)
+        fallbacks = CounterMetricFamily(
+            "specdec_num_fallbacks", "Sequences that ran without speculation, by reason.", labels=[*_LABELS, "reason"]
+        )
+        yield self._by_part(fallbacks, "num_fallbacks", [self._newest])
+        for name, text in _CHOICES.items():
+            yield self._of_routers(GaugeMetricFamily(f"specdec_{name}", text, labels=[*_LABELS, "router"]), name)
+        planned = GaugeMetricFamily(
+            "specdec_planned_sequences",
+            "Sequences that the controller has planned for, by way of speculating.",
+            labels=[*_LABELS, "mode"],
+        )
+        yield self._by_part(planned, "planned_sequences", self._routers)
 
-    def _by_part(self, name: str, text: str, labels: list[str]) -> GaugeMetricFamily:
-        """One family for all figures called ``name/part``, with the part as its last label."""
-        family = GaugeMetricFamily(f"specdec_{name}", text, labels=labels)
-        for worker, (role, report) in sorted(self._reports.items()):
-            for figure, value in report.items():
-                if figure.startswith(f"{name}/"):
-                    family.add_metric([self._model_name, role, worker, figure.partition("/")[2]], value)
+    def _of_workers(self, family: CounterMetricFamily | GaugeMetricFamily, name: str) -> Metric:
+        for worker, (kind, report) in sorted(self._newest.items()):
+            if name in report:
+                family.add_metric([self._model_name, kind, worker], report[name])
+        return family
+
+    def _of_routers(self, family: GaugeMetricFamily, name: str) -> Metric:
+        """Each router has a controller of its own, with estimates of its own."""
+        for reports in self._routers:
+            router = next((name for name, (kind, _) in reports.items() if kind == "router"), "")
+            for worker, (kind, report) in sorted(reports.items()):
+                if name in report:
+                    family.add_metric([self._model_name, kind, worker, router], report[name])
+        return family
+
+    def _by_part(
+        self, family: CounterMetricFamily | GaugeMetricFamily, name: str, all_reports: Sequence[Reports]
+    ) -> Metric:
+        """All figures called ``name/part``, with the part as the last label."""
+        for reports in all_reports:
+            for worker, (role, report) in sorted(reports.items()):
+                for figure, value in report.items():
+                    if figure.startswith(f"{name}/"):
+                        family.add_metric([self._model_name, role, worker, figure.partition("/")[2]], value)
         return family
 
 
@@ -83,30 +150,38 @@ _GAUGES = {
     "num_state_slots": "Recurrent states that a worker has room for; 0 where its model has none.",
     "state_slots_in_use": "Recurrent states that sequences and branches hold.",
     "state_slots_reusable": "Recurrent states kept only for prompts that begin alike; not among those in use.",
-    "num_evictions": "Times a sequence or branch lost its cache to another since the worker started; it is read again.",
-    "num_reused_tokens": "Tokens found in the cache where a sequence began, since the worker started.",
-    "num_reread_tokens": "Tokens read again because a recurrent state did not reach back so far.",
-    "num_steps": "Steps of a worker since it started.",
-    "busy_s": "Seconds that a worker's steps took since it started.",
-    "gap_s": "Seconds between steps of which the later goes on with a sequence of the earlier, since the start.",
-    "num_gaps": "Steps that go on with a sequence of the step before.",
     "report_s": "The worker's own clock when it reported, in seconds.",
+    "num_branches_held": "Branches that the drafter holds now.",
+    "num_waiting_sequences": "Sequences for which the drafter's last step had no room in its cache.",
+    "is_scripted": "1 where tokens come from a script.",
+}
+"""What a worker has now."""
+
+_COUNTERS = {
+    "num_evictions": "Times a sequence or branch lost its cache to another; it is read again.",
+    "num_reused_tokens": "Tokens found in the cache where a sequence began.",
+    "num_reread_tokens": "Tokens read again because a recurrent state did not reach back so far.",
+    "num_steps": "Steps of a worker.",
+    "busy_s": "Seconds that a worker's steps took.",
+    "gap_s": "Seconds between steps of which the later goes on with a sequence of the earlier.",
+    "num_gaps": "Steps that go on with a sequence of the step before.",
     "num_branch_hits": "Rounds whose outcome was among those offered with branches when the next draft was chosen.",
     "num_branch_late": "Rounds whose outcome was among those offered with branches, but only later.",
     "num_branch_misses": "Rounds for which branches were offered, and none of them for the outcome.",
-    "num_offers": "Offers that a drafter sent, or a target received, since it started.",
+    "num_offers": "Offers that a drafter sent, or a target received.",
     "num_stale_offers": "Offers that the target dropped before anything of them was verified.",
     "num_late_offers": "Offers that came when the round after the one that they foresaw had been decided as well.",
-    "num_branches_held": "Branches that the drafter holds now.",
-    "num_branches_forked": "Branches that the drafter began since it started.",
+    "num_branches_forked": "Branches that the drafter began.",
     "num_right_tokens": "Draft tokens that were decided as drafted, verified or not, under the coupled rule.",
     "num_wrong_tokens": "Draft tokens in whose place another was decided, verified or not, under the coupled rule.",
     "num_promoted": "Branches that became the chain, because their outcome came.",
     "num_branch_tokens_wasted": "Draft tokens of branches whose outcome did not come.",
-    "num_waiting_sequences": "Sequences for which the drafter's last step had no room in its cache.",
     "num_emulated_steps": "Steps that ended at an emulated time.",
     "num_overruns": "Emulated steps that took longer to compute than the emulated time.",
-    "is_scripted": "1 where tokens come from a script.",
+}
+"""What a worker has counted since it started."""
+
+_CHOICES = {
     "planned_draft_tokens": "Draft tokens per round that the controller plans, mean over the sequences that draft.",
     "planned_branches": "Outcomes to prepare per sequence that the controller plans, mean over those that draft.",
     "planned_draft_wait_seconds": "Longest wait of a row for its draft that the controller plans, mean over the same.",
@@ -118,3 +193,4 @@ _GAUGES = {
     "estimated_draft_step_seconds": "A step of the drafter with the branches that are planned.",
     "estimated_round_trip_seconds": "From a verdict to an offer made of it, drafting left out.",
 }
+"""What a router's controller chooses and estimates, of itself or of a target."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 
 from deployments.inbox import Inbox
 from deployments.openai.service import ModelInfo, SequenceRequest, TokenDelta
 from deployments.transport.host import LoopHost
-from specdec.errors import ServiceUnavailableError
+from specdec.errors import SequenceFailedError, ServiceUnavailableError
 from specdec.protocol.ingress import IngressMachine
+
+FAILED = "this ingress has failed"
+PASSING = frozenset({FAILED, "draining", "model"})
+"""Reasons of an error for which the same request may be sent again: elsewhere, or later, it may succeed."""
 
 
 class RoutedTokens:
@@ -17,65 +21,84 @@ class RoutedTokens:
 
     Args:
         info: What is served.
-        scrape: Gives the metrics page.
-        most_sequences: Sequences taken in at once; beyond it requests are refused.
     """
 
-    def __init__(self, info: ModelInfo, scrape: Callable[[], Awaitable[bytes]], most_sequences: int) -> None:
+    def __init__(self, info: ModelInfo) -> None:
         self._info = info
-        self._scrape = scrape
-        self._most_sequences = most_sequences
         self._inboxes: dict[str, Inbox] = {}
         self._host: LoopHost[IngressMachine] | None = None
         self._has_router: Callable[[], bool] = lambda: False
+        self._is_draining = False
 
     def connect(self, host: LoopHost[IngressMachine], has_router: Callable[[], bool]) -> None:
         """Take requests from now on."""
         self._host, self._has_router = host, has_router
+        host.on_failed = self.fail
 
     def deliver(self, machine: IngressMachine) -> None:
         """Hand what the machine delivers to those who wait for it; after each of its turns."""
         for delivery in machine.take_deliveries():
             inbox = self._inboxes.get(delivery.seq)
             if inbox is not None:
-                inbox.put(TokenDelta(delivery.tokens, delivery.notes, delivery.finish, delivery.plan))
+                inbox.put(TokenDelta(delivery.tokens, delivery.notes, delivery.finish, delivery.plan, delivery.reason))
+
+    def fail(self, _failure: Exception) -> None:
+        """End all open sequences with an error: the machine has failed, and nothing comes any more."""
+        for inbox in self._inboxes.values():
+            inbox.put(TokenDelta(finish="error", reason=FAILED))
+
+    def drain(self) -> None:
+        """Refuse new sequences from now on; open ones go on."""
+        self._is_draining = True
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether it drains, and no sequence is open."""
+        return self._is_draining and not self._inboxes
+
+    def refusal(self) -> str:
+        """Why sequences are not taken; empty where they are."""
+        if self._host is not None and self._host.failed:
+            return FAILED
+        if self._is_draining:
+            return "this ingress drains: it takes no new requests"
+        return "" if self._has_router() else "no router can be reached"
 
     def model_info(self) -> ModelInfo:
         """What is served."""
         return self._info
 
-    async def metrics(self) -> bytes:
-        """The metrics page, in Prometheus' text format."""
-        return await self._scrape()
-
-    async def check_health(self) -> None:
-        """Return if a router can be reached.
+    def check_health(self) -> None:
+        """Return if sequences are taken.
 
         Raises:
-            ServiceUnavailableError: None can.
+            ServiceUnavailableError: They are not.
         """
-        if not self._has_router():
-            raise ServiceUnavailableError("no router can be reached")
+        refusal = self.refusal()
+        if refusal:
+            raise ServiceUnavailableError(refusal)
 
     async def open(self, request: SequenceRequest) -> AsyncGenerator[TokenDelta]:
         """Generate one sequence; closing the generator cancels it.
 
         Raises:
-            ServiceUnavailableError: As many sequences as this ingress takes are open, or no router can be reached.
+            ServiceUnavailableError: Sequences are not taken now.
+            SequenceFailedError: It ended with an error.
         """
-        await self.check_health()
-        if len(self._inboxes) >= self._most_sequences:
-            raise ServiceUnavailableError(f"{self._most_sequences} sequences are open, and no more are taken in")
+        self.check_health()
         assert self._host is not None
         seq, inbox = request.seq, Inbox()
         spec = replace(request.spec, model=request.model, cache_salt=request.cache_salt or "")
         self._inboxes[seq] = inbox
         try:
             self._host.tell(lambda machine, now_s: machine.start(seq, request.prompt, spec, now_s))
-            yield TokenDelta()
             finished = False
             while not finished:
                 delta = await inbox.take()
+                if delta.finish == "error":
+                    if delta.tokens:
+                        yield replace(delta, finish=None)
+                    raise SequenceFailedError(delta.reason, is_passing=delta.reason in PASSING)
                 finished = delta.finish is not None
                 yield delta
         finally:

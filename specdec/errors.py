@@ -39,5 +39,17 @@ class CancelledError(SpecdecError):
     """The caller cancelled a generation."""
 
 
+class SequenceFailedError(SpecdecError):
+    """One sequence could not be generated to its end; the message says why. Others are not concerned.
+
+    Attributes:
+        is_passing: Whether the same request may succeed when it is sent again.
+    """
+
+    def __init__(self, reason: str, *, is_passing: bool = False) -> None:
+        super().__init__(reason)
+        self.is_passing = is_passing
+
+
 class ServiceUnavailableError(SpecdecError):
     """No worker can take the request now."""

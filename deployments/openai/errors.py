@@ -11,7 +11,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from specdec.errors import InvalidParameterError, ServiceUnavailableError, UnsupportedParameterError
+from specdec.errors import (
+    InvalidParameterError,
+    SequenceFailedError,
+    ServiceUnavailableError,
+    UnsupportedParameterError,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -70,6 +75,9 @@ def api_error(error: Exception, retry_after_s: int) -> ApiError:
             return ApiError(
                 503, str(error) or "no worker is ready", "server_error", None, "service_unavailable", headers
             )
+        case SequenceFailedError():
+            status, headers = (503, {"Retry-After": str(retry_after_s)}) if error.is_passing else (500, {})
+            return ApiError(status, str(error), "server_error", code="generation_failed", headers=headers)
         case RequestValidationError():
             return _invalid_body(error.errors())
         case HTTPException():

@@ -62,8 +62,9 @@ class SampleDelta:
 class Generation:
     """Runs a job's sequences: an asynchronous context, inside which it iterates over what comes, as it comes.
 
-    Entering waits until the service has taken in every sequence, or raises what it said. Leaving cancels every
-    sequence that has not ended, and returns when the service knows.
+    Entering waits until the first of the sequences has begun, or raises what was said of any until then: what fails
+    later is raised by the iteration. Leaving cancels every sequence that has not ended, and returns when the service
+    knows.
 
     Attributes:
         job: What is generated.
@@ -77,6 +78,7 @@ class Generation:
         self.tallies = [RoundTally() for _ in job.sequences]
         self._api = api
         self._num_open = len(job.sequences)
+        self._has_begun = False
         self._queue: asyncio.Queue[SampleDelta | Exception] = asyncio.Queue(_MOST_QUEUED)
         self._tasks: list[asyncio.Task[None]] = []
         self._prompts_read: list[asyncio.Future[PromptLogprobs]] = []
@@ -90,10 +92,13 @@ class Generation:
             admissions.append(admitted)
             self._tasks.append(asyncio.create_task(self._run(index, request, admitted)))
         try:
-            await asyncio.gather(*admissions)
+            begun, _ = await asyncio.wait(admissions, return_when=asyncio.FIRST_COMPLETED)
+            for admission in begun:
+                admission.result()
         except BaseException:
             await self._cancel()
             raise
+        self._has_begun = True
         for prompt in self.job.prompts:
             self._api.observer.prompt_tokens(self.job.model.name, len(prompt))
         return self
@@ -131,10 +136,11 @@ class Generation:
             reason = await self._pump(index, request, admitted, observer)
         except Exception as error:
             reason = "error"
-            if admitted.done():
+            if admitted.done() or self._has_begun:
                 await self._queue.put(error)
             else:
                 admitted.set_exception(error)
+                admitted.exception()  # known: who waits may have gone already, because of another's
         finally:
             observer.closed(reason)
 

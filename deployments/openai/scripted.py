@@ -58,13 +58,9 @@ class ScriptedService:
             if not ended:
                 self.cancelled.append(request.seq)
 
-    async def check_health(self) -> None:
+    def check_health(self) -> None:
         """Fail while ``unhealthy`` is set."""
         self.model_info()
-
-    async def metrics(self) -> bytes:
-        """A page with one line."""
-        return b"scripted_up 1\n"
 
 
 def rounds(

@@ -81,21 +81,23 @@ class TokenDelta:
     """The next tokens of a sequence, final.
 
     Attributes:
-        tokens: May be empty: in the first delta, which then says that the sequence was taken in, and in the last.
+        tokens: May be empty: in the first delta, which then says that the sequence was begun, and in the last.
         notes: How they came, one entry per token.
         finish: Why the sequence ended, in the last delta.
         plan: By which the sequence is drafted now; None where nobody says.
+        reason: What went wrong, where ``finish`` is ``error``.
     """
 
     tokens: Tokens = ()
     notes: Notes = field(default_factory=Notes)
     finish: Finish | None = None
     plan: Plan | None = None
+    reason: str = ""
 
     def __add__(self, later: TokenDelta) -> TokenDelta:
         """Two deltas of a sequence, one after the other, as one."""
         plan = self.plan if later.plan is None else later.plan
-        return TokenDelta(self.tokens + later.tokens, self.notes + later.notes, later.finish, plan)
+        return TokenDelta(self.tokens + later.tokens, self.notes + later.notes, later.finish, plan, later.reason)
 
 
 class TokenService(Protocol):
@@ -112,25 +114,22 @@ class TokenService(Protocol):
     def open(self, request: SequenceRequest) -> AsyncGenerator[TokenDelta]:
         """Generate one sequence.
 
-        Nothing happens before the first delta is asked for. It comes, without tokens if need be, as soon as the
-        sequence is taken in: answers begin only then, so that what is refused is refused with a status code. The last
-        delta has ``finish``. Closing the generator before (``aclose``, or cancelling the task that waits in it)
-        cancels the sequence everywhere.
+        Nothing happens before the first delta is asked for. It comes, without tokens if need be, as soon as a worker
+        has begun: answers begin only then, so that what is refused, or fails before, has a status code. The last delta
+        has ``finish``, unless the sequence ends with an error. Closing the generator before (``aclose``, or cancelling
+        the task that waits in it) cancels the sequence everywhere.
 
         Raises:
             ServiceUnavailableError: No worker can take the sequence now.
             InvalidParameterError: The service cannot honour the request.
+            SequenceFailedError: The sequence cannot be generated to its end; nothing comes after this.
         """
         ...
 
-    async def check_health(self) -> None:
-        """Return if requests can be served.
+    def check_health(self) -> None:
+        """Return if requests are taken.
 
         Raises:
-            ServiceUnavailableError: They cannot; the message says why.
+            ServiceUnavailableError: They are not; the message says why.
         """
-        ...
-
-    async def metrics(self) -> bytes:
-        """All of the service's metrics, in the text format of Prometheus."""
         ...

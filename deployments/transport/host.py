@@ -62,6 +62,7 @@ class Host(ABC, Generic[M]):
     Attributes:
         num_dropped_messages: Messages for peers without a link; the protocol allows for their loss.
         on_arrival: Told of messages before they wait for the machine's turn; None where nobody wants to know.
+        on_failed: Told of what the machine has raised, once; None where nobody wants to know.
     """
 
     def __init__(self, machine: M, clock: Callable[[], float] = time.monotonic) -> None:
@@ -72,6 +73,7 @@ class Host(ABC, Generic[M]):
         self.last_progress_s = time.monotonic()
         self.num_dropped_messages = 0
         self.on_arrival: Callable[[tuple[Any, ...]], None] | None = None
+        self.on_failed: Callable[[Exception], None] | None = None
 
     @abstractmethod
     def start(self) -> None:
@@ -152,6 +154,8 @@ class Host(ABC, Generic[M]):
         logger.error("The machine failed; this replica is lost.", exc_info=failure)
         self._failure = failure
         self.unlink_all()
+        if self.on_failed is not None:
+            self.on_failed(failure)
 
 
 def _receive_all(messages: tuple[Any, ...], on_arrival: Callable[[tuple[Any, ...]], None] | None) -> Action[Any]:

@@ -19,6 +19,7 @@ class Delivery:
 
     Attributes:
         plan: By which the sequence is drafted now.
+        reason: What went wrong, where ``finish`` is ``error`` (rule 13).
     """
 
     seq: str
@@ -26,6 +27,7 @@ class Delivery:
     notes: Notes
     finish: Finish | None = None
     plan: Plan | None = None
+    reason: str = ""
 
 
 class Request:
@@ -113,10 +115,10 @@ class IngressMachine:
                 request = self._current(seq, attempt)
                 if request is not None:
                     self._on_tokens(request, message, now_s)
-            case End(seq, attempt, mark, finish):
+            case End(seq, attempt, mark, finish, reason):
                 request = self._current(seq, attempt)
                 if request is not None and request.log.mark() == mark:
-                    self._deliveries.append(Delivery(seq, (), Notes(), finish))
+                    self._deliveries.append(Delivery(seq, (), Notes(), finish, reason=reason))
                     self._finish(seq, "finished")
             case Gone(seq, attempt):
                 request = self._current(seq, attempt)

@@ -33,13 +33,13 @@ def test_choices_and_estimates_are_on_the_page():
             },
         ),
     }
-    registry.register(WorkerReports(reports, "m"))
+    registry.register(WorkerReports([reports], "m"))
     page = generate_latest(registry).decode()
-    assert 'specdec_planned_draft_tokens{model_name="m",role="router",worker="R#1"} 4.0' in page
-    assert 'specdec_planned_draft_wait_seconds{model_name="m",role="router",worker="R#1"} 0.25' in page
-    assert 'specdec_planned_arm_draft_tokens{model_name="m",role="target",worker="T#1"} 5.0' in page
+    assert 'specdec_planned_draft_tokens{model_name="m",role="router",router="R#1",worker="R#1"} 4.0' in page
+    assert 'specdec_planned_draft_wait_seconds{model_name="m",role="router",router="R#1",worker="R#1"} 0.25' in page
+    assert 'specdec_planned_arm_draft_tokens{model_name="m",role="target",router="R#1",worker="T#1"} 5.0' in page
     assert 'specdec_planned_sequences{mode="overlap",model_name="m",role="router",worker="R#1"} 2.0' in page
-    assert 'specdec_estimated_target_step_seconds{model_name="m",role="target",worker="T#1"} 0.03' in page
+    assert 'specdec_estimated_target_step_seconds{model_name="m",role="target",router="R#1",worker="T#1"} 0.03' in page
     assert "step/" not in page
 
 
@@ -48,12 +48,15 @@ def test_what_workers_hold_and_what_is_kept_for_reuse_are_series_of_their_own():
     held = {"state_slots_in_use": 2.0, "state_slots_reusable": 3.0, "kv_blocks_in_use": 4.0, "kv_blocks_reusable": 5.0}
     held["num_state_slots"] = 8.0
     report = held | {"num_evictions": 6.0, "num_fallbacks/reads_single_tokens": 7.0}
-    registry.register(WorkerReports({"T#1": ("target", report)}, "m"))
+    registry.register(WorkerReports([{"T#1": ("target", report)}], "m"))
     page = generate_latest(registry).decode()
     labels = 'model_name="m",role="target",worker="T#1"'
-    for name, value in (*held.items(), ("num_evictions", 6.0)):
+    for name, value in (*held.items(), ("num_evictions_total", 6.0)):
         assert f"specdec_{name}{{{labels}}} {value}" in page
-    assert 'specdec_num_fallbacks{model_name="m",reason="reads_single_tokens",role="target",worker="T#1"} 7.0' in page
+    assert (
+        'specdec_num_fallbacks_total{model_name="m",reason="reads_single_tokens",role="target",worker="T#1"} 7.0'
+        in page
+    )
 
 
 def test_what_became_of_offers_and_branches_is_on_the_page():
@@ -67,7 +70,7 @@ def test_what_became_of_offers_and_branches_is_on_the_page():
     drafter.counters.num_branch_tokens_wasted, drafter.counters.num_offers = 5, 6
     drafter.counters.num_right_tokens, drafter.counters.num_wrong_tokens = 2, 3
     reports = {"T#1": ("target", target.report()), "D#1": ("drafter", drafter.report() | {"num_waiting_sequences": 7})}
-    registry.register(WorkerReports(reports, "m"))
+    registry.register(WorkerReports([reports], "m"))
     expected = {
         "T#1": {
             "num_offers": 0,
@@ -89,7 +92,13 @@ def test_what_became_of_offers_and_branches_is_on_the_page():
     }
     for worker, figures in expected.items():
         labels = {"model_name": "m", "role": reports[worker][0], "worker": worker}
-        assert {name: registry.get_sample_value(f"specdec_{name}", labels) for name in figures} == figures
+        found = {
+            name: registry.get_sample_value(
+                f"specdec_{name}{'' if name == 'num_waiting_sequences' else '_total'}", labels
+            )
+            for name in figures
+        }
+        assert found == figures
         assert figures.keys() <= reports[worker][1].keys()
 
 

@@ -89,9 +89,14 @@ class RunningService:
             lines = page.read().decode().splitlines()
         return {key: float(value) for key, _, value in (li.rpartition(" ") for li in lines if not li.startswith("#"))}
 
+    def count(self, name: str) -> float:
+        """A counter, summed over all its samples."""
+        return sum(value for key, value in self.metrics().items() if key.startswith(f"specdec_{name}_total{{"))
+
     def worker_gauge(self, name: str) -> dict[str, float]:
         """A figure that workers report, by role."""
-        samples = {key: value for key, value in self.metrics().items() if key.startswith(f"specdec_{name}{{")}
+        names = (f"specdec_{name}{{", f"specdec_{name}_total{{")
+        samples = {key: value for key, value in self.metrics().items() if key.startswith(names)}
         return {key.split('role="')[1].split('"')[0]: value for key, value in samples.items()}
 
     def stop(self) -> int:

@@ -24,6 +24,8 @@ from tests.specdec.engine.overlap import OverlapService
 class Line:
     """Stands for the host of an ingress: drives all machines on the event loop while a request is open."""
 
+    failed = False
+
     def __init__(self, service: OverlapService, after: Callable[[IngressMachine], None]) -> None:
         self._service, self._after = service, after
 
@@ -40,15 +42,11 @@ class Line:
             asyncio.get_running_loop().call_soon(self._turn)
 
 
-async def no_figures() -> bytes:
-    return b""
-
-
 async def plan_told(bench: Bench, plan: Plan) -> Any:
     """The plan in the answer of a service whose router has this one for every sequence."""
     script = Script(0.8, 0.9, range(5, 50))
     service = OverlapService(ScriptedTarget(script, 128), ScriptedDrafter(script, 128), plan, lambda: 0)
-    tokens = RoutedTokens(bench.service.model_info(), no_figures, 4)
+    tokens = RoutedTokens(bench.service.model_info())
     tokens.connect(cast(LoopHost[IngressMachine], Line(service, tokens.deliver)), lambda: True)
     app = create_app(tokens, ApiSettings(), bench.tokenizer, PrometheusObserver(CollectorRegistry()))
     asked = {"model": "demo", "prompt": [9, 8], "max_tokens": 12, "per_request_spec_decode_metrics": "summary"}

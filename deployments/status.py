@@ -1,0 +1,86 @@
+"""``/health``, ``/live`` and ``/metrics``: applications of their own, so that they do not queue behind requests.
+
+Each is one small replica that asks the ingresses and the routers of the service, and answers for all of them.
+No postponed annotations here: Serve makes a builder's argument by the class that its annotation is.
+"""
+
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import Field
+from ray import serve
+from ray.serve import Application
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from cluster.strict import StrictModel
+from deployments.figures import Asked, missing_parts, page
+from deployments.names import INGRESS, ROUTER
+
+_OPTIONS: dict[str, Any] = {
+    "ray_actor_options": {"num_cpus": 0},
+    "max_ongoing_requests": 1000,
+    "health_check_period_s": 1.0,
+    "graceful_shutdown_timeout_s": 2.0,
+    "graceful_shutdown_wait_loop_s": 0.2,
+}
+
+
+class StatusArgs(StrictModel):
+    """Arguments of the three builders."""
+
+    application: str = Field("specdec", min_length=1, description="name of the application that is told of")
+
+
+class Live:
+    """200 as long as the proxy and this replica answer: the machine is up, whatever the models do."""
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer."""
+        return JSONResponse({"status": "live"})
+
+
+class _Watching:
+    """Asks the ingresses and the routers of an application."""
+
+    fresh_s = 1.0
+
+    def __init__(self, args: StatusArgs) -> None:
+        self._ingresses = Asked(lambda: serve.get_deployment_handle(INGRESS, args.application), "figures", self.fresh_s)
+        self._routers = Asked(lambda: serve.get_deployment_handle(ROUTER, args.application), "reports", self.fresh_s)
+
+
+class Health(_Watching):
+    """200 while requests can be served, else 503 with what is missing."""
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer."""
+        missing = missing_parts(await self._ingresses.get(), await self._routers.get())
+        status = "unavailable" if missing else "ready"
+        return JSONResponse({"status": status, "missing": missing}, 503 if missing else 200)
+
+
+class Metrics(_Watching):
+    """All of the service's metrics, for Prometheus."""
+
+    fresh_s = 0.1
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer."""
+        text = await page(self._ingresses, self._routers)
+        return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def build_live(args: StatusArgs) -> Application:
+    """The application at ``/live``."""
+    return serve.deployment(Live, name="Live").options(**_OPTIONS).bind()
+
+
+def build_health(args: StatusArgs) -> Application:
+    """The application at ``/health``."""
+    return serve.deployment(Health, name="Health").options(**_OPTIONS).bind(args)
+
+
+def build_metrics(args: StatusArgs) -> Application:
+    """The application at ``/metrics``."""
+    return serve.deployment(Metrics, name="Metrics").options(**_OPTIONS).bind(args)

@@ -1,0 +1,101 @@
+"""The ingress' end of the service: errors, failure and drain."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from deployments.openai.service import ModelInfo, SequenceRequest, ServedModel, TokenDelta
+from deployments.requests import RoutedTokens
+from deployments.transport.host import LoopHost
+from specdec.errors import SequenceFailedError, ServiceUnavailableError
+from specdec.protocol.ingress import IngressMachine
+from specdec.protocol.leases import Times
+from specdec.protocol.marks import TokenLog
+from specdec.protocol.messages import End, NewTokens, Notes
+from specdec.sampling.params import SamplingParams, SequenceSpec
+
+INFO = ModelInfo(ServedModel("demo", "target", 128, 4096))
+
+
+class Ingress:
+    """A real machine on its host; the test is its router."""
+
+    def __init__(self) -> None:
+        self.tokens = RoutedTokens(INFO)
+        self.host = LoopHost(IngressMachine("I", Times()), after=self.tokens.deliver)
+        self.tokens.connect(self.host, lambda: True)
+        self.host.start()
+        self.host.attach("R")
+        self.host.tell(lambda machine, now_s: machine.router_joined("R", now_s))
+
+    def open(self, seq: str) -> AsyncGenerator[TokenDelta]:
+        return self.tokens.open(SequenceRequest(seq, (1,), SequenceSpec(SamplingParams(), 0, 1, 8)))
+
+    def says(self, seq: str, tokens: tuple[int, ...], finish: str, reason: str = "") -> None:
+        mark = TokenLog([1, *tokens]).mark()
+        notes = Notes("p" * len(tokens), (0,) * len(tokens))
+        self.host.post([NewTokens(seq, 1, 1, tokens, notes, mark), End(seq, 1, mark, finish, reason)])
+
+
+@pytest.fixture
+async def ingress() -> AsyncGenerator[Ingress]:
+    ingress = Ingress()
+    yield ingress
+    ingress.host.stop()
+
+
+async def started(one: AsyncGenerator[TokenDelta]) -> asyncio.Task[TokenDelta]:
+    task = asyncio.ensure_future(anext(one))
+    await asyncio.sleep(0)
+    return task
+
+
+@pytest.mark.parametrize(("reason", "is_passing"), [("a hook raised", False), ("model", True)])
+async def test_a_sequence_that_ends_with_an_error_gives_its_tokens_first(
+    ingress: Ingress, reason: str, is_passing: bool
+) -> None:
+    one = ingress.open("s")
+    first = await started(one)
+    ingress.says("s", (5, 6), "error", reason)
+    assert (await first).tokens == (5, 6)
+    with pytest.raises(SequenceFailedError, match=reason) as caught:
+        await anext(one)
+    assert caught.value.is_passing == is_passing
+
+
+async def test_nothing_is_said_before_a_worker_has_begun(ingress: Ingress) -> None:
+    one = ingress.open("s")
+    first = await started(one)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not first.done()
+    ingress.says("s", (5,), "stop")
+    assert (await first).tokens == (5,)
+
+
+async def test_a_machine_that_raises_ends_all_and_takes_no_more(ingress: Ingress) -> None:
+    streams = [ingress.open(f"s{i}") for i in range(3)]
+    waiting = [await started(stream) for stream in streams]
+    ingress.host.tell(lambda machine, now_s: machine.no_such_method())
+    for task in waiting:
+        with pytest.raises(SequenceFailedError, match="failed"):
+            await task
+    with pytest.raises(ServiceUnavailableError, match="failed"):
+        await anext(ingress.open("late"))
+
+
+async def test_drain_refuses_what_is_new_and_lets_the_others_end(ingress: Ingress) -> None:
+    one = ingress.open("s")
+    first = await started(one)
+    assert not ingress.tokens.is_drained
+    ingress.tokens.drain()
+    assert not ingress.tokens.is_drained
+    with pytest.raises(ServiceUnavailableError, match="drains"):
+        await anext(ingress.open("late"))
+    ingress.says("s", (5,), "stop")
+    assert (await first).finish == "stop"
+    await one.aclose()
+    assert ingress.tokens.is_drained
