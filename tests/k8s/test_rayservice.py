@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from cluster.config import AppArgs
-from cluster.launch import APPLICATION
+from cluster.launch import APPLICATION, APPLICATION_NAME, STATUS, STATUS_PARTS
 from cluster.settings import RAY_SETTINGS
 from tests.k8s.crd_schema import load_definition, load_schema, problems, schema_of
 
@@ -78,17 +78,21 @@ def test_what_is_wrong_is_found(manifest, schema, break_it, named):
 def test_serve_config_is_serves(manifest):
     from ray.serve.schema import ServeDeploySchema
 
-    (application,) = ServeDeploySchema.model_validate(serve_config(manifest)).applications
-    assert application.import_path == APPLICATION
+    application, *status = ServeDeploySchema.model_validate(serve_config(manifest)).applications
+    assert (application.import_path, application.name) == (APPLICATION, APPLICATION_NAME)
+    assert [(one.route_prefix, one.import_path) for one in status] == [
+        (f"/{part}", f"{STATUS}:build_{part}") for part in STATUS_PARTS
+    ]
+    assert all(one.args == {"application": APPLICATION_NAME} for one in status)
 
 
 def test_arguments_are_the_builders(manifest):
-    (application,) = serve_config(manifest)["applications"]
+    application, *_status = serve_config(manifest)["applications"]
     assert AppArgs.model_validate(application["args"]).is_demo
 
 
 def test_each_model_has_a_worker_group_with_what_its_actor_asks_for(manifest):
-    (application,) = serve_config(manifest)["applications"]
+    application, *_status = serve_config(manifest)["applications"]
     args = AppArgs.model_validate(application["args"])
     groups = {group["groupName"]: group for group in manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"]}
     for name in ("target", "draft"):
