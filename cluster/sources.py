@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Iterable
-from pathlib import Path
 
-import specdec.demo
-from cluster.config import AppArgs, Demo, ModelConfig
+from cluster.config import AppArgs, ModelConfig
+from cluster.identity import draft_path, model_dtype, target_path
 from specdec.engine.build import BackendOptions
 from specdec.errors import InvalidParameterError
 from specdec.models.loading import ModelSource
 from specdec.models.recurrent.slots import DEFAULT_WINDOW_TOKENS
 from specdec.sampling.pipeline import LogitsProcessor
 
-DEMO_TARGETS: dict[Demo, str] = {"plain": "target", "hybrid": "hybrid"}
-"""Folder of each demo target."""
-
 
 def target_source(args: AppArgs) -> ModelSource:
     """Where the target model comes from."""
-    return _source(args.target, demo_folder(DEMO_TARGETS[args.demo]), is_demo=args.is_demo)
+    return _source(args, args.target, target_path(args))
 
 
 def draft_source(args: AppArgs) -> ModelSource | None:
     """Where the draft model comes from; None where there is none."""
-    return _source(args.draft, demo_folder("draft"), is_demo=args.is_demo) if args.has_draft else None
+    return _source(args, args.draft, draft_path(args)) if args.has_draft else None
 
 
 def backend_options(args: AppArgs, model: ModelConfig, vocab_size: int | None = None) -> BackendOptions:
@@ -75,18 +71,12 @@ def _load_processor(name: str) -> LogitsProcessor:
     return found
 
 
-def demo_folder(name: str) -> Path:
-    """The folder of a demo model: ``target``, ``hybrid`` (another target) or ``draft``."""
-    return Path(specdec.demo.__file__).parent / name
-
-
-def _source(config: ModelConfig, demo: Path, *, is_demo: bool) -> ModelSource:
-    """The demo pair runs in float32 unless told otherwise: then a seed's tokens are the same for every schedule."""
+def _source(args: AppArgs, config: ModelConfig, path: str) -> ModelSource:
     return ModelSource(
-        path=config.model or str(demo),
+        path=path,
         revision=config.revision,
         token=config.token.get_secret_value() if config.token else None,
-        dtype="float32" if is_demo and config.dtype == "auto" else config.dtype,
+        dtype=model_dtype(args, config),
         device=config.device,
         device_map=config.device_map,
         compile=config.compile,

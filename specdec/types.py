@@ -28,3 +28,15 @@ class TokenLogprobs(Struct, frozen=True, array_like=True):
 
 PromptLogprobs = tuple[TokenLogprobs | None, ...]
 """One entry per prompt token; None for the first, which nothing foretold."""
+
+
+class Fingerprints(Struct, frozen=True):
+    """What a process serves, for peers to compare (rule 14); empty texts are compared with nothing.
+
+    Attributes:
+        decision: Everything that decides tokens.
+        vocabulary: What the token ids mean; a drafter needs no more.
+    """
+
+    decision: str = ""
+    vocabulary: str = ""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cluster.sources import demo_folder
+from cluster.identity import demo_folder
 from tests.bench.peers import __main__ as peers
 from tests.bench.peers.__main__ import main
 from tests.bench.peers.install import PEERS, Peer, SkippedError, models_of, run, write_older_form

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.sources import demo_folder
+from cluster.identity import demo_folder
 from tests.bench import profile_step
 
 

@@ -4,7 +4,8 @@ import pytest
 
 from cluster.config import AppArgs, ServiceConfig, memory_amount
 from cluster.config_files import load_config, merged
-from cluster.sources import demo_folder, draft_source, target_source
+from cluster.identity import demo_folder
+from cluster.sources import draft_source, target_source
 from cluster.strict import key_paths
 from specdec.errors import InvalidParameterError
 from specdec.protocol.leases import Times

@@ -7,8 +7,8 @@ import pytest
 
 import cluster.doctor
 from cluster.config import AppArgs
+from cluster.identity import demo_folder
 from cluster.machine import Gpu, Machine
-from cluster.sources import demo_folder
 from specdec.engine import build
 from specdec.errors import MemoryPlanError
 

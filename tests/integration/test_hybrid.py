@@ -14,7 +14,7 @@ import torch
 from openai import OpenAI
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cluster.sources import demo_folder
+from cluster.identity import demo_folder
 from tests.integration.mixed import mixed_requests
 from tests.integration.running import RunningService, eventually
 

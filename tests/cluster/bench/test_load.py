@@ -18,7 +18,7 @@ from cluster.bench.load import (
     worker_figures,
 )
 from cluster.bench.measures import acceptance_rate, hit_rate, mean_acceptance_length
-from cluster.sources import demo_folder
+from cluster.identity import demo_folder
 from specdec.errors import ServiceUnavailableError
 from tests.deployments.openai.conftest import Bench, listening
 

@@ -12,7 +12,7 @@ from torch._inductor.utils import fresh_cache
 from transformers import Gemma3nForCausalLM, Gemma3nTextConfig, GPT2Config, GPT2LMHeadModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from cluster.sources import demo_folder
+from cluster.identity import demo_folder
 from specdec import BackendOptions, ModelSource, SamplingParams, SpeculativeEngine
 from specdec.errors import ModelLoadError
 from specdec.models.admission import check_admission

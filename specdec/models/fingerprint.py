@@ -1,0 +1,137 @@
+"""What decides a model's tokens, as short texts: processes of other fingerprints serve other models.
+
+Nothing here imports torch or reads whole weights, so that a process without a model can tell which model it speaks of.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import ModelLoadError
+
+_CONFIGURATION = ("config.json", "generation_config.json", "adapter_config.json", "*quant*_config.json")
+_TOKENIZER = (
+    "tokenizer*",
+    "vocab*",
+    "merges*",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template*",
+    "*.model",
+    "*.tiktoken",
+)
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+_SAMPLES_PER_TENSOR = 3
+_SAMPLE_BYTES = 64
+_MAX_HEADER_BYTES = 100_000_000
+"""The safetensors format allows no larger header."""
+_DIGITS = 16
+
+
+def digest(parts: Mapping[str, Any]) -> str:
+    """A short text that differs where any part differs; the parts are what JSON can hold."""
+    text = json.dumps(parts, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
+
+
+def model_fingerprint(path: str, revision: str | None = None, token: str | None = None) -> str:
+    """What a model is: of a local folder its content, never its name or age; of a hub id the commit.
+
+    Of weights, the headers of the safetensors files and a few bytes of each tensor are read, not all of them.
+
+    Args:
+        path: Hub id or local folder.
+        revision: Branch, tag or commit on the hub; None is the default branch.
+        token: Hub token for gated models.
+
+    Raises:
+        ModelLoadError: It cannot be found or read.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        return digest({"hub": path, "commit": _cached_folder(path, revision, token).name})
+    try:
+        files = _hashes(folder, _CONFIGURATION + _TOKENIZER)
+        files |= {file.name: _weights_hash(file) for file in _found(folder, _WEIGHTS)}
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"the fingerprint of {path} cannot be taken: {error}") from error
+    return digest(files)
+
+
+def vocabulary_fingerprint(path: str, revision: str | None = None, token: str | None = None) -> str:
+    """What a model's token ids mean: the same for all models that share a vocabulary.
+
+    Where there is no ``tokenizer.json``, all files of the tokenizer count. Takes and raises what
+    :func:`model_fingerprint` does.
+    """
+    folder = Path(path).expanduser()
+    try:
+        if not folder.is_dir():
+            folder = _cached_folder(path, revision, token, "tokenizer_config.json")
+            _get(path, "tokenizer.json", revision, token)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            return digest(_hashes(folder, _TOKENIZER))
+        tokenizer = json.loads(file.read_text(encoding="utf-8"))
+        added = sorted((entry["id"], entry["content"]) for entry in tokenizer.get("added_tokens") or ())
+        return digest({"vocabulary": tokenizer["model"]["vocab"], "added": added})
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelLoadError(f"the vocabulary of {path} cannot be read: {error}") from error
+
+
+def _found(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    return sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
+
+
+def _hashes(folder: Path, patterns: Iterable[str]) -> dict[str, str]:
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in _found(folder, patterns)}
+
+
+def _weights_hash(path: Path) -> str:
+    """Of a safetensors file its header and bytes of every tensor; of an index all of it."""
+    if path.suffix == ".json":
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    with path.open("rb", buffering=0) as file:
+        size = int.from_bytes(file.read(8), "little")
+        if not 2 <= size <= _MAX_HEADER_BYTES:
+            raise ValueError(f"{path.name} is not a safetensors file")
+        header = file.read(size)
+        summed = hashlib.sha256(header)
+        for name, entry in json.loads(header).items():
+            if name == "__metadata__":
+                continue
+            first, end = entry["data_offsets"]
+            for sample in range(_SAMPLES_PER_TENSOR):
+                # The last sample ends where the tensor ends.
+                offset = first + max(0, end - first - _SAMPLE_BYTES) * sample // max(1, _SAMPLES_PER_TENSOR - 1)
+                summed.update(os.pread(file.fileno(), min(_SAMPLE_BYTES, end - offset), 8 + size + offset))
+    return summed.hexdigest()
+
+
+def _cached_folder(name: str, revision: str | None, token: str | None, file: str = "config.json") -> Path:
+    """The folder of the hub's cache that holds a model's files; its name is the commit."""
+    found = _get(name, file, revision, token)
+    if found is None:
+        raise ModelLoadError(f"{name} has no {file}")
+    return found.parent
+
+
+def _get(name: str, file: str, revision: str | None, token: str | None) -> Path | None:
+    """A file of a model on the hub, from its cache where that is current; None where the model has none."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(name, file, revision=revision, token=token))
+    except LocalEntryNotFoundError as error:
+        raise ModelLoadError(f"{file} of {name} is not in the hub's cache, and the hub does not answer") from error
+    except EntryNotFoundError:
+        return None
+    except (OSError, ValueError, HFValidationError) as error:
+        reason = " ".join(str(error).split())
+        raise ModelLoadError(f"{name} cannot be found on the hub: {reason}") from error

@@ -1,0 +1,133 @@
+"""Fingerprints: the content of a model's files decides, and nothing else."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cluster.config import AppArgs
+from cluster.identity import demo_folder, draft_fingerprints, fingerprints
+from specdec.errors import ModelLoadError
+from specdec.models.fingerprint import model_fingerprint, vocabulary_fingerprint
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(demo_folder("draft"), tmp_path / "model"))
+
+
+def edit(path: Path, **values: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_neither_path_nor_age_nor_a_readme_counts(folder: Path) -> None:
+    for file in folder.iterdir():
+        os.utime(file, (1, 1))
+    (folder / "README.md").write_text("another text")
+    assert model_fingerprint(str(folder)) == model_fingerprint(str(demo_folder("draft")))
+
+
+@pytest.mark.parametrize(
+    ("file", "values"),
+    [
+        ("config.json", {"rms_norm_eps": 0.5}),
+        ("config.json", {"quantization_config": {"bits": 4}}),
+        ("generation_config.json", {"temperature": 0.5}),
+        ("adapter_config.json", {"r": 8}),
+        ("tokenizer_config.json", {"eos_token": "x"}),
+    ],
+)
+def test_what_the_configuration_says_counts(folder: Path, file: str, values: dict[str, object]) -> None:
+    (folder / file).exists() or (folder / file).write_text("{}")
+    before, vocabulary = model_fingerprint(str(folder)), vocabulary_fingerprint(str(folder))
+    edit(folder / file, **values)
+    assert model_fingerprint(str(folder)) != before
+    assert vocabulary_fingerprint(str(folder)) == vocabulary
+
+
+def test_one_tensor_of_other_weights_counts(folder: Path) -> None:
+    before = model_fingerprint(str(folder))
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        save_file(tensors | {name: tensor + 0.01}, folder / "model.safetensors", metadata={"format": "pt"})
+        assert model_fingerprint(str(folder)) != before, name
+
+
+def test_a_tensor_that_is_smaller_than_a_sample_is_read_to_its_end(folder: Path) -> None:
+    seen = set()
+    for value in (1.0, 2.0):
+        save_file({"a": torch.tensor([0.0, value]), "b": torch.empty(0)}, folder / "model.safetensors")
+        seen.add(model_fingerprint(str(folder)))
+    assert len(seen) == 2
+
+
+def test_a_vocabulary_is_its_tokens_and_their_ids(folder: Path) -> None:
+    pair = [vocabulary_fingerprint(str(demo_folder(name))) for name in ("target", "draft", "hybrid")]
+    assert len(set(pair)) == 1
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[:2]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert vocabulary_fingerprint(str(folder)) != pair[0]
+    (folder / "tokenizer.json").unlink()  # the older form: all files count
+    before = vocabulary_fingerprint(str(folder))
+    (folder / "vocab.json").write_text("{}")
+    assert vocabulary_fingerprint(str(folder)) != before
+
+
+def test_of_a_model_on_the_hub_the_commit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(name: str, file: str, revision: str | None, token: str | None) -> str:
+        assert (name, token) == ("some/model", "secret")
+        path = tmp_path / f"commit-of-{revision or 'main'}" / file
+        path.parent.mkdir(exist_ok=True)
+        shutil.copy(demo_folder("draft") / file, path)
+        return str(path)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    taken = [model_fingerprint("some/model", revision, "secret") for revision in (None, "main", "v2")]
+    assert taken[0] == taken[1] != taken[2]
+    assert vocabulary_fingerprint("some/model", None, "secret") == vocabulary_fingerprint(str(demo_folder("draft")))
+
+
+def test_what_cannot_be_read_says_so(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors is not a safetensors file"):
+        model_fingerprint(str(folder))
+
+
+def decision(**args: object) -> str:
+    return fingerprints(AppArgs.model_validate(args)).decision
+
+
+def test_a_service_is_known_by_what_decides_its_tokens() -> None:
+    plain = decision()
+    assert decision(limits={"max_sequences": 3}, num_speculative_tokens=2, log_level="error", block_size=8) == plain
+    assert decision(target={"model": str(demo_folder("target")), "dtype": "float32"}, draft=None) == plain
+    others = {
+        decision(demo="hybrid"),
+        decision(acceptance="rejection"),
+        decision(target={"dtype": "bfloat16"}),
+        decision(target={"dtype": "bfloat16", "compile": True}),
+        decision(logits_processors=["tests.cluster.processors:no_newline"]),
+        decision(scripted={"acceptance_rate": 0.5}),
+    }
+    assert len(others | {plain}) == 7
+
+
+def test_a_draft_as_a_model_of_its_own_shares_the_vocabulary_alone() -> None:
+    target, draft = fingerprints(AppArgs()), draft_fingerprints(AppArgs())
+    assert target.vocabulary == draft.vocabulary
+    assert target.decision != draft.decision
+
+
+def test_other_versions_count_where_numbers_may_round_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds: list[dict[str, object]] = [{}, {"target": {"dtype": "bfloat16"}}]
+    before = [decision(**kind) for kind in kinds]
+    monkeypatch.setattr("cluster.identity.version", lambda package: "99")
+    after = [decision(**kind) for kind in kinds]
+    assert (before[0] == after[0], before[1] == after[1]) == (True, False)
