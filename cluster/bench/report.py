@@ -8,10 +8,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from cluster.bench.rollback_costs import RollbackCosts
-from cluster.bench.steps import StepTime, verify_cost
 from cluster.bench.summary import Limit, Row
 
 HEAD = (
@@ -76,8 +73,6 @@ class Report:
 
     environment: Environment
     rows: tuple[Row, ...]
-    steps: tuple[StepTime, ...] = ()
-    rollback: RollbackCosts | None = None
 
     def markdown(self) -> str:
         """The tables, with what they were made with."""
@@ -87,11 +82,10 @@ class Report:
         lines += [f"{role}: {shape}." for role, shape in environment.models.items()]
         remarks = self.remarks()
         lines += [f"{environment.work}.", "", *remarks, *([""] if remarks else []), *table(self.rows)]
-        lines += [*pooled_table(self.rows), *scripted_table(self.rows)]
+        lines += pooled_table(self.rows)
         policies = sorted({row.limit.policy for row in self.rows if row.limit is not None})
         lines += ["", *EXPLANATIONS, *([f"Limits assume: {'; '.join(policies)}."] if policies else [])]
-        lines += ["", *step_table(self.steps)] if self.steps else []
-        return "\n".join([*lines, *(["", *self.rollback.markdown()] if self.rollback is not None else [])])
+        return "\n".join(lines)
 
     def remarks(self) -> list[str]:
         """What must be read with every figure of the table."""
@@ -104,12 +98,8 @@ class Report:
 
     def as_json(self) -> str:
         """Everything, as one JSON object."""
-        shares = ("share_of_limit", "share_of_scripted_limit", "over_ideal_in_turn")
-        rows = [asdict(row) | {name: getattr(row, name) for name in shares} for row in self.rows]
-        body: dict[str, Any] = {"environment": asdict(self.environment), "rows": rows}
-        body["steps"] = [asdict(step) | {"verify_cost": _verify_cost(self.steps, step)} for step in self.steps]
-        body["rollback"] = None if self.rollback is None else asdict(self.rollback)
-        return json.dumps(body, indent=1)
+        rows = [asdict(row) | {"share_of_limit": row.share_of_limit} for row in self.rows]
+        return json.dumps({"environment": asdict(self.environment), "rows": rows}, indent=1)
 
 
 _EMULATED = ("num_emulated_steps", "num_overruns")
@@ -164,46 +154,6 @@ def pooled_table(rows: Sequence[Row]) -> list[str]:
         cells = (f"{p.ratio:.3f} ({p.low:.3f} to {p.high:.3f})" for p in pooled if p is not None)
         lines.append(f"| {row.prompts} | {row.temperature:g} | {row.num_streams} | {row.mode} | {' | '.join(cells)} |")
     return lines
-
-
-def scripted_table(rows: Sequence[Row]) -> list[str]:
-    """Lines of a Markdown table of what a script allows, with a remark before it; nothing where nothing is scripted."""
-    if not any(row.scripted_limit for row in rows):
-        return []
-    lines = [
-        "",
-        "Limits from the script and the emulated times alone, with no latency and nothing measured; all in decoding "
-        "tokens/s. The best length is the one with the highest limit.",
-        "",
-        "| streams | mode | tokens/s | limit | share | tokens a round | limit | limit at the best length | share "
-        "| over ideal in turn |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        limit = row.scripted_limit
-        if limit is None:
-            continue
-        rate, best = row.decode_tokens_per_s, limit.best_tokens_per_s
-        share, of_best = (_number(rate / most, 100, ".0f", "%") for most in (limit.tokens_per_s, best))
-        rounds = f"{_number(row.tokens_per_round, 1, '.2f')} | {limit.tokens_per_round:.2f}"
-        figures = f"{rate:.1f} | {limit.tokens_per_s:.1f} | {share} | {rounds} | {best:.1f} | {of_best}"
-        lines.append(f"| {row.num_streams} | {row.mode} | {figures} | {_number(row.over_ideal_in_turn, 1, '.2f')} |")
-    return lines
-
-
-def step_table(steps: Sequence[StepTime]) -> list[str]:
-    """Step times by batch and draft length: lines of a Markdown table, with v(K) beside them."""
-    lines = ["| device | rows | draft tokens a row | median ms | worst ms | v(K) |", "|---|---|---|---|---|---|"]
-    for step in steps:
-        v = _verify_cost(steps, step)
-        length = str(step.num_draft_tokens) if step.device == "target" else "-"
-        times = f"{1e3 * step.median_s:.2f} | {1e3 * step.worst_s:.2f}"
-        lines.append(f"| {step.device} | {step.num_rows} | {length} | {times} | {_number(v, 1, '.2f')} |")
-    return lines
-
-
-def _verify_cost(steps: Sequence[StepTime], step: StepTime) -> float | None:
-    return verify_cost(steps, step.num_rows, step.num_draft_tokens) if step.device == "target" else None
 
 
 def command_line(argv: Sequence[str]) -> str:

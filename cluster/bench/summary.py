@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cluster.bench.compare import Comparison, Mode, Pooled
 from cluster.bench.limits import alpha_of_length, in_turn, over_outcomes
@@ -19,7 +19,6 @@ from cluster.bench.measures import (
     token_gaps_s,
     tokens_per_round,
 )
-from cluster.bench.scripted_limits import ScriptedLimit, ScriptedPair, scripted_limit
 
 IN_TURN_POLICY = "in turn"
 PLAIN_POLICY = "on a miss a plain step"
@@ -74,7 +73,6 @@ class Row:
         has_equal_texts: Whether its texts are those of the first mode, in every round.
         num_emulated_steps: Over all devices and rounds.
         num_overruns: Emulated steps whose computation did not fit.
-        scripted_limit: What the script allows, where tokens are scripted and devices emulated.
         round_tokens_per_s: Throughput of every round.
         foreseen_in_time: Share of rounds with branches whose outcome was among those offered by then.
     """
@@ -100,7 +98,6 @@ class Row:
     has_equal_texts: bool
     num_emulated_steps: int
     num_overruns: int
-    scripted_limit: ScriptedLimit | None = None
     tokens_per_round: float | None = None
     over_first: Pooled | None = None
     over_best_fixed: Pooled | None = None
@@ -112,42 +109,12 @@ class Row:
         """Measured over possible."""
         return self.decode_tokens_per_s / self.limit.tokens_per_s if self.limit is not None else None
 
-    @property
-    def share_of_scripted_limit(self) -> float | None:
-        """Measured over what the script allows."""
-        limit = self.scripted_limit
-        return None if limit is None else self.decode_tokens_per_s / limit.tokens_per_s
 
-    @property
-    def over_ideal_in_turn(self) -> float | None:
-        """Measured over drafting in turn at its best length without any latency."""
-        limit = self.scripted_limit
-        return None if limit is None else self.decode_tokens_per_s / limit.in_turn_tokens_per_s
-
-
-def summarize(comparison: Comparison, script: ScriptedPair | None = None, num_branches: int = 0) -> list[Row]:
-    """A row per mode.
-
-    Args:
-        comparison: The runs.
-        script: Where tokens are scripted and devices emulated; its number of streams does not count.
-        num_branches: In mode ``outcomes``, and taken for ``auto``.
-    """
+def summarize(comparison: Comparison) -> list[Row]:
+    """A row per mode."""
     plain = next((i for i, mode in enumerate(comparison.modes) if mode.num_speculative_tokens == 0), None)
     plain_step_s = None if plain is None else _step_s(comparison.runs[plain]).get("target")
-    rows = [_row(comparison, i, plain_step_s) for i in range(len(comparison.modes))]
-    if script is None:
-        return rows
-    script = replace(script, num_streams=comparison.work.num_streams)
-    return [
-        replace(row, scripted_limit=_scripted_limit(script, mode, num_branches))
-        for row, mode in zip(rows, comparison.modes, strict=True)
-    ]
-
-
-def _scripted_limit(script: ScriptedPair, mode: Mode, num_branches: int) -> ScriptedLimit:
-    branches = num_branches if mode.service_mode in ("outcomes", "auto") else 0
-    return scripted_limit(script, mode.service_mode, mode.num_speculative_tokens, branches)
+    return [_row(comparison, i, plain_step_s) for i in range(len(comparison.modes))]
 
 
 def _row(comparison: Comparison, index: int, plain_step_s: float | None) -> Row:

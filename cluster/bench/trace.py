@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from cluster.bench.compare import Mode, Runner
@@ -23,6 +24,21 @@ from specdec.engine.trace import (
     WorkerTrace,
     read_clock,
 )
+from specdec.errors import InvalidParameterError
+
+
+def check_trace(path: str | None) -> None:
+    """Say before anything is measured whether a trace can be written.
+
+    Raises:
+        InvalidParameterError: There is no such folder, or the file is not to be JSON.
+    """
+    if path is None:
+        return
+    if Path(path).suffix.lower() != ".json":
+        raise InvalidParameterError("trace", f"trace: {path} must end in .json")
+    if not Path(path).resolve().parent.is_dir():
+        raise InvalidParameterError("trace", f"trace: {path} is in no folder that there is")
 
 
 class TraceSource(Protocol):

@@ -7,32 +7,24 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
-from cluster.bench.awake import cores_awake
 from cluster.bench.compare import Mode, Runner, ServiceMode, Work, compare, parse_modes
 from cluster.bench.load import service_stand_ins
 from cluster.bench.perfetto import write_trace
-from cluster.bench.plot import check_plot, draw
 from cluster.bench.prompts import PROMPTS, prompts_of
 from cluster.bench.report import Environment, Report, command_line, processor_name
-from cluster.bench.scripted_limits import emulated_script
 from cluster.bench.services import HttpRunner, Services
 from cluster.bench.summary import summarize
-from cluster.bench.timeline import check_trace, draw_timeline, timeline_path
-from cluster.bench.trace import TraceSource, TracingRunner
+from cluster.bench.trace import TraceSource, TracingRunner, check_trace
 from cluster.cli.flags import add_config_flags, config_overrides
 from cluster.cli.serve import serve
 from cluster.config import ServiceConfig
 from cluster.config_files import config_keys, load_config
 from specdec.errors import InvalidParameterError
 from specdec.sampling.validation import MAX_TEMPERATURE
-
-if TYPE_CHECKING:
-    from cluster.bench.rollback_costs import RollbackCosts
-    from cluster.bench.steps import StepTime
 
 USAGE = "[--offline | --url URL] [--streams 1,8] [--modes MODE,...] [--num-speculative-tokens 0,4] [...] [KEY ...]"
 _DEFAULT_MODES = "overlap,auto"
@@ -61,20 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--warmup-rounds", type=int, default=1, help="rounds before them; a controller has learnt the load by then"
     )
     parser.add_argument("--max-tokens", type=int, default=128, help="output tokens of each stream")
-    parser.add_argument("--steps", action="store_true", help="offline: step times by batch and draft length as well")
-    parser.add_argument(
-        "--rollback", action="store_true", help="ways to take drafts back from recurrent states of a real size, as well"
-    )
-    parser.add_argument(
-        "--keep-cores-awake",
-        action="store_true",
-        help="idle-class processes keep the cores from falling asleep between emulated steps; for virtual machines",
-    )
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw them there; needs the extra 'bench'")
-    parser.add_argument(
-        "--trace", metavar="FILE.json", help="record steps and messages for ui.perfetto.dev, and draw FILE.png of them"
-    )
+    parser.add_argument("--trace", metavar="FILE.json", help="record steps and messages for ui.perfetto.dev")
     add_config_flags(parser, only={path for path, _ in config_keys()} - OWN_KEYS)
 
 
@@ -85,44 +65,32 @@ def run(arguments: argparse.Namespace) -> int:
         overrides.pop(key, None)
     config = load_config(arguments.config, overrides).model_copy(update={"trace": arguments.trace is not None})
     modes, works = _modes(arguments, config), _works(arguments)
-    check_plot(arguments.plot)
     check_trace(arguments.trace)
-    rollback = _rollback(config) if arguments.rollback else None
-    awake = cores_awake() if arguments.keep_cores_awake else nullcontext()
-    with awake, _runner(arguments, config, modes) as (runner, steps, source):
+    with _runner(arguments, config, modes) as (runner, source):
         tracing = None if arguments.trace is None else TracingRunner(runner, source)
         rows = []
         for work in works:
             counts = {"rounds": arguments.rounds, "warmup_rounds": arguments.warmup_rounds}
-            compared = compare(tracing or runner, modes, work, report=_say, **counts)
-            rows += summarize(compared, emulated_script(config), config.num_branches or _BRANCHES)
-        measured = steps([work.num_streams for work in works]) if arguments.steps else []
-    report = Report(_environment(arguments, config), tuple(rows), tuple(measured), rollback)
+            rows += summarize(compare(tracing or runner, modes, work, report=_say, **counts))
+    report = Report(_environment(arguments, config), tuple(rows))
     print(f"\n{report.markdown()}")
     if arguments.json is not None:
         Path(arguments.json).write_text(report.as_json(), encoding="utf-8")
-    if arguments.plot is not None:
-        draw(report, arguments.plot)
     if tracing is not None:
         write_trace(tracing.runs, arguments.trace)
-        draw_timeline(tracing.runs, report.environment.stand_ins, timeline_path(arguments.trace))
     return 0
-
-
-Steps = Callable[[list[int]], "list[StepTime]"]
-"""Measures step times at numbers of rows."""
 
 
 @contextmanager
 def _runner(
     arguments: argparse.Namespace, config: ServiceConfig, modes: tuple[Mode, ...]
-) -> Iterator[tuple[Runner, Steps, TraceSource]]:
+) -> Iterator[tuple[Runner, TraceSource]]:
     """What runs the workloads, for as long as they run."""
     if arguments.offline:
-        yield _offline(config, modes)
+        yield _offline(config)
     elif arguments.url is not None:
         runner = HttpRunner({"": arguments.url})
-        yield runner, _no_steps, runner
+        yield runner, runner
     else:
         names = [mode.service_mode for mode in modes if mode.service_mode is not None] or ["auto"]
         configs: dict[str, ServiceConfig] = {
@@ -130,7 +98,7 @@ def _runner(
         }
         with Services(configs, serve) as services:
             runner = HttpRunner(services.urls)
-            yield runner, _no_steps, runner
+            yield runner, runner
 
 
 def _service_keys(mode: str, config: ServiceConfig) -> dict[str, object]:
@@ -148,58 +116,20 @@ _FIXED_TOKENS = 4
 """Any whole number: it makes the draft length of a request count."""
 
 
-def _offline(config: ServiceConfig, modes: tuple[Mode, ...]) -> tuple[Runner, Steps, TraceSource]:
+def _offline(config: ServiceConfig) -> tuple[Runner, TraceSource]:
     import torch
 
     from cluster.bench.offline import load_pair
-    from cluster.bench.steps import measure_steps
 
     torch.set_num_threads(int(config.actors.target.num_cpus or 1))
     pair = load_pair(config, _say)
-    lengths = sorted({0, *(mode.num_speculative_tokens or 0 for mode in modes)})
-
-    def steps(batches: list[int]) -> list[StepTime]:
-        return measure_steps(
-            pair.target,
-            pair.drafter,
-            batches=sorted(set(batches)),
-            draft_lengths=range(lengths[-1] + 1),
-            context=_CONTEXT,
-            repeats=_REPEATS,
-            clock=pair.clock.now_s,
-        )
-
-    return pair.run, steps, pair
-
-
-_CONTEXT = 256
-"""Tokens behind each row while steps are timed."""
-_REPEATS = 11
-
-
-def _rollback(config: ServiceConfig) -> RollbackCosts:
-    """Measured in this process while nothing else of the bench runs."""
-    import torch
-
-    from cluster.bench.rollback import compare_rollback, delta_rule_model
-    from cluster.bench.rollback_costs import RollbackWork
-
-    torch.set_num_threads(int(config.actors.target.num_cpus or 1))
-    is_cpu = config.target.device == "cpu" or not torch.cuda.is_available()
-    _say("taking drafts back from recurrent states")
-    return compare_rollback(delta_rule_model(device="cpu" if is_cpu else "cuda"), RollbackWork())
-
-
-def _no_steps(batches: list[int]) -> list[StepTime]:
-    raise InvalidParameterError("steps", "steps: only with --offline")
+    return pair.run, pair
 
 
 def _modes(arguments: argparse.Namespace, config: ServiceConfig) -> tuple[Mode, ...]:
     if arguments.offline and arguments.url is not None:
         raise InvalidParameterError("offline", "offline and url exclude each other")
     lengths = _numbers("num_speculative_tokens", arguments.num_speculative_tokens, least=0)
-    if arguments.steps and not arguments.offline:
-        _no_steps([])
     if arguments.offline or arguments.url is not None:
         if arguments.modes is not None:
             where = "--offline runs in turn" if arguments.offline else "a running service has the mode it has"
@@ -228,7 +158,6 @@ def _environment(arguments: argparse.Namespace, config: ServiceConfig) -> Enviro
     machine = this_machine()
     gpus = ", ".join(gpu.name for gpu in machine.gpus) or "no GPU"
     where = "engine in one process" if arguments.offline else "over HTTP"
-    where += "; cores kept awake by idle processes" if arguments.keep_cores_awake else ""
     rounds = f"medians of {arguments.rounds} interleaved rounds, after {arguments.warmup_rounds} to warm up"
     is_ours = arguments.url is None
     return Environment(

@@ -17,6 +17,7 @@ from tests.specdec.checkpoints import WITH_GAPS, save_checkpoint
 NO_A = "tests.cluster.processors:no_a"
 BOTH_WORDS = {"1": 100, "5": 100}
 END = WITH_GAPS["<end>"]
+MOST_ANSWERS = 200
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +71,18 @@ def test_the_highest_token_id_can_be_chosen_and_ends_the_text(client: OpenAI, fo
 
 
 def test_the_operator_may_have_steps_and_messages_recorded(client: OpenAI, folders: dict[str, Path]) -> None:
-    ask(client, folders, num_speculative_tokens=4, ignore_eos=True)
-    answer = httpx.get(str(client.base_url.join("/debug/trace")), timeout=30).raise_for_status()
-    traces = {trace.role: trace for trace in TypeAdapter(list[WorkerTrace]).validate_json(answer.content)}
+    wanted = {(what, kind) for what in ("arrived", "received") for kind in ("Verdict", "Offer")}
+    wanted |= {("sent", kind) for kind in ("Ack", "Commit", "Offer", "Open")}
+    kinds: set[tuple[str, str]] = set()
+    for _ in range(MOST_ANSWERS):  # on a busy machine a short answer may end before its first offer
+        ask(client, folders, num_speculative_tokens=4, ignore_eos=True)
+        answer = httpx.get(str(client.base_url.join("/debug/trace")), timeout=30).raise_for_status()
+        traces = {trace.role: trace for trace in TypeAdapter(list[WorkerTrace]).validate_json(answer.content)}
+        kinds = {(message.what, message.kind) for message in traces["router"].messages}
+        if wanted <= kinds:
+            break
+    assert wanted <= kinds
     assert set(traces) == {"target", "drafter", "router"}
     assert len({trace.clock.boot_id for trace in traces.values()}) == 1
     assert traces["target"].target_steps
     assert traces["drafter"].draft_steps
-    kinds = {(message.what, message.kind) for message in traces["router"].messages}
-    assert {(what, kind) for what in ("arrived", "received") for kind in ("Verdict", "Offer")} <= kinds
-    assert {("sent", kind) for kind in ("Ack", "Commit", "Offer", "Open")} <= kinds

@@ -7,14 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from cluster.bench import rollback
 from cluster.bench.prompts import CODE_LONG, PROMPTS, prompts_of
-from cluster.bench.rollback_costs import WAYS
 from cluster.bench.services import Services, is_healthy
 from cluster.cli import main
 from cluster.config import ServiceConfig
@@ -43,7 +40,7 @@ def test_offline_on_scripted_tokens(tmp_path: Path, capsys: Capture) -> None:
         "--prompts",
         "code,mixed",
     )
-    assert bench("--offline", *SCRIPTED, *work, "--steps", "--json", str(path)) == 0
+    assert bench("--offline", *SCRIPTED, *work, "--json", str(path)) == 0
     text = capsys.readouterr().out
     assert "Not real: emulated devices: target=2,draft=0.2" in text
     assert "Not real: scripted tokens: acceptance 0.8" in text
@@ -52,9 +49,6 @@ def test_offline_on_scripted_tokens(tmp_path: Path, capsys: Capture) -> None:
     kinds = {(row["prompts"], row["temperature"], row["num_streams"], row["mode"]) for row in body["rows"]}
     assert len(kinds) == len(body["rows"]) == 2 * 2 * 2 * 2
     assert all(row["has_equal_texts"] and row["num_emulated_steps"] for row in body["rows"])
-    assert {(step["device"], step["num_rows"]) for step in body["steps"]} == {
-        (d, n) for d in ("target", "draft") for n in (1, 3)
-    }
 
 
 def test_offline_on_the_demo_pair(capsys: Capture) -> None:
@@ -65,24 +59,6 @@ def test_offline_on_the_demo_pair(capsys: Capture) -> None:
     assert "target: llama, 12 layers" in text
     assert "Not real" not in text
     assert text.count("| yes |") == 2
-
-
-def test_ways_to_roll_back_are_compared_on_request(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small = partial(rollback.delta_rule_model, num_heads=4, head_dim=16, hidden_size=64)
-    monkeypatch.setattr(rollback, "delta_rule_model", small)
-    path = tmp_path / "figures.json"
-    work = ("--streams", "1", "--rounds", "1", "--max-tokens", "4", "--json", str(path))
-    assert bench("--offline", *SCRIPTED, *work) == 0
-    assert json.loads(path.read_text())["rollback"] is None
-    assert bench("--offline", *SCRIPTED, *work, "--rollback") == 0
-    found = json.loads(path.read_text())["rollback"]
-    assert [cost["way"] for cost in found["costs"]] == list(WAYS)
-    assert all(cost["max_difference"] < 1e-4 for cost in found["costs"])
-    text = capsys.readouterr().out
-    assert "3 recurrent layers with 4 heads of 16; 4 rows, 4 draft tokens" in text
-    assert all(f"| {way} | " in text for way in WAYS)
 
 
 @pytest.mark.parametrize(
@@ -98,10 +74,8 @@ def test_ways_to_roll_back_are_compared_on_request(
         (["--warmup-rounds", "-1"], "warmup_rounds must be at least 0"),
         (["--prompts", "songs"], "'songs' is none of code, code-long, prose, mixed"),
         (["--modes", "fast"], "'fast' is none of"),
-        (["--steps"], "steps: only with --offline"),
         (["--offline", "--modes", "overlap"], "--offline runs in turn"),
         (["--url", "http://127.0.0.1:9", "--modes", "overlap"], "a running service has the mode it has"),
-        (["--plot", "a.pdf"], "must end in .png"),
         (["--emulate-step-ms", "target=fast"], "emulate_step_ms: must be written as target=30,draft=3"),
         (["--scripted-acceptance-rate", "2"], "scripted.acceptance_rate: must be a number, at least 0"),
         (["--offline", "--url", "http://127.0.0.1:9"], "offline and url exclude each other"),

@@ -9,7 +9,6 @@ import pytest
 from cluster.bench.compare import Comparison, Mode, Work
 from cluster.bench.load import devices_between, worker_figures
 from cluster.bench.measures import Arrival, DeviceUse, Run, Stream, tokens_per_round
-from cluster.bench.scripted_limits import ScriptedPair
 from cluster.bench.steps import BusyTime, NotedTarget
 from cluster.bench.summary import summarize
 from specdec.engine.emulation import StepCost, VirtualClock
@@ -17,6 +16,7 @@ from specdec.engine.scripted import Script, ScriptedTarget
 from specdec.protocol.backends import VerifyJob
 from specdec.protocol.marks import TokenLog
 from specdec.sampling.params import SamplingParams, SequenceSpec
+from tests.bench.scripted_limits import ScriptedPair
 
 SPEC = SequenceSpec(SamplingParams(), 0, 1, 100)
 MODES = (Mode("in turn", 4, "in_turn"), Mode("outcomes", 4, "outcomes"))

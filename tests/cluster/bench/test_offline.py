@@ -12,7 +12,7 @@ from cluster.bench.limits import expected_tokens
 from cluster.bench.load import Workload
 from cluster.bench.measures import Step
 from cluster.bench.offline import Pair, load_pair
-from cluster.bench.steps import NotedDrafter, NotedTarget, measure_steps, verify_cost
+from cluster.bench.steps import NotedDrafter, NotedTarget
 from cluster.bench.summary import Row, summarize
 from cluster.config import AppArgs
 from specdec.engine.emulation import EmulatedDevice, EmulatedTarget, StepCost, VirtualClock
@@ -120,31 +120,6 @@ def test_the_cost_of_verifying_is_in_the_limit() -> None:
     assert row.limit.verify_cost == pytest.approx(20 / 12)
     assert row.limit.tokens_per_s == pytest.approx(5 / 0.024)
     assert row.share_of_limit == pytest.approx(1)
-
-
-def test_step_times_are_those_of_the_devices() -> None:
-    engine = pair(0.5, "target=10+1/row+0.5/token,draft=2+0.25/row")
-    times = measure_steps(
-        engine.target,
-        engine.drafter,
-        batches=[1, 8],
-        draft_lengths=range(3),
-        context=20,
-        repeats=3,
-        clock=engine.clock.now_s,
-    )
-    assert {(t.device, t.num_rows, t.num_draft_tokens): round(1e3 * t.median_s, 6) for t in times} == {
-        ("target", 1, 0): 11.5,
-        ("target", 1, 1): 12.0,
-        ("target", 1, 2): 12.5,
-        ("draft", 1, 0): 2.25,
-        ("target", 8, 0): 22.0,
-        ("target", 8, 1): 26.0,
-        ("target", 8, 2): 30.0,
-        ("draft", 8, 0): 4.0,
-    }
-    assert verify_cost(times, 8, 2) == pytest.approx(30 / 22)
-    assert verify_cost(times, 8, 5) is None
 
 
 def test_a_drafter_is_idle_while_the_target_works() -> None:

@@ -8,11 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.bench import plot
 from cluster.bench.report import Environment, Report, command_line, processor_name
-from cluster.bench.steps import StepTime
 from cluster.bench.summary import Limit, Row
-from specdec.errors import InvalidParameterError
 
 ROW = Row(
     prompts="code",
@@ -99,41 +96,12 @@ def test_emulation_is_said(num_overruns: int, verdict: str) -> None:
     assert verdict.replace("7", str(2 * num_overruns)) in text
 
 
-def test_step_times_come_with_the_cost_of_verifying() -> None:
-    steps = (
-        StepTime("target", 1, 0, 0.03, 0.04),
-        StepTime("target", 1, 4, 0.036, 0.04),
-        StepTime("draft", 1, 0, 0.003, 0.003),
-    )
-    text = Report(ENVIRONMENT, (ROW,), steps).markdown()
-    assert "| target | 1 | 4 | 36.00 | 40.00 | 1.20 |" in text
-    assert "| draft | 1 | - | 3.00 | 3.00 | - |" in text
-
-
 def test_json_has_everything() -> None:
-    steps = (StepTime("draft", 1, 0, 0.003, 0.003), *(StepTime("target", 1, k, 0.03 * (1 + k), 0.2) for k in (0, 1)))
-    body = json.loads(Report(ENVIRONMENT, (ROW,), steps).as_json())
+    body = json.loads(Report(ENVIRONMENT, (ROW,)).as_json())
     assert body["environment"]["command"] == ENVIRONMENT.command
     assert body["rows"][0]["tokens_per_s"] == 80.0
     assert body["rows"][0]["share_of_limit"] == 0.9
     assert body["rows"][0]["limit"]["policy"] == "in turn"
-    assert body["steps"][0]["median_s"] == 0.003
-    assert [step["verify_cost"] for step in body["steps"]] == [None, 1.0, 2.0]
-
-
-def test_a_plot_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    rows = [replace(ROW, temperature=t, num_streams=n, mode=m) for t in (0, 1) for n in (1, 8) for m in ("a", "b")]
-    path = tmp_path / "bench.png"
-    plot.check_plot(str(path))
-    plot.draw(Report(ENVIRONMENT, (*rows, replace(ROW, limit=None))), str(path))
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_only_png_is_drawn() -> None:
-    plot.check_plot(None)
-    with pytest.raises(InvalidParameterError, match=r"plot: bench.pdf must end in .png"):
-        plot.check_plot("bench.pdf")
 
 
 def test_the_command_can_be_given_again(tmp_path: Path) -> None:

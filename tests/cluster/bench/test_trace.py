@@ -14,8 +14,7 @@ import pytest
 from cluster.bench.compare import Work, parse_modes
 from cluster.bench.offline import Pair, load_pair
 from cluster.bench.perfetto import trace_events, write_trace
-from cluster.bench.timeline import check_trace, draw_timeline, panel_of, timeline_path
-from cluster.bench.trace import TracedRun, TracingRunner, hops, within
+from cluster.bench.trace import TracedRun, TracingRunner, check_trace, hops, within
 from cluster.config import AppArgs
 from specdec.engine.emulation import VirtualClock
 from specdec.engine.trace import ClockReading, MessageEvent, TargetStep, VerifiedRow, WorkerTrace
@@ -155,25 +154,6 @@ def test_a_wait_for_a_draft_is_told_by_plan_and_outcome(row: Event, next_row: Ev
     assert sorted(name for name in names if name.startswith(("waits", "between"))) == told
 
 
-@pytest.mark.parametrize(
-    ("row", "kind"),
-    [
-        ({}, "no draft"),
-        ({"outcome": "miss"}, "miss"),
-        ({"num_drafted": 2}, "made after"),
-        ({"num_drafted": 2, "outcome": "miss"}, "miss"),
-        ({"num_drafted": 2, "is_ahead": True}, "ahead"),
-        ({"num_drafted": 2, "is_ahead": True, "outcome": "hit"}, "ahead"),
-        ({"num_drafted": 2, "is_ahead": True, "outcome": "miss"}, "ahead"),
-    ],
-)
-def test_a_step_is_coloured_by_where_its_draft_came_from(row: Event, kind: str) -> None:
-    fields = {"num_drafted": 0, "num_accepted": 0, "num_decided": 1, "mode": "overlap"} | row
-    step = TargetStep(0, 5, (VerifiedRow("s", 1, 5, **fields),))
-    trace = replace(worker("w"), role="target", target_steps=(step,))
-    assert [bar.kind for bar in panel_of(TracedRun("", 1, 20, (trace,))).target] == [kind]
-
-
 def test_what_is_written_is_what_viewers_read(tmp_path: Path, run: TracedRun) -> None:
     path = tmp_path / "out.json"
     write_trace([run, run], str(path))
@@ -189,18 +169,6 @@ def test_what_is_written_is_what_viewers_read(tmp_path: Path, run: TracedRun) ->
     assert set(names.values()) == {1}
     flows = Counter(e["id"] for e in body["traceEvents"] if e["ph"] == "s")
     assert set(flows.values()) == {1}
-
-
-def test_the_picture(tmp_path: Path, run: TracedRun) -> None:
-    path = timeline_path(str(tmp_path / "out.json"))
-    draw_timeline([run], ["not real"], path)
-    assert Path(path).read_bytes().startswith(b"\x89PNG")
-    panel = panel_of(run, num_rounds=3)
-    assert [bar.start_ms for bar in panel.target] == pytest.approx([0, 42, 84])
-    assert [bar.end_ms for bar in panel.target] == pytest.approx([30, 72, 114])
-    assert len(panel.draft) == 8
-    offers = [arrow.sent_ms for arrow in panel.arrows if arrow.is_offer]
-    assert offers == pytest.approx([0, 42, 84])
 
 
 @pytest.mark.parametrize("path", ["out.txt", "nowhere/out.json"])

@@ -1,7 +1,7 @@
 import pytest
 
-from specdec.demo.train import corpus
-from specdec.demo.train.corpus import Package
+from tests.training import corpus
+from tests.training.corpus import Package
 
 BODY = "\n".join(
     f"def function_number_{i}(argument, other_argument):\n    return argument + other_argument - {i}\n"

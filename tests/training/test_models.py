@@ -2,8 +2,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specdec.demo.train import evaluate, models, tokens
-from specdec.demo.train.models import Shape
+from tests.training import evaluate, models, tokens
+from tests.training.models import Shape
 
 SHAPE = Shape(num_layers=2, hidden_size=16, intermediate_size=32, num_heads=2, vocab_size=300, max_positions=64)
 

@@ -1,4 +1,4 @@
-"""Command line: ``python -m specdec.demo.train --work FOLDER [command]``; without a command, the whole recipe.
+"""Command line: ``python -m tests.training --work FOLDER [command]``; without a command, the whole recipe.
 
 Every command goes on where an earlier run of it stopped; one that has nothing left to do ends at once. On a CPU, glibc
 gives the large buffers of every step back to the system and takes them again: with ``MALLOC_MMAP_THRESHOLD_`` and
@@ -18,11 +18,12 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from specdec.demo.train import checkpoints, corpus, distill, evaluate, models, mutual, target, tokens
-from specdec.demo.train.loop import Plan
-from specdec.demo.train.optimizers import Rates
+import specdec.demo
+from tests.training import checkpoints, corpus, distill, evaluate, models, mutual, target, tokens
+from tests.training.loop import Plan
+from tests.training.optimizers import Rates
 
-DEMO = Path(__file__).parents[1]
+DEMO = Path(specdec.demo.__path__[0])
 STAGES = "3:6000,6:9000"
 LONG = "--window-tokens 1024"
 _DECAYED = "--start-from target --name target-final"
@@ -65,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m specdec.demo.train", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.training", description=__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder of token files and checkpoints")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
     parser.add_argument("--device", default="cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
 import time
@@ -9,13 +10,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from cluster.bench.one_state import OneState
-from cluster.bench.rollback_costs import WAYS, RollbackCost, RollbackCosts, RollbackWork, Way
 from specdec.models.blocks import CachedSequence
 from specdec.models.loading import LoadedModel, prepare_model
 from specdec.models.recurrent.pool import MIN_WINDOW_TOKENS, StatePool, bytes_per_slot, choose_window, state_bytes
 from specdec.models.recurrent.slots import Route, Window
 from specdec.models.runner import ModelRunner, RowInput
+from tests.bench.one_state import OneState
+from tests.bench.rollback_costs import WAYS, RollbackCost, RollbackCosts, RollbackWork, Way
 
 
 class _Batch:
@@ -148,3 +149,17 @@ def delta_rule_model(
     num_recurrent = kinds.count("linear_attention")
     name = f"a random gated delta rule model, {num_recurrent} recurrent layers with {num_heads} heads of {head_dim}"
     return prepare_model(Qwen3_5ForCausalLM(config).to(device), name)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the table: ``python -m tests.bench.rollback [--device cuda]``."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.rollback", description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(arguments.threads)
+    print("\n".join(compare_rollback(delta_rule_model(device=arguments.device), RollbackWork()).markdown()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""The demo target with a real target's step time: ``python -m specdec.demo.deepen --out FOLDER [--step-ms 40]``.
+"""The demo target with a real target's step time: ``python -m tests.bench.deepen --out FOLDER [--step-ms 40]``.
 
 Blocks are added whose output projections are zero: they change nothing of what the model says, to the last bit, but
 their matrices are read and multiplied like all others, and they cache keys and values. (Zero output projections: Chen
@@ -19,11 +19,12 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from specdec.demo.train.models import export, from_fields, num_parameters
+import specdec.demo
 from specdec.models.loading import prepare_model
 from specdec.models.runner import ModelRunner, RowInput
+from tests.training.models import export, from_fields, num_parameters
 
-DEMO = Path(__file__).parent
+DEMO = Path(specdec.demo.__path__[0])
 CONTEXT_TOKENS = 128
 PROBE_LAYERS = (0, 24)
 """Layers added to measure what one of them costs."""
@@ -121,7 +122,7 @@ def write_pair(folder: Path, num_layers: int | None, wanted_s: float) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Parse the command line and write the pair."""
-    parser = argparse.ArgumentParser(prog="python -m specdec.demo.deepen", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.deepen", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for target/ and draft/, outside the package")
     parser.add_argument("--layers", type=int, help="layers of the deep target; measured where not given")
     parser.add_argument("--step-ms", type=float, default=40.0, help="time of a target step to aim at on this machine")

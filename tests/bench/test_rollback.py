@@ -2,10 +2,10 @@
 
 import pytest
 
-from cluster.bench.one_state import OneState
-from cluster.bench.rollback import compare_rollback, delta_rule_model
-from cluster.bench.rollback_costs import WAYS, RollbackWork
 from specdec.models.recurrent.pool import state_bytes
+from tests.bench.one_state import OneState
+from tests.bench.rollback import compare_rollback, delta_rule_model
+from tests.bench.rollback_costs import WAYS, RollbackWork
 
 
 def test_all_ways_end_in_the_same_state() -> None:

@@ -1,6 +1,6 @@
 """How often draft tokens are kept, by rule and temperature, beside the best that each rule could do.
 
-    python -m cluster.bench.acceptance [--tokens 128] [--samples 8] [--temperatures 0.6,1]
+    python -m tests.bench.acceptance [--tokens 128] [--samples 8] [--temperatures 0.6,1]
 
 Each round verifies one draft token, and the bounds are averaged over the positions where one was verified, in the texts
 of the rule itself. No rule keeps more than 1 - TV(target, draft) (Leviathan et al. 2023, corollary 3.6). The rejection

@@ -1,5 +1,8 @@
 """What a scripted pair on emulated devices could give if the system added nothing: limits from the script alone.
 
+    specdec bench --json figures.json --emulate-step-ms target=30,draft=3 --scripted-acceptance-rate 0.8 ...
+    python -m tests.bench.scripted_limits figures.json --emulate-step-ms target=30,draft=3 ...
+
 Nothing measured goes in: the acceptance rate, the rate of right guesses and the time of a step are what the
 configuration says, the branches are those that the drafter forks (:func:`specdec.protocol.branches.foreseen`): at
 many streams a share of all that it holds.
@@ -7,11 +10,19 @@ many streams a share of all that it holds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
+from typing import Any
 
+from cluster.bench.compare import ALONE
 from cluster.bench.limits import expected_tokens
+from cluster.cli.flags import add_config_flags, config_overrides
 from cluster.config import AppArgs
+from cluster.config_files import config_keys, load_config
 from specdec.engine.emulation import StepCost
 from specdec.engine.scripted import RANK_SHARES
 from specdec.protocol.branches import branch_share, foreseen
@@ -180,3 +191,60 @@ def emulated_script(config: AppArgs) -> ScriptedPair | None:
     if rate is None or not {"target", "draft"} <= costs.keys():
         return None
     return ScriptedPair(rate, config.scripted.next_guess_rate, costs["target"], costs["draft"])
+
+
+def scripted_table(rows: Sequence[dict[str, Any]], script: ScriptedPair, num_branches: int) -> list[str]:
+    """Lines of a Markdown table.
+
+    Args:
+        rows: Of the JSON file that ``specdec bench`` writes.
+        script: Its number of streams does not count.
+        num_branches: In mode ``outcomes``, and taken for ``auto``.
+    """
+    lines = [
+        "Limits from the script and the emulated times alone, with no latency and nothing measured; all in decoding "
+        "tokens/s. The best length is the one with the highest limit.",
+        "",
+        "| streams | mode | tokens/s | limit | share | tokens a round | limit | limit at the best length | share "
+        "| over ideal in turn |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        mode, length = _mode(row["mode"])
+        branches = num_branches if mode in ("outcomes", "auto") else 0
+        limit = scripted_limit(replace(script, num_streams=row["num_streams"]), mode, length, branches)
+        rate, per_round = row["decode_tokens_per_s"], row["tokens_per_round"]
+        shares = [f"{100 * rate / most:.0f}%" for most in (limit.tokens_per_s, limit.best_tokens_per_s)]
+        rounds = f"{'-' if per_round is None else f'{per_round:.2f}'} | {limit.tokens_per_round:.2f}"
+        figures = f"{rate:.1f} | {limit.tokens_per_s:.1f} | {shares[0]} | {rounds}"
+        best = f"{limit.best_tokens_per_s:.1f} | {shares[1]} | {rate / limit.in_turn_tokens_per_s:.2f}"
+        lines.append(f"| {row['num_streams']} | {row['mode']} | {figures} | {best} |")
+    return lines
+
+
+def _mode(name: str) -> tuple[str | None, int | None]:
+    """Service mode and draft length of a mode as the bench names it; see :func:`cluster.bench.compare.parse_modes`."""
+    if name == ALONE:
+        return None, 0
+    if name == "auto":
+        return "auto", None
+    mode, _, length = name.rpartition(", ")
+    return mode.replace(" ", "_") or None, int(length.split()[0])
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print what the script allows beside what the bench measured."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.scripted_limits", description="limits of a script")
+    parser.add_argument("figures", type=Path, metavar="FILE.json", help="written by specdec bench --json")
+    add_config_flags(parser, only={path for path, _ in config_keys()})
+    arguments = parser.parse_args(argv)
+    config = load_config(None, config_overrides(arguments))
+    script = emulated_script(config)
+    if script is None:
+        parser.error("give --scripted-acceptance-rate and --emulate-step-ms target=MS,draft=MS as the bench had them")
+    rows = json.loads(arguments.figures.read_text(encoding="utf-8"))["rows"]
+    print("\n".join(scripted_table(rows, script, config.num_branches or 16)))
+
+
+if __name__ == "__main__":
+    main()

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from specdec.demo.train import checkpoints, loop
-from specdec.demo.train.checkpoints import Checkpoint
-from specdec.demo.train.distill import divergence, log_probs
-from specdec.demo.train.loop import LossFunction, Plan, Student
-from specdec.demo.train.optimizers import Rates
-from specdec.demo.train.tokens import batches
+from tests.training import checkpoints, loop
+from tests.training.checkpoints import Checkpoint
+from tests.training.distill import divergence, log_probs
+from tests.training.loop import LossFunction, Plan, Student
+from tests.training.optimizers import Rates
+from tests.training.tokens import batches
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from specdec.demo.train import checkpoints, loop, models
-from specdec.demo.train.checkpoints import Checkpoint
-from specdec.demo.train.decode import generate
-from specdec.demo.train.loop import LossFunction, Plan
-from specdec.demo.train.optimizers import Rates
-from specdec.demo.train.tokens import batches
+from tests.training import checkpoints, loop, models
+from tests.training.checkpoints import Checkpoint
+from tests.training.decode import generate
+from tests.training.loop import LossFunction, Plan
+from tests.training.optimizers import Rates
+from tests.training.tokens import batches
 
 logger = logging.getLogger(__name__)
 

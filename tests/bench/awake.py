@@ -1,5 +1,7 @@
 """Cores that do not fall asleep while something is measured that waits for emulated devices.
 
+    python -m tests.bench.awake specdec bench --emulate-step-ms target=30,draft=3 ...
+
 A process that waits for a real device is awake in time; but a virtual machine whose cores have nothing to do gives them
 back to its host, which on a busy host takes milliseconds to return them. That would be counted as the system's own.
 """
@@ -48,3 +50,8 @@ def _spinner(core: int) -> subprocess.Popen[bytes]:
     with contextlib.suppress(OSError):  # where sessions are scheduled as groups, the group has to give way too
         Path(f"/proc/{spinner.pid}/autogroup").write_text("19")
     return spinner
+
+
+if __name__ == "__main__":
+    with cores_awake():
+        sys.exit(subprocess.run(sys.argv[1:], check=False).returncode)

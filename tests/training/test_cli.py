@@ -4,11 +4,12 @@ import shutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specdec.demo.train import __main__ as cli
-from specdec.demo.train import checkpoints, tokens
-from specdec.demo.train.corpus import Document
+from tests.training import __main__ as cli
+from tests.training import checkpoints, tokens
+from tests.training.corpus import Document
 
 
+@pytest.mark.soak
 def test_the_commands_make_a_pair_and_its_figures(tmp_path, caplog):
     caplog.set_level("INFO")
     code = "".join(f"def name_{i}(x):\n    return x + {i}\n\n\n" for i in range(40))

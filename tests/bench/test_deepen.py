@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specdec.demo.deepen import DEMO, deepen, main, steps_s
+from tests.bench.deepen import DEMO, deepen, main, steps_s
 
 Capture = pytest.CaptureFixture[str]
 IDS = torch.tensor([[5, 300, 41, 7, 2000, 12, 9, 77]])

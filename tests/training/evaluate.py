@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from specdec.demo.train import models
-from specdec.demo.train.decode import generate, scores
-from specdec.demo.train.tokens import batches
 from specdec.sampling.philox import gumbel
+from tests.training import models
+from tests.training.decode import generate, scores
+from tests.training.tokens import batches
 
 NUM_GUESSES = (3, 5)
 

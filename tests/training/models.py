@@ -18,7 +18,7 @@ from transformers import (
     Qwen3_5TextConfig,
 )
 
-from specdec.demo.train.tokens import END_ID
+from tests.training.tokens import END_ID
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from specdec.demo.train import checkpoints, loop, models
-from specdec.demo.train.checkpoints import Checkpoint
-from specdec.demo.train.loop import Plan
-from specdec.demo.train.optimizers import Rates
-from specdec.demo.train.tokens import batches
+from tests.training import checkpoints, loop, models
+from tests.training.checkpoints import Checkpoint
+from tests.training.loop import Plan
+from tests.training.optimizers import Rates
+from tests.training.tokens import batches
 
 logger = logging.getLogger(__name__)
 

@@ -7,18 +7,19 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.demo.train import checkpoints, decode, distill, evaluate, loop, models, mutual, target, tokens
-from specdec.demo.train.checkpoints import Checkpoint
-from specdec.demo.train.corpus import Document
-from specdec.demo.train.distill import Lesson, Sampling
-from specdec.demo.train.loop import Plan
-from specdec.demo.train.models import Shape
-from specdec.demo.train.optimizers import Rates
 from specdec.sampling.philox import gumbel
+from tests.training import checkpoints, decode, distill, evaluate, loop, models, mutual, target, tokens
+from tests.training.checkpoints import Checkpoint
+from tests.training.corpus import Document
+from tests.training.distill import Lesson, Sampling
+from tests.training.loop import Plan
+from tests.training.models import Shape
+from tests.training.optimizers import Rates
 
 SHAPE = Shape(num_layers=1, hidden_size=16, intermediate_size=32, num_heads=2, vocab_size=64, max_positions=64)
 PLAN = Plan(num_steps=0, window_tokens=8, batch_size=4, micro_batch_size=2, save_every_s=0.0, log_every_steps=1)
 RATES = Rates(num_warmup_steps=2)
+pytestmark = pytest.mark.soak
 STAGES = target.parse_stages("1:3,2:6")
 
 

@@ -1,11 +1,15 @@
 """Limits from a script, against the script itself played out without any system around it."""
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
-from cluster.bench.scripted_limits import ScriptedPair, scripted_limit
 from specdec.engine.emulation import StepCost
 from specdec.engine.scripted import Script
 from specdec.protocol.branches import foreseen
+from tests.bench.scripted_limits import ScriptedPair, main, scripted_limit
 
 PAIR = ScriptedPair(0.8, 0.95, StepCost(30), StepCost(3))
 TOKENS = 60_000
@@ -83,3 +87,16 @@ def test_a_mode_and_its_best_length() -> None:
     assert scripted_limit(PAIR, "auto", None, 16).tokens_per_s == limit.best_tokens_per_s
     assert scripted_limit(PAIR, "in_turn", 2, 0).tokens_per_s == PAIR.in_turn(2)
     assert scripted_limit(PAIR, None, 0, 0).tokens_per_s == PAIR.alone()
+
+
+def test_the_limits_stand_beside_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    modes = ["target alone", "in turn, 2 draft tokens", "outcomes, 6 draft tokens", "auto"]
+    rows = [{"mode": m, "num_streams": 2, "decode_tokens_per_s": 60.0, "tokens_per_round": 2.5} for m in modes]
+    path = tmp_path / "figures.json"
+    path.write_text(json.dumps({"rows": rows}))
+    main([str(path), "--emulate-step-ms", "target=30,draft=3", "--scripted-acceptance-rate", "0.8"])
+    lines = capsys.readouterr().out.splitlines()[-4:]
+    limits = [float(line.split(" | ")[3]) for line in lines]
+    two = replace(PAIR, num_streams=2)
+    expected = [two.alone(), two.in_turn(2), two.outcomes(6, 16), scripted_limit(two, "auto", None, 16).tokens_per_s]
+    assert limits == pytest.approx(expected, abs=0.05)

@@ -10,11 +10,11 @@ import sys
 import psutil
 import pytest
 
-from cluster.bench.awake import cores_awake
+from tests.bench.awake import cores_awake
 
 STARTER = """
 import sys, time
-from cluster.bench.awake import cores_awake
+from tests.bench.awake import cores_awake
 with cores_awake():
     print("ready", flush=True)
     time.sleep(600)

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from specdec.demo.train import checkpoints
-from specdec.demo.train.checkpoints import Checkpoint
-from specdec.demo.train.optimizers import Optimizers, Rates
+from tests.training import checkpoints
+from tests.training.checkpoints import Checkpoint
+from tests.training.optimizers import Optimizers, Rates
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from specdec.demo.train import models
-from specdec.demo.train.optimizers import State
+from tests.training import models
+from tests.training.optimizers import State
 
 _PARTIAL = ".partial"
 
