@@ -11,12 +11,11 @@ from cluster.bench.load import devices_between, worker_figures
 from cluster.bench.measures import Arrival, DeviceUse, Run, Stream, tokens_per_round
 from cluster.bench.steps import BusyTime, NotedTarget
 from cluster.bench.summary import summarize
-from specdec.engine.emulation import StepCost, VirtualClock
+from specdec.engine.emulation import VirtualClock
 from specdec.engine.scripted import Script, ScriptedTarget
 from specdec.protocol.backends import VerifyJob
 from specdec.protocol.marks import TokenLog
 from specdec.sampling.params import SamplingParams, SequenceSpec
-from tests.bench.scripted_limits import ScriptedPair
 
 SPEC = SequenceSpec(SamplingParams(), 0, 1, 100)
 MODES = (Mode("in turn", 4, "in_turn"), Mode("outcomes", 4, "outcomes"))
@@ -73,18 +72,8 @@ def test_drafting_in_turn_for_several_streams_is_not_told_from_waiting() -> None
     assert summarize(replace(compared, runs=((noted,), (noted,))))[0].outside_s_per_round == pytest.approx(0.01)
 
 
-def test_rows_stand_beside_the_scripts_limit() -> None:
-    pair = ScriptedPair(0.8, 0.95, StepCost(30), StepCost(3))
-    in_turn, outcomes = summarize(comparison(), pair, 16)
-    assert in_turn.share_of_scripted_limit == pytest.approx(40 / pair.in_turn(4))
-    assert outcomes.share_of_scripted_limit == pytest.approx(40 / pair.outcomes(4, 16))
-    assert outcomes.over_ideal_in_turn == pytest.approx(40 / pair.in_turn(6))
-    assert outcomes.tokens_per_round == pytest.approx(40 / 12)
-    assert outcomes.scripted_limit is not None
-    assert outcomes.scripted_limit.tokens_per_round == pytest.approx(pair.outcomes_round(4, 16)[0])
-
-
 def test_tokens_of_a_round() -> None:
+    assert summarize(comparison())[1].tokens_per_round == pytest.approx(40 / 12)
     assert tokens_per_round([Stream("", (Arrival(0.1, 1),))]) is None
 
 
