@@ -53,3 +53,16 @@ class SequenceFailedError(SpecdecError):
 
 class ServiceUnavailableError(SpecdecError):
     """No worker can take the request now."""
+
+
+class DeviceLostError(SpecdecError):
+    """A backend's device can no longer be used: whoever drives the backend must fail, and be replaced."""
+
+
+_MOST_REASON_CHARACTERS = 300
+
+
+def reason_of(error: BaseException) -> str:
+    """What is said of an error to the one whom it concerns: its type and its message, on one line, not too long."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= _MOST_REASON_CHARACTERS else f"{text[:_MOST_REASON_CHARACTERS]}..."

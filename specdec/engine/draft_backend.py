@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from specdec.device_errors import device_losses
 from specdec.engine.rules import propose
 from specdec.engine.states import SequenceStates, prefix_salt, rank_of
 from specdec.models.runner import ModelRunner, RowInput
@@ -12,6 +13,7 @@ from specdec.sampling.pipeline import RowGroup, Sampler
 
 _WAITING = Proposal(Status.WAITING)
 _PREFILLING = Proposal(Status.PREFILLING)
+_FAILED = Proposal(Status.FAILED)
 
 
 class ModelDrafter:
@@ -65,6 +67,10 @@ class ModelDrafter:
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         """One step over a ragged batch; see :meth:`specdec.protocol.backends.DraftBackend.propose`."""
+        with device_losses():
+            return self._propose(jobs)
+
+    def _propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         results = [_WAITING] * len(jobs)
         rows: list[RowInput] = []
         deciding: list[int] = []
@@ -84,7 +90,12 @@ class ModelDrafter:
             logits = self._runner.forward(rows)
             groups = [RowGroup(jobs[i].spec, jobs[i].tokens) for i in deciding]
             num_guesses = max((jobs[i].num_guesses for i in deciding), default=0)
-            for i, drawn in zip(deciding, propose(self._sampler, logits, groups, num_guesses), strict=True):
+            proposed = propose(self._sampler, logits, groups, num_guesses)
+            failures = self._sampler.take_failures()
+            for i, group, drawn in zip(deciding, groups, proposed, strict=True):
+                if id(group) in failures:
+                    results[i] = _FAILED
+                    continue
                 count = jobs[i].num_guesses
                 guesses, likelihoods = drawn.guesses[:count], drawn.likelihoods[: 1 + count]
                 results[i] = Proposal(Status.DECIDED, drawn.token, drawn.candidates, guesses, likelihoods)

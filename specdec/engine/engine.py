@@ -16,7 +16,7 @@ from specdec.engine.local import LocalService, OnMessage
 from specdec.engine.results import CancellationToken, GenerationResult, RunningSequence, TokenEvent
 from specdec.engine.shares import pair_share
 from specdec.engine.stats import SpecStats
-from specdec.errors import CancelledError, InvalidParameterError
+from specdec.errors import CancelledError, InvalidParameterError, SequenceFailedError
 from specdec.models.compat import check_pair, tokenizer_width
 from specdec.models.describe import describe_model
 from specdec.models.loading import ModelSource, load_tokenizer
@@ -167,8 +167,12 @@ class SpeculativeEngine:
         on_token: Callable[[TokenEvent], None] | None = None,
         cancellation: CancellationToken | None = None,
     ) -> GenerationResult:
-        """Generate from one prompt; see :meth:`generate_batch`."""
-        return self.generate_batch(
+        """Generate from one prompt; see :meth:`generate_batch`.
+
+        Raises:
+            SequenceFailedError: It could not be generated to its end.
+        """
+        result = self.generate_batch(
             [prompt],
             sampling,
             seed=seed,
@@ -179,6 +183,9 @@ class SpeculativeEngine:
             on_token=on_token,
             cancellation=cancellation,
         )[0]
+        if result.finish_reason == "error":
+            raise SequenceFailedError(result.error)
+        return result
 
     def generate_batch(
         self,
@@ -194,6 +201,8 @@ class SpeculativeEngine:
         cancellation: CancellationToken | None = None,
     ) -> list[GenerationResult]:
         """Generate from several prompts in one continuous batch.
+
+        A sequence that fails ends with ``finish_reason`` ``error``; the others go on.
 
         Args:
             prompts: Texts, or lists of token ids.
@@ -233,9 +242,12 @@ class SpeculativeEngine:
         cache_salt: str = "",
         cancellation: CancellationToken | None = None,
     ) -> Iterator[TokenEvent]:
-        """Generate from one prompt, an event a round; closing the iterator cancels. See :meth:`generate_batch`."""
+        """Generate from one prompt, an event a round; closing the iterator cancels. See :meth:`generate_batch`.
+
+        The iterator raises SequenceFailedError after the last token of a sequence that fails.
+        """
         running = self._prepare([prompt], sampling, seed, max_tokens, num_speculative_tokens, stop, cache_salt)
-        return self._events(running, cancellation)
+        return self._events(running, cancellation, raises=True)
 
     def _prepare(
         self,
@@ -293,7 +305,7 @@ class SpeculativeEngine:
         return max_tokens
 
     def _events(
-        self, running: dict[str, RunningSequence], cancellation: CancellationToken | None
+        self, running: dict[str, RunningSequence], cancellation: CancellationToken | None, *, raises: bool = False
     ) -> Iterator[TokenEvent]:
         """Pump until all are done; what is not done when the iterator is closed is forgotten everywhere.
 
@@ -317,6 +329,8 @@ class SpeculativeEngine:
                         open_seqs.discard(delivery.seq)
                         self._close(delivery.seq)
                     yield event
+                    if raises and event.finish_reason == "error":
+                        raise SequenceFailedError(event.error)
         finally:
             for seq in open_seqs:
                 self._close(seq)

@@ -37,7 +37,8 @@ class TokenEvent:
         index: Which prompt, where several were given.
         token_ids: Committed tokens.
         text: What they add to the text; may be empty while a character or a stop string is unfinished.
-        finish_reason: ``stop`` or ``length`` with the last event.
+        finish_reason: ``stop``, ``length`` or ``error`` with the last event.
+        error: What went wrong, where ``finish_reason`` is ``error``.
         logprobs: Where ``SamplingParams.logprobs`` asks for them, one :class:`specdec.TokenLogprobs` per token of
             ``token_ids``, from the target's own row.
         prompt_logprobs: Where ``SamplingParams.prompt_logprobs`` asks for them, with the first event that has tokens:
@@ -50,6 +51,7 @@ class TokenEvent:
     finish_reason: Finish | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,8 @@ class GenerationResult:
     """A whole generation.
 
     Attributes:
+        finish_reason: ``stop``, ``length``, or ``error``: the sequence failed after the tokens that are here.
+        error: What went wrong, where ``finish_reason`` is ``error``.
         stats: What speculation did in this sequence.
         duration_s: Time from the call to the sequence's last token.
         logprobs: One entry per token of ``token_ids``, where they were asked for; see :class:`TokenEvent`.
@@ -70,6 +74,7 @@ class GenerationResult:
     duration_s: float
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    error: str = ""
 
 
 @dataclass(slots=True)
@@ -85,6 +90,7 @@ class RunningSequence:
     notes: list[Notes] = field(default_factory=list)
     finish_reason: Finish | None = None
     ended_s: float = 0.0
+    error: str = ""
     fallback: str | None = None
 
     def take(self, delivery: Delivery) -> TokenEvent:
@@ -96,9 +102,9 @@ class RunningSequence:
         self.text.append(delta.text)
         self.finish_reason = delta.finish
         if delta.finish is not None:
-            self.ended_s = time.perf_counter()
+            self.ended_s, self.error = time.perf_counter(), delivery.reason
         logprobs = None if self.spec.sampling.logprobs is None else notes.logprobs or ()
-        return TokenEvent(self.index, tokens, delta.text, delta.finish, logprobs, notes.prompt_logprobs)
+        return TokenEvent(self.index, tokens, delta.text, delta.finish, logprobs, notes.prompt_logprobs, self.error)
 
     @property
     def stats(self) -> SpecStats:
@@ -119,4 +125,5 @@ class RunningSequence:
             self.ended_s - started_s,
             None if sampling.logprobs is None else tuple(entries),
             told[0] if told else None,
+            self.error,
         )

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from specdec.device_errors import device_losses
 from specdec.engine.prompt_logprobs import PromptReader
 from specdec.engine.rules import verify
 from specdec.engine.states import SequenceStates, prefix_salt, rank_of
+from specdec.errors import reason_of
 from specdec.models.blocks import CachedSequence
 from specdec.models.runner import ModelRunner, RowInput
 from specdec.protocol.backends import Status, Verification, VerifyJob
@@ -79,6 +81,10 @@ class ModelTarget:
 
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         """One step over a ragged batch; see :meth:`specdec.protocol.backends.TargetBackend.verify`."""
+        with device_losses():
+            return self._verify(jobs)
+
+    def _verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         results = [_WAITING] * len(jobs)
         scheduled = self._schedule(jobs)
         if not scheduled:
@@ -92,6 +98,8 @@ class ModelTarget:
         deciding = [entry for entry in scheduled if self._states.length(jobs[entry[0]].key) >= len(jobs[entry[0]].log)]
         for (i, _, _), result in zip(deciding, self._decide(jobs, deciding, logits), strict=True):
             results[i] = result
+            if result.status is Status.FAILED:
+                continue  # it is released next
             self._states.truncate(jobs[i].key, len(jobs[i].log) + result.num_accepted)
         return results
 
@@ -173,6 +181,7 @@ class ModelTarget:
         groups = [RowGroup(jobs[i].spec, jobs[i].log.tokens, draft) for i, _, draft in scheduled]
         candidates = [jobs[i].candidates[: len(draft)] for i, _, draft in scheduled]
         verified = verify(self._sampler, logits, groups, candidates)
+        failures = self._sampler.take_failures()
         logprobs = self._sampler.logprobs(logits, groups, [result.run for result in verified])
         return [
             Verification(
@@ -183,5 +192,7 @@ class ModelTarget:
                 reported,
                 self._prompts.take(jobs[i]),
             )
+            if id(group) not in failures
+            else Verification(Status.FAILED, reason=reason_of(failures[id(group)]))
             for (i, _, _), result, group, reported in zip(scheduled, verified, groups, logprobs, strict=True)
         ]

@@ -22,6 +22,8 @@ class Status(Enum):
     """It read a part of the sequence's tokens; give the same job again."""
     WAITING = "waiting"
     """There was no room; the sequence holds nothing, or what it held was taken. Give the same job again."""
+    FAILED = "failed"
+    """It raised an error of its own, and of no other job of the step; it must not be given again."""
 
 
 class VerifyJob(NamedTuple):
@@ -51,6 +53,7 @@ class Verification:
         num_drafted: How many draft tokens were verified (fewer than offered where memory is short).
         logprobs: One entry per token of ``run``, if the request asked for them.
         prompt_logprobs: With the first output token, if the request asked for them.
+        reason: What went wrong, if the job has failed.
     """
 
     status: Status
@@ -59,6 +62,7 @@ class Verification:
     num_drafted: int = 0
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    reason: str = ""
 
 
 class TargetBackend(Protocol):
@@ -74,6 +78,11 @@ class TargetBackend(Protocol):
 
         Returns one entry per job, in their order. A key held by the backend that has no job in this call may lose its
         state where room is short; it is rebuilt from the log when its next job comes.
+
+        Raises:
+            DeviceLostError: The backend can no longer be used.
+            Exception: The step failed as a whole, and nothing is decided. The backend can be used again once all keys
+                of the step are released.
         """
         ...
 
@@ -136,6 +145,10 @@ class DraftBackend(Protocol):
 
         Branches come after all sequences. A key held by the backend that has no job in this call may lose its state
         where room is short; it is rebuilt from the tokens when its next job comes.
+
+        Raises:
+            DeviceLostError: The backend can no longer be used.
+            Exception: The step failed as a whole; see :meth:`TargetBackend.verify`.
         """
         ...
 

@@ -41,6 +41,7 @@ class DraftRow(WorkerRow):
         agreed: Length up to which log and chain are what the backend was given last.
         num_branches: Most branches, by its plan and by its share of those that the drafter holds in all.
         num_guesses: Most guesses that are of use at one place.
+        is_skipped: Whether nothing is drafted for it any more.
     """
 
     __slots__ = (
@@ -50,6 +51,7 @@ class DraftRow(WorkerRow):
         "ending_token_ids",
         "forked_for",
         "is_overdue",
+        "is_skipped",
         "limit",
         "num_branches",
         "num_forks",
@@ -77,6 +79,7 @@ class DraftRow(WorkerRow):
         self.offered_end = len(self.log)
         self.offered_at = 0
         self.is_overdue = False
+        self.is_skipped = False
         self.agreed = 0
         self.limit = min(message.spec.output_start + message.spec.max_tokens - 1, max_model_len)
         self.num_branches = self.num_guesses = 0
@@ -110,13 +113,13 @@ class DraftRow(WorkerRow):
     def drop_chain(self, start: int) -> None:
         """Nothing of the chain is left, which agreed with the log up to ``start``."""
         self.path = Path()
-        self.tokens = self.tokens[:start]  # the backend may be reading the old ones
-        self.tokens += self.log.tokens[start:]
+        self.tokens[start:] = self.log.tokens[start:]
         self.offered_end = len(self.tokens)
 
-    def holds(self, path: Path) -> bool:
-        """Whether a path is its chain or one of its branches."""
-        return path is self.path or any(path is branch.path for branch in self.branches.values())
+    def skip(self) -> None:
+        """Draft nothing more."""
+        self.is_skipped = True
+        self._bounds = None
 
     @property
     def num_offered(self) -> int:
@@ -126,7 +129,8 @@ class DraftRow(WorkerRow):
     @property
     def wants_branches(self) -> bool:
         """Whether its plan has any."""
-        return self.plan.mode == "overlap" and bool(self.plan.num_draft_tokens and self.plan.num_branches)
+        plan = self.plan
+        return plan.mode == "overlap" and bool(plan.num_draft_tokens and plan.num_branches) and not self.is_skipped
 
     @property
     def has_branches(self) -> bool:
@@ -180,7 +184,9 @@ class DraftRow(WorkerRow):
 
     @property
     def num_wanted(self) -> int:
-        """Length the chain should have: by plan, and within the request's and the draft model's lengths."""
+        """Length the chain should have: by plan, within the request's and the draft model's lengths, up to its end."""
+        if self.is_skipped or self._has_ended(self.path):
+            return len(self.path)
         num_tokens = self.plan.num_draft_tokens
         if num_tokens and self.plan.mode == "overlap":
             num_tokens += 1 + (self.num_verified if self.num_branches else num_tokens)
@@ -192,8 +198,12 @@ class DraftRow(WorkerRow):
         return [
             (branch, self.branch_job(branch))
             for branch in self.branches.values()
-            if len(branch.path.tokens) < branch.num_useful
+            if len(branch.path.tokens) < branch.num_useful and not self._has_ended(branch.path)
         ]
+
+    def _has_ended(self, path: Path) -> bool:
+        """Whether nothing can follow a path: its last token ends the sequence."""
+        return bool(path.tokens) and path.tokens[-1] in self.ending_token_ids
 
     def likely_outcomes(self) -> list[Outcome]:
         """The fan-out over what is verified now, as far as the chain's guesses name it by now."""
@@ -240,7 +250,8 @@ class DraftRow(WorkerRow):
         if len(self.path.tokens) < self.num_wanted:
             return False
         for branch in self.branches.values():
-            if len(branch.path.tokens) < branch.num_wanted and not branch.is_waiting:
+            is_growing = not branch.is_waiting and not self._has_ended(branch.path)
+            if is_growing and len(branch.path.tokens) < branch.num_wanted:
                 return False
         return True
 

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-from functools import partial
 from operator import attrgetter
 
+from specdec.errors import DeviceLostError
 from specdec.protocol.backends import DraftBackend, DraftJob, Proposal, Status
 from specdec.protocol.branches import BRANCHES_IN_ALL, branch_share
 from specdec.protocol.draft_path import Branch, Path
 from specdec.protocol.draft_row import DraftRow, offer_spacing
 from specdec.protocol.leases import Times
 from specdec.protocol.marks import Extension
-from specdec.protocol.messages import Commit, Message, Open, PlanUpdate
+from specdec.protocol.messages import Commit, Message, Open
+from specdec.protocol.suspects import StepGroups
 from specdec.protocol.worker import Gauges, WorkerMachine
 
-DRAFTER_LIGHT = (Commit, PlanUpdate)
-"""What a drafter may receive while its backend works: it begins and ends no sequence."""
+logger = logging.getLogger(__name__)
+
+DRAFTER_LIGHT: tuple[type, ...] = ()
+"""What a drafter may receive while its backend works: nothing."""
 
 
 @dataclass(slots=True)
@@ -34,6 +38,8 @@ class DrafterCounters:
         num_wrong_tokens: ... in whose place another was; what was drafted after them is in neither.
         num_promoted: Branches that became the chain, because their outcome came.
         num_branch_tokens_wasted: Draft tokens of branches whose outcome did not come.
+        num_failed_steps: Steps that failed as a whole, and were contained.
+        num_skipped_sequences: Sequences for which nothing is drafted any more, because it failed.
     """
 
     num_steps: int = 0
@@ -46,6 +52,8 @@ class DrafterCounters:
     num_branches_forked: int = 0
     num_promoted: int = 0
     num_branch_tokens_wasted: int = 0
+    num_failed_steps: int = 0
+    num_skipped_sequences: int = 0
 
 
 Task = tuple[DraftRow, Branch | None, Path, DraftJob]
@@ -59,16 +67,15 @@ class DrafterMachine(WorkerMachine[DraftRow]):
     token beyond what the target verifies now, along the accepted path; and where the plan has branches, other likely
     outcomes of that verification get a chain each. The verdict promotes one branch, or none, and frees its siblings.
 
+    It does not die of a sequence: one whose row fails, or whose step fails when it is alone in it, is drafted for no
+    more, and the target goes on with it plainly.
+
     Args:
         name: By which its peers know it.
         backend: Does the work.
         times: The protocol's clock.
         gauges: Of the backend, for the report.
         branches_in_all: Most branches of all sequences together; see :func:`specdec.protocol.branches.branch_share`.
-
-    Attributes:
-        meanwhile: Around each call of the backend: whoever drives the machine may, from another thread, hand it
-            ``DRAFTER_LIGHT`` messages until that ends.
     """
 
     def __init__(
@@ -85,26 +92,28 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         self._num_waiting = 0
         self.counters = DrafterCounters()
         self.meanwhile: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._is_proposing = False
-        self._owed: list[Callable[[], None]] = []
-        self._told: set[str] = set()
+        self._groups = StepGroups()
 
     def step(self, now_s: float) -> bool:
-        """One more draft token for every chain and branch that wants one. True if anything was drafted or read."""
+        """One more draft token for every chain and branch that wants one. True if anything was drafted or read.
+
+        Raises:
+            DeviceLostError: The backend can no longer be used.
+        """
         self._expire(now_s)
-        self._told.clear()
         rows = sorted(self._rows, key=attrgetter("place"))
         self._share_branches(rows)
         for row in rows:
             self._branch_out(row)
         tasks = self._tasks(rows)
-        proposals = self._propose(tasks) if tasks else []
-        worked = self._take(tasks, proposals)
+        self._num_waiting = 0
+        drafting = list({row.seq: row for row, _, _, _ in tasks}.values())
+        worked = any(self._draft(batch, tasks) for batch in self._groups.batches(drafting))
         if not worked:
             self._backend.rest()
         spacings = [offer_spacing(len(rows), waits=waits) for waits in (False, True)]
         for row in rows:
-            row.num_steps += worked and row.seq not in self._told
+            row.num_steps += worked
             if row.is_due(spacings[row.plan.draft_wait_s > 0]):
                 self._outbox.put(row.router, row.take_offer())
                 self.counters.num_offers += 1
@@ -129,58 +138,69 @@ class DrafterMachine(WorkerMachine[DraftRow]):
                 tasks += [(row, branch, branch.path, job) for branch, job in row.growing_branches()]
         return tasks
 
-    def _propose(self, tasks: Sequence[Task]) -> list[Proposal]:
-        """The backend's step. What is committed meanwhile frees and renames nothing under its hands, but after it."""
+    def _draft(self, rows: Sequence[DraftRow], tasks: Sequence[Task]) -> bool:
+        """A step of the backend for these rows; what goes wrong in it is contained, but for the loss of its device."""
+        names = {row.seq for row in rows}
+        tasks = [task for task in tasks if task[0].seq in names]
+        if not tasks:
+            return False
         for _, branch, _, _ in tasks:
             if branch is not None:
                 branch.is_begun = True
-        self._is_proposing = True
         try:
             with self.meanwhile():
-                return self._backend.propose([task[3] for task in tasks])
-        finally:
-            self._is_proposing = False
-            owed, self._owed = self._owed, []
-            for call in owed:
-                call()
+                proposals = self._backend.propose([task[3] for task in tasks])
+        except DeviceLostError:
+            raise
+        except Exception as error:
+            self._contain(rows, error)
+            return True
+        return self._take(tasks, proposals)
 
     def _take(self, tasks: Sequence[Task], proposals: Sequence[Proposal]) -> bool:
         """Add what was proposed, and count who found no room (rule 7). True if anything was drafted or read."""
-        num_waiting = num_waiting_branches = num_proposed = 0
-        for (row, branch, path, job), proposal in zip(tasks, proposals, strict=True):
+        num_waiting = 0
+        failed: list[DraftRow] = []
+        for (row, branch, _, job), proposal in zip(tasks, proposals, strict=True):
             is_waiting = proposal.status is Status.WAITING
-            num_proposed += proposal.token is not None
-            if branch is None:
-                num_waiting += is_waiting
-            else:
-                num_waiting_branches += is_waiting
+            num_waiting += is_waiting
+            self._num_waiting += is_waiting and branch is None
+            if branch is not None:
                 branch.is_waiting = is_waiting
-            if row.seq in self._told and not row.holds(path):
-                self._count_in_vain(branch, proposal)
-                continue
-            if branch is None and not is_waiting:
+            elif not is_waiting:
                 row.agreed = len(job.tokens)
+            if proposal.status is Status.FAILED:
+                failed.append(row)
             if proposal.token is not None:
+                self.counters.num_proposed_tokens += 1
+                self._groups.passed(row)
                 (row if branch is None else branch).append(proposal)
-        self.counters.num_proposed_tokens += num_proposed
-        self._num_waiting = num_waiting
-        return num_waiting + num_waiting_branches < len(proposals)
+        for row in failed:
+            self._skip(row)
+        return num_waiting < len(proposals)
 
-    def _count_in_vain(self, branch: Branch | None, proposal: Proposal) -> None:
-        """What was proposed continues a chain or branch that was dropped meanwhile."""
-        if proposal.token is None:
-            return
-        if branch is None:
-            self.counters.num_discarded_tokens += 1
+    def _contain(self, rows: Sequence[DraftRow], error: Exception) -> None:
+        """A step has failed: who was alone in it is drafted for no more, and several are tried apart."""
+        self.counters.num_failed_steps += 1
+        logger.error("A draft step of %d sequences failed: %s", len(rows), [row.seq for row in rows], exc_info=error)
+        for row in rows:
+            self._free(row)
+        if len(rows) == 1:
+            self._skip(rows[0])
         else:
-            self.counters.num_branch_tokens_wasted += 1
+            self._groups.divide(rows)
 
-    def _tell_backend(self, call: Callable[[], None]) -> None:
-        """To free or rename what it holds: at once, or when it has ended its step."""
-        if self._is_proposing:
-            self._owed.append(call)
-        else:
-            call()
+    def _skip(self, row: DraftRow) -> None:
+        """Draft nothing more for a sequence; the target decodes it plainly."""
+        self.counters.num_skipped_sequences += not row.is_skipped
+        self._groups.passed(row)
+        row.skip()
+        self._free(row)
+
+    def _free(self, row: DraftRow) -> None:
+        self._drop_branches(row)
+        self._backend.release(row.seq)
+        row.agreed = 0
 
     # Branches.
 
@@ -218,7 +238,7 @@ class DrafterMachine(WorkerMachine[DraftRow]):
                 del row.branches[place]
                 self.counters.num_branch_tokens_wasted += len(branch.path)
                 if branch.is_begun:
-                    self._tell_backend(partial(self._backend.release, branch.key))
+                    self._backend.release(branch.key)
 
     # What is committed.
 
@@ -240,8 +260,6 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         length = len(row.log)
         match row.log.extend_to(message.base, message.tokens, message.mark):
             case Extension.EXTENDED:
-                if self._is_proposing:
-                    self._told.add(row.seq)
                 self._follow(row, length)
                 self._begin_round(row)
             case Extension.GAP | Extension.MISMATCH as problem:
@@ -281,7 +299,7 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         self.counters.num_discarded_tokens += len(row.path)
         row.take_over(branch)
         if branch.is_begun:
-            self._tell_backend(partial(self._backend.rename, branch.key, row.seq))
+            self._backend.rename(branch.key, row.seq)
 
     def _begin_round(self, row: DraftRow) -> None:
         """Take it that the target verifies now what it was offered; nothing, where that is nothing and it goes on."""
@@ -292,5 +310,4 @@ class DrafterMachine(WorkerMachine[DraftRow]):
 
     def _dropped(self, row: DraftRow | None) -> None:
         if row is not None:
-            self._drop_branches(row)
-            self._backend.release(row.seq)
+            self._free(row)

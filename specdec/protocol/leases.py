@@ -116,6 +116,7 @@ class LeasedRows(Generic[R]):
             return None
         buried = self._tombstones.get(seq)
         if buried is None or buried[1] < now_s or inc >= buried[0]:
+            self._tombstones.pop(seq, None)  # the oldest stay in front
             self._tombstones[seq] = inc, now_s + self._tombstone_s
         return self._rows.pop(seq, None)
 
@@ -124,8 +125,11 @@ class LeasedRows(Generic[R]):
         expired = [row for row in self._rows.values() if row.lease_until_s < now_s]
         for row in expired:
             self.drop(row.seq, row.inc, now_s)
-        if self._tombstones and next(iter(self._tombstones.values()))[1] < now_s:
-            self._tombstones = {s: t for s, t in self._tombstones.items() if t[1] >= now_s}
+        while self._tombstones:
+            seq = next(iter(self._tombstones))
+            if self._tombstones[seq][1] >= now_s:
+                break
+            del self._tombstones[seq]
         return expired
 
     def _is_buried(self, seq: str, inc: Inc, now_s: float) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import NamedTuple
 
 from specdec.protocol.marks import TokenLog
@@ -32,15 +31,6 @@ class Draft(NamedTuple):
 
 
 NO_DRAFT = Draft()
-
-
-class Found(IntEnum):
-    """What the offers said of a round's outcome, the best of them."""
-
-    NOTHING = 0
-    MISSED = 1
-    LATE = 2
-    IN_TIME = 3
 
 
 def remaining_draft(offer: Offer, log: TokenLog, *, needs_candidates: bool) -> Draft:

@@ -207,7 +207,7 @@ class RouterMachine:
         self._send(session.target, Ack(message.seq, message.inc, len(session.log)))
         if is_over:
             self._close_links(session)
-            session.finish = message.finish
+            session.finish, session.reason = message.finish, message.reason
             self._planning.closed(session.seq)
         self._tell(session)
 
@@ -293,7 +293,7 @@ class RouterMachine:
         message = NewTokens(session.seq, attempt, base, tokens, session.notes, mark, session.plan)
         self._outbox.put(session.ingress, message)
         if session.finish is not None:
-            self._outbox.put(session.ingress, End(session.seq, attempt, mark, session.finish))
+            self._outbox.put(session.ingress, End(session.seq, attempt, mark, session.finish, session.reason))
 
     def _end(self, session: Session | None) -> None:
         if session is not None:

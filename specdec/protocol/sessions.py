@@ -35,7 +35,7 @@ class WorkerLink:
 class Session(Row):
     """A sequence's log of record. Its inc is (attempt, 0); each of its links has an ``n`` of its own."""
 
-    __slots__ = ("client_length", "drafter", "finish", "ingress", "log", "notes", "plan", "spec", "target")
+    __slots__ = ("client_length", "drafter", "finish", "ingress", "log", "notes", "plan", "reason", "spec", "target")
 
     def __init__(self, message: Submit, plan: Plan, lease_s: float) -> None:
         super().__init__(seq=message.seq, inc=Inc(message.attempt, 0), lease_s=lease_s)
@@ -46,6 +46,7 @@ class Session(Row):
         self.client_length = len(self.log)
         self.notes = Notes()
         self.finish: Finish | None = None
+        self.reason = ""
         self.target = WorkerLink("target" if message.spec.model == "target" else "drafter")
         self.drafter = WorkerLink("drafter")
 

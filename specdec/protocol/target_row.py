@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from specdec.protocol.messages import Notes, Offer, Open
-from specdec.protocol.offers import Found, foresees
+from specdec.protocol.offers import foresees
 from specdec.protocol.worker import WorkerRow
 from specdec.sampling.finish import Ending
 from specdec.types import Finish
@@ -18,12 +18,10 @@ class KeptOffer:
 
     Attributes:
         is_used: Whether something of it, or of an earlier part of it, was chosen as a draft.
-        is_stale: Whether it, or an earlier part of it, was dropped.
     """
 
     offer: Offer
     is_used: bool = False
-    is_stale: bool = False
 
     def grows_to(self, offer: Offer) -> bool:
         """Whether it is an earlier part of another."""
@@ -41,24 +39,23 @@ class TargetRow(WorkerRow):
         place: Those with the least are decided first, and yield last where room is short.
         ending: Where it ends.
         finish: How it ended; None until then.
+        reason: What went wrong, where it ended with an error.
+        num_failures: Steps that it was alone in, and that failed.
         needs_candidates: Whether a draft is of no use without what it was drawn from.
         acked: Length up to which the router has the log.
         notes: How the tokens after ``acked`` came.
         offers: The newest offers that may be of use, oldest first.
-        dropped: The one that was dropped last, of which later parts may come.
         decided_s: When the step began that decided it last; None before the first time.
         held_s: When it was first held back since; None where it was not.
-        told_s: When its verdict was last sent, or is to be.
+        told_s: When its verdict was last sent.
         is_patient: Whether it waits for offers at all: not since it waited in vain, until the next one comes.
         round_start: Length of the log before its newest round.
-        round_before: ... before the round before that one; the same while there was none.
-        found: What offers said of the newest round's outcome, as far as they have come.
-        found_before: ... of the round before: late ones tell of it until the next round is decided.
+        foreseen: Whether an offer with branches had foreseen the newest round's outcome; None where there was none.
     """
 
     __slots__ = (
-        *("acked", "decided_s", "dropped", "ending", "finish", "found", "found_before", "held_s", "is_patient"),
-        *("needs_candidates", "notes", "offers", "place", "round_before", "round_start", "told_s"),
+        *("acked", "decided_s", "ending", "finish", "foreseen", "held_s", "is_patient", "needs_candidates"),
+        *("notes", "num_failures", "offers", "place", "reason", "round_start", "told_s"),
     )
 
     def __init__(self, message: Open, max_model_len: int) -> None:
@@ -66,17 +63,18 @@ class TargetRow(WorkerRow):
         self.place = self.spec.arrival_s, self.seq
         self.ending = Ending.of(self.spec, max_model_len)
         self.finish: Finish | None = self.ending.of_log(self.log.tokens, self.spec.output_start)
+        self.reason = ""
+        self.num_failures = 0
         self.needs_candidates = self.spec.sampling.acceptance == "rejection"
         self.acked = len(self.log)
         self.notes = Notes()
         self.offers: deque[KeptOffer] = deque()
-        self.dropped: KeptOffer | None = None
         self.decided_s: float | None = None
         self.held_s: float | None = None
         self.told_s = float("-inf")
         self.is_patient = True
-        self.round_start = self.round_before = len(self.log)
-        self.found = self.found_before = Found.NOTHING
+        self.round_start = len(self.log)
+        self.foreseen: bool | None = None
 
     def keep(self, offer: Offer) -> KeptOffer:
         """Keep a new offer, in place of an earlier part of the same."""
@@ -85,34 +83,17 @@ class TargetRow(WorkerRow):
                 kept.offer = offer
                 return kept
         kept = KeptOffer(offer)
-        if self.dropped is not None and self.dropped.grows_to(offer):
-            kept.is_used, kept.is_stale = self.dropped.is_used, self.dropped.is_stale
         self.offers.append(kept)
         return kept
 
-    def judge(self, offer: Offer, *, in_time: bool) -> None:
-        """Look for the outcomes of the rounds that an offer was made for among those that it is prepared for.
-
-        Args:
-            offer: Of this sequence.
-            in_time: Whether it is there as the draft after the newest round is chosen; else it came just now, and may
-                be late for the round before, too.
-        """
-        if not offer.branches or not self.log.has(offer.mark):
+    def judge(self, offer: Offer) -> None:
+        """Look for the newest round's outcome among those that an offer is prepared for, if it was made before it."""
+        length, start = offer.mark.length, self.round_start
+        if not offer.branches or not length <= start < len(self.log) or not self.log.has(offer.mark):
             return
-        foreseen = Found.IN_TIME if in_time else Found.LATE
-        self.found = max(self.found, self._found(offer, foreseen, self.round_start, len(self.log)))
-        if not in_time:
-            before = self._found(offer, foreseen, self.round_before, self.round_start)
-            self.found_before = max(self.found_before, before)
-
-    def _found(self, offer: Offer, foreseen: Found, start: int, end: int) -> Found:
-        """What an offer says of the round whose tokens lie between two lengths of the log."""
-        length = offer.mark.length
-        if length > start or start == end:
-            return Found.NOTHING
-        is_foreseen = foresees(offer.chain, offer.branches, self.log.tail(length, end), start - length)
-        return Found.NOTHING if is_foreseen is None else foreseen if is_foreseen else Found.MISSED
+        is_foreseen = foresees(offer.chain, offer.branches, self.log.tail(length), start - length)
+        if is_foreseen is not None:
+            self.foreseen = bool(self.foreseen or is_foreseen)
 
     @property
     def num_output_tokens(self) -> int:

@@ -16,9 +16,14 @@ Gauges = Callable[[], dict[str, float]]
 
 
 class WorkerRow(LeasedRow):
-    """A sequence on a worker."""
+    """A sequence on a worker.
 
-    __slots__ = ("log", "plan", "router", "spec")
+    Attributes:
+        suspects: Name of the group that it shares steps with while it is under suspicion; else empty (rule 16).
+        suspected: The groups with the least are tried first.
+    """
+
+    __slots__ = ("log", "plan", "router", "spec", "suspected", "suspects")
 
     def __init__(self, message: Open) -> None:
         super().__init__(seq=message.seq, inc=message.inc, lease_s=message.lease_s)
@@ -26,6 +31,8 @@ class WorkerRow(LeasedRow):
         self.plan: Plan = message.plan
         self.router: str = message.router
         self.spec: SequenceSpec = message.spec
+        self.suspects = ""
+        self.suspected = 0
 
 
 R = TypeVar("R", bound=WorkerRow)

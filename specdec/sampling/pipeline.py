@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from specdec.device_errors import is_device_lost
 from specdec.sampling.edits import apply_logit_bias, apply_min_tokens, apply_penalties, uses_penalties
 from specdec.sampling.histories import Histories
 from specdec.sampling.logprobs import token_logprobs
@@ -18,6 +20,8 @@ from specdec.sampling.truncation import thresholds, uses_truncation
 from specdec.types import TokenLogprobs
 
 __all__ = ["LogitsProcessor", "RowGroup", "Sampler", "VerifiedRun"]
+
+logger = logging.getLogger(__name__)
 
 _DEFAULT_NOISE_CACHE_BYTES = 64 << 20
 
@@ -31,6 +35,8 @@ class LogitsProcessor(Protocol):
     A row whose largest logit is not finite after all processors (every token forbidden, or a NaN or +inf among them) is
     drawn as if none had been called: biases, penalties and min_tokens stay. So it is in both models and under both
     rules. Who wants such a sequence to end leaves it an ending token.
+
+    An error that it raises ends the sequence of its row, with an error; all other rows are as they would have been.
     """
 
     def __call__(self, spec: SequenceSpec, tokens: Sequence[int], position: int, logits: Tensor) -> Tensor | None:
@@ -86,6 +92,15 @@ class Sampler:
         self._processors = tuple(processors)
         self._noise = NoiseCache(vocab_size, noise_cache_bytes)
         self._histories = Histories()
+        self._failures: dict[int, Exception] = {}
+
+    def take_failures(self) -> dict[int, Exception]:
+        """What processors have raised since the last call, by the ``id`` of the group whose row they were given.
+
+        What was chosen for such a group means nothing.
+        """
+        failures, self._failures = self._failures, {}
+        return failures
 
     def choose(self, logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
         """The coupled rule's token for every row: argmax(log probs + gumbel(seed, position, token)).
@@ -203,16 +218,27 @@ class Sampler:
         """What the processors make of [N, V], but for rows of which they leave nothing to draw from: a new tensor."""
         processed = logits.clone()
         for start, group in zip(rows.starts, rows.groups, strict=True):
-            tokens = [*group.tokens]
-            own = processed[start : start + 1 + len(group.draft)]
-            for row, drafted in zip(own, (*group.draft, None), strict=True):
-                for processor in self._processors:
-                    changed = processor(group.spec, tokens, len(tokens), row)
-                    if changed is not None:
-                        row.copy_(changed)
-                if drafted is not None:
-                    tokens.append(drafted)
+            end = start + 1 + len(group.draft)
+            try:
+                self._process(processed[start:end], group)
+            except Exception as error:
+                if is_device_lost(error):
+                    raise
+                logger.error("A logits processor failed; its sequence ends.", exc_info=error)
+                self._failures[id(group)] = error
+                processed[start:end] = logits[start:end]
         return torch.where(processed.amax(1, keepdim=True).isfinite(), processed, logits)
+
+    def _process(self, own: Tensor, group: RowGroup) -> None:
+        """Have the processors change a group's rows, [1 + draft tokens, V], in place."""
+        tokens = [*group.tokens] if group.draft else group.tokens
+        for row, drafted in zip(own, (*group.draft, None), strict=True):
+            for processor in self._processors:
+                changed = processor(group.spec, tokens, len(tokens), row)
+                if changed is not None:
+                    row.copy_(changed)
+            if drafted is not None:
+                tokens.append(drafted)
 
     def _scaled(self, logits: Tensor, rows: Rows) -> Tensor:
         """Logits over temperature, -inf where truncated, each row's maximum 0: a new [N, V].

@@ -64,8 +64,8 @@ def test_what_became_of_offers_and_branches_is_on_the_page():
     registry = CollectorRegistry()
     target = TargetMachine("T#1", ScriptedTarget(Script(0.8, 0.9, range(5, 50)), 100), Times())
     drafter = DrafterMachine("D#1", ScriptedDrafter(Script(0.8, 0.9, range(5, 50)), 100), Times())
-    target.counters.num_stale_offers, target.counters.num_late_offers = 2, 3
-    target.counters.num_branch_hits, target.counters.num_branch_late, target.counters.num_branch_misses = 7, 8, 9
+    target.counters.num_stale_offers = 2
+    target.counters.num_branch_hits, target.counters.num_branch_misses = 7, 9
     drafter.counters.num_branches_forked, drafter.counters.num_promoted = 9, 4
     drafter.counters.num_branch_tokens_wasted, drafter.counters.num_offers = 5, 6
     drafter.counters.num_right_tokens, drafter.counters.num_wrong_tokens = 2, 3
@@ -75,9 +75,7 @@ def test_what_became_of_offers_and_branches_is_on_the_page():
         "T#1": {
             "num_offers": 0,
             "num_stale_offers": 2,
-            "num_late_offers": 3,
             "num_branch_hits": 7,
-            "num_branch_late": 8,
             "num_branch_misses": 9,
         },
         "D#1": {

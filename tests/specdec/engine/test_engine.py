@@ -8,12 +8,13 @@ import torch
 import specdec
 import specdec.demo
 from specdec import BackendOptions, CancellationToken, ModelSource, SamplingParams, SpeculativeEngine, TokenEvent
-from specdec.errors import CancelledError, IncompatiblePairError, InvalidParameterError
+from specdec.errors import CancelledError, IncompatiblePairError, InvalidParameterError, SequenceFailedError
 from specdec.models.loading import load_tokenizer
 
 DEMO = Path(specdec.demo.__file__).parent
 GREEDY = SamplingParams(temperature=0.0)
 PROMPT = "def read(path):\n"
+PROMPT_IDS = [40, 41, 42, 43]
 
 
 @pytest.fixture(scope="module")
@@ -152,3 +153,26 @@ def test_a_logits_processor_is_applied_to_every_position() -> None:
         outputs.add(engine.generate(PROMPT, GREEDY, max_tokens=30).token_ids)
     assert len(outputs) == 1
     assert newline not in outputs.pop()
+
+
+def test_a_sequence_that_fails_is_named_and_the_others_are_returned(engine: SpeculativeEngine) -> None:
+    sampler = engine._service.target._backend._sampler
+
+    def raising(spec, tokens, position, logits):  # type: ignore[no-untyped-def]
+        if spec.output_start == position - 2 and tokens[0] == PROMPT_IDS[0]:
+            raise ValueError("no such state")
+
+    sampler._processors = (raising,)
+    try:
+        with pytest.raises(SequenceFailedError, match="ValueError: no such state"):
+            engine.generate(PROMPT_IDS, GREEDY, max_tokens=8)
+        events = engine.stream(PROMPT_IDS, GREEDY, max_tokens=8)
+        with pytest.raises(SequenceFailedError):
+            list(events)
+        failed, whole = engine.generate_batch([PROMPT_IDS, PROMPT_IDS[1:]], GREEDY, max_tokens=8)
+    finally:
+        sampler._processors = ()
+    assert (failed.finish_reason, failed.error) == ("error", "ValueError: no such state")
+    assert len(failed.token_ids) < 8
+    assert (whole.finish_reason, len(whole.token_ids)) == ("length", 8)
+    assert whole.token_ids == engine.generate(PROMPT_IDS[1:], GREEDY, max_tokens=8).token_ids

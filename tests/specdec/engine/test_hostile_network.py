@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -19,11 +18,11 @@ from specdec.engine.draft_backend import ModelDrafter
 from specdec.engine.target_backend import ModelTarget
 from specdec.models.recurrent.slots import Route
 from specdec.models.runner import ModelRunner
-from specdec.protocol.drafter import DRAFTER_LIGHT, DrafterMachine
+from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import Delivery, IngressMachine
-from specdec.protocol.messages import Message, Plan, PlanUpdate
+from specdec.protocol.messages import Plan, PlanUpdate
 from specdec.protocol.router import RouterMachine
-from specdec.protocol.target import LIGHT, TargetMachine
+from specdec.protocol.target import TargetMachine
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.pipeline import Sampler
 from tests.specdec.engine.pairs import add_noise, collect, make_model, run
@@ -36,7 +35,6 @@ from tests.specdec.protocol.world import TIMES
 NUM_HOSTILE_STEPS = 100
 TARGET_PERIOD = 3
 ROUTER, TARGET, DRAFTER, INGRESS = "R", "T", "D", "I"
-LIGHT_FOR = {TARGET: LIGHT, DRAFTER: DRAFTER_LIGHT}
 
 
 class HostileService:
@@ -54,7 +52,6 @@ class HostileService:
         self._make = {TARGET: target, DRAFTER: draft}
         self._now = 0
         self.counts: Counter[str] = Counter()
-        self._beside: dict[str, list[Message]] = {}
         self._rows: dict[str, SequenceSpec] = {}
         self._ingress = IngressMachine(INGRESS, TIMES)
         self._router = RouterMachine(ROUTER, self._plan, TIMES)
@@ -73,16 +70,11 @@ class HostileService:
             self._disturb()
         machines = {INGRESS: self._ingress, ROUTER: self._router, TARGET: self._target, DRAFTER: self._drafter}
         for name, message in self._net.arrivals(self._now):
-            if isinstance(message, LIGHT_FOR.get(name, ())) and self._rng.random() < 0.5:
-                self._beside[name].append(message)
-            else:
-                machines[name].receive(message, self._now)
+            machines[name].receive(message, self._now)
         for _ in range(self._rng.randrange(4)):
             self._drafter.step(self._now)
-        self._deliver_beside(DRAFTER)
         if self._now % TARGET_PERIOD == 0:
             self._target.step(self._now)
-            self._deliver_beside(TARGET)
         self._router.step(self._now)
         self._ingress.step(self._now)
         for name, machine in machines.items():
@@ -91,18 +83,6 @@ class HostileService:
                     self._net.send(name, peer, message, self._now)
         return self._ingress.take_deliveries()
 
-    @contextmanager
-    def _meanwhile(self, name: str) -> Iterator[None]:
-        self.counts[f"{name} beside"] += len(self._beside[name])
-        self._deliver_beside(name)
-        yield
-
-    def _deliver_beside(self, name: str) -> None:
-        """While a worker's model works, or after a step in which it did not."""
-        messages, self._beside[name] = self._beside[name], []
-        for message in messages:
-            (self._target if name == TARGET else self._drafter).receive(message, self._now)
-
     def count(self, name: str) -> None:
         """Add up what the present life of a worker has done."""
         if name == DRAFTER:
@@ -110,7 +90,6 @@ class HostileService:
             return
         self.counts["accepted"] += self._target.counters.num_accepted_tokens
         self.counts["stale"] += self._target.counters.num_stale_offers
-        self.counts["late"] += self._target.counters.num_late_offers
 
     def _disturb(self) -> None:
         if self._rng.random() < 0.02:
@@ -127,13 +106,10 @@ class HostileService:
 
     def _begin(self, name: str) -> None:
         runner = self._make[name]()
-        self._beside[name] = []
         if name == TARGET:
             self._target = TargetMachine(name, ModelTarget(runner, Sampler(VOCAB_SIZE), **LENGTHS), TIMES)
-            self._target.meanwhile = partial(self._meanwhile, name)
         else:
             self._drafter = DrafterMachine(name, ModelDrafter(runner, Sampler(VOCAB_SIZE), **LENGTHS), TIMES)
-            self._drafter.meanwhile = partial(self._meanwhile, name)
         self._router.worker_joined(name, "target" if name == TARGET else "drafter", self._now)
 
     def _plan(self, spec: SequenceSpec) -> Plan:
@@ -178,5 +154,5 @@ def test_no_token_changes(target: str, draft: str, temperature: float) -> None:
         service.count(TARGET)
         service.count(DRAFTER)
         counts += service.counts
-    for what in ("promoted", "accepted", "stale", "late", "T restarted", "D restarted", "T beside", "D beside"):
+    for what in ("promoted", "accepted", "stale", "T restarted", "D restarted"):
         assert counts[what] > 0, f"the schedules are too kind: nothing {what}"

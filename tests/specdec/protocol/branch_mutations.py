@@ -6,7 +6,7 @@ import pytest
 
 from specdec.protocol import target
 from specdec.protocol.backends import DraftJob
-from specdec.protocol.draft_path import Branch, Path
+from specdec.protocol.draft_path import Branch
 from specdec.protocol.draft_row import DraftRow
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.marks import TokenLog
@@ -137,27 +137,3 @@ def bounded(patch: pytest.MonkeyPatch) -> None:
         row.branches = held | row.branches
 
     patch.setattr(DrafterMachine, "_branch_out", branch_out_anew)
-
-
-@mutation
-def freed_after_the_step(patch: pytest.MonkeyPatch) -> None:
-    """What is dropped while the backend works is freed when it has answered."""
-    patch.setattr(DrafterMachine, "_tell_backend", lambda self, call: call())
-
-
-@mutation
-def taken_if_held(patch: pytest.MonkeyPatch) -> None:
-    """What was proposed for a chain or branch that was dropped meanwhile is not taken."""
-    patch.setattr(DraftRow, "holds", lambda self, path: True)
-
-
-@mutation
-def tokens_as_given(patch: pytest.MonkeyPatch) -> None:
-    """The tokens that the backend reads stay as they were."""
-
-    def drop_in_place(self: DraftRow, start: int) -> None:
-        self.path = Path()
-        self.tokens[start:] = self.log.tokens[start:]
-        self.offered_end = len(self.tokens)
-
-    patch.setattr(DraftRow, "drop_chain", drop_in_place)

@@ -119,11 +119,13 @@ def cumulative(patch: pytest.MonkeyPatch) -> None:
     """A verdict carries every unacknowledged token. Off: each token is sent once."""
     told: dict[tuple[str, Inc], int] = {}
 
-    def tell_once(self: TargetMachine, row: TargetRow) -> None:
+    def tell_once(self: TargetMachine, row: TargetRow, now_s: float) -> None:
+        row.told_s = now_s
         base = max(row.acked, told.get((row.seq, row.inc), 0))
         told[row.seq, row.inc] = len(row.log)
         tokens, notes = row.log.tail(base), row.notes.last(len(row.log) - base)
-        self._outbox.put(row.router, Verdict(row.seq, row.inc, base, tokens, notes, row.log.mark(), row.finish))
+        mark = row.log.mark()
+        self._outbox.put(row.router, Verdict(row.seq, row.inc, base, tokens, notes, mark, row.finish, row.reason))
 
     patch.setattr(TargetMachine, "_tell", tell_once)
 

@@ -16,8 +16,8 @@ EOS, STOP, VOCAB = 0, 1, 14
 PROMPT = (7, 7)
 
 
-class ViolationError(Exception):
-    """The protocol has broken a promise."""
+class ViolationError(BaseException):
+    """The protocol has broken a promise. No machine contains it."""
 
 
 def expect(holds: bool, promise: str) -> None:

@@ -23,20 +23,13 @@ NEVER = Inc(-1, 0), 0.0
 
 @dataclass
 class Node:
-    """A process: a life of an address.
-
-    Attributes:
-        light: What its machine may be handed while its model works.
-        beside: What it is to be handed then.
-    """
+    """A process: a life of an address."""
 
     name: str
     life: int
     machine: Machine
     backends: tuple[ScriptedTarget | ScriptedDraft, ...] = ()
     stalled_until: int = 0
-    light: tuple[type, ...] = ()
-    beside: list[Message] = field(default_factory=list)
 
     @property
     def rows(self) -> list[Row]:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from unittest.mock import patch
 
 from specdec.protocol import draft_row
 from specdec.protocol.draft_worker import DraftWorkerMachine
-from specdec.protocol.drafter import DRAFTER_LIGHT, DrafterMachine
+from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import IngressMachine
 from specdec.protocol.leases import Times
 from specdec.protocol.messages import Message, Plan, PlanUpdate
 from specdec.protocol.router import RouterMachine
-from specdec.protocol.target import LIGHT, TargetMachine
+from specdec.protocol.target import TargetMachine
 from specdec.sampling.params import SequenceSpec
 from tests.specdec.protocol.network import Network
 from tests.specdec.protocol.scripted import (
@@ -127,35 +125,19 @@ class World:
             if node.stalled_until > self.now:
                 self.net.hold(name, message, node.stalled_until)
                 continue
-            if isinstance(message, node.light) and self.rng.random() < 0.5:
-                node.beside.append(message)
-            else:
-                node.machine.receive(message, self.now)
-                self.watch.received(node, message, self.now)
+            node.machine.receive(message, self.now)
+            self.watch.received(node, message, self.now)
         for node in self.nodes.values():
             if node.stalled_until > self.now:
                 continue
             for _ in range(self._pace(node)):
                 node.machine.step(self.now)
                 self.watch.moved(node, self.now)
-            self._deliver_beside(node)
             if isinstance(node.machine, IngressMachine):
                 self.watch.delivered(node.machine.take_deliveries())
             for peer, messages in node.machine.take_outbox().items():
                 for message in messages:
                     self._send(node.name, peer, message)
-
-    def _deliver_beside(self, node: Node) -> None:
-        """While its model works, or after a step in which it did not."""
-        messages, node.beside = node.beside, []
-        for message in messages:
-            node.machine.receive(message, self.now)
-
-    @contextmanager
-    def _meanwhile(self, node: Node) -> Iterator[None]:
-        self.counts["beside"] += len(node.beside)
-        self._deliver_beside(node)
-        yield
 
     def _pace(self, node: Node) -> int:
         """How many steps a machine makes now: a target is slow, a drafter may be fast."""
@@ -177,13 +159,11 @@ class World:
             case "T":
                 node.backends = (self._target_backend(),)
                 node.machine = TargetMachine(name, node.backends[0], TIMES)
-                node.machine.meanwhile, node.light = partial(self._meanwhile, node), LIGHT
             case "D":
                 drafter = ScriptedDraft(self.draft_model, room=self.draft_room, max_model_len=self.draft_max_model_len)
                 solo = self._target_backend()
                 node.backends = drafter, solo
                 machine = DrafterMachine(name, drafter, TIMES)
-                machine.meanwhile, node.light = partial(self._meanwhile, node), DRAFTER_LIGHT
                 node.machine = DraftWorkerMachine(machine, TargetMachine(name, solo, TIMES))
 
     def _target_backend(self) -> ScriptedTarget:

@@ -1,0 +1,111 @@
+"""Errors of single rows and of whole steps, in the real backends: the others' tokens stay what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.engine.draft_backend import ModelDrafter
+from specdec.engine.local import LocalService
+from specdec.engine.target_backend import ModelTarget
+from specdec.errors import DeviceLostError
+from specdec.models.runner import ModelRunner, RowInput
+from specdec.sampling.params import SamplingParams, SequenceSpec
+from tests.specdec.engine.pairs import Case, Output, add_noise, backend, collect, make_model
+
+POISON_SEED = 13
+PROMPTS = ((5, 9, 77, 31), tuple(range(30, 63)), (8,), (11, 12))
+
+
+def cases(temperature: float, acceptance: str = "coupled") -> list[Case]:
+    params = SamplingParams(temperature=temperature, acceptance=acceptance)  # type: ignore[arg-type]
+    return [Case(prompt, 20, params, seed=POISON_SEED - 1 + i) for i, prompt in enumerate(PROMPTS)]
+
+
+def raising(spec: SequenceSpec, tokens: Sequence[int], position: int, logits: Tensor) -> None:
+    """Fails for one sequence, from its sixth token on, having spoilt its row."""
+    if spec.seed == POISON_SEED and position >= spec.output_start + 5:
+        logits.fill_(float("nan"))
+        raise ValueError("no such state")
+
+
+def service(in_target: bool, in_draft: bool) -> LocalService:
+    return LocalService(
+        backend(ModelTarget, make_model("llama"), processors=(raising,) if in_target else ()),
+        backend(ModelDrafter, add_noise(make_model("llama"), 0.06), processors=(raising,) if in_draft else ()),
+        3,
+    )
+
+
+def assert_only_the_poison_fails(outputs: list[Output], wanted: list[Output], num_tokens: int | None = None) -> None:
+    for i, (output, want) in enumerate(zip(outputs, wanted, strict=True)):
+        if i == 1:
+            assert output.finish == "error"
+            assert output.tokens == want.tokens[: len(output.tokens)]
+            assert num_tokens is None or len(output.tokens) == num_tokens
+        else:
+            assert (output.tokens, output.finish) == (want.tokens, want.finish)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("is_in_draft", [False, True])
+def test_a_hook_that_raises_ends_its_own_sequence(temperature: float, is_in_draft: bool) -> None:
+    wanted = collect(service(False, False), cases(temperature))
+    faulty = service(True, is_in_draft)
+    assert_only_the_poison_fails(collect(faulty, cases(temperature)), wanted)
+    report = faulty.target.report()
+    assert (report["num_errors"], report["num_failed_steps"]) == (1, 0)
+    assert faulty.target._backend.gauges()["num_cached_sequences"] == 0
+
+
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+def test_a_hook_that_raises_in_the_draft_only_costs_the_drafts(acceptance: str) -> None:
+    service_ = service(False, True)
+    outputs = collect(service_, cases(0.0, acceptance))
+    assert [output.tokens for output in outputs] == [o.tokens for o in collect(service(False, False), cases(0.0))]
+    assert service_.drafter is not None
+    assert service_.drafter.report()["num_skipped_sequences"] == 1
+    num_plain = [output.notes.how.count("p") for output in outputs]
+    assert num_plain[1] > 2 * max(num_plain[i] for i in (0, 2, 3))
+
+
+@pytest.fixture
+def failing_forward(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
+    """Every forward pass with the poison's prompt in it raises the last of these errors, after it has done its work."""
+    errors: list[BaseException] = []
+    forward = ModelRunner.forward
+
+    def fail(self: ModelRunner, rows: Sequence[RowInput]) -> Tensor:
+        logits = forward(self, rows)
+        if errors and any(tuple(row.sequence.tokens[:33]) == PROMPTS[1] for row in rows):
+            raise errors[-1]
+        return logits
+
+    monkeypatch.setattr(ModelRunner, "forward", fail)
+    return errors
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_forward_pass_that_runs_out_of_memory_ends_the_one_at_fault(
+    temperature: float, failing_forward: list[BaseException]
+) -> None:
+    wanted = collect(service(False, False), cases(temperature))
+    failing_forward.append(torch.OutOfMemoryError("CUDA out of memory"))
+    faulty = service(False, False)
+    assert_only_the_poison_fails(collect(faulty, cases(temperature)), wanted, num_tokens=0)
+    assert faulty.target.report()["num_failed_steps"] == 3  # all of them, and the one alone twice
+    assert faulty.drafter is not None
+    assert faulty.drafter.report()["num_skipped_sequences"] <= 1
+    assert faulty.target._backend.gauges()["num_cached_sequences"] == 0
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("CUDA error: device-side assert triggered"), torch.AcceleratorError("CUDA error: assert")]
+)
+def test_a_device_that_is_lost_is_not_contained(error: BaseException, failing_forward: list[BaseException]) -> None:
+    failing_forward.append(error)
+    with pytest.raises(DeviceLostError):
+        collect(service(False, False), cases(0.0))

@@ -1,0 +1,172 @@
+"""Errors of one sequence, steps that fail as a whole, and what becomes of those that shared them."""
+
+from __future__ import annotations
+
+import pytest
+
+from specdec.errors import DeviceLostError
+from specdec.protocol.backends import Proposal, Status, Verification
+from specdec.protocol.drafter import DrafterMachine
+from specdec.protocol.messages import Close, Plan
+from specdec.protocol.suspects import MOST_ALONE, apart
+from specdec.protocol.target import TargetMachine
+from tests.specdec.protocol.test_target import INC, TIMES, Oracle, open_message
+
+
+class Faulty(Oracle):
+    """Raises in every step that ``poison`` is in; ``failing`` fails by itself."""
+
+    def __init__(self, *, poison=None, failing=None, error=None, **options):
+        super().__init__(**options)
+        self.poison, self.failing, self.error = poison, failing, error or MemoryError("no room")
+
+    def verify(self, jobs):
+        results = super().verify(jobs)
+        if self.poison in [job.key for job in jobs]:
+            raise self.error
+        failed = Verification(Status.FAILED, reason="its hook raised")
+        return [failed if job.key == self.failing else result for job, result in zip(jobs, results, strict=True)]
+
+
+def machine_of(backend, names):
+    machine = TargetMachine("T", backend, TIMES)
+    for name in names:
+        machine.receive(open_message(seq=name, plan=Plan(0)), 0.0)
+    return machine
+
+
+def keys(machine):
+    return [tuple(key for key, _ in batch) for batch in machine._backend.batches]
+
+
+def ends(machine):
+    sent = machine.take_outbox().get("R", [])
+    return {message.seq: (message.finish, message.reason) for message in sent if message.finish is not None}
+
+
+def test_an_error_of_one_sequence_ends_it_and_no_other():
+    machine = machine_of(Faulty(failing="b"), "abc")
+    assert machine.step(0.0)
+    assert ends(machine) == {"b": ("error", "its hook raised")}
+    assert machine._backend.released == ["b"]
+    machine.step(0.0)
+    assert keys(machine) == [("a", "b", "c"), ("a", "c")]
+    machine.step(1.0)
+    assert ends(machine) == {"b": ("error", "its hook raised")}  # until it is closed
+    machine.receive(Close("b", INC), 1.0)
+    machine.step(2.0)
+    assert ends(machine) == {}
+    assert machine.report()["num_errors"] == 1
+
+
+def test_after_a_step_that_failed_each_is_tried_alone_and_who_fails_alone_twice_ends():
+    machine = machine_of(Faulty(poison="b"), "abcd")
+    machine.step(0.0)
+    assert sorted(machine._backend.released) == ["a", "b", "c", "d"]
+    for _ in range(9):
+        machine.step(0.0)
+    assert ["".join(batch) for batch in keys(machine)] == ["abcd", "a", "a", "b", "c", "ac", "d", "acd", "b", "acd"]
+    assert ends(machine)["b"] == ("error", "MemoryError: no room")
+    report = machine.report()
+    assert (report["num_failed_steps"], report["num_errors"], report["num_suspects"]) == (3, 1, 5)
+
+
+def test_a_sequence_that_failed_alone_once_goes_on():
+    backend = Faulty(poison="a")
+    machine = machine_of(backend, "a")
+    machine.step(0.0)
+    backend.poison = None
+    for _ in range(3):
+        machine.step(0.0)
+    assert ends(machine) == {}
+    assert len(machine.take_outbox().get("R", [])) == 0
+    assert len(next(iter(machine._rows)).log) == 5
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(1, [1]), (16, [1] * 16), (17, [9, 8]), (64, [32, 32])])
+def test_suspects_are_tried_alone_or_in_halves(count, sizes):
+    groups = apart(list(range(count)))
+    assert [len(group) for group in groups] == sizes
+    assert [member for group in groups for member in group] == list(range(count))
+
+
+def test_one_of_many_is_found_by_halves():
+    names = [f"{i:02d}" for i in range(2 * MOST_ALONE + 2)]
+    machine = machine_of(Faulty(poison="20"), names)
+    for _ in range(80):
+        machine.step(0.0)
+    assert machine.report()["num_failed_steps"] == 1 + 1 + 1 + 2  # all, a half of 17, a half of 9, alone, alone
+    assert [row.seq for row in machine._rows if row.finish == "error"] == ["20"]
+    assert all(row.suspects == "" for row in machine._rows)
+
+
+def test_a_group_that_another_worker_failed_with_has_a_step_of_its_own_first():
+    machine = machine_of(Oracle(), "ab")
+    for name in "cd":
+        opening = open_message(seq=name, plan=Plan(0))
+        opening = type(opening)(*[getattr(opening, field) for field in opening.__struct_fields__[:-1]], "R/1")
+        machine.receive(opening, 0.0)
+    for _ in range(2):
+        machine.step(0.0)
+    assert keys(machine) == [("c", "d"), ("a", "b", "c", "d")]
+
+
+def test_suspects_that_find_no_room_leave_the_step_to_others():
+    class Full(Oracle):
+        def _decide(self, job):
+            return Verification(Status.WAITING) if job.key == "b" else super()._decide(job)
+
+    machine = machine_of(Full(), "ab")
+    machine._groups.divide([row for row in machine._rows if row.seq == "b"])
+    assert machine.step(0.0)
+    assert keys(machine) == [("b",), ("a",)]
+
+
+def test_a_lost_device_fails_the_machine():
+    machine = machine_of(Faulty(poison="a", error=DeviceLostError("assert")), "ab")
+    with pytest.raises(DeviceLostError):
+        machine.step(0.0)
+
+
+class FaultyDraft:
+    """Proposes 5 for ever; raises, or fails, for one sequence and its branches."""
+
+    max_model_len = 100
+
+    def __init__(self, *, poison=None, failing=None):
+        self.poison, self.failing = poison, failing
+        self.batches, self.held = [], set()
+
+    def propose(self, jobs):
+        seqs = [job.fork_of or job.key for job in jobs]
+        self.batches.append(seqs)
+        if self.poison in seqs:
+            raise MemoryError
+        self.held |= {job.key for job in jobs}
+        proposal = Proposal(Status.DECIDED, 5, guesses=(6, 7))
+        return [Proposal(Status.FAILED) if seq == self.failing else proposal for seq in seqs]
+
+    def rest(self):
+        pass
+
+    def rename(self, key, new_key):
+        pass
+
+    def release(self, key):
+        self.held.discard(key)
+
+
+@pytest.mark.parametrize("how", ["poison", "failing"])
+def test_a_drafter_skips_what_fails_and_drafts_for_the_others(how):
+    backend = FaultyDraft(**{how: "b"})
+    machine = DrafterMachine("D", backend, TIMES)
+    for name in "abc":
+        machine.receive(open_message(seq=name, plan=Plan(3, 2)), 0.0)
+    for _ in range(20):
+        machine.step(0.0)
+    offered = {message.seq for message in machine.take_outbox()["R"]}
+    assert offered == {"a", "c"}
+    report = machine.report()
+    assert report["num_skipped_sequences"] == 1
+    assert report["num_failed_steps"] == (2 if how == "poison" else 0)
+    assert not any(key.startswith("b") for key in backend.held)
