@@ -22,6 +22,8 @@ Demo = Literal["plain", "hybrid"]
 """A demo target: of attention alone, or of recurrent layers and attention. The draft is the same."""
 DEMO_MODEL_NAMES: dict[Demo, str] = {"plain": "specdec-demo", "hybrid": "specdec-demo-hybrid"}
 
+NAME_A_MODEL = "name a model, or ask for the demo pair with demo: plain"
+
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _AMOUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
@@ -170,20 +172,24 @@ class Replicas(StrictModel):
 
 
 class ActorOptions(StrictModel):
-    """What one replica of a model asks of Ray, in place of what placement would choose."""
+    """What one replica asks of Ray, in place of what placement would choose."""
 
     num_gpus: float | None = Field(None, ge=0, le=64, description="GPUs of one replica; a fraction shares one")
-    num_cpus: float | None = Field(None, ge=0, le=1024, description="CPU cores of one replica, and its torch threads")
+    num_cpus: float | None = Field(
+        None, ge=0, le=1024, description="CPU cores of one replica, and a model's torch threads"
+    )
     resources: dict[str, float] = Field(default_factory=dict, description="Ray's custom resources of one replica")
     label_selector: dict[str, str] = Field(default_factory=dict, description="labels its node must have")
     accelerator_type: str | None = Field(None, description="kind of GPU its node must have")
 
 
 class Actors(StrictModel):
-    """Explicit placement, by model."""
+    """Explicit placement, by deployment."""
 
     target: ActorOptions = Field(default_factory=ActorOptions, description="a replica of the target")
     draft: ActorOptions = Field(default_factory=ActorOptions, description="a replica of the draft")
+    router: ActorOptions = Field(default_factory=ActorOptions, description="a replica of the router")
+    ingress: ActorOptions = Field(default_factory=ActorOptions, description="a replica of the HTTP ingress")
 
 
 class Scripted(StrictModel):
@@ -239,6 +245,13 @@ class AppArgs(StrictModel):
         f"them, {Bounds.num_branches} where this is 0; it holds {BRANCHES_IN_ALL} of all sequences together, shared "
         "evenly",
     )
+    drain_timeout_s: float = Field(
+        120.0,
+        ge=0,
+        le=86400,
+        description="how long running requests may go on when the service or a replica is told to stop; new requests "
+        "are refused meanwhile",
+    )
     stream_interval: int = Field(
         1,
         ge=1,
@@ -279,6 +292,16 @@ class AppArgs(StrictModel):
         if text is not None:
             parse_step_costs(text)
         return text
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_empty_target(cls, data: Any) -> Any:
+        """A value that was not filled in must not put the demo pair under real traffic."""
+        if isinstance(data, dict) and "target" in data and "demo" not in data:
+            target = data["target"]
+            if target is None or (isinstance(target, dict) and target.get("model", "") is None):
+                raise refused_key("target", f"target: is empty; {NAME_A_MODEL}")
+        return data
 
     @field_validator("target", "draft", mode="before")
     @classmethod

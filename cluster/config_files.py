@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from cluster.config import ServiceConfig
+from cluster.config import NAME_A_MODEL, ServiceConfig
 from cluster.settings import keys_from_environment
 from cluster.strict import StrictModel, key_paths, nearest, submodel, validated
 from specdec.errors import InvalidParameterError
@@ -30,8 +30,8 @@ def load_config(
         secrets_folder: Holds a file per secret key; it need not exist.
 
     Raises:
-        InvalidParameterError: For a file that cannot be read, an unknown key (the nearest known one is named), or a
-            value out of its range.
+        InvalidParameterError: For a file that cannot be read or leaves open whether the demo pair is wanted, an
+            unknown key (the nearest known one is named), or a value out of its range.
     """
     data: dict[str, Any] = {}
     if path is not None:
@@ -42,7 +42,10 @@ def load_config(
         ("environment", keys_from_environment()),
     ):
         data = merged(ServiceConfig, data, _read_texts(values, source))
-    return validated(ServiceConfig, merged(ServiceConfig, data, overrides or {}))
+    config = validated(ServiceConfig, merged(ServiceConfig, data, overrides or {}))
+    if path is not None and config.is_demo and "demo" not in config.model_fields_set:
+        raise InvalidParameterError("target", f"{path}: target: names no model; {NAME_A_MODEL}")
+    return config
 
 
 def config_keys(model: type[StrictModel] = ServiceConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:

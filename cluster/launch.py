@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from cluster.config import AppArgs, ServiceConfig
+from cluster.drain import INGRESS, drain_ingress
 from cluster.placement import plan_placement, ray_devices
 from cluster.processes import OwnProcesses, is_alive
 from cluster.settings import prepare_for_ray
@@ -33,7 +34,7 @@ OBJECT_STORE_BYTES = 256 << 20
 POLL_S = 0.2
 WATCH_S = 2.0
 HTTP_TIMEOUT_S = 30.0
-DRAIN_S = 30.0
+DELETE_S = 30.0
 SIGNAL_S = 0.3
 STOP_GRACE_S = 5.0
 
@@ -104,6 +105,7 @@ class LocalService:
         self._log_folder = f"{context.address_info['session_dir']}/logs/serve"
         have = ray.cluster_resources()
         self._report(f"Ray is up: {have.get('CPU', 0):g} cores, {have.get('GPU', 0):g} GPUs")
+        self._report(f"logs: {self._log_folder}")
 
     def deploy(self) -> None:
         """Start Serve with its HTTP proxy, and hand it the application; does not wait for the replicas.
@@ -169,20 +171,20 @@ class LocalService:
     def stop(self) -> None:
         """Stop all that was started, and nothing else; safe to call at any point, and again.
 
-        The application drains first, for at most ``DRAIN_S`` seconds.
+        The service drains first: new requests are refused, and running ones have ``drain_timeout_s`` to end.
         """
         if self._is_ray_started:
             import ray
 
             self._report("stopping; Ctrl-C again to force")
             self._processes.note()
-            self._drain()
+            self._stop_application()
             self._processes.note()
             ray.shutdown()
         self._processes.stop(STOP_GRACE_S)
 
-    def _drain(self) -> None:
-        """Give running requests time to end; where it never got ready there are none.
+    def _stop_application(self) -> None:
+        """Drain the application and delete it; where it never got ready no request runs.
 
         A call to a Ray that has died does not return. What stopped us may be on its way to Ray's processes too, so they
         are given time to end, and the calls are made where nobody waits for them.
@@ -191,16 +193,21 @@ class LocalService:
             return
         self._is_ready = False
         time.sleep(SIGNAL_S)
-        deadline_s = time.monotonic() + DRAIN_S
-        drain = threading.Thread(target=self._delete_application, args=(deadline_s,), daemon=True)
-        drain.start()
-        while drain.is_alive() and self._ray_is_alive() and time.monotonic() < deadline_s:
-            drain.join(POLL_S)
+        deadline_s = time.monotonic() + self._config.drain_timeout_s + DELETE_S
+        thread = threading.Thread(target=self._drain_and_delete, args=(deadline_s,), daemon=True)
+        thread.start()
+        while thread.is_alive() and self._ray_is_alive() and time.monotonic() < deadline_s:
+            thread.join(POLL_S)
 
-    def _delete_application(self, deadline_s: float) -> None:
+    def _drain_and_delete(self, deadline_s: float) -> None:
         from ray import serve
 
         try:
+            if self._ray_is_alive():
+                handle = serve.get_deployment_handle(INGRESS, APPLICATION_NAME)
+                if not drain_ingress(handle, self._config.drain_timeout_s, self._ray_is_alive):
+                    self._report(f"requests still run after {self._config.drain_timeout_s:g} s: they are cut off")
+                    return
             if self._ray_is_alive():
                 serve.delete(APPLICATION_NAME, _blocking=False)
             while self._ray_is_alive() and time.monotonic() < deadline_s:
@@ -229,9 +236,10 @@ class LocalService:
 
     def _wait_for_http(self) -> None:
         deadline_s = time.monotonic() + HTTP_TIMEOUT_S
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever the environment's http_proxy
         while time.monotonic() < deadline_s:
             try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                with direct.open(f"{self.url}/health", timeout=5):
                     return
             except (urllib.error.URLError, OSError):
                 time.sleep(POLL_S)

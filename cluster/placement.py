@@ -50,15 +50,15 @@ class Placement:
 def plan_placement(
     devices: Devices, replicas: Replicas | None = None, actors: Actors | None = None, *, has_draft: bool = True
 ) -> Placement:
-    """Share the devices out among the replicas of target and draft; router and ingress take no core of their own.
+    """Share the devices out among the replicas of target and draft; router and ingress ask for no core unless told to.
 
     A whole GPU each where there are enough; equal fractions where there are fewer; without a GPU, a core and a torch
-    thread each. What ``actors`` says for a model stands in place of that.
+    thread each. What ``actors`` says for a deployment stands in place of that.
 
     Args:
         devices: What there is now.
         replicas: Number of replicas of each deployment; one by default.
-        actors: Explicit options by model.
+        actors: Explicit options by deployment.
         has_draft: Whether there is a draft model.
     """
     replicas = replicas or Replicas()
@@ -67,12 +67,11 @@ def plan_placement(
     num_gpus = equal_share(devices.num_gpus, num_workers)
     # Where no node is up yet, a worker still asks for a core: it must not land on a head node that has none.
     num_cpus = equal_share(devices.num_cpus, num_workers) or 1.0
-    idle = ActorShare({"num_cpus": 0})
     return Placement(
         target=_share(actors.target, num_gpus, num_cpus),
-        draft=_share(actors.draft, num_gpus, num_cpus) if has_draft else idle,
-        router=idle,
-        ingress=idle,
+        draft=_share(actors.draft, num_gpus, num_cpus) if has_draft else ActorShare({"num_cpus": 0}),
+        router=_share(actors.router, 0, 0),
+        ingress=_share(actors.ingress, 0, 0),
         remarks=_remarks(devices, num_workers, num_gpus, num_cpus),
     )
 

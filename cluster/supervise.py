@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 from cluster.processes import OwnProcesses
@@ -28,17 +28,19 @@ class StopRequested(KeyboardInterrupt):
     """Whoever runs this process wants it to stop; raised in the main thread of the supervised process."""
 
 
-def supervised(body: Callable[[], int], grace_s: float = GRACE_S) -> int:
+def supervised(body: Callable[[], int], grace_s: float = GRACE_S, stop_timeout_s: float = STOP_TIMEOUT_S) -> int:
     """Run ``body`` in a child process, and leave no process of its behind.
 
     The child is in a session of its own: what a terminal or a process manager sends to the whole group reaches this
     process alone, and is passed on to the child once, as :class:`StopRequested`. A second signal, or a child that does
-    not end within a minute, ends everything at once. Orphans of the child become children of this process (on Linux),
-    so that they are found. To be called last, and before any thread is started: the signals stay taken over.
+    not end within ``stop_timeout_s``, ends everything at once. Orphans of the child become children of this process (on
+    Linux), so that they are found and waited for. To be called last, and before any thread is started: the signals stay
+    taken over.
 
     Args:
         body: Returns an exit code.
         grace_s: How long what the child leaves behind may take to end by itself.
+        stop_timeout_s: How long the child may take to end after it was told to stop.
 
     Returns:
         The child's code; 0 after a stop that was asked for; 130 after one that had to be forced.
@@ -54,7 +56,7 @@ def supervised(body: Callable[[], int], grace_s: float = GRACE_S) -> int:
     received: list[int] = []
     _handle(lambda signum, _: received.append(signum))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    code = _wait(child, received)
+    code = _wait(child, received, stop_timeout_s)
     forced = code is None or len(received) > 1
     processes.stop(0.0 if forced else grace_s)
     if forced:
@@ -103,19 +105,34 @@ def _run_child(body: Callable[[], int]) -> None:
         os._exit(code)
 
 
-def _wait(child: int, received: list[int]) -> int | None:
+def _wait(child: int, received: list[int], stop_timeout_s: float) -> int | None:
     """Pass the first signal on and wait for the child; None where it is not waited for any longer."""
     deadline_s = None
     while True:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
+        for pid, status in _ended_children():
+            if pid == child:
+                return os.waitstatus_to_exitcode(status)
         if received and deadline_s is None:
-            deadline_s = time.monotonic() + STOP_TIMEOUT_S
+            deadline_s = time.monotonic() + stop_timeout_s
             os.kill(child, signal.SIGTERM)
         if len(received) > 1 or (deadline_s is not None and time.monotonic() > deadline_s):
             return None
         time.sleep(POLL_S)
+
+
+def _ended_children() -> Iterator[tuple[int, int]]:
+    """Process id and status of each child that has ended: the one we started, and orphans that became ours.
+
+    An orphan that nobody waits for would stay in the process table for as long as this process lives.
+    """
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not pid:
+            return
+        yield pid, status
 
 
 def _prctl(option: int, value: int) -> None:

@@ -20,9 +20,6 @@ from deployments.workers import DraftServer, TargetServer
 
 logger = logging.getLogger("ray.serve")
 
-_STREAM_GRACE_S = 300.0
-"""How long a replica of the ingress that is to stop may go on with its streams."""
-
 
 def build_app(args: AppArgs) -> Application:
     """Build the application, for ``serve.run`` and for ``import_path`` in Serve's own YAML.
@@ -43,10 +40,10 @@ def build_app(args: AppArgs) -> Application:
         num_replicas=args.replicas.ingress,
         ray_actor_options=placement.ingress.ray_actor_options,
         max_ongoing_requests=args.limits.max_concurrent_requests,
-        max_queued_requests=args.limits.max_queued_requests,
+        max_queued_requests=max(1, args.limits.max_queued_requests),  # Serve knows no queue of length 0
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=args.limits.retry_after_s),
         health_check_period_s=1.0,
-        graceful_shutdown_timeout_s=_STREAM_GRACE_S,
+        graceful_shutdown_timeout_s=args.drain_timeout_s,
         graceful_shutdown_wait_loop_s=0.2,
     )
     return ingress.bind(args, router.bind(args, *workers))

@@ -13,7 +13,7 @@ from cluster.config import ServiceConfig
 from cluster.config_files import load_config
 from cluster.download import fetch_models
 from cluster.launch import APPLICATION, LocalService, Report, check_port
-from cluster.supervise import StopRequested, catch_stop, stop_begun, supervised
+from cluster.supervise import STOP_TIMEOUT_S, StopRequested, catch_stop, stop_begun, supervised
 
 USAGE = "[MODEL] [--draft MODEL] [--config FILE.yaml] [--host HOST] [--port PORT] [KEY ...]"
 
@@ -46,7 +46,10 @@ def serve(config: ServiceConfig, application: str = APPLICATION) -> int:
     """
     config = config.model_copy(update={"port": check_port(config.host, config.port)})
     is_debugged = config.log_level == "debug"
-    return supervised(lambda: exit_code("serve", lambda: run_service(config, application), is_debugged=is_debugged))
+    return supervised(
+        lambda: exit_code("serve", lambda: run_service(config, application), is_debugged=is_debugged),
+        stop_timeout_s=config.drain_timeout_s + STOP_TIMEOUT_S,
+    )
 
 
 def run_service(config: ServiceConfig, application: str) -> int:

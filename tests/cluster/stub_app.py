@@ -13,10 +13,8 @@ from specdec.errors import ModelLoadError
 @serve.deployment(name="TargetServer", ray_actor_options={"num_cpus": 1})
 class Worker:
     def __init__(self, model: str | None) -> None:
-        if model == "missing":
-            raise ModelLoadError("there is no folder missing")
-        if model == "broken":
-            raise RuntimeError("out of luck")
+        if model is not None and model.endswith("broken"):
+            raise ModelLoadError("the weights are broken")
 
     async def pid(self) -> int:
         return os.getpid()
@@ -26,6 +24,13 @@ class Worker:
 class Ingress:
     def __init__(self, worker: object) -> None:
         self._worker = worker
+        self._is_draining = False
+
+    async def drain(self) -> None:
+        self._is_draining = True
+
+    async def is_drained(self) -> bool:
+        return self._is_draining
 
     async def __call__(self, request: Request) -> PlainTextResponse:
         if request.url.path == "/environment":

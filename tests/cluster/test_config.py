@@ -175,7 +175,25 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
 def test_an_empty_file_says_nothing(tmp_path):
     path = tmp_path / "service.yaml"
     path.write_text("# nothing\n")
-    assert load_config(path) == ServiceConfig()
+    assert load_config(path, {"demo": "plain"}) == load_config(None, {"demo": "plain"})
+
+
+@pytest.mark.parametrize(
+    "text", ["", "target:\n", "target: {model: }\n", "target: {dtype: float32}\n", "limits: {retry_after_s: 3}\n"]
+)
+def test_a_file_gets_the_demo_pair_by_name_only(tmp_path, text):
+    path = tmp_path / "service.yaml"
+    path.write_text(text)
+    with pytest.raises(InvalidParameterError, match=r"target: .*; name a model, or ask for .* with demo: plain"):
+        load_config(path)
+    path.write_text(f"{text}demo: plain\n")
+    assert load_config(path).model_name == "specdec-demo"
+
+
+@pytest.mark.parametrize("target", [None, {"model": None}])
+def test_an_empty_target_is_refused_in_serves_arguments_too(target):
+    with pytest.raises(ValueError, match="target: is empty"):
+        AppArgs.model_validate({"target": target})
 
 
 def test_the_applications_arguments_are_all_but_the_address():

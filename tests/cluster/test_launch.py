@@ -92,6 +92,7 @@ def test_it_serves_until_ctrl_c_and_leaves_nothing_behind(start):
         service.read_until("Ctrl-C stops it.")
         (url,) = re.findall(r"curl (http://127\.0\.0\.1:\d+)/v1/completions", service.output)
         assert re.search(r"\[ *\d+\.\d s\] Ray is up: \d+ cores", service.output)
+        assert re.search(r"logs: \S+/logs/serve\n", service.output)
         assert "TargetServer: starting (loads the model)" in service.output
         assert "TargetServer: ready" in service.output
         told = [(name, value) for name, value in RAY_SETTINGS.items() if name.startswith("RAY_SERVE_")]
@@ -123,11 +124,13 @@ def test_sigterm_while_ray_starts_stops_what_was_started(start):
     assert service.processes() == []
 
 
-def test_a_model_that_cannot_be_loaded_is_one_line_and_exit_code_2(start):
-    service = start("--target", "missing")
+def test_a_model_that_cannot_be_loaded_is_one_line_and_exit_code_2(start, tmp_path):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{}")
+    service = start("--target", str(tmp_path / "broken"))
     service.read_until("specdec serve: ")
     assert service.end() == 2
-    assert "specdec serve: there is no folder missing; logs: " in service.output
+    assert "specdec serve: the weights are broken; logs: " in service.output
     assert "Traceback" not in service.output
     assert service.processes() == []
 
@@ -141,6 +144,13 @@ def test_a_second_ctrl_c_ends_everything_at_once(start):
     service.process.send_signal(signal.SIGINT)
     assert service.end() == 130
     assert service.processes() == []
+
+
+def test_a_folder_that_does_not_exist_is_refused_before_ray_starts(start):
+    service = start("--target", "./missing")
+    service.read_until("specdec serve: target.model: there is no folder ./missing")
+    assert service.end() == 2
+    assert "Ray" not in service.output
 
 
 def test_own_processes_are_those_started_since():

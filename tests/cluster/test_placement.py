@@ -75,6 +75,14 @@ def test_explicit_options_stand_in_place_of_what_would_be_chosen():
     assert placement.draft.ray_actor_options == {"num_cpus": 1, "resources": {"small": 1}}
 
 
+def test_router_and_ingress_go_where_they_are_told_to():
+    assert plan_placement(Devices(4, 8)).router.ray_actor_options == {"num_cpus": 0}
+    front = {"resources": {"front": 1}, "label_selector": {"pool": "front"}}
+    placement = plan_placement(Devices(4, 8), actors=Actors.model_validate({"router": front, "ingress": front}))
+    for share in (placement.router, placement.ingress):
+        assert share.ray_actor_options == {"num_cpus": 0, **front}
+
+
 def test_serve_takes_the_options():
     from ray.serve.schema import RayActorOptionsSchema
 

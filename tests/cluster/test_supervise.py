@@ -85,6 +85,17 @@ def test_what_does_not_end_is_killed(start):
     assert [one for one in family if is_alive(one)] == []
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives a process the orphans of its children")
+def test_an_adopted_orphan_that_ends_is_waited_for(start):
+    process, _ = start(f"subprocess.run(['sh', '-c', 'sleep 0.5 & echo $!']); {WAIT}")
+    orphan = int(process.stdout.readline())
+    deadline_s = time.monotonic() + 30
+    while psutil.pid_exists(orphan) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(orphan), "it is a zombie"
+    assert process.poll() is None
+
+
 def test_a_second_signal_does_not_wait(start):
     stubborn = "while True:\n try:\n  print(1, flush=True)\n  time.sleep(300)\n except BaseException: pass"
     process, family = start(f"exec({stubborn!r})")

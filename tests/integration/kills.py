@@ -13,7 +13,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -84,6 +84,7 @@ class Streams:
     count: int = 16
     max_tokens: int = 400
     num_chunks: dict[int, int] = field(default_factory=dict)
+    _futures: list[Future[Stream]] = field(default_factory=list)
 
     def run(self, i: int) -> Stream:
         """Run stream ``i`` to its end."""
@@ -127,8 +128,12 @@ class Streams:
         """Start all streams; gives how to wait for them."""
         self.num_chunks.clear()
         with ThreadPoolExecutor(self.count) as pool:
-            futures = [pool.submit(self.run, i) for i in range(self.count)]
-            yield lambda: [future.result() for future in futures]
+            self._futures = [pool.submit(self.run, i) for i in range(self.count)]
+            yield lambda: [future.result() for future in self._futures]
+
+    def are_running(self) -> bool:
+        """Whether none has ended yet."""
+        return not any(future.done() for future in self._futures)
 
     def have_begun(self) -> bool:
         """Whether every stream has had two chunks."""

@@ -31,6 +31,7 @@ class RunningService:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.lines: list[str] = []
+        self._children: list[psutil.Process] = []
         self._ready = threading.Event()
         started_s = time.monotonic()
         command = [sys.executable, "-m", "cluster.cli", "serve", "--port", str(port), *flags]
@@ -99,14 +100,23 @@ class RunningService:
         samples = {key: value for key, value in self.metrics().items() if key.startswith(names)}
         return {key.split('role="')[1].split('"')[0]: value for key, value in samples.items()}
 
-    def stop(self) -> int:
-        """Stop it as Ctrl-C does; gives its exit code. Nothing it started may be left."""
-        children = psutil.Process(self._process.pid).children(recursive=True) if self._process.poll() is None else []
-        self._process.send_signal(signal.SIGINT)
-        code = self._process.wait(STOP_TIMEOUT_S)
-        left = [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    def signal(self, signum: signal.Signals) -> None:
+        """Send it a signal, as a process manager does; its processes are remembered for :meth:`wait`."""
+        if self._process.poll() is None:
+            self._children = self.children()
+        self._process.send_signal(signum)
+
+    def wait(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        """Wait for its end after a signal; gives its exit code. Nothing it started may be left."""
+        code = self._process.wait(timeout_s)
+        left = [child for child in self._children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
         assert not left, f"left behind: {left}"
         return code
+
+    def stop(self) -> int:
+        """Stop it as Ctrl-C does; gives its exit code."""
+        self.signal(signal.SIGINT)
+        return self.wait()
 
     def _read(self) -> None:
         assert self._process.stdout is not None

@@ -39,7 +39,8 @@ def node(manifest):
     prepare_for_ray()
     import ray
 
-    groups = manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    cluster = manifest["spec"]["rayClusterConfig"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
     context = ray.init(
         address="local",
         num_cpus=2,

@@ -104,6 +104,25 @@ def test_each_model_has_a_worker_group_with_what_its_actor_asks_for(manifest):
     assert manifest["spec"]["rayClusterConfig"]["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
 
 
+def test_router_and_ingress_fit_on_the_head_and_nowhere_else(manifest):
+    cluster = manifest["spec"]["rayClusterConfig"]
+    args = AppArgs.model_validate(serve_config(manifest)["applications"][0]["args"])
+    asked = [getattr(args.actors, name).resources for name in ("router", "ingress")]
+    (front,) = {name for resources in asked for name in resources}
+    offered = float(cluster["headGroupSpec"]["resources"][front])
+    assert sum(resources[front] for resources in asked) <= offered
+    assert not any(front in group["resources"] for group in cluster["workerGroupSpecs"])
+
+
+def test_a_pod_stays_for_as_long_as_requests_may_run(manifest):
+    args = AppArgs.model_validate(serve_config(manifest)["applications"][0]["args"])
+    head = manifest["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
+    (container,) = head["containers"]
+    _sleep, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert args.drain_timeout_s <= float(seconds) < head["terminationGracePeriodSeconds"]
+    assert manifest["spec"]["rayClusterDeletionDelaySeconds"] > args.drain_timeout_s
+
+
 def test_pods_have_the_settings_of_the_local_service(manifest):
     for container in containers(manifest):
         environment = {entry["name"]: entry["value"] for entry in container["env"]}
