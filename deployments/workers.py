@@ -7,16 +7,15 @@ from dataclasses import replace
 
 import torch
 
-from cluster.bench.doubles import emulated_drafter, emulated_target, scripted_pair
-from cluster.bench.steps import BusyTime, NotedDrafter, NotedTarget
 from cluster.config import AppArgs
+from cluster.doubles import emulated_drafter, emulated_target, scripted_pair
 from cluster.sources import backend_options, draft_source, target_source
 from deployments.names import ROUTER
 from deployments.transport.endpoints import WorkerEndpoint, replica_id
 from specdec.engine.build import Built, build_drafter, build_target
-from specdec.engine.timing import TimedDrafter, TimedTarget
+from specdec.engine.observed import Listener, ObservedDrafter, ObservedTarget
+from specdec.engine.timing import StepReport
 from specdec.engine.trace import Recorder
-from specdec.engine.traced import TracedDrafter, TracedTarget
 from specdec.models.compat import check_pair, tokenizer_width
 from specdec.models.describe import describe_model
 from specdec.models.loading import load_tokenizer
@@ -42,12 +41,11 @@ class TargetServer(WorkerEndpoint):
 
     def __init__(self, args: AppArgs, num_torch_threads: int, gpu_share: float) -> None:
         torch.set_num_threads(num_torch_threads)
-        busy = BusyTime()
-        backend = NotedTarget(emulated_target(args, _target_backend(args, gpu_share)), busy)
-        timed = TimedTarget(backend, lambda: backend.gauges() | busy.gauges())
-        recorder = Recorder(replica_id(), "target") if args.trace else None
-        steps = timed if recorder is None else TracedTarget(timed, recorder)
-        machine = TargetMachine(replica_id(), steps, args.protocol.times(), timed.gauges)
+        name, report = replica_id(), StepReport()
+        recorder = Recorder(name, "target") if args.trace else None
+        backend = emulated_target(args, _target_backend(args, gpu_share))
+        observed = ObservedTarget(backend, _listeners(report, recorder))
+        machine = TargetMachine(name, observed, args.protocol.times(), lambda: observed.gauges() | report.gauges())
         self.start_worker(machine, routers=ROUTER, stall_s=STALL_S, recorder=recorder)
 
 
@@ -62,15 +60,17 @@ class DraftServer(WorkerEndpoint):
 
     def __init__(self, args: AppArgs, num_torch_threads: int, gpu_share: float) -> None:
         torch.set_num_threads(num_torch_threads)
-        busy = BusyTime()
-        backend, solo = _draft_backends(args, gpu_share)
-        drafter = NotedDrafter(emulated_drafter(args, backend), busy)
-        name, times = replica_id(), args.protocol.times()
-        timed = TimedDrafter(drafter, lambda: drafter.gauges() | busy.gauges())
+        name, times, report = replica_id(), args.protocol.times(), StepReport()
         recorder = Recorder(name, "drafter") if args.trace else None
-        steps = timed if recorder is None else TracedDrafter(timed, recorder)
-        machine = DraftWorkerMachine(DrafterMachine(name, steps, times, timed.gauges), TargetMachine(name, solo, times))
+        backend, solo = _draft_backends(args, gpu_share)
+        observed = ObservedDrafter(emulated_drafter(args, backend), _listeners(report, recorder))
+        drafter = DrafterMachine(name, observed, times, lambda: observed.gauges() | report.gauges())
+        machine = DraftWorkerMachine(drafter, TargetMachine(name, solo, times))
         self.start_worker(machine, routers=ROUTER, stall_s=STALL_S, recorder=recorder)
+
+
+def _listeners(report: StepReport, recorder: Recorder | None) -> list[Listener]:
+    return [report] if recorder is None else [report, recorder.stepped]
 
 
 def _target_backend(args: AppArgs, gpu_share: float) -> TargetBackend:

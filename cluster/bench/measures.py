@@ -7,7 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from specdec.engine.observed import StepRecord
+
 PERCENTILES = (50, 95, 99)
+DEVICES = {"target": "target", "drafter": "draft"}
+"""By a worker's role."""
 
 
 class Arrival(NamedTuple):
@@ -20,31 +24,6 @@ class Arrival(NamedTuple):
 
     time_s: float
     num_tokens: int
-
-
-class Step(NamedTuple):
-    """One forward pass on one device.
-
-    Attributes:
-        device: ``target`` or ``draft``.
-        num_rows: Sequences in it.
-        num_tokens: Tokens it decided on: 1 + K a row on a target, 1 on a drafter; prompts are not counted.
-        is_prefill: Whether it read a part of a prompt.
-        goes_on: Whether it goes on with a sequence of the step before it.
-    """
-
-    device: str
-    started_s: float
-    ended_s: float
-    num_rows: int
-    num_tokens: int
-    is_prefill: bool = False
-    goes_on: bool = False
-
-    @property
-    def duration_s(self) -> float:
-        """Its time."""
-        return self.ended_s - self.started_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,24 +210,22 @@ def tokens_per_round(streams: Iterable[Stream]) -> float | None:
     return sum(stream.num_tokens - 1 for stream in streams) / num_rounds if num_rounds > 0 else None
 
 
-def device_use(steps: Iterable[Step], wall_s: float) -> dict[str, DeviceUse]:
-    """What each device did, from its steps one by one."""
-    by_device: dict[str, list[Step]] = {}
+def device_use(steps: Iterable[StepRecord], wall_s: float) -> dict[str, DeviceUse]:
+    """What each device did, ``target`` and ``draft``, from its steps one by one."""
+    by_device: dict[str, list[StepRecord]] = {}
     for step in steps:
-        by_device.setdefault(step.device, []).append(step)
+        by_device.setdefault(DEVICES[step.role], []).append(step)
     uses: dict[str, DeviceUse] = {}
     for device, done in sorted(by_device.items()):
-        decoding = [step.duration_s for step in done if not step.is_prefill]
-        decode_step_s = mean(decoding)
-        busy_s = sum(step.duration_s for step in done)
-        uses[device] = DeviceUse(wall_s, busy_s, len(done), decode_step_s=decode_step_s)
+        decode_step_s = mean(step.duration_s for step in done if step.is_decode)
+        uses[device] = DeviceUse(wall_s, sum(step.duration_s for step in done), len(done), decode_step_s=decode_step_s)
     return uses
 
 
-def covered_s(steps: Iterable[Step]) -> float:
+def covered_s(steps: Iterable[StepRecord]) -> float:
     """Time in which at least one device was in a step."""
-    total_s, end_s = 0.0, float("-inf")
-    for step in sorted(steps, key=lambda step: step.started_s):
-        total_s += max(0.0, step.ended_s - max(step.started_s, end_s))
-        end_s = max(end_s, step.ended_s)
-    return total_s
+    total_ns = end_ns = 0
+    for step in sorted(steps, key=lambda step: step.start_ns):
+        total_ns += max(0, step.end_ns - max(step.start_ns, end_ns))
+        end_ns = max(end_ns, step.end_ns)
+    return total_ns / 1e9

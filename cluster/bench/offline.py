@@ -9,20 +9,19 @@ from functools import partial
 from typing import get_args
 
 from cluster.bench.compare import Mode
-from cluster.bench.doubles import emulated_drafter, emulated_target, scripted_pair
 from cluster.bench.load import Workload, fresh_salt
-from cluster.bench.measures import Arrival, DeviceUse, Run, Step, Stream, covered_s, device_use
-from cluster.bench.steps import NotedDrafter, NotedTarget
+from cluster.bench.measures import Arrival, DeviceUse, Run, Stream, covered_s, device_use
 from cluster.config import AppArgs
+from cluster.doubles import emulated_drafter, emulated_target, scripted_pair
 from cluster.sources import backend_options, draft_source, target_source
 from specdec.engine.build import build_drafter, build_target
 from specdec.engine.emulation import Clock, EmulatedDrafter, EmulatedTarget, RealClock
 from specdec.engine.engine import SpeculativeEngine
+from specdec.engine.observed import Listener, ObservedDrafter, ObservedTarget, StepRecord
 from specdec.engine.results import TokenEvent
 from specdec.engine.shares import pair_share
 from specdec.engine.stats import SpecStats
 from specdec.engine.trace import Recorder, Role, WorkerTrace
-from specdec.engine.traced import TracedDrafter, TracedTarget
 from specdec.models.compat import check_pair, tokenizer_width
 from specdec.models.describe import describe_model
 from specdec.models.loading import load_tokenizer
@@ -33,7 +32,7 @@ from specdec.sampling.params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Both backends with their steps noted, and the engine over them.
+    """Both backends, observed, and the engine over them.
 
     Attributes:
         drafter: None where there is no draft model.
@@ -43,9 +42,9 @@ class Pair:
     """
 
     engine: SpeculativeEngine
-    target: NotedTarget
-    drafter: NotedDrafter | None
-    steps: list[Step]
+    target: ObservedTarget
+    drafter: ObservedDrafter | None
+    steps: list[StepRecord]
     emulated: tuple[EmulatedTarget | EmulatedDrafter, ...]
     clock: Clock
     recorders: dict[str, Recorder]
@@ -81,7 +80,7 @@ class Pair:
 
     def now_ns(self) -> int:
         """The clock, in nanoseconds."""
-        return round(self.clock.now_s() * 1e9)
+        return _now_ns(self.clock)
 
     def _emulated_use(self, device: str, use: DeviceUse, before: dict[int, dict[str, float]]) -> DeviceUse:
         """The same with what was emulated since ``before``."""
@@ -107,16 +106,17 @@ def load_pair(args: AppArgs, report: Callable[[str], None] | None = None, clock:
     width = tokenizer_width(tokenizer)
     target, drafter = _backends(args, width, report)
     target = emulated_target(args, target, clock)
-    steps: list[Step] = []
-    noted_target = NotedTarget(target, steps.append, clock.now_s)
-    noted_drafter = None
+    steps: list[StepRecord] = []
+    recorders = _recorders(args, clock)
+    observed_target = ObservedTarget(target, _listeners(steps, recorders.get("target")), partial(_now_ns, clock))
+    observed_drafter = None
     if drafter is not None:
         drafter = emulated_drafter(args, drafter, clock)
-        noted_drafter = NotedDrafter(drafter, steps.append, clock.now_s)
-    recorders = _recorders(args, clock)
+        listeners = _listeners(steps, recorders.get("drafter"))
+        observed_drafter = ObservedDrafter(drafter, listeners, partial(_now_ns, clock))
     engine = SpeculativeEngine(
-        TracedTarget(noted_target, recorders["target"]) if recorders else noted_target,
-        TracedDrafter(noted_drafter, recorders["drafter"]) if recorders and noted_drafter else noted_drafter,
+        observed_target,
+        observed_drafter,
         tokenizer,
         eos_token_ids=describe_model(source).eos_token_ids,
         vocab_size=width,
@@ -124,13 +124,21 @@ def load_pair(args: AppArgs, report: Callable[[str], None] | None = None, clock:
         on_message=partial(_record, recorders) if recorders else None,
     )
     emulated = [backend for backend in (target, drafter) if isinstance(backend, EmulatedTarget | EmulatedDrafter)]
-    return Pair(engine, noted_target, noted_drafter, steps, tuple(emulated), clock, recorders)
+    return Pair(engine, observed_target, observed_drafter, steps, tuple(emulated), clock, recorders)
+
+
+def _listeners(steps: list[StepRecord], recorder: Recorder | None) -> list[Listener]:
+    return [steps.append, *([] if recorder is None else [recorder.stepped])]
+
+
+def _now_ns(clock: Clock) -> int:
+    return round(clock.now_s() * 1e9)
 
 
 def _recorders(args: AppArgs, clock: Clock) -> dict[str, Recorder]:
     """One for each part of the engine, by the names that they have there; none unless a trace is asked for."""
     roles = get_args(Role) if args.trace else ()
-    return {role: Recorder(role, role, clock_ns=lambda: round(clock.now_s() * 1e9)) for role in roles}
+    return {role: Recorder(role, role, clock_ns=partial(_now_ns, clock)) for role in roles}
 
 
 def _record(recorders: dict[str, Recorder], sender: str, receiver: str, message: Message) -> None:

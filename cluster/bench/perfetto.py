@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -57,17 +57,15 @@ def _steps(worker: WorkerTrace, pid: int) -> Iterator[Event]:
     for draft in worker.draft_steps:
         yield _span("draft step", draft.start_ns, draft.end_ns, pid, 1, _draft_args(draft))
     for before, after in pairwise(worker.target_steps):
-        next_rows = {row.seq: row for row in after.rows}
-        waits = all(_waits(row, next_rows.get(row.seq)) for row in before.rows)
-        yield from _wait("waits for a draft" if waits else "between steps", before.end_ns, after.start_ns, pid, 2)
+        name = _wait_name(row.mode for row in before.rows)
+        yield from _wait(name, before.end_ns, after.start_ns, pid, 2)
     for earlier, later in pairwise(worker.draft_steps):
         yield from _wait("idle", earlier.end_ns, later.start_ns, pid, 2)
 
 
-def _waits(row: VerifiedRow, next_row: VerifiedRow | None) -> bool:
-    """Whether a row waited for a draft after its step, as far as its next step tells."""
-    is_there = next_row is not None and next_row.is_ahead
-    return row.mode == "in_turn" or (row.may_wait and row.num_decided > 0 and not is_there)
+def _wait_name(modes: Iterable[str]) -> str:
+    """What a target does after a step whose rows are drafted for in these ways."""
+    return "waits for a draft" if all(mode == "in_turn" for mode in modes) else "between steps"
 
 
 def _target_args(step: TargetStep) -> Event:
@@ -133,7 +131,7 @@ def _flow(hop: Hop, number: int, pids: dict[str, int]) -> Iterator[Event]:
 
 
 def _streams(run: TracedRun, pid: int) -> Iterator[Event]:
-    """A track per sequence: its rounds, the waits between them, and offers that came too late."""
+    """A track per sequence: its rounds, and the time between them."""
     rounds: dict[str, list[tuple[TargetStep, VerifiedRow]]] = {}
     for worker in run.of("target"):
         for step in worker.target_steps:
@@ -145,13 +143,8 @@ def _streams(run: TracedRun, pid: int) -> Iterator[Event]:
         entries.sort(key=lambda entry: entry[0].start_ns)
         for step, row in entries:
             yield _span(_title(row), step.start_ns, step.end_ns, pid, tids[seq], _row_args(row))
-        for (before, row), (after, next_row) in pairwise(entries):
-            name = "waits for a draft" if _waits(row, next_row) else "between rounds"
-            yield from _wait(name, before.end_ns, after.start_ns, pid, tids[seq])
-    for worker in run.of("target"):
-        for offer in worker.late_offers:
-            if offer.seq in tids:
-                yield _instant("late offer", offer.at_ns, pid, tids[offer.seq], {"log length": offer.length})
+        for (before, row), (after, _) in pairwise(entries):
+            yield from _wait(_wait_name([row.mode]), before.end_ns, after.start_ns, pid, tids[seq])
 
 
 def _title(row: VerifiedRow) -> str:
@@ -159,9 +152,7 @@ def _title(row: VerifiedRow) -> str:
         return "reads the prompt"
     if not row.num_drafted:
         return f"round {row.round}: no draft"
-    return (
-        f"round {row.round}: {row.num_accepted} of {row.num_drafted} accepted{f', {row.outcome}' * bool(row.outcome)}"
-    )
+    return f"round {row.round}: {row.num_accepted} of {row.num_drafted} accepted"
 
 
 def _row_args(row: VerifiedRow) -> Event:
@@ -174,7 +165,6 @@ def _row_args(row: VerifiedRow) -> Event:
         "decided": row.num_decided,
         "mode": row.mode,
         "draft from": row.source,
-        "outcome": row.outcome,
     }
 
 

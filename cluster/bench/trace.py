@@ -16,7 +16,6 @@ from cluster.bench.measures import Run
 from specdec.engine.trace import (
     ClockReading,
     DraftStep,
-    LateOffer,
     MessageEvent,
     Role,
     TargetStep,
@@ -124,7 +123,6 @@ class TracingRunner:
         return tuple(self._runs.values())
 
 
-E = TypeVar("E", MessageEvent, LateOffer)
 S = TypeVar("S", TargetStep, DraftStep, Turn)
 
 
@@ -138,7 +136,7 @@ def within(trace: WorkerTrace, start: ClockReading, duration_ns: int) -> WorkerT
     if trace.clock.boot_id != start.boot_id:
         origin_ns += (start.wall_ns - start.monotonic_ns) - (trace.clock.wall_ns - trace.clock.monotonic_ns)
 
-    def moments(events: Iterable[E]) -> tuple[E, ...]:
+    def moments(events: Iterable[MessageEvent]) -> tuple[MessageEvent, ...]:
         moved = (event._replace(at_ns=event.at_ns - origin_ns) for event in events)
         return tuple(event for event in moved if 0 <= event.at_ns <= duration_ns)
 
@@ -152,7 +150,6 @@ def within(trace: WorkerTrace, start: ClockReading, duration_ns: int) -> WorkerT
         target_steps=spans(trace.target_steps),
         draft_steps=spans(trace.draft_steps),
         turns=spans(trace.turns),
-        late_offers=moments(trace.late_offers),
     )
 
 

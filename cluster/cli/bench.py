@@ -151,8 +151,8 @@ def _works(arguments: argparse.Namespace) -> list[Work]:
 
 
 def _environment(arguments: argparse.Namespace, config: ServiceConfig) -> Environment:
-    from cluster.bench.doubles import stand_ins
     from cluster.bench.shapes import model_shapes
+    from cluster.doubles import stand_ins
     from cluster.machine import this_machine
 
     machine = this_machine()

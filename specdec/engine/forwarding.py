@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from specdec.protocol.backends import DraftBackend, DraftJob, Proposal, TargetBackend, Verification, VerifyJob
 
@@ -20,7 +20,7 @@ class ForwardingTarget:
 
     def gauges(self) -> dict[str, float]:
         """What the inner backend holds now."""
-        return _gauges_of(self._inner)
+        return self._inner.gauges()
 
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         """The inner backend's step."""
@@ -44,7 +44,7 @@ class ForwardingDrafter:
 
     def gauges(self) -> dict[str, float]:
         """What the inner backend holds now."""
-        return _gauges_of(self._inner)
+        return self._inner.gauges()
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         """The inner backend's step."""
@@ -61,9 +61,3 @@ class ForwardingDrafter:
     def release(self, key: str) -> None:
         """Free everything held for a sequence or branch."""
         self._inner.release(key)
-
-
-def _gauges_of(backend: TargetBackend | DraftBackend) -> dict[str, float]:
-    """What a backend holds now; nothing where it does not say."""
-    gauges: Callable[[], Mapping[str, float]] | None = getattr(backend, "gauges", None)
-    return dict(gauges()) if gauges is not None else {}

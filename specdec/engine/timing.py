@@ -1,23 +1,13 @@
-"""How long a worker's steps take, by how much is in them: what the controller plans with."""
+"""What a worker reports of its steps: how long they take by how much is in them, and the time between them."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from specdec.engine.forwarding import ForwardingDrafter, ForwardingTarget
-from specdec.protocol.backends import (
-    DraftBackend,
-    DraftJob,
-    Proposal,
-    Status,
-    TargetBackend,
-    Verification,
-    VerifyJob,
-)
-from specdec.protocol.worker import Gauges
+from specdec.engine.observed import StepRecord
 
 _SAMPLES_KEPT = 31
 _BUCKETS_KEPT = 48
@@ -65,96 +55,36 @@ def _bucket(count: int) -> int:
     return _BUCKETS_PER_OCTAVE * octave + ((count - (1 << octave)) * _BUCKETS_PER_OCTAVE >> octave)
 
 
-class TimedTarget(ForwardingTarget):
-    """A target backend, and how long its verifications take.
-
-    Steps that read a prompt, or rebuild what was taken from a sequence, are left out.
+class StepReport:
+    """What a worker's report says of its steps; a listener of :mod:`specdec.engine.observed`.
 
     Args:
-        backend: Does the work.
-        gauges: Of the backend, to which the times are added.
-        clock: Seconds.
+        clock_ns: Nanoseconds, the one that steps are timed with.
     """
 
-    def __init__(
-        self, backend: TargetBackend, gauges: Gauges | None = None, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        super().__init__(backend)
-        self._gauges = gauges
-        self._clock = clock
+    def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._clock_ns = clock_ns
         self._timer = StepTimer()
-        self._settled: set[str] = set()
+        self._busy_s = self._gap_s = 0.0
+        self._num_gaps = 0
+        self._last_end_ns = 0
 
-    def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
-        """One step, timed."""
-        before_s = self._clock()
-        results = self._inner.verify(jobs)
-        duration_s = self._clock() - before_s
-        statuses = [result.status for result in results]
-        if statuses.count(Status.DECIDED) == len(jobs) and self._settled.issuperset([job.key for job in jobs]):
-            if jobs:
-                num_drafted = sum([result.num_drafted for result in results])
-                self._timer.add(len(jobs), len(jobs) + num_drafted, duration_s)
-            return results
-        for job, status in zip(jobs, statuses, strict=True):
-            (self._settled.add if status is Status.DECIDED else self._settled.discard)(job.key)
-        return results
-
-    def release(self, key: str) -> None:
-        """Free everything held for a sequence."""
-        self._settled.discard(key)
-        self._inner.release(key)
+    def __call__(self, step: StepRecord) -> None:
+        """A step has ended."""
+        self._busy_s += step.duration_s
+        if step.goes_on:
+            self._gap_s += (step.start_ns - self._last_end_ns) / 1e9
+            self._num_gaps += 1
+        self._last_end_ns = step.end_ns
+        if step.is_decode:
+            self._timer.add(step.num_rows, step.num_tokens, (step.end_ns - step.since_ns) / 1e9)
 
     def gauges(self) -> dict[str, float]:
-        """The backend's, and the times of steps."""
-        return {**(self._gauges() if self._gauges is not None else {}), **self._timer.report()}
+        """Figures for the worker's report, by name.
 
-
-class TimedDrafter(ForwardingDrafter):
-    """A draft backend, and how long its steps take; see :class:`TimedTarget`. A branch's first step counts.
-
-    What a drafter does between two steps is part of the later one's time, unless it rested there: a draft of K tokens
-    takes K of both, and where cores are short what lies between is the longer.
-    """
-
-    def __init__(
-        self, backend: DraftBackend, gauges: Gauges | None = None, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        super().__init__(backend)
-        self._gauges = gauges
-        self._clock = clock
-        self._last_s: float | None = None
-        self._timer = StepTimer()
-        self._settled: set[str] = set()
-
-    def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
-        """One step, timed."""
-        before_s = self._clock()
-        results = self._inner.propose(jobs)
-        after_s = self._clock()
-        duration_s = after_s - (before_s if self._last_s is None else self._last_s)
-        self._last_s = after_s
-        statuses = [result.status for result in results]
-        is_plain = bool(jobs) and statuses.count(Status.DECIDED) == len(jobs)
-        for job, status in zip(jobs, statuses, strict=True):
-            if job.fork_of is not None:
-                break  # branches come last
-            is_plain = is_plain and job.key in self._settled
-            (self._settled.add if status is Status.DECIDED else self._settled.discard)(job.key)
-        if is_plain:
-            self._timer.add(len(jobs), len(jobs), duration_s)
-        return results
-
-    def rest(self) -> None:
-        """A step found nothing to draft: the time until the next one is nobody's."""
-        self._last_s = None
-        self._inner.rest()
-
-    def release(self, key: str) -> None:
-        """Free everything held for a sequence or branch."""
-        self._settled.discard(key)
-        self._inner.release(key)
-
-    def gauges(self) -> dict[str, float]:
-        """The backend's, and the times of steps."""
-        return {**(self._gauges() if self._gauges is not None else {}), **self._timer.report()}
+        ``busy_s``: seconds in steps. ``gap_s`` and ``num_gaps``: seconds between steps of which the later goes on with
+        a row of the earlier, and how often. ``report_s``: the clock now, so that two reports give a share of time.
+        ``step/<i>/...``: times of steps that read no prompt; see :meth:`StepTimer.report`.
+        """
+        gaps = {"gap_s": self._gap_s, "num_gaps": float(self._num_gaps), "report_s": self._clock_ns() / 1e9}
+        return {"busy_s": self._busy_s, **gaps, **self._timer.report()}

@@ -10,13 +10,13 @@ import platform
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from specdec.engine.foresight import Foresight, Offered
-from specdec.protocol.backends import DraftJob, Proposal, Status, Verification, VerifyJob
+from specdec.engine.observed import DraftRecord, StepRecord, VerifyRecord
+from specdec.protocol.backends import DraftSource, Status
 from specdec.protocol.messages import Ack, Close, Commit, Message, Offer, Open, Plan, PlanUpdate, Verdict
 from specdec.protocol.plans import mode_name
 
@@ -63,12 +63,7 @@ class VerifiedRow(NamedTuple):
         num_accepted: How many of them were kept.
         num_decided: Tokens decided, 0 while the prompt is read.
         mode: How the sequence is drafted: ``plain``, ``in_turn``, ``overlap`` or ``outcomes`` (overlap with branches).
-        source: What the draft was taken from: ``chain`` or ``branch`` of an offer; empty where there was none or the
-            offer is not known any more.
-        outcome: ``hit``: how the round before would end was among the outcomes that branches had been offered for;
-            ``miss``: it was not; empty where there were none when the draft was chosen.
-        is_ahead: Whether its draft was made before the round before was decided.
-        may_wait: Whether its plan lets it wait for the next draft.
+        source: What of an offer the draft was: ``chain`` or ``branch``; empty where there was none.
     """
 
     seq: str
@@ -78,10 +73,7 @@ class VerifiedRow(NamedTuple):
     num_accepted: int
     num_decided: int
     mode: str
-    source: str = ""
-    outcome: str = ""
-    is_ahead: bool = False
-    may_wait: bool = False
+    source: DraftSource = ""
 
 
 class DraftedRows(NamedTuple):
@@ -124,14 +116,6 @@ class Turn(NamedTuple):
     end_ns: int
 
 
-class LateOffer(NamedTuple):
-    """An offer that a target got after the round that it foresaw had been followed by another."""
-
-    at_ns: int
-    seq: str
-    length: int
-
-
 class ClockReading(NamedTuple):
     """Both clocks of a machine at one moment.
 
@@ -163,23 +147,9 @@ class WorkerTrace:
     target_steps: tuple[TargetStep, ...] = ()
     draft_steps: tuple[DraftStep, ...] = ()
     turns: tuple[Turn, ...] = ()
-    late_offers: tuple[LateOffer, ...] = ()
 
 
-class _Verified(NamedTuple):
-    """A target's step as it is kept: runs are needed to see which offer each draft came from.
-
-    Attributes:
-        num_before: Entries before its drafts were chosen, counted since the worker started.
-    """
-
-    num_before: int
-    start_ns: int
-    end_ns: int
-    rows: tuple[tuple[VerifiedRow, tuple[int, ...]], ...]
-
-
-_Entry = MessageEvent | _Verified | DraftStep | Turn | Offered
+_Entry = MessageEvent | TargetStep | DraftStep | Turn
 
 
 class Recorder:
@@ -206,7 +176,6 @@ class Recorder:
         self._num_dropped = 0
         self._plans: dict[str, Plan] = {}
         self._rounds: dict[str, int] = {}
-        self._num_before_turn: int | None = None
         self._lock = threading.Lock()
 
     def sent(self, peer: str, messages: Iterable[Message]) -> None:
@@ -226,55 +195,41 @@ class Recorder:
         now_ns = self.clock_ns()
         self._note_message("received", now_ns, "", message)
         match message:
-            case Offer(seq=seq) if self.role == "target":
-                offered = Offered(now_ns, seq, message.mark.length, message.chain, message.branches)
-                self._keep(offered, 1 + len(message.branches))
             case Open(seq=seq, plan=plan) | PlanUpdate(seq=seq, plan=plan):
                 self._plans[seq] = plan
             case Close(seq=seq):
                 self._plans.pop(seq, None)
                 self._rounds.pop(seq, None)
 
-    def turns(self) -> int:
-        """A turn of the machine begins, in which it chooses what to do by what it has received; the time."""
-        self._num_before_turn = self._num_entries()
-        return self.clock_ns()
-
     def turned(self, start_ns: int) -> None:
         """A turn of the machine with a step in it has ended."""
         self._keep(Turn(start_ns, self.clock_ns()))
 
-    def verified(self, start_ns: int, jobs: Sequence[VerifyJob], results: Sequence[Verification]) -> bool:
-        """A target's step has ended; False if nothing was done in it."""
-        end_ns = self.clock_ns()
+    def stepped(self, step: StepRecord) -> None:
+        """A step of the worker's backend has ended; a listener of :mod:`specdec.engine.observed`."""
+        if isinstance(step, VerifyRecord):
+            rows = self._verified(step)
+            self._keep(TargetStep(step.start_ns, step.end_ns, rows), len(rows))
+        elif isinstance(step, DraftRecord):
+            drafted = self._drafted(step)
+            self._keep(DraftStep(step.start_ns, step.end_ns, drafted), len(drafted))
+
+    def _verified(self, step: VerifyRecord) -> tuple[VerifiedRow, ...]:
         rows = []
-        for job, result in zip(jobs, results, strict=True):
+        for job, result in zip(step.jobs, step.results, strict=True):
             if result.status is Status.WAITING:
                 continue
             number = self._rounds.get(job.key, 0) + 1
             if result.status is Status.DECIDED:
                 self._rounds[job.key] = number
-            row = VerifiedRow(
-                job.key,
-                number,
-                len(job.log),
-                result.num_drafted,
-                result.num_accepted,
-                len(result.run),
-                self._mode(job.key),
-                may_wait=self._may_wait(job.key),
-            )
-            rows.append((row, result.run))
-        if rows:
-            num_before = self._num_entries() if self._num_before_turn is None else self._num_before_turn
-            self._keep(_Verified(num_before, start_ns, end_ns, tuple(rows)), len(rows))
-        return bool(rows)
+            counts = result.num_drafted, result.num_accepted, len(result.run)
+            source = job.source if result.num_drafted else ""
+            rows.append(VerifiedRow(job.key, number, len(job.log), *counts, self._mode(job.key), source))
+        return tuple(rows)
 
-    def drafted(self, start_ns: int, jobs: Sequence[DraftJob], proposals: Sequence[Proposal]) -> bool:
-        """A drafter's step has ended; False if nothing was done in it."""
-        end_ns = self.clock_ns()
+    def _drafted(self, step: DraftRecord) -> tuple[DraftedRows, ...]:
         found: dict[str, list[int]] = {}  # length of the log, tokens ahead, branches
-        for job, proposal in zip(jobs, proposals, strict=True):
+        for job, proposal in zip(step.jobs, step.results, strict=True):
             if proposal.status is Status.WAITING:
                 continue
             counts = found.setdefault(job.fork_of or job.key, [job.num_committed, 0, 0])
@@ -282,39 +237,28 @@ class Recorder:
                 counts[2] += 1
             else:
                 counts[1] = len(job.tokens) - job.num_committed + (proposal.token is not None)
-        if found:
-            rows = tuple(
-                DraftedRows(seq, base, ahead, branches, self._mode(seq))
-                for seq, (base, ahead, branches) in found.items()
-            )
-            self._keep(DraftStep(start_ns, end_ns, rows), len(rows))
-        return bool(found)
+        rows = found.items()
+        return tuple(DraftedRows(seq, base, ahead, branches, self._mode(seq)) for seq, (base, ahead, branches) in rows)
 
     def trace(self) -> WorkerTrace:
         """All that is held now."""
         with self._lock:
             entries, num_dropped = [entry for _, entry in self._entries], self._num_dropped
         messages = sorted((e for e in entries if isinstance(e, MessageEvent)), key=lambda event: event.at_ns)
-        steps, late = _followed(enumerate(entries, num_dropped))
         return WorkerTrace(
             self.name,
             self.role,
             read_clock(self.clock_ns),
             num_dropped,
             tuple(messages),
-            tuple(steps),
+            tuple(entry for entry in entries if isinstance(entry, TargetStep)),
             tuple(entry for entry in entries if isinstance(entry, DraftStep)),
             tuple(entry for entry in entries if isinstance(entry, Turn)),
-            tuple(late),
         )
 
     def _mode(self, seq: str) -> str:
         plan = self._plans.get(seq)
         return "plain" if plan is None or not plan.num_draft_tokens else mode_name(plan)
-
-    def _may_wait(self, seq: str) -> bool:
-        plan = self._plans.get(seq)
-        return plan is not None and plan.num_draft_tokens > 0 and plan.draft_wait_s > 0
 
     def _note_message(self, what: What, now_ns: int, peer: str, message: Message) -> None:
         """Keep a message, if it is of those that a timeline shows."""
@@ -335,11 +279,6 @@ class Recorder:
                 return
         self._keep(MessageEvent(what, now_ns, peer, type(message).__name__, seq, inc, *figures))
 
-    def _num_entries(self) -> int:
-        """Since the start."""
-        with self._lock:
-            return self._num_dropped + len(self._entries)
-
     def _keep(self, entry: _Entry, size: int = 1) -> None:
         with self._lock:
             self._entries.append((size, entry))
@@ -356,40 +295,3 @@ def read_clock(clock_ns: Callable[[], int] = time.monotonic_ns) -> ClockReading:
     except OSError:  # not Linux; processes of one machine then share no more than its name
         boot_id = platform.node()
     return ClockReading(boot_id, clock_ns(), time.time_ns())
-
-
-def _followed(entries: Iterable[tuple[int, _Entry]]) -> tuple[list[TargetStep], list[LateOffer]]:
-    """Steps with their rows judged, and the offers that came late; from numbered entries.
-
-    Offers are received while a model works too. Its drafts were chosen before, so a step is judged by those that had
-    come before its turn began. Times do not tell: those of emulated devices are often the same.
-    """
-    foresight, judged, late = Foresight(), list[TargetStep](), list[LateOffer]()
-    coming = deque[tuple[int, Offered]]()
-
-    def take_until(number: float) -> None:
-        while coming and coming[0][0] < number:
-            offered = coming.popleft()[1]
-            if foresight.take(offered):
-                late.append(LateOffer(offered.at_ns, offered.seq, offered.length))
-
-    for number, entry in entries:
-        if isinstance(entry, Offered):
-            coming.append((number, entry))
-        elif isinstance(entry, _Verified):
-            take_until(entry.num_before)
-            rows = tuple(_judged(row, foresight) for row, _ in entry.rows)
-            judged.append(TargetStep(entry.start_ns, entry.end_ns, rows))
-            take_until(number)
-            for row, run in entry.rows:
-                if run:
-                    foresight.decided(row.seq, row.base, run)
-    take_until(float("inf"))
-    return judged, late
-
-
-def _judged(row: VerifiedRow, foresight: Foresight) -> VerifiedRow:
-    if not row.num_decided:
-        return row
-    source, outcome, is_ahead = foresight.judge(row.seq, row.base, has_draft=row.num_drafted > 0)
-    return row._replace(source=source, outcome=outcome, is_ahead=is_ahead)

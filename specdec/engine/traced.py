@@ -1,13 +1,10 @@
-"""Machines and backends whose steps and messages are recorded."""
+"""Machines whose messages and turns are recorded."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
-from specdec.engine.forwarding import ForwardingDrafter, ForwardingTarget
 from specdec.engine.trace import Recorder
-from specdec.protocol.backends import DraftBackend, DraftJob, Proposal, TargetBackend, Verification, VerifyJob
 
 
 class Machine(Protocol):
@@ -50,7 +47,7 @@ class TracedMachine:
 
     def step(self, now_s: float) -> bool:
         """Do a piece of work; True if there may be more."""
-        start_ns = self._recorder.turns()
+        start_ns = self._recorder.clock_ns()
         worked = self._inner.step(now_s)
         if worked:
             self._recorder.turned(start_ns)
@@ -62,33 +59,3 @@ class TracedMachine:
         for peer, messages in outbox.items():
             self._recorder.sent(peer, messages)
         return outbox
-
-
-class TracedTarget(ForwardingTarget):
-    """A target backend whose steps are recorded."""
-
-    def __init__(self, inner: TargetBackend, recorder: Recorder) -> None:
-        super().__init__(inner)
-        self._recorder = recorder
-
-    def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
-        """The inner backend's step, recorded."""
-        start_ns = self._recorder.clock_ns()
-        results = self._inner.verify(jobs)
-        self._recorder.verified(start_ns, jobs, results)
-        return results
-
-
-class TracedDrafter(ForwardingDrafter):
-    """A draft backend whose steps are recorded."""
-
-    def __init__(self, inner: DraftBackend, recorder: Recorder) -> None:
-        super().__init__(inner)
-        self._recorder = recorder
-
-    def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
-        """The inner backend's step, recorded."""
-        start_ns = self._recorder.clock_ns()
-        proposals = self._inner.propose(jobs)
-        self._recorder.drafted(start_ns, jobs, proposals)
-        return proposals

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from specdec.protocol.marks import TokenLog
 from specdec.protocol.messages import Candidates
@@ -26,6 +26,9 @@ class Status(Enum):
     """It raised an error of its own, and of no other job of the step; it must not be given again."""
 
 
+DraftSource = Literal["", "chain", "branch"]
+
+
 class VerifyJob(NamedTuple):
     """Bring a sequence's state to ``log``, verify ``draft`` after it, and decide what comes next.
 
@@ -34,6 +37,7 @@ class VerifyJob(NamedTuple):
         log: All committed tokens. Must not be changed by the backend.
         draft: Proposed tokens, not longer than the worker wants committed at most, less one.
         candidates: Under the rejection rule, what each draft token was drawn from; else empty.
+        source: What of an offer the draft is: ``chain`` or ``branch``; empty where there is no draft.
     """
 
     key: str
@@ -41,6 +45,7 @@ class VerifyJob(NamedTuple):
     draft: Tokens
     spec: SequenceSpec
     candidates: tuple[Candidates, ...] = ()
+    source: DraftSource = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,10 @@ class TargetBackend(Protocol):
     @property
     def max_model_len(self) -> int:
         """Longest sequence, prompt and output together, in tokens."""
+        ...
+
+    def gauges(self) -> dict[str, float]:
+        """What it holds now, and what it has done since it started, by the names of the worker's report."""
         ...
 
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
@@ -138,6 +147,10 @@ class DraftBackend(Protocol):
     @property
     def max_model_len(self) -> int:
         """Longest sequence, in tokens, that the draft model can read."""
+        ...
+
+    def gauges(self) -> dict[str, float]:
+        """What it holds now, and what it has done since it started, by the names of the worker's report."""
         ...
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:

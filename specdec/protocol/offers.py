@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from specdec.protocol.backends import DraftSource
 from specdec.protocol.marks import TokenLog
 from specdec.protocol.messages import Candidates, Offer, Outcome
 from specdec.types import Tokens
@@ -20,14 +21,16 @@ class Draft(NamedTuple):
     Attributes:
         tokens: Proposed tokens after the log.
         candidates: Under the rejection rule, what each of them was drawn from; else empty.
+        source: What of the offer it is.
     """
 
     tokens: Tokens = ()
     candidates: tuple[Candidates, ...] = ()
+    source: DraftSource = ""
 
     def first(self, count: int) -> Draft:
         """The first ``count`` tokens."""
-        return Draft(self.tokens[:count], self.candidates[:count])
+        return Draft(self.tokens[:count], self.candidates[:count], self.source)
 
 
 NO_DRAFT = Draft()
@@ -51,7 +54,7 @@ def remaining_draft(offer: Offer, log: TokenLog, *, needs_candidates: bool) -> D
         return NO_DRAFT
     count = len(since)
     if chain[:count] == since:
-        rest = Draft(chain[count:], offer.candidates[count:])
+        rest = Draft(chain[count:], offer.candidates[count:], "chain")
     else:
         same = 0
         while same < len(chain) and chain[same] == since[same]:
@@ -94,5 +97,5 @@ def _branch(offer: Offer, num_accepted: int, next_token: int, since: Tokens) -> 
     for i, (foreseen, chain) in enumerate(offer.branches):
         if foreseen == outcome and chain[: len(since)] == since:
             candidates = offer.branch_candidates[i] if i < len(offer.branch_candidates) else ()
-            return Draft(chain[len(since) :], candidates[len(since) :])
+            return Draft(chain[len(since) :], candidates[len(since) :], "branch")
     return NO_DRAFT

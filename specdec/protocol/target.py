@@ -126,7 +126,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
             draft = NO_DRAFT if row.suspects else self._draft(row)
             if draft.tokens or row.suspects or not self._waits(row, now_s):
                 deciding.append(row)
-                jobs.append(VerifyJob(row.seq, row.log, draft.tokens, row.spec, draft.candidates))
+                jobs.append(VerifyJob(row.seq, row.log, draft.tokens, row.spec, draft.candidates, draft.source))
         if not jobs:
             return False
         try:

@@ -9,10 +9,11 @@ import pytest
 from cluster.bench.compare import Comparison, Mode, Work
 from cluster.bench.load import devices_between, worker_figures
 from cluster.bench.measures import Arrival, DeviceUse, Run, Stream, tokens_per_round
-from cluster.bench.steps import BusyTime, NotedTarget
 from cluster.bench.summary import summarize
 from specdec.engine.emulation import VirtualClock
+from specdec.engine.observed import ObservedTarget
 from specdec.engine.scripted import Script, ScriptedTarget
+from specdec.engine.timing import StepReport
 from specdec.protocol.backends import VerifyJob
 from specdec.protocol.marks import TokenLog
 from specdec.sampling.params import SamplingParams, SequenceSpec
@@ -27,12 +28,13 @@ def job(key: str) -> VerifyJob:
 
 def test_gaps_are_between_steps_that_go_on() -> None:
     clock = VirtualClock()
-    busy = BusyTime(clock.now_s)
-    target = NotedTarget(ScriptedTarget(Script(0.5, 0.5, tuple(range(20))), 100), busy, clock.now_s)
+    report = StepReport()
+    backend = ScriptedTarget(Script(0.5, 0.5, tuple(range(20))), 100)
+    target = ObservedTarget(backend, [report], lambda: round(1e9 * clock.now_s()))
     for keys, pause_s in (("a", 5.0), ("ab", 0.25), ("b", 0.5), ("c", 9.0)):
         clock.sleep(pause_s)
         target.verify([job(key) for key in keys])
-    assert {name: busy.gauges()[name] for name in ("gap_s", "num_gaps")} == {"gap_s": 0.75, "num_gaps": 2}
+    assert {name: report.gauges()[name] for name in ("gap_s", "num_gaps")} == {"gap_s": 0.75, "num_gaps": 2}
 
 
 def test_gaps_between_two_reports() -> None:

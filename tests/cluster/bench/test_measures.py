@@ -9,7 +9,6 @@ from cluster.bench.measures import (
     Arrival,
     DeviceUse,
     Run,
-    Step,
     Stream,
     acceptance_rate,
     covered_s,
@@ -21,6 +20,7 @@ from cluster.bench.measures import (
     token_gaps_s,
 )
 from cluster.bench.summary import summarize
+from specdec.engine.observed import Role, StepRecord
 
 ARRIVALS = (Arrival(0.5, 2), Arrival(0.8, 1), Arrival(1.4, 3))
 STREAM = Stream("abcdef", ARRIVALS, num_drafts=2, num_draft_tokens=8, num_accepted_tokens=3)
@@ -69,12 +69,17 @@ def test_acceptance_is_pooled_over_streams() -> None:
     assert (acceptance_rate([plain]), mean_acceptance_length([plain]), hit_rate([plain])) == (None, None, 0.0)
 
 
+def step(role: Role, start_s: float, end_s: float, *, is_decode: bool = True) -> StepRecord:
+    start_ns, end_ns = round(1e9 * start_s), round(1e9 * end_s)
+    return StepRecord(role, start_ns, end_ns, start_ns, 1, 1, 0, is_decode=is_decode, goes_on=False)
+
+
 def test_devices_from_their_steps() -> None:
     steps = [
-        Step("target", 0.0, 0.4, 1, 1, is_prefill=True),
-        Step("draft", 0.3, 0.5, 1, 1),
-        Step("target", 0.6, 0.7, 1, 1),
-        Step("target", 0.7, 0.9, 1, 5),
+        step("target", 0.0, 0.4, is_decode=False),
+        step("drafter", 0.3, 0.5),
+        step("target", 0.6, 0.7),
+        step("target", 0.7, 0.9),
     ]
     use = device_use(steps, 2.0)
     assert use["target"].num_steps == 3
@@ -83,7 +88,7 @@ def test_devices_from_their_steps() -> None:
     assert use["target"].step_s == pytest.approx(0.15), "a step that reads a prompt is no measure of decoding"
     assert use["draft"].idle_share == pytest.approx(0.9)
     assert covered_s(steps) == pytest.approx(0.8)
-    assert covered_s([*steps, Step("draft", 0.1, 0.2, 1, 1)]) == pytest.approx(0.8)
+    assert covered_s([*steps, step("drafter", 0.1, 0.2)]) == pytest.approx(0.8)
 
 
 def test_a_device_known_by_its_counters_alone() -> None:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 from cluster.bench.compare import ALONE, Mode, Work, compare, parse_modes
-from cluster.bench.doubles import scripted_pair
 from cluster.bench.limits import expected_tokens
 from cluster.bench.load import Workload
-from cluster.bench.measures import Step
 from cluster.bench.offline import Pair, load_pair
-from cluster.bench.steps import NotedDrafter, NotedTarget
 from cluster.bench.summary import Row, summarize
 from cluster.config import AppArgs
+from cluster.doubles import scripted_pair
 from specdec.engine.emulation import EmulatedDevice, EmulatedTarget, StepCost, VirtualClock
 from specdec.errors import InvalidParameterError
-from specdec.protocol.backends import DraftJob, Proposal, Status
-from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.philox import derive_seed
 
 
@@ -125,58 +119,17 @@ def test_the_cost_of_verifying_is_in_the_limit() -> None:
 def test_a_drafter_is_idle_while_the_target_works() -> None:
     engine = pair(1.0)
     engine.run(Mode("in turn", 2, "in_turn"), Work("code", 1, 3, 0.0).workload(Mode("in turn", 2)))
-    kinds = [(step.device, round(1e3 * step.started_s), round(1e3 * step.ended_s)) for step in engine.steps]
-    assert kinds == [("draft", 0, 3), ("draft", 3, 6), ("target", 6, 36)]
-    assert [step.is_prefill for step in engine.steps] == [True, False, True]
-    assert [(step.num_rows, step.num_tokens) for step in engine.steps] == [(1, 1), (1, 1), (1, 3)]
-
-
-def test_only_steps_that_did_something_are_noted() -> None:
-    steps: list[Step] = []
-    target, drafter = scripted_pair(AppArgs.model_validate({"scripted": {"acceptance_rate": 1.0}}))
-    assert NotedTarget(target, steps.append).verify([]) == []
-    assert NotedDrafter(drafter, steps.append).propose([]) == []
-    assert steps == []
-
-
-class Answering:
-    """A draft backend that gives the answers it was told."""
-
-    max_model_len = 64
-
-    def __init__(self) -> None:
-        self.answers: list[Proposal] = []
-
-    def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
-        return self.answers
-
-    def rest(self) -> None: ...
-
-    def rename(self, key: str, new_key: str) -> None: ...
-
-    def release(self, key: str) -> None: ...
-
-
-def test_a_draft_step_is_noted_with_its_branches_and_as_prefill_by_its_chains() -> None:
-    steps: list[Step] = []
-    backend = Answering()
-    noted = NotedDrafter(backend, steps.append)
-    spec = SequenceSpec(SamplingParams(), 0, 2, 8)
-    chain, branch = DraftJob("a", [1, 2], spec), DraftJob("a#0", [1, 2, 3], spec, fork_of="a")
-    decided, prefilling, waiting = Proposal(Status.DECIDED, 5), Proposal(Status.PREFILLING), Proposal(Status.WAITING)
-
-    def step(*told: tuple[DraftJob, Proposal]) -> tuple[int, int, bool]:
-        backend.answers = [answer for _, answer in told]
-        noted.propose([job for job, _ in told])
-        return steps[-1].num_rows, steps[-1].num_tokens, steps[-1].is_prefill
-
-    assert step((chain, prefilling)) == (1, 0, True)
-    assert step((chain, decided)) == (1, 1, True)
-    assert step((chain, decided), (branch, waiting)) == (1, 1, False)
-    assert step((chain, waiting), (branch, decided)) == (1, 1, False)
-    assert step((branch, decided)) == (1, 1, False)
-    noted.release("a")
-    assert step((chain, decided), (branch, decided)) == (2, 2, True)
+    assert [(step.role, step.start_ns, step.end_ns) for step in engine.steps] == [
+        ("drafter", 0, 3_000_000),
+        ("drafter", 3_000_000, 6_000_000),
+        ("target", 6_000_000, 36_000_000),
+    ]
+    assert [step.is_decode for step in engine.steps] == [False, True, False]
+    assert [(step.num_rows, step.num_tokens, step.num_draft_tokens) for step in engine.steps] == [
+        (1, 1, 0),
+        (1, 1, 0),
+        (1, 3, 2),
+    ]
 
 
 def test_a_second_run_reads_its_prompts_again() -> None:

@@ -7,7 +7,8 @@ import itertools
 import pytest
 
 from specdec.control.controller import Controller
-from specdec.engine.timing import TimedDrafter, TimedTarget
+from specdec.engine.observed import ObservedDrafter, ObservedTarget
+from specdec.engine.timing import StepReport
 from specdec.protocol.draft_worker import DraftWorkerMachine
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.plans import FixedPlans
@@ -51,17 +52,18 @@ class ReplannedWorld(World):
         super()._begin(name, life)
         node, is_random = self.nodes[name], self.rng.random() < 0.5
         ticks = itertools.accumulate(self.rng.choice((0.01, 0.02, 0.3)) for _ in itertools.count())
+        report = StepReport()
         match node.machine:
             case RouterMachine():
                 node.machine = RouterMachine(name, Wayward(self) if is_random else Settling(self), TIMES)
             case TargetMachine():
-                timed = TimedTarget(node.backends[0], clock=lambda: next(ticks))
-                node.machine = TargetMachine(name, timed, TIMES, timed.gauges)
+                observed = ObservedTarget(node.backends[0], [report], lambda: round(1e9 * next(ticks)))
+                node.machine = TargetMachine(name, observed, TIMES, report.gauges)
             case DraftWorkerMachine():
                 drafter, solo = node.backends
-                timed = TimedDrafter(drafter, clock=lambda: next(ticks))
+                observed = ObservedDrafter(drafter, [report], lambda: round(1e9 * next(ticks)))
                 node.machine = DraftWorkerMachine(
-                    DrafterMachine(name, timed, TIMES, timed.gauges), TargetMachine(name, solo, TIMES)
+                    DrafterMachine(name, observed, TIMES, report.gauges), TargetMachine(name, solo, TIMES)
                 )
 
 
