@@ -1,7 +1,7 @@
 """Layers that cache a latent per position and attend over keys and values which they make of it (MLA).
 
-What such a layer gets back from the cache it expands as a whole; so it gets the blocks of the step's own rows, one
-after another, and its attention reads a plan over these blocks alone. DeepSeek-AI 2024, "DeepSeek-V2", section 2.1.
+What such a layer gets back from the cache it expands as a whole; so it gets the blocks of the step's own rows, and
+its attention reads a plan over these blocks alone. DeepSeek-AI 2024, "DeepSeek-V2", section 2.1.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from specdec.models.plan import StepPlan
 
 
 class CompactPlan:
-    """A step's plan over the blocks of its own rows, laid one after another; a shared block comes once per row.
+    """A step's plan over the blocks of its own rows alone; a block that rows share comes once.
 
     Attributes:
         plan: With block tables that count these blocks.
     """
 
     def __init__(self, plan: StepPlan) -> None:
-        self._block_ids: list[int] = []
+        places: dict[int, int] = {}
         rows = []
         for row in plan.rows:
-            first, num_blocks = len(self._block_ids), -(-row.length // plan.block_size)
-            self._block_ids += row.block_ids[:num_blocks]
-            rows.append(replace(row, block_ids=range(first, first + num_blocks)))
-        self.plan = StepPlan(rows, plan.num_tokens, plan.block_size, len(self._block_ids) * plan.block_size)
+            block_ids = row.block_ids[: -(-row.length // plan.block_size)]
+            rows.append(replace(row, block_ids=[places.setdefault(block, len(places)) for block in block_ids]))
+        self._block_ids = list(places)
+        self.plan = StepPlan(rows, plan.num_tokens, plan.block_size, len(places) * plan.block_size)
         self._blocks: dict[torch.device, torch.Tensor] = {}
 
     def blocks(self, device: torch.device) -> torch.Tensor:

@@ -25,6 +25,11 @@ MAX_GROUP_NUMBERS = {"cpu": 2_500_000}
 _MAX_GROUP_NUMBERS_ELSEWHERE = 64_000_000
 
 
+def max_group_numbers(device: torch.device) -> int:
+    """Bound on the numbers gathered as keys at once, and on those gathered as values, but that a row is never cut."""
+    return MAX_GROUP_NUMBERS.get(device.type, _MAX_GROUP_NUMBERS_ELSEWHERE)
+
+
 @dataclass(frozen=True, slots=True)
 class RowSpan:
     """One sequence's part in a step.
@@ -219,7 +224,7 @@ def _tiles(rows: Sequence[RowSpan]) -> Iterator[RowSpan]:
 
 def _batches(spans: list[KeySpan], key_width: int, device: torch.device) -> list[list[KeySpan]]:
     """Split spans into groups: long ones alone, short ones with others of about the same size."""
-    max_keys = MAX_GROUP_NUMBERS.get(device.type, _MAX_GROUP_NUMBERS_ELSEWHERE) // key_width
+    max_keys = max_group_numbers(device) // key_width
     min_run = MIN_RUN_NUMBERS // key_width if device.type == "cpu" else None
     batches: list[list[KeySpan]] = []
     shared: list[KeySpan] = []

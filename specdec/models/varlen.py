@@ -1,4 +1,4 @@
-"""The paged cache read by torch's variable-length flash attention: one call for all rows of a step."""
+"""The paged cache read by torch's variable-length flash attention: one call for many rows."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 
-from specdec.models.plan import StepPlan, rectangle
+from specdec.models.plan import RowSpan, StepPlan, max_group_numbers, rectangle
 
 
 @dataclass(frozen=True, slots=True)
 class VarlenTables:
-    """What the kernel wants to know of a step; int32 unless said otherwise, all on one device.
+    """What the kernel wants to know of some rows; int32 unless said otherwise, all on one device.
 
     Attributes:
+        queries: Where the rows' new tokens lie among the step's.
         query_starts: [rows + 1], running sum of new tokens.
         key_starts: [rows + 1], running sum of the keys read.
         key_slots: int64 [sum of keys], slots of the keys of all rows in order.
@@ -27,6 +28,7 @@ class VarlenTables:
         max_length: Longest row of keys from position 0.
     """
 
+    queries: slice
     query_starts: torch.Tensor
     key_starts: torch.Tensor
     key_slots: torch.Tensor
@@ -47,7 +49,10 @@ def attend_varlen(
     *,
     paged: bool,
 ) -> torch.Tensor:
-    """Attention of all rows in one call; a row's queries align with the end of its keys.
+    """Attention of all rows; a row's queries align with the end of its keys.
+
+    Where keys are gathered, a call serves no more rows than fit a bounded copy: rows that share a long prefix read the
+    same few blocks, and their copies would be as large as if they shared nothing.
 
     Args:
         queries: [N, H, D], the plan's tokens, without padding.
@@ -63,38 +68,59 @@ def attend_varlen(
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    tables = plan.memo(("varlen", window, queries.device), lambda: make_tables(plan, window, queries.device))
+    most = None if paged else max_group_numbers(queries.device) // key_pool[0, 0].numel()
+    kind = ("varlen", window, queries.device, most)
+    pieces = plan.memo(kind, lambda: _pieces(plan, window, queries.device, most))
     # The kernel's left bound counts the positions before the query's own.
     options: dict[str, Any] = {
         "scale": scaling,
         "window_size": (-1 if window is None else window - 1, 0),
         "enable_gqa": queries.shape[1] != key_pool.shape[2],
     }
-    keys, values = key_pool, value_pool
-    if paged:
-        options |= {"seqused_k": tables.key_lengths, "block_table": tables.block_table}
-    else:
-        keys, values = (pool.flatten(0, 1).index_select(0, tables.key_slots) for pool in (key_pool, value_pool))
-    output = varlen_attn(
-        queries,
-        keys,
-        values,
-        tables.query_starts,
-        None if paged else tables.key_starts,
-        tables.max_num_queries,
-        tables.max_length if paged else tables.max_num_keys,
-        **options,
-    )
+    outputs = []
+    for tables in pieces:
+        keys, values = key_pool, value_pool
+        if paged:
+            options |= {"seqused_k": tables.key_lengths, "block_table": tables.block_table}
+        else:
+            keys, values = (pool.flatten(0, 1).index_select(0, tables.key_slots) for pool in (key_pool, value_pool))
+        outputs.append(
+            varlen_attn(
+                queries[tables.queries],
+                keys,
+                values,
+                tables.query_starts,
+                None if paged else tables.key_starts,
+                tables.max_num_queries,
+                tables.max_length if paged else tables.max_num_keys,
+                **options,
+            )
+        )
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     assert isinstance(output, torch.Tensor)
     return output
 
 
-def make_tables(plan: StepPlan, window: int | None, device: torch.device) -> VarlenTables:
-    """A step's tables for layers that read the last ``window`` positions (None: all)."""
+def _pieces(plan: StepPlan, window: int | None, device: torch.device, max_keys: int | None) -> list[VarlenTables]:
+    """Tables of consecutive rows that read at most ``max_keys`` keys together, or of one row that reads more."""
     assert not plan.has_padding, "the kernel knows no padding"
-    spans = [plan.key_span(row, window) for row in plan.rows]
+    pieces: list[list[RowSpan]] = []
+    num_keys = 0
+    for row in plan.rows:
+        row_keys = row.length - plan.key_span(row, window).first
+        num_keys += row_keys
+        if not pieces or (max_keys is not None and num_keys > max_keys):
+            pieces.append([])
+            num_keys = row_keys
+        pieces[-1].append(row)
+    return [make_tables(plan, rows, window, device) for rows in pieces]
+
+
+def make_tables(plan: StepPlan, rows: Sequence[RowSpan], window: int | None, device: torch.device) -> VarlenTables:
+    """Tables of consecutive rows of a step, for layers that read the last ``window`` positions (None: all)."""
+    spans = [plan.key_span(row, window) for row in rows]
     num_keys = [span.row.length - span.first for span in spans]
-    num_queries = [row.num_new_tokens for row in plan.rows]
+    num_queries = [row.num_new_tokens for row in rows]
     bounds = torch.tensor([[span.base, span.first, span.row.length] for span in spans])
     blocks = torch.tensor(rectangle([span.blocks for span in spans]))
     slots = (blocks.unsqueeze(2) * plan.block_size + torch.arange(plan.block_size)).flatten(1)
@@ -105,12 +131,13 @@ def make_tables(plan: StepPlan, window: int | None, device: torch.device) -> Var
         return torch.tensor(values, dtype=torch.int32, device=device)
 
     return VarlenTables(
+        queries=slice(rows[0].start, rows[-1].start + rows[-1].num_new_tokens),
         query_starts=int32([0, *accumulate(num_queries)]),
         key_starts=int32([0, *accumulate(num_keys)]),
         key_slots=key_slots.to(device),
-        key_lengths=int32([row.length for row in plan.rows]),
-        block_table=int32(rectangle([list(row.block_ids) for row in plan.rows])),
+        key_lengths=int32([row.length for row in rows]),
+        block_table=int32(rectangle([list(row.block_ids) for row in rows])),
         max_num_queries=max(num_queries),
         max_num_keys=max(num_keys),
-        max_length=max(row.length for row in plan.rows),
+        max_length=max(row.length for row in rows),
     )
