@@ -50,6 +50,10 @@ class ModelDrafter:
         """Longest sequence, in tokens, that the draft model can read."""
         return self._max_model_len
 
+    def last_progress(self) -> float:
+        """Monotonic time at which the newest layer of a step was done; from any thread."""
+        return self._runner.progress.newest_s
+
     def gauges(self) -> dict[str, float]:
         """What is held now, for the worker's report."""
         return self._states.gauges()

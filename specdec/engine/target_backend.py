@@ -66,6 +66,10 @@ class ModelTarget:
         """Longest sequence, prompt and output together, in tokens."""
         return self._max_model_len
 
+    def last_progress(self) -> float:
+        """Monotonic time at which the newest layer of a step was done; from any thread."""
+        return self._runner.progress.newest_s
+
     def gauges(self) -> dict[str, float]:
         """What is held now, for the worker's report."""
         figures = self._states.gauges()

@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from specdec.errors import ModelLoadError
 from specdec.models.latent import as_blocks, compact
 from specdec.models.plan import AttentionGroup, StepPlan
+from specdec.models.progress import StepProgress
 from specdec.models.varlen import attend_varlen
 
 ATTENTION_NAME = "specdec_paged"
@@ -50,6 +51,7 @@ class AttentionContext:
         workspace: Shared by all steps of a runner.
         kernel: How keys are read.
         latent_layers: Indices of the layers that expand what they cache.
+        progress: Is told of each layer whose attention is done.
     """
 
     def __init__(
@@ -58,11 +60,13 @@ class AttentionContext:
         workspace: Workspace,
         kernel: AttentionKernel = "gather",
         latent_layers: frozenset[int] = frozenset(),
+        progress: StepProgress | None = None,
     ) -> None:
         self.plan = plan
         self.workspace = workspace
         self.kernel = kernel
         self.latent_layers = latent_layers
+        self.progress = progress or StepProgress()
 
 
 def check_arguments(module: nn.Module, arguments: dict[str, Any]) -> None:
@@ -143,6 +147,7 @@ def paged_attention(
         output = _gathered(queries, key, value, plan, attention_context.workspace, scaling, window, softcap, s_aux)
     else:
         output = attend_varlen(queries, key, value, plan, scaling, window, paged=kernel == "varlen_paged")
+    attention_context.progress.advance()
     # Contiguous, as transformers' own attention gives it: some models take a view.
     return output.contiguous().view(batch, length, num_heads, value.shape[-1]), None
 

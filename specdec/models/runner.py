@@ -15,6 +15,7 @@ from specdec.models.cache import PagedCache
 from specdec.models.layers import cache_argument
 from specdec.models.loading import LoadedModel
 from specdec.models.plan import RowSpan, StepPlan
+from specdec.models.progress import StepProgress
 from specdec.models.recurrent.binding import bind
 from specdec.models.recurrent.pool import StatePool, choose_window
 from specdec.models.recurrent.slots import DEFAULT_WINDOW_TOKENS, SequenceState, Window
@@ -57,6 +58,7 @@ class ModelRunner:
         loaded: The model.
         pool: The blocks.
         states: The recurrent states; None where the model has none.
+        progress: Layers done, for whoever watches from another thread.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class ModelRunner:
         if not 1 <= vocab_size <= loaded.vocab_size:
             raise ValueError(f"vocab_size must be in [1, {loaded.vocab_size}], got {vocab_size}")
         self.loaded = loaded
+        self.progress = StepProgress()
         self.pool = BlockPool(num_blocks, block_size)
         self._vocab_size = vocab_size
         self._padding = padding
@@ -86,7 +89,7 @@ class ModelRunner:
         if loaded.recurrent_layers:
             window = window or choose_window(loaded.recurrent_layers, DEFAULT_WINDOW_TOKENS)
             self.states = pool = states or StatePool(loaded.recurrent_layers, num_state_slots, window)
-        self._functions = nullcontext() if pool is None else bind(loaded.model, pool)
+        self._functions = nullcontext() if pool is None else bind(loaded.model, pool, self.progress)
         self._cache = PagedCache(loaded.attention_layers, num_blocks, block_size, pool)
         self._cache_argument = cache_argument(loaded.model)
         self._latent_layers = frozenset(layer.index for layer in loaded.attention_layers if layer.is_latent)
@@ -223,7 +226,9 @@ class ModelRunner:
                 position_ids=torch.tensor([positions], device=device),
                 use_cache=True,
                 logits_to_keep=_logits_to_keep(wanted, len(tokens), device),
-                attention_context=AttentionContext(plan, self._workspace, self._kernel, self._latent_layers),
+                attention_context=AttentionContext(
+                    plan, self._workspace, self._kernel, self._latent_layers, self.progress
+                ),
                 **{self._cache_argument: self._cache},
             )
         for row in rows:

@@ -84,21 +84,19 @@ def attend_varlen(
             options |= {"seqused_k": tables.key_lengths, "block_table": tables.block_table}
         else:
             keys, values = (pool.flatten(0, 1).index_select(0, tables.key_slots) for pool in (key_pool, value_pool))
-        outputs.append(
-            varlen_attn(
-                queries[tables.queries],
-                keys,
-                values,
-                tables.query_starts,
-                None if paged else tables.key_starts,
-                tables.max_num_queries,
-                tables.max_length if paged else tables.max_num_keys,
-                **options,
-            )
+        output = varlen_attn(
+            queries[tables.queries],
+            keys,
+            values,
+            tables.query_starts,
+            None if paged else tables.key_starts,
+            tables.max_num_queries,
+            tables.max_length if paged else tables.max_num_keys,
+            **options,
         )
-    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    assert isinstance(output, torch.Tensor)
-    return output
+        assert isinstance(output, torch.Tensor)
+        outputs.append(output)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _pieces(plan: StepPlan, window: int | None, device: torch.device, max_keys: int | None) -> list[VarlenTables]:

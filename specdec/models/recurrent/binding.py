@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.errors import ModelLoadError
+from specdec.models.progress import StepProgress
 from specdec.models.recurrent.conv import ConvShape
 from specdec.models.recurrent.functions import ScopedFunctions, names_used
 from specdec.models.recurrent.kinds import CONVOLUTION, SCANS, known_functions
@@ -65,9 +66,16 @@ class Mixer(Protocol):
         ...
 
 
-def bind(model: PreTrainedModel, mixer: Mixer) -> ScopedFunctions:
-    """Lead all convolutions and scans of a model to a mixer, while the result is entered."""
-    return ScopedFunctions((module, _functions(module, mixer)) for module in recurrent_modules(model))
+def bind(model: PreTrainedModel, mixer: Mixer, progress: StepProgress | None = None) -> ScopedFunctions:
+    """Lead all convolutions and scans of a model to a mixer, while the result is entered.
+
+    Args:
+        model: The model.
+        mixer: What they are led to.
+        progress: Is told of each that is done.
+    """
+    counted = progress or StepProgress()
+    return ScopedFunctions((module, _functions(module, mixer, counted)) for module in recurrent_modules(model))
 
 
 def recurrent_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
@@ -77,29 +85,37 @@ def recurrent_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
             yield module
 
 
-def _functions(module: nn.Module, mixer: Mixer) -> Mapping[str, Callable[..., Any]]:
+def _functions(module: nn.Module, mixer: Mixer, progress: StepProgress) -> Mapping[str, Callable[..., Any]]:
     index = module.layer_idx
     assert isinstance(index, int)
     namespace = _namespace(module)
     functions: dict[str, Callable[..., Any]] = {}
     for name in known_functions(namespace):
         if name == CONVOLUTION:
-            functions[name] = _convolution(namespace[name], index, mixer)
+            functions[name] = _convolution(namespace[name], index, mixer, progress)
         else:
-            functions[name] = _scan(namespace[name], SCANS[name], index, mixer)
+            functions[name] = _scan(namespace[name], SCANS[name], index, mixer, progress)
     return functions
 
 
-def _convolution(stock: Callable[..., torch.Tensor], index: int, mixer: Mixer) -> Callable[..., torch.Tensor]:
+def _convolution(
+    stock: Callable[..., torch.Tensor], index: int, mixer: Mixer, progress: StepProgress
+) -> Callable[..., torch.Tensor]:
     def convolve(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return mixer.convolved(index, stock(*args, **kwargs))
+        outputs = mixer.convolved(index, stock(*args, **kwargs))
+        progress.advance()
+        return outputs
 
     return convolve
 
 
-def _scan(stock: Callable[..., Any], kind: Callable[..., Scan], index: int, mixer: Mixer) -> Callable[..., Any]:
+def _scan(
+    stock: Callable[..., Any], kind: Callable[..., Scan], index: int, mixer: Mixer, progress: StepProgress
+) -> Callable[..., Any]:
     def scan(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return mixer.scanned(index, kind(stock, *args, **kwargs))
+        outputs = mixer.scanned(index, kind(stock, *args, **kwargs))
+        progress.advance()
+        return outputs
 
     return scan
 

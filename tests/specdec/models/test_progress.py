@@ -1,0 +1,75 @@
+"""Layers count as they are done, so that a layer that blocks is told from a step that is long."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from specdec.engine.draft_backend import ModelDrafter
+from specdec.engine.target_backend import ModelTarget
+from specdec.models.loading import LoadedModel, prepare_model
+from specdec.models.progress import StepProgress
+from specdec.models.runner import ModelRunner, RowInput
+from specdec.models.snapshot_runner import SnapshotRunner
+from specdec.sampling.pipeline import Sampler
+from tests.specdec.models.families import VOCAB_SIZE, make_model
+from tests.specdec.models.recurrent_families import make_recurrent
+
+
+def runner_of(loaded: LoadedModel) -> ModelRunner:
+    return ModelRunner(loaded, num_blocks=16)
+
+
+def read(runner: ModelRunner, num_tokens: int) -> None:
+    sequence = runner.new_sequence()
+    assert runner.reserve(sequence, num_tokens)
+    runner.forward([RowInput(sequence, [3] * num_tokens, 1)])
+
+
+@pytest.mark.parametrize(
+    ("make", "num_layers"),
+    [(lambda: make_model("llama"), 4), (lambda: make_recurrent("lfm2"), 3), (lambda: make_model("gpt_oss"), 4)],
+)
+def test_every_attention_layer_convolution_and_scan_counts(make: Callable[[], nn.Module], num_layers: int) -> None:
+    runner = runner_of(prepare_model(make(), "mine"))
+    for num_steps in (1, 2):
+        read(runner, 5)
+        assert runner.progress.num_layers == num_steps * num_layers
+
+
+def test_a_model_whose_layers_are_its_own_counts_what_is_read() -> None:
+    runner = SnapshotRunner(prepare_model(make_recurrent("rwkv"), "mine"), num_blocks=16)
+    for num_pieces in (1, 2):
+        read(runner, 5)
+        assert runner.progress.num_layers == num_pieces
+
+
+def test_a_layer_that_blocks_stops_the_clock_and_layers_that_advance_do_not() -> None:
+    """The time of the newest layer, seen from another thread while a step runs."""
+    loaded = prepare_model(make_model("llama"), "mine")
+    runner = runner_of(loaded)
+    seconds = iter(range(1000))
+    runner.progress = StepProgress(lambda: float(next(seconds)))
+    sampler = Sampler(VOCAB_SIZE)
+    backends = [kind(runner, sampler, max_model_len=64, max_batch_tokens=64) for kind in (ModelTarget, ModelDrafter)]
+    arrived, go_on = threading.Semaphore(0), threading.Semaphore(0)
+
+    def wait(*_: object) -> None:
+        arrived.release()
+        assert go_on.acquire(timeout=60)
+
+    for layer in loaded.model.model.layers:
+        layer.register_forward_pre_hook(wait)
+    thread = threading.Thread(target=torch.inference_mode()(lambda: read(runner, 5)))
+    thread.start()
+    seen = []
+    for _ in loaded.model.model.layers:
+        assert arrived.acquire(timeout=60)
+        seen.append([backend.last_progress() for backend in backends])  # nothing goes on while a layer blocks
+        seen.append([backend.last_progress() for backend in backends])
+        go_on.release()
+    thread.join(60)
+    assert seen == [[float(n)] * 2 for n in range(4) for _ in range(2)]
+    assert backends[0].last_progress() == 4.0
