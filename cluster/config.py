@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_validator
 
 from cluster.strict import StrictModel, refused_key
-from specdec.control.choice import Bounds
 from specdec.engine.emulation import StepCost, parse_step_costs
 from specdec.protocol.branches import BRANCHES_IN_ALL
 from specdec.protocol.leases import Times
@@ -233,17 +232,18 @@ class AppArgs(StrictModel):
     acceptance: Acceptance = Field(
         "coupled", description="rule by which draft tokens are kept, for requests that name none"
     )
-    mode: Literal["auto", "overlap", "in_turn"] = Field(
+    mode: Literal["auto", "in_turn", "overlap", "outcomes"] = Field(
         "auto",
-        description="draft while the target verifies, or in turn; auto: the faster, overlap at a fixed length",
+        description="way of speculating: in_turn drafts, then verifies; overlap drafts on while the target verifies; "
+        "outcomes prepares the likely outcomes of the verification as well; auto: the fastest, overlap at a fixed "
+        "length",
     )
     num_branches: int = Field(
-        0,
+        16,
         ge=0,
         le=64,
-        description="outcomes that the drafter prepares for a sequence beside the likeliest; with auto the most of "
-        f"them, {Bounds.num_branches} where this is 0; it holds {BRANCHES_IN_ALL} of all sequences together, shared "
-        "evenly",
+        description="outcomes that the drafter prepares for a sequence beside the likeliest, the most of them with "
+        f"auto; 0 is none; it holds {BRANCHES_IN_ALL} of all sequences together, shared evenly",
     )
     drain_timeout_s: float = Field(
         120.0,

@@ -184,12 +184,10 @@ _COUNTERS = {
 """What a worker has counted since it started."""
 
 _CHOICES = {
-    "planned_draft_tokens": "Draft tokens per round that the controller plans, mean over the sequences that draft.",
+    "planned_draft_tokens": "Draft tokens per round that the controller plans, for a target as chosen, 0 is off.",
     "planned_branches": "Outcomes to prepare per sequence that the controller plans, mean over those that draft.",
-    "planned_draft_wait_seconds": "Longest wait of a row for its draft that the controller plans, mean over the same.",
-    "planned_arm_draft_tokens": "Draft tokens per round that the controller has chosen for this target; 0 is off.",
     "estimated_acceptance_rate": "Acceptance rate per draft token, over all sequences of late.",
-    "estimated_guess_rate": "How often one of three guesses is right where the draft's own token is not.",
+    "estimated_guess_rate": "How often the draft's next guess is right where its token and others before were not.",
     "estimated_target_step_seconds": "A step of this target with one token per sequence.",
     "estimated_verify_step_seconds": "A step of this target that verifies a whole draft per sequence.",
     "estimated_draft_step_seconds": "A step of the drafter with the branches that are planned.",

@@ -7,13 +7,12 @@ from typing import Any, Literal
 from cluster.config import AppArgs
 from deployments.names import DRAFT, TARGET
 from deployments.transport.endpoints import PeerGroup, RouterEndpoint, replica_id
-from specdec.control.choice import Bounds
 from specdec.control.controller import Controller
-from specdec.control.deadlines import Deadlines
-from specdec.control.limits import KINDS, Kind
+from specdec.control.ways import WAYS, Bounds
 from specdec.engine.trace import Recorder
 from specdec.protocol.plans import IN_TURN_WAIT_S, PlanController, Planner, WorkerKind, fixed_plan, no_drafts
 from specdec.protocol.router import RouterMachine
+from specdec.types import Way
 
 
 class SpeculationRouter(RouterEndpoint):
@@ -46,16 +45,13 @@ def planner_of(args: AppArgs) -> Planner | PlanController:
     """Who plans: the controller, or the same plan for all where the draft length is fixed."""
     if not args.has_draft:
         return no_drafts
-    if args.num_speculative_tokens != "auto":
-        mode = "overlap" if args.mode == "auto" else args.mode
-        wait_s = IN_TURN_WAIT_S if mode == "in_turn" else 0.0
-        return Deadlines(fixed_plan(args.num_speculative_tokens, mode, wait_s, args.num_branches))
-    kinds: dict[str, frozenset[Kind]] = {
-        "in_turn": frozenset({"off", "in_turn"}),
-        "overlap": frozenset({"off", "overlap", "outcomes"}),
-    }
-    num_branches = args.num_branches or Bounds.num_branches
-    return Controller(Bounds(args.most_draft_tokens, num_branches, kinds.get(args.mode, frozenset(KINDS))))
+    if args.num_speculative_tokens == "auto":
+        ways = frozenset(WAYS if args.mode == "auto" else ("off", args.mode))
+        return Controller(Bounds(args.most_draft_tokens, args.num_branches, ways))
+    mode: Way = "overlap" if args.mode == "auto" else args.mode
+    wait_s = IN_TURN_WAIT_S if mode == "in_turn" else 0.0
+    num_branches = args.num_branches if mode == "outcomes" else 0
+    return fixed_plan(args.num_speculative_tokens, mode, wait_s, num_branches)
 
 
 def _group(machine: RouterMachine, deployment: str, kind: WorkerKind) -> PeerGroup[Any]:

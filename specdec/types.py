@@ -1,4 +1,4 @@
-"""The words that every package uses: tokens, how a sequence ends, log probabilities."""
+"""The words that every package uses: tokens, how a sequence ends, ways of speculating, log probabilities."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ Tokens = tuple[int, ...]
 
 Finish = Literal["stop", "length", "error"]
 """How a sequence ends. ``error`` is as final as the others, and comes with a reason."""
+
+Way = Literal["off", "in_turn", "overlap", "outcomes"]
+"""A way of speculating: none; draft, then verify; draft along the accepted path while the target verifies; draft for
+the likely outcomes of the running verification beside that, a branch each."""
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):

@@ -104,14 +104,10 @@ def _runner(
 def _service_keys(mode: str, config: ServiceConfig) -> dict[str, object]:
     """What makes a service of this mode; requests say the draft length, except to ``auto``."""
     if mode == "auto":
-        return {"mode": "auto", "num_speculative_tokens": "auto", "num_branches": 0}
-    own_mode = "overlap" if mode == "outcomes" else mode
-    num_branches = (config.num_branches or _BRANCHES) if mode == "outcomes" else 0
-    return {"mode": own_mode, "num_speculative_tokens": _FIXED_TOKENS, "num_branches": num_branches}
+        return {"mode": "auto", "num_speculative_tokens": "auto"}
+    return {"mode": mode, "num_speculative_tokens": _FIXED_TOKENS}
 
 
-_BRANCHES = 16
-"""Where the configuration names no number: what suits up to four streams."""
 _FIXED_TOKENS = 4
 """Any whole number: it makes the draft length of a request count."""
 

@@ -6,7 +6,6 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 from specdec.protocol.messages import Notes, Plan
-from specdec.protocol.plans import mode_name
 
 
 class Round(NamedTuple):
@@ -78,7 +77,7 @@ def speculation_metrics(tally: RoundTally, num_spec_tokens: int, detailed: bool)
         metrics["plan"] = {
             "num_draft_tokens": tally.plan.num_draft_tokens,
             "num_branches": tally.plan.num_branches,
-            "mode": mode_name(tally.plan),
+            "mode": tally.plan.mode,
             "acceptance_rate": tally.plan.acceptance_rate,
             "draft_wait_s": tally.plan.draft_wait_s,
         }

@@ -55,13 +55,6 @@ class StepTimes:
             self._curves[octave] = monotone_curve(self.points, octave / 2)
         return interpolate(*self._curves[octave], tokens)
 
-    def has_seen(self, rows: float, tokens: float) -> bool:
-        """Whether a step of about so many rows and tokens (within an eighth) was measured."""
-        return any(
-            abs(math.log2(point.rows / rows)) < 0.6 and abs(math.log2(point.tokens / tokens)) < 0.17
-            for point in self.points
-        )
-
 
 def step_times(report: Mapping[str, float]) -> StepTimes:
     """What a worker's report says of its steps; see :class:`specdec.engine.timing.StepTimer`. Nonsense is left out."""

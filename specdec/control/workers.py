@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from specdec.control.limits import Conditions
 from specdec.control.steptimes import StepTimes, step_times
+from specdec.control.ways import Conditions
 from specdec.protocol.branches import branch_share
 from specdec.protocol.plans import WorkerKind
 
 _ECHOES_KEPT = 32
+_ONE_TRIP_S = 0.002
+"""To a worker and back, until it is measured."""
 _FULL_CACHE, _ROOM_AGAIN = 0.95, 0.8
 """Usage from which a cache is full, and below which it no longer is: branches make up a part of it themselves."""
 
@@ -82,8 +84,7 @@ def conditions_of(
     drafter: WorkerFigures,
     num_rows: int,
     num_draft_rows: int,
-    round_trip_s: float,
-    guess_rate: float = 0.0,
+    guess_rate: float,
 ) -> Conditions | None:
     """What a target and a drafter have reported, as what a choice depends on; None while either has no step times.
 
@@ -92,7 +93,6 @@ def conditions_of(
         drafter: Of the pair.
         num_rows: Sequences that are known to be on the target; it may report more.
         num_draft_rows: Sequences that the drafter drafts for.
-        round_trip_s: To both of them, as long as it was not measured.
         guess_rate: Of the draft's guesses.
     """
     if not target.steps or not drafter.steps:
@@ -103,6 +103,6 @@ def conditions_of(
         draft=drafter.steps,
         num_rows=max(num_rows, target.num_sequences),
         num_draft_rows=max(1, num_draft_rows),
-        round_trip_s=sum(round_trip_s / 2 if trip is None else trip for trip in trips),
+        round_trip_s=sum(_ONE_TRIP_S if trip is None else trip for trip in trips),
         guess_rate=guess_rate,
     )

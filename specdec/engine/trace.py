@@ -18,7 +18,6 @@ from typing import Literal, NamedTuple
 from specdec.engine.observed import DraftRecord, StepRecord, VerifyRecord
 from specdec.protocol.backends import DraftSource, Status
 from specdec.protocol.messages import Ack, Close, Commit, Message, Offer, Open, Plan, PlanUpdate, Verdict
-from specdec.protocol.plans import mode_name
 
 CAPACITY = 20_000
 """Entries that are kept: messages, and rows of steps. Some ten megabytes at most."""
@@ -62,7 +61,7 @@ class VerifiedRow(NamedTuple):
         num_drafted: Draft tokens verified.
         num_accepted: How many of them were kept.
         num_decided: Tokens decided, 0 while the prompt is read.
-        mode: How the sequence is drafted: ``plain``, ``in_turn``, ``overlap`` or ``outcomes`` (overlap with branches).
+        mode: How the sequence is drafted: ``off``, ``in_turn``, ``overlap`` or ``outcomes``.
         source: What of an offer the draft was: ``chain`` or ``branch``; empty where there was none.
     """
 
@@ -258,7 +257,7 @@ class Recorder:
 
     def _mode(self, seq: str) -> str:
         plan = self._plans.get(seq)
-        return "plain" if plan is None or not plan.num_draft_tokens else mode_name(plan)
+        return "off" if plan is None else plan.mode
 
     def _note_message(self, what: What, now_ns: int, peer: str, message: Message) -> None:
         """Keep a message, if it is of those that a timeline shows."""

@@ -129,8 +129,7 @@ class DraftRow(WorkerRow):
     @property
     def wants_branches(self) -> bool:
         """Whether its plan has any."""
-        plan = self.plan
-        return plan.mode == "overlap" and bool(plan.num_draft_tokens and plan.num_branches) and not self.is_skipped
+        return self.plan.mode == "outcomes" and not self.is_skipped
 
     @property
     def has_branches(self) -> bool:
@@ -188,7 +187,7 @@ class DraftRow(WorkerRow):
         if self.is_skipped or self._has_ended(self.path):
             return len(self.path)
         num_tokens = self.plan.num_draft_tokens
-        if num_tokens and self.plan.mode == "overlap":
+        if num_tokens and self.plan.mode != "in_turn":
             num_tokens += 1 + (self.num_verified if self.num_branches else num_tokens)
         most = self.limit - len(self.log.tokens)
         return num_tokens if num_tokens <= most else max(0, most)

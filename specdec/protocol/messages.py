@@ -6,15 +6,14 @@ small, immutable, and travel in batches, one batch per engine step and link.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from msgspec import Struct
+from msgspec.structs import force_setattr
 
 from specdec.protocol.marks import Mark
 from specdec.sampling.params import SequenceSpec
-from specdec.types import Finish, PromptLogprobs, TokenLogprobs, Tokens
-
-Mode = Literal["overlap", "in_turn"]
+from specdec.types import Finish, PromptLogprobs, TokenLogprobs, Tokens, Way
 
 
 class Inc(NamedTuple):
@@ -79,7 +78,8 @@ class Plan(Struct, frozen=True, array_like=True):
             on, branches are offered in parts, finished or not; and so are all chains where sequences are many. 0 leaves
             it to the drafter.
         acceptance_rate: Expected, per draft token; it shapes the fan-out.
-        mode: ``overlap``: draft ahead while the target verifies; ``in_turn``: draft for the newest mark only.
+        mode: ``in_turn``: draft for the newest mark only; else draft ahead while the target verifies. Whether that is
+            ``off``, ``overlap`` or ``outcomes`` follows from the numbers of draft tokens and branches.
         draft_wait_s: How long the target may hold a row back for an offer: in turn from when it could go on, in overlap
             from the start of the step that decided it last; 0 goes on plainly at once.
     """
@@ -88,8 +88,14 @@ class Plan(Struct, frozen=True, array_like=True):
     num_branches: int = 0
     num_fit_steps: int = 0
     acceptance_rate: float = 0.8
-    mode: Mode = "overlap"
+    mode: Way = "overlap"
     draft_wait_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Name the way that the numbers say."""
+        ahead: Way = "outcomes" if self.num_branches else "overlap"
+        way = "off" if not self.num_draft_tokens else "in_turn" if self.mode == "in_turn" else ahead
+        force_setattr(self, "mode", way)
 
 
 class Submit(Struct, frozen=True, array_like=True, tag=True):

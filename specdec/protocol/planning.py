@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from specdec.protocol.messages import Notes
+from specdec.protocol.messages import Notes, Plan
 from specdec.protocol.plans import PlanController
+from specdec.sampling.params import SequenceSpec
 
 _REVIEW_S = 0.25
 """Period of the controller's reviews: short beside a sequence, long beside a step."""
+_SOON_S = 0.02
+"""Least time between two reviews where a sequence has come: its first plan may be another load's."""
 _QUIET_TURN = 2
 """Of the turns since a verdict came: its commit has left by then, and what is offered after it has time yet."""
 
@@ -26,6 +29,12 @@ class Planning:
         self._decided: list[tuple[str, Notes, float]] = []
         self._reviewed_s = float("-inf")
         self._turns = 0
+        self._has_opened = False
+
+    def opened(self, seq: str, spec: SequenceSpec) -> Plan:
+        """A sequence has come; its first plan, which is soon reviewed."""
+        self._has_opened = True
+        return self._controller.opened(seq, spec)
 
     def decided(self, seq: str, notes: Notes, now_s: float) -> None:
         """New tokens of a sequence have come; the controller hears of them later."""
@@ -42,10 +51,11 @@ class Planning:
         self._turns += 1
         is_quiet, waited_s = self._turns == _QUIET_TURN, now_s - self._reviewed_s
         is_due = waited_s >= 2 * _REVIEW_S or (is_quiet and waited_s >= _REVIEW_S)
+        is_due |= self._has_opened and waited_s >= _SOON_S
         if is_due or is_quiet:
             self._hand_over()
         if is_due:
-            self._reviewed_s = now_s
+            self._reviewed_s, self._has_opened = now_s, False
         return is_due
 
     def _hand_over(self) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Literal, Protocol
 
-from specdec.protocol.messages import Mode, Notes, Plan
+from specdec.protocol.messages import Notes, Plan
 from specdec.sampling.params import SequenceSpec
+from specdec.types import Way
 
 WorkerKind = Literal["target", "drafter"]
 Planner = Callable[[SequenceSpec], Plan]
@@ -90,7 +91,7 @@ class FixedPlans:
         return {}
 
 
-def fixed_plan(num_draft_tokens: int, mode: Mode, draft_wait_s: float = 0.0, num_branches: int = 0) -> Planner:
+def fixed_plan(num_draft_tokens: int, mode: Way, draft_wait_s: float = 0.0, num_branches: int = 0) -> Planner:
     """A planner that gives every sequence the same draft length, or the one its request names; none without drafts.
 
     Args:
@@ -111,10 +112,3 @@ def fixed_plan(num_draft_tokens: int, mode: Mode, draft_wait_s: float = 0.0, num
 def no_drafts(spec: SequenceSpec) -> Plan:
     """A planner for a service without a draft model."""
     return Plan()
-
-
-def mode_name(plan: Plan) -> Literal["off", "in_turn", "overlap", "outcomes"]:
-    """How a plan speculates, by the name that users know: ``off`` is the target alone, ``outcomes`` has branches."""
-    if not plan.num_draft_tokens:
-        return "off"
-    return "outcomes" if plan.mode == "overlap" and plan.num_branches else plan.mode

@@ -175,7 +175,7 @@ class RouterMachine:
         if held is not None:
             self._end(held)
         if session.is_planned:
-            session.plan = self._controller.opened(message.seq, message.spec)
+            session.plan = self._planning.opened(message.seq, message.spec)
         for link in session.links:
             self._place(session, link, now_s)
 

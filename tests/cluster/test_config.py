@@ -75,7 +75,7 @@ def test_an_unknown_key_is_refused_in_serves_own_arguments_too():
         ("protocol.lease_s", 0, "more than 0 and at most 3600"),
         ("protocol.lease_s", float("nan"), "more than 0"),
         ("replicas.target", 0, "at least 1 and at most 1024"),
-        ("mode", "both", "'auto', 'overlap' or 'in_turn'"),
+        ("mode", "both", "'auto', 'in_turn', 'overlap' or 'outcomes'"),
         ("target.dtype", "int8", "'float32'"),
         ("target.device", "gpu", "auto, cpu, cuda or cuda:N"),
         ("draft.kv_memory", "1.5", "a fraction of the free memory in (0, 1]"),

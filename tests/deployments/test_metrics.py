@@ -18,7 +18,7 @@ def test_choices_and_estimates_are_on_the_page():
             "target",
             {
                 "num_sequences": 2.0,
-                "planned_arm_draft_tokens": 5.0,
+                "planned_draft_tokens": 5.0,
                 "estimated_target_step_seconds": 0.03,
                 "step/0/rows": 1.0,
             },
@@ -27,7 +27,6 @@ def test_choices_and_estimates_are_on_the_page():
             "router",
             {
                 "planned_draft_tokens": 4.0,
-                "planned_draft_wait_seconds": 0.25,
                 "planned_sequences/off": 1.0,
                 "planned_sequences/overlap": 2.0,
             },
@@ -36,8 +35,7 @@ def test_choices_and_estimates_are_on_the_page():
     registry.register(WorkerReports([reports], "m"))
     page = generate_latest(registry).decode()
     assert 'specdec_planned_draft_tokens{model_name="m",role="router",router="R#1",worker="R#1"} 4.0' in page
-    assert 'specdec_planned_draft_wait_seconds{model_name="m",role="router",router="R#1",worker="R#1"} 0.25' in page
-    assert 'specdec_planned_arm_draft_tokens{model_name="m",role="target",router="R#1",worker="T#1"} 5.0' in page
+    assert 'specdec_planned_draft_tokens{model_name="m",role="target",router="R#1",worker="T#1"} 5.0' in page
     assert 'specdec_planned_sequences{mode="overlap",model_name="m",role="router",worker="R#1"} 2.0' in page
     assert 'specdec_estimated_target_step_seconds{model_name="m",role="target",router="R#1",worker="T#1"} 0.03' in page
     assert "step/" not in page

@@ -9,8 +9,8 @@ import pytest
 from cluster.config import AppArgs
 from deployments.router import planner_of
 from specdec.control.controller import Controller
-from specdec.control.deadlines import Deadlines
 from specdec.protocol.messages import Plan
+from specdec.protocol.plans import IN_TURN_WAIT_S
 from specdec.sampling.params import SamplingParams, SequenceSpec
 
 SPEC = SequenceSpec(SamplingParams(), 1, 2, 30)
@@ -19,29 +19,38 @@ SPEC = SequenceSpec(SamplingParams(), 1, 2, 30)
 @pytest.mark.parametrize(
     ("keys", "plan"),
     [
-        ({"num_speculative_tokens": 3, "num_branches": 5}, Plan(3, 5)),
+        ({"num_speculative_tokens": 3, "mode": "outcomes", "num_branches": 5}, Plan(3, 5)),
+        ({"num_speculative_tokens": 3, "mode": "outcomes", "num_branches": 0}, Plan(3)),
         ({"num_speculative_tokens": 3, "mode": "overlap"}, Plan(3)),
+        ({"num_speculative_tokens": 3}, Plan(3)),
+        ({"num_speculative_tokens": 3, "mode": "in_turn"}, Plan(3, mode="in_turn", draft_wait_s=IN_TURN_WAIT_S)),
         ({"num_speculative_tokens": 0}, Plan()),
         ({"target": {"model": "some/target"}}, Plan()),
     ],
 )
 def test_a_fixed_length_is_every_sequences_plan(keys: dict[str, Any], plan: Plan) -> None:
     planner = planner_of(AppArgs(**keys))
-    assert not isinstance(planner, Controller)
-    assert isinstance(planner, Deadlines) == ("num_speculative_tokens" in keys)
-    assert (planner.opened("s", SPEC) if isinstance(planner, Deadlines) else planner(SPEC)) == plan
+    assert callable(planner)
+    assert planner(SPEC) == plan
 
 
 @pytest.mark.parametrize(
-    ("keys", "kinds", "most"),
+    ("keys", "ways", "most"),
     [
-        ({}, {"off", "in_turn", "overlap", "outcomes"}, 32),
+        ({}, {"off", "in_turn", "overlap", "outcomes"}, 16),
         ({"num_branches": 8}, {"off", "in_turn", "overlap", "outcomes"}, 8),
-        ({"mode": "overlap"}, {"off", "overlap", "outcomes"}, 32),
-        ({"mode": "in_turn"}, {"off", "in_turn"}, 32),
+        ({"mode": "overlap"}, {"off", "overlap"}, 16),
+        ({"mode": "outcomes"}, {"off", "outcomes"}, 16),
+        ({"mode": "in_turn"}, {"off", "in_turn"}, 16),
     ],
 )
-def test_auto_chooses_within_the_configuration(keys: dict[str, Any], kinds: set[str], most: int) -> None:
+def test_auto_chooses_within_the_configuration(keys: dict[str, Any], ways: set[str], most: int) -> None:
     planner = planner_of(AppArgs(**keys))
     assert isinstance(planner, Controller)
-    assert (planner.bounds.kinds, planner.bounds.num_branches) == (kinds, most)
+    assert (planner.bounds.ways, planner.bounds.num_branches) == (ways, most)
+
+
+def test_no_branches_is_none_whatever_the_mode() -> None:
+    planner = planner_of(AppArgs(num_branches=0))
+    assert isinstance(planner, Controller)
+    assert {one.num_branches for one in planner.bounds.choices()} == {0}

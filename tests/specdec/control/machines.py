@@ -1,4 +1,4 @@
-"""The real router, target and drafter in virtual time, with scripted backends: what the simulated pair is held against.
+"""The real router, target and drafter in virtual time, with scripted backends and the controller between them.
 
 A worker's step takes its messages at its start and sends its own at its end, as an engine's thread does; a message
 takes half a way to the router and half a way from it.
@@ -10,127 +10,167 @@ import heapq
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 
 from specdec.control.controller import Controller
+from specdec.control.ways import Bounds
 from specdec.engine.scripted import Script, ScriptedDrafter, ScriptedTarget
 from specdec.engine.timing import StepTimer
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import IngressMachine
 from specdec.protocol.leases import Times
-from specdec.protocol.messages import Message, Plan
+from specdec.protocol.messages import Message
 from specdec.protocol.plans import PlanController, Planner
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.target import TargetMachine
 from specdec.sampling.params import SamplingParams, SequenceSpec
-from tests.specdec.control.pairs import NOISE, ONE_WAY_S, PAUSE, PAUSE_RATE, Scenario
 
-MAX_LEN = 1 << 16
-STAGGER = 0.7
-MOST_S = 1000.0
-TICK_S = 0.05
+STEP_S, ONE_WAY_S = 0.030, 0.001
+MAX_LEN = 1 << 14
+TIMES = Times(lease_s=1e6, silence_s=1e6, renew_s=1.0)
+TICK_S, POLL_S = 0.02, 0.004
+PROFILED = (1, 2, 4, 8, 16, 32, 64, 128)
+NOISE = 0.05
 Machine = RouterMachine | TargetMachine | DrafterMachine | IngressMachine
 
 
-class Machines:
-    """One pair, all sequences under one plan."""
+@dataclass(frozen=True)
+class Pair:
+    """A pair of models.
 
-    poll_s, renew_s = 0.001, 1e5
+    Attributes:
+        alpha: How often the draft's token is the target's.
+        cost: A draft step over a target step.
+        hit: How often the true token is among the draft's next three guesses where its first is refused.
+        free_tokens: A target step grows in proportion to its tokens beyond so many.
+        beside: How many times longer a target step takes while the drafter works, as on processors that they share.
+    """
 
-    def __init__(self, scenario: Scenario, plan: Plan, seed: int = 0) -> None:
-        self.scenario = scenario
-        self.rng = np.random.default_rng(seed)
-        times = self.times = Times(lease_s=1e6, silence_s=1e6, renew_s=self.renew_s)
-        script = self.script = Script(scenario.alpha, scenario.hit, tuple(range(64)))
+    alpha: float
+    cost: float
+    hit: float = 0.9
+    free_tokens: int = 512
+    beside: float = 1.0
+
+    def target_s(self, num_tokens: int) -> float:
+        return STEP_S * max(1.0, num_tokens / self.free_tokens)
+
+    def draft_s(self, num_rows: int) -> float:
+        return self.cost * STEP_S * max(1.0, num_rows / 64)
+
+
+class Service:
+    """One target and one drafter under a planner; by default a controller.
+
+    Args:
+        pair: Of models.
+        planner: By default a controller whose workers have profiled their steps.
+        seed: Of the noise of step times.
+    """
+
+    def __init__(self, pair: Pair, planner: Planner | PlanController | None = None, seed: int = 0) -> None:
+        self.pair = pair
+        self.controller = Controller(Bounds(num_branches=16))
+        script = Script(pair.alpha, pair.hit, tuple(range(64)))
         self.timers = {"target": StepTimer(), "drafter": StepTimer()}
-        self.target = TargetMachine("target", ScriptedTarget(script, MAX_LEN), times, self.timers["target"].report)
+        for rows in PROFILED:
+            for tokens in (rows, 5 * rows):
+                self.timers["target"].add(rows, tokens, pair.target_s(tokens))
+            self.timers["drafter"].add(rows, rows, pair.draft_s(rows))
+        self.target = TargetMachine("target", ScriptedTarget(script, MAX_LEN), TIMES, self.timers["target"].report)
         self.target.meanwhile = self._meanwhile
-        self.drafter = self._new_drafter("drafter")
-        self.ingress = IngressMachine("ingress", times)
-        self.router = RouterMachine("router", self._planner(plan), times)
+        self.drafter = DrafterMachine("drafter", ScriptedDrafter(script, MAX_LEN), TIMES, self.timers["drafter"].report)
+        self.ingress = IngressMachine("ingress", TIMES)
+        self.router = RouterMachine("router", planner or self.controller, TIMES)
         self.machines: dict[str, Machine] = {
             "target": self.target,
             "drafter": self.drafter,
             "ingress": self.ingress,
             "router": self.router,
         }
+        self.rng = np.random.default_rng(seed)
         self.now_s = 0.0
         self.free_s = {"target": 0.0, "drafter": 0.0}
-        self.order = itertools.count()
-        self.events: list[tuple[float, int, str, list[Message] | None]] = []
+        self.num_requests = 0
+        self._order = itertools.count()
+        self._events: list[tuple[float, int, str, list[Message] | None]] = []
         self.ingress.router_joined("router", 0.0)
         for name in ("target", "drafter"):
             self.router.worker_joined(name, name, 0.0)
             self._at(0.0, name, None)
-        for i in range(scenario.batch):
-            self._at(i * STAGGER * scenario.target_s(1), f"start {i}", None)
+        self._at(0.0, "router", None)
+        self.run_for(2 * TIMES.renew_s)
 
-    def _planner(self, plan: Plan) -> Planner | PlanController:
-        return lambda spec: plan
-
-    def _new_drafter(self, name: str) -> DrafterMachine:
-        timer = self.timers[name] = StepTimer()
-        return DrafterMachine(name, ScriptedDrafter(self.script, MAX_LEN), self.times, timer.report)
-
-    def tokens_per_s(self, num_steps: int, warm_up: int = 20) -> float:
-        """Over so many target steps."""
-        self._run(warm_up)
-        began_s, began = self.now_s, self.target.counters.num_committed_tokens
-        self._run(num_steps)
-        return (self.target.counters.num_committed_tokens - began) / (self.now_s - began_s)
-
-    def _run(self, num_steps: int) -> None:
-        until = self.target.counters.num_steps + num_steps
-        while self.target.counters.num_steps < until:
-            self._next()
-
-    def _next(self) -> None:
-        """The next event."""
-        self.now_s, _, name, messages = heapq.heappop(self.events)
-        if name.startswith("start"):
-            self._start(int(name.split()[1]))
-        if name not in self.machines:  # a start, or what was on its way to a worker that is gone
-            return
-        for message in messages or ():
-            self.machines[name].receive(message, self.now_s)
-        if messages is not None and name in ("router", "ingress"):
-            self._send(name, self.now_s)
-        elif messages is None and name == "router":
-            self._tick()
-        elif messages is None and self.now_s >= self.free_s[name]:
-            self._step(name)
-
-    def _tick(self) -> None:
-        self.router.step(self.now_s)
-        self._send("router", self.now_s)
-        self._at(self.now_s + TICK_S, "router", None)
-
-    def _start(self, i: int, max_tokens: int = MAX_LEN - 8, bound: int | None = None) -> None:
-        spec = SequenceSpec(SamplingParams(ignore_eos=True), i, 1, max_tokens, num_speculative_tokens=bound)
-        self.ingress.start(f"s{i}", (1,), spec, self.now_s)
+    def begin(self, num_requests: int, num_tokens: int = MAX_LEN - 8, temperature: float = 1.0) -> None:
+        """So many requests come at once."""
+        for _ in range(num_requests):
+            self.num_requests += 1
+            sampling = SamplingParams(ignore_eos=True, temperature=temperature)
+            spec = SequenceSpec(sampling, self.num_requests, 1, num_tokens)
+            self.ingress.start(f"s{self.num_requests}", (1,), spec, self.now_s)
         self.ingress.step(self.now_s)
         self._send("ingress", self.now_s)
 
+    def run_for(self, seconds: float) -> None:
+        """So much virtual time."""
+        until_s = self.now_s + seconds
+        while self.now_s < until_s:
+            self._next()
+
+    def run_rounds(self, num_rounds: int) -> tuple[int, int, float]:
+        """Until so many rows were verified; gives those with drafts, tokens committed and seconds."""
+        counters, began_s = self.target.counters, self.now_s
+        rounds, drafts, tokens = counters.num_rounds, counters.num_drafts, counters.num_committed_tokens
+        while self.target.counters.num_rounds < rounds + num_rounds:
+            self._next()
+        counters = self.target.counters
+        return counters.num_drafts - drafts, counters.num_committed_tokens - tokens, self.now_s - began_s
+
+    def burst(self, num_requests: int, num_tokens: int, temperature: float = 1.0) -> float:
+        """So many requests from their coming to the end of the last; tokens per second."""
+        began_s = self.now_s
+        self.begin(num_requests, num_tokens, temperature)
+        done = self.target.counters.num_committed_tokens + num_requests * num_tokens
+        while self.target.counters.num_committed_tokens < done:
+            self._next()
+        rate = num_requests * num_tokens / (self.now_s - began_s)
+        self.run_for(3 * ONE_WAY_S)
+        return rate
+
+    def _next(self) -> None:
+        self.now_s, _, name, messages = heapq.heappop(self._events)
+        machine = self.machines[name]
+        for message in messages or ():
+            machine.receive(message, self.now_s)
+        if isinstance(machine, RouterMachine | IngressMachine):
+            machine.step(self.now_s)
+            self._send(name, self.now_s)
+            if messages is None:
+                self._at(self.now_s + TICK_S, name, None)
+        elif messages is None and self.now_s >= self.free_s[name]:
+            self._step(name)
+
     def _step(self, name: str) -> None:
-        machine, now_s = self.machines[name], self.now_s
-        before = self.target.counters.num_steps, self.target.counters.num_rounds, self.target.counters.num_draft_tokens
-        proposed = self.drafter.counters.num_proposed_tokens
-        worked = machine.step(now_s)
-        end_s = now_s + self.poll_s
+        counters, draft_counters = self.target.counters, self.drafter.counters
+        before = counters.num_rounds, counters.num_draft_tokens, draft_counters.num_proposed_tokens
+        worked, end_s = self.machines[name].step(self.now_s), self.now_s + POLL_S
         if worked:
+            counters = self.target.counters
             if name == "target":
-                counters = self.target.counters
-                num_rows = counters.num_rounds - before[1]
-                num_tokens = num_rows + counters.num_draft_tokens - before[2]
-                duration_s = self.scenario.target_s(num_tokens) * self._noise()
+                num_rows = counters.num_rounds - before[0]
+                num_tokens = num_rows + counters.num_draft_tokens - before[1]
+                is_beside = self.free_s["drafter"] > self.now_s
+                seconds = self.pair.target_s(num_tokens) * (self.pair.beside if is_beside else 1.0)
             else:
-                num_rows = num_tokens = self.drafter.counters.num_proposed_tokens - proposed
-                duration_s = self.scenario.draft_s(num_rows) * self._noise()
+                num_rows = num_tokens = draft_counters.num_proposed_tokens - before[2]
+                seconds = self.pair.draft_s(num_rows)
+            seconds *= float(self.rng.lognormal(0.0, NOISE))
             if num_rows:
-                self.timers[name].add(num_rows, num_tokens, duration_s)
-            end_s = now_s + duration_s
-        self.free_s[name] = end_s
+                self.timers[name].add(num_rows, num_tokens, seconds)
+            end_s = self.now_s + seconds
+        self.free_s[name] = end_s if worked else 0.0
         self._send(name, end_s)
         self._at(end_s, name, None)
 
@@ -145,55 +185,4 @@ class Machines:
             self._at(at_s + ONE_WAY_S / 2, peer, messages)
 
     def _at(self, at_s: float, name: str, messages: list[Message] | None) -> None:
-        heapq.heappush(self.events, (at_s, next(self.order), name, messages))
-
-    def _noise(self) -> float:
-        return float(self.rng.lognormal(0.0, NOISE) * (PAUSE if self.rng.random() < PAUSE_RATE else 1.0))
-
-
-class Service(Machines):
-    """The same under the controller: requests come and end, a drafter is lost and another comes."""
-
-    poll_s, renew_s = 0.004, 1.0
-
-    def __init__(self, scenario: Scenario, seed: int = 0) -> None:
-        self.controller = Controller()
-        super().__init__(scenario, Plan(), seed)
-        self.num_requests = scenario.batch
-        self._at(0.0, "router", None)
-
-    def _planner(self, plan: Plan) -> PlanController:
-        return self.controller
-
-    def request(self, num_tokens: int, bound: int | None = None) -> None:
-        """A request for so many tokens comes."""
-        self._start(self.num_requests, num_tokens, bound)
-        self.num_requests += 1
-
-    def run_for(self, seconds: float) -> None:
-        """So much virtual time."""
-        until_s = self.now_s + seconds
-        while self.now_s < until_s:
-            self._next()
-
-    def run_until_idle(self) -> None:
-        """Until every request has ended, those among them that are on their way to the router."""
-        self.run_for(2 * ONE_WAY_S)
-        until_s = self.now_s + MOST_S
-        while any(session.finish is None for session in self.router._sessions):
-            assert self.now_s < until_s, "requests do not end"
-            self._next()
-
-    def lose_drafter(self) -> None:
-        """It is gone, with what it held and had measured."""
-        del self.machines[self.drafter.name]
-        self.router.worker_lost(self.drafter.name, self.now_s)
-        self._send("router", self.now_s)
-
-    def new_drafter(self, name: str) -> None:
-        """Another comes, of which nothing is known."""
-        self.drafter = self.machines[name] = self._new_drafter(name)
-        self.free_s[name] = self.now_s
-        self.router.worker_joined(name, "drafter", self.now_s)
-        self._send("router", self.now_s)
-        self._at(self.now_s, name, None)
+        heapq.heappush(self._events, (at_s, next(self._order), name, messages))

@@ -40,11 +40,3 @@ def test_steps_of_as_many_rows_count_most():
     times = StepTimes((StepTime(1, 16, 0.01, 9), StepTime(16, 16, 0.02, 9)))
     assert times.at(1, 16) < 0.0105
     assert times.at(16, 16) > 0.0195
-
-
-def test_what_was_seen():
-    times = StepTimes((StepTime(8, 24, 0.01, 1),))
-    assert times.has_seen(8, 24)
-    assert times.has_seen(8, 26)
-    assert not times.has_seen(8, 32)
-    assert not times.has_seen(16, 24)

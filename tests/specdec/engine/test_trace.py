@@ -105,7 +105,7 @@ def test_rows_count_against_the_capacity() -> None:
 @pytest.mark.parametrize(
     ("plan", "mode"),
     [
-        (Plan(), "plain"),
+        (Plan(), "off"),
         (Plan(4), "overlap"),
         (Plan(4, num_branches=2), "outcomes"),
         (Plan(4, num_branches=2, mode="in_turn"), "in_turn"),
@@ -120,7 +120,7 @@ def test_mode_of_a_row_is_that_of_its_plan(plan: Plan, mode: str) -> None:
     decided(found, [1, 2, 3, 4], 0, 5)
     before, after = (step.rows[0] for step in found.trace().target_steps)
     assert (before.mode, before.round) == (mode, 1)
-    assert (after.mode, after.round) == ("plain", 1), "it was forgotten"
+    assert (after.mode, after.round) == ("off", 1), "it was forgotten"
 
 
 def test_rows_of_a_draft_step_by_sequence() -> None:

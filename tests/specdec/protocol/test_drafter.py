@@ -5,8 +5,9 @@ import pytest
 from specdec.protocol.backends import Proposal, Status
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.leases import Times
-from specdec.protocol.messages import Candidates, Close, Commit, Inc, Mode, Offer, Open, Plan, Resync
+from specdec.protocol.messages import Candidates, Close, Commit, Inc, Offer, Open, Plan, Resync
 from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.types import Way
 from tests.specdec.protocol.scripted import PROMPT, log_of
 
 INC = Inc(1, 0)
@@ -40,7 +41,7 @@ def chain(start, length):
     return tuple(range(100 + start, 100 + start + length))
 
 
-def machine_with(num_draft_tokens=3, mode: Mode = "in_turn", max_tokens=50, max_model_len=100, acceptance="coupled"):
+def machine_with(num_draft_tokens=3, mode: Way = "in_turn", max_tokens=50, max_model_len=100, acceptance="coupled"):
     machine = DrafterMachine("D", Counting(max_model_len), Times(lease_s=5.0))
     open_sequence(machine, "s", Plan(num_draft_tokens, mode=mode), max_tokens, acceptance)
     return machine

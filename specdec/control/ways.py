@@ -1,0 +1,224 @@
+"""What each way of speculating gives: tokens of a round and the time of a round, as closed formulas.
+
+A round is one verification of one sequence. Notation of the design (section 7): ``t_T`` a target step, ``t_d`` a draft
+step, ``K`` the draft length, ``a`` the acceptance rate per draft token, ``E = (1 - a^(K+1)) / (1 - a)``, ``2 delta``
+the time from a verdict leaving the target to an offer made of it reaching the target, drafting left out.
+
+Sources: Leviathan et al. 2023 (arXiv 2211.17192) for ``E`` and drafting in turn, SSD (arXiv 2603.03251) for outcomes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple, get_args
+
+from specdec.control.steptimes import StepTimes
+from specdec.types import Way
+
+WAYS: tuple[Way, ...] = get_args(Way)
+DRAFT_LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
+BRANCHES = (2, 4, 8, 16, 32)
+RUNNING_STEP = 0.5
+"""Of the draft step that runs when a verdict comes any part may be left: half of it in the mean."""
+TIE = 1.02
+"""What promises less than that much more is as good: of such choices the one that drafts least is taken."""
+
+
+class Choice(NamedTuple):
+    """A way of speculating with its draft length and its fan-out."""
+
+    way: Way = "off"
+    num_draft_tokens: int = 0
+    num_branches: int = 0
+
+
+OFF = Choice()
+
+
+class Pace(NamedTuple):
+    """What a choice gives one sequence in the long run.
+
+    Attributes:
+        tokens: Committed per round.
+        round_s: Duration of a round.
+    """
+
+    tokens: float
+    round_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of one sequence."""
+        return self.tokens / self.round_s
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What may be chosen.
+
+    Attributes:
+        num_draft_tokens: Most draft tokens per round.
+        num_branches: Most branches per sequence; 0 is none.
+        ways: Ways of speculating; ``off`` is always one.
+    """
+
+    num_draft_tokens: int = DRAFT_LENGTHS[-1]
+    num_branches: int = 16
+    ways: frozenset[Way] = frozenset(WAYS)
+
+    def choices(self) -> Iterator[Choice]:
+        """All choices within these bounds, ``off`` first."""
+        yield OFF
+        longest = min(self.num_draft_tokens, DRAFT_LENGTHS[-1])
+        for length in sorted({*(n for n in DRAFT_LENGTHS if n < longest), longest} - {0}):
+            for way in ("in_turn", "overlap"):
+                if way in self.ways:
+                    yield Choice(way, length)
+            if "outcomes" in self.ways and self.num_branches:
+                for branches in sorted({*(n for n in BRANCHES if n < self.num_branches), min(self.num_branches, 32)}):
+                    yield Choice("outcomes", length, branches)
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What the pace of a sequence depends on.
+
+    Attributes:
+        target: Step times of its target.
+        draft: Step times of its drafter.
+        num_rows: Sequences that share its target's steps.
+        num_draft_rows: Sequences that share its drafter's steps.
+        round_trip_s: ``2 delta``.
+        guess_rate: How often the draft's next guess is right where its token and the guesses before were wrong.
+    """
+
+    target: StepTimes
+    draft: StepTimes
+    num_rows: int
+    num_draft_rows: int
+    round_trip_s: float
+    guess_rate: float
+
+    def target_s(self, num_draft_tokens: float) -> float:
+        """A step that verifies so many draft tokens per row."""
+        return self.target.at(self.num_rows, self.num_rows * (1 + num_draft_tokens))
+
+    def draft_s(self, num_branches: int) -> float:
+        """A draft step with so many branches per sequence."""
+        rows = self.num_draft_rows * (1 + num_branches)
+        return self.draft.at(rows, rows)
+
+
+def pace(choice: Choice, conditions: Conditions, acceptance_rate: float) -> Pace:
+    """The pace of one sequence where all that share its steps speculate alike."""
+    match choice.way:
+        case "off":
+            return Pace(1.0, conditions.target_s(0))
+        case "in_turn":
+            return in_turn(choice, conditions, acceptance_rate)
+        case _:
+            return ahead(choice, conditions, acceptance_rate)
+
+
+def in_turn(choice: Choice, conditions: Conditions, acceptance_rate: float) -> Pace:
+    """Draft, then verify: E tokens in t_T + 2 delta + K t_d."""
+    length = choice.num_draft_tokens
+    round_s = conditions.target_s(length) + length * conditions.draft_s(0) + conditions.round_trip_s
+    return Pace(expected_tokens(acceptance_rate, length), round_s)
+
+
+def ahead(choice: Choice, conditions: Conditions, acceptance_rate: float) -> Pace:
+    """Draft while the target verifies, along the accepted path or for the likely outcomes.
+
+    A chain of two states: a row has a draft of E tokens, or none and goes on plainly with one. It has a draft again if
+    the outcome of its round was prepared (:func:`hit_rate`), as many tokens as fit into a step. What follows a plain
+    round is a token shorter, as the token that the round decides has to be drafted first; where that leaves less than
+    one, a draft follows only so often.
+    """
+    length, branches = choice.num_draft_tokens, choice.num_branches
+    a, guess_rate, draft_s = acceptance_rate, conditions.guess_rate, conditions.draft_s(branches)
+    step_s, plain_s = conditions.target_s(length), conditions.target_s(0)
+    fit = max(0.0, min(length, (step_s - conditions.round_trip_s) / draft_s - RUNNING_STEP))
+    fit_after_plain = (plain_s - conditions.round_trip_s) / draft_s - RUNNING_STEP - 1
+    found = hit_rate(a, fit, branches, guess_rate) * min(1.0, fit)
+    found_after_plain = hit_rate(a, 0, branches, guess_rate) * max(0.0, min(1.0, fit_after_plain))
+    share = found_after_plain / (1 - found + found_after_plain) if found_after_plain else 0.0
+    tokens = 1 + share * (expected_tokens(a, fit) - 1)
+    return Pace(tokens, share * conditions.target_s(fit) + (1 - share) * plain_s)
+
+
+def expected_tokens(acceptance_rate: float, num_draft_tokens: float) -> float:
+    """E = 1 + a + ... + a^K: tokens of a verification of K draft tokens, the target's own token included."""
+    if acceptance_rate > 1 - 1e-9:
+        return 1.0 + num_draft_tokens
+    return float((1 - acceptance_rate ** (num_draft_tokens + 1)) / (1 - acceptance_rate))
+
+
+def hit_rate(acceptance_rate: float, num_draft_tokens: float, num_branches: int, guess_rate: float) -> float:
+    """How often the outcome of verifying K draft tokens was prepared with so many branches.
+
+    What follows all K and the draft's own next token costs no branch; every other outcome (number accepted, next token)
+    costs one, and the likeliest are prepared first.
+    """
+    own = acceptance_rate ** (num_draft_tokens + 1)
+    if not num_branches:
+        return float(own)
+    guessed = _guessed(round(acceptance_rate, 2), round(num_draft_tokens), num_branches, round(guess_rate, 2))
+    return float(min(1.0, own + guessed))
+
+
+@lru_cache(maxsize=1 << 14)
+def _guessed(a: float, num_draft_tokens: int, num_branches: int, g: float) -> float:
+    """How often the outcome is among the likeliest others: the j-th guess at a place is right with g (1 - g)^j."""
+    refused = [a**n * (1 - a) for n in range(num_draft_tokens + 1)]
+    others = sorted((share * g * (1 - g) ** j for share in refused for j in range(num_branches)), reverse=True)
+    return sum(others[:num_branches])
+
+
+def guess_rate_of(measured_hit_rate: float, acceptance_rate: float, num_draft_tokens: int, num_branches: int) -> float:
+    """The guess rate at which so many hits are to be expected: the inverse of :func:`hit_rate`, in [0.01, 0.99]."""
+    low, high = 0.01, 0.99
+    for _ in range(7):
+        middle = (low + high) / 2
+        if hit_rate(acceptance_rate, num_draft_tokens, num_branches, middle) < measured_hit_rate:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def best_by_way(conditions: Conditions, acceptance_rate: float, bounds: Bounds) -> dict[Way, tuple[Choice, Pace]]:
+    """Of each way the choice with the most tokens per second; of equal ones the one that drafts least."""
+    best: dict[Way, tuple[Choice, Pace]] = {}
+    for choice in bounds.choices():
+        found = pace(choice, conditions, acceptance_rate)
+        held = best.get(choice.way)
+        if held is None or found.tokens_per_s > TIE * held[1].tokens_per_s:
+            best[choice.way] = choice, found
+    return best
+
+
+def own_length(choice: Choice, conditions: Conditions, group_rate: float, own_rate: float, bound: int | None) -> int:
+    """Draft length of one sequence within its group's choice.
+
+    A draft token is worth verifying while its chance to be kept, a^k, exceeds what the time it takes would have given
+    the group otherwise (the marginal form of the goodput that Liu et al. 2024, arXiv 2406.14066, maximise). One is
+    drafted in any case, so that its rate stays known; 0 only where the request allows none.
+    """
+    most = choice.num_draft_tokens if bound is None else min(bound, choice.num_draft_tokens)
+    if most <= 1:
+        return most
+    longer_s = conditions.target_s(choice.num_draft_tokens) - conditions.target_s(0)
+    price = pace(choice, conditions, group_rate).tokens_per_s * longer_s / choice.num_draft_tokens
+    # The length is best for the group's rate, whatever the slope: only those that are worse draft less.
+    price = min(price, (_WORSE * group_rate) ** choice.num_draft_tokens)
+    length = 1
+    while length < most and own_rate ** (length + 1) >= price:
+        length += 1
+    return length
+
+
+_WORSE = 0.9
+"""A sequence is worse than its group where its acceptance rate is below this part of the group's."""

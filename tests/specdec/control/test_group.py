@@ -1,0 +1,93 @@
+"""What a group learns: a way's factor by load, and when a sequence probes."""
+
+from __future__ import annotations
+
+import pytest
+
+from specdec.control.group import CAUTION, PROBE_ROUNDS, PROBE_SHARE, Correction, Group
+from specdec.control.ways import OFF, Bounds, pace
+from tests.specdec.control.test_ways import conditions
+
+TOKENS = 200
+
+
+def followed(group, conditions, share, now_s=0.0, rate=0.8):
+    """The group's choice, which gives a share of what its formula says."""
+    expected = pace(group.choice, conditions, rate).tokens_per_s
+    for _ in range(TOKENS):
+        group.heard(group.choice, 1, 2, 2 / (share * expected), now_s)
+
+
+def test_a_gain_that_is_likely_is_taken_at_once():
+    group = Group()
+    group.review(conditions(), 0.5, Bounds(), 0.0)
+    assert group.choice.way == "outcomes"
+
+
+def test_what_does_not_gain_is_off_after_some_rounds_and_stays_so_at_that_load():
+    group, alone = Group(), conditions(0.02)
+    group.review(alone, 0.6, Bounds(), 0.0)
+    ways = [group.choice.way]
+    while group.choice != OFF:
+        followed(group, alone, 0.5, rate=0.6)
+        group.review(alone, 0.6, Bounds(), 0.0)
+        ways.append(group.choice.way)
+    assert len(ways) == len(set(ways)) <= 4, "each way is tried once"
+    assert group.choice_at(1) == OFF
+    group.review(alone, 0.6, Bounds(), 10.0)
+    assert group.choice == OFF
+
+
+def test_a_factor_counts_at_its_load_then_nearby_and_less_as_it_ages():
+    group, one, eight = Group(), conditions(), conditions(rows=8)
+    assert group.factor("outcomes", one, 0.0) == pytest.approx(CAUTION)
+    group.review(one, 0.8, Bounds(), 0.0)
+    followed(group, one, 0.7)
+    assert group.factor("outcomes", one, 0.0) == pytest.approx(0.7, abs=0.02)
+    assert group.factor("outcomes", eight, 0.0) == pytest.approx(0.7, abs=0.02)
+    assert group.factor("in_turn", one, 0.0) == pytest.approx(CAUTION)
+    assert group.factor("outcomes", one, 20 * Correction.AGE_S) == pytest.approx(CAUTION, abs=0.01)
+
+
+def test_the_target_alone_is_remembered_as_it_was():
+    group, alone = Group(), conditions()
+    group.review(alone, 0.0, Bounds(), 0.0)
+    assert group.choice == OFF
+    for _ in range(TOKENS):
+        group.heard(OFF, 1, 1, 0.04, 0.0)
+    assert group.alone(alone) == pytest.approx(25, rel=0.03)
+    assert group.alone(conditions(rows=8)) == pytest.approx(1 / 0.03)
+
+
+def test_while_off_one_sequence_probes_and_then_all_rest():
+    group, seqs = Group(), ["a", "b", "c"]
+    group.review(conditions(), 0.0, Bounds(), 0.0)
+    assert group.probe(["b"], seqs) == "b", "first one of a kind that is unknown"
+    assert group.probe([], seqs) == "b"
+    group.probed(PROBE_ROUNDS)
+    rests = []
+    for _ in range(4):
+        rounds = 0
+        while group.probe([], seqs) is None:
+            group.heard(OFF, 1, 1, 0.03, 0.0)
+            rounds += 1
+        group.probed(PROBE_ROUNDS)
+        rests.append(rounds)
+    assert rests == [n * PROBE_ROUNDS / PROBE_SHARE for n in (1, 2, 4, 4)]
+
+
+def test_a_probe_whose_sequence_has_ended_goes_to_another():
+    group = Group()
+    group.review(conditions(), 0.0, Bounds(), 0.0)
+    assert group.probe(["a"], ["a"]) == "a"
+    assert group.probe(["b"], ["b"]) == "b"
+    assert group.probe([], []) is None
+
+
+def test_guesses_are_told_by_hits_unless_the_choice_has_changed_since():
+    group = Group()
+    group.review(conditions(), 0.8, Bounds(), 0.0)
+    group.guesses_reported(10, 90)  # partly of the time before
+    assert group.guess_rate == 0.5
+    group.guesses_reported(10, 90)
+    assert group.guess_rate < 0.2

@@ -1,0 +1,81 @@
+"""The controller between the real machines, in virtual time."""
+
+from __future__ import annotations
+
+import pytest
+
+from specdec.protocol.plans import IN_TURN_WAIT_S, Planner, fixed_plan
+from tests.specdec.control.machines import Pair, Service
+
+BRANCHES = 16
+
+
+def rate(service: Service, num_sequences: int, warm_up: int, num_rounds: int) -> float:
+    """Tokens per second of all sequences."""
+    service.begin(num_sequences)
+    service.run_rounds(warm_up * num_sequences)
+    _, num_tokens, seconds = service.run_rounds(num_rounds * num_sequences)
+    return num_tokens / seconds
+
+
+def fixed(way: str, length: int) -> Planner:
+    if way == "in_turn":
+        return fixed_plan(length, "in_turn", IN_TURN_WAIT_S)
+    return fixed_plan(length, "overlap", num_branches=BRANCHES if way == "outcomes" else 0)
+
+
+GRID = [(n, alpha, cost) for n in (1, 8, 64) for alpha in (0.3, 0.6, 0.8, 0.9) for cost in (0.05, 0.1, 0.3)]
+FAST = [(1, 0.3, 0.1), (1, 0.9, 0.3)]
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "alpha", "cost"),
+    [pytest.param(*point, marks=() if point in FAST else pytest.mark.soak) for point in GRID],
+)
+def test_auto_comes_near_the_best_fixed_way(num_sequences: int, alpha: float, cost: float) -> None:
+    """Steps beyond 64 tokens take longer, so that there is something to choose."""
+    pair, num_rounds = Pair(alpha, cost, free_tokens=64), 100
+    auto = rate(Service(pair), num_sequences, 80, num_rounds)
+    plans = [(way, length) for way in ("in_turn", "overlap", "outcomes") for length in (2, 4, 7)]
+    rates = {plan: rate(Service(pair, fixed(*plan)), num_sequences, 20, num_rounds) for plan in plans}
+    rates["off", 0] = num_sequences / pair.target_s(num_sequences)
+    assert auto > 0.9 * max(rates.values()), rates
+
+
+@pytest.mark.parametrize("num_sequences", [1, 8])
+def test_a_draft_that_is_always_wrong_is_off_after_fifty_rounds(num_sequences: int) -> None:
+    service = Service(Pair(0.0, 0.1, hit=0.0))
+    service.begin(num_sequences)
+    service.run_rounds(50 * num_sequences)
+    num_drafts, _, _ = service.run_rounds(1000 * num_sequences)
+    assert 0 < num_drafts <= 0.02 * 1000 * num_sequences
+
+
+def test_off_where_the_workers_share_what_they_run_on() -> None:
+    """Formulas see a gain; what was measured does not, and decides."""
+    pair = Pair(0.5, 0.4, beside=3.0)
+    service = Service(pair)
+    assert rate(service, 1, 400, 200) > 0.93 / pair.target_s(1)
+
+
+def test_a_burst_begins_with_what_the_one_before_has_taught() -> None:
+    good, bad = Service(Pair(0.8, 0.1)), Service(Pair(0.0, 0.1, hit=0.0))
+    for service in (good, bad):
+        for _ in range(4):
+            service.burst(4, 64)
+    before = [service.target.counters for service in (good, bad)]
+    rounds, drafts = ([getattr(one, name) for one in before] for name in ("num_rounds", "num_drafts"))
+    for service in (good, bad):
+        service.burst(4, 64)
+    after = [service.target.counters for service in (good, bad)]
+    assert after[0].num_drafts - drafts[0] > 0.7 * (after[0].num_rounds - rounds[0])
+    assert after[1].num_drafts - drafts[1] <= 0.04 * 256
+
+
+def test_a_lost_drafter_is_done_without() -> None:
+    service = Service(Pair(0.8, 0.1))
+    service.begin(4)
+    service.run_rounds(100)
+    service.router.worker_lost("drafter", service.now_s)
+    service.run_for(0.5)
+    assert service.run_rounds(100)[0] == 0
