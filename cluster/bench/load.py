@@ -20,7 +20,7 @@ ROLES = {"target": "target", "drafter": "draft", "draft": "draft"}
 _FIGURES = (
     *("busy_s", "gap_s", "num_gaps", "num_steps", "report_s"),
     *("num_emulated_steps", "num_overruns", "is_scripted"),
-    *("num_branch_hits", "num_branch_late", "num_branch_misses"),
+    *("num_branch_hits", "num_branch_misses"),
 )
 
 
@@ -158,7 +158,6 @@ def devices_between(before: Figures, after: Figures, duration_s: float) -> dict[
             gap_s=since["gap_s"] if "gap_s" in last else None,
             num_gaps=round(since["num_gaps"]),
             num_hits=round(since["num_branch_hits"]),
-            num_late=round(since["num_branch_late"]),
             num_misses=round(since["num_branch_misses"]),
             num_workers=round(last.get("num_workers", 1.0)),
         )

@@ -40,7 +40,6 @@ class DeviceUse:
         gap_s: Time between steps of which the later goes on with a sequence of the earlier, in sum; None if unknown.
         num_gaps: How many.
         num_hits: Of a target, rounds whose outcome was among the branches that it had been offered by then.
-        num_late: Those whose outcome was among the branches that it was offered later.
         num_misses: Those whose outcome was not among any.
         num_workers: Of the device, each with steps of its own.
     """
@@ -54,7 +53,6 @@ class DeviceUse:
     gap_s: float | None = None
     num_gaps: int = 0
     num_hits: int = 0
-    num_late: int = 0
     num_misses: int = 0
     num_workers: int = 1
 
@@ -194,6 +192,13 @@ def mean_acceptance_length(streams: Iterable[Stream]) -> float | None:
     streams = list(streams)
     num_drafts = sum(stream.num_drafts for stream in streams)
     return 1 + sum(stream.num_accepted_tokens for stream in streams) / num_drafts if num_drafts else None
+
+
+def mean_draft_tokens(streams: Iterable[Stream]) -> float | None:
+    """Tokens of a verified draft; None where nothing was drafted."""
+    streams = list(streams)
+    num_drafts = sum(stream.num_drafts for stream in streams)
+    return sum(stream.num_draft_tokens for stream in streams) / num_drafts if num_drafts else None
 
 
 def hit_rate(streams: Iterable[Stream]) -> float | None:

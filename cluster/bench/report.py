@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cluster.bench.summary import Limit, Row
+from cluster.bench.summary import Row
 
 HEAD = (
     "prompts",
@@ -26,9 +26,6 @@ HEAD = (
     "idle target, draft",
     "outside ms a round",
     "decoding tokens/s",
-    "its limit",
-    "of c, v, alpha, h, K",
-    "share of it",
     "same text as the first mode",
     "load",
 )
@@ -38,11 +35,7 @@ EXPLANATIONS = (
     "A step's time is offline that of steps that read no prompt, over HTTP the mean of all.",
     "Outside is the time outside all forward passes, per target step; over HTTP, between the target's steps while "
     "sequences go on, and in turn less the drafting, which is not known with several streams.",
-    "Decoding tokens/s are those of each stream from its first tokens on, summed. The limit is computed from the "
-    "measured step times (c: a draft step, v: a target step with drafts, both over a plain target step), acceptance "
-    "alpha and share h of rounds with a draft, as if the system added nothing; over "
-    "outcomes with K draft tokens h is the share of outcomes that were among the branches, late or not, and drafts are "
-    "whole.",
+    "Decoding tokens/s are those of each stream from its first tokens on, summed.",
 )
 
 
@@ -83,8 +76,7 @@ class Report:
         remarks = self.remarks()
         lines += [f"{environment.work}.", "", *remarks, *([""] if remarks else []), *table(self.rows)]
         lines += pooled_table(self.rows)
-        policies = sorted({row.limit.policy for row in self.rows if row.limit is not None})
-        lines += ["", *EXPLANATIONS, *([f"Limits assume: {'; '.join(policies)}."] if policies else [])]
+        lines += ["", *EXPLANATIONS]
         return "\n".join(lines)
 
     def remarks(self) -> list[str]:
@@ -98,8 +90,7 @@ class Report:
 
     def as_json(self) -> str:
         """Everything, as one JSON object."""
-        rows = [asdict(row) | {"share_of_limit": row.share_of_limit} for row in self.rows]
-        return json.dumps({"environment": asdict(self.environment), "rows": rows}, indent=1)
+        return json.dumps(asdict(self), indent=1)
 
 
 _EMULATED = ("num_emulated_steps", "num_overruns")
@@ -128,19 +119,9 @@ def _cells(row: Row) -> list[str]:
         ", ".join(_number(row.idle_share.get(device), 100, ".0f", "%") for device in ("target", "draft")),
         _number(row.outside_s_per_round, 1e3, ".2f"),
         f"{row.decode_tokens_per_s:.1f}",
-        _number(row.limit.tokens_per_s if row.limit is not None else None, 1, ".1f"),
-        _basis(row.limit),
-        _number(row.share_of_limit, 100, ".0f", "%"),
         "yes" if row.has_equal_texts else "no",
         f"{row.load:.1f}",
     ]
-
-
-def _basis(limit: Limit | None) -> str:
-    if limit is None or limit.alpha is None:
-        return "-"
-    costs = f"{_number(limit.draft_cost, 1, '.2f')}, {limit.verify_cost:.2f}"
-    return f"{costs}, {limit.alpha:.2f}, {_number(limit.hit_rate, 1, '.2f')}, {limit.num_draft_tokens}"
 
 
 def pooled_table(rows: Sequence[Row]) -> list[str]:

@@ -1,4 +1,4 @@
-"""From runs to a row of figures, each beside the limit computed from what was measured."""
+"""From runs to a row of figures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.bench.compare import Comparison, Mode, Pooled
-from cluster.bench.limits import alpha_of_length, in_turn, over_outcomes
 from cluster.bench.measures import (
     DeviceUse,
     Run,
@@ -15,38 +14,11 @@ from cluster.bench.measures import (
     hit_rate,
     mean,
     mean_acceptance_length,
+    mean_draft_tokens,
     percentiles_s,
     token_gaps_s,
     tokens_per_round,
 )
-
-IN_TURN_POLICY = "in turn"
-PLAIN_POLICY = "on a miss a plain step"
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """What the devices could give, from the second token on, if the system added nothing.
-
-    Attributes:
-        tokens_per_s: Of all streams.
-        policy: What it assumes: ``in turn``, or what happens where no draft is ready.
-        draft_cost: c, a draft step over a plain target step; None for the target alone.
-        verify_cost: v(K), a target step over 1 + K tokens over a plain one; where the mode has plain steps too, from
-            the mean of all steps and the share of rounds with a draft.
-        alpha: Acceptance per draft token, from the mean acceptance length.
-        hit_rate: Over outcomes, share of the rounds with branches whose outcome had a draft in time; elsewhere
-            that of the rounds with a draft. Lost and late drafts lower both, and so the limit.
-        num_draft_tokens: Over outcomes the best length up to the one asked for, else the mean one.
-    """
-
-    tokens_per_s: float
-    policy: str
-    draft_cost: float | None = None
-    verify_cost: float = 1.0
-    alpha: float | None = None
-    hit_rate: float | None = None
-    num_draft_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +29,7 @@ class Row:
         ratio: Throughput over that of the first mode, within rounds: least, median, most.
         over_first: The same over all rounds together, with its 95% interval.
         over_best_fixed: For ``auto``, over the best mode with a fixed draft length, or none, in the same way.
-        decode_tokens_per_s: From each stream's first tokens on; what the limit is held against.
+        decode_tokens_per_s: From each stream's first tokens on.
         first_s: Time to the first token.
         gap_mean_s: Mean inter-token latency, over all tokens of all streams and rounds.
         gap_percentiles_s: Its 50th, 95th and 99th percentile; see :func:`cluster.bench.measures.token_gaps_s`.
@@ -74,7 +46,8 @@ class Row:
         num_emulated_steps: Over all devices and rounds.
         num_overruns: Emulated steps whose computation did not fit.
         round_tokens_per_s: Throughput of every round.
-        foreseen_in_time: Share of rounds with branches whose outcome was among those offered by then.
+        foreseen: Share of rounds with branches whose outcome was among those offered by then.
+        mean_draft_tokens: Of a verified draft.
     """
 
     prompts: str
@@ -93,7 +66,6 @@ class Row:
     step_s: dict[str, float]
     idle_share: dict[str, float]
     outside_s_per_round: float | None
-    limit: Limit | None
     load: float
     has_equal_texts: bool
     num_emulated_steps: int
@@ -102,22 +74,16 @@ class Row:
     over_first: Pooled | None = None
     over_best_fixed: Pooled | None = None
     round_tokens_per_s: tuple[float, ...] = ()
-    foreseen_in_time: float | None = None
-
-    @property
-    def share_of_limit(self) -> float | None:
-        """Measured over possible."""
-        return self.decode_tokens_per_s / self.limit.tokens_per_s if self.limit is not None else None
+    foreseen: float | None = None
+    mean_draft_tokens: float | None = None
 
 
 def summarize(comparison: Comparison) -> list[Row]:
     """A row per mode."""
-    plain = next((i for i, mode in enumerate(comparison.modes) if mode.num_speculative_tokens == 0), None)
-    plain_step_s = None if plain is None else _step_s(comparison.runs[plain]).get("target")
-    return [_row(comparison, i, plain_step_s) for i in range(len(comparison.modes))]
+    return [_row(comparison, i) for i in range(len(comparison.modes))]
 
 
-def _row(comparison: Comparison, index: int, plain_step_s: float | None) -> Row:
+def _row(comparison: Comparison, index: int) -> Row:
     work, mode, runs = comparison.work, comparison.modes[index], comparison.runs[index]
     streams = [stream for run in runs for stream in run.streams]
     gaps = [gap for stream in streams for gap in token_gaps_s(stream.arrivals)]
@@ -139,7 +105,6 @@ def _row(comparison: Comparison, index: int, plain_step_s: float | None) -> Row:
         step_s=_step_s(runs),
         idle_share={device: _median(use.idle_share for use in found) for device, found in _by_device(runs).items()},
         outside_s_per_round=_outside_s(mode, runs),
-        limit=limit_of(mode, runs, plain_step_s),
         load=statistics.median(run.load for run in runs),
         has_equal_texts=comparison.has_equal_texts(index),
         num_emulated_steps=sum(use.num_emulated_steps for use in uses),
@@ -148,7 +113,8 @@ def _row(comparison: Comparison, index: int, plain_step_s: float | None) -> Row:
         over_first=comparison.pooled(index, 0),
         over_best_fixed=_over_best_fixed(comparison, index),
         round_tokens_per_s=tuple(run.tokens_per_s for run in runs),
-        foreseen_in_time=_branch_hit_rate(runs, with_late=False),
+        foreseen=_foreseen(runs),
+        mean_draft_tokens=mean_draft_tokens(streams),
     )
 
 
@@ -158,50 +124,10 @@ def _over_best_fixed(comparison: Comparison, index: int) -> Pooled | None:
     return comparison.pooled(index, best) if is_auto and best is not None else None
 
 
-def limit_of(mode: Mode, runs: Sequence[Run], plain_step_s: float | None) -> Limit | None:
-    """The limit of a mode from its own runs and a plain target step at the same number of streams.
-
-    None where the steps' times are not known. A draft step's time is a mean over all it did; drafts are taken to be as
-    long as they were on average.
-    """
-    num_streams = len(runs[0].streams)
-    if plain_step_s is None:
-        return None
-    if mode.num_speculative_tokens == 0:
-        return Limit(num_streams / plain_step_s, "plain steps")
-    streams = [stream for run in runs for stream in run.streams]
-    length, hits, steps = mean_acceptance_length(streams), hit_rate(streams), _step_s(runs)
-    if length is None or hits is None or not {"target", "draft"} <= steps.keys():
-        return None
-    num_drafts = sum(stream.num_drafts for stream in streams)
-    num_draft_tokens = max(1, round(sum(stream.num_draft_tokens for stream in streams) / num_drafts))
-    alpha = alpha_of_length(min(length, num_draft_tokens + 1), num_draft_tokens)
-    c, v = steps["draft"] / plain_step_s, steps["target"] / plain_step_s
-    if mode.service_mode != "in_turn":  # the mean is over plain steps too, which cost 1 each
-        v = 1 + (v - 1) / hits
-    v = max(1.0, v)
-    foreseen = _branch_hit_rate(runs, with_late=True)
-    policy = PLAIN_POLICY
-    if mode.service_mode == "in_turn":
-        time, policy = in_turn(alpha, c, num_draft_tokens, verify_cost=v), IN_TURN_POLICY
-    elif foreseen is not None and mode.num_speculative_tokens is not None:
-        hits = foreseen
-        lengths = range(1, mode.num_speculative_tokens + 1)
-        time, num_draft_tokens = min((over_outcomes(alpha, c, k, hits, verify_cost=v), k) for k in lengths)
-    else:
-        time = over_outcomes(alpha, c, num_draft_tokens, hits, verify_cost=v)
-    return Limit(num_streams / (plain_step_s * time), policy, c, v, alpha, hits, num_draft_tokens)
-
-
-def _branch_hit_rate(runs: Sequence[Run], *, with_late: bool) -> float | None:
-    """Share of rounds with branches whose outcome was among them, in time or at all; None where there were no branches.
-
-    A limit, which takes no time for messages, goes by all.
-    """
+def _foreseen(runs: Sequence[Run]) -> float | None:
     targets = [run.devices["target"] for run in runs if "target" in run.devices]
-    hits, late = sum(use.num_hits for use in targets), sum(use.num_late for use in targets)
-    total = hits + late + sum(use.num_misses for use in targets)
-    return (hits + late * with_late) / total if total else None
+    hits, misses = sum(use.num_hits for use in targets), sum(use.num_misses for use in targets)
+    return hits / (hits + misses) if hits + misses else None
 
 
 def _by_device(runs: Iterable[Run]) -> dict[str, list[DeviceUse]]:

@@ -18,8 +18,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cluster.bench.compare import ALONE
-from cluster.bench.limits import expected_tokens
 from cluster.cli.flags import add_config_flags, config_overrides
 from cluster.config import AppArgs
 from cluster.config_files import config_keys, load_config
@@ -27,6 +25,7 @@ from specdec.engine.emulation import StepCost
 from specdec.engine.scripted import RANK_SHARES
 from specdec.protocol.branches import branch_share, foreseen
 from specdec.protocol.messages import Plan
+from tests.bench.limits import expected_tokens, mode_of
 
 LENGTHS = range(1, 17)
 """Draft lengths among which a best one is looked for."""
@@ -210,7 +209,7 @@ def scripted_table(rows: Sequence[dict[str, Any]], script: ScriptedPair, num_bra
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        mode, length = _mode(row["mode"])
+        mode, length = mode_of(row["mode"])
         branches = num_branches if mode in ("outcomes", "auto") else 0
         limit = scripted_limit(replace(script, num_streams=row["num_streams"]), mode, length, branches)
         rate, per_round = row["decode_tokens_per_s"], row["tokens_per_round"]
@@ -220,16 +219,6 @@ def scripted_table(rows: Sequence[dict[str, Any]], script: ScriptedPair, num_bra
         best = f"{limit.best_tokens_per_s:.1f} | {shares[1]} | {rate / limit.in_turn_tokens_per_s:.2f}"
         lines.append(f"| {row['num_streams']} | {row['mode']} | {figures} | {best} |")
     return lines
-
-
-def _mode(name: str) -> tuple[str | None, int | None]:
-    """Service mode and draft length of a mode as the bench names it; see :func:`cluster.bench.compare.parse_modes`."""
-    if name == ALONE:
-        return None, 0
-    if name == "auto":
-        return "auto", None
-    mode, _, length = name.rpartition(", ")
-    return mode.replace(" ", "_") or None, int(length.split()[0])
 
 
 def main(argv: list[str] | None = None) -> None:

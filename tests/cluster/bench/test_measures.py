@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.bench.compare import ALONE, Comparison, Mode, ServiceMode, Work
+from cluster.bench.compare import ALONE, Comparison, Mode, Work
 from cluster.bench.measures import (
     Arrival,
     DeviceUse,
@@ -107,53 +107,3 @@ def test_a_service_whose_devices_tell_their_counters() -> None:
     modes = (Mode(ALONE, 0), Mode("in turn", 4, "in_turn"), Mode("overlap", 4, "overlap"))
     rows = summarize(Comparison(Work("code", 1, 10, 0.0), modes, ((alone,), (run,), (run,))))
     assert [row.outside_s_per_round for row in rows] == pytest.approx([0.01, 0.08 / 5, 0.12 / 5])
-    assert rows[1].limit is not None
-    assert rows[1].limit.verify_cost == pytest.approx(36 / 30)
-    assert rows[1].limit.draft_cost == pytest.approx(2 / 30)
-    assert rows[1].limit.tokens_per_s == pytest.approx(2.25 / (0.036 + 4 * 0.002))
-    assert rows[2].limit is not None
-    assert rows[2].limit.hit_rate == 1
-    assert rows[2].limit.tokens_per_s == pytest.approx(2.25 / 0.036)
-
-
-@pytest.mark.parametrize(
-    ("mode", "num_hits", "num_late", "hit_rate"),
-    [("overlap", 0, 0, 0.5), ("outcomes", 8, 0, 0.8), ("outcomes", 5, 3, 0.8), (None, 0, 0, 0.5)],
-)
-def test_plain_steps_are_not_charged_as_verifications(
-    mode: ServiceMode | None, num_hits: int, num_late: int, hit_rate: float
-) -> None:
-    """Steps of 30 ms without a draft and of 60 ms with one, in half of the rounds: 45 ms on average."""
-    plain = Stream("a" * 10, tuple(Arrival(0.03 * i, 1) for i in range(1, 11)))
-    drafted = Stream("a" * 31, (Arrival(0.03, 1), Arrival(0.48, 30)), 5, 20, 20)
-    alone = Run((plain,), 0.3, devices={"target": DeviceUse(0.3, 0.3, 10)})
-    target = DeviceUse(0.48, 0.45, 10, num_hits=num_hits, num_late=num_late, num_misses=2 if num_hits else 0)
-    run = Run((drafted,), 0.48, devices={"target": target, "draft": DeviceUse(0.48, 0.08, 40)})
-    modes = (Mode(ALONE, 0), Mode("4 draft tokens", 4, mode))
-    _, row = summarize(Comparison(Work("code", 1, 31, 0.0), modes, ((alone,), (run,))))
-    assert row.limit is not None
-    assert (row.hit_rate, row.limit.hit_rate) == (0.5, hit_rate)
-    assert row.foreseen_in_time == (num_hits / 10 if num_hits else None)
-    assert row.limit.verify_cost == pytest.approx(2)
-    tokens, step_s = hit_rate * 5 + (1 - hit_rate), hit_rate * 0.06 + (1 - hit_rate) * 0.03
-    assert row.limit.tokens_per_s == pytest.approx(tokens / step_s)
-    if hit_rate == 0.5:
-        assert step_s == pytest.approx(0.045)
-        assert row.share_of_limit == pytest.approx(1)
-
-
-def test_over_outcomes_the_limit_takes_drafts_as_whole_and_in_time() -> None:
-    """Late drafts were shorter than asked for, and missing in half of the rounds; the branches were right in 3 of 4."""
-    plain = Stream("a" * 10, tuple(Arrival(0.03 * i, 1) for i in range(1, 11)))
-    drafted = Stream("a" * 10, tuple(Arrival(0.06 * i, 2) for i in range(1, 6)), 4, 4, 2)
-    alone = Run((plain,), 0.3, devices={"target": DeviceUse(0.3, 0.3, 10)})
-    devices = {"target": DeviceUse(0.3, 0.24, 8, num_hits=6, num_misses=2), "draft": DeviceUse(0.3, 0.04, 8)}
-    run = Run((drafted,), 0.3, devices=devices)
-    modes = (Mode(ALONE, 0), Mode("outcomes", 12, "outcomes"))
-    _, row = summarize(Comparison(Work("code", 1, 10, 0.0), modes, ((alone,), (run,))))
-    assert row.limit is not None
-    assert (row.limit.hit_rate, row.limit.alpha) == (0.75, pytest.approx(0.5))
-    # Six steps of 5 ms fit into one of 30 ms; a seventh token would come half as often as it costs.
-    assert row.limit.num_draft_tokens == 6
-    tokens_per_round = 0.75 * (2 - 0.5**6) + 0.25
-    assert row.limit.tokens_per_s == pytest.approx(tokens_per_round / 0.03)

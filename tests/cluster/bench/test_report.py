@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.bench.report import Environment, Report, command_line, processor_name
-from cluster.bench.summary import Limit, Row
+from cluster.bench.summary import Row
 
 ROW = Row(
     prompts="code",
@@ -28,7 +28,6 @@ ROW = Row(
     step_s={"target": 0.03, "draft": 0.003},
     idle_share={"target": 0.3, "draft": 0.7},
     outside_s_per_round=0.0005,
-    limit=Limit(100.0, "in turn"),
     load=1.5,
     has_equal_texts=True,
     num_emulated_steps=0,
@@ -62,17 +61,22 @@ def test_a_row() -> None:
     assert row["step ms target, draft"] == "30.00, 3.00"
     assert row["idle target, draft"] == "30%, 70%"
     assert row["outside ms a round"] == "0.50"
-    assert row["its limit"] == "100.0"
-    assert row["share of it"] == "90%"
+    assert row["decoding tokens/s"] == "90.0"
     assert row["same text as the first mode"] == "yes"
 
 
 def test_what_is_not_known_is_a_dash() -> None:
     bare = replace(
-        ROW, acceptance_rate=None, limit=None, step_s={}, idle_share={}, outside_s_per_round=None, has_equal_texts=False
+        ROW,
+        acceptance_rate=None,
+        mean_acceptance_length=None,
+        step_s={},
+        idle_share={},
+        outside_s_per_round=None,
+        has_equal_texts=False,
     )
     row = cells(Report(ENVIRONMENT, (bare,)), 2)
-    assert row["acceptance"] == row["its limit"] == row["share of it"] == row["outside ms a round"] == "-"
+    assert row["acceptance"] == row["tokens a draft"] == row["outside ms a round"] == "-"
     assert row["step ms target, draft"] == "-, -"
     assert row["same text as the first mode"] == "no"
 
@@ -100,8 +104,6 @@ def test_json_has_everything() -> None:
     body = json.loads(Report(ENVIRONMENT, (ROW,)).as_json())
     assert body["environment"]["command"] == ENVIRONMENT.command
     assert body["rows"][0]["tokens_per_s"] == 80.0
-    assert body["rows"][0]["share_of_limit"] == 0.9
-    assert body["rows"][0]["limit"]["policy"] == "in turn"
 
 
 def test_the_command_can_be_given_again(tmp_path: Path) -> None:
