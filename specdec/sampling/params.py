@@ -23,6 +23,9 @@ class SamplingParams:
         presence_penalty: Subtracted once from the logits of tokens in the output; 0 is off.
         frequency_penalty: Subtracted per occurrence from the logits of tokens in the output; 0 is off.
         logit_bias: Pairs (token id, bias) added to the logits.
+        allowed_token_ids: The only tokens that may be chosen; none names all.
+        bad_words: Runs of tokens that the output must not hold: what would complete one, after output tokens that
+            begin it, is not chosen, unless nothing else is left.
         min_tokens: Number of output tokens before which no end-of-sequence or stop token may be chosen.
         temperature: Divides the logits; below 1e-5 it counts as 0, which takes the most likely token, without noise.
         top_k: Keep this many most likely tokens; 0 keeps all.
@@ -39,6 +42,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec.device_errors import is_device_lost
+from specdec.sampling.bans import AllowedTokens, apply_bad_words
 from specdec.sampling.edits import apply_logit_bias, apply_min_tokens, apply_penalties, uses_penalties
 from specdec.sampling.histories import Histories
 from specdec.sampling.logprobs import token_logprobs
@@ -71,9 +72,9 @@ class RankedTokens(NamedTuple):
 class Sampler:
     """Applies a batch's parameters to its logits, row by row exactly, drafted or not.
 
-    Order, as in transformers: logit_bias, repetition, frequency and presence penalties, min_tokens, processors,
-    temperature, top_k, top_p, min_p. Temperature 0, and any below 1e-5, takes the lowest id among the largest logits
-    before the temperature.
+    Order, as in transformers: logit_bias, repetition, frequency and presence penalties, allowed_token_ids, min_tokens,
+    bad_words, processors, temperature, top_k, top_p, min_p. Temperature 0, and any below 1e-5, takes the lowest id
+    among the largest logits before the temperature.
     What nobody in the batch uses costs nothing. Not safe for several threads at once.
 
     Args:
@@ -92,6 +93,7 @@ class Sampler:
         self._processors = tuple(processors)
         self._noise = NoiseCache(vocab_size, noise_cache_bytes)
         self._histories = Histories()
+        self._allowed = AllowedTokens(vocab_size)
         self._failures: dict[int, Exception] = {}
 
     def take_failures(self) -> dict[int, Exception]:
@@ -211,7 +213,9 @@ class Sampler:
         logits = logits.clone()
         apply_logit_bias(logits, rows)
         apply_penalties(logits, rows, self._histories)
+        self._allowed.apply(logits, rows)
         apply_min_tokens(logits, rows)
+        apply_bad_words(logits, rows)
         return self._processed(logits, rows) if self._processors else logits
 
     def _processed(self, logits: Tensor, rows: Rows) -> Tensor:
@@ -271,4 +275,5 @@ def _is_random(params: SamplingParams) -> bool:
 
 
 def _is_edited(params: SamplingParams) -> bool:
-    return bool(params.logit_bias) or params.min_tokens > 0 or uses_penalties(params)
+    is_banned = bool(params.allowed_token_ids or params.bad_words)
+    return is_banned or bool(params.logit_bias) or params.min_tokens > 0 or uses_penalties(params)

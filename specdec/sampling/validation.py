@@ -44,6 +44,8 @@ def validated(params: SamplingParams, vocab_size: int, eos_token_ids: Iterable[i
         presence_penalty=_number("presence_penalty", params.presence_penalty, -MAX_PENALTY, MAX_PENALTY),
         frequency_penalty=_number("frequency_penalty", params.frequency_penalty, -MAX_PENALTY, MAX_PENALTY),
         logit_bias=_logit_bias(params.logit_bias, vocab_size),
+        allowed_token_ids=_token_ids("allowed_token_ids", params.allowed_token_ids, vocab_size),
+        bad_words=_bad_words(params.bad_words, vocab_size),
         min_tokens=_integer("min_tokens", params.min_tokens, 0, _MAX_COUNT),
         temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
         top_k=max(top_k, 0),
@@ -56,7 +58,8 @@ def validated(params: SamplingParams, vocab_size: int, eos_token_ids: Iterable[i
         acceptance=_acceptance(params.acceptance),
     )
     ending = {*checked.stop_token_ids, *(() if checked.ignore_eos else eos_token_ids)}
-    if checked.min_tokens > 0 and ending.issuperset(range(vocab_size)):
+    possible = checked.allowed_token_ids or range(vocab_size)
+    if checked.min_tokens > 0 and ending.issuperset(possible):
         _refuse("min_tokens", "0 where every token ends the text", checked.min_tokens)
     return checked
 
@@ -174,6 +177,16 @@ def _token_ids(parameter: str, values: object, vocab_size: int) -> tuple[int, ..
         if not _is_token(value, vocab_size):
             _refuse(parameter, allowed, value)
     return tuple(values)
+
+
+def _bad_words(words: object, vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    allowed = "lists of token ids, none of them empty"
+    if not isinstance(words, (list, tuple)):
+        _refuse("bad_words", allowed, words)
+    for word in words:
+        if not isinstance(word, (list, tuple)) or not word:
+            _refuse("bad_words", allowed, word)
+    return tuple(dict.fromkeys(_token_ids("bad_words", word, vocab_size) for word in words))
 
 
 def _is_token(value: object, vocab_size: int) -> bool:

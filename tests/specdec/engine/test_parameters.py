@@ -49,9 +49,19 @@ PARAMETERS: dict[str, dict[str, object]] = {
     "ignore_eos": {"ignore_eos": True, "logit_bias": RAISED_EOS},
     "max_tokens 1": {},
     "logprobs": {"logprobs": 2, "prompt_logprobs": 1},
-    "everything": {**CUT, **PENALTIES, "logit_bias": ((7, 2.0), (EOS, 4.0)), "min_tokens": 6, "logprobs": 0},
+    "everything": {
+        **CUT,
+        **PENALTIES,
+        "logit_bias": ((7, 2.0), (EOS, 4.0)),
+        "min_tokens": 6,
+        "logprobs": 0,
+        "allowed_token_ids": tuple(range(1, 60)),
+        "bad_words": ((7, 7), (20,), (9, 9, 7)),
+    },
+    "allowed_token_ids": {"allowed_token_ids": tuple(range(1, VOCAB_SIZE, 3))},
+    "bad_words": {},
 }
-"""Seventeen requests: each of them is also run among the sixteen others."""
+"""Nineteen requests: each of them is also run among the eighteen others."""
 
 WITHOUT_EFFECT_AT_ZERO = {"top_k", "top_p", "min_p", "truncation together"}
 SAME_TOKENS = {"logprobs"}
@@ -106,6 +116,9 @@ def with_parameter(name: str, case: Case, without: list[int]) -> Case:
     match name:
         case "stop_token_ids":
             return replace(case, sampling=replace(sampling, stop_token_ids=(3, without[first_new(without, 4)])))
+        case "bad_words":
+            words = tuple(tuple(without[i : i + n]) for n, i in ((2, 3), (3, 5), (1, 6)))
+            return replace(case, sampling=replace(sampling, bad_words=words))
         case "several eos ids":
             return replace(case, sampling=sampling, eos_token_ids=(EOS, 4, without[first_new(without, 4)]))
         case "max_tokens 1":
@@ -160,6 +173,10 @@ def test_each_parameter_has_its_effect(
         case "logit_bias":
             assert {7, 9} & set(tokens)
             assert 11 not in tokens
+        case "allowed_token_ids":
+            assert set(tokens) <= set(sampling.allowed_token_ids)
+        case "bad_words":
+            assert all(tuple(tokens[i : i + len(w)]) != w for w in sampling.bad_words for i in range(MAX_TOKENS))
         case "min_tokens":
             assert (len(tokens), tokens.index(EOS), output.finish) == (10, 9, "stop")
         case "stop_token_ids" | "several eos ids":
@@ -242,6 +259,10 @@ TRANSFORMERS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "banned tokens": (
         {"logit_bias": tuple((token, -100.0) for token in range(3, 64))},
         {"suppress_tokens": list(range(3, 64))},
+    ),
+    "bad words": (
+        {"bad_words": tuple((token,) for token in range(3, 40))},
+        {"bad_words_ids": [[token] for token in range(3, 40)]},
     ),
     "together": (
         {"repetition_penalty": 1.3, "min_tokens": 12, "top_k": 5, "top_p": 0.5},

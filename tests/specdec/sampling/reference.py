@@ -21,7 +21,7 @@ def make_spec(params: SamplingParams | None = None, seed: int = 0, **fields: obj
 
 
 def edited_row(logits: Sequence[float], spec: SequenceSpec, tokens: Sequence[int]) -> list[float]:
-    """Biases, penalties and min_tokens on the row that follows ``tokens``."""
+    """Biases, penalties, bans and min_tokens on the row that follows ``tokens``."""
     params, output = spec.sampling, list(tokens[spec.output_start :])
     row = list(logits)
     for token, bias in params.logit_bias:
@@ -32,10 +32,14 @@ def edited_row(logits: Sequence[float], spec: SequenceSpec, tokens: Sequence[int
             row[token] = row[token] / params.repetition_penalty if divides else row[token] * params.repetition_penalty
         row[token] -= params.frequency_penalty * output.count(token)
         row[token] -= params.presence_penalty * (token in output)
+    if params.allowed_token_ids:
+        row = [value if token in params.allowed_token_ids else -math.inf for token, value in enumerate(row)]
     if len(output) < params.min_tokens:
         for token in spec.ending_token_ids:
             row[token] = -math.inf
-    return row
+    banned = {word[-1] for word in params.bad_words if output[len(output) - len(word) + 1 :] == [*word[:-1]]}
+    left = [-math.inf if token in banned else value for token, value in enumerate(row)]
+    return row if max(left) == -math.inf else left
 
 
 def normalised(weights: Sequence[float]) -> list[float]:
@@ -73,6 +77,8 @@ def random_params(rng: random.Random, vocab_size: int, **fields: object) -> Samp
         "presence_penalty": maybe(rng.uniform(-1, 1), 0.0),
         "frequency_penalty": maybe(rng.uniform(-1, 1), 0.0),
         "logit_bias": maybe(tuple((t, rng.uniform(-3, 3)) for t in rng.sample(range(vocab_size), 3)), ()),
+        "allowed_token_ids": maybe(tuple(rng.sample(range(vocab_size), vocab_size - 4)), ()),
+        "bad_words": maybe(tuple(tuple(rng.choices(range(vocab_size), k=n)) for n in (1, 2, 2, 2, 2, 3)), ()),
         "min_tokens": maybe(rng.randrange(12), 0),
         "temperature": maybe(rng.uniform(0.3, 1.5), 1.0),
         "top_k": maybe(rng.randrange(1, vocab_size + 3), 0),

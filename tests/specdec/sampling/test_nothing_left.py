@@ -46,6 +46,27 @@ def test_the_least_temperature_still_draws_among_ties() -> None:
     assert seen == {1, 3}
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_bad_words_that_leave_nothing_are_not_applied(temperature: float) -> None:
+    """Tokens 2 and 3 are allowed, and after 3 both are forbidden: the row after it is as if there were no bad words."""
+    words = ((3, 2), (3, 3))
+    params = SamplingParams(temperature=temperature, allowed_token_ids=(2, 3))
+    barred = SamplingParams(temperature=temperature, allowed_token_ids=(2, 3), bad_words=words)
+    for seed in range(20):
+        after = {seen: decided(Sampler(VOCAB), RowGroup(make_spec(barred, seed), [0, seen])) for seen in (2, 3)}
+        free = decided(Sampler(VOCAB), RowGroup(make_spec(params, seed), [0, 3]))
+        assert after[3] == free
+        assert set(after[2]) <= {2, 3}
+    # Drafted tokens count as the output's do: the row after the draft token 3 has the ban, and the first row has not.
+    group = RowGroup(make_spec(SamplingParams(bad_words=((3, 1),)), 1), [0], (3,))
+    assert (Sampler(VOCAB).probs(LOGITS.expand(2, -1), [group])[:, 1] > 0).tolist() == [True, False]
+
+
+def test_min_tokens_needs_an_allowed_token_that_does_not_end_the_text() -> None:
+    with pytest.raises(InvalidParameterError, match="min_tokens must be 0"):
+        validated(SamplingParams(allowed_token_ids=(3, 4), min_tokens=1, stop_token_ids=(4,)), VOCAB, (3,))
+
+
 class Forbids:
     """Makes rows unusable from position 1 on: by -inf everywhere, or with one value."""
 
