@@ -69,6 +69,7 @@ class StreamedAnswer(Response):
         self._job = job
         self._format = format_
         self._envelope = Envelope(job, format_)
+        self._num_sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate and send."""
@@ -94,9 +95,10 @@ class StreamedAnswer(Response):
         for index in range(len(self._job.sequences)):
             opening = self._format.opening(index)
             if opening is not None:
-                await self._send_json(send, self._envelope.chunk(opening))
+                await self._send_json(send, self._envelope.chunk(opening, 0))
         async with aclosing(self._gathered(generation)) as deltas:
             async for delta in deltas:
+                self._num_sent += len(delta.token_ids)
                 count = _num_prompt_logprobs(self._job, delta)
                 await self._send(send, await self._api.write(count, partial(self._written, delta)))
         last = self._envelope.last_chunk(generation)
@@ -127,7 +129,7 @@ class StreamedAnswer(Response):
         return bool(delta.text or delta.finish or told or self._job.body.return_token_ids)
 
     def _written(self, delta: SampleDelta) -> bytes:
-        return _event(self._envelope.chunk(self._format.chunk(delta)))
+        return _event(self._envelope.chunk(self._format.chunk(delta), self._num_sent))
 
     async def _send_json(self, send: Send, body: Json) -> None:
         await self._send(send, _event(body))

@@ -12,7 +12,7 @@ from deployments.openai.errors import add_error_handlers
 from deployments.openai.ignored import IgnoredFields
 from deployments.openai.middleware import BodyLimit, CatchErrors, RequestIds
 from deployments.openai.observer import Observer, PrometheusObserver
-from deployments.openai.routes import admin, completions, models, tokens
+from deployments.openai.routes import admin, completions, models, pages, tokens
 from deployments.openai.service import TokenService
 from deployments.openai.settings import ApiSettings
 from specdec.text.pieces import TokenTexts
@@ -44,6 +44,6 @@ def create_app(
     app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(CatchErrors, retry_after_s=settings.retry_after_s)
     app.add_middleware(RequestIds, send_back=settings.send_request_id)
-    for group in (completions, models, tokens, admin):
+    for group in (completions, models, tokens, admin, pages):
         app.include_router(group.router)
     return app

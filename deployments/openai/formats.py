@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from deployments.openai.context import Api
 from deployments.openai.generation import Generation, SampleDelta
 from deployments.openai.job import Job
-from deployments.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from deployments.openai.logprobs import TokenIdNames, TokenNames, chat_logprobs, completion_logprobs, prompt_logprobs
 from deployments.openai.schemas.completions import CompletionBody
 from deployments.openai.tally import speculation_metrics
 from specdec.text.pieces import TokenTexts
@@ -58,14 +58,14 @@ class CompletionFormat:
         assert isinstance(job.body, CompletionBody)
         self._job = job
         self._body = job.body
-        self._texts = api.texts
+        self._texts, self._prompt_texts = _names(api, job), api.texts
 
     def opening(self, index: int) -> Json | None:
         """The prompt's tokens, and its echo, unless that comes with its log probabilities."""
         echo = "" if self._body.echoes_logprobs else self._echo(index)
         if not echo and not self._body.return_token_ids:
             return None
-        return self._choice(SampleDelta(index, echo, (), ())) | self._prompt_token_ids(index)
+        return self._choice(SampleDelta(index, echo, ())) | self._prompt_token_ids(index)
 
     def chunk(self, delta: SampleDelta) -> Json:
         """New text."""
@@ -79,15 +79,15 @@ class CompletionFormat:
 
     def _choice(self, delta: SampleDelta) -> Json:
         choice = {"index": delta.index, "text": delta.text, "logprobs": self._logprobs(delta)}
-        return choice | _ending(self._job, delta) | _prompt_logprobs(self._job, self._texts, delta)
+        return choice | _ending(self._job, delta) | _prompt_logprobs(self._job, self._prompt_texts, delta)
 
     def _logprobs(self, delta: SampleDelta) -> Json | None:
         if delta.logprobs is None:
             return None
-        tokens = delta.token_ids
-        entries: PromptLogprobs = delta.logprobs
+        tokens = tuple(shown.token for shown in delta.logprobs)
+        entries: PromptLogprobs = tuple(shown.entry for shown in delta.logprobs)
         start = len(self._echo(delta.index))
-        offsets = tuple(start + offset for offset in delta.offsets)
+        offsets = tuple(start + shown.offset for shown in delta.logprobs)
         if self._body.echoes_logprobs and delta.prompt_logprobs is not None:
             prompt = delta.index // self._job.num_samples
             tokens = self._job.prompts[prompt] + tokens
@@ -113,7 +113,7 @@ class ChatFormat:
 
     def __init__(self, api: Api, job: Job) -> None:
         self._job = job
-        self._texts = api.texts
+        self._texts, self._prompt_texts = _names(api, job), api.texts
 
     def opening(self, index: int) -> Json | None:
         """Who speaks."""
@@ -132,7 +132,7 @@ class ChatFormat:
     def _choice(self, delta: SampleDelta, said: Json) -> Json:
         logprobs = chat_logprobs(self._texts, delta)
         choice = {"index": delta.index, **said, "logprobs": logprobs}
-        return choice | _ending(self._job, delta) | _prompt_logprobs(self._job, self._texts, delta)
+        return choice | _ending(self._job, delta) | _prompt_logprobs(self._job, self._prompt_texts, delta)
 
     def _prompt_token_ids(self) -> Json:
         return {"prompt_token_ids": list(self._job.prompts[0])} if self._job.body.return_token_ids else {}
@@ -143,24 +143,40 @@ class Envelope:
 
     def __init__(self, job: Job, format_: Format) -> None:
         self._job = job
-        self._head = {"id": f"{format_.prefix}-{job.arrival.request_id}", "created": int(job.arrival.wall_s)}
+        self._head = {
+            "id": f"{format_.prefix}-{job.arrival.request_id}",
+            "created": int(job.arrival.wall_s),
+            "system_fingerprint": job.fingerprint,
+        }
         self._kinds = format_.kinds
         self._beside = format_.beside_choices
 
     def whole(self, choices: list[Json], generation: Generation) -> Json:
         """A whole answer."""
-        return self._body(self._kinds[0], choices) | {"usage": _usage(generation)} | self._metrics(generation)
+        return (
+            self._body(self._kinds[0], choices)
+            | {"usage": self._usage(generation.num_completion_tokens)}
+            | self._metrics(generation)
+        )
 
-    def chunk(self, choice: Json) -> Json:
-        """One chunk; its usage is null where a later one has it."""
-        return self._body(self._kinds[1], [choice]) | ({"usage": None} if self._job.body.wants_usage_chunk else {})
+    def chunk(self, choice: Json, num_sent: int) -> Json:
+        """One chunk; its usage is that so far where it is wanted, or null where a later one has it.
+
+        Args:
+            choice: What is new.
+            num_sent: Output tokens that were sent up to the chunk, those in it included.
+        """
+        body = self._body(self._kinds[1], [choice])
+        if self._job.body.wants_continuous_usage:
+            return body | {"usage": self._usage(num_sent)}
+        return body | ({"usage": None} if self._job.body.wants_usage_chunk else {})
 
     def last_chunk(self, generation: Generation) -> Json | None:
         """The chunk without choices that ends a stream, if it was asked for."""
         metrics = self._metrics(generation)
         if not metrics and not self._job.body.wants_usage_chunk:
             return None
-        usage = _usage(generation) if self._job.body.wants_usage_chunk else None
+        usage = self._usage(generation.num_completion_tokens) if self._job.body.wants_usage_chunk else None
         return self._body(self._kinds[1], []) | {"usage": usage} | metrics
 
     def _body(self, kind: str, choices: list[Json]) -> Json:
@@ -168,6 +184,11 @@ class Envelope:
         beside = {key: choice[key] for choice in first for key in self._beside if key in choice}
         choices = [{key: value for key, value in choice.items() if key not in self._beside} for choice in choices]
         return {**self._head, "object": kind, "model": self._job.model.name, "choices": choices, **beside}
+
+    def _usage(self, num_completion_tokens: int) -> Json:
+        prompt = self._job.num_prompt_tokens
+        total = prompt + num_completion_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": num_completion_tokens, "total_tokens": total}
 
     def _metrics(self, generation: Generation) -> Json:
         """What speculation did, if it was asked for; for several choices there is no one answer to that."""
@@ -182,9 +203,9 @@ class Envelope:
         }
 
 
-def _usage(generation: Generation) -> Json:
-    prompt, completion = generation.job.num_prompt_tokens, generation.num_completion_tokens
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+def _names(api: Api, job: Job) -> TokenNames:
+    """How ``logprobs`` writes tokens."""
+    return TokenIdNames(api.texts) if job.body.return_tokens_as_token_ids else api.texts
 
 
 def _ending(job: Job, delta: SampleDelta) -> Json:

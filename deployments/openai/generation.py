@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -21,6 +22,19 @@ _MOST_QUEUED = 256
 
 
 @dataclass(frozen=True, slots=True)
+class ShownToken:
+    """A token whose log probability is reported.
+
+    Attributes:
+        offset: Number of characters of the choice's text before it.
+    """
+
+    token: int
+    offset: int
+    entry: TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
 class SampleDelta:
     """What is new in one choice.
 
@@ -28,9 +42,8 @@ class SampleDelta:
         index: Of the choice.
         text: New text.
         token_ids: New tokens, as billed.
-        offsets: For each of them, if log probabilities were asked for, the number of characters of the choice's text
-            before it.
-        logprobs: For each of them, if asked for.
+        logprobs: If asked for, the tokens that begin within the text up to here, and have not been told of before: a
+            token that may yet complete a stop string waits, and one that has is left out.
         finish: Why the choice ended, if it did.
         stop_reason: The stop string or the stop token id that ended it, if one did.
         prompt_logprobs: In the first piece of a choice, if asked for.
@@ -39,8 +52,7 @@ class SampleDelta:
     index: int
     text: str
     token_ids: Tokens
-    offsets: Tokens
-    logprobs: tuple[TokenLogprobs, ...] | None = None
+    logprobs: tuple[ShownToken, ...] | None = None
     finish: Finish | None = None
     stop_reason: str | int | None = None
     prompt_logprobs: PromptLogprobs | None = None
@@ -51,7 +63,6 @@ class SampleDelta:
             self.index,
             self.text + later.text,
             self.token_ids + later.token_ids,
-            self.offsets + later.offsets,
             (self.logprobs or ()) + later.logprobs if later.logprobs is not None else self.logprobs,
             later.finish,
             later.stop_reason,
@@ -150,7 +161,16 @@ class Generation:
         """Turn a sequence's tokens into text, until its end or that of its text."""
         spec = request.spec
         with_offsets = spec.sampling.logprobs is not None
-        output = OutputText(self._api.tokenizer, request.prompt, spec, self.job.stops, tells_offsets=with_offsets)
+        output = OutputText(
+            self._api.tokenizer,
+            request.prompt,
+            spec,
+            self.job.stops,
+            self.job.body.skip_special_tokens is not False,
+            tells_offsets=with_offsets,
+            includes_stop=bool(self.job.body.include_stop_str_in_output),
+        )
+        unshown: deque[ShownToken] = deque()
         tells_of_prompt = self.job.body.num_prompt_logprobs is not None
         async with aclosing(self._api.service.open(request)) as deltas:
             async for delta in deltas:
@@ -159,7 +179,7 @@ class Generation:
                     admitted.set_result(None)
                 if not delta.tokens and delta.finish is None:
                     continue
-                piece = self._piece(index, delta, output, observer)
+                piece = self._piece(index, delta, output, unshown, observer)
                 if tells_of_prompt:
                     piece = replace(piece, prompt_logprobs=await self._prompt_read(index, delta.notes))
                     tells_of_prompt = False
@@ -168,12 +188,21 @@ class Generation:
                     return piece.finish
         raise RuntimeError("the service ended a sequence without a reason")
 
-    def _piece(self, index: int, delta: TokenDelta, output: OutputText, observer: SequenceObserver) -> SampleDelta:
+    def _piece(
+        self,
+        index: int,
+        delta: TokenDelta,
+        output: OutputText,
+        unshown: deque[ShownToken],
+        observer: SequenceObserver,
+    ) -> SampleDelta:
         """The text of a delta, and what is to be counted of it."""
         if not self.job.body.shows_output:
             return self._unseen(index, delta, observer)
         text = output.push(delta.tokens, delta.finish)
         num_billed, logprobs = text.num_billed, delta.notes.logprobs
+        unshown.extend(map(ShownToken, delta.tokens, text.offsets, logprobs or ()))
+        shown = tuple(unshown.popleft() for _ in range(text.num_shown if unshown else 0))
         rounds = self.tallies[index].add(delta.notes)
         self.tallies[index].plan = delta.plan or self.tallies[index].plan
         if delta.tokens:
@@ -182,8 +211,7 @@ class Generation:
             index,
             text.text,
             delta.tokens[:num_billed],
-            text.offsets,
-            None if logprobs is None else logprobs[:num_billed],
+            shown if shown or logprobs is not None else None,
             text.finish,
             text.stop_reason,
         )
@@ -191,7 +219,7 @@ class Generation:
     def _unseen(self, index: int, delta: TokenDelta, observer: SequenceObserver) -> SampleDelta:
         """The whole choice where only its prompt is of interest: nothing of a delta is shown or billed."""
         observer.tokens(0, len(delta.tokens), self.tallies[index].add(delta.notes))
-        return SampleDelta(index, "", (), (), None if delta.notes.logprobs is None else (), "length")
+        return SampleDelta(index, "", (), None if delta.notes.logprobs is None else (), "length")
 
     async def _prompt_read(self, index: int, notes: Notes) -> PromptLogprobs:
         """What is told of a choice's prompt; it comes with the first tokens of the prompt's first sample."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from deployments.openai.context import Api, Arrival
 from deployments.openai.echo import Echo, make_echo
 from deployments.openai.sampling import output_limit, request_seed, sampling_params, speculation_bound
-from deployments.openai.schemas.chat import ChatBody, ChatMessage
+from deployments.openai.schemas.chat import ChatBody, ChatMessage, TemplatedBody
 from deployments.openai.schemas.common import GenerationBody
 from deployments.openai.schemas.completions import CompletionBody
 from deployments.openai.service import SequenceRequest, ServedModel
@@ -19,6 +18,7 @@ from specdec.sampling.params import SequenceSpec
 from specdec.sampling.philox import derive_seed
 from specdec.text.chat import encode_chat
 from specdec.text.prompts import check_token_ids, encode_text
+from specdec.text.words import encode_bad_words, separates_special_tokens
 from specdec.types import Tokens
 
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -34,6 +34,7 @@ class Job:
         num_samples: That ``n``.
         stops: Strings that end a text.
         num_speculative_tokens: Bound on draft tokens per round.
+        fingerprint: Of what decides its tokens.
         echoes: For each prompt, what its choices begin with; none where nothing is echoed.
     """
 
@@ -45,6 +46,7 @@ class Job:
     num_samples: int
     stops: tuple[str, ...]
     num_speculative_tokens: int
+    fingerprint: str
     echoes: tuple[Echo, ...] = ()
 
     @property
@@ -62,7 +64,7 @@ async def completion_job(api: Api, body: CompletionBody, arrival: Arrival) -> Jo
     model = api.model(body.model)
     _check_count(api, body, len(body.prompt))
     num_characters = sum(len(prompt) for prompt in body.prompt if isinstance(prompt, str))
-    prompts = await api.encode(num_characters, lambda: _encode_prompts(api, body.prompt, model))
+    prompts = await api.encode(num_characters, lambda: _encode_prompts(api, body, model))
     job = _job(api, body, arrival, model, prompts, _DEFAULT_COMPLETION_TOKENS)
     return replace(job, echoes=await _echoes(api, body, prompts)) if body.echo else job
 
@@ -75,35 +77,48 @@ async def chat_job(api: Api, body: ChatBody, arrival: Arrival) -> Job:
     """
     model = api.model(body.model)
     _check_count(api, body, 1)
-    prompt = await conversation_tokens(api, body.messages, body.chat_template, body.chat_template_kwargs)
-    return _job(api, body, arrival, model, [tuple(prompt)], model.defaults.max_tokens)
+    prompt = await conversation_tokens(api, body.messages, body)
+    return _job(api, body, arrival, model, [_truncated(body, tuple(prompt), model)], model.defaults.max_tokens)
 
 
 async def _echoes(api: Api, body: CompletionBody, prompts: Sequence[Tokens]) -> tuple[Echo, ...]:
     with_offsets = body.echoes_logprobs
 
     def work() -> tuple[Echo, ...]:
-        pairs = zip(body.prompt, prompts, strict=True)
+        is_cut = body.truncate_prompt_tokens is not None
+        pairs = zip(map(list, prompts) if is_cut else body.prompt, prompts, strict=True)
         return tuple(make_echo(api.tokenizer, sent, tokens, with_offsets) for sent, tokens in pairs)
 
     return await api.write(sum(map(len, prompts)), work)
 
 
-async def conversation_tokens(
-    api: Api, messages: Sequence[ChatMessage], template: str | None, variables: dict[str, Any] | None
-) -> list[int]:
+async def conversation_tokens(api: Api, messages: Sequence[ChatMessage], body: TemplatedBody) -> list[int]:
     """Tokens of a conversation, through the request's template, the service's, or the tokenizer's.
 
     Raises:
         InvalidParameterError: The template refuses, or there is none.
         UnsupportedParameterError: The request brings a template, and the service does not trust it.
     """
+    body.check_template()
+    template = body.chat_template
     if template is not None and not api.settings.trust_request_chat_template:
         raise UnsupportedParameterError("chat_template", "chat_template is not taken from requests by this service")
     template = template if template is not None else api.settings.chat_template
     turns = [_turn(message) for message in messages]
     num_characters = sum(len(turn["content"]) for turn in turns)
-    return await api.encode(num_characters, lambda: encode_chat(api.tokenizer, turns, template, variables))
+
+    def work() -> list[int]:
+        return encode_chat(
+            api.tokenizer,
+            turns,
+            template,
+            body.chat_template_kwargs,
+            add_generation_prompt=not body.continue_final_message and body.add_generation_prompt is not False,
+            continue_final_message=bool(body.continue_final_message),
+            add_special_tokens=bool(body.add_special_tokens),
+        )
+
+    return await api.encode(num_characters, work)
 
 
 def _turn(message: ChatMessage) -> dict[str, str]:
@@ -121,15 +136,35 @@ def _check_count(api: Api, body: GenerationBody, num_prompts: int) -> None:
         )
 
 
-def _encode_prompts(api: Api, prompts: Sequence[str | list[int]], model: ServedModel) -> list[Tokens]:
+def _encode_prompts(api: Api, body: CompletionBody, model: ServedModel) -> list[Tokens]:
     encoded = []
-    for prompt in prompts:
+    with_special = body.add_special_tokens is not False
+    for prompt in body.prompt:
         if isinstance(prompt, str):
-            encoded.append(tuple(encode_text(api.tokenizer, prompt)))
+            tokens = tuple(encode_text(api.tokenizer, prompt, add_special_tokens=with_special))
         else:
             check_token_ids(prompt, model.vocab_size)
-            encoded.append(tuple(prompt))
+            tokens = tuple(prompt)
+        encoded.append(_truncated(body, tokens, model))
     return encoded
+
+
+def _truncated(body: GenerationBody, prompt: Tokens, model: ServedModel) -> Tokens:
+    """The end of a prompt, where the request wants no more of it."""
+    kept = body.truncate_prompt_tokens
+    if kept is None or kept == 0:
+        return prompt
+    return prompt[-(kept if kept > 0 else max(1, model.max_model_len - (body.output_limit or 1))) :]
+
+
+def _check_spaces(api: Api, body: GenerationBody) -> None:
+    """Refuse to leave out what the tokenizer writes between special tokens; most write nothing."""
+    is_asked = body.spaces_between_special_tokens is False and body.skip_special_tokens is False
+    if is_asked and separates_special_tokens(api.tokenizer):
+        raise UnsupportedParameterError(
+            "spaces_between_special_tokens",
+            "spaces_between_special_tokens must be true: this model's tokenizer puts spaces between them",
+        )
 
 
 def _job(
@@ -143,7 +178,9 @@ def _job(
     """Check everything else, and give each sequence its seed and its name."""
     body.check_together()
     info = api.service.model_info()
-    sampling = sampling_params(body, model, info, api.settings)
+    _check_spaces(api, body)
+    bad_words = encode_bad_words(api.tokenizer, body.bad_words or ())
+    sampling = sampling_params(body, model, info, api.settings, bad_words)
     limits = [output_limit(body, model, len(prompt), default_tokens) for prompt in prompts]
     seed, name, num_samples = request_seed(body), uuid.uuid4().hex, body.n or 1
     bound = speculation_bound(body, model)
@@ -165,10 +202,11 @@ def _job(
     return Job(
         body=body,
         model=model,
-        arrival=arrival,
+        arrival=arrival if body.request_id is None else replace(arrival, request_id=body.request_id),
         prompts=tuple(prompts),
         sequences=tuple(sequences),
         num_samples=num_samples,
         stops=tuple(body.stop or ()),
         num_speculative_tokens=info.num_speculative_tokens if bound is None else bound,
+        fingerprint=info.fingerprint,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from deployments.openai.generation import SampleDelta
 from specdec.text.pieces import TokenTexts
@@ -13,13 +13,44 @@ _LOWEST = -9999.0
 """What OpenAI writes for an impossible token; JSON has no infinity."""
 
 
+class TokenNames(Protocol):
+    """How single tokens are written."""
+
+    def text(self, token: int) -> str:
+        """The token's name."""
+        ...
+
+    def utf8(self, token: int) -> bytes:
+        """The token's bytes."""
+        ...
+
+
+class TokenIdNames:
+    """Tokens by their ids, as vLLM writes them: ``token_id:7``; no two have the same name.
+
+    Args:
+        texts: Give their bytes.
+    """
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+
+    def text(self, token: int) -> str:
+        """The token's id."""
+        return f"token_id:{token}"
+
+    def utf8(self, token: int) -> bytes:
+        """The token's bytes."""
+        return self._texts.utf8(token)
+
+
 def completion_logprobs(
-    texts: TokenTexts, tokens: Sequence[int], entries: PromptLogprobs, offsets: Sequence[int], num_top: int
+    texts: TokenNames, tokens: Sequence[int], entries: PromptLogprobs, offsets: Sequence[int], num_top: int
 ) -> dict[str, Any]:
     """The ``logprobs`` object of a completion.
 
     Args:
-        texts: The tokenizer's token texts.
+        texts: How tokens are written.
         tokens: The tokens; those of the prompt too, where it is echoed.
         entries: One per token; None becomes null.
         offsets: For each token, the number of characters of the choice's text before it.
@@ -47,22 +78,22 @@ def prompt_logprobs(
     ]
 
 
-def chat_logprobs(texts: TokenTexts, delta: SampleDelta) -> dict[str, Any] | None:
+def chat_logprobs(texts: TokenNames, delta: SampleDelta) -> dict[str, Any] | None:
     """The ``logprobs`` object of a chat completion."""
     if delta.logprobs is None:
         return None
     content = []
-    for token, entry in zip(delta.token_ids, delta.logprobs, strict=True):
-        top = [_chat_entry(texts, other, logprob) for other, logprob in entry.top]
-        content.append(_chat_entry(texts, token, entry.logprob) | {"top_logprobs": top})
+    for shown in delta.logprobs:
+        top = [_chat_entry(texts, other, logprob) for other, logprob in shown.entry.top]
+        content.append(_chat_entry(texts, shown.token, shown.entry.logprob) | {"top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
-def _chat_entry(texts: TokenTexts, token: int, logprob: float) -> dict[str, Any]:
+def _chat_entry(texts: TokenNames, token: int, logprob: float) -> dict[str, Any]:
     return {"token": texts.text(token), "logprob": _finite(logprob), "bytes": list(texts.utf8(token))}
 
 
-def _top_by_text(texts: TokenTexts, token: int, entry: TokenLogprobs, num_top: int) -> dict[str, float]:
+def _top_by_text(texts: TokenNames, token: int, entry: TokenLogprobs, num_top: int) -> dict[str, float]:
     """The most likely tokens and the chosen one; of two with the same text the more likely stands."""
     top: dict[str, float] = {}
     for other, logprob in (*entry.top[:num_top], (token, entry.logprob)):

@@ -11,12 +11,19 @@ from deployments.openai.settings import ApiSettings
 from specdec.errors import InvalidParameterError, UnsupportedParameterError
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.validation import MAX_LOGPROBS, validated, validated_num_speculative_tokens, validated_seed
+from specdec.types import Tokens
 
 _T = TypeVar("_T")
 
 
-def sampling_params(body: GenerationBody, model: ServedModel, info: ModelInfo, settings: ApiSettings) -> SamplingParams:
-    """How a request's tokens are chosen.
+def sampling_params(
+    body: GenerationBody,
+    model: ServedModel,
+    info: ModelInfo,
+    settings: ApiSettings,
+    bad_words: tuple[Tokens, ...] = (),
+) -> SamplingParams:
+    """How a request's tokens are chosen; its bad words come as tokens.
 
     Raises:
         InvalidParameterError: A value is not allowed; it names the parameter as the request does.
@@ -28,6 +35,8 @@ def sampling_params(body: GenerationBody, model: ServedModel, info: ModelInfo, s
         presence_penalty=_or(body.presence_penalty, 0.0),
         frequency_penalty=_or(body.frequency_penalty, 0.0),
         logit_bias=tuple((body.logit_bias or {}).items()),
+        allowed_token_ids=tuple(body.allowed_token_ids or ()),
+        bad_words=bad_words,
         min_tokens=_or(body.min_tokens, 0),
         temperature=_or(body.temperature, defaults.temperature),
         top_k=_or(body.top_k, defaults.top_k),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Literal, Protocol
 
 from specdec.protocol.messages import Notes, Plan
@@ -43,6 +44,7 @@ class ModelInfo:
         acceptance_rules: Rules that a request may choose.
         acceptance: The one of them that holds where it chooses none.
         created_s: When the service was started, in seconds since the epoch.
+        decision: Fingerprint of all that decides tokens, where it is known.
     """
 
     target: ServedModel
@@ -51,6 +53,13 @@ class ModelInfo:
     acceptance_rules: tuple[Acceptance, ...] = ("coupled",)
     acceptance: Acceptance = "coupled"
     created_s: int = 0
+    decision: str = ""
+
+    @property
+    def fingerprint(self) -> str:
+        """What answers give as ``system_fingerprint``: another one may have other tokens for the same seed."""
+        said = self.decision or repr((self.target, self.draft))
+        return f"fp_{blake2b(said.encode(), digest_size=6).hexdigest()}"
 
     @property
     def models(self) -> tuple[ServedModel, ...]:

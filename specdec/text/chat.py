@@ -19,6 +19,10 @@ def encode_chat(
     messages: Sequence[Mapping[str, Any]],
     chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    add_special_tokens: bool = False,
 ) -> list[int]:
     """Token ids of a conversation, up to where the assistant is to go on.
 
@@ -27,6 +31,9 @@ def encode_chat(
         messages: Turns with ``role`` and ``content``, both strings.
         chat_template: A Jinja template in place of the tokenizer's own, or the name of one of its templates.
         chat_template_kwargs: Variables for the template.
+        add_generation_prompt: End with what an answer of the assistant begins with.
+        continue_final_message: End within the last message, which is to be gone on with.
+        add_special_tokens: Add those that the tokenizer puts around a text to those of the template.
 
     Raises:
         InvalidParameterError: There is no template, the template refuses the conversation, a variable has a name that
@@ -45,7 +52,9 @@ def encode_chat(
             "this model has no chat template: send chat_template, or use the completions endpoint",
             "chat_template_missing",
         )
-    token_ids = _apply(tokenizer, messages, chat_template, variables)
+    ends = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+    text = _apply(tokenizer, messages, chat_template, variables | ends)
+    token_ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     if not token_ids:
         raise InvalidParameterError("messages", "the chat template made an empty prompt of messages")
     return token_ids
@@ -56,16 +65,14 @@ def _apply(
     messages: Sequence[Mapping[str, Any]],
     chat_template: str | None,
     variables: Mapping[str, Any],
-) -> list[int]:
+) -> str:
     """The template's prompt; whatever a template raises is the conversation's or the template's fault."""
     blamed = "messages" if chat_template is None else "chat_template"
     try:
-        token_ids: list[int] = tokenizer.apply_chat_template(
+        text: str = tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             chat_template=chat_template,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
+            tokenize=False,
             **variables,
         )
     except (
@@ -78,7 +85,7 @@ def _apply(
         RecursionError,
     ) as error:
         raise InvalidParameterError(blamed, f"the chat template refused the conversation: {error}") from error
-    return token_ids
+    return text
 
 
 def _reserved_names(tokenizer: PreTrainedTokenizerBase) -> set[str]:

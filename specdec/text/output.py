@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,6 +24,8 @@ class TextDelta:
         text: New text, final; may be empty while a character or a stop string is unfinished.
         num_billed: How many of the tokens count: all, or those up to and including the one that completed a stop
             string. The others are beyond the end, and are thrown away.
+        num_shown: How many tokens, of these and earlier ones, begin within the text that is out: those that complete a
+            stop string which is not part of the text never do.
         offsets: For each billed token, the number of characters of the whole text before it; empty where not asked
             for.
         finish: Why the text ended, if it did.
@@ -34,6 +37,7 @@ class TextDelta:
     offsets: tuple[int, ...]
     finish: Finish | None = None
     stop_reason: str | int | None = None
+    num_shown: int = 0
 
 
 class OutputText:
@@ -41,7 +45,8 @@ class OutputText:
 
     Tokens are walked one by one: a stop string ends the sequence at the token that completes it, before anything the
     target says about tokens after it. Stop strings, like stop tokens, do not end a sequence before ``min_tokens``. The
-    token that ended the sequence (an end-of-sequence or stop token) is billed, but gives no text.
+    token that ended the sequence (an end-of-sequence or stop token) is billed, but gives no text unless
+    ``includes_stop``.
 
     Args:
         tokenizer: Any fast tokenizer of transformers.
@@ -49,7 +54,8 @@ class OutputText:
         spec: The sequence's limits.
         stops: Stop strings.
         skip_special_tokens: Leave special tokens out of the text.
-        tells_offsets: Say where each token's text begins.
+        tells_offsets: Say where each token's text begins, and how many are shown.
+        includes_stop: Stop strings, and the tokens that end a sequence, are part of the text.
     """
 
     def __init__(
@@ -60,10 +66,15 @@ class OutputText:
         stops: Sequence[str] = (),
         skip_special_tokens: bool = True,
         tells_offsets: bool = True,
+        includes_stop: bool = False,
     ) -> None:
         self._spec = spec
         self._walks = bool(stops) or tells_offsets
-        self._ending = spec.ending_token_ids
+        # Of what ends the sequence, and gives no text.
+        self._ending = frozenset() if includes_stop else spec.ending_token_ids
+        self._includes_stop = includes_stop
+        self._unshown: deque[int] = deque()
+        self._num_sent = 0
         self._detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens)
         self._scanner = StopScanner(stops)
         self._num_tokens = 0
@@ -83,15 +94,35 @@ class OutputText:
             text, stop = self._read("" if ends_here else self._detokenizer.push(token))
             texts.append(text)
             if stop is not None:
-                self._finished = True
-                return TextDelta("".join(texts), index + 1, tuple(offsets), "stop", stop)
+                return self._delta(texts, index + 1, offsets, "stop", stop)
         if finish is None:
-            return TextDelta("".join(texts), len(tokens), tuple(offsets))
-        self._finished = True
+            return self._delta(texts, len(tokens), offsets)
         text, stop = self._read_rest()
         texts.append(text)
-        reason = stop if stop is not None else self._stop_token(tokens, finish)
-        return TextDelta("".join(texts), len(tokens), tuple(offsets), "stop" if stop is not None else finish, reason)
+        if stop is not None:
+            return self._delta(texts, len(tokens), offsets, "stop", stop)
+        return self._delta(texts, len(tokens), offsets, finish, self._stop_token(tokens, finish))
+
+    def _delta(
+        self,
+        texts: list[str],
+        num_billed: int,
+        offsets: list[int],
+        finish: Finish | None = None,
+        stop_reason: str | int | None = None,
+    ) -> TextDelta:
+        """What a push brought, once it is known which of the tokens are shown."""
+        text = "".join(texts)
+        self._num_sent += len(text)
+        self._unshown += offsets
+        self._finished = finish is not None
+        # The text of a sequence that did not end by a stop string is whole: all of its tokens belong to it.
+        shows_all = self._finished and not isinstance(stop_reason, str)
+        num_shown = 0
+        while self._unshown and (shows_all or self._unshown[0] < self._num_sent):
+            self._unshown.popleft()
+            num_shown += 1
+        return TextDelta(text, num_billed, tuple(offsets), finish, stop_reason, num_shown)
 
     def _push_at_once(self, tokens: Sequence[int], finish: Finish | None) -> TextDelta:
         """The same where no stop string may end the text between two of the tokens."""
@@ -106,12 +137,17 @@ class OutputText:
         """Count a token and scan its text, once stop strings are allowed to end the sequence."""
         self._num_tokens += 1
         self._num_characters += len(piece)
-        return (piece, None) if self._num_tokens < self._spec.sampling.min_tokens else self._scanner.push(piece)
+        return (piece, None) if self._num_tokens < self._spec.sampling.min_tokens else self._scan(piece)
+
+    def _scan(self, piece: str) -> tuple[str, str | None]:
+        """Text that is certain, and the stop string that it completed, if it is one's end."""
+        text, stop = self._scanner.push(piece)
+        return (text + stop if stop is not None and self._includes_stop else text), stop
 
     def _read_rest(self) -> tuple[str, str | None]:
         """What the detokenizer and the scanner held back."""
-        scan = self._scanner.push(self._detokenizer.finish())
-        return (scan.text, scan.stop) if scan.stop is not None else (scan.text + self._scanner.finish(), None)
+        text, stop = self._scan(self._detokenizer.finish())
+        return (text, stop) if stop is not None else (text + self._scanner.finish(), None)
 
     def _stop_token(self, tokens: Sequence[int], finish: Finish) -> int | None:
         if finish == "stop" and tokens and tokens[-1] in self._spec.sampling.stop_token_ids:

@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, parameter: str = "prompt") -> list[int]:
-    """Token ids of a text, with the special tokens the tokenizer adds by itself; at least one.
+def encode_text(
+    tokenizer: PreTrainedTokenizerBase, text: str, parameter: str = "prompt", *, add_special_tokens: bool = True
+) -> list[int]:
+    """Token ids of a text, with the special tokens the tokenizer adds by itself unless told not to; at least one.
 
     An empty text stands for the beginning of a document: the model's beginning-of-sequence token.
 
@@ -20,7 +22,7 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, parameter: str = 
         InvalidParameterError: The text holds half a surrogate pair, or is empty and no token stands for that.
     """
     check_text(text, parameter)
-    token_ids: list[int] = tokenizer.encode(text)
+    token_ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     if token_ids:
         return token_ids
     if tokenizer.bos_token_id is None:

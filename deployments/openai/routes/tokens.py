@@ -41,7 +41,7 @@ async def detokenize(body: DetokenizeBody, api: ApiOf, response: Response) -> di
 
 async def _tokens(api: Api, body: TokenizeBody) -> list[int]:
     if body.messages is not None:
-        return await conversation_tokens(api, body.messages, body.chat_template, body.chat_template_kwargs)
+        return await conversation_tokens(api, body.messages, body)
     text, add_special = body.prompt or "", body.add_special_tokens is not False
     tokens: list[int] = await api.encode(len(text), lambda: api.tokenizer.encode(text, add_special_tokens=add_special))
     return tokens

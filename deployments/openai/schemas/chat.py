@@ -59,7 +59,36 @@ class ChatMessage(Body):
 Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
 
 
-class ChatBody(GenerationBody):
+class TemplatedBody(Body):
+    """How a conversation is made into a prompt.
+
+    Attributes:
+        chat_template: Jinja template in place of the model's, where the service trusts requests with that.
+        chat_template_kwargs: Variables for the template.
+        add_generation_prompt: End with what an answer begins with; by default, unless the last message is gone on with.
+        continue_final_message: Go on with the last message instead of answering it.
+        add_special_tokens: Add those that the tokenizer puts around a text.
+    """
+
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+
+    def check_template(self) -> None:
+        """Refuse two ends of one prompt.
+
+        Raises:
+            InvalidParameterError: The last message is to be both gone on with and answered.
+        """
+        if self.add_generation_prompt and self.continue_final_message:
+            raise InvalidParameterError(
+                "continue_final_message", "continue_final_message and add_generation_prompt exclude each other"
+            )
+
+
+class ChatBody(TemplatedBody, GenerationBody):
     """A conversation to go on with.
 
     Attributes:
@@ -67,20 +96,17 @@ class ChatBody(GenerationBody):
         max_completion_tokens: Newer name of ``max_tokens``.
         logprobs: Whether to report log probabilities.
         top_logprobs: Alternatives to report per token.
-        chat_template: Jinja template in place of the model's, where the service trusts requests with that.
-        chat_template_kwargs: Variables for the template.
     """
 
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
     def check_together(self) -> None:
         """Refuse two limits, and alternatives of nothing."""
         super().check_together()
+        self.check_template()
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise InvalidParameterError("max_tokens", "max_tokens and max_completion_tokens differ; send one of them")
         if self.top_logprobs is not None and not self.logprobs:

@@ -11,6 +11,8 @@ from deployments.openai.schemas.others import REFUSED, TAKEN
 from specdec.errors import InvalidParameterError
 from specdec.sampling.params import Acceptance
 
+MOST_BAD_WORDS = 64
+Word = Annotated[str, Field(min_length=1, max_length=256)]
 MetricsDetail = Literal["none", "summary", "detailed"]
 
 
@@ -19,11 +21,13 @@ class StreamOptions(Body):
 
     Attributes:
         include_usage: Send a last chunk with the usage.
-        include_obfuscation: Taken; there is none.
+        continuous_usage_stats: Send the usage so far with every chunk.
     """
 
+    taken: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
+
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class GenerationBody(Body):
@@ -44,6 +48,16 @@ class GenerationBody(Body):
         per_request_spec_decode_metrics: Send what speculation did, as ``metrics.speculative_decoding``.
         cache_salt: Share cached prefixes only among requests with the same salt (and the same API key, in any case).
         prompt_logprobs: Alternatives to report per prompt token, as vLLM does.
+        allowed_token_ids: The only tokens that may be chosen.
+        bad_words: Words that the output must not hold.
+        skip_special_tokens: Leave special tokens out of the text; by default they are.
+        spaces_between_special_tokens: False is refused where the tokenizer would write some.
+        include_stop_str_in_output: Stop strings and ending tokens are part of the text.
+        add_special_tokens: Whether prompts get those that the tokenizer adds by itself; by default texts do, and
+            conversations, whose template has its own, do not.
+        truncate_prompt_tokens: Keep only so many of a prompt's last tokens; -1 keeps as many as there is room for.
+        return_tokens_as_token_ids: Write tokens as ``token_id:7`` in ``logprobs``.
+        request_id: Of the answer, in place of the ``x-request-id`` that came with the request.
     """
 
     refused_unless: ClassVar[dict[str, tuple[Any, ...]]] = REFUSED
@@ -74,6 +88,15 @@ class GenerationBody(Body):
     per_request_spec_decode_metrics: MetricsDetail | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     prompt_logprobs: Integer | None = None
+    allowed_token_ids: Annotated[list[Integer], Field(min_length=1, fail_fast=True)] | None = None
+    bad_words: Annotated[list[Word], Field(max_length=MOST_BAD_WORDS, fail_fast=True)] | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    return_tokens_as_token_ids: bool | None = None
+    request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")] | None = None
 
     def check_together(self) -> None:
         """Check what concerns several fields.
@@ -83,6 +106,8 @@ class GenerationBody(Body):
         """
         if self.stream_options is not None and not self.stream:
             raise InvalidParameterError("stream_options", "stream_options needs stream to be true")
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidParameterError("truncate_prompt_tokens", "truncate_prompt_tokens must be -1 or at least 1")
 
     @property
     def output_limit(self) -> int | None:
@@ -118,6 +143,11 @@ class GenerationBody(Body):
     def shows_output(self) -> bool:
         """Whether the answer has output; else it only tells of its prompt."""
         return True
+
+    @property
+    def wants_continuous_usage(self) -> bool:
+        """Whether every chunk of a stream has the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @property
     def wants_usage_chunk(self) -> bool:

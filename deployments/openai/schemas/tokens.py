@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from deployments.openai.schemas.chat import Messages
+from deployments.openai.schemas.chat import Messages, TemplatedBody
 from deployments.openai.schemas.fields import Body, Integers
 from specdec.errors import InvalidParameterError
 
 
-class TokenizeBody(Body):
+class TokenizeBody(TemplatedBody):
     """A text or a conversation whose tokens are asked for.
 
     Attributes:
         model: Absent, the target.
         add_special_tokens: Whether a text gets those that the tokenizer adds by itself; by default it does. A
-            conversation has those of its template, and no others.
+            conversation has those of its template, and others only where it is asked for.
         return_token_strs: Send each token's own text too.
     """
 
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
     def check_together(self) -> None:
         """Refuse both, and neither, and what would be ignored.
@@ -35,11 +30,8 @@ class TokenizeBody(Body):
         """
         if (self.prompt is None) == (self.messages is None):
             raise InvalidParameterError("prompt", "send either prompt or messages")
-        if self.messages is not None and self.add_special_tokens:
-            raise InvalidParameterError(
-                "add_special_tokens", "add_special_tokens needs prompt; messages have a template"
-            )
-        for name in ("chat_template", "chat_template_kwargs"):
+        self.check_template()
+        for name in ("chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"):
             if self.prompt is not None and getattr(self, name) is not None:
                 raise InvalidParameterError(name, f"{name} needs messages; a prompt has no template")
 

@@ -245,7 +245,12 @@ async def test_edge_04_min_tokens_must_fit_into_max_tokens(refused: Callable[...
         ),
         ("/tokenize", {"prompt": "x", "chat_template": "{{ 1 }}"}, "chat_template"),
         ("/tokenize", {"prompt": "x", "chat_template_kwargs": {}}, "chat_template_kwargs"),
-        ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
+        ("/tokenize", {"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt"),
+        (
+            "/tokenize",
+            {"messages": MESSAGES, "add_generation_prompt": True, "continue_final_message": True},
+            "continue_final_message",
+        ),
     ],
 )
 async def test_what_would_be_ignored_is_refused(

@@ -27,12 +27,15 @@ def scored(bench: Bench, text: str, size: int) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-async def test_edge_02_a_stop_string_mid_run_trims_text_tokens_logprobs_and_usage(
+async def test_edge_02_a_stop_string_mid_run_trims_text_and_logprobs_and_is_billed(
     bench: Bench, client: AsyncOpenAI, size: int, stream: bool
 ) -> None:
     scored(bench, TEXT, size)
     ids = bench.tokenizer.encode(TEXT)
     count = next(n for n in range(len(ids)) if STOP in bench.tokenizer.decode(ids[:n]))
+    before = TEXT[: TEXT.index(STOP)]
+    shown = next(n for n in range(len(ids)) if bench.tokenizer.decode(ids[:n]).startswith(before))
+    assert shown < count
     options = {"stop": ["never", STOP], "logprobs": 1, "extra_body": {"return_token_ids": True}}
     if stream:
         options |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -42,7 +45,7 @@ async def test_edge_02_a_stop_string_mid_run_trims_text_tokens_logprobs_and_usag
     assert "".join(choice.text for choice in choices) == TEXT[: TEXT.index(STOP)]
     assert [token for choice in choices for token in choice.token_ids] == ids[:count]
     lists = [choice.logprobs.token_logprobs for choice in choices if choice.logprobs]
-    assert sum(map(len, lists)) == count
+    assert sum(map(len, lists)) == shown
     assert got[-1].usage.completion_tokens == count
     assert (choices[-1].finish_reason, choices[-1].stop_reason) == ("stop", STOP)
     assert bench.metric("generation_tokens_total") == count

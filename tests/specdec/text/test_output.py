@@ -26,7 +26,7 @@ def run(
         last = start + size >= len(ids)
         delta = output.push(ids[start : start + size], finish if last else None)
         other = without_offsets.push(ids[start : start + size], finish if last else None)
-        assert other == (delta if stops else replace(delta, offsets=()))
+        assert other == (delta if stops else replace(delta, offsets=(), num_shown=0))
         text, num_billed = text + delta.text, num_billed + delta.num_billed
         if delta.finish is not None:
             return text, num_billed, delta
@@ -90,4 +90,46 @@ def test_offsets_are_where_each_token_begins(demo_tokenizer: PreTrainedTokenizer
 def test_an_end_may_come_without_tokens(demo_tokenizer: PreTrainedTokenizerFast) -> None:
     output = OutputText(demo_tokenizer, [0], spec(), ["b!"])
     assert output.push(demo_tokenizer.encode("b")).text == ""
-    assert output.push((), "length") == TextDelta("b", 0, (), "length")
+    assert output.push((), "length") == TextDelta("b", 0, (), "length", num_shown=1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 1000])
+def test_a_stop_string_is_part_of_the_text_where_that_is_asked_for(
+    demo_tokenizer: PreTrainedTokenizerFast, size: int
+) -> None:
+    ids = demo_tokenizer.encode(TEXT)
+    output = OutputText(demo_tokenizer, [0], spec(), ["\n\ndef"], includes_stop=True)
+    deltas = []
+    for start in range(0, len(ids), size):
+        deltas.append(output.push(ids[start : start + size]))
+        if deltas[-1].finish:
+            break
+    text = "".join(delta.text for delta in deltas)
+    assert text == TEXT[: TEXT.index("\n\ndef") + len("\n\ndef")]
+    assert sum(delta.num_shown for delta in deltas) == sum(delta.num_billed for delta in deltas)
+
+
+def test_so_is_the_token_that_ends_it(demo_tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = demo_tokenizer.encode("ok\n")
+    for tells_offsets in (False, True):
+        options = {"tells_offsets": tells_offsets, "includes_stop": True}
+        output = OutputText(demo_tokenizer, [0], spec(stop_token_ids=(ids[-1],)), **options)
+        assert output.push(ids, "stop").text == "ok\n"
+        assert OutputText(demo_tokenizer, [0], spec(), **options).push([*ids, 0], "stop").text == "ok\n"
+        output = OutputText(demo_tokenizer, [0], spec(), skip_special_tokens=False, **options)
+        assert output.push([*ids, 0], "stop").text == "ok\n<|endoftext|>"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 1000])
+def test_tokens_that_complete_a_stop_string_are_not_shown(demo_tokenizer: PreTrainedTokenizerFast, size: int) -> None:
+    """Nor are those that might, while nothing else has come; the first token is shown as soon as its text is."""
+    ids = demo_tokenizer.encode(TEXT)
+    cut = TEXT.index("\n\ndef")
+    output, num_shown, text = OutputText(demo_tokenizer, [0], spec(), ["\n\ndef"]), 0, ""
+    for start in range(0, len(ids), size):
+        delta = output.push(ids[start : start + size])
+        num_shown, text = num_shown + delta.num_shown, text + delta.text
+        assert len(demo_tokenizer.decode(ids[: max(num_shown - 1, 0)])) <= len(text)
+        if delta.finish:
+            break
+    assert len(demo_tokenizer.decode(ids[: num_shown - 1])) < cut <= len(demo_tokenizer.decode(ids[:num_shown]))

@@ -1,0 +1,42 @@
+"""``GET /``, ``/docs``, ``/version`` and ``/ping``: for people, and for probes of other servers' habits."""
+
+from __future__ import annotations
+
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Response
+from fastapi.responses import HTMLResponse
+
+from deployments.openai.context import ApiOf
+
+router = APIRouter()
+_PAGE = (Path(__file__).parent.parent / "docs.html").read_text()
+
+
+@router.get("/")
+async def root(api: ApiOf) -> dict[str, Any]:
+    """What this is, and where to go on."""
+    models = [model.name for model in api.service.model_info().models]
+    return {"name": "specdec", "version": installed_version("specdec"), "models": models, "docs": "/docs"}
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """The program's version."""
+    return {"version": installed_version("specdec")}
+
+
+@router.get("/ping")
+@router.post("/ping")
+async def ping(api: ApiOf) -> Response:
+    """200 while requests can be served, else 503; what SageMaker asks."""
+    api.service.check_health()
+    return Response()
+
+
+@router.get("/docs", response_class=HTMLResponse)
+async def docs() -> HTMLResponse:
+    """The API's own description, as a page that loads nothing but ``/openapi.json``."""
+    return HTMLResponse(_PAGE, headers={"Content-Security-Policy": "default-src 'self' 'unsafe-inline'"})
