@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from ray import serve
 
 from cluster.config import AppArgs
+from cluster.identity import fingerprints
 from cluster.sources import draft_source, target_source
 from deployments.figures import IngressFigures
 from deployments.names import ROUTER
@@ -89,7 +90,7 @@ def _model_info(args: AppArgs) -> ModelInfo:
     target = _served(args, target_source(args), args.model_name, "target", vocab_size)
     source = draft_source(args)
     if source is None:
-        return ModelInfo(target, created_s=int(time.time()))
+        return ModelInfo(target, created_s=int(time.time()), decision=fingerprints(args).decision)
     return ModelInfo(
         target,
         _served(args, source, f"{args.model_name}-draft", "draft", vocab_size),
@@ -97,6 +98,7 @@ def _model_info(args: AppArgs) -> ModelInfo:
         acceptance_rules=("coupled", "rejection"),
         acceptance=args.acceptance,
         created_s=int(time.time()),
+        decision=fingerprints(args).decision,
     )
 
 
