@@ -104,10 +104,10 @@ class Controller:
             one.acceptance = one.acceptance.add(accepted, judged)
             self._acceptance[one.kind] = self._acceptance.get(one.kind, TrackedRate()).add(accepted, judged)
         group = self._groups.get(one.target or "")
-        if group is not None and one.seen_s is not None and one.since >= SETTLE_ROUNDS:
-            if seq == group.probing:
-                group.probed(len(rounds))
-            elif one.bound is None or one.bound >= one.choice.num_draft_tokens:
+        if group is not None and seq == group.probing:
+            group.probed(len(rounds))
+        elif group is not None and one.seen_s is not None and one.since >= SETTLE_ROUNDS:
+            if one.bound is None or one.bound >= one.choice.num_draft_tokens:
                 num_tokens = len(rounds) + accepted
                 group.heard(one.choice, len(rounds), num_tokens, now_s - one.seen_s, now_s)
         one.since += len(rounds)

@@ -81,6 +81,7 @@ class Group:
     probing: str | None = None
     _choices: dict[int, Choice] = field(default_factory=dict)
     _corrections: dict[tuple[Way, int], Correction] = field(default_factory=dict)
+    _plain_s: dict[int, float] = field(default_factory=dict)
     _reported: Choice = OFF
     _probe_rounds: int = 0
     _rest_rounds: float = 0.0
@@ -111,10 +112,9 @@ class Group:
         correction.add(num_tokens, seconds * scale, now_s)
 
     def probed(self, num_rounds: int) -> None:
-        """The sequence that probes had so many rounds with drafts."""
-        self._probe_rounds -= num_rounds
-        if self._probe_rounds <= 0:
-            self.probing = None
+        """The sequence that probes had so many rounds. A probe goes on until the next review: it costs what it took."""
+        self._probe_rounds += num_rounds
+        self._rest_rounds += num_rounds / PROBE_SHARE * self._patience
 
     def guesses_reported(self, hits: float, misses: float) -> None:
         """Branch hits and misses since the last report; nothing if the choice has changed since."""
@@ -155,9 +155,13 @@ class Group:
             self._patience, self._rest_rounds = 1.0, 0.0
 
     def alone(self, conditions: Conditions) -> float:
-        """Tokens per second of a sequence without drafts: as measured last, and by its step time before that."""
-        step_s = conditions.target_s(0)
-        correction = self._corrections.get(("off", conditions.num_rows.bit_length()))
+        """Tokens per second of a sequence without drafts: as measured last, and by its step time before that.
+
+        Of step times the shortest that was known: beside a drafter they may be longer.
+        """
+        octave = conditions.num_rows.bit_length()
+        step_s = self._plain_s[octave] = min(conditions.target_s(0), self._plain_s.get(octave, math.inf))
+        correction = self._corrections.get(("off", octave))
         return 1 / step_s if correction is None else correction.ratio(1 / step_s)
 
     def factor(self, way: Way, conditions: Conditions, now_s: float) -> float:
@@ -176,14 +180,12 @@ class Group:
             unknown: Sequences of a kind of which no draft token was judged.
             able: All that may draft.
         """
-        if self.choice != OFF or not able or (self.probing is not None and self.probing not in able):
-            self.probing = None
-        if self.choice == OFF and able and self.probing is None and (unknown or self._rest_rounds <= 0):
-            seqs = unknown or able
-            self.probing = seqs[int(self._patience) % len(seqs)]
-            self._probe_rounds = PROBE_ROUNDS
-            self._rest_rounds = PROBE_ROUNDS / PROBE_SHARE * self._patience
+        if self._probe_rounds >= PROBE_ROUNDS:
             self._patience = min(2 * self._patience, LONGEST_REST)
+        if self.choice != OFF or self.probing not in able or self._probe_rounds >= PROBE_ROUNDS:
+            self.probing, self._probe_rounds = None, 0
+        if self.choice == OFF and able and self.probing is None and (unknown or self._rest_rounds <= 0):
+            self.probing = (unknown or able)[0]
         return self.probing
 
     def figures(self) -> dict[str, float]:
