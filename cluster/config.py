@@ -274,6 +274,9 @@ class AppArgs(StrictModel):
     trust_request_chat_template: bool = Field(
         False, description="let requests bring a chat_template: a program, for those who may run one"
     )
+    stall_s: float = Field(
+        60.0, gt=0, le=86400, description="a worker in whose step no layer ends for so long hangs, and is replaced"
+    )
     logits_processors: ImportStrings = Field(
         (), description="hooks on every position's logits, as package.module:name: code that both models' processes run"
     )

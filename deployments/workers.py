@@ -26,9 +26,6 @@ from specdec.protocol.target import TargetMachine
 
 logger = logging.getLogger("ray.serve")
 
-STALL_S = 60.0
-"""A step that takes longer than this hangs; the replica is then replaced."""
-
 
 class TargetServer(WorkerEndpoint):
     """Serves the target model to all routers.
@@ -46,7 +43,7 @@ class TargetServer(WorkerEndpoint):
         backend = emulated_target(args, _target_backend(args, gpu_share))
         observed = ObservedTarget(backend, _listeners(report, recorder))
         machine = TargetMachine(name, observed, args.protocol.times(), lambda: observed.gauges() | report.gauges())
-        self.start_worker(machine, routers=ROUTER, stall_s=STALL_S, recorder=recorder)
+        self.start_worker(machine, routers=ROUTER, stall_s=args.stall_s, recorder=recorder)
 
 
 class DraftServer(WorkerEndpoint):
@@ -66,7 +63,7 @@ class DraftServer(WorkerEndpoint):
         observed = ObservedDrafter(emulated_drafter(args, backend), _listeners(report, recorder))
         drafter = DrafterMachine(name, observed, times, lambda: observed.gauges() | report.gauges())
         machine = DraftWorkerMachine(drafter, TargetMachine(name, solo, times))
-        self.start_worker(machine, routers=ROUTER, stall_s=STALL_S, recorder=recorder)
+        self.start_worker(machine, routers=ROUTER, stall_s=args.stall_s, recorder=recorder)
 
 
 def _listeners(report: StepReport, recorder: Recorder | None) -> list[Listener]:

@@ -94,6 +94,7 @@ EXAMPLES = {
     "scripted.acceptance_rate": 0.8,
     "scripted.next_guess_rate": 0.9,
     "log_level": "warning",
+    "stall_s": 5.0,
     "host": "localhost",
     "port": 1234,
 }
