@@ -1,4 +1,4 @@
-"""A benchmark's results for people and for programs: Markdown, JSON, a plot."""
+"""A benchmark's results for people and for programs: Markdown and JSON."""
 
 from __future__ import annotations
 

@@ -94,14 +94,14 @@ def _runner(
     else:
         names = [mode.service_mode for mode in modes if mode.service_mode is not None] or ["auto"]
         configs: dict[str, ServiceConfig] = {
-            name: config.model_copy(update=_service_keys(name, config)) for name in names
+            name: config.model_copy(update=_service_keys(name)) for name in names
         }
         with Services(configs, serve) as services:
             runner = HttpRunner(services.urls)
             yield runner, runner
 
 
-def _service_keys(mode: str, config: ServiceConfig) -> dict[str, object]:
+def _service_keys(mode: str) -> dict[str, object]:
     """What makes a service of this mode; requests say the draft length, except to ``auto``."""
     if mode == "auto":
         return {"mode": "auto", "num_speculative_tokens": "auto"}

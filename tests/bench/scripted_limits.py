@@ -232,7 +232,7 @@ def main(argv: list[str] | None = None) -> None:
     if script is None:
         parser.error("give --scripted-acceptance-rate and --emulate-step-ms target=MS,draft=MS as the bench had them")
     rows = json.loads(arguments.figures.read_text(encoding="utf-8"))["rows"]
-    print("\n".join(scripted_table(rows, script, config.num_branches or 16)))
+    print("\n".join(scripted_table(rows, script, config.num_branches)))
 
 
 if __name__ == "__main__":
