@@ -15,7 +15,7 @@ RAY_SETTINGS = {
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 << 20),
     # Serve replaces its HTTP proxy when three checks in a row fail. By default they are 10 s apart: so long after a
     # crash of the only proxy every connection would be refused.
-    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.2",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "5",
     "RAY_USAGE_STATS_ENABLED": "0",
     # Without this Ray hides the GPUs of actors that ask for none in one way today and in another tomorrow, and warns.

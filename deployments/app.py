@@ -34,7 +34,9 @@ def build_app(args: AppArgs) -> Application:
     if args.has_draft:
         workers.append(_worker(DraftServer, DRAFT, args, args.replicas.draft, placement.draft))
     router = serve.deployment(SpeculationRouter, name=ROUTER).options(
-        num_replicas=args.replicas.router, ray_actor_options=placement.router.ray_actor_options, **pinned_options()
+        num_replicas=args.replicas.router,
+        ray_actor_options=placement.router.ray_actor_options,
+        **pinned_options() | _grace(args),
     )
     ingress = serve.deployment(OpenAIIngress, name=INGRESS).options(
         num_replicas=args.replicas.ingress,
@@ -43,14 +45,19 @@ def build_app(args: AppArgs) -> Application:
         max_queued_requests=max(1, args.limits.max_queued_requests),  # Serve knows no queue of length 0
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=args.limits.retry_after_s),
         health_check_period_s=1.0,
-        graceful_shutdown_timeout_s=args.drain_timeout_s,
         graceful_shutdown_wait_loop_s=0.2,
+        **_grace(args),
     )
     return ingress.bind(args, router.bind(args, *workers))
 
 
+def _grace(args: AppArgs) -> dict[str, Any]:
+    """How long a replica that is to stop may go on; the same for all, as a stream needs all of them."""
+    return {"graceful_shutdown_timeout_s": args.drain_timeout_s}
+
+
 def _worker(cls: type[Any], name: str, args: AppArgs, num_replicas: int, share: ActorShare) -> Application:
     deployment = serve.deployment(cls, name=name).options(
-        num_replicas=num_replicas, ray_actor_options=share.ray_actor_options, **pinned_options()
+        num_replicas=num_replicas, ray_actor_options=share.ray_actor_options, **pinned_options() | _grace(args)
     )
     return deployment.bind(args, share.num_torch_threads, share.gpu_share)

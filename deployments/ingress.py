@@ -12,6 +12,7 @@ from ray import serve
 
 from cluster.config import AppArgs
 from cluster.identity import fingerprints
+from cluster.live import reconfigured, set_log_level
 from cluster.sources import draft_source, target_source
 from deployments.figures import IngressFigures
 from deployments.names import ROUTER
@@ -41,32 +42,48 @@ class OpenAIIngress(IngressEndpoint):
 
     def __init__(self, args: AppArgs, router: Any) -> None:
         self._args = args
+        set_log_level(args)
         self._router = router
         self._registry = CollectorRegistry()
         info = _model_info(args)
         self._service = RoutedTokens(info)
         machine = IngressMachine(replica_id(), args.protocol.times())
-        host = self.start_ingress(machine, routers=ROUTERS, after=self._service.deliver)
-        self._service.connect(host, lambda: bool(self.linked_peers()))
+        self._ingress_host = self.start_ingress(machine, routers=ROUTERS, after=self._service.deliver)
+        self._service.connect(self._ingress_host, lambda: bool(self.linked_peers()))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The HTTP application of this replica."""
-        limits = self._args.limits
+        self._tokenizer = load_tokenizer(target_source(self._args))
+        self._observer = PrometheusObserver(self._registry)
+        return self._http_application(self._args)
+
+    async def reconfigure(self, user_config: dict[str, Any] | None) -> None:
+        """Go by other keys from now on; requests that are open end by the old ones. See :mod:`cluster.live`.
+
+        Raises:
+            InvalidParameterError: A key needs a restart, or its value is not allowed.
+        """
+        args = reconfigured(self._args, user_config)
+        set_log_level(args)
+        self._ingress_host.tell(lambda machine, _now_s: machine.set_times(args.protocol.times()))
+        self._asgi_app = self._http_application(args)  # the name by which Serve's wrapper finds it for each request
+
+    def _http_application(self, args: AppArgs) -> FastAPI:
+        limits = args.limits
         settings = ApiSettings(
             max_body_bytes=limits.max_body_bytes,
             max_sequences=limits.max_sequences,
             max_stop_strings=limits.max_stop_strings,
             max_stop_characters=limits.max_stop_characters,
             retry_after_s=limits.retry_after_s,
-            stream_interval=self._args.stream_interval,
-            chat_template=None if self._args.chat_template is None else Path(self._args.chat_template).read_text(),
-            unknown_fields=self._args.unknown_fields,
-            trust_request_chat_template=self._args.trust_request_chat_template,
+            stream_interval=args.stream_interval,
+            chat_template=None if args.chat_template is None else Path(args.chat_template).read_text(),
+            unknown_fields=args.unknown_fields,
+            trust_request_chat_template=args.trust_request_chat_template,
             send_request_id=False,  # Serve's proxy sends it
         )
-        tokenizer = load_tokenizer(target_source(self._args))
-        app = create_app(self._service, settings, tokenizer, PrometheusObserver(self._registry))
-        if self._args.trace:
+        app = create_app(self._service, settings, self._tokenizer, self._observer)
+        if args.trace:
             add_trace_route(app, self._router)
         return app
 

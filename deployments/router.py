@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from cluster.config import AppArgs
+from cluster.live import reconfigured, set_log_level
 from deployments.names import DRAFT, TARGET
 from deployments.transport.endpoints import PeerGroup, RouterEndpoint, replica_id
 from specdec.control.controller import Controller
@@ -24,12 +25,31 @@ class SpeculationRouter(RouterEndpoint):
     """
 
     def __init__(self, args: AppArgs, *workers: Any) -> None:
+        self._args = self._in_force = args
+        set_log_level(args)
         self._machine = RouterMachine(replica_id(), planner_of(args), args.protocol.times())
         groups = [_group(self._machine, TARGET, "target")]
         if args.has_draft:
             groups.append(_group(self._machine, DRAFT, "drafter"))
         recorder = Recorder(replica_id(), "router") if args.trace else None
-        self.start_router(self._machine, workers=groups, recorder=recorder)
+        self._router_host = self.start_router(self._machine, workers=groups, recorder=recorder)
+
+    async def reconfigure(self, user_config: dict[str, Any] | None) -> None:
+        """Go by other keys from now on; see :mod:`cluster.live`.
+
+        Raises:
+            InvalidParameterError: A key needs a restart, or its value is not allowed.
+        """
+        args = reconfigured(self._args, user_config)
+        set_log_level(args)
+        before, self._in_force = self._in_force, args
+
+        def change(_host_machine: Any, now_s: float) -> None:
+            self._machine.set_times(args.protocol.times())
+            if (args.mode, args.num_branches) != (before.mode, before.num_branches):  # else what it has learned stays
+                self._machine.set_planner(planner_of(args), now_s)
+
+        self._router_host.tell(change)
 
     async def reports(self) -> dict[str, tuple[WorkerKind | Literal["router"], dict[str, float]]]:
         """The newest counters of every live worker, by its name, and what the controller estimates and chooses."""

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from cluster.config import AppArgs
 from cluster.doubles import emulated_drafter, emulated_target, scripted_pair
+from cluster.live import reconfigured, set_log_level
 from cluster.sources import backend_options, draft_source, target_source
 from deployments.names import ROUTER
 from deployments.transport.endpoints import WorkerEndpoint, replica_id
+from deployments.transport.host import WorkerHost
 from specdec.engine.build import Built, build_drafter, build_target
 from specdec.engine.observed import Listener, ObservedDrafter, ObservedTarget
-from specdec.engine.profile import profile_drafter, profile_target
 from specdec.engine.timing import StepReport
 from specdec.engine.trace import Recorder
 from specdec.models.compat import check_pair, tokenizer_width
@@ -28,7 +30,24 @@ from specdec.protocol.target import TargetMachine
 logger = logging.getLogger("ray.serve")
 
 
-class TargetServer(WorkerEndpoint):
+class _Worker(WorkerEndpoint):
+    """A worker whose times and log level change without a restart."""
+
+    _args: AppArgs
+    _worker_host: WorkerHost[Any]
+
+    async def reconfigure(self, user_config: dict[str, Any] | None) -> None:
+        """Go by other keys from now on; see :mod:`cluster.live`.
+
+        Raises:
+            InvalidParameterError: A key needs a restart, or its value is not allowed.
+        """
+        args = reconfigured(self._args, user_config)
+        set_log_level(args)
+        self._worker_host.tell(lambda machine, _now_s: machine.set_times(args.protocol.times()))
+
+
+class TargetServer(_Worker):
     """Serves the target model to all routers.
 
     Args:
@@ -38,18 +57,18 @@ class TargetServer(WorkerEndpoint):
     """
 
     def __init__(self, args: AppArgs, num_torch_threads: int, gpu_share: float) -> None:
+        self._args = args
+        set_log_level(args)
         torch.set_num_threads(num_torch_threads)
         name, report = replica_id(), StepReport()
         recorder = Recorder(name, "target") if args.trace else None
         backend = emulated_target(args, _target_backend(args, gpu_share))
-        if args.is_auto:
-            profile_target(backend, report.profiled)
         observed = ObservedTarget(backend, _listeners(report, recorder))
         machine = TargetMachine(name, observed, args.protocol.times(), lambda: observed.gauges() | report.gauges())
-        self.start_worker(machine, routers=ROUTER, stall_s=args.stall_s, recorder=recorder)
+        self._worker_host = self.start_worker(machine, routers=ROUTER, stall_s=args.stall_s, recorder=recorder)
 
 
-class DraftServer(WorkerEndpoint):
+class DraftServer(_Worker):
     """Serves the draft model to all routers; checks first that it fits the target.
 
     Args:
@@ -59,17 +78,16 @@ class DraftServer(WorkerEndpoint):
     """
 
     def __init__(self, args: AppArgs, num_torch_threads: int, gpu_share: float) -> None:
+        self._args = args
+        set_log_level(args)
         torch.set_num_threads(num_torch_threads)
         name, times, report = replica_id(), args.protocol.times(), StepReport()
         recorder = Recorder(name, "drafter") if args.trace else None
         backend, solo = _draft_backends(args, gpu_share)
-        emulated = emulated_drafter(args, backend)
-        if args.is_auto:
-            profile_drafter(emulated, report.profiled)
-        observed = ObservedDrafter(emulated, _listeners(report, recorder))
+        observed = ObservedDrafter(emulated_drafter(args, backend), _listeners(report, recorder))
         drafter = DrafterMachine(name, observed, times, lambda: observed.gauges() | report.gauges())
         machine = DraftWorkerMachine(drafter, TargetMachine(name, solo, times))
-        self.start_worker(machine, routers=ROUTER, stall_s=args.stall_s, recorder=recorder)
+        self._worker_host = self.start_worker(machine, routers=ROUTER, stall_s=args.stall_s, recorder=recorder)
 
 
 def _listeners(report: StepReport, recorder: Recorder | None) -> list[Listener]:

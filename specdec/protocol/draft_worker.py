@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from specdec.protocol.drafter import DrafterMachine
+from specdec.protocol.leases import Times
 from specdec.protocol.messages import Ack, Alive, Live, Message, Offer, Open
 from specdec.protocol.target import TargetMachine
 
@@ -28,6 +29,11 @@ class DraftWorkerMachine:
         self.name = drafter.name
         self.drafter = drafter
         self.solo = solo
+
+    def set_times(self, times: Times) -> None:
+        """Go by other times from now on."""
+        self.drafter.set_times(times)
+        self.solo.set_times(times)
 
     def receive(self, message: Message, now_s: float) -> None:
         """Take in one message."""

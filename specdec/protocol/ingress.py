@@ -70,6 +70,10 @@ class IngressMachine:
         self._deliveries: list[Delivery] = []
         self.num_resubmitted = 0
 
+    def set_times(self, times: Times) -> None:
+        """Go by other times from now on."""
+        self._times = times
+
     def take_outbox(self) -> dict[str, list[Message]]:
         """Messages since the last call, by router."""
         return self._outbox.take()

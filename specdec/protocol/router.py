@@ -57,6 +57,18 @@ class RouterMachine:
         self._renewed_s = float("-inf")
         self.num_reopened = 0
 
+    def set_times(self, times: Times) -> None:
+        """Go by other times from now on."""
+        self._times = times
+
+    def set_planner(self, planner: Planner | PlanController, now_s: float) -> None:
+        """Plan by another planner from now on, also for the sequences that are open."""
+        self._controller = FixedPlans(planner) if callable(planner) else planner
+        self._planning = Planning(self._controller)
+        for session in self._sessions:
+            if session.is_planned:
+                self._replan(session, self._controller.opened(session.seq, session.spec), now_s)
+
     def take_outbox(self) -> dict[str, list[Message]]:
         """Messages since the last call, by worker and ingress."""
         return self._outbox.take()

@@ -51,6 +51,10 @@ class WorkerMachine(Generic[R]):
         self._rows: LeasedRows[R] = LeasedRows(times.tombstone_s)
         self._outbox = Outbox()
 
+    def set_times(self, times: Times) -> None:
+        """Go by other times from now on."""
+        self._times = times
+
     def take_outbox(self) -> dict[str, list[Message]]:
         """Messages since the last call, by router."""
         return self._outbox.take()

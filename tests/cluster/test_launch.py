@@ -10,12 +10,14 @@ import threading
 import time
 import urllib.request
 import uuid
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import psutil
 import pytest
 from ray.serve._private import deployment_state
 
+from cluster import launch
 from cluster.config import ServiceConfig
 from cluster.launch import LOADERS, LocalService, describe, first_failure, last_line
 from cluster.processes import OwnProcesses
@@ -151,6 +153,23 @@ def test_a_folder_that_does_not_exist_is_refused_before_ray_starts(start):
     service.read_until("specdec serve: target.model: there is no folder ./missing")
     assert service.end() == 2
     assert "Ray" not in service.output
+
+
+def test_readiness_is_asked_for_directly_whatever_proxy_the_environment_names(monkeypatch):
+    class Healthy(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setattr(launch, "HTTP_TIMEOUT_S", 5.0)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        LocalService(ServiceConfig(port=server.server_port), lambda line: None)._wait_for_http()
+        server.shutdown()
 
 
 def test_own_processes_are_those_started_since():

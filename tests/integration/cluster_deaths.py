@@ -73,6 +73,8 @@ def service() -> Iterator[tuple[Any, Any, str]]:
                 "actors": {
                     "target": {"num_cpus": 1, "resources": {"specdec_target": 1}},
                     "draft": {"num_cpus": 1, "resources": {"specdec_draft": 1}},
+                    "router": {"resources": {"text": 1}},
+                    "ingress": {"resources": {"text": 1}},
                 },
             }
         )

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import httpx
 import psutil
@@ -199,18 +200,40 @@ def kill_one(service: RunningService, victim: str, rng: random.Random | None = N
     return process
 
 
-def under_kill(service: RunningService, streams: Streams, victim: str) -> list[Stream]:
+@dataclass(frozen=True)
+class Aftermath:
+    """What a kill led to.
+
+    Attributes:
+        streams: Those that ran.
+        unreachable_s: From the kill until a new request was answered.
+    """
+
+    streams: list[Stream]
+    unreachable_s: float
+
+
+def under_kill(service: RunningService, streams: Streams, victim: str) -> Aftermath:
     """Run all streams, kill one process of a kind once all have begun, and wait until it is replaced."""
     num_before = len(processes_of(service, victim))
     with streams.running() as wait:
         eventually(streams.have_begun, 120, "all streams have begun")
         killed = kill_one(service, victim)
         assert killed is not None, f"no {victim} runs"
+        unreachable_s = eventually(lambda: answers(service), 120, "a new request is answered")
         ended = wait()
     replaced = lambda: len([p for p in processes_of(service, victim) if p.pid != killed.pid]) >= num_before  # noqa: E731
     eventually(replaced, 120, f"the {victim} is replaced")
     eventually(service.is_ready, 120, "the service is ready again")
-    return ended
+    return Aftermath(ended, unreachable_s)
+
+
+def answers(service: RunningService) -> bool:
+    """Whether a new connection is taken, and a request on it answered."""
+    try:
+        return httpx.get(f"{service.url}/v1/models", timeout=5, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def under_random_kills(
@@ -241,31 +264,40 @@ def under_random_kills(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the kill table: three runs of each row, medians."""
+    """Print the kill table: rows for each demo pair, number of replicas and temperature; three runs each, medians."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--demo", choices=["plain", "hybrid"], default="plain")
-    parser.add_argument("--replicas", type=int, default=1, help="of each deployment")
+    parser.add_argument("--demo", default="plain,hybrid", help="pairs, separated by commas")
+    parser.add_argument("--replicas", default="1,2", help="replicas of each deployment, separated by commas")
     parser.add_argument("--victims", default=",".join(VICTIMS))
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=400)
-    parser.add_argument("--random-kills", type=int, default=0, help="kills of one run, 5 s apart")
+    parser.add_argument("--random-kills", type=int, default=10, help="kills of one run, 5 s apart, with two replicas")
     options = parser.parse_args(arguments)
-    service = start(options.replicas, "--demo", options.demo)
+    titles = ["pair", "of each", "killed", "T", "broken", "tokens compared", "lost", "doubled", "changed"]
+    print("| " + " | ".join([*titles, "longest pause, s", "unreachable, s"]) + " |")
+    print("|---" * (len(titles) + 2) + "|")
+    for demo in options.demo.split(","):
+        for replicas in map(int, options.replicas.split(",")):
+            _print_rows(demo, replicas, options)
+
+
+def _print_rows(demo: str, replicas: int, options: argparse.Namespace) -> None:
+    service = start(replicas, "--demo", demo)
     try:
         streams = Streams(service.url, service.model, options.streams, options.max_tokens)
         with streams.running() as wait:
             undisturbed = wait()
-        quiet = max(stream.longest_pause_s for stream in undisturbed)
-        print(f"{options.demo}, {options.replicas} of each, {options.streams} streams; undisturbed pause {quiet:.2f} s")
-        print("| killed | streams broken | tokens compared | lost | doubled | changed | longest pause, s |")
-        print("|---|---|---|---|---|---|---|")
+        _print_row([demo, replicas, "nobody"], [Aftermath(undisturbed, 0.0)], undisturbed)
         for victim in filter(None, options.victims.split(",")):
-            runs = [Comparison.of(under_kill(service, streams, victim), undisturbed) for _ in range(options.runs)]
-            print(_row(victim, runs), flush=True)
-        if options.random_kills:
+            runs = [under_kill(service, streams, victim) for _ in range(options.runs)]
+            _print_row([demo, replicas, victim], runs, undisturbed)
+        if options.random_kills and replicas > 1:
+            streams = Streams(service.url, service.model, options.streams, 4 * options.max_tokens)
+            with streams.running() as wait:
+                undisturbed = wait()
             ended, killed = under_random_kills(service, streams, count=options.random_kills, period_s=5.0, seed=1)
-            print(_row(f"{len(killed)} at random: {' '.join(killed)}", [Comparison.of(ended, undisturbed)]))
+            _print_row([demo, replicas, f"{len(killed)} at random"], [Aftermath(ended, 0.0)], undisturbed)
     finally:
         service.stop()
 
@@ -276,14 +308,18 @@ def start(replicas: int, *flags: str) -> RunningService:
     return RunningService("--num-speculative-tokens", "4", *counts, *flags)
 
 
-def _row(name: str, runs: Sequence[Comparison]) -> str:
-    def total(of: Callable[[Comparison], tuple[int, ...]]) -> int:
-        return sum(len(of(run)) for run in runs)
+def _print_row(names: Sequence[object], runs: Sequence[Aftermath], undisturbed: Sequence[Stream]) -> None:
+    """A line for each temperature: sums over the runs, and medians of their seconds."""
+    unreachable_s = statistics.median(run.unreachable_s for run in runs)
+    for temperature in (0, 1):
+        compared = [Comparison.of(run.streams[temperature::2], undisturbed[temperature::2]) for run in runs]
+        cells = [*names, temperature, sum(len(one.broken) for one in compared), sum(one.num_tokens for one in compared)]
+        cells += [sum(len(of(one)) for one in compared) for of in (_lost, _doubled, _changed)]
+        cells += [f"{statistics.median(one.longest_pause_s for one in compared):.2f}", f"{unreachable_s:.2f}"]
+        print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
-    pause_s = statistics.median(run.longest_pause_s for run in runs)
-    cells = [name, total(lambda r: r.broken), sum(run.num_tokens for run in runs)]
-    cells += [total(lambda r: r.lost), total(lambda r: r.doubled), total(lambda r: r.changed), f"{pause_s:.2f}"]
-    return "| " + " | ".join(map(str, cells)) + " |"
+
+_lost, _doubled, _changed = map(attrgetter, ("lost", "doubled", "changed"))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def undisturbed(streams: Streams) -> list[Stream]:
 def test_a_killed_process_changes_no_stream(
     service: RunningService, streams: Streams, undisturbed: list[Stream], victim: str
 ) -> None:
-    compared = Comparison.of(under_kill(service, streams, victim), undisturbed)
+    compared = Comparison.of(under_kill(service, streams, victim).streams, undisturbed)
     assert not compared.broken
     assert compared.is_exact
 
@@ -52,7 +52,7 @@ def test_a_killed_process_changes_no_stream(
 def test_a_killed_ingress_or_proxy_takes_its_own_connections_only(
     service: RunningService, streams: Streams, undisturbed: list[Stream], victim: str
 ) -> None:
-    compared = Comparison.of(under_kill(service, streams, victim), undisturbed)
+    compared = Comparison.of(under_kill(service, streams, victim).streams, undisturbed)
     assert compared.broken
     assert compared.is_exact
     if victim == "ingress":

@@ -12,11 +12,13 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
 from cluster.launch import check_port
 from cluster.settings import prepare_for_ray
+from tests.integration.running import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFEST = ROOT / "k8s" / "base" / "rayservice.yaml"
@@ -76,6 +78,21 @@ def get(url, body=None, timeout_s=60):
         return answer.read().decode()
 
 
+def deploy(text, node, folder):
+    """Hand Serve's configuration to the node, as ``serve deploy`` does."""
+    config = folder / "serve.yaml"
+    config.write_text(text)
+    command = [Path(sys.executable).parent / "serve", "deploy", str(config), "--address", node]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def replicas():
+    """Process ids of the service's replicas."""
+    children = psutil.Process().children(recursive=True)
+    return {child.pid for child in children if child.name().startswith("ray::ServeRepli")}
+
+
 def application_status():
     from ray import serve
 
@@ -88,11 +105,7 @@ def application_status():
 
 @pytest.fixture(scope="module")
 def deployed(manifest, node, url, tmp_path_factory):
-    config = tmp_path_factory.mktemp("serve") / "serve.yaml"
-    config.write_text(manifest["spec"]["serveConfigV2"])
-    command = [Path(sys.executable).parent / "serve", "deploy", str(config), "--address", node]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
+    deploy(manifest["spec"]["serveConfigV2"], node, tmp_path_factory.mktemp("serve"))
     deadline_s = time.monotonic() + DEPLOY_TIMEOUT_S
     status, messages = application_status()
     while status not in ("RUNNING", "DEPLOY_FAILED") and time.monotonic() < deadline_s:
@@ -115,6 +128,29 @@ def test_it_answers_a_completion_request(deployed):
     assert answer["usage"]["completion_tokens"] == 16
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["choices"][0]["text"]
+
+
+def status_of(url, body):
+    """The status that a completion request is answered with."""
+    try:
+        get(f"{url}/v1/completions", body)
+    except urllib.error.HTTPError as error:
+        return error.code
+    return 200
+
+
+def test_a_limit_changes_without_a_restart(manifest, node, deployed, tmp_path):
+    before = replicas()
+    body = {"model": "specdec-demo", "prompt": "x", "max_tokens": 1, "n": 3}
+    assert status_of(deployed, body) == 200
+    text = manifest["spec"]["serveConfigV2"]
+    limited = text.replace("retry_after_s: 1", "max_sequences: 2")
+    for changed, status in ((limited, 400), (text, 200)):
+        deploy(changed, node, tmp_path)
+        eventually(lambda status=status: status_of(deployed, body) == status, 60, "the limit has changed")
+    assert application_status()[0] == "RUNNING"
+    assert before
+    assert replicas() == before
 
 
 def test_both_models_run_where_the_manifest_puts_them(deployed):

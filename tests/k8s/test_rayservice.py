@@ -11,7 +11,9 @@ import yaml
 
 from cluster.config import AppArgs
 from cluster.launch import APPLICATION, APPLICATION_NAME, STATUS, STATUS_PARTS
+from cluster.live import reconfigured
 from cluster.settings import RAY_SETTINGS
+from deployments.names import DRAFT, INGRESS, ROUTER, TARGET
 from tests.k8s.crd_schema import load_definition, load_schema, problems, schema_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,6 +91,15 @@ def test_serve_config_is_serves(manifest):
 def test_arguments_are_the_builders(manifest):
     application, *_status = serve_config(manifest)["applications"]
     assert AppArgs.model_validate(application["args"]).is_demo
+
+
+def test_keys_that_restart_nothing_reach_every_deployment(manifest):
+    application = serve_config(manifest)["applications"][0]
+    args = AppArgs.model_validate(application["args"])
+    configs = {deployment["name"]: deployment["user_config"] for deployment in application["deployments"]}
+    assert set(configs) == {INGRESS, ROUTER, TARGET, DRAFT}
+    for user_config in configs.values():
+        reconfigured(args, user_config)
 
 
 def test_each_model_has_a_worker_group_with_what_its_actor_asks_for(manifest):

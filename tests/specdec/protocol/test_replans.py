@@ -153,3 +153,13 @@ def test_the_controller_learns_what_comes():
     machine.take_outbox()
     machine.step(0.7)
     assert (chooser.placements, machine.take_outbox()) == ({}, {})
+
+
+def test_another_planner_plans_open_sequences_anew():
+    machine, chooser = chosen(PLAN, "T0", "D0")
+    machine.set_planner(lambda spec: Plan(5), 0.0)
+    sent = machine.take_outbox()
+    assert updates(sent["T0"]) == updates(sent["D0"]) == [PlanUpdate("s", Inc(1, 0), Plan(5))]
+    chooser.told.clear()
+    machine.worker_lost("D0", 0.0)
+    assert chooser.told == [], "the old one is told nothing any more"

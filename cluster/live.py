@@ -1,0 +1,46 @@
+"""Keys that change without a restart: they decide no token, and reach replicas as Serve's ``user_config``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from cluster.config import AppArgs
+from cluster.config_files import merged
+from cluster.strict import validated
+from specdec.errors import InvalidParameterError
+
+LIVE_KEYS = ("limits", "protocol", "mode", "num_branches", "stream_interval", "unknown_fields", "log_level")
+"""Keys and sections of the configuration that a ``user_config`` may change."""
+
+
+def reconfigured(args: AppArgs, user_config: Mapping[str, Any] | None) -> AppArgs:
+    """The configuration that is in force with a deployment's ``user_config``.
+
+    Args:
+        args: What the replica was started with.
+        user_config: Keys in the place of those of ``args``, of sections only those that differ; None for none.
+
+    Raises:
+        InvalidParameterError: For a key that needs a restart or is unknown, or a value that is not allowed.
+    """
+    changes: dict[str, Any] = {}
+    for key, value in (user_config or {}).items():
+        if key not in LIVE_KEYS:
+            raise InvalidParameterError(
+                key,
+                f"user_config: {key} cannot change without a restart, as {', '.join(LIVE_KEYS)} can; put it in args",
+            )
+        if isinstance(value, Mapping):
+            changes |= {f"{key}.{name}": one for name, one in value.items()}
+        else:
+            changes[key] = value
+    data = args.model_dump(exclude_unset=True)
+    return validated(AppArgs, merged(AppArgs, data, changes), "user_config: ")
+
+
+def set_log_level(args: AppArgs) -> None:
+    """Log from now on what the configuration says, in this replica; where it says nothing, Serve's own rule holds."""
+    if "log_level" in args.model_fields_set:
+        logging.getLogger("ray.serve").setLevel(args.log_level.upper())

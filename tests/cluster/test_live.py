@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import pytest
+
+from cluster.config import AppArgs
+from cluster.live import LIVE_KEYS, reconfigured
+from specdec.errors import InvalidParameterError
+
+ARGS = AppArgs.model_validate(
+    {"target": {"model": "t", "token": "secret"}, "limits": {"retry_after_s": 7, "max_sequences": 3}}
+)
+
+
+def test_what_a_user_config_does_not_name_stays():
+    changed = reconfigured(ARGS, {"limits": {"retry_after_s": 2}, "num_branches": 5})
+    assert changed.limits.retry_after_s == 2
+    assert changed.limits.max_sequences == 3
+    assert changed.num_branches == 5
+    assert changed.target == ARGS.target
+    assert reconfigured(ARGS, {}) == ARGS
+    assert reconfigured(ARGS, None) == ARGS
+
+
+@pytest.mark.parametrize(
+    ("user_config", "words"),
+    [
+        ({"target": "other"}, "user_config: target cannot change without a restart"),
+        ({"num_speculative_tokens": 3}, "user_config: num_speculative_tokens cannot change without a restart"),
+        ({"limit": {}}, "user_config: limit cannot change"),
+        ({"limits": {"retry_after": 1}}, "user_config: unknown key 'limits.retry_after'; .* 'limits.retry_after_s'"),
+        ({"limits": {"retry_after_s": 0}}, "user_config: limits.retry_after_s"),
+        ({"protocol": {"renew_s": 1000}}, "user_config: .*lease_s"),
+    ],
+)
+def test_what_needs_a_restart_or_is_wrong_is_refused_by_name(user_config, words):
+    with pytest.raises(InvalidParameterError, match=words):
+        reconfigured(ARGS, user_config)
+
+
+def test_live_keys_are_keys_and_decide_no_token():
+    assert set(LIVE_KEYS) <= set(AppArgs.model_fields)
+    deciding = {"demo", "target", "draft", "acceptance", "logits_processors", "chat_template", "scripted"}
+    assert not deciding & set(LIVE_KEYS)

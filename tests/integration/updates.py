@@ -1,0 +1,105 @@
+"""A rolling update under seeded streams: of a key that restarts every replica, or of the model.
+
+``python -m tests.integration.updates same`` prints what became of the streams as JSON; the suite asserts its counts. It
+runs as a process of its own, as Ray reads its environment when it is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import httpx
+
+from cluster.settings import prepare_for_ray
+from tests.integration.kills import Comparison, Streams
+from tests.integration.running import eventually, free_port
+
+UPDATES: dict[str, dict[str, Any]] = {"same": {"block_size": 32}, "other": {"demo": "hybrid"}}
+"""What an update changes: a key that decides no token but needs a restart, or the target."""
+ARGS = {"num_speculative_tokens": 4, "drain_timeout_s": 120}
+
+
+@contextmanager
+def service() -> Iterator[str]:
+    """The demo pair on a Ray node with cores for old and new workers at once; gives its URL."""
+    import ray
+    from ray import serve
+
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="error")
+    try:
+        port = free_port()
+        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+        url = f"http://127.0.0.1:{port}"
+        deploy({})
+        yield url
+    finally:
+        ray.shutdown()
+
+
+def deploy(changes: dict[str, Any]) -> None:
+    """Hand Serve the application with some keys changed, and wait until the new replicas run."""
+    from ray import serve
+
+    from cluster.config import AppArgs
+    from deployments.app import build_app
+
+    actors = {name: {"num_cpus": 1} for name in ("target", "draft")}
+    serve.run(build_app(AppArgs.model_validate({**ARGS, "actors": actors, **changes})), name="specdec")
+
+
+def under_update(url: str, changes: dict[str, Any], num_streams: int, max_tokens: int) -> dict[str, Any]:
+    """Run streams undisturbed, then under an update, and compare; new requests are sent all the while."""
+    eventually(lambda: status_of_a_request(url) == 200, 120, "requests are answered")
+    streams = Streams(url, "specdec-demo", num_streams, max_tokens)
+    with streams.running() as wait:
+        undisturbed = wait()
+    statuses: list[int | None] = []
+    with streams.running() as wait:
+        eventually(streams.have_begun, 120, "all streams have begun")
+        update = threading.Thread(target=deploy, args=(changes,))
+        update.start()
+        while update.is_alive():
+            statuses.append(status_of_a_request(url))
+            time.sleep(0.2)
+        ended = wait()
+    errors = sorted({stream.error for stream in ended if stream.error is not None})
+    return asdict(Comparison.of(ended, undisturbed)) | {"statuses": statuses, "errors": errors}
+
+
+def status_of_a_request(url: str) -> int | None:
+    """Status of a short request; None where no connection is taken, or it is cut."""
+    body = {"prompt": "x", "max_tokens": 1}
+    try:
+        model = httpx.get(f"{url}/v1/models", timeout=60, trust_env=False).json()["data"][0]["id"]
+        answer = httpx.post(f"{url}/v1/completions", json={"model": model, **body}, timeout=60, trust_env=False)
+    except (httpx.HTTPError, ValueError, KeyError):
+        return None
+    return answer.status_code
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print what became of the streams, as JSON."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("update", choices=UPDATES)
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=800)
+    options = parser.parse_args(arguments)
+    prepare_for_ray()
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
+    with service() as url:
+        outcome = under_update(url, UPDATES[options.update], options.streams, options.max_tokens)
+    sys.stdout.write(json.dumps(outcome) + "\n")
+
+
+if __name__ == "__main__":
+    main()
