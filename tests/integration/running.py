@@ -95,10 +95,13 @@ class RunningService:
         return sum(value for key, value in self.metrics().items() if key.startswith(f"specdec_{name}_total{{"))
 
     def worker_gauge(self, name: str) -> dict[str, float]:
-        """A figure that workers report, by role."""
-        names = (f"specdec_{name}{{", f"specdec_{name}_total{{")
-        samples = {key: value for key, value in self.metrics().items() if key.startswith(names)}
-        return {key.split('role="')[1].split('"')[0]: value for key, value in samples.items()}
+        """A figure that workers report, by role, summed over its replicas."""
+        sums: dict[str, float] = {}
+        for key, value in self.metrics().items():
+            if key.startswith((f"specdec_{name}{{", f"specdec_{name}_total{{")):
+                role = key.split('role="')[1].split('"')[0]
+                sums[role] = sums.get(role, 0.0) + value
+        return sums
 
     def signal(self, signum: signal.Signals) -> None:
         """Send it a signal, as a process manager does; its processes are remembered for :meth:`wait`."""
@@ -141,3 +144,10 @@ def eventually(condition: Callable[[], bool], timeout_s: float, what: str) -> fl
             return time.monotonic() - started_s
         time.sleep(0.05)
     raise AssertionError(f"after {timeout_s} s still not: {what}")
+
+
+def nothing_held(service: RunningService) -> bool:
+    """Whether no worker holds a sequence, a cache block or a recurrent state."""
+    names = ("num_sequences", "kv_blocks_in_use", "state_slots_in_use")
+    gauges = [service.worker_gauge(name) for name in names]
+    return set(gauges[0]) == {"target", "drafter"} and not any(value for gauge in gauges for value in gauge.values())

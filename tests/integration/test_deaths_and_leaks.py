@@ -11,7 +11,7 @@ import pytest
 from openai import OpenAI
 
 from tests.integration.mixed import mixed_requests
-from tests.integration.running import RunningService, eventually
+from tests.integration.running import RunningService, eventually, nothing_held
 
 logger = logging.getLogger(__name__)
 
@@ -70,12 +70,6 @@ def test_a_killed_worker_changes_no_text(service: RunningService, deployment: st
     )
     eventually(lambda: service.pid_of(deployment) not in (None, killed), 60, "the replica is replaced")
     eventually(lambda: set(service.worker_gauge("num_sequences")) == {"target", "drafter"}, 60, "both are linked")
-
-
-def nothing_held(service: RunningService) -> bool:
-    """Neither worker holds a sequence or a block."""
-    gauges = service.worker_gauge("num_sequences"), service.worker_gauge("kv_blocks_in_use")
-    return all(set(gauge) == {"target", "drafter"} and not any(gauge.values()) for gauge in gauges)
 
 
 def test_a_client_that_goes_away_leaves_nothing(service: RunningService) -> None:

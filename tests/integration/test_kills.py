@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
+import httpx
 import pytest
 
 from tests.integration.kills import (
@@ -12,11 +18,13 @@ from tests.integration.kills import (
     Comparison,
     Stream,
     Streams,
+    kill_one,
     start,
     under_kill,
     under_random_kills,
 )
-from tests.integration.running import RunningService
+from tests.integration.mixed import mixed_requests
+from tests.integration.running import RunningService, eventually, nothing_held
 
 LIKE_NOTHING_HAPPENED = [victim for victim in VICTIMS if victim not in TAKE_CONNECTIONS]
 
@@ -73,3 +81,30 @@ def test_ten_random_kills_change_no_stream(service: RunningService) -> None:
     compared = Comparison.of(ended, undisturbed)
     assert not compared.broken
     assert compared.is_exact
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1500)
+def test_ten_minutes_of_random_load_and_kills_leave_nothing_held(service: RunningService) -> None:
+    """Clients come, go away and break their connections while processes are killed; then usage is 0 everywhere."""
+    rng, end_s = random.Random(11), time.monotonic() + 600
+    requests = itertools.cycle(mixed_requests(500))
+    sent = answered = 0
+
+    def client() -> None:
+        nonlocal sent, answered
+        while time.monotonic() < end_s:
+            sent += 1
+            with suppress(httpx.HTTPError, AssertionError, StopIteration):  # a killed ingress takes its connections
+                answered += next(requests).send(service.url, service.model) is not None
+
+    with ThreadPoolExecutor(12) as pool:
+        clients = [pool.submit(client) for _ in range(12)]
+        while time.monotonic() < end_s:
+            time.sleep(20)
+            kill_one(service, rng.choice(("draft", "target", "router", "ingress", "target", "draft")), rng)
+        for future in clients:
+            future.result()
+    assert answered > sent / 4, f"{answered} of {sent} requests were answered"
+    eventually(service.is_ready, 120, "the service is ready again")
+    eventually(lambda: nothing_held(service), 120, "no sequence, block or slot is held")

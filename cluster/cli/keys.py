@@ -1,0 +1,56 @@
+"""The table of every configuration key, as it stands in ``cluster/README.md``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+from cluster.cli.flags import COMMON, flag_of
+from cluster.config_files import config_keys
+from cluster.strict import allowed_range
+
+HEADING = "## Every key\n"
+"""After it comes the table, to the end of the document."""
+
+
+def keys_table() -> Iterator[str]:
+    """Markdown lines: key, flag, default, meaning; the common keys first, then section by section."""
+    keys = list(config_keys())
+    titles = dict.fromkeys(["common", *(_title(path) for path, _ in keys)])
+    for title in titles:
+        rows = [(path, field) for path, field in keys if _title(path) == title]
+        if not rows:
+            continue
+        yield from ("", f"### {title}", "", "| key | flag | default | meaning |", "|---|---|---|---|")
+        for path, field in rows:
+            default = field.get_default(call_default_factory=True)
+            text = str(default).lower() if isinstance(default, bool) else default
+            shown = "" if default in (None, {}, ()) else f"`{text}`"
+            allowed = allowed_range(field) or _choices(field.annotation)
+            meaning = f"{field.description}{f' ({allowed})' if allowed else ''}".replace("|", "\\|")
+            yield f"| `{path}` | `{flag_of(path)}` | {shown} | {meaning} |"
+
+
+def _title(path: str) -> str:
+    return "common" if path in COMMON else path.partition(".")[0] if "." in path else "further keys"
+
+
+def _choices(annotation: object) -> str:
+    return " or ".join(map(str, get_args(annotation))) if get_origin(annotation) is Literal else ""
+
+
+def main() -> None:
+    """Put the table into a document in place of the one that is there, or print it."""
+    text = "\n".join(keys_table())
+    if len(sys.argv) < 2:
+        print(text)
+        return
+    document = Path(sys.argv[1])
+    before, heading, _ = document.read_text(encoding="utf-8").partition(HEADING)
+    document.write_text(f"{before}{heading}{text}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""A poisonous request ends with an error; the streams beside it are those of an undisturbed run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.integration.kills import Stream, Streams
+from tests.integration.poison import KINDS, poison, start
+from tests.integration.running import RunningService
+
+MAX_REOPENS = 3
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[RunningService]:
+    running = start()
+    yield running
+    assert running.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def streams(service: RunningService) -> Streams:
+    return Streams(service.url, service.model, count=8, max_tokens=300)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(streams: Streams) -> list[Stream]:
+    with streams.running() as wait:
+        return wait()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_poisonous_request_ends_alone(
+    service: RunningService, streams: Streams, undisturbed: list[Stream], kind: str
+) -> None:
+    outcome = poison(service, streams, undisturbed, kind)
+    assert outcome.status == 500
+    assert outcome.error["message"]
+    assert outcome.compared is not None
+    assert not outcome.compared.broken
+    assert outcome.compared.is_exact
+    if kind == "die":
+        assert 1 <= outcome.deaths["target"] <= MAX_REOPENS
+    else:
+        assert not any(outcome.deaths.values()), outcome.deaths

@@ -1,0 +1,100 @@
+"""The documents: as short as they should be, and true where a machine can tell."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from cluster.cli.flags import flag_of
+from cluster.cli.keys import keys_table
+from cluster.cli.main import build_parser
+from cluster.config import ServiceConfig
+from cluster.config_files import config_keys
+from cluster.strict import validated
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = sorted(
+    path for path in ROOT.rglob("*.md") if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+)
+MOST_LINES = {"README.md": 150, "ARCHITECTURE.md": 80}
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def commands(text: str) -> list[list[str]]:
+    """Commands of ours in indented blocks and in code spans, as words."""
+    spans = re.findall(r"`((?:specdec|make) [a-z][^`]*)`", text)
+    indented = re.findall(r"^ {4}((?:specdec|make) .*)$", text, flags=re.MULTILINE)
+    found = [shlex.split(" ".join(span.split())) for span in spans + indented if "..." not in span]
+    return [words for words in found if words[0] == "make" or len(words) > 2]
+
+
+@pytest.mark.parametrize(("path", "most"), MOST_LINES.items())
+def test_a_document_that_newcomers_read_is_short(path: str, most: int) -> None:
+    assert len((ROOT / path).read_text().splitlines()) <= most
+
+
+def test_the_table_of_keys_is_that_of_the_configuration() -> None:
+    text = (ROOT / "cluster/README.md").read_text()
+    assert "\n".join(keys_table()) in text, "run: python -m cluster.cli.keys cluster/README.md"
+
+
+def test_the_measured_rows_of_the_readme_are_copied() -> None:
+    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("|")]
+    measured = (ROOT / "cluster/bench/README.md").read_text()
+    assert len(rows) == 7
+    assert "\n".join(rows) in measured
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text()):
+        assert "://" in target or (path.parent / target).exists(), f"{name(path)}: {target}"
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if path.name != "CHANGELOG.md"], ids=name)
+def test_commands_can_be_given(path: Path) -> None:
+    parser = build_parser()
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    for program, *words in commands(path.read_text()):
+        if program == "make":
+            assert words[0] in targets, f"{name(path)}: make {words[0]}"
+        elif not any(word.isupper() or "[" in word for word in words):
+            parser.parse_args(words)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name)
+def test_configurations_are_accepted(path: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    for block in blocks(path.read_text(), "yaml"):
+        validated(ServiceConfig, yaml.safe_load(block))
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name)
+def test_python_compiles(path: Path) -> None:
+    for block in blocks(path.read_text(), "python"):
+        compile(block, name(path), "exec")
+
+
+def test_flags_that_documents_name_exist() -> None:
+    known = {flag_of(key) for key, _ in config_keys()}
+    text = "".join((ROOT / path).read_text() for path in ("README.md", "specdec/README.md", "deployments/README.md"))
+    named = {flag for flag in re.findall(r"`(--[a-z-]+)", text)}
+    assert named <= known | {"--config"}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name)
+def test_files_that_are_named_exist(path: Path) -> None:
+    if path.name == "CHANGELOG.md":  # it speaks of earlier versions, too
+        return
+    named = re.findall(r"`((?:specdec|cluster|deployments|tests|k8s)/[\w./-]+)`", path.read_text())
+    assert [file for file in named if not (ROOT / file).exists()] == []
