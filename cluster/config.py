@@ -337,6 +337,11 @@ class AppArgs(StrictModel):
         return MOST_DRAFT_TOKENS if self.num_speculative_tokens == "auto" else self.num_speculative_tokens
 
     @property
+    def is_auto(self) -> bool:
+        """Whether a controller chooses how much to draft."""
+        return self.has_draft and self.num_speculative_tokens == "auto"
+
+    @property
     def has_draft(self) -> bool:
         """Whether there is a draft model at all."""
         return self.is_demo or self.draft.model is not None

@@ -17,6 +17,7 @@ from deployments.transport.endpoints import WorkerEndpoint, replica_id
 from deployments.transport.host import WorkerHost
 from specdec.engine.build import Built, build_drafter, build_target
 from specdec.engine.observed import Listener, ObservedDrafter, ObservedTarget
+from specdec.engine.profile import profile_drafter, profile_target
 from specdec.engine.timing import StepReport
 from specdec.engine.trace import Recorder
 from specdec.models.compat import check_pair, tokenizer_width
@@ -63,6 +64,8 @@ class TargetServer(_Worker):
         name, report = replica_id(), StepReport()
         recorder = Recorder(name, "target") if args.trace else None
         backend = emulated_target(args, _target_backend(args, gpu_share))
+        if args.is_auto:
+            profile_target(backend, report.profiled)
         observed = ObservedTarget(backend, _listeners(report, recorder))
         machine = TargetMachine(name, observed, args.protocol.times(), lambda: observed.gauges() | report.gauges())
         self._worker_host = self.start_worker(machine, routers=ROUTER, stall_s=args.stall_s, recorder=recorder)
@@ -84,7 +87,10 @@ class DraftServer(_Worker):
         name, times, report = replica_id(), args.protocol.times(), StepReport()
         recorder = Recorder(name, "drafter") if args.trace else None
         backend, solo = _draft_backends(args, gpu_share)
-        observed = ObservedDrafter(emulated_drafter(args, backend), _listeners(report, recorder))
+        emulated = emulated_drafter(args, backend)
+        if args.is_auto:
+            profile_drafter(emulated, report.profiled)
+        observed = ObservedDrafter(emulated, _listeners(report, recorder))
         drafter = DrafterMachine(name, observed, times, lambda: observed.gauges() | report.gauges())
         machine = DraftWorkerMachine(drafter, TargetMachine(name, solo, times))
         self._worker_host = self.start_worker(machine, routers=ROUTER, stall_s=args.stall_s, recorder=recorder)

@@ -45,6 +45,11 @@ class Tracked:
     seen_s: float | None = None
     target: str | None = None
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether its request allows less than was chosen, so that its pace says little of the choice."""
+        return self.bound is not None and self.bound < self.choice.num_draft_tokens
+
     def follow(self, choice: Choice, plan: Plan) -> bool:
         """It carries out a choice from now on; whether that takes another plan."""
         choice = choice if plan.num_draft_tokens else OFF
@@ -106,10 +111,8 @@ class Controller:
         group = self._groups.get(one.target or "")
         if group is not None and seq == group.probing:
             group.probed(len(rounds))
-        elif group is not None and one.seen_s is not None and one.since >= SETTLE_ROUNDS:
-            if one.bound is None or one.bound >= one.choice.num_draft_tokens:
-                num_tokens = len(rounds) + accepted
-                group.heard(one.choice, len(rounds), num_tokens, now_s - one.seen_s, now_s)
+        elif group is not None and one.seen_s is not None and one.since >= SETTLE_ROUNDS and not one.is_cut:
+            group.heard(one.choice, len(rounds), len(rounds) + accepted, now_s - one.seen_s, now_s)
         one.since += len(rounds)
         one.seen_s = now_s
 

@@ -79,6 +79,11 @@ class StepReport:
         if step.is_decode:
             self._timer.add(step.num_rows, step.num_tokens, (step.end_ns - step.since_ns) / 1e9)
 
+    def profiled(self, step: StepRecord) -> None:
+        """A step has ended that was made to see how long it takes: it counts as a step, but not as work."""
+        if step.is_decode:
+            self._timer.add(step.num_rows, step.num_tokens, step.duration_s)
+
     def gauges(self) -> dict[str, float]:
         """Figures for the worker's report, by name.
 
