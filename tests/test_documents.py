@@ -88,7 +88,7 @@ def test_python_compiles(path: Path) -> None:
 def test_flags_that_documents_name_exist() -> None:
     known = {flag_of(key) for key, _ in config_keys()}
     text = "".join((ROOT / path).read_text() for path in ("README.md", "specdec/README.md", "deployments/README.md"))
-    named = {flag for flag in re.findall(r"`(--[a-z-]+)", text)}
+    named = set(re.findall(r"`(--[a-z-]+)", text))
     assert named <= known | {"--config"}
 
 
