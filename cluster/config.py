@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_validator
 
+from cluster.limits import Access, Limits, Tls
 from cluster.strict import StrictModel, refused_key
 from specdec.engine.emulation import StepCost, parse_step_costs
 from specdec.protocol.branches import BRANCHES_IN_ALL
@@ -16,6 +17,7 @@ from specdec.sampling.validation import MAX_NUM_SPECULATIVE_TOKENS
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
 MIN_KV_BYTES = 1 << 20
 Demo = Literal["plain", "hybrid"]
 """A demo target: of attention alone, or of recurrent layers and attention. The draft is the same."""
@@ -126,18 +128,6 @@ class ModelConfig(StrictModel):
         if self.device_map is not None and self.device != "auto":
             raise ValueError("device and device_map exclude each other")
         return self
-
-
-class Limits(StrictModel):
-    """What the service takes in before it says 400, 413 or 429."""
-
-    max_body_bytes: int = Field(4 << 20, ge=1 << 10, le=1 << 30, description="largest request body; beyond it 413")
-    max_concurrent_requests: int = Field(256, ge=1, le=65536, description="sequences that one ingress has open at once")
-    max_queued_requests: int = Field(256, ge=0, le=65536, description="requests that may wait beyond those; then 429")
-    max_sequences: int = Field(128, ge=1, le=4096, description="sequences of one request: prompts times n")
-    max_stop_strings: int = Field(16, ge=0, le=1024, description="stop strings of one request")
-    max_stop_characters: int = Field(1024, ge=1, le=1 << 16, description="length of one stop string")
-    retry_after_s: int = Field(1, ge=1, le=3600, description="what Retry-After says with a 429")
 
 
 class ProtocolTimes(StrictModel):
@@ -259,6 +249,7 @@ class AppArgs(StrictModel):
         description="least tokens of a choice in an event of a stream, after its first: more of them cost less",
     )
     limits: Limits = Field(default_factory=Limits, description="what is taken in at once")
+    access: Access = Field(default_factory=Access, description="who may call")
     protocol: ProtocolTimes = Field(default_factory=ProtocolTimes, description="leases and repeats")
     replicas: Replicas = Field(default_factory=Replicas, description="copies of each deployment")
     actors: Actors = Field(
@@ -288,6 +279,9 @@ class AppArgs(StrictModel):
         False, description="for benchmarks: record steps and messages, and answer GET /debug/trace with the newest"
     )
     log_level: LogLevel = Field("info", description="least severe message that is logged")
+    log_format: LogFormat = Field(
+        "text", description="text, or json: an object a line; in a Serve configuration of one's own: logging_config"
+    )
 
     @field_validator("emulate_step_ms")
     @classmethod
@@ -362,6 +356,7 @@ class ServiceConfig(AppArgs):
 
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes any free one")
+    tls: Tls = Field(default_factory=Tls, description="HTTPS")
 
     def app_args(self) -> AppArgs:
         """The part that the application's builder takes."""

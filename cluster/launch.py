@@ -7,6 +7,7 @@ import importlib
 import logging
 import re
 import socket
+import ssl
 import threading
 import time
 import urllib.error
@@ -80,7 +81,8 @@ class LocalService:
     def url(self) -> str:
         """Where the service listens, without a path."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._config.host, self._config.host)
-        return f"http://{f'[{host}]' if ':' in host else host}:{self._config.port}"
+        scheme = "http" if self._config.tls.ssl_certfile is None else "https"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self._config.port}"
 
     def start_ray(self) -> None:
         """Start a Ray of our own on this machine, whatever other Ray there is; token authentication stays on."""
@@ -121,8 +123,16 @@ class LocalService:
             logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(
             proxy_location="HeadOnly",
-            http_options={"host": self._config.host, "port": self._config.port},
-            logging_config={"log_level": self._config.log_level.upper(), "enable_access_log": False},
+            http_options={
+                "host": self._config.host,
+                "port": self._config.port,
+                **self._config.tls.http_options(),
+            },
+            logging_config={
+                "encoding": self._config.log_format.upper(),
+                "log_level": self._config.log_level.upper(),
+                "enable_access_log": False,
+            },
         )
         self._report("Serve is up")
         args = self._config.app_args()
@@ -134,7 +144,7 @@ class LocalService:
         if self._application == APPLICATION:
             targets += [
                 serve.RunTarget(target=app, name=f"{APPLICATION_NAME}-{part}", route_prefix=f"/{part}")
-                for part, app in status_applications(APPLICATION_NAME).items()
+                for part, app in status_applications(self._config).items()
             ]
         serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
         self._processes.note()
@@ -236,10 +246,9 @@ class LocalService:
 
     def _wait_for_http(self) -> None:
         deadline_s = time.monotonic() + HTTP_TIMEOUT_S
-        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever the environment's http_proxy
         while time.monotonic() < deadline_s:
             try:
-                with direct.open(f"{self.url}/health", timeout=5):
+                with _own_opener().open(f"{self.url}/health", timeout=5):
                     return
             except (urllib.error.URLError, OSError):
                 time.sleep(POLL_S)
@@ -253,6 +262,14 @@ class LocalService:
         return LaunchError(f"{line}; logs: {self._log_folder}", is_users=is_users)
 
 
+def _own_opener() -> urllib.request.OpenerDirector:
+    """Opens what this machine serves itself: through no proxy, whoever the certificate is for."""
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
+
+
 def load_builder(import_string: str) -> Callable[[AppArgs], Any]:
     """The function that ``module:function`` names."""
     module, _, function = import_string.partition(":")
@@ -260,10 +277,15 @@ def load_builder(import_string: str) -> Callable[[AppArgs], Any]:
     return builder
 
 
-def status_applications(application_name: str) -> dict[str, Any]:
+def status_applications(config: AppArgs) -> dict[str, Any]:
     """The small applications that tell whether the service is ready, and how it does; by the path of each."""
     module = importlib.import_module(STATUS)
-    args = module.StatusArgs(application=application_name)
+    access = config.access
+    args = module.StatusArgs(
+        application=APPLICATION_NAME,
+        metrics_need_key=access.metrics_need_key,
+        api_keys_file=access.api_keys_file,
+    )
     return {part: getattr(module, f"build_{part}")(args) for part in STATUS_PARTS}
 
 

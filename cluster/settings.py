@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping
+import re
+from collections.abc import Iterator, Mapping, MutableMapping
+from pathlib import Path
+
+from specdec.errors import InvalidParameterError
 
 RAY_SETTINGS = {
     # Unary calls over Serve's gRPC transport cost half of those over actor calls, and stream items a quarter.
@@ -41,6 +45,61 @@ def keys_from_environment(environment: Mapping[str, str] = os.environ) -> dict[s
         for name, value in environment.items()
         if name.startswith(KEY_PREFIX)
     }
+
+
+API_KEYS_VARIABLE = "SPECDEC_API_KEYS"
+_LEAST_KEY_CHARACTERS = 16
+
+
+def api_keys(file: str | None, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """API keys by their names: those of a file, ``name: key`` a line, and ``name=key,name=key`` of the environment.
+
+    They are read where they are needed, by each replica that checks them, and are in nobody's configuration.
+
+    Raises:
+        InvalidParameterError: The file cannot be read, or what is there are no keys with names; no key is told.
+    """
+    keys: dict[str, str] = {}
+    for where, entry in _key_entries(file, environment):
+        name, key = (part.strip() for part in [*re.split("[:=]", entry, maxsplit=1), ""][:2])
+        if not name or len(key) < _LEAST_KEY_CHARACTERS or not key.isascii() or " " in key:
+            raise InvalidParameterError(
+                "access.api_keys_file",
+                f"{where}: must be a name and a key of at least {_LEAST_KEY_CHARACTERS} characters, without spaces",
+            )
+        if name in keys or key in keys.values():
+            raise InvalidParameterError("access.api_keys_file", f"{where}: the name or the key was there before")
+        keys[name] = key
+    return keys
+
+
+def _key_entries(file: str | None, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    if file is not None:
+        try:
+            lines = Path(file).read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidParameterError("access.api_keys_file", f"access.api_keys_file: {file}: {error}") from None
+        for number, line in enumerate(lines, 1):
+            if line.strip() and not line.strip().startswith("#"):
+                yield f"{file}, line {number}", line
+    for number, entry in enumerate(filter(str.strip, environment.get(API_KEYS_VARIABLE, "").split(",")), 1):
+        yield f"{API_KEYS_VARIABLE}, entry {number}", entry
+
+
+def check_ray(allow_unauthenticated: bool) -> None:
+    """Refuse a Ray whose ports take calls, which are code, from everybody who reaches them.
+
+    Raises:
+        InvalidParameterError: Its token authentication is off, and nobody said that it may be.
+    """
+    from ray._private.authentication.authentication_utils import is_token_auth_enabled
+
+    if not allow_unauthenticated and not is_token_auth_enabled():
+        raise InvalidParameterError(
+            "access.allow_unauthenticated_ray",
+            "this Ray cluster has no token authentication: start it with RAY_AUTH_MODE=token (KubeRay: authOptions), "
+            "or set access.allow_unauthenticated_ray where nobody else reaches its ports",
+        )
 
 
 def prepare_for_ray(environment: MutableMapping[str, str] = os.environ) -> None:

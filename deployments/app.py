@@ -8,10 +8,10 @@ from typing import Any
 
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import BackpressureConfig
 
 from cluster.config import AppArgs
 from cluster.placement import ActorShare, plan_placement, ray_devices
+from cluster.settings import check_ray
 from deployments.ingress import OpenAIIngress
 from deployments.names import DRAFT, INGRESS, ROUTER, TARGET
 from deployments.router import SpeculationRouter
@@ -20,6 +20,9 @@ from deployments.workers import DraftServer, TargetServer
 
 logger = logging.getLogger("ray.serve")
 
+_MOST_REQUESTS = 100_000
+"""Serve's own limit of a replica of the ingress, never reached: that of ``limits`` is, whose refusals are OpenAI's."""
+
 
 def build_app(args: AppArgs) -> Application:
     """Build the application, for ``serve.run`` and for ``import_path`` in Serve's own YAML.
@@ -27,6 +30,7 @@ def build_app(args: AppArgs) -> Application:
     Args:
         args: What to serve; Serve makes it of the ``args`` of its YAML, and refuses what does not fit.
     """
+    check_ray(args.access.allow_unauthenticated_ray)
     placement = plan_placement(ray_devices(), args.replicas, args.actors, has_draft=args.has_draft)
     for remark in placement.remarks:
         logger.info(remark)
@@ -41,9 +45,8 @@ def build_app(args: AppArgs) -> Application:
     ingress = serve.deployment(OpenAIIngress, name=INGRESS).options(
         num_replicas=args.replicas.ingress,
         ray_actor_options=placement.ingress.ray_actor_options,
-        max_ongoing_requests=args.limits.max_concurrent_requests,
-        max_queued_requests=max(1, args.limits.max_queued_requests),  # Serve knows no queue of length 0
-        backpressure_config=BackpressureConfig(status_code=429, retry_after_s=args.limits.retry_after_s),
+        max_ongoing_requests=_MOST_REQUESTS,
+        max_queued_requests=-1,
         health_check_period_s=1.0,
         graceful_shutdown_wait_loop_s=0.2,
         **_grace(args),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,13 @@ from ray import serve
 from cluster.config import AppArgs
 from cluster.identity import fingerprints
 from cluster.live import reconfigured, set_log_level
+from cluster.settings import api_keys
 from cluster.sources import draft_source, target_source
 from deployments.figures import IngressFigures
 from deployments.names import ROUTER
+from deployments.openai.admission import Admission, AdmissionLimits
 from deployments.openai.app import create_app
+from deployments.openai.keys import ApiKeys
 from deployments.openai.observer import PrometheusObserver
 from deployments.openai.service import ModelInfo, Role, ServedModel
 from deployments.openai.settings import ApiSettings
@@ -27,6 +31,8 @@ from specdec.models.compat import check_width, tokenizer_width
 from specdec.models.describe import describe_model
 from specdec.models.loading import ModelSource, load_tokenizer
 from specdec.protocol.ingress import IngressMachine
+
+logger = logging.getLogger("ray.serve")
 
 ROUTERS = PeerGroup(ROUTER, IngressMachine.router_joined, IngressMachine.router_lost)
 
@@ -55,6 +61,7 @@ class OpenAIIngress(IngressEndpoint):
         """The HTTP application of this replica."""
         self._tokenizer = load_tokenizer(target_source(self._args))
         self._observer = PrometheusObserver(self._registry)
+        self._admission = Admission(AdmissionLimits())
         return self._http_application(self._args)
 
     async def reconfigure(self, user_config: dict[str, Any] | None) -> None:
@@ -69,7 +76,8 @@ class OpenAIIngress(IngressEndpoint):
         self._asgi_app = self._http_application(args)  # the name by which Serve's wrapper finds it for each request
 
     def _http_application(self, args: AppArgs) -> FastAPI:
-        limits = args.limits
+        limits, keys = args.limits, ApiKeys(api_keys(args.access.api_keys_file))
+        logger.info("API keys: %s", ", ".join(keys.names) or "none, everybody may call")
         settings = ApiSettings(
             max_body_bytes=limits.max_body_bytes,
             max_sequences=limits.max_sequences,
@@ -80,9 +88,20 @@ class OpenAIIngress(IngressEndpoint):
             chat_template=None if args.chat_template is None else Path(args.chat_template).read_text(),
             unknown_fields=args.unknown_fields,
             trust_request_chat_template=args.trust_request_chat_template,
+            admission=AdmissionLimits(
+                num_sequences=limits.max_concurrent_requests,
+                num_waiting=limits.max_queued_requests,
+                num_bytes=limits.max_total_body_bytes,
+                num_tokens=limits.max_total_tokens,
+                share_per_key=limits.max_share_per_key or (0.5 if len(keys.names) > 1 else 1.0),
+                retry_after_s=limits.retry_after_s,
+            ),
+            queue_timeout_s=limits.queue_timeout_s,
+            request_timeout_s=limits.request_timeout_s,
+            allowed_origins=args.access.allowed_origins,
             send_request_id=False,  # Serve's proxy sends it
         )
-        app = create_app(self._service, settings, self._tokenizer, self._observer)
+        app = create_app(self._service, settings, self._tokenizer, self._observer, keys, self._admission)
         if args.trace:
             add_trace_route(app, self._router)
         return app

@@ -13,9 +13,12 @@ from ray.serve import Application
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from cluster.settings import api_keys
 from cluster.strict import StrictModel
 from deployments.figures import Asked, missing_parts, page
 from deployments.names import INGRESS, ROUTER
+from deployments.openai.errors import ApiError
+from deployments.openai.keys import ApiKeys
 
 _OPTIONS: dict[str, Any] = {
     "ray_actor_options": {"num_cpus": 0},
@@ -30,6 +33,10 @@ class StatusArgs(StrictModel):
     """Arguments of the three builders."""
 
     application: str = Field("specdec", min_length=1, description="name of the application that is told of")
+    metrics_need_key: bool = Field(False, description="ask for an API key at /metrics")
+    api_keys_file: str | None = Field(
+        None, min_length=1, description="file with API keys, as in the application's args"
+    )
 
 
 class Live:
@@ -65,8 +72,16 @@ class Metrics(_Watching):
 
     fresh_s = 0.1
 
+    def __init__(self, args: StatusArgs) -> None:
+        super().__init__(args)
+        self._keys = ApiKeys(api_keys(args.api_keys_file) if args.metrics_need_key else {})
+
     async def __call__(self, request: Request) -> Response:
         """Answer."""
+        try:
+            self._keys.check(request.headers.get("authorization", ""))
+        except ApiError as error:
+            return error.response()
         text = await page(self._ingresses, self._routers)
         return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 

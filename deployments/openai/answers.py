@@ -88,7 +88,9 @@ class StreamedAnswer(Response):
             except ClientGoneError:
                 raise
             except Exception as error:
-                await self._send_json(send, api_error(error, self._api.settings.retry_after_s).body)
+                await self._send_json(
+                    send, api_error(error, self._api.settings.retry_after_s, self._job.arrival.request_id).body
+                )
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self, send: Send, generation: Generation) -> None:

@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
+from starlette.middleware.cors import CORSMiddleware
 
+from deployments.openai.admission import Admission
 from deployments.openai.context import Api
 from deployments.openai.errors import add_error_handlers
 from deployments.openai.ignored import IgnoredFields
-from deployments.openai.middleware import BodyLimit, CatchErrors, RequestIds
+from deployments.openai.keys import ApiKeys, CheckKeys
+from deployments.openai.middleware import Admit, Arrivals, BodyLimit, CatchErrors
 from deployments.openai.observer import Observer, PrometheusObserver
 from deployments.openai.routes import admin, completions, models, pages, tokens
 from deployments.openai.service import TokenService
@@ -26,6 +29,8 @@ def create_app(
     settings: ApiSettings,
     tokenizer: PreTrainedTokenizerBase,
     observer: Observer | None = None,
+    keys: ApiKeys | None = None,
+    admission: Admission | None = None,
 ) -> FastAPI:
     """Build the OpenAI-style API over a token service.
 
@@ -34,16 +39,31 @@ def create_app(
         settings: What requests may ask for.
         tokenizer: The pair's, a fast one.
         observer: Told what happens to requests; by default nobody listens.
+        keys: Who may call; by default everybody.
+        admission: The book of an application that this one takes the place of, whose requests go on counting.
     """
     app = FastAPI(title="specdec", docs_url=None, redoc_url=None, redirect_slashes=False)
     observer = observer if observer is not None else PrometheusObserver(CollectorRegistry())
     ignored = IgnoredFields(settings.unknown_fields, observer)
     app.state.api = Api(service, tokenizer, settings, observer, TokenTexts(tokenizer), ignored)
     add_error_handlers(app, settings.retry_after_s)
+    if admission is None:
+        admission = Admission(settings.admission)
+    admission.limits = settings.admission
     # The last one added stands outermost.
-    app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
+    app.add_middleware(Admit, admission=admission, max_body_bytes=settings.max_body_bytes)
+    app.add_middleware(CheckKeys, keys=keys or ApiKeys({}))
     app.add_middleware(CatchErrors, retry_after_s=settings.retry_after_s)
-    app.add_middleware(RequestIds, send_back=settings.send_request_id)
+    app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    app.add_middleware(Arrivals, settings=settings)
     for group in (completions, models, tokens, admin, pages):
         app.include_router(group.router)
     return app

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from fastapi import Depends, Request
 
+from deployments.openai.arrival import Arrival
 from deployments.openai.errors import ApiError
 from deployments.openai.ignored import IgnoredFields
 from deployments.openai.observer import Observer
@@ -60,6 +59,19 @@ class Api:
         names = ", ".join(model.name for model in info.models)
         raise ApiError(404, f"there is no model {name!r}; there is: {names}", param="model", code="model_not_found")
 
+    async def admit(self, arrival: Arrival, model: ServedModel, num_sequences: int) -> None:
+        """Take a place per sequence of a request that is parsed, waiting for them if need be.
+
+        Raises:
+            ApiError: 429: nobody may wait any more; 503 or 504: it has waited too long.
+        """
+        arrival.account.model = model.name
+        self.service.check_health()
+        if arrival.account.ticket is not None:
+            with self.observer.queued(model.name, num_sequences):
+                async with arrival.waiting(to_begin=True):
+                    await arrival.account.ticket.take(num_sequences)
+
     async def encode(self, num_characters: int, work: Callable[[], _T]) -> _T:
         """Run tokenizing work, in a thread where the text is long."""
         return work() if num_characters <= _QUICK_CHARACTERS else await asyncio.to_thread(work)
@@ -69,29 +81,6 @@ class Api:
         return await self.encode(num_logprobs * _CHARACTERS_PER_LOGPROB, work)
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """When a request came, under what id, and from whom.
-
-    Attributes:
-        clock_s: Monotonic.
-        wall_s: Since the epoch.
-        caller: Digest of the API key that came with it; empty where none came.
-    """
-
-    request_id: str
-    clock_s: float
-    wall_s: float
-    caller: str = ""
-
-    def cache_salt(self, wanted: str | None) -> str | None:
-        """With whom cached prefixes are shared: with requests of the same key, and the same salt if one is wanted.
-
-        How fast an answer begins tells whether its prompt was cached: nobody is to learn so what others asked.
-        """
-        return f"{self.caller}:{wanted or ''}" if self.caller or wanted else None
-
-
 # FastAPI runs what is no coroutine in another thread, and hand-overs wait where cores are busy.
 async def _api(request: Request) -> Api:
     api: Api = request.app.state.api
@@ -99,9 +88,8 @@ async def _api(request: Request) -> Api:
 
 
 async def _arrival(request: Request) -> Arrival:
-    key = request.headers.get("authorization", "")
-    caller = blake2b(key.encode(), digest_size=16).hexdigest() if key else ""
-    return Arrival(request.state.request_id, time.monotonic(), time.time(), caller)
+    arrival: Arrival = request.state.arrival
+    return arrival
 
 
 ApiOf = Annotated[Api, Depends(_api)]

@@ -18,7 +18,7 @@ from specdec.errors import (
     UnsupportedParameterError,
 )
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("ray.serve")
 
 UNSUPPORTED = "unsupported_parameter"
 INVALID = "invalid_value"
@@ -62,7 +62,7 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, self.headers)
 
 
-def api_error(error: Exception, retry_after_s: int) -> ApiError:
+def api_error(error: Exception, retry_after_s: int, request_id: str) -> ApiError:
     """The answer to any exception; what we did not foresee is logged, and nothing of it is told."""
     match error:
         case ApiError():
@@ -76,13 +76,14 @@ def api_error(error: Exception, retry_after_s: int) -> ApiError:
                 503, str(error) or "no worker is ready", "server_error", None, "service_unavailable", headers
             )
         case SequenceFailedError():
+            _logger.warning("request %s: a sequence failed: %s", request_id, error)
             status, headers = (503, {"Retry-After": str(retry_after_s)}) if error.is_passing else (500, {})
             return ApiError(status, str(error), "server_error", code="generation_failed", headers=headers)
         case RequestValidationError():
             return _invalid_body(error.errors())
         case HTTPException():
             return _http_error(error)
-    _logger.error("a request failed", exc_info=error)
+    _logger.error("request %s failed", request_id, exc_info=error)
     return ApiError(500, "the server had an error while processing the request", "server_error", code="internal_error")
 
 
@@ -92,7 +93,7 @@ def add_error_handlers(app: FastAPI, retry_after_s: int) -> None:
     async def handle(request: Request, error: Exception) -> JSONResponse:
         if isinstance(error, HTTPException) and error.status_code in (404, 405):
             return _no_such_route(request, error).response()
-        return api_error(error, retry_after_s).response()
+        return api_error(error, retry_after_s, request.state.arrival.request_id).response()
 
     for kind in (ApiError, InvalidParameterError, ServiceUnavailableError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, handle)
@@ -110,7 +111,7 @@ def _no_such_route(request: Request, error: HTTPException) -> ApiError:
 def _http_error(error: HTTPException) -> ApiError:
     """An error of the framework itself, such as a body that could not be read."""
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-    code = "request_too_large" if error.status_code == 413 else None
+    code = {408: "body_timeout", 413: "request_too_large"}.get(error.status_code)
     return ApiError(error.status_code, str(error.detail), kind, code=code, headers=dict(error.headers or {}))
 
 

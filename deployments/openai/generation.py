@@ -103,7 +103,8 @@ class Generation:
             admissions.append(admitted)
             self._tasks.append(asyncio.create_task(self._run(index, request, admitted)))
         try:
-            begun, _ = await asyncio.wait(admissions, return_when=asyncio.FIRST_COMPLETED)
+            async with self.job.arrival.waiting(to_begin=True):
+                begun, _ = await asyncio.wait(admissions, return_when=asyncio.FIRST_COMPLETED)
             for admission in begun:
                 admission.result()
         except BaseException:
@@ -112,6 +113,7 @@ class Generation:
         self._has_begun = True
         for prompt in self.job.prompts:
             self._api.observer.prompt_tokens(self.job.model.name, len(prompt))
+            self.job.arrival.account.num_prompt_tokens += len(prompt)
         return self
 
     async def __aexit__(
@@ -125,7 +127,8 @@ class Generation:
     async def __anext__(self) -> SampleDelta:
         if not self._num_open:
             raise StopAsyncIteration
-        item = await self._queue.get()
+        async with self.job.arrival.waiting(to_begin=False):
+            item = await self._queue.get()
         if isinstance(item, Exception):
             raise item
         self._num_open -= item.finish is not None
@@ -154,6 +157,14 @@ class Generation:
                 admitted.exception()  # known: who waits may have gone already, because of another's
         finally:
             observer.closed(reason)
+            self._note(index, reason)
+
+    def _note(self, index: int, reason: Reason) -> None:
+        """Add a sequence that has ended to what is known of its request."""
+        account, tally = self.job.arrival.account, self.tallies[index]
+        account.num_draft_tokens += tally.num_draft_tokens
+        account.num_accepted_tokens += tally.num_accepted_tokens
+        account.finish[reason] = None
 
     async def _pump(
         self, index: int, request: SequenceRequest, admitted: asyncio.Future[None], observer: SequenceObserver
@@ -172,11 +183,14 @@ class Generation:
         )
         unshown: deque[ShownToken] = deque()
         tells_of_prompt = self.job.body.num_prompt_logprobs is not None
+        account = self.job.arrival.account
         async with aclosing(self._api.service.open(request)) as deltas:
             async for delta in deltas:
                 if not admitted.done():
                     observer.admitted()
                     admitted.set_result(None)
+                if delta.tokens and account.first_token_s is None:
+                    account.first_token_s = time.monotonic()
                 if not delta.tokens and delta.finish is None:
                     continue
                 piece = self._piece(index, delta, output, unshown, observer)
@@ -207,6 +221,7 @@ class Generation:
         self.tallies[index].plan = delta.plan or self.tallies[index].plan
         if delta.tokens:
             observer.tokens(num_billed, len(delta.tokens) - num_billed, rounds)
+            self.job.arrival.account.num_completion_tokens += num_billed
         return SampleDelta(
             index,
             text.text,

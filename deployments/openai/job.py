@@ -6,7 +6,8 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from deployments.openai.context import Api, Arrival
+from deployments.openai.arrival import Arrival
+from deployments.openai.context import Api
 from deployments.openai.echo import Echo, make_echo
 from deployments.openai.sampling import output_limit, request_seed, sampling_params, speculation_bound
 from deployments.openai.schemas.chat import ChatBody, ChatMessage, TemplatedBody
@@ -63,8 +64,11 @@ async def completion_job(api: Api, body: CompletionBody, arrival: Arrival) -> Jo
     """
     model = api.model(body.model)
     _check_count(api, body, len(body.prompt))
-    num_characters = sum(len(prompt) for prompt in body.prompt if isinstance(prompt, str))
-    prompts = await api.encode(num_characters, lambda: _encode_prompts(api, body, model))
+    for prompt in body.prompt if body.truncate_prompt_tokens is None else ():
+        if not isinstance(prompt, str):  # too long is seen at once, without a look at each of a million ids
+            output_limit(body, model, len(prompt), _DEFAULT_COMPLETION_TOKENS)
+    await api.admit(arrival, model, len(body.prompt) * (body.n or 1))
+    prompts = await api.encode(sum(map(len, body.prompt)), lambda: _encode_prompts(api, body, model))
     job = _job(api, body, arrival, model, prompts, _DEFAULT_COMPLETION_TOKENS)
     return replace(job, echoes=await _echoes(api, body, prompts)) if body.echo else job
 
@@ -77,6 +81,7 @@ async def chat_job(api: Api, body: ChatBody, arrival: Arrival) -> Job:
     """
     model = api.model(body.model)
     _check_count(api, body, 1)
+    await api.admit(arrival, model, body.n or 1)
     prompt = await conversation_tokens(api, body.messages, body)
     return _job(api, body, arrival, model, [_truncated(body, tuple(prompt), model)], model.defaults.max_tokens)
 
@@ -182,6 +187,9 @@ def _job(
     bad_words = encode_bad_words(api.tokenizer, body.bad_words or ())
     sampling = sampling_params(body, model, info, api.settings, bad_words)
     limits = [output_limit(body, model, len(prompt), default_tokens) for prompt in prompts]
+    if arrival.account.ticket is not None:
+        lengths = (len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
+        arrival.account.ticket.add_tokens(sum(lengths) * (body.n or 1))
     seed, name, num_samples = request_seed(body), uuid.uuid4().hex, body.n or 1
     bound = speculation_bound(body, model)
     sequences: list[SequenceRequest] = []
@@ -195,6 +203,7 @@ def _job(
                 max_tokens=limits[i],
                 eos_token_ids=model.eos_token_ids,
                 arrival_s=arrival.wall_s,
+                request_id=arrival.request_id,
                 num_speculative_tokens=bound,
             )
             seq = f"{name}-{len(sequences)}"

@@ -1,51 +1,120 @@
-"""What stands around every route: request ids, the body's limit, and the last net for errors."""
+"""What stands around every route: arrivals and their log, limits before a body is read, the last net for errors."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import re
+import time
 import uuid
 from contextlib import suppress
+from hashlib import blake2b
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deployments.openai.admission import Admission
+from deployments.openai.arrival import Arrival
 from deployments.openai.errors import ApiError, api_error
+from deployments.openai.keys import OPEN_PATHS
+from deployments.openai.settings import ApiSettings
+
+logger = logging.getLogger("ray.serve")
 
 _CLOSE = {"Connection": "close"}
 """With an answer to a body that was not read to its end."""
 _DRAINED_BODIES = 4
 _DRAIN_S = 2.0
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_TIMEOUT_HEADER = "x-request-timeout-seconds"
+_SERVES_HEAD_START_S = 0.5
+"""So long before Serve's proxy would cut a request off, it is answered here."""
 
 
-class RequestIds:
-    """Gives every request an id, the client's ``x-request-id`` where it sends a usable one, and sends it back."""
+class Arrivals:
+    """Gives every request an id, the client's where it sends a usable one, and its deadlines; logs it at its end.
 
-    def __init__(self, app: ASGIApp, send_back: bool) -> None:
+    The id is that of ``x-request-id``, and is sent back in it.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ApiSettings) -> None:
         self._app = app
-        self._send_back = send_back
+        self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
+        arrival = self._arrival(Headers(scope=scope))
+        scope.setdefault("state", {})["arrival"] = arrival
+        status = 0
 
         async def send_with_id(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                status = message["status"]
+                if self._settings.send_request_id:
+                    MutableHeaders(scope=message)["x-request-id"] = arrival.request_id
             await send(message)
 
-        await self._app(scope, receive, send_with_id if self._send_back else send)
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            if scope["method"] == "POST" and scope["path"] not in OPEN_PATHS:
+                _log(arrival, scope["path"], status)
+
+    def _arrival(self, headers: Headers) -> Arrival:
+        settings, now_s = self._settings, time.monotonic()
+        given, key = headers.get("x-request-id", ""), headers.get("authorization", "")
+        timeouts_s = [settings.request_timeout_s or math.inf, _wanted_timeout_s(headers.get(_TIMEOUT_HEADER, ""))]
+        return Arrival(
+            request_id=given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex,
+            clock_s=now_s,
+            wall_s=time.time(),
+            caller=blake2b(key.encode(), digest_size=16).hexdigest() if key else "",
+            begin_by_s=now_s + settings.queue_timeout_s,
+            end_by_s=now_s + min(timeouts_s),
+            retry_after_s=settings.retry_after_s,
+        )
+
+
+def _wanted_timeout_s(header: str) -> float:
+    """How long a request may take by its header; as to Serve, what is no number above 0 says nothing."""
+    try:
+        wanted_s = float(header)
+    except ValueError:
+        return math.inf
+    if not wanted_s > 0:
+        return math.inf
+    return wanted_s - min(_SERVES_HEAD_START_S, wanted_s / 2)
+
+
+def _log(arrival: Arrival, path: str, status: int) -> None:
+    """One line of a request, with figures as fields: in JSON where the log is JSON."""
+    account, now_s = arrival.account, time.monotonic()
+    first_s = None if account.first_token_s is None else round(account.first_token_s - arrival.clock_s, 4)
+    fields = {
+        "request_id": arrival.request_id,
+        "key": account.key,
+        "model": account.model,
+        "path": path,
+        "status": status,
+        "prompt_tokens": account.num_prompt_tokens,
+        "completion_tokens": account.num_completion_tokens,
+        "time_to_first_token_s": first_s,
+        "duration_s": round(now_s - arrival.clock_s, 4),
+        "finish": ",".join(account.finish),
+        "draft_tokens": account.num_draft_tokens,
+        "accepted_tokens": account.num_accepted_tokens,
+    }
+    logger.info("request %s", " ".join(f"{name}={value}" for name, value in fields.items()), extra={"request": fields})
 
 
 class CatchErrors:
-    """Answers 500 where nothing else did; an answer that has begun is cut off."""
+    """Answers what nothing else did answer, with 500 where it was not foreseen; an answer that has begun is cut off."""
 
     def __init__(self, app: ASGIApp, retry_after_s: int) -> None:
         self._app = app
@@ -65,14 +134,45 @@ class CatchErrors:
         except Exception as error:
             if started or scope["type"] != "http":
                 raise
-            await api_error(error, self._retry_after_s).response()(scope, receive, send)
+            arrival: Arrival = scope["state"]["arrival"]
+            await api_error(error, self._retry_after_s, arrival.request_id).response()(scope, receive, send)
+
+
+class Admit:
+    """Takes requests with a body in, or refuses them, before anything of the body is read."""
+
+    def __init__(self, app: ASGIApp, admission: Admission, max_body_bytes: int) -> None:
+        self._app = app
+        self._admission = admission
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        account = scope["state"]["arrival"].account
+        declared = declared_bytes(scope)
+        account.ticket = self._admission.enter(account.key, self._max_body_bytes if declared is None else declared)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            account.ticket.leave()
+
+
+def declared_bytes(scope: Scope) -> int | None:
+    """How long a body says that it is; None where it does not say."""
+    declared = Headers(scope=scope).get("content-length", "")
+    if not declared.isdecimal():
+        return None
+    return int(declared) if len(declared) <= 18 else 1 << 62
 
 
 class BodyLimit:
-    """Refuses bodies over a limit, by their declared length or while they are read.
+    """Refuses bodies over a limit, by their declared length or while they are read, and those that come too slowly.
 
     Starlette's own limit answers in plain text. A client that is still sending would lose an answer that comes with the
-    end of its connection, so a part of the rest is read, and forgotten, before that.
+    end of its connection, so a part of the rest of a refused body is read, and forgotten, before that.
     """
 
     def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
@@ -84,10 +184,10 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        limited = _LimitedBody(receive, send, self._max_body_bytes)
-        declared = Headers(scope=scope).get("content-length", "")
-        if declared.isdecimal() and (len(declared) > 18 or int(declared) > self._max_body_bytes):
-            limited.refused = True
+        arrival: Arrival = scope["state"]["arrival"]
+        limited = _LimitedBody(receive, send, self._max_body_bytes, min(arrival.begin_by_s, arrival.end_by_s))
+        declared = declared_bytes(scope)
+        if declared is not None and declared > self._max_body_bytes:
             error = ApiError(413, limited.message, code="request_too_large", headers=_CLOSE)
             await error.response()(scope, limited.receive, limited.send)
         else:
@@ -97,30 +197,48 @@ class BodyLimit:
 class _LimitedBody:
     """One request's messages.
 
-    Attributes:
-        refused: Whether the body is over the limit.
+    Args:
+        receive: Gives the client's messages.
+        send: Takes the answer's.
+        max_bytes: Of the body.
+        until_s: When all of it must have come, monotonic.
     """
 
-    def __init__(self, receive: Receive, send: Send, max_bytes: int) -> None:
+    def __init__(self, receive: Receive, send: Send, max_bytes: int, until_s: float) -> None:
         self._receive = receive
         self._send = send
         self._max_bytes = max_bytes
+        self._until_s = until_s
         self._num_bytes = 0
-        self.refused = False
+        self._is_read = False
+        self._is_refused = False
         self.message = f"the body is over the limit of {max_bytes} bytes"
 
     async def receive(self) -> Message:
-        """The next message; raises 413 beyond the limit."""
+        """The next message; raises 413 beyond the limit, and 408 where the body is not there in time."""
+        if self._is_read:
+            return await self._receive()
+        rest_s = None if self._until_s == math.inf else max(self._until_s - time.monotonic(), 0.0)
+        try:
+            async with asyncio.timeout(rest_s):
+                message = await self._next()
+        except TimeoutError:
+            raise HTTPException(408, "the body did not come in time (limits.queue_timeout_s)", _CLOSE) from None
+        if self._num_bytes > self._max_bytes:
+            raise HTTPException(413, self.message, _CLOSE)
+        return message
+
+    async def _next(self) -> Message:
         message = await self._receive()
         self._num_bytes += len(message.get("body", b""))
-        if self._num_bytes > self._max_bytes:
-            self.refused = True
-            raise HTTPException(413, self.message, _CLOSE)
+        self._is_read = not message.get("more_body")
         return message
 
     async def send(self, message: Message) -> None:
         """Send on; the end of a refusal waits for the client to have sent its body, or most of it."""
-        if self.refused and message["type"] == "http.response.body" and not message.get("more_body"):
+        if message["type"] == "http.response.start":
+            self._is_refused = message["status"] >= 400 and not self._is_read
+        elif self._is_refused and not message.get("more_body"):
             await self._send({**message, "more_body": True})
             await self._drain()
             message = {"type": "http.response.body"}
@@ -130,8 +248,5 @@ class _LimitedBody:
         limit = self._num_bytes + _DRAINED_BODIES * self._max_bytes
         with suppress(TimeoutError):
             async with asyncio.timeout(_DRAIN_S):
-                while self._num_bytes < limit:
-                    message = await self._receive()
-                    self._num_bytes += len(message.get("body", b""))
-                    if not message.get("more_body"):
-                        return
+                while self._num_bytes < limit and not self._is_read:
+                    await self._next()

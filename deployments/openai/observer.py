@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Literal, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -59,7 +60,7 @@ class SequenceObserver(Protocol):
     """Told what happens to one sequence, in this order."""
 
     def admitted(self) -> None:
-        """The service took it in."""
+        """Its first news came."""
         ...
 
     def tokens(self, num_billed: int, num_discarded: int, rounds: Iterable[Round]) -> None:
@@ -82,6 +83,10 @@ class Observer(Protocol):
         """A request has a field that has no effect."""
         ...
 
+    def queued(self, model: str, num_sequences: int) -> AbstractContextManager[None]:
+        """Around a request's wait for the places of its sequences."""
+        ...
+
     def opened(self, model: str, age_s: float) -> SequenceObserver:
         """A sequence is being asked of the service, for a request that arrived ``age_s`` seconds ago."""
         ...
@@ -96,7 +101,9 @@ class PrometheusObserver:
     def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.num_running = _gauge(registry, "num_requests_running", "Sequences that are being generated.")
-        self.num_waiting = _gauge(registry, "num_requests_waiting", "Sequences that are being handed to a router.")
+        self.num_waiting = _gauge(
+            registry, "num_requests_waiting", "Sequences that wait to be taken in, or for their first token."
+        )
         self.time_to_first_token = _histogram(
             registry, "time_to_first_token_seconds", "Time from the request to its first tokens.", _FIRST_BUCKETS_S
         )
@@ -132,6 +139,16 @@ class PrometheusObserver:
     def ignored_field(self, name: str) -> None:
         """Count a field without effect."""
         self.num_ignored_fields.labels(name).inc()
+
+    @contextmanager
+    def queued(self, model: str, num_sequences: int) -> Iterator[None]:
+        """Count sequences that wait."""
+        gauge = self.num_waiting.labels(model)
+        gauge.inc(num_sequences)
+        try:
+            yield
+        finally:
+            gauge.dec(num_sequences)
 
     def opened(self, model: str, age_s: float) -> SequenceObserver:
         """Begin to observe a sequence."""

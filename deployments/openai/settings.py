@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
+
+from deployments.openai.admission import AdmissionLimits
 
 UnknownFields = Literal["ignore", "refuse"]
 
@@ -24,6 +27,10 @@ class ApiSettings:
             thread and memory busy without end, so only those who may do that should reach the API.
         unknown_fields: What becomes of fields that nobody knows: ``ignore`` names them in a header, ``refuse``
             answers 400.
+        admission: What is taken in at once.
+        queue_timeout_s: Longest wait for a request's first token, from its arrival on.
+        request_timeout_s: Longest time from a request's arrival to the end of its answer; None does not bound it.
+        allowed_origins: Web pages that may call from a browser.
         send_request_id: Send ``x-request-id`` in answers; off where a proxy in front does it.
     """
 
@@ -36,4 +43,8 @@ class ApiSettings:
     chat_template: str | None = None
     trust_request_chat_template: bool = False
     unknown_fields: UnknownFields = "ignore"
+    admission: AdmissionLimits = AdmissionLimits()  # noqa: RUF009 - it is frozen
+    queue_timeout_s: float = math.inf
+    request_timeout_s: float | None = None
+    allowed_origins: tuple[str, ...] = ()
     send_request_id: bool = True

@@ -119,6 +119,7 @@ class SequenceSpec:
             it to the service.
         cache_salt: Cached prefixes are shared only among sequences with the same salt.
         model: Which of the pair decides the tokens; the draft does so without speculation.
+        request_id: Of the client's request, for log lines; nothing depends on it.
     """
 
     sampling: SamplingParams
@@ -130,6 +131,7 @@ class SequenceSpec:
     num_speculative_tokens: int | None = None
     cache_salt: str = ""
     model: Literal["target", "draft"] = "target"
+    request_id: str = ""
 
     @property
     def ending_token_ids(self) -> frozenset[int]:

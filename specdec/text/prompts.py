@@ -56,6 +56,8 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, parameter: str = 
         )
     if not token_ids:
         raise InvalidParameterError(parameter, f"{parameter} must hold at least one token")
+    if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
+        return
     for index, token in enumerate(token_ids):
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
             raise InvalidParameterError(

@@ -199,7 +199,11 @@ def test_an_empty_target_is_refused_in_serves_arguments_too(target):
 def test_the_applications_arguments_are_all_but_the_address():
     config = load_config(None, {"target.model": "x", "target.token": "secret", "target.kv_memory": "0.5", "port": 1234})
     args = config.app_args()
-    assert {path.partition(".")[0] for path in key_paths(ServiceConfig)} - set(AppArgs.model_fields) == {"host", "port"}
+    assert {path.partition(".")[0] for path in key_paths(ServiceConfig)} - set(AppArgs.model_fields) == {
+        "host",
+        "port",
+        "tls",
+    }
     assert args == AppArgs.model_validate({"target": {"model": "x", "token": "secret", "kv_memory": 0.5}})
     assert args.target.token.get_secret_value() == "secret"
     assert "secret" not in repr(config)

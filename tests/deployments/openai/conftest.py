@@ -57,7 +57,8 @@ class Bench:
         info = ModelInfo(target, draft, 4, self.acceptance_rules, self.acceptance, created_s=7)
         self.registry = CollectorRegistry()
         self.service = KeepingService(info, lambda request: self.script(request))
-        self.app = create_app(self.service, self.settings, self.tokenizer, PrometheusObserver(self.registry))
+        self.observer = PrometheusObserver(self.registry)
+        self.app = create_app(self.service, self.settings, self.tokenizer, self.observer)
 
     def say(self, text: str, size: int = 1, finish: str = "stop") -> list[Step]:
         """The steps that say a text, and end with the model's end where that is why they end."""

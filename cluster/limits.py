@@ -1,0 +1,110 @@
+"""What the service takes in, from whom, and for how long: sections of the configuration."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from cluster.strict import StrictModel
+from specdec.errors import InvalidParameterError
+
+_ORIGIN = re.compile(r"\*|https?://[^\s/,]+")
+
+
+class Limits(StrictModel):
+    """What an ingress takes in. Beyond it answers 400 or 413; 429 where the same request may be sent again later."""
+
+    max_body_bytes: int = Field(4 << 20, ge=1 << 10, le=1 << 30, description="largest request body; beyond it 413")
+    max_total_body_bytes: int = Field(
+        64 << 20, ge=1 << 10, le=1 << 40, description="bodies of all requests of one ingress together; beyond it 429"
+    )
+    max_concurrent_requests: int = Field(256, ge=1, le=65536, description="sequences that one ingress has open at once")
+    max_queued_requests: int = Field(
+        256, ge=0, le=65536, description="requests that may wait beyond those; then 429; 0: none waits"
+    )
+    max_total_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="tokens of all requests of one ingress together, prompts and longest outputs; beyond it 429; "
+        "none: no bound",
+    )
+    max_share_per_key: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="share of the sequences and of the waiting places that one API key may hold while requests of "
+        "others wait; 0.5 where there are several keys, else 1; what nobody else wants is anybody's",
+    )
+    max_sequences: int = Field(128, ge=1, le=4096, description="sequences of one request: prompts times n")
+    max_stop_strings: int = Field(16, ge=0, le=1024, description="stop strings of one request")
+    max_stop_characters: int = Field(1024, ge=1, le=1 << 16, description="length of one stop string")
+    queue_timeout_s: float = Field(
+        300.0,
+        gt=0,
+        le=86400,
+        description="longest wait of a request for its first token, from its arrival on; then 503 with code "
+        "queue_timeout and Retry-After; a body that has not come by then: 408",
+    )
+    request_timeout_s: float | None = Field(
+        None,
+        gt=0,
+        le=604800,
+        description="longest time from a request's arrival to the end of its answer; then 504 with code "
+        "request_timeout, in a stream an error event; the header x-request-timeout-seconds, less half a second, may "
+        "shorten it; none: no bound. Serve's own request_timeout_s must be larger, or unset",
+    )
+    retry_after_s: int = Field(1, ge=1, le=3600, description="what Retry-After says with a 429 or 503")
+
+
+def origins(value: Any) -> Any:
+    """Read a list of origins; on a command line they are separated by commas.
+
+    Raises:
+        ValueError: One is neither ``*`` nor of the form ``https://host``.
+    """
+    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)) or not all(
+        isinstance(name, str) and _ORIGIN.fullmatch(name) for name in names
+    ):
+        raise ValueError("must be a list of origins such as https://example.org, or *")
+    return tuple(names)
+
+
+class Access(StrictModel):
+    """Who may call the service. API keys themselves are no part of the configuration: it is stored, and shown."""
+
+    api_keys_file: str | None = Field(
+        None,
+        min_length=1,
+        description="file with API keys, on every machine with an ingress: a line 'name: key' each, # for comments; "
+        "the variable SPECDEC_API_KEYS, 'name=key,name=key', adds to it; without any key everybody may call",
+    )
+    metrics_need_key: bool = Field(False, description="ask for an API key at /metrics too; /health and /live never do")
+    allowed_origins: Annotated[tuple[str, ...], BeforeValidator(origins)] = Field(
+        (), description="web pages that may call from a browser (CORS), such as https://example.org; * for all"
+    )
+    allow_unauthenticated_ray: bool = Field(
+        False,
+        description="start on a Ray cluster without token authentication, where whoever reaches its ports can run code",
+    )
+
+
+class Tls(StrictModel):
+    """HTTPS at the proxy; a Serve configuration of one's own sets the same under http_options."""
+
+    ssl_certfile: str | None = Field(None, min_length=1, description="certificate file; with it the service is HTTPS")
+    ssl_keyfile: str | None = Field(None, min_length=1, description="file with the certificate's private key")
+
+    def http_options(self) -> dict[str, str]:
+        """What Serve's proxies are told.
+
+        Raises:
+            InvalidParameterError: One file is given without the other.
+        """
+        given = self.model_dump(exclude_none=True)
+        if len(given) == 1:
+            (name,) = given
+            raise InvalidParameterError(f"tls.{name}", "tls: ssl_certfile and ssl_keyfile need each other")
+        return given

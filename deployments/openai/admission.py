@@ -1,0 +1,208 @@
+"""Who is taken in, who waits, and who is refused: one ingress' requests against its limits.
+
+A request is counted, with the bytes of its body, before anything of it is read. When it is parsed, and before it is
+tokenized, it asks for a place per sequence, and may wait for them; then its tokens are counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass
+
+from deployments.openai.errors import ApiError
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionLimits:
+    """What is taken in at once.
+
+    Attributes:
+        num_sequences: Open sequences.
+        num_waiting: Requests that wait for their places.
+        num_bytes: Of all bodies together.
+        num_tokens: Prompts and longest outputs, of all open requests together; None does not bound them.
+        share_per_key: Share of the sequences, and of the waiting places, that one key may hold while others wait.
+        retry_after_s: What ``Retry-After`` says.
+    """
+
+    num_sequences: int = 256
+    num_waiting: int = 256
+    num_bytes: int = 64 << 20
+    num_tokens: int | None = None
+    share_per_key: float = 1.0
+    retry_after_s: int = 1
+
+
+class Admission:
+    """One ingress' book of requests; on the event loop.
+
+    Places are given in the order of arrival, first to keys below their share, and to the others where no such key
+    waits: a place is never kept free. Where all waiting places are taken, the newest request of a key beyond its share
+    of them gives way to one of a key below.
+
+    Attributes:
+        num_requests: Requests that have entered and not left.
+        num_bytes: Of their bodies.
+        num_sequences: Places that are taken.
+        num_tokens: Tokens that are counted.
+    """
+
+    def __init__(self, limits: AdmissionLimits) -> None:
+        self.limits = limits
+        self.num_requests = 0
+        self.num_bytes = 0
+        self.num_sequences = 0
+        self.num_tokens = 0
+        self._entered: Counter[str] = Counter()
+        self._held: Counter[str] = Counter()
+        self._waiting: list[_Waiter] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their places."""
+        return len(self._waiting)
+
+    def enter(self, key: str, num_bytes: int) -> Ticket:
+        """Count a request of whom nothing is known but its key and the size of its body.
+
+        Raises:
+            ApiError: 429: there are too many, or their bodies are too large together.
+        """
+        limits = self.limits
+        most = limits.num_sequences + limits.num_waiting
+        # Through a door that others fill, a key below its share comes in still: somebody's waiting place becomes its.
+        is_below_share = limits.share_per_key < 1 and self._entered[key] + 1 <= limits.share_per_key * most
+        if self.num_requests >= (2 * most if is_below_share else most):
+            raise self._full(f"{self.num_requests} requests are being served or wait")
+        if self.num_bytes + num_bytes > limits.num_bytes:
+            raise self._full(f"requests of {self.num_bytes} bytes are being served or wait")
+        self.num_requests += 1
+        self.num_bytes += num_bytes
+        self._entered[key] += 1
+        return Ticket(self, key, num_bytes)
+
+    async def _take(self, key: str, count: int) -> None:
+        most = self.limits.num_sequences
+        if count > most:
+            raise ApiError(400, f"prompts times n must be at most {most} sequences", param="n", code="invalid_value")
+        if not self._waiting and self._fits(count):
+            self._grant(key, count)
+            return
+        self._make_room_to_wait(key)
+        waiter = _Waiter(key, count, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiter)
+        try:
+            await waiter.granted
+        except BaseException:
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+            elif waiter.granted.done() and not waiter.granted.cancelled() and waiter.granted.exception() is None:
+                self._give_back(key, count)
+            self._admit()
+            raise
+
+    def _make_room_to_wait(self, key: str) -> None:
+        """Raise 429 if nobody may wait any more, or else have one that has more than its share give way."""
+        limits = self.limits
+        if len(self._waiting) < limits.num_waiting:
+            return
+        counts = Counter(waiter.key for waiter in self._waiting)
+        share = limits.share_per_key * limits.num_waiting
+        if counts[key] + 1 <= share:
+            for waiter in reversed(self._waiting):
+                if counts[waiter.key] > share and not waiter.granted.done():
+                    self._waiting.remove(waiter)
+                    waiter.granted.set_exception(self._full("requests of other API keys wait, and this key has many"))
+                    return
+        wait = f"; {limits.num_waiting} more wait" if limits.num_waiting else ""
+        raise self._full(f"{self.num_sequences} of {limits.num_sequences} sequences are open{wait}")
+
+    def _fits(self, count: int) -> bool:
+        return self.num_sequences + count <= self.limits.num_sequences
+
+    def _grant(self, key: str, count: int) -> None:
+        self.num_sequences += count
+        self._held[key] += count
+
+    def _give_back(self, key: str, count: int) -> None:
+        self.num_sequences -= count
+        self._held[key] -= count
+
+    def _admit(self) -> None:
+        """Give free places to those who wait. The next in turn is waited for: many small ones never starve a large."""
+        # Whoever has just given up stands in the list until its task's next turn.
+        self._waiting = [waiter for waiter in self._waiting if not waiter.granted.done()]
+        while self._waiting:
+            first_of_keys = {waiter.key: waiter for waiter in reversed(self._waiting)}
+            in_order = (waiter for waiter in self._waiting if first_of_keys[waiter.key] is waiter)
+            waiter = next(filter(self._is_below_share, in_order), self._waiting[0])
+            if not self._fits(waiter.count):
+                return
+            self._waiting.remove(waiter)
+            self._grant(waiter.key, waiter.count)
+            waiter.granted.set_result(None)
+
+    def _is_below_share(self, waiter: _Waiter) -> bool:
+        held, share = self._held[waiter.key], self.limits.share_per_key * self.limits.num_sequences
+        return not held or held + waiter.count <= share
+
+    def _full(self, why: str) -> ApiError:
+        headers = {"Retry-After": str(self.limits.retry_after_s)}
+        return ApiError(429, f"no more requests are taken now: {why}", "rate_limit_error", None, "overloaded", headers)
+
+
+class Ticket:
+    """One request's part of the book, from its arrival until it leaves."""
+
+    def __init__(self, admission: Admission, key: str, num_bytes: int) -> None:
+        self._admission = admission
+        self._key = key
+        self._num_bytes = num_bytes
+        self._num_sequences = 0
+        self._num_tokens = 0
+
+    async def take(self, num_sequences: int) -> None:
+        """Take a place per sequence, all at once, waiting for them if need be; once.
+
+        Raises:
+            ApiError: 429: nobody may wait any more, or this one has given way to another key's.
+        """
+        await self._admission._take(self._key, num_sequences)
+        self._num_sequences = num_sequences
+
+    def add_tokens(self, num_tokens: int) -> None:
+        """Count what its prompts and its longest outputs come to.
+
+        Raises:
+            ApiError: 429: with it there are too many; 400: alone it has too many.
+        """
+        admission = self._admission
+        most = admission.limits.num_tokens
+        if most is not None and num_tokens > most:
+            text = f"prompts and outputs of one request may have {most} tokens together, and this one {num_tokens}"
+            raise ApiError(400, text, param="max_tokens", code="request_too_large")
+        if most is not None and admission.num_tokens + num_tokens > most:
+            raise admission._full(f"requests of {admission.num_tokens} tokens are open, of {most} at most")
+        admission.num_tokens += num_tokens
+        self._num_tokens += num_tokens
+
+    def leave(self) -> None:
+        """Give everything back; idempotent."""
+        admission = self._admission
+        if self._num_bytes >= 0:
+            admission.num_requests -= 1
+            admission._entered[self._key] -= 1
+            admission.num_bytes -= self._num_bytes
+            admission.num_tokens -= self._num_tokens
+            if self._num_sequences:
+                admission._give_back(self._key, self._num_sequences)
+            self._num_bytes = -1
+            admission._admit()
+
+
+class _Waiter:
+    def __init__(self, key: str, count: int, granted: asyncio.Future[None]) -> None:
+        self.key = key
+        self.count = count
+        self.granted = granted

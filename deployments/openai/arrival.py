@@ -1,0 +1,97 @@
+"""A request from its arrival on: when it came, from whom, until when it may take, and what became of it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from deployments.openai.admission import Ticket
+from deployments.openai.errors import ApiError
+
+
+@dataclass(slots=True)
+class Account:
+    """What is known of a request so far, for the line that is logged at its end.
+
+    Attributes:
+        key: Name of its API key; empty where none is asked for.
+        ticket: Its part of what is taken in; None where it asks for nothing to be generated.
+        first_token_s: When its first token came, on the monotonic clock.
+        finish: How its choices ended, each way once.
+    """
+
+    key: str = ""
+    ticket: Ticket | None = None
+    model: str = ""
+    num_prompt_tokens: int = 0
+    num_completion_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    first_token_s: float | None = None
+    finish: dict[str, None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """When a request came, under what id, and from whom.
+
+    Attributes:
+        clock_s: Monotonic.
+        wall_s: Since the epoch.
+        caller: Digest of the API key that came with it; empty where none came.
+        begin_by_s: When its first token must have come, monotonic.
+        end_by_s: When its answer must have ended, monotonic.
+        retry_after_s: What ``Retry-After`` says where it has waited too long.
+        account: What became of it.
+    """
+
+    request_id: str
+    clock_s: float
+    wall_s: float
+    caller: str = ""
+    begin_by_s: float = math.inf
+    end_by_s: float = math.inf
+    retry_after_s: int = 1
+    account: Account = field(default_factory=Account)
+
+    def cache_salt(self, wanted: str | None) -> str | None:
+        """With whom cached prefixes are shared: with requests of the same key, and the same salt if one is wanted.
+
+        How fast an answer begins tells whether its prompt was cached: nobody is to learn so what others asked.
+        """
+        return f"{self.caller}:{wanted or ''}" if self.caller or wanted else None
+
+    @asynccontextmanager
+    async def waiting(self, *, to_begin: bool) -> AsyncIterator[None]:
+        """Around a wait for the first token, or for the end.
+
+        Raises:
+            ApiError: It took too long: 503 to begin, 504 to end.
+        """
+        limit_s = min(self.begin_by_s, self.end_by_s) if to_begin else self.end_by_s
+        if limit_s == math.inf:
+            yield
+            return
+        rest_s = limit_s - time.monotonic()
+        if rest_s <= 0:
+            raise self._too_late(limit_s)
+        try:
+            async with asyncio.timeout(rest_s):
+                yield
+        except TimeoutError:
+            raise self._too_late(limit_s) from None
+
+    def _too_late(self, limit_s: float) -> ApiError:
+        after = f"within {limit_s - self.clock_s:.3g} s of its arrival"
+        if limit_s < self.end_by_s:
+            headers = {"Retry-After": str(self.retry_after_s)}
+            text = f"the request had no first token {after} (limits.queue_timeout_s)"
+            return ApiError(503, text, "server_error", code="queue_timeout", headers=headers)
+        # OpenAI's clients send again what has a status of 500 and more: the same would take as long once more.
+        headers = {"x-should-retry": "false"}
+        text = f"the answer had no end {after} (limits.request_timeout_s, or the header x-request-timeout-seconds)"
+        return ApiError(504, text, "timeout_error", code="request_timeout", headers=headers)
