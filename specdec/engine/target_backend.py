@@ -170,7 +170,7 @@ class ModelTarget:
         tokens = job.log.tail(num_cached, num_cached + budget)
         finishes = num_cached + len(tokens) == length
         if self._runner.no_speculation is not None and job.key not in self._marks:
-            self._num_fallbacks += job.spec.num_speculative_tokens != 0
+            self._num_fallbacks += 1 if job.spec.num_speculative_tokens != 0 else 0
         self._marks[job.key] = job.log.mark(num_cached)
         num_logits = len(tokens) + len(draft) if self._prompts.wants(job) else 1 + len(draft) if finishes else 0
         return RowInput(sequence, tokens + draft, num_logits), draft

@@ -133,7 +133,8 @@ def _split_rows(runner: ModelRunner, rows: list[list[int]], long_piece: int, rng
             for (index, start, num_kept), values in zip(kept, logits, strict=True):
                 found[index].update(enumerate(values[:num_kept], start=start))
                 goes_on = start + num_kept < len(rows[index])
-                runner.truncate(sequences[index], start + num_kept - (goes_on and num_kept > 5))
+                one_more = 1 if goes_on and num_kept > 5 else 0  # a token that was right is taken back, too
+                runner.truncate(sequences[index], start + num_kept - one_more)
     finally:
         for sequence in sequences:
             runner.free(sequence)

@@ -8,8 +8,8 @@ import torch
 from transformers.cache_utils import Cache
 
 from specdec.models.latent import compact
-from specdec.models.layers import AttentionLayer
 from specdec.models.plan import StepPlan
+from specdec.models.probe import AttentionLayer
 from specdec.models.recurrent.pool import StatePool
 from specdec.models.zeros import zeros
 
@@ -67,7 +67,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         """
         assert self._plan is not None, "begin() comes first"
         pools = self._pools[layer_idx]
-        slots = self._plan.slots(key_states.device)
+        slots = self._plan.slot_mapping(key_states.device)
         for pool, states in zip(pools, (key_states, value_states), strict=True):
             pool.flatten(0, 1).index_copy_(0, slots, states.transpose(1, 2).flatten(0, 1))
         if layer_idx in self._latent:
@@ -115,7 +115,7 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Longest row before the step."""
-        return 0 if self._plan is None else max((row.num_past_tokens for row in self._plan.rows), default=0)
+        return 0 if self._plan is None else max((row.num_computed_tokens for row in self._plan.rows), default=0)
 
     @property
     def num_bytes(self) -> int:

@@ -26,8 +26,8 @@ from specdec.models.allocation import allocation
 from specdec.models.attention import ATTENTION_NAME, register_attention
 from specdec.models.compiled import compile_layers
 from specdec.models.configuration import eos_token_ids, generation_defaults, max_model_len
-from specdec.models.layers import AttentionLayer, find_layers
 from specdec.models.packed import pack_linear_layers
+from specdec.models.probe import AttentionLayer, find_layers
 from specdec.models.recurrent.binding import RecurrentLayer
 from specdec.models.recurrent.opaque import OpaqueState, find_opaque_state
 from specdec.sampling.params import GenerationDefaults

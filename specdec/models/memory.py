@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from specdec.errors import InvalidParameterError, MemoryPlanError
-from specdec.models.layers import AttentionLayer
 from specdec.models.loading import LoadedModel
+from specdec.models.probe import AttentionLayer
 from specdec.models.recurrent.opaque import NUM_COPIES
 from specdec.models.recurrent.pool import bytes_per_slot, choose_window, state_bytes
 from specdec.models.recurrent.slots import DEFAULT_WINDOW_TOKENS, Route, Window

@@ -37,19 +37,19 @@ class RowSpan:
     Attributes:
         start: Index of its first new token among the step's flattened tokens.
         num_new_tokens: At least 1.
-        num_past_tokens: Tokens cached before; the first new token's position.
+        num_computed_tokens: Tokens cached before; the first new token's position.
         block_ids: Its block table, with room for the new tokens.
     """
 
     start: int
     num_new_tokens: int
-    num_past_tokens: int
+    num_computed_tokens: int
     block_ids: Sequence[int]
 
     @property
     def length(self) -> int:
         """Positions cached once the step is done."""
-        return self.num_past_tokens + self.num_new_tokens
+        return self.num_computed_tokens + self.num_new_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +99,15 @@ class StepPlan:
         self.num_tokens = num_tokens
         self.block_size = block_size
         self.has_padding = num_tokens > sum(row.num_new_tokens for row in rows)
-        self._slots = torch.tensor(self._slot_list(trash_slot))
-        self._slots_on: dict[torch.device, torch.Tensor] = {}
+        self._slot_mapping = torch.tensor(self._slot_mapping_list(trash_slot))
+        self._slot_mapping_on: dict[torch.device, torch.Tensor] = {}
         self._memo: dict[tuple[object, ...], Any] = {}
 
-    def slots(self, device: torch.device) -> torch.Tensor:
+    def slot_mapping(self, device: torch.device) -> torch.Tensor:
         """Slot each flattened token is written to: int64 [num_tokens]."""
-        slots = self._slots_on.get(device)
+        slots = self._slot_mapping_on.get(device)
         if slots is None:
-            slots = self._slots_on[device] = self._slots.to(device)
+            slots = self._slot_mapping_on[device] = self._slot_mapping.to(device)
         return slots
 
     def groups(self, window: int | None, queries: torch.Tensor, key_pool: torch.Tensor) -> list[AttentionGroup]:
@@ -136,13 +136,14 @@ class StepPlan:
         value: _T = self._memo[kind]
         return value
 
-    def _slot_list(self, trash_slot: int) -> list[int]:
+    def _slot_mapping_list(self, trash_slot: int) -> list[int]:
         size = self.block_size
         slots = [trash_slot] * self.num_tokens if self.has_padding else []
         for row in self.rows:
             blocks = row.block_ids
             row_slots = [
-                blocks[position // size] * size + position % size for position in range(row.num_past_tokens, row.length)
+                blocks[position // size] * size + position % size
+                for position in range(row.num_computed_tokens, row.length)
             ]
             if self.has_padding:
                 slots[row.start : row.start + row.num_new_tokens] = row_slots
@@ -153,7 +154,7 @@ class StepPlan:
 
     def key_span(self, row: RowSpan, window: int | None) -> KeySpan:
         """What a row reads in a layer that reads the last ``window`` positions."""
-        first = 0 if window is None else max(0, row.num_past_tokens - window + 1)
+        first = 0 if window is None else max(0, row.num_computed_tokens - window + 1)
         first_block = first // self.block_size
         blocks = list(row.block_ids[first_block : -(-row.length // self.block_size)])
         return KeySpan(row, first_block * self.block_size, first, blocks)
@@ -172,7 +173,7 @@ class StepPlan:
             mask = mask.repeat(1, 1, shape.heads_per_key, 1) if is_packed else mask
         blocks = None
         if run is None:
-            blocks = torch.tensor(rectangle([span.blocks for span in batch]), device=shape.device).view(-1)
+            blocks = torch.tensor(padded_block_table([span.blocks for span in batch]), device=shape.device).view(-1)
         return AttentionGroup(
             num_rows=len(batch),
             num_queries=num_queries,
@@ -219,7 +220,7 @@ def _tiles(rows: Sequence[RowSpan]) -> Iterator[RowSpan]:
     for row in rows:
         for offset in range(0, row.num_new_tokens, MAX_TILE_TOKENS):
             num_tokens = min(MAX_TILE_TOKENS, row.num_new_tokens - offset)
-            yield RowSpan(row.start + offset, num_tokens, row.num_past_tokens + offset, row.block_ids)
+            yield RowSpan(row.start + offset, num_tokens, row.num_computed_tokens + offset, row.block_ids)
 
 
 def _batches(spans: list[KeySpan], key_width: int, device: torch.device) -> list[list[KeySpan]]:
@@ -266,7 +267,7 @@ def _mask(batch: list[KeySpan], num_queries: int, first_key: int, num_keys: int,
         corner = torch.full((num_queries, num_queries), hidden_value, dtype=shape.dtype, device=device).triu_(1)
         return torch.nn.functional.pad(corner, (num_keys - num_queries, 0)).view(1, 1, num_queries, num_keys)
     bounds = torch.tensor(
-        [[span.row.num_past_tokens, span.row.length - 1, span.base + first_key] for span in batch], device=device
+        [[span.row.num_computed_tokens, span.row.length - 1, span.base + first_key] for span in batch], device=device
     )
     past, last, first = bounds.view(-1, 3, 1, 1).unbind(1)
     queries = torch.minimum(past + torch.arange(num_queries, device=device)[:, None], last)
@@ -279,7 +280,7 @@ def _mask(batch: list[KeySpan], num_queries: int, first_key: int, num_keys: int,
 
 
 def _is_plainly_causal(row: RowSpan, window: int | None) -> bool:
-    return row.num_past_tokens == 0 and (window is None or row.num_new_tokens <= window)
+    return row.num_computed_tokens == 0 and (window is None or row.num_new_tokens <= window)
 
 
 def _have_same_keys(batch: list[KeySpan]) -> bool:
@@ -295,7 +296,7 @@ def _query_indices(rows: list[RowSpan], num_queries: int, device: torch.device) 
     return torch.tensor(indices, device=device)
 
 
-def rectangle(tables: list[list[int]]) -> list[list[int]]:
+def padded_block_table(tables: list[list[int]]) -> list[list[int]]:
     """Tables filled up to the longest with their own last block: rows never read each other's."""
     width = max(map(len, tables))
     return [table + [table[-1]] * (width - len(table)) for table in tables]

@@ -12,9 +12,9 @@ import torch
 from specdec.models.attention import AttentionContext, AttentionKernel, Workspace
 from specdec.models.blocks import BlockPool, CachedSequence
 from specdec.models.cache import PagedCache
-from specdec.models.layers import cache_argument
 from specdec.models.loading import LoadedModel
 from specdec.models.plan import RowSpan, StepPlan
+from specdec.models.probe import cache_argument
 from specdec.models.progress import StepProgress
 from specdec.models.recurrent.binding import bind
 from specdec.models.recurrent.pool import StatePool, choose_window
@@ -314,9 +314,9 @@ def state_row(span: RowSpan, state: SequenceState, window: Window) -> StateRow:
     return StateRow(
         start=span.start,
         num_new_tokens=span.num_new_tokens,
-        num_past_tokens=span.num_past_tokens,
+        num_computed_tokens=span.num_computed_tokens,
         slot=state.slot,
         oldest=state.oldest,
         newest=state.newest,
-        oldest_after=window.oldest_after(state.oldest, span.num_past_tokens, span.num_new_tokens),
+        oldest_after=window.oldest_after(state.oldest, span.num_computed_tokens, span.num_new_tokens),
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from specdec.models.plan import RowSpan, StepPlan, max_group_numbers, rectangle
+from specdec.models.plan import RowSpan, StepPlan, max_group_numbers, padded_block_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,25 +18,25 @@ class VarlenTables:
 
     Attributes:
         queries: Where the rows' new tokens lie among the step's.
-        query_starts: [rows + 1], running sum of new tokens.
-        key_starts: [rows + 1], running sum of the keys read.
-        key_slots: int64 [sum of keys], slots of the keys of all rows in order.
-        key_lengths: [rows], keys of each row from its position 0.
+        cu_seqlens_q: [rows + 1], running sum of new tokens.
+        cu_seqlens_k: [rows + 1], running sum of the keys read.
+        gathered_slots: int64 [sum of keys], slots of the keys of all rows in order.
+        seqused_k: [rows], keys of each row from its position 0.
         block_table: [rows, most blocks of a row].
-        max_num_queries: Longest row of new tokens.
-        max_num_keys: Longest row of keys read.
-        max_length: Longest row of keys from position 0.
+        max_seqlen_q: Longest row of new tokens.
+        max_seqlen_k: Longest row of keys read.
+        max_seqused_k: Longest row of keys from position 0.
     """
 
     queries: slice
-    query_starts: torch.Tensor
-    key_starts: torch.Tensor
-    key_slots: torch.Tensor
-    key_lengths: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    gathered_slots: torch.Tensor
+    seqused_k: torch.Tensor
     block_table: torch.Tensor
-    max_num_queries: int
-    max_num_keys: int
-    max_length: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+    max_seqused_k: int
 
 
 def attend_varlen(
@@ -81,17 +81,19 @@ def attend_varlen(
     for tables in pieces:
         keys, values = key_pool, value_pool
         if paged:
-            options |= {"seqused_k": tables.key_lengths, "block_table": tables.block_table}
+            options |= {"seqused_k": tables.seqused_k, "block_table": tables.block_table}
         else:
-            keys, values = (pool.flatten(0, 1).index_select(0, tables.key_slots) for pool in (key_pool, value_pool))
+            keys, values = (
+                pool.flatten(0, 1).index_select(0, tables.gathered_slots) for pool in (key_pool, value_pool)
+            )
         output = varlen_attn(
             queries[tables.queries],
             keys,
             values,
-            tables.query_starts,
-            None if paged else tables.key_starts,
-            tables.max_num_queries,
-            tables.max_length if paged else tables.max_num_keys,
+            tables.cu_seqlens_q,
+            None if paged else tables.cu_seqlens_k,
+            tables.max_seqlen_q,
+            tables.max_seqused_k if paged else tables.max_seqlen_k,
             **options,
         )
         assert isinstance(output, torch.Tensor)
@@ -120,22 +122,22 @@ def make_tables(plan: StepPlan, rows: Sequence[RowSpan], window: int | None, dev
     num_keys = [span.row.length - span.first for span in spans]
     num_queries = [row.num_new_tokens for row in rows]
     bounds = torch.tensor([[span.base, span.first, span.row.length] for span in spans])
-    blocks = torch.tensor(rectangle([span.blocks for span in spans]))
+    blocks = torch.tensor(padded_block_table([span.blocks for span in spans]))
     slots = (blocks.unsqueeze(2) * plan.block_size + torch.arange(plan.block_size)).flatten(1)
     positions = bounds[:, :1] + torch.arange(slots.shape[1])
-    key_slots = slots[(positions >= bounds[:, 1:2]) & (positions < bounds[:, 2:])]
+    gathered_slots = slots[(positions >= bounds[:, 1:2]) & (positions < bounds[:, 2:])]
 
     def int32(values: Sequence[int] | list[list[int]]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
     return VarlenTables(
         queries=slice(rows[0].start, rows[-1].start + rows[-1].num_new_tokens),
-        query_starts=int32([0, *accumulate(num_queries)]),
-        key_starts=int32([0, *accumulate(num_keys)]),
-        key_slots=key_slots.to(device),
-        key_lengths=int32([row.length for row in rows]),
-        block_table=int32(rectangle([list(row.block_ids) for row in rows])),
-        max_num_queries=max(num_queries),
-        max_num_keys=max(num_keys),
-        max_length=max(row.length for row in rows),
+        cu_seqlens_q=int32([0, *accumulate(num_queries)]),
+        cu_seqlens_k=int32([0, *accumulate(num_keys)]),
+        gathered_slots=gathered_slots.to(device),
+        seqused_k=int32([row.length for row in rows]),
+        block_table=int32(padded_block_table([list(row.block_ids) for row in rows])),
+        max_seqlen_q=max(num_queries),
+        max_seqlen_k=max(num_keys),
+        max_seqused_k=max(row.length for row in rows),
     )

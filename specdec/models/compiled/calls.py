@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from specdec.models.layers import ProbeCache, cache_argument
+from specdec.models.probe import ProbeCache, cache_argument
 from specdec.models.recurrent.binding import RecurrentProbe, bind
 
 NUM_TOKENS = 37

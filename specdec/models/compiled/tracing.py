@@ -24,8 +24,8 @@ from specdec.models.attention import FROM_MODULE, check_arguments
 from specdec.models.compiled.calls import Argument, LayerCall, attention_set, layer_calls
 from specdec.models.compiled.graphs import LayerGraphs, Source, cut, lift_weights
 from specdec.models.compiled.operators import operators
-from specdec.models.layers import ProbeCache
 from specdec.models.packed import PackedLinear, PackedProduct
+from specdec.models.probe import ProbeCache
 from specdec.models.recurrent.binding import RecurrentProbe, recurrent_modules
 
 _NAME = "specdec_tracing"

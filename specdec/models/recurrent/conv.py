@@ -113,7 +113,7 @@ class ConvWindows:
         kept: list[int] = []
         num_all_past = num_past * len(step.rows)
         for row in step.rows:
-            base, length = row.slot * size, row.num_past_tokens
+            base, length = row.slot * size, row.num_computed_tokens
             order += range(len(past), len(past) + num_past)
             past += [base + position % size for position in range(length - num_past, length)]
             outputs += range(len(order), len(order) + row.num_new_tokens)

@@ -97,12 +97,12 @@ class Rescan:
 
         Those are neutral for rows that were not cut back.
         """
-        cut = [row for row in rows if row.newest != row.num_past_tokens]
+        cut = [row for row in rows if row.newest != row.num_computed_tokens]
         state = (self._first if len(cut) == len(rows) else self._last)[[row.slot for row in rows]]
         if 0 < len(cut) < len(rows):
             state[[i for i, row in enumerate(rows) if row in cut]] = self._first[[row.slot for row in cut]]
         spans = [
-            (row.slot, row.oldest if is_long else row.oldest_after, row.num_past_tokens)
+            (row.slot, row.oldest if is_long else row.oldest_after, row.num_computed_tokens)
             if row in cut
             else (row.slot, 0, 0)
             for row in rows
@@ -147,7 +147,7 @@ class Rescan:
         for row in group.rows:
             for offset in range(max(0, row.num_new_tokens - self._size), row.num_new_tokens):
                 sources.append(row.start + offset)
-                places.append(row.slot * self._size + (row.num_past_tokens + offset) % self._size)
+                places.append(row.slot * self._size + (row.num_computed_tokens + offset) % self._size)
         return torch.tensor(sources, device=device), torch.tensor(places, device=device)
 
 

@@ -48,9 +48,9 @@ class Window:
         """Most tokens between ``oldest`` and the end: twice the window where moving its beginning takes a scan."""
         return self.num_tokens if self.route == "states" else 2 * self.num_tokens
 
-    def oldest_after(self, oldest: int, num_past_tokens: int, num_new_tokens: int) -> int:
+    def oldest_after(self, oldest: int, num_computed_tokens: int, num_new_tokens: int) -> int:
         """Where the window begins after ``num_new_tokens`` more tokens."""
-        length = num_past_tokens + num_new_tokens
+        length = num_computed_tokens + num_new_tokens
         if num_new_tokens > self.num_tokens or length - oldest > self.num_kept_tokens:
             return max(oldest, length - self.num_tokens)
         return oldest

@@ -55,7 +55,7 @@ class EveryState:
             span = slice(row.start, row.start + row.num_new_tokens)
             inputs, reads = (tuple(value[:, span] for value in values) for values in (scan.inputs, scan.reads))
             ring = [
-                self._pool[row.slot, (row.num_past_tokens + t) % self._size].unsqueeze(0) for t in range(self._size)
+                self._pool[row.slot, (row.num_computed_tokens + t) % self._size].unsqueeze(0) for t in range(self._size)
             ]
             state, lead = ring[0], max(0, row.num_new_tokens - (self._size - 1))
             if lead:
@@ -96,7 +96,9 @@ class EveryState:
         entries: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
         for t in (0, *range(first_kept, group.num_tokens + 1)):
             rows = [i for i, row in enumerate(group.rows) if row.num_new_tokens >= t]
-            places = [group.rows[i].slot * self._size + (group.rows[i].num_past_tokens + t) % self._size for i in rows]
+            places = [
+                group.rows[i].slot * self._size + (group.rows[i].num_computed_tokens + t) % self._size for i in rows
+            ]
             selected = None if len(rows) == len(group.rows) else torch.tensor(rows, device=device)
             entries[t] = selected, torch.tensor(places, device=device)
         return entries

@@ -23,7 +23,7 @@ class StateRow:
     Attributes:
         start: Index of its first new token among the step's tokens.
         num_new_tokens: At least 1.
-        num_past_tokens: Tokens its state has seen before.
+        num_computed_tokens: Tokens its state has seen before.
         slot: Where its tensors are.
         oldest: Where its window begins before the step.
         newest: Length whose state was computed last before the step.
@@ -32,7 +32,7 @@ class StateRow:
 
     start: int
     num_new_tokens: int
-    num_past_tokens: int
+    num_computed_tokens: int
     slot: int
     oldest: int
     newest: int
@@ -41,7 +41,7 @@ class StateRow:
     @property
     def length(self) -> int:
         """Tokens its state has seen after the step."""
-        return self.num_past_tokens + self.num_new_tokens
+        return self.num_computed_tokens + self.num_new_tokens
 
 
 class RowGroup:

@@ -110,7 +110,9 @@ def test_a_rollback_that_is_off_by_one_is_found(references: dict[str, tuple], mo
     def off_by_one(self: ModelRunner, rows: list[RowInput]) -> tuple:
         tokens, positions, wanted, spans = lay_out(self, rows)
         late = [int(id(row.sequence) in rolled_back) for row in rows]
-        spans = [replace(s, num_past_tokens=s.num_past_tokens + off) for s, off in zip(spans, late, strict=True)]
+        spans = [
+            replace(s, num_computed_tokens=s.num_computed_tokens + off) for s, off in zip(spans, late, strict=True)
+        ]
         return tokens, positions, wanted, spans
 
     monkeypatch.setattr(ModelRunner, "truncate", noting_truncate)

@@ -72,7 +72,7 @@ def test_a_row_larger_than_the_bound_is_read_by_itself(monkeypatch: pytest.Monke
     spans = [RowSpan(0, 3, 20, [0, 1]), RowSpan(3, 1, 30, [2, 3])]
     plan = StepPlan(spans, 4, BLOCK_SIZE, 0)
     pieces = varlen._pieces(plan, None, torch.device("cpu"), 1)
-    assert [(piece.queries, piece.max_num_keys) for piece in pieces] == [(slice(0, 3), 23), (slice(3, 4), 31)]
+    assert [(piece.queries, piece.max_seqlen_k) for piece in pieces] == [(slice(0, 3), 23), (slice(3, 4), 31)]
 
 
 def test_a_shared_block_of_latents_is_expanded_once(shared_prefix: StepPlan) -> None:

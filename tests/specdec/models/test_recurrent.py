@@ -89,7 +89,7 @@ def test_large_states_are_computed_where_they_are_kept(family: str, monkeypatch:
 def keep_refused(span: RowSpan, state: SequenceState, window: Window) -> StateRow:
     """A state that goes on from where it was, whatever was taken back."""
     row = runner_module_state_row(span, state, window)
-    return replace(row, num_past_tokens=max(state.newest, span.num_past_tokens))
+    return replace(row, num_computed_tokens=max(state.newest, span.num_computed_tokens))
 
 
 runner_module_state_row = runner_module.state_row
