@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from specdec.control.estimates import DecayedRate, Round, TrackedRate, acceptance_trials, rounds_of
-from specdec.control.group import KNOWN_TRIALS, PROBE, Group
+from specdec.control.estimates import DecayedRate, Round, acceptance_trials, rounds_of
+from specdec.control.group import KNOWN_TRIALS, PRIOR_RATE, PRIOR_TRIALS, PROBE, Group
 from specdec.control.ways import OFF, WAYS, Bounds, Choice, Conditions, own_length
-from specdec.control.workers import WorkerFigures, conditions_of
+from specdec.control.workers import WorkerFigures
 from specdec.protocol.messages import Notes, Plan
 from specdec.protocol.plans import IN_TURN_WAIT_S, Placements, WorkerKind
 from specdec.sampling.params import SequenceSpec
 
-PRIOR_ACCEPTANCE, PRIOR_TRIALS = 0.5, 4.0
-"""Before anything was judged a draft token is as often right as wrong."""
 OWN_TRIALS = 32.0
 """A sequence's rate is that of its kind until so many of its own draft tokens were judged."""
 SETTLE_ROUNDS = 2
@@ -29,9 +27,6 @@ class Tracked:
     Attributes:
         bound: The request's ``num_speculative_tokens``.
         kind: Its temperature, roughly: acceptance depends on it.
-        plan: Its newest.
-        choice: What its plan carries out.
-        acceptance: Of late.
         since: Rounds since the plan changed.
         seen_s: When it was last decided.
     """
@@ -53,22 +48,17 @@ class Tracked:
     def follow(self, choice: Choice, plan: Plan) -> bool:
         """It carries out a choice from now on; whether that takes another plan."""
         choice = choice if plan.num_draft_tokens else OFF
-        if choice != self.choice:
-            self.choice, self.since = choice, 0
         differs = _differs(plan, self.plan)
-        if differs:
-            self.plan, self.since = plan, 0
+        if differs or choice != self.choice:
+            self.choice, self.since = choice, 0
+        self.plan = plan if differs else self.plan
         return differs
 
 
 class Controller:
     """Chooses way, draft length and fan-out per sequence, for the most tokens per second.
 
-    A plain state machine over measurements: ``decided``, ``reported`` and ``echoed`` take them in, ``review`` gives the
-    plans that have changed.
-
-    Attributes:
-        bounds: What it may choose from.
+    ``decided``, ``reported`` and ``echoed`` take measurements in, ``review`` gives the plans that have changed.
     """
 
     def __init__(self, bounds: Bounds | None = None) -> None:
@@ -78,7 +68,7 @@ class Controller:
         self._sequences: dict[str, Tracked] = {}
         self._workers: dict[str, WorkerFigures] = {}
         self._groups: dict[str, Group] = {}
-        self._acceptance: dict[float, TrackedRate] = {}
+        self._acceptance: defaultdict[float, DecayedRate] = defaultdict(DecayedRate)
 
     def opened(self, seq: str, spec: SequenceSpec) -> Plan:
         """A sequence has come; its first plan is what was learned before, within its request's bound."""
@@ -107,7 +97,7 @@ class Controller:
         accepted, judged = acceptance_trials(rounds)
         if judged:
             one.acceptance = one.acceptance.add(accepted, judged)
-            self._acceptance[one.kind] = self._acceptance.get(one.kind, TrackedRate()).add(accepted, judged)
+            self._acceptance[one.kind] = self._acceptance[one.kind].add(accepted, judged)
         group = self._groups.get(one.target or "")
         if group is not None and seq == group.probing:
             group.probed(len(rounds))
@@ -140,12 +130,7 @@ class Controller:
         self._groups.pop(worker, None)
 
     def review(self, placements: Placements, now_s: float) -> dict[str, Plan]:
-        """Choose anew. Gives the plans that have changed, by sequence.
-
-        Args:
-            placements: Target and drafter of each sequence that has a target.
-            now_s: Time.
-        """
+        """Choose anew. Gives the plans that have changed, by sequence."""
         members: defaultdict[str, list[str]] = defaultdict(list)
         for seq, (target, _) in placements.items():
             if seq in self._sequences:
@@ -159,11 +144,18 @@ class Controller:
     def _review_group(self, target: str, seqs: list[str], placements: Placements, now_s: float) -> dict[str, Plan]:
         group = self._groups.setdefault(target, Group())
         able = [seq for seq in seqs if self._sequences[seq].bound != 0]
-        conditions = self._conditions(target, seqs, placements, group.guess_rate)
+        conditions, room = self._conditions(target, seqs, placements, group.guess_rate)
         rates = [self._rate(self._sequences[seq]) for seq in able]
         mean_rate = sum(rates) / len(rates) if rates else group.acceptance_rate
-        group.review(conditions, mean_rate, self._bounds_for(conditions, able, placements.values()), now_s)
-        unknown = [seq for seq in able if self._trials(self._sequences[seq].kind) < KNOWN_TRIALS]
+        most = self.bounds.num_draft_tokens
+        longest = max(
+            (most if (own := self._sequences[seq].bound) is None else min(own, most) for seq in able), default=0
+        )
+        branches = min(self.bounds.num_branches, room)
+        group.review(
+            conditions, mean_rate, replace(self.bounds, num_draft_tokens=longest, num_branches=branches), now_s
+        )
+        unknown = [seq for seq in able if self._acceptance[self._sequences[seq].kind].trials < KNOWN_TRIALS]
         probing = group.probe(unknown, able) if conditions is not None else None
         changed = {}
         for seq in seqs:
@@ -179,46 +171,30 @@ class Controller:
         if choice == OFF or one.bound == 0 or group.conditions is None:
             return Plan()
         rate = self._rate(one)
-        length = own_length(choice, group.conditions, group.acceptance_rate, rate, one.bound)
+        length = own_length(choice, group.acceptance_rate, rate, one.bound)
         wait_s = IN_TURN_WAIT_S if choice.way == "in_turn" else 0.0
         rate = round(20 * rate) / 20
         return Plan(length, choice.num_branches, acceptance_rate=rate, mode=choice.way, draft_wait_s=wait_s)
 
     def _rate(self, one: Tracked) -> float:
-        return one.acceptance.rate(self._kind_rate(one.kind), OWN_TRIALS)
+        return one.acceptance.rate(self._acceptance[one.kind].rate(PRIOR_RATE, PRIOR_TRIALS), OWN_TRIALS)
 
-    def _kind_rate(self, kind: float) -> float:
-        return self._acceptance.get(kind, TrackedRate()).rate(PRIOR_ACCEPTANCE, PRIOR_TRIALS)
-
-    def _trials(self, kind: float) -> float:
-        return self._acceptance.get(kind, TrackedRate()).slow.trials
-
-    def _conditions(self, target: str, seqs: list[str], placements: Placements, guess_rate: float) -> Conditions | None:
-        """None while too little was measured."""
+    def _conditions(
+        self, target: str, seqs: list[str], placements: Placements, guess_rate: float
+    ) -> tuple[Conditions | None, int]:
+        """None while too little was measured; and for how many branches of a sequence its drafter has room."""
         figures, drafters = self._workers.get(target), self._drafters
         if figures is None or not drafters:
-            return None
+            return None, 0
         used = Counter(name for seq in seqs if (name := placements[seq][1]) in drafters)
-        name = max(drafters, key=lambda name: (used[name], bool(drafters[name].steps)))
+        drafter = drafters[max(drafters, key=lambda name: (used[name], bool(drafters[name].steps)))]
         num_able = sum(one.bound != 0 for one in self._sequences.values())
-        # Other routers' sequences are in the report alone, and in ours those that do not draft for now.
-        num_draft_rows = max(-(-num_able // len(drafters)), used[name])
-        return conditions_of(figures, drafters[name], len(seqs), num_draft_rows, guess_rate)
-
-    def _bounds_for(
-        self, conditions: Conditions | None, able: Iterable[str], placed: Iterable[tuple[str, str | None]]
-    ) -> Bounds:
-        """No more branches of a sequence than its drafters have room for, and no longer drafts than any may have."""
-        if conditions is None:
-            return self.bounds
-        drafters = self._drafters
-        used = drafters.keys() & {drafter for _, drafter in placed} or drafters.keys()
-        room = min(drafters[name].branches_each(conditions.num_draft_rows) for name in used)
-        most = self.bounds.num_draft_tokens
-        longest = max((most if (one := self._sequences[seq].bound) is None else one for seq in able), default=0)
-        return replace(
-            self.bounds, num_draft_tokens=min(most, longest), num_branches=min(self.bounds.num_branches, room)
-        )
+        num_draft_rows = max(1, -(-num_able // len(drafters)))
+        if not figures.steps or not drafter.steps:
+            return None, 0
+        num_rows, trips_s = max(len(seqs), figures.num_sequences), figures.round_trip_s + drafter.round_trip_s
+        found = Conditions(figures.steps, drafter.steps, num_rows, num_draft_rows, trips_s, guess_rate)
+        return found, drafter.branches_each(num_draft_rows)
 
     @property
     def _drafters(self) -> dict[str, WorkerFigures]:
@@ -230,7 +206,7 @@ class Controller:
         ways = Counter(one.choice.way for one in ones)
         drafting = [one.plan for one in ones if one.plan.num_draft_tokens]
         count, groups = max(1, len(drafting)), self._groups.values()
-        rates = [group.acceptance_rate for group in groups] or [PRIOR_ACCEPTANCE]
+        rates = [group.acceptance_rate for group in groups] or [PRIOR_RATE]
         overall = {
             "planned_draft_tokens": sum(plan.num_draft_tokens for plan in drafting) / count,
             "planned_branches": sum(plan.num_branches for plan in drafting) / count,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
+
+MEMORY = 256.0
+"""Trials after which a trial counts 1/e."""
 
 
 class Round(NamedTuple):
@@ -17,54 +19,19 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DecayedRate:
-    """Successes among trials; what is older than ``memory`` trials counts less and less.
-
-    Attributes:
-        successes: Weighted.
-        trials: Weighted; approaches ``memory``.
-        memory: Trials after which a trial counts 1/e.
-    """
+    """Successes among trials, both weighted: what is older than ``MEMORY`` trials counts less and less."""
 
     successes: float = 0.0
     trials: float = 0.0
-    memory: float = 256.0
 
     def add(self, successes: float, trials: float) -> DecayedRate:
         """With newer counts."""
-        kept = max(0.0, 1 - trials / self.memory)
-        return DecayedRate(self.successes * kept + successes, self.trials * kept + trials, self.memory)
+        kept = max(0.0, 1 - trials / MEMORY)
+        return DecayedRate(self.successes * kept + successes, self.trials * kept + trials)
 
     def rate(self, prior: float, weight: float) -> float:
         """The rate, with a prior that counts like ``weight`` trials."""
         return (self.successes + prior * weight) / (self.trials + weight)
-
-
-@dataclass(frozen=True, slots=True)
-class TrackedRate:
-    """A steady estimate that lets go of its past as soon as the newest trials contradict it.
-
-    Attributes:
-        slow: What is used.
-        fast: The newest trials; where they differ from ``slow`` by more than three standard errors, ``slow`` begins
-            anew from them.
-    """
-
-    slow: DecayedRate = DecayedRate(memory=2048.0)
-    fast: DecayedRate = DecayedRate(memory=64.0)
-
-    def add(self, successes: float, trials: float) -> TrackedRate:
-        """With newer counts."""
-        slow, fast = self.slow.add(successes, trials), self.fast.add(successes, trials)
-        if fast.trials >= 16:
-            steady, newest = slow.rate(0.5, 1.0), fast.rate(0.5, 1.0)
-            error = math.sqrt(max(steady * (1 - steady), 0.01) / fast.trials)
-            if abs(newest - steady) > 3 * error + 0.02:
-                slow = DecayedRate(fast.successes, fast.trials, slow.memory)
-        return TrackedRate(slow, fast)
-
-    def rate(self, prior: float, weight: float) -> float:
-        """The rate, with a prior that counts like ``weight`` trials."""
-        return self.slow.rate(prior, weight)
 
 
 def acceptance_trials(rounds: Iterable[Round]) -> tuple[int, int]:

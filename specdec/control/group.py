@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from specdec.control.estimates import TrackedRate
+from specdec.control.estimates import DecayedRate
 from specdec.control.ways import OFF, Bounds, Choice, Conditions, best_by_way, guess_rate_of, pace
 from specdec.types import Way
 
@@ -24,16 +24,17 @@ LONGEST_REST = 4
 """Probes that find nothing come less often each time, down to a part of what their share allows."""
 KNOWN_TRIALS = 8
 """A kind of request is known once so many of its draft tokens were judged."""
-PRIOR_GUESS_RATE, PRIOR_TRIALS = 0.5, 8.0
+PRIOR_RATE, PRIOR_TRIALS = 0.5, 4.0
+"""Before anything was judged a draft token, or a guess, is as often right as wrong."""
+MEMORY_TOKENS, PRIOR_TOKENS, AGE_S = 512.0, 16.0, 120.0
+"""A correction remembers so many tokens, trusts its prior like so many, and itself 1/e after so long without news."""
 
 
 @dataclass
 class Correction:
-    """Measured over predicted, as an average over the newest.
+    """Measured over predicted tokens, or over seconds, as an average over the newest.
 
     Attributes:
-        measured: Tokens, weighted.
-        predicted: What ``measured`` is held against, weighted.
         at_s: When the newest came.
     """
 
@@ -41,43 +42,35 @@ class Correction:
     predicted: float = 0.0
     at_s: float = 0.0
 
-    MEMORY_TOKENS = 512.0
-    PRIOR_TOKENS = 16.0
-    AGE_S = 120.0
-
     def add(self, num_tokens: float, predicted: float, now_s: float) -> None:
         """So many tokens have come where so many, or so much time, were predicted."""
-        kept = math.exp(-num_tokens / self.MEMORY_TOKENS)
+        kept = math.exp(-num_tokens / MEMORY_TOKENS)
         self.measured = self.measured * kept + num_tokens
         self.predicted = self.predicted * kept + predicted
         self.at_s = now_s
 
     def ratio(self, prior: float, now_s: float | None = None) -> float:
         """The quotient, with a prior that counts like a few tokens; with ``now_s`` more, the older the newest is."""
-        age = 1.0 if now_s is None else math.exp(-max(0.0, now_s - self.at_s) / self.AGE_S)
-        weight = self.PRIOR_TOKENS
-        return (self.measured * age + weight) / (self.predicted * age + weight / prior)
+        age = 1.0 if now_s is None else math.exp(-max(0.0, now_s - self.at_s) / AGE_S)
+        return (self.measured * age + PRIOR_TOKENS) / (self.predicted * age + PRIOR_TOKENS / prior)
 
 
 @dataclass
 class Group:
     """What is known of the sequences of one target, whether or not any is there.
 
-    What one burst of requests has taught decides for the next: choices and corrections are kept by load, in octaves of
-    the number of rows.
+    Choices and corrections are kept by load, in octaves of the number of rows.
 
     Attributes:
         choice: What is followed now.
         conditions: As of the last review; None while too little is measured.
-        acceptance_rate: As of the last review.
-        guesses: How often guesses were right.
         probing: The sequence that probes.
     """
 
     choice: Choice = OFF
     conditions: Conditions | None = None
-    acceptance_rate: float = 0.5
-    guesses: TrackedRate = field(default_factory=TrackedRate)
+    acceptance_rate: float = PRIOR_RATE
+    guesses: DecayedRate = field(default_factory=DecayedRate)
     probing: str | None = None
     _choices: dict[int, Choice] = field(default_factory=dict)
     _corrections: dict[tuple[Way, int], Correction] = field(default_factory=dict)
@@ -94,7 +87,7 @@ class Group:
     @property
     def guess_rate(self) -> float:
         """How often the draft's next guess is right; a half until it is measured."""
-        return self.guesses.rate(PRIOR_GUESS_RATE, PRIOR_TRIALS)
+        return self.guesses.rate(PRIOR_RATE, PRIOR_TRIALS)
 
     def heard(self, choice: Choice, num_rounds: int, num_tokens: int, seconds: float, now_s: float) -> None:
         """A sequence that follows a choice, for a while already, had these rounds."""

@@ -24,6 +24,8 @@ RUNNING_STEP = 0.5
 """Of the draft step that runs when a verdict comes any part may be left: half of it in the mean."""
 TIE = 1.02
 """What promises less than that much more is as good: of such choices the one that drafts least is taken."""
+WORSE = 0.5
+"""A sequence is much worse than its group where its acceptance rate is below this part of the group's."""
 
 
 class Choice(NamedTuple):
@@ -38,31 +40,20 @@ OFF = Choice()
 
 
 class Pace(NamedTuple):
-    """What a choice gives one sequence in the long run.
-
-    Attributes:
-        tokens: Committed per round.
-        round_s: Duration of a round.
-    """
+    """Tokens of a round and its duration, of one sequence in the long run."""
 
     tokens: float
     round_s: float
 
     @property
     def tokens_per_s(self) -> float:
-        """Of one sequence."""
+        """The quotient."""
         return self.tokens / self.round_s
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What may be chosen.
-
-    Attributes:
-        num_draft_tokens: Most draft tokens per round.
-        num_branches: Most branches per sequence; 0 is none.
-        ways: Ways of speculating; ``off`` is always one.
-    """
+    """What may be chosen: the most draft tokens, the most branches (0 is none), the ways beside ``off``."""
 
     num_draft_tokens: int = DRAFT_LENGTHS[-1]
     num_branches: int = 16
@@ -112,21 +103,14 @@ class Conditions:
 
 
 def pace(choice: Choice, conditions: Conditions, acceptance_rate: float) -> Pace:
-    """The pace of one sequence where all that share its steps speculate alike."""
-    match choice.way:
-        case "off":
-            return Pace(1.0, conditions.target_s(0))
-        case "in_turn":
-            return in_turn(choice, conditions, acceptance_rate)
-        case _:
-            return ahead(choice, conditions, acceptance_rate)
-
-
-def in_turn(choice: Choice, conditions: Conditions, acceptance_rate: float) -> Pace:
-    """Draft, then verify: E tokens in t_T + 2 delta + K t_d."""
+    """The pace of one sequence where all that share its steps speculate alike: in turn, t_T + 2 delta + K t_d."""
     length = choice.num_draft_tokens
-    round_s = conditions.target_s(length) + length * conditions.draft_s(0) + conditions.round_trip_s
-    return Pace(expected_tokens(acceptance_rate, length), round_s)
+    if choice.way == "off":
+        return Pace(1.0, conditions.target_s(0))
+    if choice.way == "in_turn":
+        round_s = conditions.target_s(length) + length * conditions.draft_s(0) + conditions.round_trip_s
+        return Pace(expected_tokens(acceptance_rate, length), round_s)
+    return ahead(choice, conditions, acceptance_rate)
 
 
 def ahead(choice: Choice, conditions: Conditions, acceptance_rate: float) -> Pace:
@@ -200,25 +184,10 @@ def best_by_way(conditions: Conditions, acceptance_rate: float, bounds: Bounds) 
     return best
 
 
-def own_length(choice: Choice, conditions: Conditions, group_rate: float, own_rate: float, bound: int | None) -> int:
-    """Draft length of one sequence within its group's choice.
+def own_length(choice: Choice, group_rate: float, own_rate: float, bound: int | None) -> int:
+    """Draft length of one sequence within its group's choice: one token where it is much worse than the group.
 
-    A draft token is worth verifying while its chance to be kept, a^k, exceeds what the time it takes would have given
-    the group otherwise (the marginal form of the goodput that Liu et al. 2024, arXiv 2406.14066, maximise). One is
-    drafted in any case, so that its rate stays known; 0 only where the request allows none.
+    One is drafted in any case, so that its rate stays known; 0 only where the request allows none.
     """
-    most = choice.num_draft_tokens if bound is None else min(bound, choice.num_draft_tokens)
-    if most <= 1:
-        return most
-    longer_s = conditions.target_s(choice.num_draft_tokens) - conditions.target_s(0)
-    price = pace(choice, conditions, group_rate).tokens_per_s * longer_s / choice.num_draft_tokens
-    # The length is best for the group's rate, whatever the slope: only those that are worse draft less.
-    price = min(price, (_WORSE * group_rate) ** choice.num_draft_tokens)
-    length = 1
-    while length < most and own_rate ** (length + 1) >= price:
-        length += 1
-    return length
-
-
-_WORSE = 0.9
-"""A sequence is worse than its group where its acceptance rate is below this part of the group's."""
+    length = 1 if own_rate < WORSE * group_rate else choice.num_draft_tokens
+    return length if bound is None else min(bound, length)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.control.group import CAUTION, PROBE_ROUNDS, PROBE_SHARE, Correction, Group
+from specdec.control.group import AGE_S, CAUTION, PROBE_ROUNDS, PROBE_SHARE, Group
 from specdec.control.ways import OFF, Bounds, pace
 from tests.specdec.control.test_ways import conditions
 
@@ -46,7 +46,7 @@ def test_a_factor_counts_at_its_load_then_nearby_and_less_as_it_ages():
     assert group.factor("outcomes", one, 0.0) == pytest.approx(0.7, abs=0.02)
     assert group.factor("outcomes", eight, 0.0) == pytest.approx(0.7, abs=0.02)
     assert group.factor("in_turn", one, 0.0) == pytest.approx(CAUTION)
-    assert group.factor("outcomes", one, 20 * Correction.AGE_S) == pytest.approx(CAUTION, abs=0.01)
+    assert group.factor("outcomes", one, 20 * AGE_S) == pytest.approx(CAUTION, abs=0.01)
 
 
 def test_the_target_alone_is_remembered_as_it_was():
