@@ -74,6 +74,8 @@ TAKEN: frozenset[str] = frozenset(
         # llama.cpp: parameters of samplers that are refused unless they are off, and of its own cache and slots
         *("mirostat_tau", "mirostat_eta", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
         *("dry_sequence_breakers", "xtc_threshold", "dynatemp_exponent", "repeat_last_n", "penalty_last_n"),
+        # text-generation-webui: without it, a misspelt `model`
+        "mode",
         *("cache_prompt", "id_slot", "n_keep", "timings_per_token", "return_progress", "reasoning_format"),
     }
 )
