@@ -97,12 +97,12 @@ class StreamedAnswer(Response):
         for index in range(len(self._job.sequences)):
             opening = self._format.opening(index)
             if opening is not None:
-                await self._send_json(send, self._envelope.chunk(opening, 0))
+                await self._send_json(send, self._envelope.chunk(opening, generation, 0))
         async with aclosing(self._gathered(generation)) as deltas:
             async for delta in deltas:
                 self._num_sent += len(delta.token_ids)
                 count = _num_prompt_logprobs(self._job, delta)
-                await self._send(send, await self._api.write(count, partial(self._written, delta)))
+                await self._send(send, await self._api.write(count, partial(self._written, delta, generation)))
         last = self._envelope.last_chunk(generation)
         if last is not None:
             await self._send_json(send, last)
@@ -130,8 +130,8 @@ class StreamedAnswer(Response):
         told = delta.logprobs or delta.prompt_logprobs
         return bool(delta.text or delta.finish or told or self._job.body.return_token_ids)
 
-    def _written(self, delta: SampleDelta) -> bytes:
-        return _event(self._envelope.chunk(self._format.chunk(delta), self._num_sent))
+    def _written(self, delta: SampleDelta, generation: Generation) -> bytes:
+        return _event(self._envelope.chunk(self._format.chunk(delta), generation, self._num_sent))
 
     async def _send_json(self, send: Send, body: Json) -> None:
         await self._send(send, _event(body))

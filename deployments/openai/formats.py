@@ -153,22 +153,19 @@ class Envelope:
 
     def whole(self, choices: list[Json], generation: Generation) -> Json:
         """A whole answer."""
-        return (
-            self._body(self._kinds[0], choices)
-            | {"usage": self._usage(generation.num_completion_tokens)}
-            | self._metrics(generation)
-        )
+        return self._body(self._kinds[0], choices) | {"usage": self._usage(generation)} | self._metrics(generation)
 
-    def chunk(self, choice: Json, num_sent: int) -> Json:
+    def chunk(self, choice: Json, generation: Generation, num_sent: int) -> Json:
         """One chunk; its usage is that so far where it is wanted, or null where a later one has it.
 
         Args:
             choice: What is new.
+            generation: Of it.
             num_sent: Output tokens that were sent up to the chunk, those in it included.
         """
         body = self._body(self._kinds[1], [choice])
         if self._job.body.wants_continuous_usage:
-            return body | {"usage": self._usage(num_sent)}
+            return body | {"usage": self._usage(generation, num_sent)}
         return body | ({"usage": None} if self._job.body.wants_usage_chunk else {})
 
     def last_chunk(self, generation: Generation) -> Json | None:
@@ -176,7 +173,7 @@ class Envelope:
         metrics = self._metrics(generation)
         if not metrics and not self._job.body.wants_usage_chunk:
             return None
-        usage = self._usage(generation.num_completion_tokens) if self._job.body.wants_usage_chunk else None
+        usage = self._usage(generation) if self._job.body.wants_usage_chunk else None
         return self._body(self._kinds[1], []) | {"usage": usage} | metrics
 
     def _body(self, kind: str, choices: list[Json]) -> Json:
@@ -185,10 +182,16 @@ class Envelope:
         choices = [{key: value for key, value in choice.items() if key not in self._beside} for choice in choices]
         return {**self._head, "object": kind, "model": self._job.model.name, "choices": choices, **beside}
 
-    def _usage(self, num_completion_tokens: int) -> Json:
+    def _usage(self, generation: Generation, num_sent: int | None = None) -> Json:
+        """The usage of all choices, or of what was sent of them so far."""
         prompt = self._job.num_prompt_tokens
-        total = prompt + num_completion_tokens
-        return {"prompt_tokens": prompt, "completion_tokens": num_completion_tokens, "total_tokens": total}
+        completion = generation.num_completion_tokens if num_sent is None else num_sent
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": generation.num_cached_tokens},
+        }
 
     def _metrics(self, generation: Generation) -> Json:
         """What speculation did, if it was asked for; for several choices there is no one answer to that."""

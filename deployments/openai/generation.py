@@ -80,12 +80,14 @@ class Generation:
     Attributes:
         job: What is generated.
         num_completion_tokens: Tokens billed so far, over all choices.
+        num_cached_tokens: Prompt tokens that were not read, each prompt counted once: for its first choice.
         tallies: What speculation did, by choice.
     """
 
     def __init__(self, api: Api, job: Job) -> None:
         self.job = job
         self.num_completion_tokens = 0
+        self.num_cached_tokens = 0
         self.tallies = [RoundTally() for _ in job.sequences]
         self._api = api
         self._num_open = len(job.sequences)
@@ -193,6 +195,8 @@ class Generation:
                     account.first_token_s = time.monotonic()
                 if not delta.tokens and delta.finish is None:
                     continue
+                if index % self.job.num_samples == 0:
+                    self.num_cached_tokens += delta.notes.num_cached_tokens
                 piece = self._piece(index, delta, output, unshown, observer)
                 if tells_of_prompt:
                     piece = replace(piece, prompt_logprobs=await self._prompt_read(index, delta.notes))

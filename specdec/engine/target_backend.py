@@ -57,6 +57,7 @@ class ModelTarget:
         self._max_model_len = max_model_len
         self._max_batch_tokens = max_batch_tokens
         self._marks: dict[str, Mark] = {}
+        self._num_cached: dict[str, int] = {}
         self._max_draft = 0 if runner.no_speculation is not None else runner.max_rollback
         self._num_fallbacks = self._num_steps = 0
         self._prompts = PromptReader()
@@ -81,6 +82,7 @@ class ModelTarget:
         """Free everything held for a sequence."""
         self._states.release(key)
         self._marks.pop(key, None)
+        self._num_cached.pop(key, None)
         self._prompts.release(key)
 
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
@@ -171,6 +173,8 @@ class ModelTarget:
         finishes = num_cached + len(tokens) == length
         if self._runner.no_speculation is not None and job.key not in self._marks:
             self._num_fallbacks += 1 if job.spec.num_speculative_tokens != 0 else 0
+        if job.key not in self._marks and length == job.spec.output_start:
+            self._num_cached[job.key] = num_cached
         self._marks[job.key] = job.log.mark(num_cached)
         num_logits = len(tokens) + len(draft) if self._prompts.wants(job) else 1 + len(draft) if finishes else 0
         return RowInput(sequence, tokens + draft, num_logits), draft
@@ -195,6 +199,7 @@ class ModelTarget:
                 len(group.draft),
                 reported,
                 self._prompts.take(jobs[i]),
+                self._num_cached.pop(jobs[i].key, 0),
             )
             if id(group) not in failures
             else Verification(Status.FAILED, reason=reason_of(failures[id(group)]))

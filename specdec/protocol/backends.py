@@ -58,6 +58,7 @@ class Verification:
         num_drafted: How many draft tokens were verified (fewer than offered where memory is short).
         logprobs: One entry per token of ``run``, if the request asked for them.
         prompt_logprobs: With the first output token, if the request asked for them.
+        num_cached_tokens: With the first output token, how many of the prompt's tokens were not read for it.
         reason: What went wrong, if the job has failed.
     """
 
@@ -67,6 +68,7 @@ class Verification:
     num_drafted: int = 0
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    num_cached_tokens: int = 0
     reason: str = ""
 
 

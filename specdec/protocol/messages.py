@@ -37,12 +37,15 @@ class Notes(Struct, frozen=True, array_like=True):
             part of a log count rounds and draft tokens exactly, however often a message was repeated.
         logprobs: Log probabilities, where the request asked for them.
         prompt_logprobs: Those of the prompt, where asked for; they go with the first output token.
+        num_cached_tokens: With the first output token, how many of the prompt's tokens were not read, since another
+            sequence had left what they give.
     """
 
     how: str = ""
     num_drafted: Tokens = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    num_cached_tokens: int = 0
 
     def last(self, count: int) -> Notes:
         """The notes of the last ``count`` tokens."""
@@ -55,7 +58,9 @@ class Notes(Struct, frozen=True, array_like=True):
     def first(self, count: int) -> Notes:
         """The notes of the first ``count`` tokens."""
         logprobs = None if self.logprobs is None else self.logprobs[:count]
-        return Notes(self.how[:count], self.num_drafted[:count], logprobs, self.prompt_logprobs if count else None)
+        if not count:
+            return Notes(logprobs=logprobs)
+        return Notes(self.how[:count], self.num_drafted[:count], logprobs, self.prompt_logprobs, self.num_cached_tokens)
 
     def __add__(self, other: Notes) -> Notes:
         """Notes of two runs of tokens, one after the other."""
@@ -64,8 +69,14 @@ class Notes(Struct, frozen=True, array_like=True):
         logprobs = (
             None if self.logprobs is None and other.logprobs is None else (self.logprobs or ()) + (other.logprobs or ())
         )
-        prompt_logprobs = self.prompt_logprobs if self.how else other.prompt_logprobs
-        return Notes(self.how + other.how, self.num_drafted + other.num_drafted, logprobs, prompt_logprobs)
+        begins = self if self.how else other
+        return Notes(
+            self.how + other.how,
+            self.num_drafted + other.num_drafted,
+            logprobs,
+            begins.prompt_logprobs,
+            begins.num_cached_tokens,
+        )
 
 
 class Plan(Struct, frozen=True, array_like=True):

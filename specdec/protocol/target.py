@@ -160,7 +160,9 @@ class TargetMachine(WorkerMachine[TargetRow]):
             full = num_accepted == result.num_drafted
             how += "p" if not result.num_drafted else "b" if full else "c"
         logprobs = None if result.logprobs is None else result.logprobs[:count]
-        row.notes = row.notes + Notes(how, tuple(num_drafted), logprobs, result.prompt_logprobs)
+        row.notes = row.notes + Notes(
+            how, tuple(num_drafted), logprobs, result.prompt_logprobs, result.num_cached_tokens
+        )
         self.counters.count_round(result.num_drafted, num_accepted, count)
         self._tell(row, now_s)
 

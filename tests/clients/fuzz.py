@@ -1,7 +1,7 @@
 """Thousands of made-up requests against the API's own schema: no 5xx, no hang, nothing left open.
 
-The API stands over a script, on a port of this machine. ``schemathesis`` makes the requests: a program of its own, which
-needs no place among this project's packages::
+The API stands over a script, on a port of this machine. ``schemathesis`` makes the requests: a program of its own,
+which needs no place among this project's packages::
 
     python -m tests.clients.fuzz --schemathesis PATH/TO/bin/schemathesis --examples 1500
 """

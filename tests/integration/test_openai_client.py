@@ -63,7 +63,7 @@ def test_a_stream_is_the_whole_answer_in_pieces(client: OpenAI, model: str) -> N
     whole = client.completions.create(**options)
     chunks = list(client.completions.create(**options, stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole.choices[0].text
-    assert chunks[-1].usage == whole.usage
+    assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
     assert len(chunks) > 5
 
@@ -74,7 +74,7 @@ def test_chat(client: OpenAI, model: str) -> None:
     whole = client.chat.completions.create(**options)
     with_usage = {"stream": True, "stream_options": {"include_usage": True}}
     chunks = list(client.chat.completions.create(**options, **with_usage))
-    assert chunks[-1].usage == whole.usage
+    assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
     chunks = chunks[:-1]
     assert whole.choices[0].message.role == "assistant"
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == whole.choices[0].message.content

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx2
 import pytest
+from msgspec import structs
 from transformers import PreTrainedTokenizerFast
 
 from deployments.openai import SequenceRequest
@@ -195,6 +197,20 @@ async def test_the_usage_of_every_chunk(
         usage = chunk["usage"]
         assert (usage["prompt_tokens"], usage["total_tokens"]) == (prompt, prompt + usage["completion_tokens"])
     assert (chunks[-1]["choices"] == []) == include_usage
+
+
+async def test_tokens_that_were_not_read_are_told_once_for_each_prompt(bench: Bench, http: httpx2.AsyncClient) -> None:
+    ids = bench.tokenizer.encode(TEXT)
+    bench.script = lambda request: [
+        replace(delta, notes=structs.replace(delta.notes, num_cached_tokens=0 if i else 5))
+        for i, delta in enumerate(rounds(ids, 4))
+    ]
+    body = COMPLETION | {"prompt": ["def add", "def sub"], "n": 3}
+    usage = (await http.post("/v1/completions", json=body)).json()["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 10}
+    stream = await http.post("/v1/completions", json=body | {"stream": True, "stream_options": {"include_usage": True}})
+    *_, last = [json.loads(line[6:]) for line in stream.text.split("\n\n") if line.startswith("data: {")]
+    assert last["usage"] == usage
 
 
 async def test_ids_and_fingerprints(bench: Bench, http: httpx2.AsyncClient, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -56,6 +56,24 @@ def draft_job(key: str, start: int, length: int, arrival_s: float, fork_of: str 
     return DraftJob(key, tokens, spec(arrival_s), length - 1 if fork_of else 0, length, fork_of)
 
 
+def test_a_prompts_first_token_tells_how_much_of_it_was_not_read() -> None:
+    model = runner(16)
+    target = ModelTarget(model, Sampler(model.vocab_size), max_model_len=32, max_batch_tokens=64)
+
+    def told(key: str, length: int) -> int:
+        job = VerifyJob(key, TokenLog(prompt(1, length)), (), Case(tuple(prompt(1, length)), 9, GREEDY).spec(0.0))
+        (result,) = target.verify([job])
+        job.log.extend(result.run)
+        (later,) = target.verify([job])
+        assert (result.status, later.num_cached_tokens) == (Status.DECIDED, 0)
+        target.release(key)
+        return result.num_cached_tokens
+
+    assert told("first", 11) == 0
+    assert told("again", 11) == 2 * BLOCK_SIZE
+    assert told("shorter", 6) == BLOCK_SIZE
+
+
 def test_an_older_sequence_without_work_keeps_its_room(shared: tuple) -> None:
     drafter, target, states = shared
     assert drafter.propose([draft_job("old", 1, 24, 0.0)])[0].status is Status.DECIDED

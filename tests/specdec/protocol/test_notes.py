@@ -7,7 +7,7 @@ from specdec.types import TokenLogprobs
 
 LOGPROBS = tuple(TokenLogprobs(-float(i), i + 1) for i in range(4))
 NOTES = Notes("aacp", (0, 0, 3, 0))
-REPORTED = Notes("aacp", (0, 0, 3, 0), LOGPROBS)
+REPORTED = Notes("aacp", (0, 0, 3, 0), LOGPROBS, num_cached_tokens=7)
 
 
 @pytest.mark.parametrize("notes", [NOTES, REPORTED])
@@ -20,6 +20,8 @@ def test_first_and_last_cut_every_field_alike(notes, count):
         assert (first.logprobs, last.logprobs) == (LOGPROBS[:count], LOGPROBS[4 - count :])
     else:
         assert first.logprobs is last.logprobs is None
+    assert first.num_cached_tokens == (notes.num_cached_tokens if count else 0)
+    assert last.num_cached_tokens == (notes.num_cached_tokens if count == 4 else 0)
     assert notes.first(count) + notes.last(4 - count) == notes
 
 
