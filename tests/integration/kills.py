@@ -10,6 +10,8 @@ import json
 import random
 import signal
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -273,6 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=400)
     parser.add_argument("--random-kills", type=int, default=10, help="kills of one run, 5 s apart, with two replicas")
+    parser.add_argument("--cluster", action="store_true", help="a node and the GCS, too; needs redis-server")
     options = parser.parse_args(arguments)
     titles = ["pair", "of each", "killed", "T", "broken", "tokens compared", "lost", "doubled", "changed"]
     print("| " + " | ".join([*titles, "longest pause, s", "unreachable, s"]) + " |")
@@ -280,6 +283,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for demo in options.demo.split(","):
         for replicas in map(int, options.replicas.split(",")):
             _print_rows(demo, replicas, options)
+    for event in ("node", "gcs") if options.cluster else ():
+        _print_cluster_row(event, options)
 
 
 def _print_rows(demo: str, replicas: int, options: argparse.Namespace) -> None:
@@ -300,6 +305,20 @@ def _print_rows(demo: str, replicas: int, options: argparse.Namespace) -> None:
             _print_row([demo, replicas, f"{len(killed)} at random"], [Aftermath(ended, 0.0)], undisturbed)
     finally:
         service.stop()
+
+
+def _print_cluster_row(event: str, options: argparse.Namespace) -> None:
+    """A line of deaths on a cluster of several nodes; each is a process of its own, as Ray reads its environment."""
+    command = [sys.executable, "-m", "tests.integration.cluster_deaths", event, "--streams", str(options.streams)]
+    runs = []
+    for _ in range(options.runs):
+        done = subprocess.run([*command, "--max-tokens", str(options.max_tokens)], stdout=subprocess.PIPE, check=True)
+        runs.append(json.loads(done.stdout.splitlines()[-1]))
+    cells = ["plain", "1 or 2", event, "0 and 1", sum(len(run["broken"]) for run in runs)]
+    cells += [sum(run["num_tokens"] for run in runs)]
+    cells += [sum(len(run[what]) for run in runs) for what in ("lost", "doubled", "changed")]
+    cells += [f"{statistics.median(run['longest_pause_s'] for run in runs):.2f}", "-"]
+    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
 
 def start(replicas: int, *flags: str) -> RunningService:
