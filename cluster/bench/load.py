@@ -60,7 +60,7 @@ async def run_workload(url: str, model: str, workload: Workload) -> Run:
         httpx.HTTPError: The service cannot be reached, or refuses a request.
     """
     limits = httpx.Limits(max_connections=len(workload.prompts) + 1)
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits, trust_env=False) as client:
         before = await scrape(client)
         started_s = time.perf_counter()
         asked = [_stream(client, model, workload, index) for index in range(len(workload.prompts))]
@@ -72,7 +72,7 @@ async def run_workload(url: str, model: str, workload: Workload) -> Run:
 
 async def served_model(url: str) -> str:
     """Name of the first model a service lists."""
-    async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
         answer = (await client.get("/v1/models")).raise_for_status()
         return str(answer.json()["data"][0]["id"])
 
@@ -92,7 +92,7 @@ async def scrape(client: httpx.AsyncClient) -> Figures:
 
 async def service_stand_ins(url: str) -> tuple[str, ...]:
     """What a running service's metrics tell of emulated devices and scripted tokens, for the head of a table."""
-    async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
         return told_stand_ins(await scrape(client))
 
 

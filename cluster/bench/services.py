@@ -124,7 +124,7 @@ class HttpRunner:
             httpx.HTTPError: It cannot be reached.
         """
         url = self._url(mode)
-        answer = httpx.get(f"{url}/debug/trace", timeout=_TRACE_TIMEOUT_S)
+        answer = httpx.get(f"{url}/debug/trace", timeout=_TRACE_TIMEOUT_S, trust_env=False)
         if answer.status_code == httpx.codes.NOT_FOUND:
             raise InvalidParameterError("trace", f"trace: the service at {url} records nothing; start it with --trace")
         return _TRACES.validate_json(answer.raise_for_status().content)
@@ -145,7 +145,7 @@ class HttpRunner:
 def is_healthy(url: str) -> bool:
     """Whether a service answers."""
     try:
-        return httpx.get(f"{url}/health", timeout=5).is_success
+        return httpx.get(f"{url}/health", timeout=5, trust_env=False).is_success
     except httpx.HTTPError:
         return False
 
