@@ -75,9 +75,7 @@ class PackedProduct:
 
 
 class PackedLinear(nn.Module):
-    """A linear layer's twin, with the same results: to the last bit where both widths are multiples of 32.
-
-    Others' kernels add in another order, in which one result in thousands rounds the other way.
+    """A linear layer's twin, with the same results but for rounding: its kernel may add in another order.
 
     Args:
         linear: On a CPU; its weight is not kept.
