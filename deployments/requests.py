@@ -9,10 +9,10 @@ from deployments.inbox import Inbox
 from deployments.openai.service import ModelInfo, SequenceRequest, TokenDelta
 from deployments.transport.host import LoopHost
 from specdec.errors import SequenceFailedError, ServiceUnavailableError
-from specdec.protocol.ingress import IngressMachine
+from specdec.protocol.ingress import DRAINING, MODEL_REPLACED, IngressMachine
 
 FAILED = "this ingress has failed"
-PASSING = frozenset({FAILED, "draining", "model"})
+PASSING = frozenset({FAILED, DRAINING, MODEL_REPLACED})
 """Reasons of an error for which the same request may be sent again: elsewhere, or later, it may succeed."""
 
 

@@ -93,9 +93,7 @@ def _runner(
         yield runner, runner
     else:
         names = [mode.service_mode for mode in modes if mode.service_mode is not None] or ["auto"]
-        configs: dict[str, ServiceConfig] = {
-            name: config.model_copy(update=_service_keys(name)) for name in names
-        }
+        configs: dict[str, ServiceConfig] = {name: config.model_copy(update=_service_keys(name)) for name in names}
         with Services(configs, serve) as services:
             runner = HttpRunner(services.urls)
             yield runner, runner

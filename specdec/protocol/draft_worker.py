@@ -35,6 +35,16 @@ class DraftWorkerMachine:
         self.drafter.set_times(times)
         self.solo.set_times(times)
 
+    def drain(self, now_s: float) -> None:
+        """Take no sequences any more; see :meth:`specdec.protocol.worker.WorkerMachine.drain`."""
+        self.drafter.drain(now_s)
+        self.solo.drain(now_s)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether both parts drain, and hold no sequence."""
+        return self.drafter.is_drained and self.solo.is_drained
+
     def receive(self, message: Message, now_s: float) -> None:
         """Take in one message."""
         match message:

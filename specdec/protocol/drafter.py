@@ -76,6 +76,7 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         times: The protocol's clock.
         gauges: Of the backend, for the report.
         branches_in_all: Most branches of all sequences together; see :func:`specdec.protocol.branches.branch_share`.
+        fingerprint: Of the vocabulary; see :class:`specdec.protocol.worker.WorkerMachine`.
     """
 
     def __init__(
@@ -85,8 +86,10 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         times: Times,
         gauges: Gauges | None = None,
         branches_in_all: int = BRANCHES_IN_ALL,
+        *,
+        fingerprint: str = "",
     ) -> None:
-        super().__init__(name, times, gauges)
+        super().__init__(name, times, gauges, fingerprint=fingerprint)
         self._backend = backend
         self._branches_in_all = branches_in_all
         self._num_waiting = 0

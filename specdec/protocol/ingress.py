@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
 from specdec.protocol.leases import Outbox, Times
 from specdec.protocol.marks import Extension, TokenLog
 from specdec.protocol.messages import Cancel, End, Gone, Message, NewTokens, Notes, Plan, Submit, Want
 from specdec.sampling.params import SequenceSpec
 from specdec.types import Finish, Tokens
+
+DRAINING = "the service is about to stop; send the request again"
+MODEL_REPLACED = "the model was replaced by another; send the request again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +38,11 @@ class Request:
     Attributes:
         log: Prompt and delivered output.
         router: Who has it now; None while nobody can be reached.
-        state: ``live``, ``finished`` or ``cancelled``.
         heard_s: When its router last said anything of it.
         wanted_s: When it was last submitted or wanted.
     """
 
-    __slots__ = ("attempt", "heard_s", "log", "router", "seq", "spec", "state", "wanted_s")
+    __slots__ = ("attempt", "heard_s", "log", "router", "seq", "spec", "wanted_s")
 
     def __init__(self, seq: str, tokens: Iterable[int], spec: SequenceSpec) -> None:
         self.seq = seq
@@ -49,7 +50,6 @@ class Request:
         self.log = TokenLog(tokens)
         self.attempt = 0
         self.router: str | None = None
-        self.state: Literal["live", "finished", "cancelled"] = "live"
         self.heard_s = 0.0
         self.wanted_s = 0.0
 
@@ -58,17 +58,29 @@ class IngressMachine:
     """Submits, renews, and resubmits under a higher attempt when a router is gone; delivers each token once.
 
     Driven like the other machines; deliveries are taken by ``take_deliveries``.
+
+    Args:
+        name: By which routers know it.
+        times: The protocol's clock.
+        decision: Fingerprint of what decides the tokens of its requests (rule 14). Empty takes every model.
+
+    Attributes:
+        is_draining: Whether new requests are refused: they end at once, with an error.
     """
 
-    def __init__(self, name: str, times: Times) -> None:
+    def __init__(self, name: str, times: Times, *, decision: str = "") -> None:
         self.name = name
+        self.decision = decision
+        self.is_draining = False
         self._times = times
         self._requests: dict[str, Request] = {}
-        self._routers: list[str] = []
+        self._routers: dict[str, str] = {}
         self._turn = 0
         self._outbox = Outbox()
         self._deliveries: list[Delivery] = []
         self.num_resubmitted = 0
+        self.num_errors = 0
+        self.num_refused = 0
 
     def set_times(self, times: Times) -> None:
         """Go by other times from now on."""
@@ -86,30 +98,51 @@ class IngressMachine:
     def __len__(self) -> int:
         return len(self._requests)
 
+    def report(self) -> dict[str, float]:
+        """Counters and what is open now, by name."""
+        return {
+            "num_requests": float(len(self._requests)),
+            "num_resubmitted": float(self.num_resubmitted),
+            "num_sequence_errors": float(self.num_errors),
+            "num_refused": float(self.num_refused),
+            "is_draining": float(self.is_draining),
+        }
+
+    def drain(self, now_s: float) -> None:
+        """Take no requests any more; those that are open go on to their end (rule 15)."""
+        self.is_draining = True
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether it drains, and no request is open."""
+        return self.is_draining and not self._requests
+
     def start(self, seq: str, prompt: Iterable[int], spec: SequenceSpec, now_s: float) -> None:
-        """Take a request in, and submit it as soon as there is a router."""
+        """Take a request in, and submit it as soon as there is a router; while it drains, it ends with an error."""
+        if self.is_draining:
+            self.num_refused += 1
+            self._deliveries.append(Delivery(seq, (), Notes(), "error", reason=DRAINING))
+            return
         request = Request(seq, prompt, spec)
         self._requests[seq] = request
         self._submit(request, now_s)
 
     def cancel(self, seq: str) -> None:
         """The client wants no more of a sequence; unknown ones are ignored."""
-        self._finish(seq, "cancelled")
+        self._forget(seq)
 
     def router_joined(self, name: str, now_s: float) -> None:
         """A router can be reached."""
-        if name not in self._routers:
-            self._routers.append(name)
+        self._routers[name] = ""
         for request in list(self._requests.values()):
             if request.router is None:
                 self._submit(request, now_s)
 
     def router_lost(self, name: str, now_s: float) -> None:
         """A router is gone: its sequences are submitted to another, with the tokens their clients have (rule 8)."""
-        if name in self._routers:
-            self._routers.remove(name)
+        self._routers.pop(name, None)
         for request in list(self._requests.values()):
-            if request.router == name:
+            if request.router in (name, None):
                 self._submit(request, now_s)
 
     def receive(self, message: Message, now_s: float) -> None:
@@ -122,12 +155,11 @@ class IngressMachine:
             case End(seq, attempt, mark, finish, reason):
                 request = self._current(seq, attempt)
                 if request is not None and request.log.mark() == mark:
-                    self._deliveries.append(Delivery(seq, (), Notes(), finish, reason=reason))
-                    self._finish(seq, "finished")
-            case Gone(seq, attempt):
+                    self._finish(request, finish, reason)
+            case Gone(seq, attempt, why):
                 request = self._current(seq, attempt)
                 if request is not None:
-                    self._submit(request, now_s)
+                    self._on_gone(request, why, now_s)
 
     def step(self, now_s: float) -> bool:
         """Timers: renewals and silence. Always False."""
@@ -142,6 +174,12 @@ class IngressMachine:
         request = self._requests.get(seq)
         return request if request is not None and request.attempt == attempt else None
 
+    def _on_gone(self, request: Request, why: str, now_s: float) -> None:
+        """Submit elsewhere; a router that refuses what is new is not asked again until it is another."""
+        if why != "unknown" and request.router in self._routers:
+            self._routers[request.router] = why
+        self._submit(request, now_s)
+
     def _on_tokens(self, request: Request, message: NewTokens, now_s: float) -> None:
         request.heard_s = now_s
         length = len(request.log)
@@ -149,6 +187,8 @@ class IngressMachine:
             case Extension.EXTENDED:
                 new = request.log.tail(length)
                 self._deliveries.append(Delivery(request.seq, new, message.notes.last(len(new)), plan=message.plan))
+                self._want_soon(request, now_s)
+            case Extension.GAP:  # what was sent before is lost
                 self._want_soon(request, now_s)
             case Extension.MISMATCH:  # another life of a router has used this attempt
                 self._submit(request, now_s)
@@ -159,20 +199,23 @@ class IngressMachine:
             self._want(request, now_s)
 
     def _submit(self, request: Request, now_s: float) -> None:
+        """Submit a request to the next router, or end it where all are of another model (rule 14)."""
+        if self._routers and set(self._routers.values()) == {"model"}:
+            self._finish(request, "error", MODEL_REPLACED)
+            return
         self.num_resubmitted += request.attempt > 0
         request.attempt += 1
         request.heard_s = request.wanted_s = now_s
         request.router = self._next_router()
         if request.router is not None:
             tokens = request.log.tail(0)
-            submit = Submit(request.seq, request.attempt, self.name, tokens, request.spec)
+            submit = Submit(request.seq, request.attempt, self.name, tokens, request.spec, self.decision)
             self._outbox.put(request.router, submit)
 
     def _next_router(self) -> str | None:
-        if not self._routers:
-            return None
+        able = [name for name, refusal in self._routers.items() if not refusal]
         self._turn += 1
-        return self._routers[self._turn % len(self._routers)]
+        return able[self._turn % len(able)] if able else None
 
     def _want(self, request: Request, now_s: float) -> None:
         request.wanted_s = now_s
@@ -180,9 +223,12 @@ class IngressMachine:
             want = Want(request.seq, request.attempt, self.name, len(request.log))
             self._outbox.put(request.router, want)
 
-    def _finish(self, seq: str, state: Literal["finished", "cancelled"]) -> None:
+    def _finish(self, request: Request, finish: Finish, reason: str) -> None:
+        self.num_errors += finish == "error"
+        self._deliveries.append(Delivery(request.seq, (), Notes(), finish, reason=reason))
+        self._forget(request.seq)
+
+    def _forget(self, seq: str) -> None:
         request = self._requests.pop(seq, None)
-        if request is not None:
-            request.state = state
-            if request.router is not None:
-                self._outbox.put(request.router, Cancel(seq, request.attempt))
+        if request is not None and request.router is not None:
+            self._outbox.put(request.router, Cancel(seq, request.attempt))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from msgspec.structs import replace
 
+from specdec.protocol.ingress import MODEL_REPLACED
 from specdec.protocol.leases import LeasedRows, Outbox, Times
 from specdec.protocol.marks import Extension
 from specdec.protocol.messages import (
     Ack,
     Alive,
     Cancel,
-    Close,
     Commit,
     End,
     Gone,
@@ -21,7 +19,6 @@ from specdec.protocol.messages import (
     Message,
     NewTokens,
     Offer,
-    Open,
     Plan,
     PlanUpdate,
     Resync,
@@ -29,9 +26,14 @@ from specdec.protocol.messages import (
     Verdict,
     Want,
 )
+from specdec.protocol.placement import Placement
 from specdec.protocol.planning import Planning
 from specdec.protocol.plans import FixedPlans, PlanController, Planner, WorkerKind
-from specdec.protocol.sessions import Session, Worker, WorkerLink
+from specdec.protocol.probation import Probation
+from specdec.protocol.sessions import RouterCounters, Session, WorkerLink
+from specdec.types import Finish
+
+_AT_FAULT = "the worker that decoded this sequence died each time that it was tried alone"
 
 
 class RouterMachine:
@@ -44,22 +46,46 @@ class RouterMachine:
         name: By which its peers know it.
         planner: Gives each sequence its plan, once; or a controller, which may change it.
         times: The protocol's clock.
+        decision: Fingerprint of what decides tokens; sequences and targets of another are refused. Empty takes all.
+        vocabulary: Fingerprint of the vocabulary, for drafters. Empty takes all.
+        max_reopens: Most times that a sequence is opened again after failures of its own (rule 16).
     """
 
-    def __init__(self, name: str, planner: Planner | PlanController, times: Times) -> None:
+    def __init__(
+        self,
+        name: str,
+        planner: Planner | PlanController,
+        times: Times,
+        *,
+        decision: str = "",
+        vocabulary: str = "",
+        max_reopens: int = 3,
+    ) -> None:
         self.name = name
+        self.decision = decision
+        self.is_draining = False
+        self.counters = RouterCounters()
         self._controller: PlanController = FixedPlans(planner) if callable(planner) else planner
         self._planning = Planning(self._controller)
         self._times = times
         self._sessions: LeasedRows[Session] = LeasedRows(times.tombstone_s)
-        self._workers: dict[str, Worker] = {}
         self._outbox = Outbox()
+        self._probation = Probation(name, max_reopens)
+        self._placement = Placement(
+            name,
+            self._outbox,
+            self.counters,
+            self._probation,
+            times.lease_s,
+            {"target": decision, "drafter": vocabulary},
+        )
+        self._workers = self._placement.workers
         self._renewed_s = float("-inf")
-        self.num_reopened = 0
 
     def set_times(self, times: Times) -> None:
         """Go by other times from now on."""
         self._times = times
+        self._placement.lease_s = times.lease_s
 
     def set_planner(self, planner: Planner | PlanController, now_s: float) -> None:
         """Plan by another planner from now on, also for the sequences that are open."""
@@ -75,32 +101,47 @@ class RouterMachine:
 
     def reports(self) -> dict[str, tuple[WorkerKind, dict[str, float]]]:
         """The newest counters of every live worker, by its name."""
-        return {name: (worker.kind, worker.report) for name, worker in self._workers.items() if not worker.is_silent}
+        return self._workers.reports()
 
     def figures(self) -> dict[str, dict[str, float]]:
-        """The controller's choices and estimates; see :meth:`specdec.protocol.plans.PlanController.figures`."""
-        return self._controller.figures()
+        """The controller's choices and estimates, and under the empty name the router's own counters, too.
+
+        See :meth:`specdec.protocol.plans.PlanController.figures`.
+        """
+        figures = self._controller.figures()
+        own = {"num_sessions": float(len(self._sessions)), "is_draining": float(self.is_draining)}
+        return {**figures, "": {**figures.get("", {}), **own, **self.counters.report()}}
 
     @property
     def num_sessions(self) -> int:
         """Sequences held."""
         return len(self._sessions)
 
+    def drain(self, now_s: float) -> None:
+        """Take no sequences any more; those that are here go on to their end (rule 15)."""
+        self.is_draining = True
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether it drains, and holds no sequence."""
+        return self.is_draining and not len(self._sessions)
+
     def worker_joined(self, name: str, kind: WorkerKind, now_s: float) -> None:
         """A worker can be reached; sessions without one of its kind are opened on it."""
-        self._workers[name] = Worker(kind, now_s)
+        worker = self._workers.add(name, kind, now_s)
         for session in self._sessions:
             for link in session.links:
                 if link.worker == name:  # it was reached again: what it held may be gone
-                    self._open(session, link, now_s)
-                elif link.worker is None and link.kind == kind:
-                    self._place(session, link, now_s)
+                    worker.num_links += 1
+                    self._placement.open(session, link, now_s)
+                elif link.kind == kind:
+                    self._placement.place_missing(session, link, now_s)
+        self._placement.try_suspects(now_s)
+        self._placement.hand_over(self._sessions, now_s)
 
     def worker_lost(self, name: str, now_s: float) -> None:
         """A worker is gone: its sessions are opened elsewhere from the log, or wait for the next worker (rule 8)."""
-        self._workers.pop(name, None)
-        self._controller.lost(name)
-        self._move_from(name, now_s)
+        self._lose(name, now_s, is_gone=True)
 
     def receive(self, message: Message, now_s: float) -> None:
         """Take in one message."""
@@ -124,18 +165,30 @@ class RouterMachine:
         """Timers: leases, renewals, repeats, silence, reviews. To be called in each turn of its driver; False."""
         for session in self._sessions.expire(now_s):
             self._end(session)
+        self._placement.try_suspects(now_s)
         if self._planning.take_turn(now_s):
             self._review(now_s)
         if now_s < self._renewed_s + self._times.renew_s:
             return False
         self._renewed_s = now_s
-        for name, worker in self._workers.items():
+        for name, worker in self._workers:
             if not worker.is_silent and now_s - worker.heard_s > self._times.silence_s:
                 worker.is_silent = True
-                self._controller.lost(name)
-                self._move_from(name, now_s)
+                self._lose(name, now_s, is_gone=False)
+        self._end_replaced()
+        for session in self._sessions:
+            for link in session.links:
+                self._placement.place_missing(session, link, now_s)
+        self._placement.hand_over(self._sessions, now_s)
         self._renew(now_s)
         return False
+
+    def _end_replaced(self) -> None:
+        """Where all targets are of another model, nobody can go on with a sequence of this one (rule 14)."""
+        for session in self._sessions:
+            link = session.target
+            if session.finish is None and link.worker is None and self._workers.is_replaced(link.kind):
+                self._finish(session, "error", MODEL_REPLACED)
 
     def _review(self, now_s: float) -> None:
         """Ask the controller, and carry out what it has changed."""
@@ -150,22 +203,20 @@ class RouterMachine:
         """A plan that rises from nothing opens the sequence on a drafter, and one that falls to nothing closes it."""
         link = session.drafter
         if not plan.num_draft_tokens and link.worker is not None:
-            self._send(link, Close(session.seq, session.link_inc(link)))
-            link.worker = None
-            link.n += 1  # the tombstone there keeps out what is not newer
+            self._placement.close(session, link)
         session.plan = plan
         for link in session.links:
             if link.kind == "drafter" and link.worker is None:
-                self._place(session, link, now_s)
+                self._placement.place(session, link, now_s)
             else:
                 self._send_plan(session, link)
 
     def _send_plan(self, session: Session, link: WorkerLink) -> None:
         link.is_replanned = True
-        self._send(link, PlanUpdate(session.seq, session.link_inc(link), session.plan))
+        self._placement.send(link, PlanUpdate(session.seq, session.link_inc(link), session.plan))
 
     def _renew(self, now_s: float) -> None:
-        live: dict[str, list[tuple[str, Inc]]] = {name: [] for name in self._workers}
+        live: dict[str, list[tuple[str, Inc]]] = {name: [] for name, _ in self._workers}
         for session in self._sessions:
             for link in session.links:
                 if link.worker is not None and now_s - link.opened_s > self._times.settle_s:
@@ -176,12 +227,18 @@ class RouterMachine:
                 self._commit(session, session.drafter.length)
         for name, entries in live.items():
             self._outbox.put(name, Live(self.name, tuple(entries)))
-            if name in self._workers and self._workers[name].asked_s is None:
-                self._workers[name].asked_s = now_s
+            worker = self._workers.get(name)
+            if worker is not None and worker.asked_s is None:
+                worker.asked_s = now_s
 
     def _on_submit(self, message: Submit, now_s: float) -> None:
-        session = Session(message, Plan(), self._times.lease_s)
         held = self._sessions.get(message.seq)
+        if held is None or held.inc.attempt < message.attempt:
+            why = self._refusal(message)
+            if why:
+                self._outbox.put(message.ingress, Gone(message.seq, message.attempt, why))
+                return
+        session = Session(message, Plan(), self._times.lease_s)
         if self._sessions.admit(session, now_s) is None:
             return
         if held is not None:
@@ -189,7 +246,15 @@ class RouterMachine:
         if session.is_planned:
             session.plan = self._planning.opened(message.seq, message.spec)
         for link in session.links:
-            self._place(session, link, now_s)
+            self._placement.place(session, link, now_s)
+
+    def _refusal(self, message: Submit) -> str:
+        """Why a sequence is not taken; empty if it is."""
+        if message.decision and self.decision and message.decision != self.decision:
+            self.counters.num_refused_model += 1
+            return "model"
+        self.counters.num_refused_draining += self.is_draining
+        return "draining" if self.is_draining else ""
 
     def _on_want(self, message: Want, now_s: float) -> None:
         session = self._sessions.get(message.seq)
@@ -200,28 +265,34 @@ class RouterMachine:
             if session.client_length < message.have <= len(session.log):
                 session.client_length = message.have
                 session.notes = session.notes.last(len(session.log) - message.have)
-            self._tell(session)
+            self._tell(session, session.client_length)
 
     def _on_verdict(self, message: Verdict, now_s: float) -> None:
         session = self._sessions.get(message.seq)
         if session is None or session.finish is not None or message.inc != session.link_inc(session.target):
+            self.counters.num_dropped_messages += 1
             return
         before = len(session.log)
         if not self._takes(session, message):
-            self._reopen(session, session.target, now_s)
+            self._placement.reopen(session, session.target, now_s)
             return
+        if message.tokens or message.finish is not None:
+            self._probation.leave(session)
+        else:
+            session.is_tried = True
         new = message.notes.last(len(session.log) - before)
         session.notes = session.notes + new
         self._planning.decided(session.seq, new, now_s)
-        is_over = message.finish is not None and message.mark.length == len(session.log)
+        # A target that began anew from an older log may fail before it has come to the end of this one.
+        is_at_end = message.finish == "error" or message.mark.length == len(session.log)
+        is_over = message.finish is not None and is_at_end
         if not is_over and len(session.links) > 1:
             self._commit(session, session.drafter.sent)  # first: what is late here makes the next drafts late
-        self._send(session.target, Ack(message.seq, message.inc, len(session.log)))
-        if is_over:
-            self._close_links(session)
-            session.finish, session.reason = message.finish, message.reason
-            self._planning.closed(session.seq)
-        self._tell(session)
+        self._placement.send(session.target, Ack(message.seq, message.inc, len(session.log)))
+        if is_over and message.finish is not None:
+            self._finish(session, message.finish, message.reason)
+        elif session.told_length < len(session.log):
+            self._tell(session, session.told_length)
 
     def _takes(self, session: Session, message: Verdict) -> bool:
         """Rule 2: append once, and check. False where another life of the target has decided under this inc."""
@@ -231,18 +302,27 @@ class RouterMachine:
     def _on_offer(self, message: Offer) -> None:
         session = self._sessions.get(message.seq)
         if session is None or session.finish is not None or message.inc != session.link_inc(session.drafter):
+            self.counters.num_dropped_messages += 1
             return
         session.drafter.length = min(message.mark.length, len(session.log))
         inc = session.link_inc(session.target)
-        self._send(session.target, message if message.inc == inc else replace(message, inc=inc))
+        self._placement.send(session.target, message if message.inc == inc else replace(message, inc=inc))
 
     def _on_resync(self, message: Resync, now_s: float) -> None:
-        session = self._sessions.get(message.seq)
+        counts = self.counters.num_resyncs
+        counts[message.why] = counts.get(message.why, 0) + 1
+        session, worker = self._sessions.get(message.seq), self._workers.get(message.worker)
+        if worker is not None:
+            worker.is_draining |= message.why == "draining"
+            worker.is_other_model |= message.why == "model"
         if session is None:
             return
         for link in session.links:
             if link.worker == message.worker and message.inc == session.link_inc(link):
-                self._reopen(session, link, now_s)
+                if message.why in ("draining", "model"):
+                    self._placement.refused(session, link, now_s)
+                else:
+                    self._placement.reopen(session, link, now_s)
 
     def _on_alive(self, message: Alive, now_s: float) -> None:
         worker = self._workers.get(message.worker)
@@ -250,73 +330,53 @@ class RouterMachine:
             return
         if worker.is_silent:
             self.worker_joined(message.worker, worker.kind, now_s)
-        worker = self._workers[message.worker]
+            worker = self._workers.get(message.worker)
+            assert worker is not None, "it has just joined"
         worker.heard_s, worker.report = now_s, message.report
+        was_draining, worker.is_draining = worker.is_draining, bool(message.report.get("is_draining"))
+        if worker.is_draining and not was_draining:
+            self._placement.hand_over(self._sessions, now_s)
         self._controller.reported(message.worker, worker.kind, message.report)
         if worker.asked_s is not None:
             self._controller.echoed(message.worker, now_s - worker.asked_s)
             worker.asked_s = None
 
-    def _move_from(self, name: str, now_s: float) -> None:
-        for session in self._sessions:
-            for link in session.links:
-                if link.worker == name:
-                    self._place(session, link, now_s)
-
-    def _place(self, session: Session, link: WorkerLink, now_s: float) -> None:
-        """Open a session on the least loaded worker of a kind, under a new n if it was open before."""
-        was_open = link.worker is not None
-        link.worker = None
-        load = Counter(link.worker for other in self._sessions for link in other.links)
-        candidates = [
-            (load[name], name)
-            for name, worker in self._workers.items()
-            if worker.kind == link.kind and not worker.is_silent
-        ]
-        link.n += was_open
-        link.is_replanned = False
-        self.num_reopened += was_open
-        if candidates:
-            link.worker = min(candidates)[1]
-            self._open(session, link, now_s)
-
-    def _reopen(self, session: Session, link: WorkerLink, now_s: float) -> None:
-        self.num_reopened += 1
-        link.n += 1
-        link.is_replanned = False
-        self._open(session, link, now_s)
-
-    def _open(self, session: Session, link: WorkerLink, now_s: float) -> None:
-        link.opened_s = now_s
-        link.length = link.sent = len(session.log)
-        inc, tokens, lease_s = session.link_inc(link), session.log.tail(0), self._times.lease_s
-        self._send(link, Open(session.seq, inc, self.name, tokens, session.spec, session.plan, lease_s))
-
     def _commit(self, session: Session, base: int) -> None:
         """Tell the drafter the log from ``base`` on: from what was sent last, and again now and then if it is lost."""
         link = session.drafter
         link.sent = len(session.log)
-        self._send(link, Commit(session.seq, session.link_inc(link), base, session.log.tail(base), session.log.mark()))
+        message = Commit(session.seq, session.link_inc(link), base, session.log.tail(base), session.log.mark())
+        self._placement.send(link, message)
 
-    def _tell(self, session: Session) -> None:
-        """Tokens to the ingress, from what it has acknowledged on; the end goes by itself, bound to a mark."""
-        base, mark = session.client_length, session.log.mark()
-        attempt, tokens = session.inc.attempt, session.log.tail(base)
-        message = NewTokens(session.seq, attempt, base, tokens, session.notes, mark, session.plan)
-        self._outbox.put(session.ingress, message)
+    def _tell(self, session: Session, base: int) -> None:
+        """Tokens to the ingress, from ``base`` on; the end goes by itself, bound to a mark."""
+        mark, attempt = session.log.mark(), session.inc.attempt
+        session.told_length = len(session.log)
+        notes = session.notes.last(len(session.log) - base)
+        if base < len(session.log) or session.finish is None:
+            message = NewTokens(session.seq, attempt, base, session.log.tail(base), notes, mark, session.plan)
+            self._outbox.put(session.ingress, message)
         if session.finish is not None:
             self._outbox.put(session.ingress, End(session.seq, attempt, mark, session.finish, session.reason))
 
+    def _finish(self, session: Session, finish: Finish, reason: str) -> None:
+        self._placement.close_all(session)
+        session.finish, session.reason = finish, reason
+        self.counters.num_sequence_errors += finish == "error"
+        self._planning.closed(session.seq)
+        self._tell(session, session.told_length)
+
     def _end(self, session: Session | None) -> None:
         if session is not None:
-            self._close_links(session)
+            self._placement.close_all(session)
             self._planning.closed(session.seq)
 
-    def _close_links(self, session: Session) -> None:
-        for link in session.links:
-            self._send(link, Close(session.seq, session.link_inc(link)))
-            link.worker = None
-
-    def _send(self, link: WorkerLink, message: Message) -> None:
-        if link.worker is not None:
-            self._outbox.put(link.worker, message)
+    def _lose(self, name: str, now_s: float, *, is_gone: bool) -> None:
+        worker = self._workers.get(name)
+        is_only_one = worker is not None and worker.report.get("num_sequences", 0.0) <= 1
+        if is_gone:
+            self._workers.remove(name)
+        self._controller.lost(name)
+        for session in self._placement.lose(name, self._sessions, now_s, is_only_one=is_only_one):
+            self._finish(session, "error", _AT_FAULT)
+        self._placement.try_suspects(now_s)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from specdec.protocol.leases import Row
 from specdec.protocol.marks import TokenLog
 from specdec.protocol.messages import Inc, Notes, Plan, Submit
 from specdec.protocol.plans import WorkerKind
 from specdec.types import Finish
+
+if TYPE_CHECKING:
+    from specdec.protocol.probation import SuspectGroup
 
 
 @dataclass(slots=True)
@@ -33,9 +37,23 @@ class WorkerLink:
 
 
 class Session(Row):
-    """A sequence's log of record. Its inc is (attempt, 0); each of its links has an ``n`` of its own."""
+    """A sequence's log of record. Its inc is (attempt, 0); each of its links has an ``n`` of its own.
 
-    __slots__ = ("client_length", "drafter", "finish", "ingress", "log", "notes", "plan", "reason", "spec", "target")
+    Attributes:
+        client_length: Length that the ingress has acknowledged.
+        told_length: Length up to which it was sent.
+        reason: What went wrong, where it has finished with an error.
+        suspects: The group that it is on probation with; None while it is not suspected.
+        is_tried: Whether the worker has said that its group is about to take its step.
+        num_failures: Times in a row that its worker died as it was tried alone.
+        num_deaths: Times that its worker died with it alone on probation, tried or not, or as its only sequence.
+        failed_length: Length of the log at the newest of these.
+    """
+
+    __slots__ = (
+        *("client_length", "drafter", "failed_length", "finish", "ingress", "is_tried", "log", "notes"),
+        *("num_deaths", "num_failures", "plan", "reason", "spec", "suspects", "target", "told_length"),
+    )
 
     def __init__(self, message: Submit, plan: Plan, lease_s: float) -> None:
         super().__init__(seq=message.seq, inc=Inc(message.attempt, 0), lease_s=lease_s)
@@ -43,10 +61,13 @@ class Session(Row):
         self.spec = message.spec
         self.plan = plan
         self.log = TokenLog(message.tokens)
-        self.client_length = len(self.log)
+        self.client_length = self.told_length = self.failed_length = len(self.log)
         self.notes = Notes()
         self.finish: Finish | None = None
         self.reason = ""
+        self.suspects: SuspectGroup | None = None
+        self.is_tried = False
+        self.num_failures = self.num_deaths = 0
         self.target = WorkerLink("target" if message.spec.model == "target" else "drafter")
         self.drafter = WorkerLink("drafter")
 
@@ -68,17 +89,30 @@ class Session(Row):
 
 
 @dataclass(slots=True)
-class Worker:
-    """A worker as this router knows it.
+class RouterCounters:
+    """What a router has done since it started.
 
     Attributes:
-        report: Its newest counters.
-        is_silent: Nothing was heard for too long; it gets no sequence until it is heard again.
-        asked_s: When it was sent a renewal that it has not answered yet.
+        num_reopened: Times that a sequence was opened again on a worker, for whatever reason.
+        num_resyncs: Requests of workers to open a sequence again, by their reason.
+        num_suspects: Sequences that were on a target that died, and were opened again apart from others.
+        num_sequence_errors: Sequences that ended with an error, decided by a target or here.
+        num_refused_model: Sequences that were refused because they are of another model.
+        num_refused_draining: Sequences that were refused because this router drains.
+        num_handed_over: Sequences that were taken from a worker that drains.
+        num_dropped_messages: Verdicts and offers of an incarnation that is over.
     """
 
-    kind: WorkerKind
-    heard_s: float
-    report: dict[str, float] = field(default_factory=dict)
-    is_silent: bool = False
-    asked_s: float | None = None
+    num_reopened: int = 0
+    num_suspects: int = 0
+    num_sequence_errors: int = 0
+    num_refused_model: int = 0
+    num_refused_draining: int = 0
+    num_handed_over: int = 0
+    num_dropped_messages: int = 0
+    num_resyncs: dict[str, int] = field(default_factory=dict)
+
+    def report(self) -> dict[str, float]:
+        """The counters by name; re-syncs are named ``num_resyncs/<reason>``."""
+        figures = {name: float(getattr(self, name)) for name in self.__slots__ if name != "num_resyncs"}
+        return figures | {f"num_resyncs/{why}": float(count) for why, count in self.num_resyncs.items()}

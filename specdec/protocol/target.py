@@ -78,8 +78,16 @@ class TargetMachine(WorkerMachine[TargetRow]):
     those that were in it are tried again apart from others (rule 16).
     """
 
-    def __init__(self, name: str, backend: TargetBackend, times: Times, gauges: Gauges | None = None) -> None:
-        super().__init__(name, times, gauges)
+    def __init__(
+        self,
+        name: str,
+        backend: TargetBackend,
+        times: Times,
+        gauges: Gauges | None = None,
+        *,
+        fingerprint: str = "",
+    ) -> None:
+        super().__init__(name, times, gauges, fingerprint=fingerprint)
         self._backend = backend
         self._max_model_len = backend.max_model_len
         self._groups = StepGroups()
@@ -119,7 +127,17 @@ class TargetMachine(WorkerMachine[TargetRow]):
         return row.acked + self._times.credit_tokens - len(row.log)
 
     def _verify(self, rows: Sequence[TargetRow], now_s: float) -> bool:
-        """A step of the backend; what goes wrong in it is contained, but for the loss of its device."""
+        """A step of the backend; what goes wrong in it is contained, but for the loss of its device.
+
+        Before suspects of a router are tried it is told so, in a turn of its own, by verdicts without tokens: if this
+        process dies now, it was with them alone.
+        """
+        unannounced = [row for row in rows if not row.is_announced]
+        for row in unannounced:
+            row.is_announced = True
+            self._tell(row, now_s)
+        if unannounced:
+            return True
         deciding: list[TargetRow] = []
         jobs: list[VerifyJob] = []
         for row in rows:

@@ -42,10 +42,18 @@ class WorkerMachine(Generic[R]):
     """A worker as a plain state machine: messages in by ``receive``, work by ``step``, messages out by ``take_outbox``.
 
     It reads no clock and owns no thread: whoever drives it gives the time.
+
+    Attributes:
+        fingerprint: Of what sequences need here: of all that decides tokens for a target, of the vocabulary for a
+            drafter. It refuses sequences that name another (rule 14); empty takes all.
+        is_draining: Whether it refuses all new ones (rule 15).
     """
 
-    def __init__(self, name: str, times: Times, gauges: Gauges | None = None) -> None:
+    def __init__(self, name: str, times: Times, gauges: Gauges | None = None, *, fingerprint: str = "") -> None:
         self.name = name
+        self.fingerprint = fingerprint
+        self.is_draining = False
+        self._num_refused = {"model": 0, "draining": 0}
         self._gauges = gauges
         self._times = times
         self._rows: LeasedRows[R] = LeasedRows(times.tombstone_s)
@@ -54,6 +62,17 @@ class WorkerMachine(Generic[R]):
     def set_times(self, times: Times) -> None:
         """Go by other times from now on."""
         self._times = times
+
+    def drain(self, now_s: float) -> None:
+        """Take no sequences any more, and say so; those that are here go on, or are opened elsewhere (rule 15)."""
+        self.is_draining = True
+        for router in {row.router for row in self._rows}:
+            self._outbox.put(router, Alive(self.name, self.report()))
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether it drains, and holds no sequence."""
+        return self.is_draining and not len(self._rows)
 
     def take_outbox(self) -> dict[str, list[Message]]:
         """Messages since the last call, by router."""
@@ -77,13 +96,26 @@ class WorkerMachine(Generic[R]):
 
     def report(self) -> dict[str, float]:
         """The worker's cumulative counters and present gauges, by name."""
-        figures = {"num_sequences": float(len(self._rows))}
+        figures = {"num_sequences": float(len(self._rows)), "is_draining": float(self.is_draining)}
+        figures.update({f"num_refused/{why}": float(count) for why, count in self._num_refused.items()})
         if self._gauges is not None:
             figures.update(self._gauges())
         return figures
 
     def _on_open(self, message: Open, now_s: float) -> None:
-        self._rows.admit(self._new_row(message, now_s), now_s)
+        why = self._refusal(message)
+        if why:
+            self._num_refused[why] += 1
+            self._resync(message.router, message.seq, message.inc, why)
+        else:
+            self._rows.admit(self._new_row(message, now_s), now_s)
+
+    def _refusal(self, message: Open) -> str:
+        """Why a sequence is not taken; empty if it is, or is here already."""
+        if message.fingerprint and self.fingerprint and message.fingerprint != self.fingerprint:
+            return "model"
+        is_here = self._rows.current(message.seq, message.inc) is not None
+        return "draining" if self.is_draining and not is_here else ""
 
     def holds(self, seq: str) -> bool:
         """Whether there is a row for a sequence, under whatever inc."""
@@ -96,7 +128,7 @@ class WorkerMachine(Generic[R]):
             if row is not None:
                 self._rows.renew(row, now_s)
             else:
-                self._resync(message.router, seq, inc, "unknown")
+                self._resync(message.router, seq, inc, "draining" if self.is_draining else "unknown")
 
     def _on_live(self, message: Live, now_s: float) -> None:
         self.renew(message, now_s)

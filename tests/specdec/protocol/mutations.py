@@ -17,6 +17,7 @@ from specdec.protocol.ingress import IngressMachine, Request
 from specdec.protocol.leases import LeasedRows
 from specdec.protocol.marks import Mark, TokenLog
 from specdec.protocol.messages import Alive, End, Inc, Live, Message, NewTokens, Notes, Resync, Verdict
+from specdec.protocol.placement import Placement
 from specdec.protocol.router import RouterMachine, Session, WorkerLink
 from specdec.protocol.target import TargetMachine
 from specdec.protocol.target_row import TargetRow
@@ -272,13 +273,13 @@ def live_inc(patch: pytest.MonkeyPatch) -> None:
 @mutation
 def drafter_n(patch: pytest.MonkeyPatch) -> None:
     """A drafter, too, is opened anew under a new n, counted per link."""
-    reopen = RouterMachine._reopen
+    reopen = Placement.reopen
 
-    def reopen_same(self: RouterMachine, session: Session, link: WorkerLink, now_s: float) -> None:
+    def reopen_same(self: Placement, session: Session, link: WorkerLink, now_s: float) -> None:
         link.n -= link.kind == "drafter"
         reopen(self, session, link, now_s)
 
-    patch.setattr(RouterMachine, "_reopen", reopen_same)
+    patch.setattr(Placement, "reopen", reopen_same)
 
 
 # What these machines promise beyond the rules of the protocol.

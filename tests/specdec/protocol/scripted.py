@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,18 @@ class ViolationError(BaseException):
     """The protocol has broken a promise. No machine contains it."""
 
 
+class DiesError(BaseException):
+    """The process in which it is raised dies."""
+
+    def __init__(self, seq: str) -> None:
+        super().__init__(seq)
+        self.seq = seq
+
+
+class StepError(Exception):
+    """A step fails as a whole, and the process lives on."""
+
+
 def expect(holds: bool, promise: str) -> None:
     if not holds:
         raise ViolationError(promise)
@@ -27,13 +40,22 @@ def expect(holds: bool, promise: str) -> None:
 
 @dataclass(frozen=True)
 class Script:
-    """One request. ``true`` is its only possible output under the coupled rule, and goes on beyond its finish."""
+    """One request. ``true`` is its only possible output under the coupled rule, and goes on beyond its finish.
+
+    Attributes:
+        poison: What happens to a step that decides its output from position ``poison_from`` on: nothing, an error of
+            its own row, an error of the step as a whole, or the death of the process.
+        draft_poison: The same for steps that draft for it, but for the death.
+    """
 
     seq: str
     arrival: int
     spec: SequenceSpec
     true: Tokens
     max_model_len: int
+    poison: str = ""
+    poison_from: int = 0
+    draft_poison: str = ""
 
     @classmethod
     def random(cls, rng: random.Random, seq: str, max_model_len: int, *, coupled: bool) -> Script:
@@ -54,7 +76,13 @@ class Script:
             model=rng.choice(("target",) * 5 + ("draft",)),
         )
         true = tuple(rng.randrange(VOCAB) for _ in range(max_model_len + 20))
-        return cls(seq, arrival, spec, true, max_model_len)
+        poison = rng.choice(("",) * 9 + ("row", "step", "process"))
+        draft_poison = rng.choice(("",) * 9 + ("row", "step"))
+        return cls(seq, arrival, spec, true, max_model_len, poison, rng.randint(0, 5), draft_poison)
+
+    def poisons(self, log: Sequence[int]) -> str:
+        """What happens to a step that decides what comes after a log."""
+        return self.poison if len(log) - len(PROMPT) >= self.poison_from else ""
 
     def finish(self, log: Tokens) -> Finish | None:
         """Why a log ends here, told without the code under test; None if it does not."""
@@ -86,6 +114,8 @@ class ScriptedTarget:
         self._draft_model = draft_model
         self._skips_bonus = not coupled and rng.random() < 0.5
         self.max_model_len = next(iter(scripts.values())).max_model_len
+        self.failing = 0.0
+        self.num_alone: Counter[str] = Counter()
         self.held: set[str] = set()
         self.waiting: set[str] = set()
 
@@ -102,12 +132,25 @@ class ScriptedTarget:
         if len(self.held | taken) > self._room:
             self.held &= taken
         self.held |= taken
+        self._fail([job for job in jobs if job.key in read], jobs)
         return [self._decide(job) if job.key in read else self._pass(job.key in taken) for job in jobs]
+
+    def _fail(self, deciding: Sequence[VerifyJob], jobs: Sequence[VerifyJob]) -> None:
+        for job in deciding:
+            if self._scripts[job.key].poisons(job.log.tokens) == "process":
+                raise DiesError(job.key)
+        poisoned = any(self._scripts[job.key].poisons(job.log.tokens) == "step" for job in deciding)
+        if poisoned or self._rng.random() < self.failing:
+            if len(jobs) == 1:
+                self.num_alone[jobs[0].key] += 1
+            raise StepError("this step fails")
 
     def _pass(self, taken: bool) -> Verification:
         return Verification(Status.PREFILLING if taken else Status.WAITING)
 
     def _decide(self, job: VerifyJob) -> Verification:
+        if self._scripts[job.key].poisons(job.log.tokens) == "row":
+            return Verification(Status.FAILED, reason="this row fails")
         spec, position = job.spec, len(job.log) - len(PROMPT)
         expect(position + len(job.draft) < spec.max_tokens, "a draft is longer than max_tokens allows")
         expect(len(job.log) + len(job.draft) < self.max_model_len, "a draft is longer than the context allows")
@@ -154,6 +197,10 @@ class DraftModel:
         x = hash((self._seed, tuple(tokens)))
         return self._true(seq, tokens) if x % 1000 < self._skill * 1000 else x // 1000 % VOCAB
 
+    def poison(self, job: DraftJob) -> str:
+        """What happens to a step that drafts for a sequence."""
+        return self._scripts[job.fork_of or job.key].draft_poison
+
     def guesses(self, seq: str, tokens: Sequence[int], count: int) -> Tokens:
         """Others that may come there, distinct, the true one mostly among them."""
         x, token = hash((self._seed, 1, tuple(tokens))), self.token(seq, tokens)
@@ -191,6 +238,9 @@ class ScriptedDraft:
         taken = {job.key for job in jobs[: self._room]}
         if len(self.held.keys() | taken) > self._room:
             self.held = {key: tokens for key, tokens in self.held.items() if key in taken}
+        if any(self._model.poison(job) == "step" for job in jobs if job.key in taken):
+            self.held.update({job.key: list(job.tokens) for job in jobs if job.key in taken})
+            raise StepError("this step fails")
         return [self._propose(job, taken=job.key in taken) for job in jobs]
 
     def _check_agreed(self, job: DraftJob, base: list[int]) -> None:
@@ -207,6 +257,8 @@ class ScriptedDraft:
         if not taken:
             return Proposal(Status.WAITING)
         self.held[job.key] = list(job.tokens)
+        if self._model.poison(job) == "row":
+            return Proposal(Status.FAILED)
         return Proposal(Status.PREFILLING) if base is None else self._draw(job)
 
     def _draw(self, job: DraftJob) -> Proposal:

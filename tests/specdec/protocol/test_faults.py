@@ -106,6 +106,12 @@ def test_a_group_that_another_worker_failed_with_has_a_step_of_its_own_first():
         opening = open_message(seq=name, plan=Plan(0))
         opening = type(opening)(*[getattr(opening, field) for field in opening.__struct_fields__[:-1]], "R/1")
         machine.receive(opening, 0.0)
+    machine.step(0.0)
+    announced = machine.take_outbox()["R"]
+    assert [(message.seq, message.tokens, message.finish) for message in announced] == [
+        ("c", (), None),
+        ("d", (), None),
+    ]
     for _ in range(2):
         machine.step(0.0)
     assert keys(machine) == [("c", "d"), ("a", "b", "c", "d")]

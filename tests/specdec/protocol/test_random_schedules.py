@@ -1,4 +1,4 @@
-"""Random schedules over the real machines, without a broken promise: over a thousand, and many more in a soak test."""
+"""Random schedules over the real machines, without a broken promise: hundreds, and many more in a soak test."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ def check(first: int, count: int) -> None:
     assert counts["finished"] > 2 * count
     assert min(counts[what] for what in ("restarts", "lapses", "rumours", "stalls")) > count / 4
     assert counts["cancelled"] > count / 25
+    assert min(counts[what] for what in ("drains", "updates", "errors", "deaths")) > count / 10
     assert counts["accepted"] > counts["tokens"] / 20
     assert min(counts["promoted"], counts["branch hits"]) > count / 10
 
 
-@pytest.mark.parametrize("part", range(5))
+@pytest.mark.parametrize("part", range(3))
 def test_random_schedules(part: int) -> None:
     check(part * PART, PART)
 

@@ -56,8 +56,8 @@ def submitted(*workers, plan=PLAN):
     return machine
 
 
-def opened(n=0, output=(), attempt=1, seq="s", plan=PLAN):
-    return Open(seq, Inc(attempt, n), "R", (*PROMPT, *output), SPEC, plan, TIMES.lease_s)
+def opened(n=0, output=(), attempt=1, seq="s", plan=PLAN, suspects=""):
+    return Open(seq, Inc(attempt, n), "R", (*PROMPT, *output), SPEC, plan, TIMES.lease_s, suspects=suspects)
 
 
 def notes(tokens):
@@ -127,16 +127,19 @@ def test_the_drafter_hears_of_a_verdict_first():
     assert list(machine.take_outbox()) == ["D0", "T0", "I"]
 
 
-def test_tokens_are_taken_once_and_told_from_what_the_client_has():
+def test_tokens_are_taken_once_told_once_and_repeated_from_what_the_client_wants():
     machine = submitted("T0", "D0")
     machine.receive(verdict(0, (0, 1)), 0.0)
-    machine.receive(Want("s", 1, "I", P + 1), 0.0)
     machine.take_outbox()
     machine.receive(verdict(0, (0, 1, 2)), 0.0)
     machine.receive(verdict(0, (0,)), 0.0)
     sent = machine.take_outbox()
     assert sent["T0"] == [Ack("s", Inc(1, 0), P + 3)] * 2
-    assert sent["I"] == [new_tokens(1, (1, 2), (0, 1, 2))] * 2
+    assert sent["I"] == [new_tokens(2, (2,), (0, 1, 2))]
+    machine.receive(Want("s", 1, "I", P + 1), 0.0)
+    assert machine.take_outbox()["I"] == [new_tokens(1, (1, 2), (0, 1, 2))]
+    machine.receive(Want("s", 1, "I", P + 3), 0.0)
+    assert machine.take_outbox()["I"] == [new_tokens(3, (), (0, 1, 2))]
 
 
 @pytest.mark.parametrize(
@@ -156,8 +159,8 @@ def test_a_verdict_that_does_not_fit_opens_the_sequence_anew(message):
     machine.receive(verdict(0, (9, 9)), 0.0)  # of the inc before
     assert machine.take_outbox() == {}
     machine.receive(verdict(2, (2,), n=1), 0.0)
-    assert machine.take_outbox()["I"] == [new_tokens(0, (0, 1, 2), (0, 1, 2))]
-    assert machine.num_reopened == 1
+    assert machine.take_outbox()["I"] == [new_tokens(2, (2,), (0, 1, 2))]
+    assert machine.counters.num_reopened == 1
 
 
 @pytest.mark.parametrize("tokens", [(0, 1), ()])
@@ -166,13 +169,13 @@ def test_a_finish_closes_the_workers_and_is_told_until_the_ingress_leaves(tokens
     machine.receive(verdict(0, (0, 1)), 0.0)
     machine.take_outbox()
     machine.receive(verdict(2 - len(tokens), tokens, finish="stop"), 0.0)
-    told = [new_tokens(0, (0, 1), (0, 1)), End("s", 1, log_of((0, 1)).mark(), "stop")]
+    end = End("s", 1, log_of((0, 1)).mark(), "stop")
     closed = [Close("s", Inc(1, 0))]
-    assert machine.take_outbox() == {"T0": [Ack("s", Inc(1, 0), P + 2), *closed], "D0": closed, "I": told}
+    assert machine.take_outbox() == {"T0": [Ack("s", Inc(1, 0), P + 2), *closed], "D0": closed, "I": [end]}
     machine.receive(Want("s", 1, "I", P), 0.0)
     machine.receive(verdict(0, (0, 1), finish="stop"), 0.0)
     machine.receive(Resync("T0", "s", Inc(1, 0), 0, "unknown"), 0.0)
-    assert machine.take_outbox() == {"I": told}
+    assert machine.take_outbox() == {"I": [new_tokens(0, (0, 1), (0, 1)), end]}
     machine.receive(Cancel("s", 1), 0.0)
     assert (machine.take_outbox(), machine.num_sessions) == ({}, 0)
 
@@ -262,7 +265,7 @@ def test_a_lost_worker_is_replaced_by_another():
     machine.receive(verdict(0, (0,)), 0.0)
     machine.take_outbox()
     machine.worker_lost("T0", 0.0)
-    assert machine.take_outbox() == {"T1": [opened(n=1, output=(0,))]}
+    assert machine.take_outbox() == {"T1": [opened(n=1, output=(0,), suspects="R/1")]}
 
 
 def test_a_lost_worker_is_replaced_by_the_next_that_comes():
@@ -272,7 +275,7 @@ def test_a_lost_worker_is_replaced_by_the_next_that_comes():
     assert machine.take_outbox() == {}
     join(machine, "T0")
     join(machine, "D7")
-    assert machine.take_outbox() == {"T0": [opened(n=1)], "D7": [opened(n=1)]}
+    assert machine.take_outbox() == {"T0": [opened(n=1, suspects="R/1")], "D7": [opened(n=1)]}
 
 
 def test_a_worker_that_is_reached_again_gets_its_openings_again():
@@ -295,7 +298,7 @@ def test_a_silent_worker_counts_as_lost_until_it_is_heard_again():
     assert machine.take_outbox() == {}
     machine.receive(Alive("T0", {"x": 2.0}), 6.0)
     sent = machine.take_outbox()["T0"]
-    assert [(message.seq, message.inc) for message in sent] == [("s", Inc(1, 1)), ("late", Inc(1, 0))]
+    assert [(message.seq, message.inc) for message in sent] == [("late", Inc(1, 0)), ("s", Inc(1, 1))]
     assert machine.reports() == {"T0": ("target", {"x": 2.0})}
 
 
@@ -305,7 +308,7 @@ def test_sequences_move_away_from_a_silent_worker():
     join(machine, "T1", 4.0)
     machine.take_outbox()
     machine.step(5.0)
-    assert opened(n=1, plan=Plan(0)) in machine.take_outbox()["T1"]
+    assert opened(n=1, plan=Plan(0), suspects="R/1") in machine.take_outbox()["T1"]
     machine.receive(Alive("T0"), 5.0)
     assert machine.take_outbox() == {}  # what has moved stays where it is
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from specdec.protocol.draft_row import DraftRow
 from specdec.protocol.draft_worker import DraftWorkerMachine
-from specdec.protocol.ingress import Delivery, IngressMachine
+from specdec.protocol.ingress import MODEL_REPLACED, Delivery, IngressMachine
 from specdec.protocol.leases import Row, Times
 from specdec.protocol.messages import Ack, Cancel, Close, Inc, Message, Notes, Open, Submit
 from specdec.protocol.router import RouterMachine, Session
@@ -30,6 +30,17 @@ class Node:
     machine: Machine
     backends: tuple[ScriptedTarget | ScriptedDraft, ...] = ()
     stalled_until: int = 0
+    model: str = "this model"
+    at_drain: set[tuple[str, Inc]] = field(default_factory=set)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it takes nothing new."""
+        match self.machine:
+            case DraftWorkerMachine():
+                return self.machine.drafter.is_draining
+            case _:
+                return self.machine.is_draining
 
     @property
     def rows(self) -> list[Row]:
@@ -64,11 +75,32 @@ class Watch:
         self.clients: dict[str, Client] = {}
         self.num_opens: Counter[str] = Counter()
         self.num_draft_opens: Counter[str] = Counter()
+        self.num_alone: Counter[str] = Counter()
         self._graves: dict[tuple[str, int, str], tuple[Inc, float]] = {}
         self._held: defaultdict[tuple[str, int], dict[str, Inc]] = defaultdict(dict)
         self._logs: dict[tuple[object, ...], Tokens] = {}
         self._granted: dict[tuple[str, Inc], int] = {}
         self._committed: defaultdict[str, set[Tokens]] = defaultdict(set)
+
+    def follow(self, router: RouterMachine) -> None:
+        """Count who was alone on probation, or alone at all, on a worker that a router loses."""
+        lose = router._lose
+
+        def count_and_lose(name: str, now_s: float, *, is_gone: bool) -> None:
+            there = [s for s in router._sessions if s.finish is None and s.target.worker == name]
+            tried = [s for s in there if s.suspects is not None]
+            for alone in (there, tried):
+                if len(alone) == 1:
+                    self.num_alone[alone[0].seq] += 1
+                    break
+            lose(name, now_s, is_gone=is_gone)
+
+        router._lose = count_and_lose  # type: ignore[method-assign]
+
+    def drains(self, node: Node) -> None:
+        """A process begins to drain: what it holds now is all that it may hold from now on."""
+        if not node.is_draining:
+            node.at_drain = {(row.seq, row.inc) for row in node.rows}
 
     def sent(self, peer: str, message: Message, *, is_hostile: bool) -> None:
         """A process has sent a message; whether or not it arrives, it may have given credit."""
@@ -105,6 +137,9 @@ class Watch:
                 self._bury(node, seq, inc, now)
         self._held[node.name, node.life] = incs
         for row in rows:
+            expect(node.model == "this model" or isinstance(row, DraftRow), "a sequence of another model")
+            is_new = node.is_draining and (row.seq, row.inc) not in node.at_drain
+            expect(not is_new, "a process that drains took a sequence")
             inc, until = self._grave(node, row.seq)
             expect(row.inc > inc or now > until, "a closed sequence came back")
             if isinstance(row, TargetRow):
@@ -167,8 +202,19 @@ class Watch:
                 expect(tuple(client.tokens) == script.true[: len(client.tokens)], "not the true sequence")
             if delivery.finish is not None:
                 client.state, client.finish = "finished", delivery.finish
-                expect(script.finish(log) == client.finish, "ended with tokens missing, or for a wrong reason")
+                if client.finish == "error":
+                    self._check_error(script, log, delivery.reason)
+                else:
+                    expect(script.finish(log) == client.finish, "ended with tokens missing, or for a wrong reason")
             check_notes(client, script)
+
+    def _check_error(self, script: Script, log: Tokens, reason: str) -> None:
+        """Only who is at fault ends with an error, or who failed alone twice."""
+        expect(bool(reason), "an error without a reason")
+        expect(script.finish(log) is None, "an error after the end")
+        if reason != MODEL_REPLACED:
+            is_at_fault = script.poisons(log) != "" or self.num_alone[script.seq] >= 2
+            expect(is_at_fault, "an error of another sequence")
 
 
 def check_notes(client: Client, script: Script) -> None:

@@ -20,6 +20,7 @@ from specdec.sampling.params import SequenceSpec
 from tests.specdec.protocol.network import Network
 from tests.specdec.protocol.scripted import (
     PROMPT,
+    DiesError,
     DraftModel,
     Script,
     ScriptedDraft,
@@ -33,7 +34,8 @@ TIMES = Times(lease_s=8, renew_s=3, repeat_s=3, settle_s=2, silence_s=10, credit
 INGRESS, ROUTERS, TARGETS, DRAFTERS = "I", ("R0", "R1"), ("T0", "T1"), ("D0", "D1")
 REQUESTS = ("s0", "s1", "s2")
 MOST_BRANCHES = 6
-QUIET_STEPS, OPENS, DRAFT_OPENS = 200, 14, 10
+QUIET_STEPS, OPENS, DRAFT_OPENS, DEATHS = 300, 24, 14, 16
+OURS, THEIRS = "this model", "another model"
 """Bounds on a request once the adversary has stopped."""
 
 
@@ -47,6 +49,9 @@ class Adversary:
     stall: float
     rumour: float
     plan: float
+    drain: float = 0
+    failing: float = 0
+    update: float = 0
 
     @classmethod
     def random(cls, rng: random.Random) -> Adversary:
@@ -58,6 +63,9 @@ class Adversary:
             stall=pick((0, 0, 0.1)),
             rumour=pick((0, 0.04)),
             plan=pick((0, 0.2)),
+            drain=pick((0, 0.03)),
+            failing=pick((0, 0, 0.1)),
+            update=pick((0, 0, 0, 0.3)),
         )
 
 
@@ -91,6 +99,7 @@ class World:
         self.watch = Watch(self.scripts, TIMES, coupled=self.coupled, most_branches=MOST_BRANCHES)
         self.counts: Counter[str] = Counter()
         self.worst = (0, 0, 0)
+        self.num_deaths: Counter[str] = Counter()
         self._news: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)
         self._lost: set[tuple[str, str]] = set()
         self.nodes: dict[str, Node] = {}
@@ -106,6 +115,9 @@ class World:
             self.disturb()
         for name in self.rng.sample(ROUTERS + TARGETS + DRAFTERS, self.rng.randint(0, 3)):
             self._restart(self.nodes[name])  # so that the quiet begins where it is hardest
+        for node in list(self.nodes.values()):
+            if node.is_draining:
+                self._restart(node)  # who drains is replaced
         self._calm_down()
         self.await_clients()
         self._drain(20)
@@ -130,9 +142,15 @@ class World:
         for node in self.nodes.values():
             if node.stalled_until > self.now:
                 continue
-            for _ in range(self._pace(node)):
-                node.machine.step(self.now)
-                self.watch.moved(node, self.now)
+            try:
+                for _ in range(self._pace(node)):
+                    node.machine.step(self.now)
+                    self.watch.moved(node, self.now)
+            except DiesError as death:
+                self.counts["deaths"] += 1
+                self.num_deaths[death.seq] += not self.net.is_hostile
+                self._restart(node, is_told=True)
+                continue
             if isinstance(node.machine, IngressMachine):
                 self.watch.delivered(node.machine.take_deliveries())
             for peer, messages in node.machine.take_outbox().items():
@@ -151,14 +169,15 @@ class World:
 
     # Processes, and who hears of them.
 
-    def _begin(self, name: str, life: int) -> None:
-        node = self.nodes[name] = Node(name, life, IngressMachine(name, TIMES))
+    def _begin(self, name: str, life: int, model: str = OURS) -> None:
+        node = self.nodes[name] = Node(name, life, IngressMachine(name, TIMES, decision=OURS))
         match name[0]:
             case "R":
-                node.machine = RouterMachine(name, self._plan, TIMES)
+                router = node.machine = RouterMachine(name, self._plan, TIMES, decision=model)
+                self.watch.follow(router)
             case "T":
                 node.backends = (self._target_backend(),)
-                node.machine = TargetMachine(name, node.backends[0], TIMES)
+                node.machine = TargetMachine(name, node.backends[0], TIMES, fingerprint=model)
             case "D":
                 drafter = ScriptedDraft(self.draft_model, room=self.draft_room, max_model_len=self.draft_max_model_len)
                 solo = self._target_backend()
@@ -167,9 +186,11 @@ class World:
                 node.machine = DraftWorkerMachine(machine, TargetMachine(name, solo, TIMES))
 
     def _target_backend(self) -> ScriptedTarget:
-        return ScriptedTarget(
+        backend = ScriptedTarget(
             self.scripts, self.rng, coupled=self.coupled, room=self.room, draft_model=self.draft_model
         )
+        backend.failing, backend.num_alone = self.adversary.failing, self.watch.num_alone
+        return backend
 
     def _plan(self, spec: SequenceSpec) -> Plan:
         pick = self.rng.choice
@@ -224,6 +245,10 @@ class World:
             self._maybe_cancel()
         elif self.rng.random() < self.adversary.crash:
             self._restart(node)
+        elif self.rng.random() < self.adversary.drain and not isinstance(node.machine, IngressMachine):
+            self.watch.drains(node)
+            node.machine.drain(self.now)
+            self.counts["drains"] += 1
         elif node.rows and self.rng.random() < self.adversary.lapse:
             self.rng.choice(node.rows).lease_until_s = 0
             self.counts["lapses"] += 1
@@ -249,18 +274,27 @@ class World:
                 client.state = "cancelled"
                 self._ingress.cancel(seq)
 
-    def _restart(self, node: Node) -> None:
-        """A process dies, and its address is taken by another, of which not everybody is told."""
+    def _restart(self, node: Node, *, is_told: bool = False) -> None:
+        """A process dies, and its address is taken by another, of which not everybody is told.
+
+        In an update it is of another model; then everybody is told, as its address is never taken again.
+        """
         self.counts["restarts"] += 1
-        self._begin(node.name, node.life + 1)
+        was_ours = node.model == OURS
+        is_update = self.net.is_hostile and self.rng.random() < self.adversary.update
+        model = THEIRS if is_update and node.name not in DRAFTERS else OURS
+        self._begin(node.name, node.life + 1, model)
+        self.nodes[node.name].model = model
+        self.counts["updates"] += model == THEIRS
         if node.name in ROUTERS:
             self._introduce(node.name)
-        if self.rng.random() < 0.5:
+        if self.rng.random() < 0.5 and self.net.is_hostile:
             self.net.repeat_openings(node.name, self.now)
         if self.rng.random() < 0.5:
             self.net.repeat_last_words(node.name, self.now)
         for listener in self._listeners(node.name):
-            match self.rng.choice(("lost", "joined", "joined", "untold")):
+            is_told |= not (was_ours and model == OURS) or node.is_draining
+            match "lost" if is_told else self.rng.choice(("lost", "joined", "joined", "untold")):
                 case "lost":
                     self._lose(listener, node.name)
                 case "joined":
@@ -270,6 +304,11 @@ class World:
 
     def _calm_down(self) -> None:
         self.net.calm_down(self.now)
+        self.adversary.failing = 0
+        for node in self.nodes.values():
+            for backend in node.backends:
+                if isinstance(backend, ScriptedTarget):
+                    backend.failing = 0
         self._news.clear()
         for listener, name in sorted(self._lost):
             self._tell_later(listener, name, self.rng.randint(1, 20))
@@ -283,8 +322,10 @@ class World:
             self.worst = self.now - began, opens, draft_opens
             expect(opens <= OPENS, "opened again and again")
             expect(draft_opens <= DRAFT_OPENS, "a drafter is never in step again")
+            expect(max(self.num_deaths.values(), default=0) <= DEATHS, "a sequence kills process after process")
         for client in clients:
             self.counts[client.state] += 1
+            self.counts["errors"] += client.finish == "error"
             self.counts["tokens"] += len(client.tokens)
             self.counts["accepted"] += client.notes.how.count("a")
         for node in self.nodes.values():
@@ -300,6 +341,10 @@ class World:
         expect(not len(self._ingress), "the ingress keeps a request for ever")
         held = [backend.held for node in self.nodes.values() for backend in node.backends]
         expect(not any(held), "a backend keeps a sequence")
+        for node in self.nodes.values():
+            node.machine.drain(self.now)
+            expect(node.machine.is_drained, "a process with nothing left is not drained")
+            node.machine.is_draining = False
 
 
 def run_schedule(seed: int) -> Result:

@@ -1,0 +1,188 @@
+"""Rules 14 and 15: processes that drain, and processes of another model."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from specdec.protocol.draft_worker import DraftWorkerMachine
+from specdec.protocol.drafter import DrafterMachine
+from specdec.protocol.ingress import DRAINING, MODEL_REPLACED, IngressMachine
+from specdec.protocol.messages import Alive, Cancel, Close, Gone, Inc, Live, Open, Plan, Resync, Submit
+from specdec.protocol.router import RouterMachine
+from specdec.protocol.target import TargetMachine
+from tests.specdec.protocol.scripted import PROMPT
+from tests.specdec.protocol.test_faults import FaultyDraft
+from tests.specdec.protocol.test_router import PLAN, SPEC, TIMES, join, opened, submit, submitted
+from tests.specdec.protocol.test_target import INC, Oracle, open_message
+
+
+def worker(kind, fingerprint=""):
+    if kind == "target":
+        return TargetMachine("W", Oracle(), TIMES, fingerprint=fingerprint)
+    drafter = DrafterMachine("W", FaultyDraft(), TIMES, fingerprint=fingerprint)
+    return drafter if kind == "drafter" else DraftWorkerMachine(drafter, TargetMachine("W", Oracle(), TIMES))
+
+
+def answers(machine):
+    return [message for message in machine.take_outbox().get("R", []) if isinstance(message, Resync)]
+
+
+@pytest.mark.parametrize("kind", ["target", "drafter", "draft worker"])
+def test_a_worker_that_drains_refuses_what_is_new_and_keeps_what_it_has(kind):
+    machine = worker(kind)
+    machine.receive(open_message(seq="old"), 0.0)
+    machine.drain(0.0)
+    (told,) = [message for message in machine.take_outbox()["R"] if isinstance(message, Alive)]
+    assert told.report["is_draining"] == 1
+    machine.receive(open_message(seq="old"), 0.0)
+    machine.receive(open_message(seq="new"), 0.0)
+    machine.receive(open_message(seq="old", inc=Inc(1, 1)), 0.0)
+    machine.receive(Live("R", (("other", INC),)), 0.0)
+    assert [(message.seq, message.inc, message.why) for message in answers(machine)] == [
+        ("new", INC, "draining"),
+        ("old", Inc(1, 1), "draining"),
+        ("other", INC, "draining"),
+    ]
+    assert machine.step(0.0)
+    assert not machine.is_drained
+    machine.receive(Close("old", INC), 0.0)
+    assert machine.is_drained
+
+
+@pytest.mark.parametrize("kind", ["target", "drafter"])
+@pytest.mark.parametrize(
+    ("theirs", "ours", "is_taken"), [("a", "a", True), ("a", "b", False), ("", "b", True), ("a", "", True)]
+)
+def test_a_worker_of_another_model_refuses(kind, theirs, ours, is_taken):
+    machine = worker(kind, ours)
+    machine.receive(replace(open_message(), fingerprint=theirs), 0.0)
+    assert machine.holds("s") == is_taken
+    assert [message.why for message in answers(machine)] == ([] if is_taken else ["model"])
+
+
+def test_a_router_hands_over_what_a_worker_has_that_drains():
+    machine = submitted("T0", "D0")
+    machine.receive(Alive("T0", {"is_draining": 1.0}), 0.0)
+    assert machine.take_outbox() == {}  # there is nobody else yet
+    submit(machine, "new")
+    assert machine.take_outbox() == {"D0": [opened(seq="new")]}
+    join(machine, "T1")
+    assert machine.take_outbox() == {
+        "T0": [Close("s", Inc(1, 0))],
+        "T1": [opened(seq="new"), opened(n=1)],
+    }
+    assert machine.counters.num_handed_over == 1
+
+
+@pytest.mark.parametrize("why", ["draining", "model"])
+def test_what_a_worker_refuses_is_opened_elsewhere(why):
+    machine = submitted("T0", "D0")
+    join(machine, "T1")
+    machine.receive(Resync("T0", "s", Inc(1, 0), 0, why), 0.0)
+    assert machine.take_outbox() == {"T1": [opened(n=1)]}
+    submit(machine, "new")
+    assert machine.take_outbox()["T1"] == [opened(seq="new")]
+    assert machine.figures()[""][f"num_resyncs/{why}"] == 1
+
+
+def test_a_group_of_suspects_that_is_refused_goes_elsewhere_together():
+    machine = submitted("T0", plan=Plan(0))
+    join(machine, "T1")
+    machine.worker_lost("T0", 0.0)
+    machine.take_outbox()
+    machine.receive(Resync("T1", "s", Inc(1, 1), 0, "draining"), 0.0)
+    machine.step(0.0)
+    assert machine.take_outbox() == {"T1": [Live("R", ())]}
+    join(machine, "T2")
+    assert machine.take_outbox() == {"T2": [opened(n=2, plan=Plan(0), suspects="R/1")]}
+
+
+def test_where_all_targets_are_of_another_model_sequences_end():
+    machine = submitted("T0", plan=Plan(0))
+    machine.receive(Resync("T0", "s", Inc(1, 0), 0, "model"), 0.0)
+    machine.step(1.0)
+    (end,) = [message for message in machine.take_outbox()["I"] if not isinstance(message, Gone)]
+    assert (end.finish, end.reason) == ("error", MODEL_REPLACED)
+
+
+def test_a_router_that_drains_refuses_what_is_new_and_keeps_what_it_has():
+    machine = submitted("T0", "D0")
+    machine.drain(0.0)
+    submit(machine)
+    submit(machine, "new")
+    assert machine.take_outbox() == {"I": [Gone("new", 1, "draining")]}
+    assert not machine.is_drained
+    machine.receive(Cancel("s", 1), 0.0)
+    assert machine.is_drained
+
+
+def test_a_router_refuses_another_model_and_names_its_own_to_workers():
+    machine = RouterMachine("R", lambda spec: PLAN, TIMES, decision="a", vocabulary="v")
+    join(machine, "T0")
+    join(machine, "D0")
+    for seq, decision in (("mine", "a"), ("any", ""), ("other", "b")):
+        machine.receive(Submit(seq, 1, "I", PROMPT, SPEC, decision), 0.0)
+    sent = machine.take_outbox()
+    assert sent["I"] == [Gone("other", 1, "model")]
+    assert [(message.seq, message.fingerprint) for message in sent["T0"] + sent["D0"]] == [
+        *(("mine", "a"), ("any", "a")),
+        *(("mine", "v"), ("any", "v")),
+    ]
+    assert all(isinstance(message, Open) for message in sent["T0"])
+
+
+def ingress(*routers):
+    machine = IngressMachine("I", TIMES, decision="a")
+    for name in routers:
+        machine.router_joined(name, 0.0)
+    return machine
+
+
+def asked(machine):
+    """Who was asked last, and under which attempt."""
+    ((name, (message,)),) = machine.take_outbox().items()
+    assert message.decision == "a"
+    return name, message.attempt
+
+
+def test_an_ingress_asks_no_router_again_that_refuses():
+    machine = ingress("R0", "R1")
+    machine.start("s", PROMPT, SPEC, 0.0)
+    first, attempt = asked(machine)
+    machine.receive(Gone("s", attempt, "draining"), 0.0)
+    second, attempt = asked(machine)
+    assert {first, second} == {"R0", "R1"}
+    machine.start("t", PROMPT, SPEC, 0.0)
+    assert asked(machine)[0] == second
+    machine.receive(Gone("s", attempt, "draining"), 0.0)
+    assert machine.take_outbox() == {}  # it waits
+    machine.router_joined("R2", 0.0)
+    assert asked(machine)[0] == "R2"
+    assert machine.take_deliveries() == []
+
+
+def test_a_request_of_a_model_that_no_router_has_any_more_ends():
+    machine = ingress("R0", "R1")
+    machine.start("s", PROMPT, SPEC, 0.0)
+    machine.receive(Gone("s", asked(machine)[1], "draining"), 0.0)
+    machine.receive(Gone("s", asked(machine)[1], "model"), 0.0)
+    assert machine.take_deliveries() == []  # one is only draining
+    draining = next(name for name, why in machine._routers.items() if why == "draining")
+    machine.router_lost(draining, 0.0)
+    (delivery,) = machine.take_deliveries()
+    assert (delivery.finish, delivery.reason) == ("error", MODEL_REPLACED)
+    assert len(machine) == 0
+
+
+def test_an_ingress_that_drains_refuses_requests():
+    machine = ingress("R0")
+    machine.start("s", PROMPT, SPEC, 0.0)
+    machine.drain(0.0)
+    machine.start("new", PROMPT, SPEC, 0.0)
+    (delivery,) = machine.take_deliveries()
+    assert (delivery.seq, delivery.finish, delivery.reason) == ("new", "error", DRAINING)
+    assert not machine.is_drained
+    machine.cancel("s")
+    assert machine.is_drained
+    assert machine.report()["num_refused"] == 1
