@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from cluster.config import AppArgs
+from cluster.identity import fingerprints
 from cluster.live import reconfigured, set_log_level
 from deployments.names import DRAFT, TARGET
 from deployments.transport.endpoints import PeerGroup, RouterEndpoint, replica_id
@@ -27,7 +28,10 @@ class SpeculationRouter(RouterEndpoint):
     def __init__(self, args: AppArgs, *workers: Any) -> None:
         self._args = self._in_force = args
         set_log_level(args)
-        self._machine = RouterMachine(replica_id(), planner_of(args), args.protocol.times())
+        own = fingerprints(args)
+        self._machine = RouterMachine(
+            replica_id(), planner_of(args), args.protocol.times(), decision=own.decision, vocabulary=own.vocabulary
+        )
         groups = [_group(self._machine, TARGET, "target")]
         if args.has_draft:
             groups.append(_group(self._machine, DRAFT, "drafter"))

@@ -10,6 +10,7 @@ import torch
 
 from cluster.config import AppArgs
 from cluster.doubles import emulated_drafter, emulated_target, scripted_pair
+from cluster.identity import fingerprints
 from cluster.live import reconfigured, set_log_level
 from cluster.sources import backend_options, draft_source, target_source
 from deployments.names import ROUTER
@@ -67,7 +68,13 @@ class TargetServer(_Worker):
         if args.is_auto:
             profile_target(backend, report.profiled)
         observed = ObservedTarget(backend, _listeners(report, recorder))
-        machine = TargetMachine(name, observed, args.protocol.times(), lambda: observed.gauges() | report.gauges())
+        machine = TargetMachine(
+            name,
+            observed,
+            args.protocol.times(),
+            lambda: observed.gauges() | report.gauges(),
+            fingerprint=fingerprints(args).decision,
+        )
         self._worker_host = self.start_worker(machine, routers=ROUTER, stall_s=args.stall_s, recorder=recorder)
 
 
@@ -91,7 +98,13 @@ class DraftServer(_Worker):
         if args.is_auto:
             profile_drafter(emulated, report.profiled)
         observed = ObservedDrafter(emulated, _listeners(report, recorder))
-        drafter = DrafterMachine(name, observed, times, lambda: observed.gauges() | report.gauges())
+        drafter = DrafterMachine(
+            name,
+            observed,
+            times,
+            lambda: observed.gauges() | report.gauges(),
+            fingerprint=fingerprints(args).vocabulary,
+        )
         machine = DraftWorkerMachine(drafter, TargetMachine(name, solo, times))
         self._worker_host = self.start_worker(machine, routers=ROUTER, stall_s=args.stall_s, recorder=recorder)
 

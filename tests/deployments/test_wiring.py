@@ -1,0 +1,41 @@
+"""What each deployment's machine knows of its models: the fingerprints by which it refuses other ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cluster.config import AppArgs
+from cluster.identity import fingerprints
+from deployments import router, workers
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The newest machine that was to be started and what its links were told, without links."""
+    found: dict[str, Any] = {}
+
+    def start(self: object, machine: object, **keywords: object) -> None:
+        found.clear()
+        found.update(keywords, machine=machine)
+
+    for module in (workers, router):
+        monkeypatch.setattr(module, "replica_id", lambda: "me")
+    monkeypatch.setattr(workers.WorkerEndpoint, "start_worker", start)
+    monkeypatch.setattr(router.RouterEndpoint, "start_router", start)
+    return found
+
+
+def test_all_machines_of_a_service_know_the_same_models(started: dict[str, Any]) -> None:
+    args = AppArgs.model_validate({"scripted": {"acceptance_rate": 0.5}, "num_speculative_tokens": 2, "stall_s": 5})
+    own = fingerprints(args)
+    assert own.decision
+    assert own.vocabulary
+    workers.TargetServer(args, 1, 1.0)
+    assert started["machine"].fingerprint == own.decision
+    assert started["stall_s"] == 5
+    workers.DraftServer(args, 1, 1.0)
+    assert started["machine"].drafter.fingerprint == own.vocabulary
+    router.SpeculationRouter(args)
+    assert started["machine"].decision == own.decision
