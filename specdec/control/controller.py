@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from specdec.control.estimates import DecayedRate, Round, acceptance_trials, rounds_of
+from specdec.control.estimates import DecayedRate, tally
 from specdec.control.group import KNOWN_TRIALS, PRIOR_RATE, PRIOR_TRIALS, PROBE, Group
 from specdec.control.ways import OFF, WAYS, Bounds, Choice, Conditions, own_length
 from specdec.control.workers import WorkerFigures
@@ -87,23 +87,18 @@ class Controller:
 
     def decided(self, seq: str, notes: Notes, now_s: float) -> None:
         """New tokens of a sequence have come."""
-        self.judged(seq, rounds_of(notes.how, notes.num_drafted), now_s)
-
-    def judged(self, seq: str, rounds: Sequence[Round], now_s: float) -> None:
-        """The same, as rounds."""
-        one = self._sequences.get(seq)
-        if one is None or not rounds:
+        one, rounds = self._sequences.get(seq), tally(notes.how, notes.num_drafted)
+        if one is None or not rounds.num_rounds:
             return
-        accepted, judged = acceptance_trials(rounds)
-        if judged:
-            one.acceptance = one.acceptance.add(accepted, judged)
-            self._acceptance[one.kind] = self._acceptance[one.kind].add(accepted, judged)
+        one.acceptance = one.acceptance.add(rounds.num_accepted, rounds.num_judged)
+        self._acceptance[one.kind] = self._acceptance[one.kind].add(rounds.num_accepted, rounds.num_judged)
         group = self._groups.get(one.target or "")
         if group is not None and seq == group.probing:
-            group.probed(len(rounds))
+            group.probed(rounds.num_rounds)
         elif group is not None and one.seen_s is not None and one.since >= SETTLE_ROUNDS and not one.is_cut:
-            group.heard(one.choice, len(rounds), len(rounds) + accepted, now_s - one.seen_s, now_s)
-        one.since += len(rounds)
+            num_tokens = rounds.num_rounds + rounds.num_accepted
+            group.heard(one.choice, rounds.num_rounds, num_tokens, now_s - one.seen_s, now_s)
+        one.since += rounds.num_rounds
         one.seen_s = now_s
 
     def reported(self, worker: str, kind: WorkerKind, report: Mapping[str, float]) -> None:

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 MEMORY = 256.0
 """Trials after which a trial counts 1/e."""
-
-
-class Round(NamedTuple):
-    """One verification of one sequence, with or without a draft."""
-
-    num_drafted: int
-    num_accepted: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,34 +19,36 @@ class DecayedRate:
 
     def add(self, successes: float, trials: float) -> DecayedRate:
         """With newer counts."""
-        kept = max(0.0, 1 - trials / MEMORY)
-        return DecayedRate(self.successes * kept + successes, self.trials * kept + trials)
+        kept = self.times(max(0.0, 1 - trials / MEMORY))
+        return DecayedRate(kept.successes + successes, kept.trials + trials)
+
+    def times(self, share: float) -> DecayedRate:
+        """The same rate, as far as it is known less well."""
+        return DecayedRate(self.successes * share, self.trials * share)
 
     def rate(self, prior: float, weight: float) -> float:
         """The rate, with a prior that counts like ``weight`` trials."""
         return (self.successes + prior * weight) / (self.trials + weight)
 
 
-def acceptance_trials(rounds: Iterable[Round]) -> tuple[int, int]:
-    """Accepted draft tokens, and draft tokens that were judged: what follows the first refused one was not.
+class Tally(NamedTuple):
+    """Rounds of a sequence; accepted draft tokens, and those that were judged: not what follows a refused one.
 
-    Their ratio estimates the acceptance rate per token whatever the draft length (it is the maximum-likelihood
+    Accepted over judged estimates the acceptance rate per token whatever the draft length (it is the maximum-likelihood
     estimate for a geometric run cut at K); accepted over drafted would fall as K grows.
     """
-    accepted = judged = 0
-    for num_drafted, num_accepted in rounds:
-        accepted += num_accepted
-        judged += num_accepted + (num_accepted < num_drafted)
-    return accepted, judged
+
+    num_rounds: int
+    num_accepted: int
+    num_judged: int
 
 
-def rounds_of(how: str, num_drafted: Iterable[int]) -> list[Round]:
-    """The rounds in the notes of some tokens (:class:`specdec.protocol.messages.Notes`); the last token ends one."""
-    rounds = []
-    accepted = 0
+def tally(how: str, num_drafted: Sequence[int]) -> Tally:
+    """Count the notes of some tokens (:class:`specdec.protocol.messages.Notes`); the last token ends a round."""
+    num_rounds = num_judged = accepted = 0
     for letter, drafted in zip(how, num_drafted, strict=True):
         accepted += letter == "a"
         if drafted or letter != "a":
-            rounds.append(Round(drafted, accepted))
+            num_rounds, num_judged = num_rounds + 1, num_judged + accepted + (accepted < drafted)
             accepted = 0
-    return rounds
+    return Tally(num_rounds, how.count("a"), num_judged)

@@ -26,33 +26,8 @@ KNOWN_TRIALS = 8
 """A kind of request is known once so many of its draft tokens were judged."""
 PRIOR_RATE, PRIOR_TRIALS = 0.5, 4.0
 """Before anything was judged a draft token, or a guess, is as often right as wrong."""
-MEMORY_TOKENS, PRIOR_TOKENS, AGE_S = 512.0, 16.0, 120.0
-"""A correction remembers so many tokens, trusts its prior like so many, and itself 1/e after so long without news."""
-
-
-@dataclass
-class Correction:
-    """Measured over predicted tokens, or over seconds, as an average over the newest.
-
-    Attributes:
-        at_s: When the newest came.
-    """
-
-    measured: float = 0.0
-    predicted: float = 0.0
-    at_s: float = 0.0
-
-    def add(self, num_tokens: float, predicted: float, now_s: float) -> None:
-        """So many tokens have come where so many, or so much time, were predicted."""
-        kept = math.exp(-num_tokens / MEMORY_TOKENS)
-        self.measured = self.measured * kept + num_tokens
-        self.predicted = self.predicted * kept + predicted
-        self.at_s = now_s
-
-    def ratio(self, prior: float, now_s: float | None = None) -> float:
-        """The quotient, with a prior that counts like a few tokens; with ``now_s`` more, the older the newest is."""
-        age = 1.0 if now_s is None else math.exp(-max(0.0, now_s - self.at_s) / AGE_S)
-        return (self.measured * age + PRIOR_TOKENS) / (self.predicted * age + PRIOR_TOKENS / prior)
+PRIOR_TOKENS, AGE_S = 16.0, 120.0
+"""A factor trusts its prior like so many tokens, and itself 1/e after so long without news."""
 
 
 @dataclass
@@ -73,7 +48,7 @@ class Group:
     guesses: DecayedRate = field(default_factory=DecayedRate)
     probing: str | None = None
     _choices: dict[int, Choice] = field(default_factory=dict)
-    _corrections: dict[tuple[Way, int], Correction] = field(default_factory=dict)
+    _factors: dict[tuple[Way, int], tuple[DecayedRate, float]] = field(default_factory=dict)
     _plain_s: dict[int, float] = field(default_factory=dict)
     _reported: Choice = OFF
     _probe_rounds: int = 0
@@ -99,10 +74,10 @@ class Group:
         expected = pace(choice, conditions, self.acceptance_rate)
         # Reading another's prompt, or being preempted, is not the way's doing.
         seconds = min(seconds, 4 * num_rounds * expected.round_s)
-        correction = self._corrections.setdefault((choice.way, conditions.num_rows.bit_length()), Correction())
-        # The target alone is remembered as it was: its steps look longer while a drafter works beside it.
-        scale = 1.0 if choice.way == "off" else expected.tokens_per_s
-        correction.add(num_tokens, seconds * scale, now_s)
+        octave = conditions.num_rows.bit_length()
+        rate = 1 / self._step_s(conditions) if choice == OFF else expected.tokens_per_s
+        factor, _ = self._factors.get((choice.way, octave), (DecayedRate(), now_s))
+        self._factors[choice.way, octave] = factor.add(num_tokens, seconds * rate), now_s
 
     def probed(self, num_rounds: int) -> None:
         """The sequence that probes had so many rounds. A probe goes on until the next review: it costs what it took."""
@@ -148,22 +123,23 @@ class Group:
             self._patience, self._rest_rounds = 1.0, 0.0
 
     def alone(self, conditions: Conditions) -> float:
-        """Tokens per second of a sequence without drafts: as measured last, and by its step time before that.
+        """Tokens per second of a sequence without drafts, as measured last: it does not age, but is soon measured."""
+        factor, _ = self._factors.get(("off", conditions.num_rows.bit_length()), (DecayedRate(), 0.0))
+        return factor.rate(1.0, PRIOR_TOKENS) / self._step_s(conditions)
 
-        Of step times the shortest that was known: beside a drafter they may be longer.
-        """
+    def _step_s(self, conditions: Conditions) -> float:
+        """A step without drafts: the shortest that was known, as it may be longer beside a drafter."""
         octave = conditions.num_rows.bit_length()
-        step_s = self._plain_s[octave] = min(conditions.target_s(0), self._plain_s.get(octave, math.inf))
-        correction = self._corrections.get(("off", octave))
-        return 1 / step_s if correction is None else correction.ratio(1 / step_s)
+        self._plain_s[octave] = min(conditions.target_s(0), self._plain_s.get(octave, math.inf))
+        return self._plain_s[octave]
 
     def factor(self, way: Way, conditions: Conditions, now_s: float) -> float:
         """Measured over predicted pace of a way that drafts: at this load, or else at those that are nearest to it."""
         octave = conditions.num_rows.bit_length()
         factor = CAUTION * min(1.0, self.alone(conditions) * conditions.target_s(0))
-        measured = [(abs(at - octave), one) for (other, at), one in self._corrections.items() if other == way]
-        for _, correction in sorted(measured, key=lambda entry: -entry[0]):
-            factor = correction.ratio(factor, now_s)
+        measured = [(-abs(at - octave), *one) for (other, at), one in self._factors.items() if other == way]
+        for _, rate, at_s in sorted(measured, key=lambda entry: entry[0]):
+            factor = rate.times(math.exp((at_s - now_s) / AGE_S)).rate(factor, PRIOR_TOKENS / factor)
         return factor
 
     def probe(self, unknown: Sequence[str], able: Sequence[str]) -> str | None:

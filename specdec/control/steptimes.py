@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+_SIZES_PER_OCTAVE = 12
+"""Steps whose tokens differ by less are one size, whatever their rows."""
+
 
 class StepTime(NamedTuple):
-    """What a worker measured of steps of about the same size.
-
-    Attributes:
-        rows: Sequences in a step, mean.
-        tokens: Tokens forwarded, mean.
-        seconds: Duration of a step, median.
-        num_steps: Steps behind these.
-    """
+    """What a worker measured of steps of about the same size: means, the median duration, how many there were."""
 
     rows: float
     tokens: float
@@ -83,18 +80,12 @@ def monotone_curve(points: Iterable[StepTime], octave: float) -> tuple[list[floa
 
 def _merged(points: Iterable[StepTime], octave: float) -> list[tuple[float, float, float]]:
     """Weight, tokens and seconds, ascending; steps of nearly the same tokens and other rows are one size."""
-    sizes: list[tuple[float, float, float]] = []
-    for point in sorted(points, key=lambda point: point.tokens):
+    sums: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    for point in points:
         weight = min(point.num_steps, 8.0) * 4.0 ** -abs(math.log2(max(point.rows, 1)) - octave)
-        tokens, seconds = point.tokens, point.seconds
-        if sizes and tokens < 1.06 * sizes[-1][1]:
-            other, other_tokens, other_seconds = sizes.pop()
-            total = other + weight
-            tokens = (other * other_tokens + weight * tokens) / total
-            seconds = (other * other_seconds + weight * seconds) / total
-            weight = total
-        sizes.append((weight, tokens, seconds))
-    return sizes
+        one = sums[round(_SIZES_PER_OCTAVE * math.log2(point.tokens))]
+        one[:] = one[0] + weight, one[1] + weight * point.tokens, one[2] + weight * point.seconds
+    return [(weight, tokens / weight, seconds / weight) for _, (weight, tokens, seconds) in sorted(sums.items())]
 
 
 def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:

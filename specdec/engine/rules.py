@@ -44,11 +44,6 @@ def verify(
     return [run for run in runs if run is not None]
 
 
-_MISMATCH = 0.6
-"""By how much, in logits, two models of a pair differ on the tokens that matter: where the draft's best is ahead of
-another by so much, the target is e times likelier to say it. Fitted on the demo pair, which gave 0.5 to 0.75."""
-
-
 class Drawn(NamedTuple):
     """One draft token.
 
@@ -98,7 +93,8 @@ def _draw_coupled(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup], 
         return [Drawn(token) for token in sampler.choose(logits, groups).tolist()]
     ranked = sampler.choose_and_guess(logits, groups, num_guesses)
     temperatures = torch.tensor([group.spec.sampling.temperature or 1.0 for group in groups], device=logits.device)
-    shares = (ranked.scores * (temperatures / _MISMATCH).unsqueeze(1)).softmax(1)
+    # Where the draft's best is ahead of another by a logit, the target is taken to be e times likelier to say it.
+    shares = (ranked.scores * temperatures.unsqueeze(1)).softmax(1)
     columns = zip(ranked.chosen.tolist(), ranked.tokens.tolist(), shares.tolist(), strict=True)
     return [_drawn(token, tokens, likelihoods) for token, tokens, likelihoods in columns]
 
