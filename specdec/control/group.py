@@ -96,10 +96,7 @@ class Group:
     def review(self, conditions: Conditions | None, acceptance_rate: float, bounds: Bounds, now_s: float) -> None:
         """Choose anew: the best choice of each way by its formula, and among those the best by what was measured."""
         self.conditions, self.acceptance_rate = conditions, acceptance_rate
-        if conditions is None:
-            self.choice = OFF
-            return
-        if not bounds.num_draft_tokens:  # nobody is there who may draft: nothing is learned from that
+        if conditions is None or not bounds.num_draft_tokens:  # where nobody may draft nothing is learned from that
             self.choice = OFF
             return
         octave = conditions.num_rows.bit_length()
