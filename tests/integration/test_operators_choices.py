@@ -17,7 +17,9 @@ from tests.specdec.checkpoints import WITH_GAPS, save_checkpoint
 NO_A = "tests.cluster.processors:no_a"
 BOTH_WORDS = {"1": 100, "5": 100}
 END = WITH_GAPS["<end>"]
-MOST_ANSWERS = 200
+MOST_ANSWERS = 20
+DRAFTS = ("--num-speculative-tokens", "4", "--mode", "in_turn")
+"""Drafts whatever the controller would think of them; the target waits for the first ones."""
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def client(folders: dict[str, Path]) -> Iterator[OpenAI]:
     flags = [part for role, folder in folders.items() for part in (f"--{role}", str(folder))]
-    running = RunningService(*flags, "--acceptance", "rejection", "--logits-processors", NO_A, "--trace")
+    running = RunningService(*flags, "--acceptance", "rejection", "--logits-processors", NO_A, "--trace", *DRAFTS)
     yield running.client()
     assert running.stop() == 0
 
