@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _T = TypeVar("_T")
+_MOST_SHOWN = 256
+"""Characters of a model's name that an error repeats."""
 _QUICK_CHARACTERS = 1 << 14
 """Texts up to this long are tokenized on the event loop: it takes about a millisecond."""
 _CHARACTERS_PER_LOGPROB = 16
@@ -57,7 +59,9 @@ class Api:
             if model.name == name:
                 return model
         names = ", ".join(model.name for model in info.models)
-        raise ApiError(404, f"there is no model {name!r}; there is: {names}", param="model", code="model_not_found")
+        raise ApiError(
+            404, f"there is no model {name[:_MOST_SHOWN]!r}; there is: {names}", param="model", code="model_not_found"
+        )
 
     async def admit(self, arrival: Arrival, model: ServedModel, num_sequences: int) -> None:
         """Take a place per sequence of a request that is parsed, waiting for them if need be.

@@ -45,8 +45,9 @@ class IgnoredFields:
             name = quote(field[:_MOST_CHARACTERS], safe="[]")
             if not is_known and self._unknown == "refuse":
                 raise ApiError(400, f"unknown field {name!r}", param=name, code="unknown_parameter")
-            if len(names) < _MOST_NAMED:
-                names[name] = None
+            names[name] = None
+            if len(names) == _MOST_NAMED:
+                break
         for name in names:
             self._count(name)
         return tuple(names)

@@ -55,7 +55,7 @@ def _script(request: SequenceRequest) -> list[Step]:
     return [*rounds([60 + i for i in range(count)], 3, "length", logprobs, of_prompt)]
 
 
-async def fuzz(schemathesis: str, examples: int, seed: int) -> int:
+async def fuzz(schemathesis: str, phases: str, examples: int, seed: int) -> int:
     """Run it, and print what came of it; 0 if all is well."""
     tokenizer = AutoTokenizer.from_pretrained(f"{specdec.demo.__path__[0]}/target")
     target, draft = (ServedModel(name, role, 512, 4096, (0,)) for name, role in (("demo", "target"), ("d", "draft")))
@@ -66,7 +66,7 @@ async def fuzz(schemathesis: str, examples: int, seed: int) -> int:
     while not server.started:
         await asyncio.sleep(0.01)
     url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/openapi.json"
-    options = ["--phases", "examples,coverage,fuzzing", "--checks", "not_a_server_error", "--continue-on-failure"]
+    options = ["--phases", phases, "--checks", "not_a_server_error", "--continue-on-failure"]
     options += ["--max-examples", str(examples), "--request-timeout", "60", "--seed", str(seed), "--no-color"]
     process = await asyncio.create_subprocess_exec(schemathesis, "run", url, *options)
     code = await process.wait()
@@ -85,10 +85,11 @@ def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schemathesis", default="schemathesis", help="the program")
+    parser.add_argument("--phases", default="examples,coverage,fuzzing", help="of schemathesis")
     parser.add_argument("--examples", type=int, default=1500, help="requests per endpoint and phase, at most")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
-    sys.exit(asyncio.run(fuzz(given.schemathesis, given.examples, given.seed)))
+    sys.exit(asyncio.run(fuzz(given.schemathesis, given.phases, given.examples, given.seed)))
 
 
 if __name__ == "__main__":

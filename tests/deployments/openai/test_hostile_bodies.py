@@ -1,0 +1,97 @@
+"""Bodies made to hurt: huge, deep, of wrong types, half characters. Each is answered below 500."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import httpx2
+import pytest
+
+from deployments.openai.schemas.chat import ChatBody
+from deployments.openai.schemas.completions import CompletionBody
+
+from .conftest import Bench
+
+JSON = {"content-type": "application/json"}
+PROMPT = b'{"model": "demo", "prompt": "x", '
+CHAT = b'{"model": "demo", "messages": [{"role": "user", "content": "x"}], '
+DEEP = b"[" * 100_000
+OBJECTS = b'{"a":' * 100_000
+LONG = b"x" * (1 << 20)
+
+RAW: dict[str, bytes] = {
+    "empty": b"",
+    "null": b"null",
+    "a number": b"1e999",
+    "half a body": PROMPT,
+    "two bodies": PROMPT + b'"n": 1}{}',
+    "bad UTF-8": PROMPT + b'"user": "\xff\xfe\xc3\x28"}',
+    "bad UTF-8 in a name": PROMPT + b'"us\xffer": 1}',
+    "half a surrogate pair": PROMPT + b'"stop": "\\ud83d"}',
+    "a surrogate pair in bad words": PROMPT + b'"bad_words": ["\\udc00"]}',
+    "UTF-16": '{"model": "demo", "prompt": "x"}'.encode("utf-16"),
+    "a byte order mark": b"\xef\xbb\xbf" + PROMPT + b'"n": 1}',
+    "NUL": PROMPT + b'"stop": "\\u0000", "user": "\\u0000"}',
+    "NaN": PROMPT + b'"logit_bias": {"1": NaN}}',
+    "a nested NaN": PROMPT + b'"metadata": {"a": [[[-Infinity]]]}}',
+    "deep arrays": PROMPT + b'"metadata": ' + DEEP,
+    "deep arrays that end": PROMPT + b'"prompt": ' + DEEP + b"]" * 100_000 + b"}",
+    "deep objects": CHAT + b'"chat_template_kwargs": ' + OBJECTS,
+    "a stop string of 1 MB": PROMPT + b'"stop": "' + LONG + b'"}',
+    "a bad word of 1 MB": PROMPT + b'"bad_words": ["' + LONG + b'"]}',
+    "a name of 1 MB": PROMPT + b'"' + LONG + b'": 1}',
+    "a model of 1 MB": b'{"prompt": "x", "model": "' + LONG + b'"}',
+    "a role of 1 MB": b'{"model": "demo", "messages": [{"content": "x", "role": "' + LONG + b'"}]}',
+    "a request id with a line end": PROMPT + b'"request_id": "a\\r\\nx: y"}',
+    "a number of 100 kB": PROMPT + b'"seed": ' + b"9" * 100_000 + b"}",
+    "a million ids": b'{"model": "demo", "prompt": [' + b"1," * 1_000_000 + b"1]}",
+    "a hundred thousand prompts": b'{"model": "demo", "prompt": [' + b'"a",' * 100_000 + b'"a"]}',
+    "a hundred thousand messages": b'{"model": "demo", "messages": [' + b"{}," * 100_000 + b"{}]}",
+    "a hundred thousand parts": b'{"model": "demo", "messages": [{"role": "user", "content": ['
+    + b'{"type": "text", "text": ""},' * 100_000
+    + b'{"type": "text", "text": ""}]}]}',
+    "a hundred thousand unknown fields": PROMPT + b",".join(b'"f%d": 1' % i for i in range(100_000)) + b"}",
+    "a hundred thousand allowed ids": PROMPT + b'"allowed_token_ids": [' + b"7," * 100_000 + b"7]}",
+    "one field twice": PROMPT + b'"n": 1, "n": 2}',
+}
+WRONG: list[Any] = [True, -1, 2**70, 1e308, "", "x", [], [[]], [None], {}, {"a": {}}, [1, "x"], {"1": None}]
+
+
+async def answered(bench: Bench, http: httpx2.AsyncClient, path: str, content: bytes) -> None:
+    answer = await http.post(path, content=content, headers=JSON)
+    assert answer.status_code < 500, answer.text
+    if answer.status_code >= 400:
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    assert len(answer.text) < 100_000
+    assert all(len(value) < 8192 for value in answer.headers.values())
+    for gauge in ("num_requests_running", "num_requests_waiting"):
+        assert bench.metric(gauge) == 0
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", RAW)
+async def test_a_raw_body_is_answered(bench: Bench, http: httpx2.AsyncClient, name: str) -> None:
+    bench.says("ok")
+    content = RAW[name]
+    paths = ["/v1/chat/completions"] if b"messages" in content else ["/v1/completions", "/tokenize", "/detokenize"]
+    for path in paths:
+        await answered(bench, http, path, content)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
+async def test_every_field_takes_every_wrong_type(bench: Bench, http: httpx2.AsyncClient, kind: Any) -> None:
+    """Alone, and some fields at once."""
+    bench.says("ok")
+    is_chat = kind is ChatBody
+    path = "/v1/chat/completions" if is_chat else "/v1/completions"
+    base = json.loads((CHAT if is_chat else PROMPT)[:-2] + b"}")
+    rng = random.Random(7)
+    bodies = [{name: value} for name in kind.model_fields for value in rng.sample(WRONG, 5)]
+    for _ in range(100):
+        names = rng.sample(list(kind.model_fields), 4)
+        bodies.append({name: rng.choice(WRONG) for name in names})
+    for body in bodies:
+        await answered(bench, http, path, json.dumps(base | body).encode())
