@@ -85,4 +85,4 @@ def _group(machine: RouterMachine, deployment: str, kind: WorkerKind) -> PeerGro
     def lost(_host_machine: Any, name: str, now_s: float) -> None:
         machine.worker_lost(name, now_s)
 
-    return PeerGroup(deployment, joined, lost)
+    return PeerGroup(deployment, joined, lost, match="decision" if kind == "target" else "vocabulary")

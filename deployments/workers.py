@@ -106,7 +106,9 @@ class DraftServer(_Worker):
             fingerprint=fingerprints(args).vocabulary,
         )
         machine = DraftWorkerMachine(drafter, TargetMachine(name, solo, times))
-        self._worker_host = self.start_worker(machine, routers=ROUTER, stall_s=args.stall_s, recorder=recorder)
+        self._worker_host = self.start_worker(
+            machine, routers=ROUTER, stall_s=args.stall_s, recorder=recorder, match="vocabulary"
+        )
 
 
 def _listeners(report: StepReport, recorder: Recorder | None) -> list[Listener]:

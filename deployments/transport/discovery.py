@@ -4,18 +4,56 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import logging
-from collections.abc import Callable
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from deployments.transport.board import Listener, process_board
 from deployments.transport.wire import LinkError
 
 logger = logging.getLogger("ray.serve")
 
 RETRY_S = 0.5
+Listener = Callable[[frozenset[str]], None]
+DeploymentKey = tuple[str, str]
+"""Application and deployment name."""
+
+
+class ReplicaBoard:
+    """The newest list of replica ids of each deployment, and who wants to know; for any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._listed: dict[DeploymentKey, frozenset[str]] = {}
+        self._listeners: dict[DeploymentKey, list[Listener]] = defaultdict(list)
+
+    def publish(self, key: DeploymentKey, replicas: Iterable[str]) -> None:
+        """Take in a complete list; listeners are called on this thread if it is news, and must not block."""
+        replica_ids = frozenset(replicas)
+        with self._lock:
+            is_news = self._listed.get(key) != replica_ids
+            self._listed[key] = replica_ids
+            listeners = list(self._listeners[key]) if is_news else []
+        for listener in listeners:
+            listener(replica_ids)
+
+    def subscribe(self, key: DeploymentKey, listener: Listener) -> None:
+        """Call ``listener`` with the list known so far, if any, and with every later one."""
+        with self._lock:
+            self._listeners[key].append(listener)
+            known = self._listed.get(key)
+        if known is not None:
+            listener(known)
+
+
+@functools.cache
+def process_board() -> ReplicaBoard:
+    """The board of this process: Serve makes request routers by itself, and takes no object to hand them."""
+    return ReplicaBoard()
 
 
 class Discovery:
@@ -31,56 +69,45 @@ class Discovery:
     """
 
     def __init__(self, deployment: str, app_name: str, on_change: Listener) -> None:
-        self.deployment = deployment
-        self._app_name = app_name
+        self._key = (app_name, deployment)
         self._on_change = on_change
         self._loop = asyncio.get_running_loop()
         self._handle: DeploymentHandle | None = None
-        self._end: Callable[[], None] | None = None
-        self._starting: asyncio.Task[None] | None = None
-
-    @property
-    def handle(self) -> DeploymentHandle:
-        """The handle, on the gRPC transport; there is one as soon as a replica has been listed.
-
-        Raises:
-            LinkError: Serve has not been asked for it successfully yet.
-        """
-        if self._handle is None:
-            raise LinkError(f"no handle to the deployment {self.deployment} yet")
-        return self._handle
-
-    def start(self) -> None:
-        """Start watching; on the event loop."""
+        self._is_closed = False
         # Serve takes calls made in a request's context for a part of that request, and cancels them with it.
         self._starting = self._loop.create_task(self._start(), context=contextvars.Context())
 
+    def pinned(self, method: str, replica: str, *, stream: bool) -> DeploymentHandle:
+        """A handle to one method, which takes and gives bytes, of one replica.
+
+        Raises:
+            LinkError: Serve has not been asked for a handle successfully yet.
+        """
+        if self._handle is None:
+            raise LinkError(f"no handle to the deployment {self._key[1]} yet")
+        return self._handle.options(method_name=method, session_id=replica, stream=stream)
+
     def close(self) -> None:
         """Stop watching; ``on_change`` is not called any more."""
-        if self._starting is not None:
-            self._starting.cancel()
-        if self._end is not None:
-            self._end()
-        self._on_change = _ignore
+        self._is_closed = True
+        self._starting.cancel()
 
     async def _start(self) -> None:
+        app_name, deployment = self._key
         while self._handle is None:
             try:
                 # A copy with options has its request router already; a bare handle gets one with its first call.
-                self._handle = serve.get_deployment_handle(self.deployment, self._app_name).options(
-                    _by_reference=False, request_serialization="pickle", response_serialization="pickle"
+                self._handle = serve.get_deployment_handle(deployment, app_name).options(
+                    request_serialization="pickle", response_serialization="noop"
                 )
             except Exception as error:
-                logger.info("No handle to the deployment %s yet: %s", self.deployment, error)
+                logger.info("No handle to the deployment %s yet: %s", deployment, error)
                 await asyncio.sleep(RETRY_S)
-        self._end = process_board().subscribe((self._app_name, self.deployment), self._listed)
+        process_board().subscribe(self._key, self._listed)
 
     def _listed(self, replica_ids: frozenset[str]) -> None:
         self._loop.call_soon_threadsafe(self._tell, replica_ids)
 
     def _tell(self, replica_ids: frozenset[str]) -> None:
-        self._on_change(replica_ids)
-
-
-def _ignore(_replica_ids: frozenset[str]) -> None:
-    """Nobody wants to know."""
+        if not self._is_closed:
+            self._on_change(replica_ids)

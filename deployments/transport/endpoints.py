@@ -1,14 +1,14 @@
 """Mixins that make a deployment class an end of links; its own code gives the machine, and nothing else.
 
-The methods that peers call (``results``, ``feed``, ``events``, ``post``) are part of the wire: they keep their names.
-Deployments must be deployed with the options of ``deployments.transport.options``.
+Workers and ingress replicas dial every router that is listed; routers answer. So only routers have to be reachable,
+and a worker or an ingress that drains, and is listed no more, keeps its links. Deployments must be deployed with the
+options of ``deployments.transport.options``.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Generic
@@ -18,34 +18,34 @@ from ray import serve
 
 from deployments.transport.discovery import Discovery
 from deployments.transport.host import Host, LoopHost, M, WorkerHost
-from deployments.transport.links import Dial, LinkKeeper
-from deployments.transport.local import LocalAnswerer, LocalDialer
-from deployments.transport.priority import GIVES_WAY, GOES_EARLY, shift_niceness
-from deployments.transport.sharing import SharingHost, SteadyHost
-from deployments.transport.streams import IngressAnswerer, RouterDialer, Stream, WorkerAnswerer, WorkerDialer, pinned
-from deployments.transport.wire import Batch, Greeting, Hello, Identity, LinkTimes
+from deployments.transport.keeper import LinkKeeper
+from deployments.transport.link import Answerer, Carrier, Dialer, PeerEvent
+from deployments.transport.sockets import SocketAnswerer, SocketDialer
+from deployments.transport.streams import StreamAnswerer, StreamDialer
+from deployments.transport.wire import FingerprintKind, Hello, Identity, LinkTimes, mismatch
 from specdec.engine.trace import Recorder, WorkerTrace
 from specdec.engine.traced import traced
-from specdec.protocol.draft_worker import DraftWorkerMachine
-from specdec.protocol.drafter import DRAFTER_LIGHT
-from specdec.protocol.target import LIGHT, TargetMachine
+from specdec.types import Fingerprints
 
 DEFAULT_TIMES = LinkTimes()
+UNKNOWN = Fingerprints()
 
 
 @dataclass(frozen=True)
 class PeerGroup(Generic[M]):
-    """A deployment whose replicas this one keeps links to, and what its machine is told of them.
+    """A deployment that this one has links with, and what its machine is told of them.
 
     Attributes:
         deployment: Name of the deployment, in the same application.
         joined: Done with (machine, replica id, now_s) in the machine's turn when a link is up.
         lost: The same when it has ended.
+        match: Which fingerprint both ends must have (rule 14).
     """
 
     deployment: str
     joined: Callable[[M, str, float], None]
     lost: Callable[[M, str, float], None]
+    match: FingerprintKind = "decision"
 
 
 def replica_id() -> str:
@@ -59,59 +59,51 @@ def node_id() -> str:
 
 
 class _Endpoint:
-    """What all ends have in common: a host, and the knowledge of whether this replica is shutting down.
-
-    Serve tells a replica that it is to stop only after its last request has ended, and the streams of a link are
-    requests that never end by themselves. But a replica that is to stop is not listed any more, and so it learns. Of
-    links through sockets Serve knows nothing: a replica that has no others stops at once, which peers take as they take
-    the end of a link.
+    """What all ends have in common: a host, and the links that it keeps.
 
     Attributes:
-        within_machines: Whether links to peers on the same machine go through its sockets, where it has them.
+        within_machines: Whether links to peers on the same Ray node go through sockets, where the system has them.
     """
 
     within_machines = True
     _host: Host[Any] | None = None
-    _local: LocalAnswerer | None = None
     _recorder: Recorder | None = None
-    _closing = False
 
-    def _open(self, host: Host[Any], stall_s: float, times: LinkTimes) -> None:
+    def _open(self, host: Host[Any], stall_s: float, times: LinkTimes, fingerprints: Fingerprints) -> None:
         self._host = host
         self._stall_s = stall_s
         self._times = times
+        self._fingerprints = fingerprints
         self._me = replica_id()
-        self._reachable = True
-        self._watches: list[Discovery] = []
-        self._groups: list[tuple[Discovery, LinkKeeper]] = []
-        self._current: dict[str, frozenset[str]] = {}
+        self._is_draining = False
+        self._closers: list[Callable[[], None]] = []
         host.start()
-
-    def _answer_within(self, host: Host[Any]) -> None:
-        """Answer peers on the same machine."""
-        if self.within_machines:
-            self._local = LocalAnswerer(self._me, node_id(), host, self._refusal, self._times)
-            self._local.start()
-
-    def _dial_within(self, host: Host[Any], elsewhere: Dial) -> Dial:
-        """Dials that go through a socket where the peer is on the same machine."""
-        if not self.within_machines:
-            return elsewhere
-        return LocalDialer(self._me, node_id(), host, elsewhere, self._times).dial
-
-    async def identity(self) -> Identity:
-        """Where this replica runs."""
-        context = serve.get_replica_context()
-        return Identity(context.deployment, self._me, os.getpid(), node_id())
-
-    async def recorded(self) -> WorkerTrace | None:
-        """What this replica's recorder holds; None where nothing is recorded."""
-        return None if self._recorder is None else self._recorder.trace()
 
     def _open_traced(self, host: Host[Any], recorder: Recorder | None) -> None:
         """Record what comes in, where there is a recorder; before the host starts."""
         self._recorder = recorder
         host.on_arrival = None if recorder is None else recorder.arrived
+
+    def _dial_routers(
+        self, routers: str, match: FingerprintKind, host: Host[Any], joined: PeerEvent, lost: PeerEvent
+    ) -> LinkKeeper:
+        """Keep a link to every live router."""
+        context = serve.get_replica_context()
+        watch = Discovery(routers, context.app_name, lambda listed: keeper.update(listed))
+        carriers: list[Carrier] = [SocketDialer(node_id())] if self.within_machines else []
+        carriers.append(StreamDialer(watch))
+        dialer = Dialer(self._me, context.deployment, self._fingerprints, match, host, carriers, self._times)
+        keeper = LinkKeeper(dialer.dial, joined, lost, self._times)
+        self._closers += [watch.close, keeper.close]
+        return keeper
+
+    async def identity(self) -> Identity:
+        """Where this replica runs."""
+        return Identity(serve.get_replica_context().deployment, self._me, os.getpid(), node_id())
+
+    async def recorded(self) -> WorkerTrace | None:
+        """What this replica's recorder holds; None where nothing is recorded."""
+        return None if self._recorder is None else self._recorder.trace()
 
     async def check_health(self) -> None:
         """Serve's health check: the machine's progress, not the event loop's.
@@ -122,75 +114,38 @@ class _Endpoint:
         if self._host is not None:
             self._host.check(self._stall_s)
 
-    def linked_peers(self) -> frozenset[str]:
-        """Replica ids of the peers that this replica keeps links to, and whose link is up."""
-        return frozenset().union(*(keeper.linked for _, keeper in self._groups))
+    async def drain(self) -> None:
+        """Take nothing new, keep the links, and return when the machine has nothing left (rule 15)."""
+        if self._host is not None:
+            self._is_draining = True
+            await self._host.drain()
 
     def close_transport(self) -> None:
         """End links, tasks and the machine's host; idempotent."""
         host, self._host = self._host, None
-        if host is None:
-            return
-        self._closing = True
-        for watch in self._watches:
-            watch.close()
-        for _, keeper in self._groups:
-            keeper.close()
-        if self._local is not None:
-            self._local.close()
-        host.stop()
+        if host is not None:
+            for close in self._closers:
+                close()
+            host.stop()
 
-    def __del__(self) -> None:
+
+class _DrainingEndpoint(_Endpoint):
+    """An end that drains when Serve stops its replica.
+
+    Serve calls the destructor of a replica that is to stop when its requests have ended, and awaits it for as long as
+    the deployment's grace period allows. Links through sockets are no requests. Those over Serve's streams are, at a
+    router; they end within seconds, as nobody can reach a router that is listed no more.
+    """
+
+    def __del__(self) -> Coroutine[Any, Any, None] | None:
+        return None if self._host is None else self._shut_down()
+
+    async def _shut_down(self) -> None:
+        await self.drain()
         self.close_transport()
 
-    def _watch(self, deployment: str, on_change: Callable[[frozenset[str]], None]) -> Discovery:
-        watch = Discovery(deployment, serve.get_replica_context().app_name, on_change)
-        self._watches.append(watch)
-        watch.start()
-        return watch
 
-    def _watch_self(self) -> None:
-        self._reachable = False  # peers call back by replica id, which fails until this replica is listed
-        self._watch(serve.get_replica_context().deployment, self._on_own_list)
-
-    def _on_own_list(self, listed: frozenset[str]) -> None:
-        was_reachable, self._reachable = self._reachable, self._me in listed
-        self._closing = not self._reachable and (was_reachable or self._closing)
-        self._update_groups()
-        if self._closing and self._host is not None:
-            self._host.unlink_all()
-
-    def _keep_links(self, group: PeerGroup[M], host: Host[M], dialer: Callable[[Discovery], Dial]) -> None:
-        """Keep links to all live replicas of a group."""
-
-        def joined(peer: str) -> None:
-            host.tell(lambda machine, now_s: group.joined(machine, peer, now_s))
-
-        def lost(peer: str) -> None:
-            host.tell(lambda machine, now_s: group.lost(machine, peer, now_s))
-
-        def listed(replica_ids: frozenset[str]) -> None:
-            self._current[group.deployment] = replica_ids
-            self._update_groups()
-
-        watch = self._watch(group.deployment, listed)
-        self._groups.append((watch, LinkKeeper(dialer(watch), joined, lost, self._times)))
-
-    def _update_groups(self) -> None:
-        nobody: frozenset[str] = frozenset()
-        for watch, keeper in self._groups:
-            keeper.update(self._current.get(watch.deployment, nobody) if self._reachable else nobody)
-
-    def _refusal(self, hello: Hello) -> str | None:
-        """Why a call is refused, if it is."""
-        if hello.callee != self._me:
-            return f"the call is for {hello.callee}"
-        if self._host is None or self._closing:
-            return "the replica is shutting down"
-        return "the machine has failed" if self._host.failed else None
-
-
-class WorkerEndpoint(_Endpoint):
+class WorkerEndpoint(_DrainingEndpoint):
     """For a deployment that works for routers: call ``start_worker`` at the end of ``__init__``."""
 
     def start_worker(
@@ -202,39 +157,38 @@ class WorkerEndpoint(_Endpoint):
         times: LinkTimes = DEFAULT_TIMES,
         idle_wait_s: float = 0.005,
         recorder: Recorder | None = None,
+        last_progress: Callable[[], float] | None = None,
+        fingerprints: Fingerprints = UNKNOWN,
+        match: FingerprintKind = "decision",
     ) -> WorkerHost[Any]:
-        """Run a machine on a thread of its own, for every router that asks for results.
+        """Run a machine on a thread of its own, for every router.
 
         Args:
             machine: The machine; its peers are routers, by replica id.
             routers: Name of the routers' deployment, in the same application.
-            stall_s: A step that takes longer makes the replica unhealthy.
+            stall_s: Without a sign of progress for so long the replica is unhealthy.
             times: How patient links are.
             idle_wait_s: Precision of the machine's timers.
             recorder: Keeps the machine's messages and turns; None where nobody wants to see them.
+            last_progress: Gives the monotonic time of the newest sign of progress within a running step, in seconds;
+                without it the end of a step is the only one.
+            fingerprints: What the worker's model is.
+            match: Which of them a router's must equal.
         """
-        host = _worker_host(machine, recorder, idle_wait_s)
+        host: WorkerHost[Any] = WorkerHost(
+            traced(machine, recorder), idle_wait_s=idle_wait_s, last_progress=last_progress
+        )
         self._open_traced(host, recorder)
-        self._open(host, stall_s, times)
-        shift_niceness(GOES_EARLY, spared=host.thread_id)  # which sees to its own
-        self._watch_self()
-        self._answerer = WorkerAnswerer(self._me, host, self._watch(routers, _ignore), times)
-        self._answer_within(host)
+        self._open(host, stall_s, times, fingerprints)
+        self._dial_routers(routers, match, host, _ignore, _ignore)
         return host
 
-    async def results(self, hello: Hello) -> Stream:
-        """What a router reads from this worker."""
-        refusal = self._refusal(hello)
-        if refusal is not None:
-            yield Greeting(self._me, refusal)
-            return
-        async with aclosing(self._answerer.results(hello)) as stream:
-            async for item in stream:
-                yield item
 
+class RouterEndpoint(_DrainingEndpoint):
+    """For a deployment that routes: call ``start_router`` at the end of ``__init__``.
 
-class RouterEndpoint(_Endpoint):
-    """For a deployment that routes: call ``start_router`` at the end of ``__init__``."""
+    ``link`` and ``post`` are what peers call: they keep their names.
+    """
 
     def start_router(
         self,
@@ -245,76 +199,74 @@ class RouterEndpoint(_Endpoint):
         times: LinkTimes = DEFAULT_TIMES,
         tick_s: float = 0.05,
         recorder: Recorder | None = None,
+        fingerprints: Fingerprints = UNKNOWN,
     ) -> LoopHost[Any]:
-        """Run a machine on the event loop, with links to all live workers and from every ingress that asks.
+        """Run a machine on the event loop, with links from all live workers and ingress replicas.
 
         Args:
             machine: The machine; its peers are workers and ingress replicas, by replica id.
-            workers: The deployments to keep links to; with a recorder, what they are told of is not ``machine`` itself.
+            workers: The workers' deployments; with a recorder, what they are told of is not ``machine`` itself.
             stall_s: As for workers; a machine on the loop can only fail, or hang with it.
             times: How patient links are.
             tick_s: Precision of the machine's timers.
             recorder: As for workers.
+            fingerprints: What the service's models are. Callers that belong to no group (ingress replicas) must have
+                the same ``decision``.
         """
-        shift_niceness(GOES_EARLY)
-        host = LoopHost(traced(machine, recorder), tick_s=tick_s)
+        host: LoopHost[Any] = LoopHost(traced(machine, recorder), tick_s=tick_s)
         self._open_traced(host, recorder)
-        self._open(host, stall_s, times)
-        self._dialers: list[WorkerDialer] = []
-        self._answerer = IngressAnswerer(self._me, host, times)
-        for group in workers:
-            self._keep_links(group, host, self._dial_workers)
-        self._answer_within(host)
-        self._watch_self()
+        self._open(host, stall_s, times, fingerprints)
+        self._groups = {group.deployment: group for group in workers}
+        answerer = Answerer(self._me, fingerprints, host, self._refusal, self._joined, self._lost, times)
+        self._streams = StreamAnswerer(answerer.answer)
+        if self.within_machines:
+            self._closers.append(SocketAnswerer(self._me, node_id(), answerer.answer).close)
         return host
 
     async def all_recorded(self) -> list[WorkerTrace]:
-        """What this replica's recorder holds, and those of the workers that it has links to."""
-        asked = [
-            pinned(watch.handle, "recorded", peer, stream=False).remote()
-            for watch, keeper in self._groups
-            for peer in sorted(keeper.linked)
-        ]
-        found = await asyncio.gather(self.recorded(), *asked)
+        """What the recorders of this replica and of all workers hold."""
+        app_name = serve.get_replica_context().app_name
+        found = [await self.recorded()]
+        for deployment in self._groups:
+            found += await serve.get_deployment_handle(deployment, app_name).broadcast("recorded").results_async()
         return [trace for trace in found if trace is not None]
 
-    def _dial_workers(self, workers: Discovery) -> Dial:
-        assert self._host is not None
-        dialer = WorkerDialer(self._me, self._host, workers, self._times)
-        self._dialers.append(dialer)
-        return self._dial_within(self._host, dialer.dial)
+    async def link(self, first: bytes) -> AsyncGenerator[bytes, None]:
+        """What a caller on another node reads."""
+        async with aclosing(self._streams.link(first)) as frames:
+            async for frame in frames:
+                yield frame
 
-    async def feed(self, hello: Hello) -> Stream:
-        """What a worker reads from this router."""
-        refusal = self._refusal(hello)
-        dialer = next((dialer for dialer in self._dialers if dialer.expects(hello)), None)
-        if refusal is not None or dialer is None:
-            yield Greeting(self._me, refusal or "there is no such link")
-            return
-        async with aclosing(dialer.feed(hello)) as stream:
-            async for item in stream:
-                yield item
+    async def post(self, data: bytes) -> bytes:
+        """What a caller on another node sends; answers whether there is its link."""
+        return self._streams.post(data)
 
-    async def events(self, hello: Hello) -> Stream:
-        """What an ingress reads from this router."""
-        refusal = self._refusal(hello)
-        if refusal is not None:
-            yield Greeting(self._me, refusal)
-            return
-        async with aclosing(self._answerer.events(hello)) as stream:
-            async for item in stream:
-                yield item
+    def _joined(self, hello: Hello) -> None:
+        group = self._groups.get(hello.deployment)
+        if group is not None and self._host is not None:
+            self._host.tell(lambda machine, now_s: group.joined(machine, hello.caller, now_s))
 
-    async def post(self, hello: Hello, batch: Batch) -> str | None:
-        """What an ingress sends to this router; answers with why it was refused, if it was."""
-        refusal = self._refusal(hello)
-        if refusal is None:
-            self._answerer.post(batch)
-        return refusal
+    def _lost(self, hello: Hello) -> None:
+        group = self._groups.get(hello.deployment)
+        if group is not None and self._host is not None:
+            self._host.tell(lambda machine, now_s: group.lost(machine, hello.caller, now_s))
+
+    def _refusal(self, hello: Hello) -> str:
+        """Why a call is refused; empty if it is not."""
+        if hello.callee != self._me:
+            return f"the call is for {hello.callee}"
+        if self._host is None or self._is_draining:
+            return "the replica is draining"
+        if self._host.failed:
+            return "the machine has failed"
+        group = self._groups.get(hello.deployment)
+        return mismatch(self._fingerprints, hello.fingerprints, "decision" if group is None else group.match)
 
 
 class IngressEndpoint(_Endpoint):
     """For a deployment that takes requests: call ``start_ingress`` at the end of ``__init__``."""
+
+    _routers: LinkKeeper
 
     def start_ingress(
         self,
@@ -324,6 +276,7 @@ class IngressEndpoint(_Endpoint):
         after: Callable[[M], None],
         times: LinkTimes = DEFAULT_TIMES,
         tick_s: float = 0.05,
+        fingerprints: Fingerprints = UNKNOWN,
     ) -> LoopHost[M]:
         """Run a machine on the event loop, with links to all live routers.
 
@@ -333,31 +286,30 @@ class IngressEndpoint(_Endpoint):
             after: Called with the machine after each of its turns, to take deliveries.
             times: How patient links are.
             tick_s: Precision of the machine's timers.
+            fingerprints: What the service's models are.
 
         Returns:
-            The host; requests are started and cancelled by its ``tell``.
+            The host; requests are started and cancelled by its ``tell``, and its ``on_failed`` tells of its end.
         """
-        shift_niceness(GIVES_WAY)
         host = LoopHost(machine, tick_s=tick_s, after=after)
-        self._open(host, stall_s=60.0, times=times)
-        self._keep_links(
-            routers, host, lambda watch: self._dial_within(host, RouterDialer(self._me, host, watch, times).dial)
-        )
+        self._open(host, 60.0, times, fingerprints)
+
+        def joined(peer: str) -> None:
+            host.tell(lambda machine, now_s: routers.joined(machine, peer, now_s))
+
+        def lost(peer: str) -> None:
+            host.tell(lambda machine, now_s: routers.lost(machine, peer, now_s))
+
+        self._routers = self._dial_routers(routers.deployment, routers.match, host, joined, lost)
         return host
 
+    def linked_peers(self) -> frozenset[str]:
+        """Replica ids of the routers whose link is up."""
+        return self._routers.linked
 
-def _worker_host(machine: Any, recorder: Recorder | None, idle_wait_s: float) -> WorkerHost[Any]:
-    driven = traced(machine, recorder)
-    if isinstance(machine, TargetMachine):
-        steady = SteadyHost(driven, LIGHT, idle_wait_s=idle_wait_s)
-        machine.meanwhile = steady.meanwhile
-        return steady
-    if isinstance(machine, DraftWorkerMachine):
-        sharing = SharingHost(driven, DRAFTER_LIGHT, idle_wait_s=idle_wait_s)
-        machine.drafter.meanwhile = sharing.meanwhile
-        return sharing
-    return WorkerHost(driven, idle_wait_s=idle_wait_s)
+    def __del__(self) -> None:
+        self.close_transport()
 
 
-def _ignore(_replica_ids: frozenset[str]) -> None:
-    """A handle is all that is wanted."""
+def _ignore(_peer: str) -> None:
+    """Workers' machines know their peers by their messages."""

@@ -8,31 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import gc
 import logging
 import queue
-import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from deployments.transport.mailbox import Mailbox
-from deployments.transport.priority import GOES_EARLY, Precedence
 from deployments.transport.wire import HostFailedError
 
 logger = logging.getLogger("ray.serve")
 
-SWITCH_INTERVAL_S = 0.0005
-"""How long the machine's thread may keep the interpreter while the event loop waits for it."""
-GC_THRESHOLD = 20_000
-"""Objects that are made and kept before the interpreter looks for cycles among them.
-
-A machine's rows, drafts and messages have none, and with Python's 700 a drafter of many branches looks for them in
-every round.
-"""
+DRAIN_POLL_S = 0.1
+"""How often a draining machine is asked whether it is done."""
 
 
 class Machine(Protocol):
@@ -51,6 +42,19 @@ class Machine(Protocol):
         ...
 
 
+class DrainingMachine(Protocol):
+    """A machine that can be told to take nothing new and to finish what it has (rule 15)."""
+
+    def drain(self, now_s: float) -> None:
+        """Take nothing new from now on."""
+        ...
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nothing is left to finish."""
+        ...
+
+
 M = TypeVar("M", bound=Machine)
 Action = Callable[[M, float], None]
 """Something to do with the machine in its turn, given the time."""
@@ -62,14 +66,16 @@ class Host(ABC, Generic[M]):
     Attributes:
         num_dropped_messages: Messages for peers without a link; the protocol allows for their loss.
         on_arrival: Told of messages before they wait for the machine's turn; None where nobody wants to know.
-        on_failed: Told of what the machine has raised, once; None where nobody wants to know.
+        on_failed: Called once on the event loop with what the machine raised; nothing is done with it from then on.
     """
 
     def __init__(self, machine: M, clock: Callable[[], float] = time.monotonic) -> None:
+        self._loop = asyncio.get_running_loop()
         self._machine = machine
         self._clock = clock
         self._mailboxes: dict[str, Mailbox] = {}
         self._failure: Exception | None = None
+        self._is_stopped = False
         self.last_progress_s = time.monotonic()
         self.num_dropped_messages = 0
         self.on_arrival: Callable[[tuple[Any, ...]], None] | None = None
@@ -81,7 +87,7 @@ class Host(ABC, Generic[M]):
 
     @abstractmethod
     def stop(self) -> None:
-        """End it, and the links; idempotent."""
+        """End it after its running step, for which it does not wait, and the links; idempotent."""
 
     @abstractmethod
     def post(self, messages: Iterable[Any]) -> None:
@@ -117,13 +123,27 @@ class Host(ABC, Generic[M]):
         """Whether the machine is well.
 
         Raises:
-            HostFailedError: It has raised, or one step has gone on for more than ``stall_s``.
+            HostFailedError: It has raised, or for more than ``stall_s`` there was no sign of progress.
         """
         if self._failure is not None:
             raise HostFailedError(f"the machine failed: {self._failure!r}") from self._failure
-        idle_s = time.monotonic() - self.last_progress_s
-        if idle_s > stall_s:
-            raise HostFailedError(f"no progress for {idle_s:.1f} s, allowed are {stall_s} s")
+
+    async def drain(self) -> None:
+        """Have the machine take nothing new; returns when it has nothing left, at once where it cannot drain."""
+        if not hasattr(self._machine, "drain"):
+            return
+        drained = asyncio.Event()
+        self.tell(lambda machine, now_s: cast(DrainingMachine, machine).drain(now_s))
+
+        def ask(machine: M, _now_s: float) -> None:
+            if cast(DrainingMachine, machine).is_drained:
+                self._on_loop(drained.set)
+
+        while not (drained.is_set() or self.failed or self._is_stopped):
+            self.tell(ask)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(DRAIN_POLL_S):
+                    await drained.wait()
 
     def _close(self, peer: str) -> None:
         mailbox = self._mailboxes.pop(peer, None)
@@ -136,13 +156,9 @@ class Host(ABC, Generic[M]):
         for item in items:
             item(self._machine, now_s)
         busy = self._machine.step(self._clock())
-        self._after_step(busy)
+        self._send()
         self.last_progress_s = time.monotonic()
         return busy
-
-    def _after_step(self, busy: bool) -> None:
-        """When what the machine has said is sent: at once."""
-        self._send()
 
     def _send(self) -> None:
         for peer, messages in self._machine.take_outbox().items():
@@ -155,7 +171,11 @@ class Host(ABC, Generic[M]):
         self._failure = failure
         self.unlink_all()
         if self.on_failed is not None:
-            self.on_failed(failure)
+            self._on_loop(self.on_failed, failure)
+
+    def _on_loop(self, callback: Callable[..., object], *arguments: Any) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(callback, *arguments)
 
 
 def _receive_all(messages: tuple[Any, ...], on_arrival: Callable[[tuple[Any, ...]], None] | None) -> Action[Any]:
@@ -172,65 +192,48 @@ def _receive_all(messages: tuple[Any, ...], on_arrival: Callable[[tuple[Any, ...
 class WorkerHost(Host[M]):
     """Runs a machine on a thread of its own; ``post`` and ``tell`` may be called from any thread.
 
-    Where the machine calls ``meanwhile`` around its model's work, its thread goes before others between two steps.
-
     Args:
         machine: The machine; nobody else may touch it after ``start``.
         idle_wait_s: How long the thread waits for messages after a step that did nothing, before the next: the
             precision of the machine's timers.
+        last_progress: Gives the monotonic time of the newest sign of progress within a running step, in seconds.
         clock: The machine's time.
-
-    Attributes:
-        precedence: What is added to its thread's niceness then.
-        goes_at_once: Whether it goes on in real time then, where that is allowed.
     """
 
-    precedence = GOES_EARLY
-    goes_at_once = False
-
-    def __init__(self, machine: M, *, idle_wait_s: float = 0.005, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        machine: M,
+        *,
+        idle_wait_s: float = 0.005,
+        last_progress: Callable[[], float] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         super().__init__(machine, clock)
-        self._precedence: Precedence | None = None
         self._idle_wait_s = idle_wait_s
+        self._last_progress = last_progress
         self._inbox: queue.SimpleQueue[Action[M]] = queue.SimpleQueue()
-        self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="machine", daemon=True)
-        self._old_settings: tuple[float, tuple[int, int, int]] | None = None
-
-    @property
-    def thread_id(self) -> int | None:
-        """The system's number of the thread; None before it is started."""
-        return self._thread.native_id
 
     def start(self) -> None:
-        """Start the thread; it gives way to the event loop sooner than is the interpreter's default."""
-        self._old_settings = sys.getswitchinterval(), gc.get_threshold()
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
-        threshold, *others = self._old_settings[1]
-        gc.set_threshold(threshold and max(threshold, GC_THRESHOLD), *others)  # 0 does without
+        """Start the thread."""
         self.last_progress_s = time.monotonic()
         self._thread.start()
 
-    def stop(self, timeout_s: float = 5.0) -> None:
-        """End the thread after its running step, waiting for it at most ``timeout_s``."""
-        self._stopping.set()
+    def stop(self) -> None:
+        """End the thread after its running step, for which nobody waits, and the links."""
+        self._is_stopped = True
         self._inbox.put(lambda _machine, _now_s: None)
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
         self.unlink_all()
-        if self._old_settings is not None:
-            switch_interval_s, thresholds = self._old_settings
-            sys.setswitchinterval(switch_interval_s)
-            gc.set_threshold(*thresholds)
-            self._old_settings = None
 
-    @contextmanager
-    def meanwhile(self) -> Iterator[None]:
-        """Around what the machine waits for, on its own thread."""
-        if self._precedence is None:
-            self._precedence = Precedence(self.precedence, at_once=self.goes_at_once)
-        with self._precedence.after_waiting():
-            yield
+    def check(self, stall_s: float) -> None:
+        """Whether the machine is well, and has not been still for longer than ``stall_s``."""
+        super().check(stall_s)
+        last_s = self.last_progress_s
+        if self._last_progress is not None:
+            last_s = max(last_s, self._last_progress())
+        idle_s = time.monotonic() - last_s
+        if idle_s > stall_s:
+            raise HostFailedError(f"no progress for {idle_s:.1f} s, allowed are {stall_s} s")
 
     def post(self, messages: Iterable[Any]) -> None:
         """Hand messages to the machine, from any thread."""
@@ -243,7 +246,7 @@ class WorkerHost(Host[M]):
     def _run(self) -> None:
         busy = True
         try:
-            while not self._stopping.is_set():
+            while not self._is_stopped:
                 busy = self._turn(self._pending(0.0 if busy else self._idle_wait_s))
         except Exception as failure:
             self._fail(failure)
@@ -282,7 +285,6 @@ class LoopHost(Host[M]):
         self._inbox: list[Action[M]] = []
         self._woken = False
         self._timer: asyncio.TimerHandle | None = None
-        self._loop = asyncio.get_running_loop()
         self._context = contextvars.Context()
 
     def start(self) -> None:
@@ -291,6 +293,7 @@ class LoopHost(Host[M]):
 
     def stop(self) -> None:
         """End the timers and the links; what comes later is dropped."""
+        self._is_stopped = True
         if self._timer is not None:
             self._timer.cancel()
         self._woken = True
@@ -304,11 +307,6 @@ class LoopHost(Host[M]):
         """Have ``action(machine, now_s)`` done before the machine's next step; on the event loop."""
         self._inbox.append(action)
         self._wake()
-
-    def check(self, stall_s: float) -> None:
-        """Whether the machine is well; a machine on the loop that answers cannot be stalled."""
-        self.last_progress_s = max(self.last_progress_s, time.monotonic() - stall_s)
-        super().check(stall_s)
 
     def _wake(self) -> None:
         if not self._woken:

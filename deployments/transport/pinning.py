@@ -1,9 +1,5 @@
 """Calls to one replica, and the list of replicas, through Serve's request router.
 
-To be set on every deployment that is called by replica id::
-
-    RequestRouterConfig(request_router_class="deployments.transport.pinning:PinningRequestRouter")
-
 Serve pickles this class by value into every process that has a handle, so this module must hold nothing that is shared.
 """
 
@@ -11,33 +7,30 @@ from __future__ import annotations
 
 import random
 
-from ray.serve.request_router import LocalityMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from deployments.transport.board import process_board
+from deployments.transport.discovery import process_board
 
 
-class PinningRequestRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]
+class PinningRequestRouter(RequestRouter):  # type: ignore[misc]
     """Sends a call to the replica that ``handle.options(session_id=replica_id)`` names.
 
     Calls without a session, or with one that names no live replica, go to the less busy of two random replicas. So a
     pinned call can reach another replica than the one meant: Serve offers no way to fail it here that does not leave
     a routing task behind, so the callee compares (see ``Hello``).
-
-    FIFOMixin must stay away: it gives a replica chosen for one call to the oldest waiting call.
     """
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """One attempt: the pinned replica alone, or two others at most."""
-        if pending_request is not None and pending_request.metadata.session_id:
-            pinned = [r for r in candidate_replicas if r.replica_id.unique_id == pending_request.metadata.session_id]
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True
+            meant = pending_request.metadata.session_id
+            pinned = [r for r in candidate_replicas if r.replica_id.unique_id == meant]
             if pinned:
-                pending_request.routing_context.should_backoff = True
                 return [pinned]
-        allowed = self.apply_locality_routing(pending_request)
-        replicas = [r for r in candidate_replicas if r.replica_id in allowed]
-        return [random.sample(replicas, min(2, len(replicas)))]
+        return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Take in Serve's new list."""

@@ -1,227 +1,125 @@
-"""Links over Serve: long-lived streaming responses on its gRPC transport.
+"""The carrier between nodes: Serve's gRPC transport.
 
-Router and worker: the router reads ``worker.results(hello)``; asked for them, the worker reads ``router.feed(hello)``.
-Ingress and router: the ingress reads ``router.events(hello)`` and sends by ``router.post(hello, batch)``, one call at a
-time. It is not called itself, so that an ingress that drains its last requests, and is not listed any more, can still
-be linked. Either side's end, death or silence ends the whole link on both.
+The caller reads a streaming response of the callee (``link``) and sends by calls to it (``post``), one at a time. So
+only callees have to be reachable through Serve. Serve puts its own envelope around each call.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+import uuid
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
-from ray.serve.handle import DeploymentHandle
-
 from deployments.transport.discovery import Discovery
-from deployments.transport.host import Host
-from deployments.transport.links import new_hello, read_stream, spawn, until_first_ends
-from deployments.transport.mailbox import Mailbox
-from deployments.transport.wire import Batch, Greeting, Hello, LinkError, LinkRefusedError, LinkTimes
+from deployments.transport.link import Channel, spawn
+from deployments.transport.wire import Hello, LinkError, encode
 
-logger = logging.getLogger("ray.serve")
-
-Stream = AsyncGenerator[Greeting | Batch, None]
-"""A greeting, then batches; nothing but a greeting with a refusal where the link is refused."""
+_ID_BYTES = 16
+_KNOWN, _UNKNOWN = b"\x01", b"\x00"
 
 
-def pinned(handle: DeploymentHandle, method: str, replica: str, *, stream: bool) -> DeploymentHandle:
-    """A handle to one method of one replica. ``_by_reference=False`` (of ``Discovery``) is what selects gRPC."""
-    return handle.options(method_name=method, session_id=replica, stream=stream)
+class StreamChannel:
+    """The caller's end of a link over Serve."""
+
+    def __init__(self, callees: Discovery, hello: Hello) -> None:
+        self._id = uuid.uuid4().bytes
+        self._post = callees.pinned("post", hello.callee, stream=False)
+        self._response = callees.pinned("link", hello.callee, stream=True).remote(self._id + encode(hello))
+
+    async def send(self, frame: bytes) -> None:
+        """Send a frame; see ``Channel``."""
+        try:
+            known = await self._post.remote(self._id + frame)
+        except Exception as error:
+            raise LinkError(f"a call failed: {error!r}") from error
+        if known != _KNOWN:
+            raise LinkError("the peer has no such link any more")
+
+    async def receive(self) -> bytes:
+        """The next frame; see ``Channel``."""
+        try:
+            return bytes(await anext(self._response))
+        except StopAsyncIteration as error:
+            raise LinkError("the peer ended the link") from error
+        except Exception as error:
+            raise LinkError(f"the stream failed: {error!r}") from error
+
+    def close(self) -> None:
+        """End the stream."""
+        self._response.cancel()
 
 
-class _Opening:
-    """A link of ``WorkerDialer`` that is being opened: up when both of its streams are."""
-
-    def __init__(self, mailbox: Mailbox, on_up: Callable[[], None]) -> None:
-        self.mailbox = mailbox
-        self.fed = False
-        self._read = False
-        self._on_up = on_up
-        self._feed_ended = asyncio.Event()
-
-    def reading(self) -> None:
-        """The worker has greeted us."""
-        self._read = True
-        if self.fed:
-            self._on_up()
-
-    def feeding(self) -> None:
-        """The worker reads our feed."""
-        self.fed = True
-        if self._read:
-            self._on_up()
-
-    def feed_ended(self) -> None:
-        """The worker reads our feed no longer."""
-        self._feed_ended.set()
-
-    async def until_feed_ends(self) -> None:
-        """Return when the worker reads our feed no longer."""
-        await self._feed_ended.wait()
-
-
-class WorkerDialer:
-    """A router's side of its links to the workers of one deployment.
+class StreamDialer:
+    """Opens channels to the replicas of one deployment, on any node.
 
     Args:
-        me: Replica id of this router.
-        host: Gets what the workers send.
-        workers: The deployment.
-        times: How patient to be.
+        callees: The deployment.
     """
 
-    def __init__(self, me: str, host: Host[Any], workers: Discovery, times: LinkTimes) -> None:
-        self._me = me
-        self._host = host
-        self._workers = workers
-        self._times = times
-        self._links: dict[str, _Opening] = {}
+    def __init__(self, callees: Discovery) -> None:
+        self._callees = callees
 
-    async def dial(self, peer: str, on_up: Callable[[], None]) -> None:
-        """Run one link to a worker; see ``Dial``."""
-        hello = new_hello(self._me, peer)
-        mailbox = self._host.attach(peer)
-        link = self._links[hello.link] = _Opening(mailbox, on_up)
-        try:
-            response = pinned(self._workers.handle, "results", peer, stream=True).remote(hello)
-            await until_first_ends(
-                read_stream(response, peer, self._times, self._host.post, link.reading), link.until_feed_ends()
-            )
-        finally:
-            del self._links[hello.link]
-            self._host.detach(peer, mailbox)
-
-    def expects(self, hello: Hello) -> bool:
-        """Whether a call for ``feed`` belongs to a link that this dialer has open."""
-        link = self._links.get(hello.link)
-        return link is not None and not link.fed
-
-    async def feed(self, hello: Hello) -> Stream:
-        """What a worker reads: the batches for it, until the link ends."""
-        link = self._links[hello.link]
-        try:
-            link.feeding()
-            yield Greeting(self._me)
-            async with aclosing(link.mailbox.batches(self._times.heartbeat_s)) as batches:
-                async for batch in batches:
-                    yield batch
-        finally:
-            link.feed_ended()
+    async def __call__(self, hello: Hello) -> Channel:
+        """Open a channel; see ``Carrier``."""
+        return StreamChannel(self._callees, hello)
 
 
-class WorkerAnswerer:
-    """A worker's side of its links to routers.
+class ServedChannel:
+    """The callee's end of a link over Serve.
+
+    Attributes:
+        inbox: Frames from the caller.
+        outbox: Frames to the caller; None ends the stream.
+    """
+
+    def __init__(self, first: bytes) -> None:
+        self.inbox: asyncio.Queue[bytes] = asyncio.Queue()
+        self.inbox.put_nowait(first)
+        self.outbox: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+    async def send(self, frame: bytes) -> None:
+        """Send a frame; see ``Channel``."""
+        self.outbox.put_nowait(frame)
+        await self.outbox.join()  # until Serve has taken it, so that later messages gather in one batch
+
+    async def receive(self) -> bytes:
+        """The next frame; see ``Channel``."""
+        return await self.inbox.get()
+
+    def close(self) -> None:
+        """End the stream."""
+        self.outbox.put_nowait(None)
+
+
+class StreamAnswerer:
+    """Takes channels as calls of Serve's.
 
     Args:
-        me: Replica id of this worker.
-        host: Gets what the routers send.
-        routers: The deployment.
-        times: How patient to be.
+        answer: Runs the link of a channel to its end.
     """
 
-    def __init__(self, me: str, host: Host[Any], routers: Discovery, times: LinkTimes) -> None:
-        self._me = me
-        self._host = host
-        self._routers = routers
-        self._times = times
+    def __init__(self, answer: Callable[[Channel], Coroutine[Any, Any, None]]) -> None:
+        self._answer = answer
+        self._channels: dict[bytes, ServedChannel] = {}
 
-    async def results(self, hello: Hello) -> Stream:
-        """What a router reads: the batches for it, until the link ends."""
-        mailbox = self._host.attach(hello.caller)
-        reader = spawn(self._read_feed(hello, mailbox))
+    async def link(self, first: bytes) -> AsyncGenerator[bytes, None]:
+        """What the caller of a new link reads, until the link ends."""
+        name, hello = first[:_ID_BYTES], first[_ID_BYTES:]
+        channel = self._channels[name] = ServedChannel(hello)
+        task = spawn(self._answer(channel))
         try:
-            yield Greeting(self._me)
-            async with aclosing(mailbox.batches(self._times.heartbeat_s)) as batches:
-                async for batch in batches:
-                    yield batch
+            while (frame := await channel.outbox.get()) is not None:
+                yield frame
+                channel.outbox.task_done()
         finally:
-            reader.cancel()
-            self._host.detach(hello.caller, mailbox)
+            del self._channels[name]
+            task.cancel()
 
-    async def _read_feed(self, hello: Hello, mailbox: Mailbox) -> None:
-        router = hello.caller
-        try:
-            response = pinned(self._routers.handle, "feed", router, stream=True).remote(
-                Hello(self._me, router, hello.link)
-            )
-            await read_stream(response, router, self._times, self._host.post)
-        except LinkError as error:
-            logger.info("The feed from router %s ended: %s", router, error)
-        finally:
-            mailbox.close()
-
-
-class RouterDialer:
-    """An ingress's side of its links to routers.
-
-    Args:
-        me: Replica id of this ingress.
-        host: Gets what the routers send.
-        routers: The deployment.
-        times: How patient to be.
-    """
-
-    def __init__(self, me: str, host: Host[Any], routers: Discovery, times: LinkTimes) -> None:
-        self._me = me
-        self._host = host
-        self._routers = routers
-        self._times = times
-
-    async def dial(self, peer: str, on_up: Callable[[], None]) -> None:
-        """Run one link to a router; see ``Dial``."""
-        hello = new_hello(self._me, peer)
-        mailbox = self._host.attach(peer)
-        try:
-            response = pinned(self._routers.handle, "events", peer, stream=True).remote(hello)
-            await until_first_ends(
-                read_stream(response, peer, self._times, self._host.post, on_up), self._post_all(hello, mailbox)
-            )
-        finally:
-            self._host.detach(peer, mailbox)
-
-    async def _post_all(self, hello: Hello, mailbox: Mailbox) -> None:
-        post = pinned(self._routers.handle, "post", hello.callee, stream=False)
-        async for batch in mailbox.batches(self._times.heartbeat_s):
-            if not batch:
-                continue
-            try:
-                async with asyncio.timeout(self._times.silence_s):
-                    refusal = await post.remote(hello, batch)
-            except Exception as error:
-                raise LinkError(f"a call to {hello.callee} failed: {error!r}") from error
-            if refusal is not None:
-                raise LinkRefusedError(refusal)
-
-
-class IngressAnswerer:
-    """A router's side of its links to ingress replicas.
-
-    Args:
-        me: Replica id of this router.
-        host: Gets what the ingress replicas send.
-        times: How patient to be.
-    """
-
-    def __init__(self, me: str, host: Host[Any], times: LinkTimes) -> None:
-        self._me = me
-        self._host = host
-        self._times = times
-
-    async def events(self, hello: Hello) -> Stream:
-        """What an ingress reads: the batches for it, until the link ends."""
-        mailbox = self._host.attach(hello.caller)
-        try:
-            yield Greeting(self._me)
-            async with aclosing(mailbox.batches(self._times.heartbeat_s)) as batches:
-                async for batch in batches:
-                    yield batch
-        finally:
-            self._host.detach(hello.caller, mailbox)
-
-    def post(self, batch: Batch) -> None:
-        """What an ingress sends."""
-        self._host.post(batch)
+    def post(self, data: bytes) -> bytes:
+        """A frame from a caller; answers whether there is its link."""
+        channel = self._channels.get(data[:_ID_BYTES])
+        if channel is None:
+            return _UNKNOWN
+        channel.inbox.put_nowait(data[_ID_BYTES:])
+        return _KNOWN

@@ -1,43 +1,104 @@
-"""What the two ends of a link say to each other beside the messages they carry."""
+"""What travels on a link: frames of plain data, in one schema for every carrier. Nothing that arrives is executed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Struct
 
 from specdec.errors import SpecdecError
+from specdec.protocol.messages import Message
+from specdec.types import Fingerprints
 
 Batch = tuple[Any, ...]
-"""Messages that travel together: one item of a stream. An empty batch is a heartbeat."""
+"""Messages that travel together; an empty batch is a heartbeat."""
+FingerprintKind = Literal["decision", "vocabulary"]
+
+MAX_FRAME_BYTES = 256 << 20
+"""Longest frame that is sent or taken; Serve's limit for its own messages is the same (``cluster.settings``)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """Who calls whom, for which link.
+class Hello(Struct, frozen=True, array_like=True, tag=True):
+    """The caller's first frame.
 
     Attributes:
         caller: Replica id of the caller.
-        callee: Replica id the caller means. Serve may send a pinned call elsewhere after a death, so the callee
-            compares.
-        link: Name of the link, unique for each attempt; the two streams of one link carry the same.
+        callee: Replica id the caller means. Serve may send a call elsewhere after a death, so the callee compares.
+        deployment: Name of the caller's deployment.
+        fingerprints: What the caller's models are.
     """
 
     caller: str
     callee: str
-    link: str
+    deployment: str
+    fingerprints: Fingerprints = Fingerprints()
 
 
-@dataclass(frozen=True, slots=True)
-class Greeting:
-    """The first item of every stream.
+class Greeting(Struct, frozen=True, array_like=True, tag=True):
+    """The callee's first frame.
 
     Attributes:
         replica: Replica id of the callee.
-        refusal: Why the callee will not open this link; None if it does.
+        fingerprints: What the callee's models are.
+        refusal: Why the callee will not open this link; empty if it does.
     """
 
     replica: str
-    refusal: str | None = None
+    fingerprints: Fingerprints = Fingerprints()
+    refusal: str = ""
+
+
+class Messages(Struct, frozen=True, array_like=True, tag=True):
+    """Every other frame: a batch."""
+
+    batch: tuple[Message, ...] = ()
+
+
+Frame = Hello | Greeting | Messages
+F = TypeVar("F", Hello, Greeting, Messages)
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(Frame)
+
+
+def encode(frame: Frame) -> bytes:
+    """A frame as bytes.
+
+    Raises:
+        LinkError: It is longer than a frame may be, or holds what is not a message.
+    """
+    try:
+        data = _ENCODER.encode(frame)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise LinkError(f"a message cannot be encoded: {error}") from error
+    if len(data) > MAX_FRAME_BYTES:
+        raise LinkError(f"a frame of {len(data)} bytes is too long; at most {MAX_FRAME_BYTES} are sent")
+    return data
+
+
+def decode(data: bytes, expected: type[F]) -> F:
+    """The frame that bytes are.
+
+    Raises:
+        LinkError: They are no frame, or not of the kind that has to come now.
+    """
+    try:
+        frame = _DECODER.decode(data)
+    except msgspec.DecodeError as error:
+        raise LinkError(f"an undecodable frame of {len(data)} bytes: {error}") from error
+    if not isinstance(frame, expected):
+        raise LinkError(f"{type(frame).__name__} in place of {expected.__name__}")
+    return frame
+
+
+def mismatch(mine: Fingerprints, theirs: Fingerprints, kind: FingerprintKind) -> str:
+    """Why two replicas must not work together (rule 14); empty if they may. An empty fingerprint matches any."""
+    here, there = getattr(mine, kind), getattr(theirs, kind)
+    if not here or not there or here == there:
+        return ""
+    return f"its {kind} fingerprint is {there}, here it is {here}: another model, or another version of it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +116,10 @@ class LinkTimes:
     """How patient the ends of a link are.
 
     Attributes:
-        open_timeout_s: Longest wait for the greeting of a new stream.
-        heartbeat_s: An idle stream carries an empty batch this often.
-        silence_s: A stream that carries nothing for so long is lost: the peer hangs, or its host is gone. A peer that
-            dies is seen at once, by the end of its stream.
+        open_timeout_s: Longest wait for the other end's first frame.
+        heartbeat_s: An idle link carries an empty batch this often, each way.
+        silence_s: A link on which nothing comes for so long is lost: the peer hangs, or its host is gone. A peer that
+            dies is seen at once, by the end of its carrier.
         first_backoff_s: Pause before a lost link is opened again; doubled with each failure.
         max_backoff_s: Longest such pause.
     """
@@ -75,7 +136,7 @@ class LinkError(SpecdecError):
 
 
 class LinkRefusedError(LinkError):
-    """The callee will not open the link: it is another replica than the one meant, or it is shutting down."""
+    """The callee will not open the link: it is another replica, another model, or it drains."""
 
 
 class HostFailedError(SpecdecError):

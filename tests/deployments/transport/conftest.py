@@ -10,7 +10,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -35,11 +35,13 @@ from deployments.transport.endpoints import (  # noqa: E402
 from deployments.transport.host import Host  # noqa: E402
 from deployments.transport.options import pinned_options  # noqa: E402
 from deployments.transport.wire import Identity, LinkTimes  # noqa: E402
+from specdec.protocol.messages import Alive  # noqa: E402
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # replicas cannot import it
 logger = logging.getLogger(__name__)
 
 APP = "transport"
+READ = "carry.<locals>.read"
 TIMES = LinkTimes(heartbeat_s=0.3, silence_s=3.0)
 WAIT_S = 60.0
 INGRESS_OPTIONS: dict[str, Any] = {
@@ -48,9 +50,26 @@ INGRESS_OPTIONS: dict[str, Any] = {
     "graceful_shutdown_wait_loop_s": 0.2,
     "ray_actor_options": {"num_cpus": 0.1},
 }
-OPTIONS: dict[str, Any] = {**pinned_options(), **INGRESS_OPTIONS}
+OPTIONS: dict[str, Any] = {**INGRESS_OPTIONS, **pinned_options(300.0)}
 
-Message = tuple[Any, ...]
+
+class Sent(NamedTuple):
+    """What a message of these tests says; it travels as an ``Alive``."""
+
+    kind: str
+    sender: str
+    number: float
+    sent_s: float
+    then_s: float = 0.0
+
+    def packed(self) -> Alive:
+        return Alive(
+            f"{self.kind} {self.sender}", {"number": self.number, "sent_s": self.sent_s, "then_s": self.then_s}
+        )
+
+    @staticmethod
+    def unpacked(message: Alive) -> Sent:
+        return Sent(*message.worker.split(), **message.report)
 
 
 class Node:
@@ -58,10 +77,11 @@ class Node:
 
     def __init__(self) -> None:
         self.name = replica_id()
-        self.got: list[Message] = []
+        self.got: list[tuple[Sent, float]] = []
         self.peers: set[str] = set()
         self.events: list[tuple[str, str, float]] = []
-        self._outbox: dict[str, list[Message]] = defaultdict(list)
+        self.is_drained = True
+        self._outbox: dict[str, list[Alive]] = defaultdict(list)
 
     def joined(self, peer: str, now_s: float) -> None:
         self.peers.add(peer)
@@ -71,41 +91,51 @@ class Node:
         self.peers.discard(peer)
         self.events.append(("lost", peer, time.time()))
 
-    def send(self, peer: str, *message: Any) -> None:
-        self._outbox[peer].append((*message, time.time()))
+    def send(self, peer: str, kind: str, number: float, sender: str = "", then_s: float = 0.0) -> None:
+        self._outbox[peer].append(Sent(kind, sender or self.name, number, time.time(), then_s).packed())
 
-    def receive(self, message: Message, now_s: float) -> None:
-        self.got.append((*message, time.time()))
+    def receive(self, message: Alive, now_s: float) -> None:
+        self.take(Sent.unpacked(message))
+
+    def take(self, sent: Sent) -> None:
+        self.got.append((sent, time.time()))
 
     def step(self, now_s: float) -> bool:
         return False
 
-    def take_outbox(self) -> dict[str, list[Message]]:
+    def take_outbox(self) -> dict[str, list[Alive]]:
         outbox, self._outbox = self._outbox, defaultdict(list)
         return outbox
+
+    def drain(self, now_s: float) -> None:
+        self.events.append(("drains", "", time.time()))
 
 
 class EchoNode(Node):
     """Answers pings."""
 
-    def receive(self, message: Message, now_s: float) -> None:
-        kind, sender, number, sent_s = message
-        if kind == "poison":
+    def take(self, sent: Sent) -> None:
+        if sent.kind == "poison":
             raise ValueError("poisoned")
-        self.send(sender, "pong", self.name, number, time.time() - sent_s)
+        if sent.kind == "release":
+            self.is_drained = True
+            return
+        self.send(sent.sender, "pong", sent.number, then_s=time.time() - sent.sent_s)
 
 
 class RelayNode(Node):
-    """Sends what an ingress asks for to all workers, and what they answer to whoever asked."""
+    """Sends what an ingress asks for to all workers, and what they answer to the ingress."""
 
-    def receive(self, message: Message, now_s: float) -> None:
-        super().receive(message, now_s)
-        if message[0] == "ask":
-            _, ingress, number, _ = message
+    ingress = ""
+
+    def take(self, sent: Sent) -> None:
+        super().take(sent)
+        if sent.kind == "ask":
+            self.ingress = sent.sender
             for peer in self.peers:
-                self.send(peer, "ping", self.name, (ingress, number))
-        elif message[0] == "pong" and isinstance(message[2], tuple):
-            self.send(message[2][0], "told", message[1], message[2][1])
+                self.send(peer, "ping", sent.number)
+        elif self.ingress:
+            self.send(self.ingress, "told", sent.number, sent.sender)
 
 
 class Debug:
@@ -130,6 +160,11 @@ class Debug:
             raise RuntimeError("sick, though all links are up")
         await super().check_health()
 
+    async def carriers(self) -> list[str]:
+        """Classes of the channels of the links that are up, dialled or answered."""
+        frames = (task.get_coro().cr_frame for task in asyncio.all_tasks() if task.get_coro().__qualname__ == READ)
+        return sorted(type(frame.f_locals["channel"]).__name__ for frame in frames)
+
     async def state(self) -> tuple[set[str], list[tuple[str, str, float]]]:
         return set(self.node.peers), list(self.node.events)
 
@@ -138,12 +173,14 @@ class Debug:
         coroutines = [task.get_coro() for task in asyncio.all_tasks()]
         return Counter(c.__qualname__ for c in coroutines if "deployments/transport" in c.cr_code.co_filename)
 
-    async def exchange(self, peer: str, messages: list[Message], num_answers: int, gap_s: float) -> list[Message]:
-        """Send messages to a peer, with a gap after each; all in one turn if it is 0. Returns what came."""
+    async def exchange(
+        self, peer: str, kind: str, count: int, num_answers: int, gap_s: float
+    ) -> list[tuple[Sent, float]]:
+        """Send numbered messages to a peer, with a gap after each; all in one turn if it is 0. Returns what came."""
         self.node.got.clear()
         self.num_batches = 0
-        for message in messages:
-            self.host.tell(lambda node, _now_s, message=message: node.send(peer, *message))
+        for number in range(count):
+            self.host.tell(lambda node, _now_s, number=number: node.send(peer, kind, number))
             if gap_s:
                 await asyncio.sleep(gap_s)
         async with asyncio.timeout(20):
@@ -154,11 +191,9 @@ class Debug:
     async def batches(self) -> int:
         return self.num_batches
 
-    async def niceness(self) -> tuple[set[int], int]:
-        """Of the threads that were there before the machine's, and of the machine's."""
-        machine = self.host.thread_id
-        early = [int(name) for name in os.listdir("/proc/self/task") if int(name) < machine]
-        return {os.getpriority(os.PRIO_PROCESS, thread) for thread in early}, os.getpriority(os.PRIO_PROCESS, machine)
+    async def begin_work(self) -> None:
+        """Be drained no sooner than a peer says ``release``."""
+        self.node.is_drained = False
 
     async def pid(self) -> int:
         return os.getpid()
@@ -220,7 +255,7 @@ class Service:
         return {identity.replica: identity.pid for identity in found if isinstance(identity, Identity)}
 
     def call(self, deployment: str, replica: str, method: str, *args: Any) -> Any:
-        handle = self.handles[deployment].options(session_id=replica, method_name=method, _by_reference=False)
+        handle = self.handles[deployment].options(session_id=replica, method_name=method)
         return handle.remote(*args).result(timeout_s=30)
 
     def is_linked(self) -> bool:

@@ -1,75 +1,89 @@
-"""What an endpoint makes of the lists of live replicas; its streams are tested over a real Serve."""
+"""Whom a router takes, and what is told of them; links over a real Serve: ``test_over_serve``."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+
 import pytest
 
-from deployments.transport.endpoints import WorkerEndpoint, _worker_host
-from deployments.transport.host import LoopHost, WorkerHost
-from deployments.transport.sharing import SharingHost, SteadyHost
+from deployments.transport.endpoints import PeerGroup, RouterEndpoint
+from deployments.transport.host import LoopHost
 from deployments.transport.wire import Hello
-from specdec.engine.scripted import Script, ScriptedDrafter, ScriptedTarget
-from specdec.protocol.draft_worker import DraftWorkerMachine
-from specdec.protocol.drafter import DrafterMachine
-from specdec.protocol.leases import Times
-from specdec.protocol.target import TargetMachine
+from specdec.types import Fingerprints
+from tests.deployments.transport.nodes import Inbox
 
 
-class Silent:
-    """A machine that does nothing."""
+class Noted(Inbox):
+    """Notes who came and went."""
 
-    def receive(self, message: object, now_s: float) -> None:
-        pass
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[str, str]] = []
 
-    def step(self, now_s: float) -> bool:
-        return False
+    def joined(self, peer: str, now_s: float) -> None:
+        self.told.append(("joined", peer))
 
-    def take_outbox(self) -> dict[str, list[object]]:
-        return {}
+    def lost(self, peer: str, now_s: float) -> None:
+        self.told.append(("lost", peer))
 
 
 @pytest.fixture
-async def worker() -> WorkerEndpoint:
-    worker = WorkerEndpoint()
-    worker._host, worker._me = LoopHost(Silent()), "w"
-    worker._watches, worker._groups, worker._current, worker._reachable = [], [], {}, False
-    return worker
+async def router() -> AsyncIterator[RouterEndpoint]:
+    router = RouterEndpoint()
+    router._host, router._me, router._closers, router._is_draining = LoopHost(Noted()), "r", [], False
+    router._fingerprints = Fingerprints("d", "v")
+    router._groups = {
+        name: PeerGroup(name, Noted.joined, Noted.lost, match)
+        for name, match in (("Target", "decision"), ("Draft", "vocabulary"))
+    }
+    yield router
+    router.close_transport()
 
 
-async def test_a_replica_that_is_listed_no_more_ends_its_links_and_opens_none(worker: WorkerEndpoint) -> None:
-    mailbox = worker._host.attach("r")
-    worker._on_own_list(frozenset())
-    assert not mailbox.closed, "it was not listed yet: it is starting, not stopping"
-    worker._on_own_list(frozenset({"w"}))
-    assert worker._refusal(Hello("r", "w", "link")) is None
-    worker._on_own_list(frozenset({"x"}))
-    assert mailbox.closed
-    worker._on_own_list(frozenset({"y"}))
-    assert worker._refusal(Hello("r", "w", "link")) == "the replica is shutting down"
+async def test_a_call_for_another_is_refused(router: RouterEndpoint) -> None:
+    assert router._refusal(Hello("w", "x", "Target")) == "the call is for x"
 
 
-async def test_a_replica_that_is_listed_again_goes_on(worker: WorkerEndpoint) -> None:
-    for listed in ("w", "", "", "w"):
-        worker._on_own_list(frozenset(listed))
-    assert worker._refusal(Hello("r", "w", "link")) is None
+@pytest.mark.parametrize(
+    ("deployment", "fingerprints", "is_taken"),
+    [
+        ("Target", Fingerprints("d", "w"), True),
+        ("Target", Fingerprints("e", "v"), False),
+        ("Draft", Fingerprints("e", "v"), True),
+        ("Draft", Fingerprints("d", "w"), False),
+        ("Ingress", Fingerprints("d", "w"), True),
+        ("Ingress", Fingerprints("e", "v"), False),
+        ("Target", Fingerprints(), True),
+    ],
+)
+async def test_targets_and_ingress_agree_on_decisions_drafters_on_the_vocabulary(
+    router: RouterEndpoint, deployment: str, fingerprints: Fingerprints, is_taken: bool
+) -> None:
+    assert (router._refusal(Hello("w", "r", deployment, fingerprints)) == "") == is_taken
 
 
-async def test_calls_for_another_and_after_the_end_are_refused(worker: WorkerEndpoint) -> None:
-    assert worker._refusal(Hello("r", "x", "link")) == "the call is for x"
-    worker.close_transport()
-    worker.close_transport()
-    assert worker._refusal(Hello("r", "w", "link")) == "the replica is shutting down"
-    await worker.check_health()
+async def test_who_drains_or_has_failed_takes_nobody(router: RouterEndpoint) -> None:
+    hello = Hello("w", "r", "Target")
+    assert router._refusal(hello) == ""
+    router._host._fail(ValueError("poisoned"))
+    assert router._refusal(hello) == "the machine has failed"
+    await router.drain()
+    assert router._refusal(hello) == "the replica is draining"
+    router.close_transport()
+    router.close_transport()
+    assert router._refusal(hello) == "the replica is draining"
+    await router.check_health()
 
 
-def test_targets_and_drafters_see_to_messages_beside_their_steps() -> None:
-    """Each of them to what its machine says may come then."""
-    times = Times()
-    script = Script(0.8, 0.9, tuple(range(50)))
-    target, solo = (TargetMachine(name, ScriptedTarget(script, 100), times) for name in ("t", "d"))
-    drafter = DraftWorkerMachine(DrafterMachine("d", ScriptedDrafter(script, 100), times), solo)
-    for machine, kind, meanwhile in ((target, SteadyHost, target), (drafter, SharingHost, drafter.drafter)):
-        host = _worker_host(machine, None, 0.005)
-        assert type(host) is kind
-        assert meanwhile.meanwhile == host.meanwhile
-    assert type(_worker_host(Silent(), None, 0.005)) is WorkerHost
+async def test_the_machine_is_told_of_workers_alone(router: RouterEndpoint) -> None:
+    router._host.start()
+    for deployment in ("Target", "Draft", "Ingress"):
+        hello = Hello(deployment.lower(), "r", deployment)
+        router._joined(hello)
+        router._lost(hello)
+    await asyncio.sleep(0)
+    machine = router._host._machine
+    assert machine.told == [("joined", "target"), ("lost", "target"), ("joined", "draft"), ("lost", "draft")]
+    await router.__del__()
+    assert router.__del__() is None

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import sys
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deployments.transport.host import GC_THRESHOLD, SWITCH_INTERVAL_S, Host, LoopHost, WorkerHost
+from deployments.transport.host import Host, LoopHost, WorkerHost
 from deployments.transport.wire import HostFailedError
 
 IDLE_S = 60.0
@@ -117,8 +116,10 @@ async def test_timers_run_without_messages(kind: str) -> None:
 
 
 @both_kinds
-async def test_a_failure_is_kept_told_and_ends_the_links(kind: str) -> None:
+async def test_a_failure_is_kept_told_once_and_ends_the_links(kind: str) -> None:
+    told: list[tuple[int, str]] = []
     with running(kind, Recorder()) as host:
+        host.on_failed = lambda failure: told.append((threading.get_ident(), str(failure)))
         mailbox = host.attach("a")
         host.check(stall_s=IDLE_S)
         host.post(["poison"])
@@ -127,6 +128,10 @@ async def test_a_failure_is_kept_told_and_ends_the_links(kind: str) -> None:
             host.check(stall_s=IDLE_S)
         assert mailbox.closed
         host.post([("a", 1)])
+        await until(lambda: bool(told))
+        host.post(["poison"])
+        await asyncio.sleep(0.02)
+        assert told == [(threading.get_ident(), "poisoned")], "on the event loop"
 
 
 async def test_a_worker_runs_on_one_thread_of_its_own_and_stops() -> None:
@@ -137,22 +142,7 @@ async def test_a_worker_runs_on_one_thread_of_its_own_and_stops() -> None:
         await until(lambda: machine.received == [("a", 1)])
     assert len(machine.threads) == 1
     assert threading.get_ident() not in machine.threads
-    assert "machine" not in {thread.name for thread in threading.enumerate()}
-
-
-async def test_a_worker_gives_way_sooner_and_looks_for_cycles_more_seldom_while_it_runs() -> None:
-    before_s, thresholds = sys.getswitchinterval(), gc.get_threshold()
-    try:
-        sys.setswitchinterval(0.004)
-        gc.set_threshold(500, 7, 9)
-        with running("worker", Recorder()):
-            assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)
-            assert gc.get_threshold() == (GC_THRESHOLD, 7, 9)
-        assert sys.getswitchinterval() == pytest.approx(0.004)
-        assert gc.get_threshold() == (500, 7, 9)
-    finally:
-        sys.setswitchinterval(before_s)
-        gc.set_threshold(*thresholds)
+    await until(lambda: "machine" not in {thread.name for thread in threading.enumerate()})
 
 
 async def test_the_event_loop_goes_on_during_a_long_step_and_a_stall_is_told() -> None:
@@ -167,6 +157,88 @@ async def test_the_event_loop_goes_on_during_a_long_step_and_a_stall_is_told() -
                 host.check(stall_s=0.01)
         finally:
             release.set()
+
+
+async def test_progress_within_a_step_is_no_stall() -> None:
+    machine, release = Recorder(), threading.Event()
+    machine.on_step = lambda: release.wait(10) and None
+    progress_s = 0.0
+    host = WorkerHost(machine, last_progress=lambda: progress_s)
+    host.start()
+    try:
+        await until(lambda: machine.steps == 1)
+        await asyncio.sleep(0.05)
+        with pytest.raises(HostFailedError, match="no progress"):
+            host.check(stall_s=0.04)
+        progress_s = time.monotonic() + IDLE_S
+        host.check(stall_s=0.04)
+    finally:
+        release.set()
+        host.stop()
+
+
+async def test_stopping_waits_for_no_step() -> None:
+    machine, release = Recorder(), threading.Event()
+    machine.on_step = lambda: release.wait(10) and None
+    host = WorkerHost(machine)
+    host.start()
+    await until(lambda: machine.steps == 1)
+    host.stop()
+    assert "machine" in {thread.name for thread in threading.enumerate()}, "the step goes on beside the event loop"
+    release.set()
+    await until(lambda: "machine" not in {thread.name for thread in threading.enumerate()})
+
+
+class DrainingRecorder(Recorder):
+    """Is drained when its work is done."""
+
+    drains = 0
+
+    def drain(self, now_s: float) -> None:
+        self.threads.add(threading.get_ident())
+        self.drains += 1
+
+    @property
+    def is_drained(self) -> bool:
+        return self.drains > 0 and "done" in self.received
+
+
+class DoneRecorder(DrainingRecorder):
+    def receive(self, message: Any, now_s: float) -> None:
+        self.received.append(message)
+
+
+@both_kinds
+async def test_draining_lasts_until_the_machine_is_drained(kind: str) -> None:
+    machine = DoneRecorder()
+    with running(kind, machine, timer_s=0.001) as host:
+        drain = asyncio.create_task(host.drain())
+        await until(lambda: machine.drains == 1)
+        await asyncio.sleep(0.3)
+        assert not drain.done()
+        host.post(["done"])
+        await until(drain.done)
+        assert machine.drains == 1
+
+
+@both_kinds
+@pytest.mark.parametrize("how", ["failed", "stopped"])
+async def test_draining_ends_with_the_machine(kind: str, how: str) -> None:
+    machine = DrainingRecorder()
+    with running(kind, machine, timer_s=0.001) as host:
+        drain = asyncio.create_task(host.drain())
+        await until(lambda: machine.drains == 1)
+        if how == "failed":
+            host.post(["poison"])
+        else:
+            host.stop()
+        await until(drain.done)
+
+
+@both_kinds
+async def test_what_cannot_drain_is_drained_at_once(kind: str) -> None:
+    with running(kind, Recorder()) as host:
+        await host.drain()
 
 
 async def test_all_messages_of_one_turn_of_the_loop_share_a_step() -> None:

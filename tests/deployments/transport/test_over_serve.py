@@ -16,9 +16,7 @@ from typing import Any
 
 import pytest
 
-from deployments.transport.priority import GOES_EARLY
-from deployments.transport.wire import Greeting, Hello
-from tests.deployments.transport.test_priority import possible
+from deployments.transport.wire import Greeting, Hello, decode, encode
 
 Service = Any
 """The fixture's application; see ``conftest``."""
@@ -28,27 +26,25 @@ Report = Callable[[str, list[float]], None]
 def test_messages_travel_both_ways_once(service: Service, report: Report) -> None:
     for router in service.replicas("Router"):
         for worker in service.replicas("Worker"):
-            pings = [("ping", router, number) for number in range(100)]
-            pongs = service.call("Router", router, "exchange", worker, pings, len(pings), 0.01)
-            assert [pong[:3] for pong in pongs] == [("pong", worker, number) for number in range(100)]
-            report("one way, router to worker", [took_s for *_, took_s, _, _ in pongs])
-            report("one way, worker to router", [got_s - sent_s for *_, sent_s, got_s in pongs])
+            pongs = service.call("Router", router, "exchange", worker, "ping", 100, 100, 0.01)
+            assert [pong[:3] for pong, _ in pongs] == [("pong", worker, number) for number in range(100)]
+            report("one way, router to worker", [pong.then_s for pong, _ in pongs])
+            report("one way, worker to router", [got_s - pong.sent_s for pong, got_s in pongs])
 
 
-def test_links_within_a_machine_go_through_sockets_unless_they_shall_not(service: Service) -> None:
-    """Two routers to each worker, and an ingress to each router."""
-    uses_sockets = service.within_machines and sys.platform == "linux"
-    for kind, num_callers in (("Worker", 2), ("Router", 1)):
+def test_links_go_through_the_carrier_that_is_meant(service: Service) -> None:
+    """Two workers and an ingress dial each of two routers."""
+    sockets = service.within_machines and sys.platform == "linux"
+    dialled, answered = ("SocketChannel", "SocketChannel") if sockets else ("StreamChannel", "ServedChannel")
+    for kind, carriers in (("Worker", [dialled] * 2), ("Ingress", [dialled] * 2), ("Router", [answered] * 3)):
         for replica in service.replicas(kind):
-            tasks = service.call(kind, replica, "num_tasks")
-            assert tasks["LocalAnswerer._answer"] == uses_sockets * num_callers
+            assert service.call(kind, replica, "carriers") == carriers
 
 
 def test_messages_sent_at_once_arrive_as_few_items(service: Service) -> None:
     router, worker = next(iter(service.replicas("Router"))), next(iter(service.replicas("Worker")))
-    pings = [("ping", router, number) for number in range(1000)]
-    pongs = service.call("Router", router, "exchange", worker, pings, len(pings), 0.0)
-    assert [pong[2] for pong in pongs] == list(range(1000))
+    pongs = service.call("Router", router, "exchange", worker, "ping", 1000, 1000, 0.0)
+    assert [pong.number for pong, _ in pongs] == list(range(1000))
     assert service.call("Worker", worker, "batches") > 0
     assert service.call("Router", router, "batches") <= 20
 
@@ -56,19 +52,11 @@ def test_messages_sent_at_once_arrive_as_few_items(service: Service) -> None:
 def test_an_ingress_reaches_the_workers_through_any_router(service: Service, report: Report) -> None:
     [ingress] = service.replicas("Ingress")
     for router in service.replicas("Router"):
-        asks = [("ask", ingress, number) for number in range(50)]
-        told = service.call("Ingress", ingress, "exchange", router, asks, 100, 0.01)
-        assert Counter(message[:3] for message in told) == {
+        told = service.call("Ingress", ingress, "exchange", router, "ask", 50, 100, 0.01)
+        assert Counter(sent[:3] for sent, _ in told) == {
             ("told", worker, number): 1 for worker in service.replicas("Worker") for number in range(50)
         }
-        report("one way, router to ingress", [got_s - sent_s for *_, sent_s, got_s in told])
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have their process' priority")
-def test_a_workers_threads_go_early_and_not_its_machines_while_that_works(service: Service) -> None:
-    for worker in service.replicas("Worker"):
-        others, machine = service.call("Worker", worker, "niceness")
-        assert others == {machine + possible(GOES_EARLY)}
+        report("one way, router to ingress", [got_s - sent.sent_s for sent, got_s in told])
 
 
 def test_calls_reach_the_replica_they_are_pinned_to(service: Service) -> None:
@@ -79,22 +67,15 @@ def test_calls_reach_the_replica_they_are_pinned_to(service: Service) -> None:
 
 
 def test_a_call_for_a_replica_that_is_gone_is_refused_by_another(service: Service) -> None:
-    hello = Hello("me", "gone", "link")
-    for deployment, method in (("Worker", "results"), ("Router", "feed"), ("Router", "events")):
-        handle = service.handles[deployment].options(
-            session_id="gone", stream=True, method_name=method, _by_reference=False
-        )
-        [greeting] = list(handle.remote(hello))
-        assert isinstance(greeting, Greeting)
-        assert greeting.refusal == "the call is for gone"
-    assert service.call("Router", "gone", "post", hello, ()) == "the call is for gone"
+    handle = service.handles["Router"].options(session_id="gone", response_serialization="noop")
+    [greeting] = list(handle.options(stream=True).link.remote(bytes(16) + encode(Hello("me", "gone", "Worker"))))
+    assert decode(greeting, Greeting).refusal == "the call is for gone"
+    assert handle.post.remote(bytes(16)).result(timeout_s=30) == b"\x00", "there is no such link"
 
 
-def test_a_feed_is_given_only_for_a_link_that_is_being_opened(service: Service) -> None:
-    router = next(iter(service.replicas("Router")))
-    handle = service.handles["Router"].options(session_id=router, stream=True, _by_reference=False)
-    [greeting] = list(handle.feed.remote(Hello("me", router, "link")))
-    assert greeting.refusal == "there is no such link"
+def test_a_call_that_is_no_hello_ends(service: Service) -> None:
+    handle = service.handles["Router"].options(stream=True, response_serialization="noop")
+    assert list(handle.link.remote(bytes(16) + b"garbage")) == []
 
 
 def lost_and_replaced(events: list[tuple[str, str, float]], victim: str) -> tuple[float, float]:
@@ -108,7 +89,7 @@ def lost_and_replaced(events: list[tuple[str, str, float]], victim: str) -> tupl
 def test_a_worker_whose_machine_fails_is_lost_at_once_and_replaced(service: Service, report: Report) -> None:
     routers, victim = list(service.replicas("Router")), next(iter(service.replicas("Worker")))
     start_s = time.time()
-    service.call("Router", routers[0], "exchange", victim, [("poison", routers[0], 0)], 0, 0.0)
+    service.call("Router", routers[0], "exchange", victim, "poison", 1, 0, 0.0)
     service.until(lambda: victim not in service.replicas("Worker") and service.is_linked(), "it is replaced")
     for router in routers:
         lost_s, joined_s = lost_and_replaced(service.events("Router", router, start_s), victim)
@@ -169,11 +150,26 @@ def test_a_worker_that_hangs_is_lost_and_linked_again_when_it_goes_on(service: S
 
 
 @pytest.mark.parametrize("deployment", ["Worker", "Router"])
-def test_a_replica_that_alone_is_stopped_ends_its_links(service: Service, report: Report, deployment: str) -> None:
-    """Serve stops it gently, as in an update: it waits for the streams, and would kill it only after 300 s."""
+def test_a_replica_that_alone_is_stopped_drains_and_then_ends(
+    service: Service, report: Report, deployment: str
+) -> None:
+    """Serve stops it gently, as in an update: it waits for the machine, and would kill it only after 300 s."""
     victim, pid = next(iter(service.replicas(deployment).items()))
+    others = service.replicas("Worker" if deployment == "Router" else "Router")
+    if deployment == "Worker":
+        service.call(deployment, victim, "begin_work")
     start_s = time.time()
     service.call(deployment, victim, "fall_sick")
+    service.until(lambda: victim not in service.replicas(deployment), "it is listed no more")
+    if deployment == "Worker":
+        time.sleep(2 * service.times.silence_s)
+        assert os.path.exists(f"/proc/{pid}")
+        for router in others:
+            events = service.events("Router", router, start_s)
+            assert ("lost", victim) not in {event[:2] for event in events}, "it keeps its links while it drains"
+            router_says = service.call("Router", router, "exchange", victim, "ping", 3, 3, 0.01)
+            assert {pong.sender for pong, _ in router_says} == {victim}
+        service.call("Router", router, "exchange", victim, "release", 1, 0, 0.0)
     service.until(lambda: not os.path.exists(f"/proc/{pid}"), "its process has ended")
     report(f"sick {deployment}, until its process has ended", [time.time() - start_s])
     service.until(service.is_linked, "another is linked")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deployments.transport.board import ReplicaBoard
+from deployments.transport.discovery import ReplicaBoard
 
 KEY = ("app", "Worker")
 
@@ -16,12 +16,3 @@ def test_listeners_hear_what_is_known_and_what_changes_of_their_deployment() -> 
     board.publish(("app", "Other"), ["c"])
     board.publish(KEY, [])
     assert heard == [{"a"}, {"a", "b"}, set()]
-
-
-def test_a_listener_that_has_ended_hears_nothing() -> None:
-    board, heard = ReplicaBoard(), []
-    end = board.subscribe(KEY, heard.append)
-    end()
-    end()
-    board.publish(KEY, ["a"])
-    assert heard == []

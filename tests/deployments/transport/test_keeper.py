@@ -1,0 +1,138 @@
+"""Keeping links up: who is dialled, when again, and what is told of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from deployments.transport.keeper import LinkKeeper
+from deployments.transport.wire import LinkError, LinkRefusedError, LinkTimes
+from tests.deployments.transport.nodes import until
+
+TIMES = LinkTimes(first_backoff_s=0.001, max_backoff_s=0.004)
+
+
+class Peers:
+    """Peers that can be dialled, a keeper, and what it tells.
+
+    Attributes:
+        links: Futures of the links that are up, whose result or exception ends them.
+        refusals: Why a peer cannot be linked to.
+    """
+
+    def __init__(self) -> None:
+        self.links: dict[str, asyncio.Future[None]] = {}
+        self.refusals: dict[str, str] = {}
+        self.num_dials = 0
+        self.events: list[tuple[str, str]] = []
+        self.keeper = LinkKeeper(
+            self.dial, lambda p: self.events.append(("linked", p)), lambda p: self.events.append(("lost", p)), TIMES
+        )
+
+    async def dial(self, peer: str, on_up: Callable[[], None]) -> None:
+        self.num_dials += 1
+        if peer in self.refusals:
+            raise LinkRefusedError(self.refusals[peer])
+        on_up()
+        self.links[peer] = asyncio.get_running_loop().create_future()
+        await self.links[peer]
+
+    def end(self, peer: str) -> None:
+        self.links.pop(peer).set_exception(LinkError("cut"))
+
+
+@pytest.fixture
+async def peers() -> AsyncIterator[Peers]:
+    peers = Peers()
+    yield peers
+    peers.keeper.close()
+    await until(lambda: len(asyncio.all_tasks()) == 1)
+
+
+async def test_a_lost_link_is_told_at_once_and_opened_again(peers: Peers) -> None:
+    peers.keeper.update(frozenset("b"))
+    await until(lambda: peers.keeper.linked == {"b"})
+    peers.end("b")
+    await until(lambda: len(peers.events) >= 3)
+    assert peers.events == [("linked", "b"), ("lost", "b"), ("linked", "b")]
+
+
+async def test_a_peer_that_cannot_be_reached_is_tried_while_it_is_listed(peers: Peers) -> None:
+    peers.refusals["b"] = "no"
+    peers.keeper.update(frozenset("b"))
+    await until(lambda: peers.num_dials >= 3)
+    assert peers.events == []
+    del peers.refusals["b"]
+    await until(lambda: peers.events == [("linked", "b")])
+    peers.refusals["c"] = "no"
+    peers.keeper.update(frozenset("bc"))
+    await until(lambda: peers.num_dials >= 6)
+    peers.keeper.update(frozenset("b"))
+    num_dials = peers.num_dials
+    await asyncio.sleep(0.05)
+    assert peers.num_dials == num_dials
+
+
+@pytest.mark.parametrize("listed", ["", "x"])
+async def test_a_link_that_is_up_survives_a_list_without_its_peer(peers: Peers, listed: str) -> None:
+    """Serve may send an empty or a partial list while it recovers, and whoever drains is listed no more."""
+    peers.refusals["x"] = "not there"
+    peers.keeper.update(frozenset("ab"))
+    await until(lambda: peers.keeper.linked == {"a", "b"})
+    peers.keeper.update(frozenset(listed))
+    await asyncio.sleep(0.05)
+    assert peers.keeper.linked == {"a", "b"}
+    peers.keeper.update(frozenset("ab"))
+    peers.end("a")
+    await until(lambda: peers.events[-2:] == [("lost", "a"), ("linked", "a")])
+
+
+async def test_a_peer_that_is_listed_no_more_is_not_dialled_again(peers: Peers) -> None:
+    peers.keeper.update(frozenset("b"))
+    await until(lambda: peers.keeper.linked == {"b"})
+    peers.keeper.update(frozenset())
+    peers.end("b")
+    await asyncio.sleep(0.05)
+    assert (peers.events, peers.num_dials) == ([("linked", "b"), ("lost", "b")], 1)
+    peers.keeper.update(frozenset("b"))
+    await until(lambda: peers.events[-1] == ("linked", "b") and peers.num_dials == 2)
+
+
+async def test_closing_cuts_all_links_for_good(peers: Peers) -> None:
+    peers.keeper.update(frozenset("ab"))
+    await until(lambda: peers.keeper.linked == {"a", "b"})
+    peers.keeper.close()
+    await until(lambda: peers.keeper.linked == frozenset())
+    await asyncio.sleep(0.05)
+    assert peers.num_dials == 2
+
+
+async def test_a_reason_is_logged_once_and_not_at_each_attempt(peers: Peers, caplog: pytest.LogCaptureFixture) -> None:
+    peers.refusals["b"] = "another model"
+    peers.keeper.update(frozenset("b"))
+    await until(lambda: peers.num_dials >= 5)
+    assert caplog.text.count("another model") == 1
+    peers.refusals["b"] = "draining"
+    await until(lambda: "draining" in caplog.text)
+
+
+async def test_attempts_are_further_and_further_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses are counted, not waited for."""
+    sleep, pauses_s = asyncio.sleep, []
+
+    async def pause(seconds: float) -> None:
+        pauses_s.append(seconds)
+        await sleep(0)
+
+    async def dial(peer: str, on_up: Callable[[], None]) -> None:
+        raise LinkError("no")
+
+    keeper = LinkKeeper(dial, lambda _peer: None, lambda _peer: None, LinkTimes(first_backoff_s=1.0, max_backoff_s=6.0))
+    monkeypatch.setattr(asyncio, "sleep", pause)
+    keeper.update(frozenset("b"))
+    while len(pauses_s) < 5:
+        await sleep(0)
+    keeper.close()
+    assert pauses_s[:5] == [2.0, 4.0, 6.0, 6.0, 6.0]

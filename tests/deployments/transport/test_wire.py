@@ -1,0 +1,104 @@
+"""What travels: every message as data, and nothing but messages."""
+
+from __future__ import annotations
+
+import pickle
+
+import msgspec
+import pytest
+
+from deployments.transport import wire
+from deployments.transport.wire import Greeting, Hello, LinkError, Messages, decode, encode, mismatch
+from specdec.protocol import messages as m
+from specdec.protocol.marks import Mark
+from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.types import Fingerprints, TokenLogprobs
+
+INC, MARK = m.Inc(1, 2), Mark(7, (1 << 61) - 2)
+SPEC = SequenceSpec(
+    SamplingParams(logit_bias=((3, -1.5),), stop_token_ids=(4,), logprobs=2, temperature=1),
+    seed=(1 << 64) - 1,
+    output_start=3,
+    max_tokens=9,
+    eos_token_ids=(2,),
+    arrival_s=1.5,
+    num_speculative_tokens=0,
+    model="draft",
+)
+NOTES = m.Notes("ac", (0, 3), (TokenLogprobs(-0.5, 1, ((1, -0.5),)), TokenLogprobs(float("-inf"), 9)), (None,))
+CANDIDATES = m.Candidates((1, 2), (0.25, 0.75))
+BRANCHES = ((m.Outcome(0, 5), (6, 7)),)
+ALL = (
+    m.Submit("s", 1, "i", (1, 2, 3), SPEC, "d"),
+    m.Want("s", 1, "i", 3),
+    m.Cancel("s", 1),
+    m.NewTokens("s", 1, 3, (4, 5), NOTES, MARK, m.Plan(3, mode="in_turn")),
+    m.End("s", 1, MARK, "error", "why"),
+    m.Gone("s", 1, "draining"),
+    m.Open("s", INC, "r", (1, 2, 3), SPEC, m.Plan(), 5.0, "f", "suspects"),
+    m.Verdict("s", INC, 3, (4, 5), NOTES, MARK, "length"),
+    m.Ack("s", INC, 5),
+    m.Commit("s", INC, 3, (4, 5), MARK),
+    m.Offer("s", INC, MARK, (4,), BRANCHES, (CANDIDATES,), ((CANDIDATES,),)),
+    m.PlanUpdate("s", INC, m.Plan(draft_wait_s=0.5)),
+    m.Close("s", INC),
+    m.Live("r", (("s", INC),)),
+    m.Resync("w", "s", INC, 3, "evicted"),
+    m.Alive("w", {"num_steps": 3.0}),
+)
+
+
+def test_every_message_arrives_as_it_was() -> None:
+    assert {type(message) for message in ALL} == set(m.Message.__args__), "a message is missing here"
+    assert decode(encode(Messages(ALL)), Messages).batch == ALL
+
+
+def test_types_of_tuples_survive() -> None:
+    [verdict] = decode(encode(Messages((ALL[7],))), Messages).batch
+    assert isinstance(verdict.inc, m.Inc)
+    assert isinstance(verdict.mark, Mark)
+
+
+def test_greetings_travel_in_the_same_schema() -> None:
+    prints = Fingerprints("d", "v")
+    for frame in (Hello("w", "r", "Target", prints), Greeting("r", prints, "no"), Messages()):
+        assert decode(encode(frame), type(frame)) == frame
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x00",
+        b"GET / HTTP/1.1",
+        pickle.dumps(Greeting("r")),
+        msgspec.msgpack.encode(["Messages", [["Unknown", 1]]]),
+        msgspec.msgpack.encode(["Messages", [["Cancel", "s", "one"]]]),
+        encode(Messages(ALL))[:-1],
+        encode(Messages(ALL)) + b"\x00",
+    ],
+)
+def test_what_is_no_frame_is_refused(data: bytes) -> None:
+    with pytest.raises(LinkError, match="undecodable frame"):
+        decode(data, Messages)
+
+
+def test_a_frame_that_must_not_come_now_is_refused() -> None:
+    with pytest.raises(LinkError, match="Messages in place of Greeting"):
+        decode(encode(Messages()), Greeting)
+
+
+def test_what_cannot_be_encoded_or_is_too_long_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LinkError, match="cannot be encoded"):
+        encode(Messages((object(),)))
+    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 100)
+    with pytest.raises(LinkError, match="too long"):
+        encode(Messages((m.Cancel("x" * 100, 0),)))
+
+
+def test_fingerprints_match_by_kind_and_empty_ones_match_any() -> None:
+    mine = Fingerprints("d", "v")
+    assert not mismatch(mine, Fingerprints("d", "w"), "decision")
+    assert not mismatch(mine, Fingerprints("", "v"), "decision")
+    assert not mismatch(Fingerprints(), Fingerprints("e", "w"), "decision")
+    assert "vocabulary fingerprint is w, here it is v" in mismatch(mine, Fingerprints("d", "w"), "vocabulary")
