@@ -53,8 +53,9 @@ class OpenAIIngress(IngressEndpoint):
         self._registry = CollectorRegistry()
         info = _model_info(args)
         self._service = RoutedTokens(info)
-        machine = IngressMachine(replica_id(), args.protocol.times(), decision=fingerprints(args).decision)
-        self._ingress_host = self.start_ingress(machine, routers=ROUTERS, after=self._service.deliver)
+        own = fingerprints(args)
+        machine = IngressMachine(replica_id(), args.protocol.times(), decision=own.decision)
+        self._ingress_host = self.start_ingress(machine, routers=ROUTERS, after=self._service.deliver, fingerprints=own)
         self._service.connect(self._ingress_host, lambda: bool(self.linked_peers()))
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +31,9 @@ from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.target import TargetMachine
 
 logger = logging.getLogger("ray.serve")
+
+LastProgress = Callable[[], float]
+"""Gives the monotonic time at which the newest layer of a step was done."""
 
 
 class _Worker(WorkerEndpoint):
@@ -64,7 +68,8 @@ class TargetServer(_Worker):
         torch.set_num_threads(num_torch_threads)
         name, report = replica_id(), StepReport()
         recorder = Recorder(name, "target") if args.trace else None
-        backend = emulated_target(args, _target_backend(args, gpu_share))
+        model, last_progress = _target_backend(args, gpu_share)
+        backend = emulated_target(args, model)
         if args.is_auto:
             profile_target(backend, report.profiled)
         observed = ObservedTarget(backend, _listeners(report, recorder))
@@ -75,7 +80,14 @@ class TargetServer(_Worker):
             lambda: observed.gauges() | report.gauges(),
             fingerprint=fingerprints(args).decision,
         )
-        self._worker_host = self.start_worker(machine, routers=ROUTER, stall_s=args.stall_s, recorder=recorder)
+        self._worker_host = self.start_worker(
+            machine,
+            routers=ROUTER,
+            stall_s=args.stall_s,
+            last_progress=last_progress,
+            fingerprints=fingerprints(args),
+            recorder=recorder,
+        )
 
 
 class DraftServer(_Worker):
@@ -93,7 +105,7 @@ class DraftServer(_Worker):
         torch.set_num_threads(num_torch_threads)
         name, times, report = replica_id(), args.protocol.times(), StepReport()
         recorder = Recorder(name, "drafter") if args.trace else None
-        backend, solo = _draft_backends(args, gpu_share)
+        backend, solo, last_progress = _draft_backends(args, gpu_share)
         emulated = emulated_drafter(args, backend)
         if args.is_auto:
             profile_drafter(emulated, report.profiled)
@@ -107,7 +119,13 @@ class DraftServer(_Worker):
         )
         machine = DraftWorkerMachine(drafter, TargetMachine(name, solo, times))
         self._worker_host = self.start_worker(
-            machine, routers=ROUTER, stall_s=args.stall_s, recorder=recorder, match="vocabulary"
+            machine,
+            routers=ROUTER,
+            stall_s=args.stall_s,
+            last_progress=last_progress,
+            fingerprints=fingerprints(args),
+            recorder=recorder,
+            match="vocabulary",
         )
 
 
@@ -115,22 +133,22 @@ def _listeners(report: StepReport, recorder: Recorder | None) -> list[Listener]:
     return [report] if recorder is None else [report, recorder.stepped]
 
 
-def _target_backend(args: AppArgs, gpu_share: float) -> TargetBackend:
+def _target_backend(args: AppArgs, gpu_share: float) -> tuple[TargetBackend, LastProgress | None]:
     if args.is_scripted:
-        return scripted_pair(args)[0]
+        return scripted_pair(args)[0], None
     source = target_source(args)
     width = tokenizer_width(load_tokenizer(source))
     options = replace(backend_options(args, args.target, width), device_share=gpu_share)
     backend, built = build_target(source, options, logger.info)
     _report(built)
-    return backend
+    return backend, backend.last_progress
 
 
-def _draft_backends(args: AppArgs, gpu_share: float) -> tuple[DraftBackend, TargetBackend]:
+def _draft_backends(args: AppArgs, gpu_share: float) -> tuple[DraftBackend, TargetBackend, LastProgress | None]:
     """The drafter, and a target over the same model for those who ask the model itself."""
     if args.is_scripted:
         target, drafter = scripted_pair(args)
-        return drafter, target
+        return drafter, target, None
     source = draft_source(args)
     assert source is not None, "deployed without a draft model"
     target_model = target_source(args)
@@ -141,7 +159,7 @@ def _draft_backends(args: AppArgs, gpu_share: float) -> tuple[DraftBackend, Targ
     options = replace(backend_options(args, args.draft, pair.vocab_size), device_share=gpu_share)
     model_drafter, model_solo, built = build_drafter(source, options, logger.info)
     _report(built)
-    return model_drafter, model_solo
+    return model_drafter, model_solo, model_drafter.last_progress
 
 
 def _report(built: Built) -> None:

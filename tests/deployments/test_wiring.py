@@ -34,8 +34,16 @@ def test_all_machines_of_a_service_know_the_same_models(started: dict[str, Any])
     assert own.vocabulary
     workers.TargetServer(args, 1, 1.0)
     assert started["machine"].fingerprint == own.decision
-    assert started["stall_s"] == 5
+    assert (started["fingerprints"], started["stall_s"]) == (own, 5)
     workers.DraftServer(args, 1, 1.0)
     assert started["machine"].drafter.fingerprint == own.vocabulary
+    assert (started["fingerprints"], started["match"]) == (own, "vocabulary")
     router.SpeculationRouter(args)
     assert started["machine"].decision == own.decision
+    assert started["fingerprints"] == own
+
+
+def test_a_target_says_how_far_its_step_is(started: dict[str, Any]) -> None:
+    args = AppArgs.model_validate({"num_speculative_tokens": 2, "target": {"kv_memory": "64MiB"}})
+    workers.TargetServer(args, 1, 1.0)
+    assert isinstance(started["last_progress"](), float)
