@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, Generic
 
@@ -22,7 +22,7 @@ from deployments.transport.keeper import LinkKeeper
 from deployments.transport.link import Answerer, Carrier, Dialer, PeerEvent
 from deployments.transport.sockets import SocketAnswerer, SocketDialer
 from deployments.transport.streams import StreamAnswerer, StreamDialer
-from deployments.transport.wire import FingerprintKind, Hello, Identity, LinkTimes, mismatch
+from deployments.transport.wire import FingerprintKind, Hello, HostFailedError, Identity, LinkTimes, mismatch
 from specdec.engine.trace import Recorder, WorkerTrace
 from specdec.engine.traced import traced
 from specdec.types import Fingerprints
@@ -141,7 +141,9 @@ class _DrainingEndpoint(_Endpoint):
         return None if self._host is None else self._shut_down()
 
     async def _shut_down(self) -> None:
-        await self.drain()
+        with suppress(HostFailedError):  # a machine that has failed or hangs has nothing to finish
+            await self.check_health()
+            await self.drain()
         self.close_transport()
 
 

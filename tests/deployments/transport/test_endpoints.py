@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 
 import pytest
 
 from deployments.transport.endpoints import PeerGroup, RouterEndpoint
-from deployments.transport.host import LoopHost
+from deployments.transport.host import LoopHost, WorkerHost
 from deployments.transport.wire import Hello
 from specdec.types import Fingerprints
 from tests.deployments.transport.nodes import Inbox
@@ -32,6 +33,7 @@ class Noted(Inbox):
 async def router() -> AsyncIterator[RouterEndpoint]:
     router = RouterEndpoint()
     router._host, router._me, router._closers, router._is_draining = LoopHost(Noted()), "r", [], False
+    router._stall_s = 30.0
     router._fingerprints = Fingerprints("d", "v")
     router._groups = {
         name: PeerGroup(name, Noted.joined, Noted.lost, match)
@@ -87,3 +89,17 @@ async def test_the_machine_is_told_of_workers_alone(router: RouterEndpoint) -> N
     assert machine.told == [("joined", "target"), ("lost", "target"), ("joined", "draft"), ("lost", "draft")]
     await router.__del__()
     assert router.__del__() is None
+
+
+async def test_a_machine_that_hangs_is_not_waited_for(router: RouterEndpoint) -> None:
+    release, steps = threading.Event(), []
+    machine = Noted()
+    machine.step = lambda _now_s: steps.append(release.wait(10)) or False
+    machine.drain, machine.is_drained = steps.append, False
+    router._host, router._stall_s = WorkerHost(machine), 0.01
+    router._host.start()
+    await asyncio.sleep(0.1)
+    async with asyncio.timeout(5):
+        await router.__del__()
+    assert not steps, "it was in its first step all the time"
+    release.set()
