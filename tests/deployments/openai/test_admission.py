@@ -184,5 +184,7 @@ async def test_whatever_comes_nothing_exceeds_the_limits_and_everybody_ends() ->
         while served:
             served.pop().set()
         await asyncio.sleep(0)
+    # One that is cancelled before its first turn never asks at all.
+    assert [one for one in await asyncio.gather(*asked, return_exceptions=True) if isinstance(one, Exception)] == []
     assert all(ended.values())
     assert admission.num_requests == admission.num_bytes == admission.num_sequences == admission.num_waiting == 0
