@@ -40,7 +40,7 @@ def build_app(args: AppArgs) -> Application:
     router = serve.deployment(SpeculationRouter, name=ROUTER).options(
         num_replicas=args.replicas.router,
         ray_actor_options=placement.router.ray_actor_options,
-        **pinned_options() | _grace(args),
+        **pinned_options(args.drain_timeout_s),
     )
     ingress = serve.deployment(OpenAIIngress, name=INGRESS).options(
         num_replicas=args.replicas.ingress,
@@ -48,19 +48,14 @@ def build_app(args: AppArgs) -> Application:
         max_ongoing_requests=_MOST_REQUESTS,
         max_queued_requests=-1,
         health_check_period_s=1.0,
+        graceful_shutdown_timeout_s=args.drain_timeout_s,
         graceful_shutdown_wait_loop_s=0.2,
-        **_grace(args),
     )
     return ingress.bind(args, router.bind(args, *workers))
 
 
-def _grace(args: AppArgs) -> dict[str, Any]:
-    """How long a replica that is to stop may go on; the same for all, as a stream needs all of them."""
-    return {"graceful_shutdown_timeout_s": args.drain_timeout_s}
-
-
 def _worker(cls: type[Any], name: str, args: AppArgs, num_replicas: int, share: ActorShare) -> Application:
     deployment = serve.deployment(cls, name=name).options(
-        num_replicas=num_replicas, ray_actor_options=share.ray_actor_options, **pinned_options() | _grace(args)
+        num_replicas=num_replicas, ray_actor_options=share.ray_actor_options, **pinned_options(args.drain_timeout_s)
     )
     return deployment.bind(args, share.num_torch_threads, share.gpu_share)
