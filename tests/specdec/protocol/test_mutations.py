@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.specdec.protocol.branch_mutations import BRANCH_MUTATIONS
+from tests.specdec.protocol.fault_mutations import FAULT_MUTATIONS
 from tests.specdec.protocol.mutations import MUTATIONS
 from tests.specdec.protocol.scripted import ScriptedDraft, ScriptedTarget
 from tests.specdec.protocol.watch import Watch
@@ -12,7 +13,7 @@ from tests.specdec.protocol.world import run_schedule
 
 MAX_SCHEDULES = 1500
 """A rule that no schedule among the first of them catches fails the test: most are caught within a few dozen."""
-ALL = MUTATIONS | BRANCH_MUTATIONS
+ALL = MUTATIONS | BRANCH_MUTATIONS | FAULT_MUTATIONS
 
 
 @pytest.mark.parametrize("rule", ALL)

@@ -180,6 +180,16 @@ def test_a_finish_closes_the_workers_and_is_told_until_the_ingress_leaves(tokens
     assert (machine.take_outbox(), machine.num_sessions) == ({}, 0)
 
 
+def test_an_error_is_final_even_where_the_target_has_less_of_the_log():
+    """A target that began anew under the same inc, by a late opening, may fail before it is as far as it was."""
+    machine = submitted("T0", "D0")
+    machine.receive(verdict(0, (0, 1, 2)), 0.0)
+    machine.take_outbox()
+    failed = verdict(0, (0,), finish="error")
+    machine.receive(Verdict(*(getattr(failed, name) for name in failed.__struct_fields__[:-1]), "its hook"), 0.0)
+    assert machine.take_outbox()["I"] == [End("s", 1, log_of((0, 1, 2)).mark(), "error", "its hook")]
+
+
 def test_an_offer_goes_to_the_target_under_the_targets_inc():
     machine = submitted("T0", "D0")
     machine.receive(verdict(3, (3,)), 0.0)

@@ -1,0 +1,129 @@
+"""Rules 13 to 16, switched off in the real machines; see ``mutations.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from specdec.protocol.messages import Open, Submit
+from specdec.protocol.probation import Probation, SuspectGroup
+from specdec.protocol.router import RouterMachine, Session
+from specdec.protocol.suspects import StepGroups
+from specdec.protocol.target import TargetMachine
+from specdec.protocol.target_row import TargetRow
+from specdec.protocol.worker import WorkerMachine
+from tests.specdec.protocol.mutations import Mutation
+
+FAULT_MUTATIONS: dict[str, Mutation] = {}
+
+
+def mutation(mutate: Mutation) -> Mutation:
+    FAULT_MUTATIONS[mutate.__name__] = mutate
+    return mutate
+
+
+@mutation
+def error_is_a_finish(patch: pytest.MonkeyPatch) -> None:
+    """Rule 13: a sequence whose row or lonely step fails ends."""
+    patch.setattr(TargetMachine, "_end_with_error", lambda self, row, reason: None)
+
+
+@mutation
+def steps_apart(patch: pytest.MonkeyPatch) -> None:
+    """Rule 16: those of a step that failed are tried apart."""
+
+    def together(self: StepGroups, rows: Sequence[Any]) -> Iterable[Sequence[Any]]:
+        yield rows
+
+    patch.setattr(StepGroups, "batches", together)
+
+
+@mutation
+def failures_of_its_own(patch: pytest.MonkeyPatch) -> None:
+    """Rule 16: a step that failed counts against who was alone in it."""
+    contain = TargetMachine._contain
+
+    def blame_all(self: TargetMachine, rows: Sequence[TargetRow], error: Exception) -> None:
+        for row in rows:
+            row.num_failures += 1
+        contain(self, rows, error)
+        for row in rows:
+            if row.num_failures >= 2 and row.finish is None:
+                self._end_with_error(row, "it was there")
+
+    patch.setattr(TargetMachine, "_contain", blame_all)
+
+
+@mutation
+def bounded_reopening(patch: pytest.MonkeyPatch) -> None:
+    """Rule 16: who kills its worker alone is not opened again without end."""
+    patch.setattr(Probation, "_is_at_fault", lambda self, session: False)
+
+
+@mutation
+def opened_apart(patch: pytest.MonkeyPatch) -> None:
+    """Rule 16: those of a worker that died are opened apart. Off: in one group."""
+
+    def together(self: Probation, sessions: Sequence[Session]) -> None:
+        for kind in ("target", "drafter"):
+            members = [session for session in sessions if session.target.kind == kind]
+            if members:
+                self._count += 1
+                group = SuspectGroup(f"{self._router}/{self._count}", kind, members)
+                for session in members:
+                    session.suspects = group
+                self._waiting.append(group)
+
+    def alone_or_not(self: Probation, worker: str, sessions: Sequence[Session], **_: bool) -> list[Session]:
+        at_fault = [session for session in sessions if self._is_at_fault(session)]
+        for session in sessions:
+            self.leave(session)
+        together(self, [session for session in sessions if session not in at_fault])
+        return at_fault
+
+    patch.setattr(Probation, "failed", alone_or_not)
+
+
+@mutation
+def same_model(patch: pytest.MonkeyPatch) -> None:
+    """Rule 14: a worker takes no sequence of another model."""
+    refusal = WorkerMachine._refusal
+    patch.setattr(WorkerMachine, "_refusal", lambda self, message: refusal(self, replace(message, fingerprint="")))
+
+
+@mutation
+def same_model_at_the_router(patch: pytest.MonkeyPatch) -> None:
+    """Rule 14: nor does a router."""
+    refusal = RouterMachine._refusal
+
+    def take_any(self: RouterMachine, message: Submit) -> str:
+        return refusal(self, replace(message, decision=""))
+
+    patch.setattr(RouterMachine, "_refusal", take_any)
+
+
+@mutation
+def workers_that_drain(patch: pytest.MonkeyPatch) -> None:
+    """Rule 15: a worker that drains takes nothing new."""
+    refusal = WorkerMachine._refusal
+
+    def take(self: WorkerMachine[Any], message: Open) -> str:
+        why = refusal(self, message)
+        return "" if why == "draining" else why
+
+    patch.setattr(WorkerMachine, "_refusal", take)
+
+
+@mutation
+def routers_that_drain(patch: pytest.MonkeyPatch) -> None:
+    """Rule 15: nor does a router."""
+    refusal = RouterMachine._refusal
+
+    def take(self: RouterMachine, message: Submit) -> str:
+        why = refusal(self, message)
+        return "" if why == "draining" else why
+
+    patch.setattr(RouterMachine, "_refusal", take)
