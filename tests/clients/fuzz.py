@@ -55,13 +55,15 @@ def _script(request: SequenceRequest) -> list[Step]:
     return [*rounds([60 + i for i in range(count)], 3, "length", logprobs, of_prompt)]
 
 
-async def fuzz(schemathesis: str, phases: str, examples: int, seed: int) -> int:
+async def fuzz(schemathesis: str, phases: str, examples: int, seed: int, seconds: float | None) -> int:
     """Run it, and print what came of it; 0 if all is well."""
     tokenizer = AutoTokenizer.from_pretrained(f"{specdec.demo.__path__[0]}/target")
     target, draft = (ServedModel(name, role, 512, 4096, (0,)) for name, role in (("demo", "target"), ("d", "draft")))
     service = ScriptedService(ModelInfo(target, draft, 4, ("coupled", "rejection")), _script)
     app = CountAnswers(create_app(service, ApiSettings(trust_request_chat_template=False), tokenizer))
-    server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", 0, log_level="warning", lifespan="off"))
+    server = uvicorn.Server(
+        uvicorn.Config(app, "127.0.0.1", 0, log_level="warning", lifespan="off", timeout_graceful_shutdown=2)
+    )
     serving = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.01)
@@ -69,15 +71,24 @@ async def fuzz(schemathesis: str, phases: str, examples: int, seed: int) -> int:
     options = ["--phases", phases, "--checks", "not_a_server_error", "--continue-on-failure"]
     options += ["--max-examples", str(examples), "--request-timeout", "60", "--seed", str(seed), "--no-color"]
     process = await asyncio.create_subprocess_exec(schemathesis, "run", url, *options)
-    code = await process.wait()
-    server.should_exit = True
-    await serving
+    try:
+        code = await asyncio.wait_for(process.wait(), seconds)
+    except TimeoutError:
+        print(f"ended after {seconds:g} s")
+        process.terminate()
+        await process.wait()
+        code = 0
     statuses: Counter[int] = Counter()
     for (_, status), count in app.counts.items():
         statuses[status] += count
     num_failed = sum(count for status, count in statuses.items() if status >= 500)
     print(f"{sum(statuses.values())} answers, by status: {dict(sorted(statuses.items()))}")
-    print(f"{len(service.opened)} sequences opened, {len(service.cancelled)} cancelled; {num_failed} answers above 499")
+    print(
+        f"{len(service.opened)} sequences opened, {len(service.cancelled)} cancelled; {num_failed} answers above 499",
+        flush=True,
+    )
+    server.should_exit = True
+    await serving
     return code or (1 if num_failed else 0)
 
 
@@ -88,8 +99,9 @@ def main() -> None:
     parser.add_argument("--phases", default="examples,coverage,fuzzing", help="of schemathesis")
     parser.add_argument("--examples", type=int, default=1500, help="requests per endpoint and phase, at most")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, help="end after so long, whatever is left")
     given = parser.parse_args()
-    sys.exit(asyncio.run(fuzz(given.schemathesis, given.phases, given.examples, given.seed)))
+    sys.exit(asyncio.run(fuzz(given.schemathesis, given.phases, given.examples, given.seed, given.seconds)))
 
 
 if __name__ == "__main__":
