@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+import tempfile
 from collections import Counter
 
 import uvicorn
@@ -58,7 +59,8 @@ def _script(request: SequenceRequest) -> list[Step]:
 async def fuzz(schemathesis: str, phases: str, examples: int, seed: int, seconds: float | None) -> int:
     """Run it, and print what came of it; 0 if all is well."""
     tokenizer = AutoTokenizer.from_pretrained(f"{specdec.demo.__path__[0]}/target")
-    target, draft = (ServedModel(name, role, 512, 4096, (0,)) for name, role in (("demo", "target"), ("d", "draft")))
+    target = ServedModel("demo", "target", 512, 4096, (0,))
+    draft = ServedModel("demo-draft", "draft", 512, 4096, (0,))
     service = ScriptedService(ModelInfo(target, draft, 4, ("coupled", "rejection")), _script)
     app = CountAnswers(create_app(service, ApiSettings(trust_request_chat_template=False), tokenizer))
     server = uvicorn.Server(
@@ -70,7 +72,8 @@ async def fuzz(schemathesis: str, phases: str, examples: int, seed: int, seconds
     url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/openapi.json"
     options = ["--phases", phases, "--checks", "not_a_server_error", "--continue-on-failure"]
     options += ["--max-examples", str(examples), "--request-timeout", "60", "--seed", str(seed), "--no-color"]
-    process = await asyncio.create_subprocess_exec(schemathesis, "run", url, *options)
+    folder = tempfile.mkdtemp(prefix="fuzz-")  # it keeps what it found in the folder where it runs
+    process = await asyncio.create_subprocess_exec(schemathesis, "run", url, *options, cwd=folder)
     try:
         code = await asyncio.wait_for(process.wait(), seconds)
     except TimeoutError:
