@@ -141,9 +141,10 @@ class _DrainingEndpoint(_Endpoint):
         return None if self._host is None else self._shut_down()
 
     async def _shut_down(self) -> None:
-        with suppress(HostFailedError):  # a machine that has failed or hangs has nothing to finish
-            await self.check_health()
-            await self.drain()
+        if self._host is not None:
+            with suppress(HostFailedError):  # a machine that has failed or hangs has nothing to finish
+                self._host.check(self._stall_s)
+                await self.drain()
         self.close_transport()
 
 

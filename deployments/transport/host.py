@@ -15,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar
 
 from deployments.transport.mailbox import Mailbox
 from deployments.transport.wire import HostFailedError
@@ -41,12 +41,8 @@ class Machine(Protocol):
         """Messages since the last call, by peer id."""
         ...
 
-
-class DrainingMachine(Protocol):
-    """A machine that can be told to take nothing new and to finish what it has (rule 15)."""
-
     def drain(self, now_s: float) -> None:
-        """Take nothing new from now on."""
+        """Take nothing new from now on, and finish what there is (rule 15)."""
         ...
 
     @property
@@ -129,14 +125,12 @@ class Host(ABC, Generic[M]):
             raise HostFailedError(f"the machine failed: {self._failure!r}") from self._failure
 
     async def drain(self) -> None:
-        """Have the machine take nothing new; returns when it has nothing left, at once where it cannot drain."""
-        if not hasattr(self._machine, "drain"):
-            return
+        """Have the machine take nothing new; returns when it has nothing left."""
         drained = asyncio.Event()
-        self.tell(lambda machine, now_s: cast(DrainingMachine, machine).drain(now_s))
+        self.tell(lambda machine, now_s: machine.drain(now_s))
 
         def ask(machine: M, _now_s: float) -> None:
-            if cast(DrainingMachine, machine).is_drained:
+            if machine.is_drained:
                 self._on_loop(drained.set)
 
         while not (drained.is_set() or self.failed or self._is_stopped):

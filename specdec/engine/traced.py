@@ -22,6 +22,15 @@ class Machine(Protocol):
         """Messages since the last call, by peer id."""
         ...
 
+    def drain(self, now_s: float) -> None:
+        """Take nothing new from now on."""
+        ...
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nothing is left to finish."""
+        ...
+
 
 def traced(machine: Machine, recorder: Recorder | None) -> Machine:
     """The machine, recorded where there is a recorder."""
@@ -59,3 +68,12 @@ class TracedMachine:
         for peer, messages in outbox.items():
             self._recorder.sent(peer, messages)
         return outbox
+
+    def drain(self, now_s: float) -> None:
+        """Take nothing new from now on."""
+        self._inner.drain(now_s)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nothing is left to finish."""
+        return self._inner.is_drained

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
 
@@ -20,9 +19,6 @@ from specdec.protocol.suspects import StepGroups
 from specdec.protocol.worker import Gauges, WorkerMachine
 
 logger = logging.getLogger(__name__)
-
-DRAFTER_LIGHT: tuple[type, ...] = ()
-"""What a drafter may receive while its backend works: nothing."""
 
 
 @dataclass(slots=True)
@@ -94,7 +90,6 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         self._branches_in_all = branches_in_all
         self._num_waiting = 0
         self.counters = DrafterCounters()
-        self.meanwhile: Callable[[], AbstractContextManager[None]] = nullcontext
         self._groups = StepGroups()
 
     def step(self, now_s: float) -> bool:
@@ -151,8 +146,7 @@ class DrafterMachine(WorkerMachine[DraftRow]):
             if branch is not None:
                 branch.is_begun = True
         try:
-            with self.meanwhile():
-                proposals = self._backend.propose([task[3] for task in tasks])
+            proposals = self._backend.propose([task[3] for task in tasks])
         except DeviceLostError:
             raise
         except Exception as error:

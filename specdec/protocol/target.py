@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
 
@@ -18,9 +17,6 @@ from specdec.protocol.target_row import KeptOffer, TargetRow
 from specdec.protocol.worker import Gauges, WorkerMachine
 
 logger = logging.getLogger(__name__)
-
-LIGHT: tuple[type, ...] = ()
-"""Messages that may be received while the model works: none."""
 
 
 @dataclass(slots=True)
@@ -91,7 +87,6 @@ class TargetMachine(WorkerMachine[TargetRow]):
         self._backend = backend
         self._max_model_len = backend.max_model_len
         self._groups = StepGroups()
-        self.meanwhile: Callable[[], AbstractContextManager[None]] = nullcontext
         self.counters = TargetCounters()
 
     def step(self, now_s: float) -> bool:
@@ -148,8 +143,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
         if not jobs:
             return False
         try:
-            with self.meanwhile():
-                results = self._backend.verify(jobs)
+            results = self._backend.verify(jobs)
         except DeviceLostError:
             raise
         except Exception as error:

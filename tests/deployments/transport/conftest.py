@@ -171,7 +171,9 @@ class Debug:
     async def num_tasks(self) -> Counter[str]:
         """Tasks of the transport on this loop, by what they run."""
         coroutines = [task.get_coro() for task in asyncio.all_tasks()]
-        return Counter(c.__qualname__ for c in coroutines if "deployments/transport" in c.cr_code.co_filename)
+        return Counter(
+            c.__qualname__ for c in coroutines if "deployments/transport" in getattr(c.cr_code, "co_filename", "")
+        )
 
     async def exchange(
         self, peer: str, kind: str, count: int, num_answers: int, gap_s: float

@@ -235,12 +235,6 @@ async def test_draining_ends_with_the_machine(kind: str, how: str) -> None:
         await until(drain.done)
 
 
-@both_kinds
-async def test_what_cannot_drain_is_drained_at_once(kind: str) -> None:
-    with running(kind, Recorder()) as host:
-        await host.drain()
-
-
 async def test_all_messages_of_one_turn_of_the_loop_share_a_step() -> None:
     machine = Recorder()
     with running("loop", machine) as host:

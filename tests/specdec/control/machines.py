@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,7 +78,6 @@ class Service:
                 self.timers["target"].add(rows, tokens, pair.target_s(tokens))
             self.timers["drafter"].add(rows, rows, pair.draft_s(rows))
         self.target = TargetMachine("target", ScriptedTarget(script, MAX_LEN), TIMES, self.timers["target"].report)
-        self.target.meanwhile = self._meanwhile
         self.drafter = DrafterMachine("drafter", ScriptedDrafter(script, MAX_LEN), TIMES, self.timers["drafter"].report)
         self.ingress = IngressMachine("ingress", TIMES)
         self.router = RouterMachine("router", planner or self.controller, TIMES)
@@ -173,12 +170,6 @@ class Service:
         self.free_s[name] = end_s if worked else 0.0
         self._send(name, end_s)
         self._at(end_s, name, None)
-
-    @contextmanager
-    def _meanwhile(self) -> Iterator[None]:
-        """What a target has said goes out as its step begins."""
-        self._send("target", self.now_s)
-        yield
 
     def _send(self, name: str, at_s: float) -> None:
         for peer, messages in self.machines[name].take_outbox().items():
