@@ -113,8 +113,8 @@ async def test_of_two_routers_reports_of_a_worker_the_newer_counts() -> None:
     old: Reports = {"R#1": ("router", {}), "T#1": ("target", {"num_steps": 5.0, "report_s": 1.0})}
     new: Reports = {"R#2": ("router", {}), "T#1": ("target", {"num_steps": 7.0, "report_s": 2.0})}
     for reports in old, new:
-        reports["T#1"][1]["planned_arm_draft_tokens"] = reports["T#1"][1]["num_steps"]
+        reports["T#1"][1]["planned_draft_tokens"] = reports["T#1"][1]["num_steps"]
     for order in [old, new], [new, old]:
         text = await page(asked(Handle(READY)), asked(Handle(*order)))
         assert samples(text, "specdec_num_steps_total") == {"T#1": 7.0}
-        assert text.count(b"specdec_planned_arm_draft_tokens{") == 2
+        assert text.count(b"specdec_planned_draft_tokens{") == 2

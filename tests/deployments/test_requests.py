@@ -11,7 +11,7 @@ from deployments.openai.service import ModelInfo, SequenceRequest, ServedModel, 
 from deployments.requests import RoutedTokens
 from deployments.transport.host import LoopHost
 from specdec.errors import SequenceFailedError, ServiceUnavailableError
-from specdec.protocol.ingress import IngressMachine
+from specdec.protocol.ingress import MODEL_REPLACED, IngressMachine
 from specdec.protocol.leases import Times
 from specdec.protocol.marks import TokenLog
 from specdec.protocol.messages import End, NewTokens, Notes
@@ -53,7 +53,7 @@ async def started(one: AsyncGenerator[TokenDelta]) -> asyncio.Task[TokenDelta]:
     return task
 
 
-@pytest.mark.parametrize(("reason", "is_passing"), [("a hook raised", False), ("model", True)])
+@pytest.mark.parametrize(("reason", "is_passing"), [("a hook raised", False), (MODEL_REPLACED, True)])
 async def test_a_sequence_that_ends_with_an_error_gives_its_tokens_first(
     ingress: Ingress, reason: str, is_passing: bool
 ) -> None:

@@ -92,7 +92,7 @@ class HostileService:
         self.counts["stale"] += self._target.counters.num_stale_offers
 
     def _disturb(self) -> None:
-        if self._rng.random() < 0.02:
+        if self._rng.random() < 0.05:
             name = self._rng.choice((TARGET, DRAFTER))
             self.counts[f"{name} restarted"] += 1
             self.count(name)
