@@ -106,8 +106,8 @@ def test_many_at_once_are_each_what_they_are_alone(client: OpenAI, model: str) -
         ({"temperature": "1"}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 100_000}, "max_tokens"),
-        ({"tools": []}, "tools"),
-        ({"no_such_field": 1}, "no_such_field"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"mirostat": 2}, "mirostat"),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens"),
     ],
 )
