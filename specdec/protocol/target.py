@@ -124,15 +124,16 @@ class TargetMachine(WorkerMachine[TargetRow]):
     def _verify(self, rows: Sequence[TargetRow], now_s: float) -> bool:
         """A step of the backend; what goes wrong in it is contained, but for the loss of its device.
 
-        Before suspects of a router are tried it is told so, in a turn of its own, by verdicts without tokens: if this
-        process dies now, it was with them alone.
+        Before suspects of a router are tried it is told so, by verdicts without tokens, and has to acknowledge that: if
+        this process dies after it, it was with them alone. Nobody else has a step meanwhile, unless that takes long.
         """
-        unannounced = [row for row in rows if not row.is_announced]
-        for row in unannounced:
-            row.is_announced = True
-            self._tell(row, now_s)
-        if unannounced:
-            return True
+        unknown = [row for row in rows if not row.is_cleared]
+        for row in unknown:
+            row.announced_s = min(row.announced_s, now_s)
+            if now_s >= row.told_s + self._times.repeat_s:
+                self._tell(row, now_s)
+        if unknown:
+            return now_s < unknown[0].announced_s + self._times.repeat_s
         deciding: list[TargetRow] = []
         jobs: list[VerifyJob] = []
         for row in rows:
@@ -215,6 +216,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
             case Ack(seq, inc, length):
                 row = self._rows.current(seq, inc)
                 if row is not None:
+                    row.is_cleared = True
                     self._acknowledge(row, length)
             case Offer(seq, inc):
                 row = self._rows.current(seq, inc)

@@ -41,7 +41,8 @@ class TargetRow(WorkerRow):
         finish: How it ended; None until then.
         reason: What went wrong, where it ended with an error.
         num_failures: Steps that it was alone in, and that failed.
-        is_announced: Whether its router was told that its group is about to be tried; True where no group was named.
+        is_cleared: Whether its router knows that its group is about to be tried; True where no group was named.
+        announced_s: When its router was told so first.
         needs_candidates: Whether a draft is of no use without what it was drawn from.
         acked: Length up to which the router has the log.
         notes: How the tokens after ``acked`` came.
@@ -55,7 +56,7 @@ class TargetRow(WorkerRow):
     """
 
     __slots__ = (
-        *("acked", "decided_s", "ending", "finish", "foreseen", "held_s", "is_announced", "is_patient"),
+        *("acked", "announced_s", "decided_s", "ending", "finish", "foreseen", "held_s", "is_cleared", "is_patient"),
         *("needs_candidates", "notes", "num_failures", "offers", "place", "reason", "round_start", "told_s"),
     )
 
@@ -66,7 +67,8 @@ class TargetRow(WorkerRow):
         self.finish: Finish | None = self.ending.of_log(self.log.tokens, self.spec.output_start)
         self.reason = ""
         self.num_failures = 0
-        self.is_announced = not message.suspects
+        self.is_cleared = not message.suspects
+        self.announced_s = float("inf")
         self.needs_candidates = self.spec.sampling.acceptance == "rejection"
         self.acked = len(self.log)
         self.notes = Notes()

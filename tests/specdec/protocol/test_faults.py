@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from specdec.errors import DeviceLostError
 from specdec.protocol.backends import Proposal, Status, Verification
 from specdec.protocol.drafter import DrafterMachine
-from specdec.protocol.messages import Close, Plan
+from specdec.protocol.messages import Ack, Close, Plan
 from specdec.protocol.suspects import MOST_ALONE, apart
 from specdec.protocol.target import TargetMachine
 from tests.specdec.protocol.test_target import INC, TIMES, Oracle, open_message
@@ -112,9 +113,23 @@ def test_a_group_that_another_worker_failed_with_has_a_step_of_its_own_first():
         ("c", (), None),
         ("d", (), None),
     ]
+    machine.step(0.0)
+    assert keys(machine) == [], "the router does not know yet"
+    for message in announced:
+        machine.receive(Ack(message.seq, message.inc, message.mark.length), 0.0)
     for _ in range(2):
         machine.step(0.0)
     assert keys(machine) == [("c", "d"), ("a", "b", "c", "d")]
+
+
+def test_while_a_router_says_nothing_of_its_suspects_the_others_go_on_after_a_moment():
+    machine = machine_of(Oracle(), "ab")
+    opening = open_message(seq="c", plan=Plan(0))
+    machine.receive(structs.replace(opening, suspects="R/1"), 0.0)
+    machine.step(0.0)
+    assert keys(machine) == []
+    machine.step(TIMES.repeat_s)
+    assert keys(machine) == [("a", "b")]
 
 
 def test_suspects_that_find_no_room_leave_the_step_to_others():
