@@ -2,8 +2,8 @@
 
 ``python -m tests.integration.poison`` prints a row for each kind of poison; the suite asserts the counts.
 
-The poison is a hook on the logits that goes by the request's ``logit_bias``: it raises, runs out of memory, or ends the
-process it runs in, from the request's fifth token on.
+The poison is a hook on the logits that goes by the request's ``logit_bias``: from the request's fifth token on it raises
+or runs out of memory, or it ends the process it runs in each time the request is decoded.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ def hook(spec: SequenceSpec, tokens: Sequence[int], position: int, logits: torch
         torch.OutOfMemoryError: It asks for ``memory``.
     """
     asked = {token for token, _ in spec.sampling.logit_bias}
-    if position < spec.output_start + NUM_HARMLESS_TOKENS or not asked & set(KINDS.values()):
+    if KINDS["die"] in asked:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if position < spec.output_start + NUM_HARMLESS_TOKENS:
         return
     if KINDS["raise"] in asked:
         raise ValueError("this hook raises")
     if KINDS["memory"] in asked:
         raise torch.OutOfMemoryError("no memory is left for this row")
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @dataclass
