@@ -2,7 +2,7 @@
 
 ``python -m tests.integration.poison`` prints a row for each kind of poison; the suite asserts the counts.
 
-The poison is a hook on the logits that goes by the request's ``logit_bias``: from the request's fifth token on it raises
+The poison is a hook on the logits that goes by the request's ``logit_bias``. From the request's fifth token on it raises
 or runs out of memory, or it ends the process it runs in each time the request is decoded.
 """
 
