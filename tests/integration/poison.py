@@ -2,8 +2,8 @@
 
 ``python -m tests.integration.poison`` prints a row for each kind of poison; the suite asserts the counts.
 
-The poison is a hook on the logits that goes by the request's ``logit_bias``. From the request's fifth token on it raises
-or runs out of memory, or it ends the process it runs in each time the request is decoded.
+The poison is a hook on the logits that goes by the bias of a request. From its fifth token on it raises, or runs out of
+memory; or it ends the process it runs in each time the request is decoded.
 """
 
 from __future__ import annotations
