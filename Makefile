@@ -17,7 +17,7 @@ PYTHON ?=
 
 help:
 	@echo "make serve         the service with the demo pair on 127.0.0.1:8000, until Ctrl-C"
-	@echo "make test-fast     what a developer runs between two changes: about two minutes"
+	@echo "make test-fast     what a developer runs between two changes: no services, nothing slow"
 	@echo "make test          the test suite, with services on this machine"
 	@echo "make test-cluster  several Ray nodes on this machine; needs redis-server"
 	@echo "make soak          the long tests"

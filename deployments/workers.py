@@ -66,7 +66,7 @@ class TargetServer(_Worker):
         self._args = args
         set_log_level(args)
         torch.set_num_threads(num_torch_threads)
-        name, report = replica_id(), StepReport()
+        name, report, own = replica_id(), StepReport(), fingerprints(args)
         recorder = Recorder(name, "target") if args.trace else None
         model, last_progress = _target_backend(args, gpu_share)
         backend = emulated_target(args, model)
@@ -78,14 +78,14 @@ class TargetServer(_Worker):
             observed,
             args.protocol.times(),
             lambda: observed.gauges() | report.gauges(),
-            fingerprint=fingerprints(args).decision,
+            fingerprint=own.decision,
         )
         self._worker_host = self.start_worker(
             machine,
             routers=ROUTER,
             stall_s=args.stall_s,
             last_progress=last_progress,
-            fingerprints=fingerprints(args),
+            fingerprints=own,
             recorder=recorder,
         )
 
@@ -103,7 +103,7 @@ class DraftServer(_Worker):
         self._args = args
         set_log_level(args)
         torch.set_num_threads(num_torch_threads)
-        name, times, report = replica_id(), args.protocol.times(), StepReport()
+        name, times, report, own = replica_id(), args.protocol.times(), StepReport(), fingerprints(args)
         recorder = Recorder(name, "drafter") if args.trace else None
         backend, solo, last_progress = _draft_backends(args, gpu_share)
         emulated = emulated_drafter(args, backend)
@@ -115,7 +115,7 @@ class DraftServer(_Worker):
             observed,
             times,
             lambda: observed.gauges() | report.gauges(),
-            fingerprint=fingerprints(args).vocabulary,
+            fingerprint=own.vocabulary,
         )
         machine = DraftWorkerMachine(drafter, TargetMachine(name, solo, times))
         self._worker_host = self.start_worker(
@@ -123,7 +123,7 @@ class DraftServer(_Worker):
             routers=ROUTER,
             stall_s=args.stall_s,
             last_progress=last_progress,
-            fingerprints=fingerprints(args),
+            fingerprints=own,
             recorder=recorder,
             match="vocabulary",
         )

@@ -107,12 +107,11 @@ class Controller:
         before = figures.report
         figures.reported(report)
         if worker in self._groups and before:  # what a first report has counted may be of long ago
-            hits, late, misses = (
-                report.get(name, 0.0) - before.get(name, 0.0)
-                for name in ("num_branch_hits", "num_branch_late", "num_branch_misses")
+            hits, misses = (
+                report.get(name, 0.0) - before.get(name, 0.0) for name in ("num_branch_hits", "num_branch_misses")
             )
-            if min(hits, late, misses) >= 0:  # a guess that comes late is right all the same
-                self._groups[worker].guesses_reported(hits + late, misses)
+            if min(hits, misses) >= 0:
+                self._groups[worker].guesses_reported(hits, misses)
 
     def echoed(self, worker: str, seconds: float) -> None:
         """So long after a renewal was sent to a worker its answer came."""
