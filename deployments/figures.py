@@ -24,12 +24,14 @@ class IngressFigures(NamedTuple):
         model_name: Name of the target in the API.
         refusal: Why it takes no requests; empty where it does.
         page: Its own metrics, in Prometheus' text format.
+        report: What its machine has counted, by name.
     """
 
     replica: str
     model_name: str
     refusal: str
     page: bytes
+    report: dict[str, float]
 
 
 class Asked:
@@ -112,7 +114,7 @@ def missing_parts(ingresses: Sequence[IngressFigures], routers: Sequence[Reports
 async def page(ingresses: Asked, routers: Asked) -> bytes:
     """The metrics page of the whole service."""
     own: list[IngressFigures] = await ingresses.get()
-    reports: list[Reports] = await routers.get()
+    reports: list[Reports] = [*await routers.get(), {one.replica: ("ingress", one.report) for one in own}]
     pages = [IngressPage(ingress.replica, ingress.page) for ingress in own]
     model_name = own[0].model_name if own else ""
     failures = {"ingress": ingresses.num_failures, "router": routers.num_failures}

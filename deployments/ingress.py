@@ -55,6 +55,7 @@ class OpenAIIngress(IngressEndpoint):
         self._service = RoutedTokens(info)
         own = fingerprints(args)
         machine = IngressMachine(replica_id(), args.protocol.times(), decision=own.decision)
+        self._machine = machine
         self._ingress_host = self.start_ingress(machine, routers=ROUTERS, after=self._service.deliver, fingerprints=own)
         self._service.connect(self._ingress_host, lambda: bool(self.linked_peers()))
 
@@ -110,7 +111,8 @@ class OpenAIIngress(IngressEndpoint):
     async def figures(self) -> IngressFigures:
         """What ``/health`` and ``/metrics`` tell of this replica."""
         name = self._service.model_info().target.name
-        return IngressFigures(replica_id(), name, self._service.refusal(), generate_latest(self._registry))
+        page, report = generate_latest(self._registry), self._machine.report()
+        return IngressFigures(replica_id(), name, self._service.refusal(), page, report)
 
     async def drain(self) -> None:
         """Refuse new requests from now on, with 503; open ones go on."""

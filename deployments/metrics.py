@@ -12,8 +12,9 @@ from prometheus_client.registry import Collector
 
 from specdec.protocol.plans import WorkerKind
 
-Reports = dict[str, tuple[WorkerKind | Literal["router"], dict[str, float]]]
-"""What one router tells: its workers' newest reports by their names, and its own choices under its own."""
+Reports = dict[str, tuple[WorkerKind | Literal["router", "ingress"], dict[str, float]]]
+"""What one router tells: its workers' newest reports by their names, and its own choices under its own. What ingresses
+have counted has the same form."""
 _LABELS = ["model_name", "role", "worker"]
 
 
@@ -101,10 +102,9 @@ class WorkerReports(Collector):
             yield self._of_workers(GaugeMetricFamily(f"specdec_{name}", text, labels=_LABELS), name)
         for name, text in _COUNTERS.items():
             yield self._of_workers(CounterMetricFamily(f"specdec_{name}", text, labels=_LABELS), name)
-        fallbacks = CounterMetricFamily(
-            "specdec_num_fallbacks", "Sequences that ran without speculation, by reason.", labels=[*_LABELS, "reason"]
-        )
-        yield self._by_part(fallbacks, "num_fallbacks", [self._newest])
+        for name, text in _COUNTERS_BY_REASON.items():
+            counter = CounterMetricFamily(f"specdec_{name}", text, labels=[*_LABELS, "reason"])
+            yield self._by_part(counter, name, [self._newest])
         for name, text in _CHOICES.items():
             yield self._of_routers(GaugeMetricFamily(f"specdec_{name}", text, labels=[*_LABELS, "router"]), name)
         planned = GaugeMetricFamily(
@@ -154,6 +154,7 @@ _GAUGES = {
     "num_branches_held": "Branches that the drafter holds now.",
     "num_waiting_sequences": "Sequences for which the drafter's last step had no room in its cache.",
     "is_scripted": "1 where tokens come from a script.",
+    "is_draining": "1 where no sequences are taken any more.",
 }
 """What a worker has now."""
 
@@ -170,12 +171,13 @@ _COUNTERS = {
     "num_failed_steps": "Steps that failed as a whole; the sequences in them were tried again apart from others.",
     "num_suspects": "Sequences that were put apart because a step or a worker with them had failed.",
     "num_errors": "Sequences that a worker ended with an error.",
-    "num_sequence_errors": "Sequences of a router that ended with an error, decided by a worker or by the router.",
+    "num_sequence_errors": "Sequences that ended with an error, wherever it arose, as a router or an ingress saw it.",
+    "num_resubmitted": "Times that an ingress submitted a sequence again, as a router was gone, silent or refused it.",
     "num_reopened": "Times that a router opened a sequence again on a worker.",
     "num_handed_over": "Sequences that a router took from a worker that drains.",
     "num_refused_model": "Sequences that a router refused because they are of another model.",
-    "num_refused_draining": "Sequences that a router refused because it drains.",
-    "num_dropped_messages": "Verdicts and offers of an incarnation that is over, dropped by a router.",
+    "num_refused_draining": "Sequences that a router or an ingress refused because it drains.",
+    "num_dropped_messages": "Messages of an incarnation that is over, dropped by a router or an ingress.",
     "num_skipped_sequences": "Sequences for which the drafter drafts no more because they had failed there.",
     "num_offers": "Offers that a drafter sent, or a target received.",
     "num_stale_offers": "Offers that the target dropped before anything of them was verified.",
@@ -188,6 +190,12 @@ _COUNTERS = {
     "num_overruns": "Emulated steps that took longer to compute than the emulated time.",
 }
 """What a worker has counted since it started."""
+
+_COUNTERS_BY_REASON = {
+    "num_fallbacks": "Sequences that ran without speculation, by reason.",
+    "num_resyncs": "Times that a worker asked a router to open a sequence again, by reason.",
+    "num_refused": "Sequences that a worker refused, by reason.",
+}
 
 _CHOICES = {
     "planned_draft_tokens": "Draft tokens per round that the controller plans, for a target as chosen, 0 is off.",

@@ -1,4 +1,4 @@
-"""Request bodies, read strictly."""
+"""Request bodies, read strictly, and large ones where nobody waits for it."""
 
 from __future__ import annotations
 
@@ -8,34 +8,64 @@ from math import isfinite
 from typing import Any
 
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 
 from deployments.openai.errors import INVALID, ApiError, dotted
 
-_QUICK_BYTES = 1 << 16
-"""Bodies up to this long are parsed on the event loop: it takes less than a millisecond."""
+_QUICK_BYTES = 1 << 14
+"""Bodies up to this long are parsed and checked on the event loop: it takes a few milliseconds at most."""
+_MOST_FIELDS = 1 << 14
+"""Of one body, those of the objects in it included."""
 
 
 class StrictJsonRequest(Request):
-    """A request whose JSON must be JSON: no NaN, no half surrogate pairs, no endless nesting."""
+    """A request whose JSON must be JSON: no NaN, no half surrogate pairs, no endless nesting, no mass of fields.
+
+    Attributes:
+        model: What the body must be, if that is known.
+    """
+
+    model: type[BaseModel] | None = None
 
     async def json(self) -> Any:
-        """The body as Python values.
+        """The body as Python values, or as what it must be.
 
         Raises:
-            ApiError: It is JSON but for a NaN or an infinity, which is named.
+            ApiError: It is JSON but for a NaN or an infinity, which is named; or it has too many fields.
             HTTPException: It is not valid JSON.
+            RequestValidationError: It is not what it must be.
         """
         body = await self.body()
+        if len(body) <= _QUICK_BYTES:
+            return self._read(body)
+        return await asyncio.to_thread(self._read, body)
+
+    def _read(self, body: bytes) -> Any:
         try:
-            if len(body) <= _QUICK_BYTES:
-                return from_json(body, allow_inf_nan=False)
-            return await asyncio.to_thread(from_json, body, allow_inf_nan=False)
+            value = from_json(body, allow_inf_nan=False)
         except ValueError as error:
             _refuse_infinite(body)
             raise HTTPException(400, f"the body is not valid JSON: {error}") from None
+        if body.count(b":") > _MOST_FIELDS and _num_fields(value) > _MOST_FIELDS:
+            raise ApiError(400, f"the body must have at most {_MOST_FIELDS} fields", code=INVALID)
+        if self.model is None:
+            return value
+        try:
+            return self.model.model_validate(value)  # FastAPI takes it as it is
+        except ValidationError as error:
+            errors = error.errors(include_url=False)
+            raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in errors]) from None
+
+
+def _num_fields(value: Any) -> int:
+    """Fields of all objects in a value; the parser bounds the depth."""
+    if isinstance(value, dict):
+        return len(value) + sum(map(_num_fields, value.values()))
+    return sum(map(_num_fields, value)) if isinstance(value, list) else 0
 
 
 def _refuse_infinite(body: bytes) -> None:
@@ -68,12 +98,16 @@ class StrictJsonRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """The handler, given a strict request."""
         handler = super().get_route_handler()
+        model: Any = None if self.body_field is None else self.body_field.field_info.annotation
 
         async def strict_handler(request: Request) -> Response:
+            strict = StrictJsonRequest(request.scope, request.receive)
+            strict.model = model
             try:
-                return await handler(StrictJsonRequest(request.scope, request.receive))
+                return await handler(strict)
             except HTTPException as error:
                 # FastAPI makes one of its own of every other error that reading a body raises.
-                raise error.__cause__ if isinstance(error.__cause__, ApiError) else error from None
+                is_ours = isinstance(error.__cause__, ApiError | RequestValidationError)
+                raise error.__cause__ if is_ours and error.__cause__ is not None else error from None
 
         return strict_handler

@@ -80,7 +80,8 @@ class IngressMachine:
         self._deliveries: list[Delivery] = []
         self.num_resubmitted = 0
         self.num_errors = 0
-        self.num_refused = 0
+        self.num_refused_draining = 0
+        self.num_dropped_messages = 0
 
     def set_times(self, times: Times) -> None:
         """Go by other times from now on."""
@@ -104,7 +105,8 @@ class IngressMachine:
             "num_requests": float(len(self._requests)),
             "num_resubmitted": float(self.num_resubmitted),
             "num_sequence_errors": float(self.num_errors),
-            "num_refused": float(self.num_refused),
+            "num_refused_draining": float(self.num_refused_draining),
+            "num_dropped_messages": float(self.num_dropped_messages),
             "is_draining": float(self.is_draining),
         }
 
@@ -120,7 +122,7 @@ class IngressMachine:
     def start(self, seq: str, prompt: Iterable[int], spec: SequenceSpec, now_s: float) -> None:
         """Take a request in, and submit it as soon as there is a router; while it drains, it ends with an error."""
         if self.is_draining:
-            self.num_refused += 1
+            self.num_refused_draining += 1
             self._deliveries.append(Delivery(seq, (), Notes(), "error", reason=DRAINING))
             return
         request = Request(seq, prompt, spec)
@@ -172,7 +174,10 @@ class IngressMachine:
 
     def _current(self, seq: str, attempt: int) -> Request | None:
         request = self._requests.get(seq)
-        return request if request is not None and request.attempt == attempt else None
+        if request is not None and request.attempt == attempt:
+            return request
+        self.num_dropped_messages += 1
+        return None
 
     def _on_gone(self, request: Request, why: str, now_s: float) -> None:
         """Submit elsewhere; a router that refuses what is new is not asked again until it is another."""

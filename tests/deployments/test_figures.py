@@ -13,7 +13,7 @@ from deployments.figures import PATIENCE_S, Asked, IngressFigures, missing_parts
 from deployments.metrics import Reports
 from deployments.openai.observer import PrometheusObserver
 
-READY = IngressFigures("I#1", "m", "", b"")
+READY = IngressFigures("I#1", "m", "", b"", {"num_resubmitted": 2.0, "num_dropped_messages": 5.0, "is_draining": 0.0})
 ROUTER: Reports = {"R#1": ("router", {}), "T#1": ("target", {"num_sequences": 0.0})}
 
 
@@ -44,7 +44,7 @@ def counted(replica: str, num_tokens: int) -> IngressFigures:
     registry = CollectorRegistry()
     observer = PrometheusObserver(registry)
     observer.opened("m", 0.0).tokens(num_tokens, 0, [])
-    return IngressFigures(replica, "m", "", generate_latest(registry))
+    return IngressFigures(replica, "m", "", generate_latest(registry), {})
 
 
 def samples(text: bytes, name: str) -> dict[str, float]:
@@ -81,6 +81,18 @@ async def test_a_replica_that_fails_costs_no_other_ones_figures() -> None:
     assert samples(text, "specdec_num_sequences") == {"T#1": 0.0}
     assert samples(text, "specdec_scrape_failures_total") == {"ingress": 1.0, "router": 1.0}
     assert text.count(b"# TYPE specdec_generation_tokens_total counter") == 1
+
+
+async def test_what_machines_of_ingresses_and_routers_count_is_on_the_page() -> None:
+    counted: Reports = {
+        "R#1": ("router", {"num_reopened": 3.0, "num_dropped_messages": 4.0, "num_resyncs/unknown": 1.0})
+    }
+    text = await page(asked(Handle(READY)), asked(Handle(counted)))
+    assert samples(text, "specdec_num_resubmitted_total") == {"I#1": 2.0}
+    assert samples(text, "specdec_num_dropped_messages_total") == {"I#1": 5.0, "R#1": 4.0}
+    assert samples(text, "specdec_num_reopened_total") == {"R#1": 3.0}
+    assert samples(text, "specdec_is_draining") == {"I#1": 0.0}
+    assert b'specdec_num_resyncs_total{model_name="m",reason="unknown",role="router",worker="R#1"} 1.0' in text
 
 
 async def test_figures_of_before_hold_while_a_replica_hangs(monkeypatch: pytest.MonkeyPatch) -> None:

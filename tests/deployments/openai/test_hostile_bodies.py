@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import random
-from typing import Any
+import threading
+from typing import Any, ClassVar
 
 import httpx2
 import pytest
+from fastapi import FastAPI
+from pydantic import BaseModel, field_validator
 
 from deployments.openai.schemas.chat import ChatBody
 from deployments.openai.schemas.completions import CompletionBody
+from deployments.openai.strict_json import StrictJsonRoute
 
 from .conftest import Bench
 
@@ -95,3 +99,52 @@ async def test_every_field_takes_every_wrong_type(bench: Bench, http: httpx2.Asy
         bodies.append({name: rng.choice(WRONG) for name in names})
     for body in bodies:
         await answered(bench, http, path, json.dumps(base | body).encode())
+
+
+def _with_fields(num_fields: int) -> bytes:
+    return json.dumps({"model": "demo", "prompt": "x"} | {f"field_{i}": ":" for i in range(num_fields - 2)}).encode()
+
+
+async def test_a_body_may_have_so_many_fields_and_no_more(http: httpx2.AsyncClient, bench: Bench) -> None:
+    bench.says("ok")
+    answer = await http.post("/v1/completions", content=_with_fields(16384), headers=JSON)
+    assert answer.status_code == 200, answer.text
+    messages = json.dumps({"model": "demo", "messages": [{"role": "user", "content": "x", "a": 1}] * 6000}).encode()
+    for path, content in (("/v1/completions", _with_fields(16385)), ("/v1/chat/completions", messages)):
+        answer = await http.post(path, content=content, headers=JSON)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"] == "the body must have at most 16384 fields"
+
+
+class Checked(BaseModel):
+    """A body that notes whether the event loop's thread checks it."""
+
+    on_loop: ClassVar[list[bool]] = []
+
+    text: str
+
+    @field_validator("text")
+    @classmethod
+    def _seen(cls, text: str) -> str:
+        cls.on_loop.append(threading.current_thread() is threading.main_thread())
+        if text.startswith("bad"):
+            raise ValueError("it is bad")
+        return text
+
+
+async def test_a_large_body_is_checked_beside_the_event_loop() -> None:
+    app = FastAPI()
+    app.router.route_class = StrictJsonRoute
+
+    @app.post("/")
+    async def take(body: Checked) -> int:
+        return len(body.text)
+
+    transport = httpx2.ASGITransport(app=app)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://test") as http:
+        for text, status in (("x", 200), ("x" * 100_000, 200), ("bad" * 100_000, 422), ("bad", 422)):
+            answer = await http.post("/", json={"text": text})
+            assert answer.status_code == status
+            if status == 422:
+                assert answer.json()["detail"][0]["loc"] == ["body", "text"]
+    assert Checked.on_loop == [True, False, False, True]

@@ -185,4 +185,4 @@ def test_an_ingress_that_drains_refuses_requests():
     assert not machine.is_drained
     machine.cancel("s")
     assert machine.is_drained
-    assert machine.report()["num_refused"] == 1
+    assert machine.report()["num_refused_draining"] == 1
