@@ -44,8 +44,9 @@ class Limits(StrictModel):
         300.0,
         gt=0,
         le=86400,
-        description="longest wait of a request for its first token, from its arrival on; then 503 with code "
-        "queue_timeout and Retry-After; a body that has not come by then: 408",
+        description="longest wait of a request for its first token, from its arrival on, and for each further one; "
+        "then 503 with code queue_timeout and Retry-After, in a stream an error event; a body that has not come by "
+        "then: 408",
     )
     request_timeout_s: float | None = Field(
         None,

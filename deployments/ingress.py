@@ -34,7 +34,9 @@ from specdec.protocol.ingress import IngressMachine
 
 logger = logging.getLogger("ray.serve")
 
-ROUTERS = PeerGroup(ROUTER, IngressMachine.router_joined, IngressMachine.router_lost)
+ROUTERS = PeerGroup(
+    ROUTER, IngressMachine.router_joined, IngressMachine.router_lost, refused=IngressMachine.router_refused
+)
 
 
 @serve.ingress()

@@ -36,7 +36,9 @@ class SpeculationRouter(RouterEndpoint):
         if args.has_draft:
             groups.append(_group(self._machine, DRAFT, "drafter"))
         recorder = Recorder(replica_id(), "router") if args.trace else None
-        self._router_host = self.start_router(self._machine, workers=groups, fingerprints=own, recorder=recorder)
+        self._router_host = self.start_router(
+            self._machine, workers=groups, fingerprints=own, recorder=recorder, heard=self._machine.worker_heard
+        )
 
     async def reconfigure(self, user_config: dict[str, Any] | None) -> None:
         """Go by other keys from now on; see :mod:`cluster.live`.

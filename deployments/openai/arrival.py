@@ -44,6 +44,7 @@ class Arrival:
         wall_s: Since the epoch.
         caller: Digest of the API key that came with it; empty where none came.
         begin_by_s: When its first token must have come, monotonic.
+        patience_s: Longest wait for each further token.
         end_by_s: When its answer must have ended, monotonic.
         retry_after_s: What ``Retry-After`` says where it has waited too long.
         account: What became of it.
@@ -54,6 +55,7 @@ class Arrival:
     wall_s: float
     caller: str = ""
     begin_by_s: float = math.inf
+    patience_s: float = math.inf
     end_by_s: float = math.inf
     retry_after_s: int = 1
     account: Account = field(default_factory=Account)
@@ -67,29 +69,31 @@ class Arrival:
 
     @asynccontextmanager
     async def waiting(self, *, to_begin: bool) -> AsyncIterator[None]:
-        """Around a wait for the first token, or for the end.
+        """Around a wait for the first token, or for what follows.
 
         Raises:
-            ApiError: It took too long: 503 to begin, 504 to end.
+            ApiError: It took too long: 503 to begin or to go on, 504 to end.
         """
-        limit_s = min(self.begin_by_s, self.end_by_s) if to_begin else self.end_by_s
+        begin_or_go_on_s = self.begin_by_s if to_begin else time.monotonic() + self.patience_s
+        limit_s = min(begin_or_go_on_s, self.end_by_s)
         if limit_s == math.inf:
             yield
             return
         rest_s = limit_s - time.monotonic()
         if rest_s <= 0:
-            raise self._too_late(limit_s)
+            raise self._too_late(limit_s, to_begin)
         try:
             async with asyncio.timeout(rest_s):
                 yield
         except TimeoutError:
-            raise self._too_late(limit_s) from None
+            raise self._too_late(limit_s, to_begin) from None
 
-    def _too_late(self, limit_s: float) -> ApiError:
+    def _too_late(self, limit_s: float, to_begin: bool) -> ApiError:
         after = f"within {limit_s - self.clock_s:.3g} s of its arrival"
         if limit_s < self.end_by_s:
             headers = {"Retry-After": str(self.retry_after_s)}
-            text = f"the request had no first token {after} (limits.queue_timeout_s)"
+            text = f"the request had no first token {after}" if to_begin else f"no token for {self.patience_s:.3g} s"
+            text += " (limits.queue_timeout_s)"
             return ApiError(503, text, "server_error", code="queue_timeout", headers=headers)
         # OpenAI's clients send again what has a status of 500 and more: the same would take as long once more.
         headers = {"x-should-retry": "false"}

@@ -76,6 +76,7 @@ class Arrivals:
             wall_s=time.time(),
             caller=blake2b(key.encode(), digest_size=16).hexdigest() if key else "",
             begin_by_s=now_s + settings.queue_timeout_s,
+            patience_s=settings.queue_timeout_s,
             end_by_s=now_s + min(timeouts_s),
             retry_after_s=settings.retry_after_s,
         )

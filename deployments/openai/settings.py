@@ -28,7 +28,7 @@ class ApiSettings:
         unknown_fields: What becomes of fields that nobody knows: ``ignore`` names them in a header, ``refuse``
             answers 400.
         admission: What is taken in at once.
-        queue_timeout_s: Longest wait for a request's first token, from its arrival on.
+        queue_timeout_s: Longest wait for a request's first token, from its arrival on, and for each further one.
         request_timeout_s: Longest time from a request's arrival to the end of its answer; None does not bound it.
         allowed_origins: Web pages that may call from a browser.
         send_request_id: Send ``x-request-id`` in answers; off where a proxy in front does it.

@@ -40,12 +40,14 @@ class PeerGroup(Generic[M]):
         joined: Done with (machine, replica id, now_s) in the machine's turn when a link is up.
         lost: The same when it has ended.
         match: Which fingerprint both ends must have (rule 14).
+        refused: Done where a peer that was dialled is of another model; ``lost`` follows when it is gone.
     """
 
     deployment: str
     joined: Callable[[M, str, float], None]
     lost: Callable[[M, str, float], None]
     match: FingerprintKind = "decision"
+    refused: Callable[[M, str, float], None] | None = None
 
 
 def replica_id() -> str:
@@ -85,7 +87,13 @@ class _Endpoint:
         host.on_arrival = None if recorder is None else recorder.arrived
 
     def _dial_routers(
-        self, routers: str, match: FingerprintKind, host: Host[Any], joined: PeerEvent, lost: PeerEvent
+        self,
+        routers: str,
+        match: FingerprintKind,
+        host: Host[Any],
+        joined: PeerEvent,
+        lost: PeerEvent,
+        refused: PeerEvent | None = None,
     ) -> LinkKeeper:
         """Keep a link to every live router."""
         context = serve.get_replica_context()
@@ -93,7 +101,7 @@ class _Endpoint:
         carriers: list[Carrier] = [SocketDialer(node_id())] if self.within_machines else []
         carriers.append(StreamDialer(watch))
         dialer = Dialer(self._me, context.deployment, self._fingerprints, match, host, carriers, self._times)
-        keeper = LinkKeeper(dialer.dial, joined, lost, self._times)
+        keeper = LinkKeeper(dialer.dial, joined, lost, self._times, refused)
         self._closers += [watch.close, keeper.close]
         return keeper
 
@@ -203,6 +211,7 @@ class RouterEndpoint(_DrainingEndpoint):
         tick_s: float = 0.05,
         recorder: Recorder | None = None,
         fingerprints: Fingerprints = UNKNOWN,
+        heard: Callable[[str, float], None] | None = None,
     ) -> LoopHost[Any]:
         """Run a machine on the event loop, with links from all live workers and ingress replicas.
 
@@ -215,6 +224,7 @@ class RouterEndpoint(_DrainingEndpoint):
             recorder: As for workers.
             fingerprints: What the service's models are. Callers that belong to no group (ingress replicas) must have
                 the same ``decision``.
+            heard: Done with (replica id, now_s) in the machine's turn when a peer's link gives a sign of life.
         """
         host: LoopHost[Any] = LoopHost(traced(machine, recorder), tick_s=tick_s)
         self._open_traced(host, recorder)
@@ -222,6 +232,8 @@ class RouterEndpoint(_DrainingEndpoint):
         self._groups = {group.deployment: group for group in workers}
         answerer = Answerer(self._me, fingerprints, host, self._refusal, self._joined, self._lost, times)
         self._streams = StreamAnswerer(answerer.answer)
+        if heard is not None:
+            host.on_heartbeat = lambda peer: host.tell(lambda _machine, now_s: heard(peer, now_s))
         if self.within_machines:
             self._closers.append(SocketAnswerer(self._me, node_id(), answerer.answer).close)
         return host
@@ -303,7 +315,12 @@ class IngressEndpoint(_Endpoint):
         def lost(peer: str) -> None:
             host.tell(lambda machine, now_s: routers.lost(machine, peer, now_s))
 
-        self._routers = self._dial_routers(routers.deployment, routers.match, host, joined, lost)
+        def refused(peer: str) -> None:
+            told = routers.refused
+            if told is not None:
+                host.tell(lambda machine, now_s: told(machine, peer, now_s))
+
+        self._routers = self._dial_routers(routers.deployment, routers.match, host, joined, lost, refused)
         return host
 
     def linked_peers(self) -> frozenset[str]:

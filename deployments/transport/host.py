@@ -62,6 +62,7 @@ class Host(ABC, Generic[M]):
     Attributes:
         num_dropped_messages: Messages for peers without a link; the protocol allows for their loss.
         on_arrival: Told of messages before they wait for the machine's turn; None where nobody wants to know.
+        on_heartbeat: Told of peers from whom nothing but a sign of life has come.
         on_failed: Called once on the event loop with what the machine raised; nothing is done with it from then on.
     """
 
@@ -75,6 +76,7 @@ class Host(ABC, Generic[M]):
         self.last_progress_s = time.monotonic()
         self.num_dropped_messages = 0
         self.on_arrival: Callable[[tuple[Any, ...]], None] | None = None
+        self.on_heartbeat: Callable[[str], None] | None = None
         self.on_failed: Callable[[Exception], None] | None = None
 
     @abstractmethod

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from deployments.transport.link import PeerEvent, spawn
-from deployments.transport.wire import LinkTimes
+from deployments.transport.wire import LinkTimes, OtherModelError
 
 logger = logging.getLogger("ray.serve")
 
@@ -21,8 +21,10 @@ class LinkKeeper:
     Args:
         dial: Opens a link and runs it to its end (``Dialer.dial``).
         on_linked: Told when a link is up.
-        on_lost: Told when a link that was up has ended, once for each ``on_linked``.
+        on_lost: Told when a link that was up has ended, once for each ``on_linked``; and when a peer of which
+            ``on_refused`` was told is listed no more.
         times: Pauses between attempts.
+        on_refused: Told when a peer is found to be of another model.
     """
 
     def __init__(
@@ -31,14 +33,17 @@ class LinkKeeper:
         on_linked: PeerEvent,
         on_lost: PeerEvent,
         times: LinkTimes,
+        on_refused: PeerEvent | None = None,
     ) -> None:
         self._dial = dial
+        self._on_refused = on_refused
         self._on_linked = on_linked
         self._on_lost = on_lost
         self._times = times
         self._listed: frozenset[str] = frozenset()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._linked: set[str] = set()
+        self._other_models: set[str] = set()
 
     @property
     def linked(self) -> frozenset[str]:
@@ -50,6 +55,9 @@ class LinkKeeper:
         self._listed = replica_ids
         for peer in self._tasks.keys() - replica_ids - self._linked:
             self._tasks.pop(peer).cancel()
+        for peer in self._other_models - replica_ids:
+            self._other_models.discard(peer)
+            self._on_lost(peer)
         for peer in sorted(replica_ids - self._tasks.keys()):
             self._tasks[peer] = spawn(self._keep(peer))
 
@@ -79,12 +87,18 @@ class LinkKeeper:
 
         def up() -> None:
             self._linked.add(peer)
+            self._other_models.discard(peer)
             logger.info("Linked to %s.", peer)
             self._on_linked(peer)
 
         reason = "it ended"
         try:
             await self._dial(peer, up)
+        except OtherModelError as error:
+            reason = str(error)
+            if peer in self._listed - self._other_models and self._on_refused is not None:
+                self._other_models.add(peer)
+                self._on_refused(peer)
         except Exception as error:
             reason = str(error) or repr(error)
         finally:

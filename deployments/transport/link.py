@@ -22,6 +22,7 @@ from deployments.transport.wire import (
     LinkRefusedError,
     LinkTimes,
     Messages,
+    OtherModelError,
     decode,
     encode,
     mismatch,
@@ -83,6 +84,8 @@ async def carry(channel: Channel, peer: str, host: Host[Any], mailbox: Mailbox, 
             batch = decode(await _receive(channel, peer, times.silence_s), Messages).batch
             if batch:
                 host.post(batch)
+            elif host.on_heartbeat is not None:
+                host.on_heartbeat(peer)
 
     async def write() -> None:
         async for batch in mailbox.batches(times.heartbeat_s):
@@ -180,11 +183,13 @@ class Dialer:
         raise LinkError("; ".join(failures))
 
     def _accept(self, greeting: Greeting, callee: str) -> None:
-        refusal = greeting.refusal or mismatch(self._fingerprints, greeting.fingerprints, self._match)
         if greeting.replica != callee:
-            refusal = f"it answered in place of {callee}"
-        if refusal:
-            raise LinkRefusedError(f"{greeting.replica} refused: {refusal}")
+            raise LinkRefusedError(f"{greeting.replica} answered in place of {callee}")
+        other_model = mismatch(self._fingerprints, greeting.fingerprints, self._match)
+        if other_model:
+            raise OtherModelError(f"{callee} refused: {other_model}")
+        if greeting.refusal:
+            raise LinkRefusedError(f"{callee} refused: {greeting.refusal}")
 
 
 class Answerer:

@@ -136,7 +136,11 @@ class LinkError(SpecdecError):
 
 
 class LinkRefusedError(LinkError):
-    """The callee will not open the link: it is another replica, another model, or it drains."""
+    """The callee will not open the link: it is another replica, or it drains."""
+
+
+class OtherModelError(LinkRefusedError):
+    """There is no link between two models, or two versions of one (rule 14)."""
 
 
 class HostFailedError(SpecdecError):

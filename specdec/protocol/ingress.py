@@ -86,6 +86,8 @@ class IngressMachine:
     def set_times(self, times: Times) -> None:
         """Go by other times from now on."""
         self._times = times
+        for request in self._requests.values():
+            request.wanted_s = float("-inf")  # routers renew by the new lease before the old one runs out
 
     def take_outbox(self) -> dict[str, list[Message]]:
         """Messages since the last call, by router."""
@@ -132,6 +134,13 @@ class IngressMachine:
     def cancel(self, seq: str) -> None:
         """The client wants no more of a sequence; unknown ones are ignored."""
         self._forget(seq)
+
+    def router_refused(self, name: str, now_s: float) -> None:
+        """A router is of another model, so that there is no link to it; it counts until it is lost."""
+        self._routers[name] = "model"
+        for request in list(self._requests.values()):
+            if request.router is None:
+                self._submit(request, now_s)
 
     def router_joined(self, name: str, now_s: float) -> None:
         """A router can be reached."""
@@ -204,8 +213,8 @@ class IngressMachine:
             self._want(request, now_s)
 
     def _submit(self, request: Request, now_s: float) -> None:
-        """Submit a request to the next router, or end it where all are of another model (rule 14)."""
-        if self._routers and set(self._routers.values()) == {"model"}:
+        """Submit a request to the next router, or end it where none but those of another model stay (rule 14)."""
+        if "model" in self._routers.values() and not self._able_routers():
             self._finish(request, "error", MODEL_REPLACED)
             return
         self.num_resubmitted += request.attempt > 0
@@ -217,8 +226,11 @@ class IngressMachine:
             submit = Submit(request.seq, request.attempt, self.name, tokens, request.spec, self.decision)
             self._outbox.put(request.router, submit)
 
+    def _able_routers(self) -> list[str]:
+        return [name for name, refusal in self._routers.items() if not refusal]
+
     def _next_router(self) -> str | None:
-        able = [name for name, refusal in self._routers.items() if not refusal]
+        able = self._able_routers()
         self._turn += 1
         return able[self._turn % len(able)] if able else None
 

@@ -297,10 +297,15 @@ class Close(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Live(Struct, frozen=True, array_like=True, tag=True):
-    """Router to worker: these are still wanted; renews their leases."""
+    """Router to worker: these are still wanted; renews their leases.
+
+    Attributes:
+        lease_s: For how long from now on; 0 leaves it as it was.
+    """
 
     router: str
     entries: tuple[tuple[str, Inc], ...]
+    lease_s: float = 0.0
 
 
 class Resync(Struct, frozen=True, array_like=True, tag=True):

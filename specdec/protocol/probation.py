@@ -8,10 +8,7 @@ from dataclasses import dataclass
 
 from specdec.protocol.plans import WorkerKind
 from specdec.protocol.sessions import Session
-from specdec.protocol.suspects import MOST_ALONE_FAILURES, apart
-
-_FORGIVEN_TOKENS = 64
-"""So many tokens after a failure it is forgotten: what fails in the same place again fails long before."""
+from specdec.protocol.suspects import FORGIVEN_TOKENS, MOST_ALONE_FAILURES, apart
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +81,7 @@ class Probation:
         return at_fault
 
     def _is_at_fault(self, session: Session) -> bool:
-        if len(session.log) - session.failed_length >= _FORGIVEN_TOKENS:
+        if len(session.log) - session.failed_length >= FORGIVEN_TOKENS:
             session.num_failures = session.num_deaths = 0
         session.num_failures += session.is_tried
         session.num_deaths += 1

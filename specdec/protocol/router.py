@@ -83,9 +83,12 @@ class RouterMachine:
         self._renewed_s = float("-inf")
 
     def set_times(self, times: Times) -> None:
-        """Go by other times from now on."""
+        """Go by other times from now on, for the sequences that are open, too."""
         self._times = times
         self._placement.lease_s = times.lease_s
+        self._renewed_s = float("-inf")  # workers learn the new lease before the old one runs out
+        for session in self._sessions:
+            session.lease_s = times.lease_s
 
     def set_planner(self, planner: Planner | PlanController, now_s: float) -> None:
         """Plan by another planner from now on, also for the sequences that are open."""
@@ -143,6 +146,12 @@ class RouterMachine:
         """A worker is gone: its sessions are opened elsewhere from the log, or wait for the next worker (rule 8)."""
         self._lose(name, now_s, is_gone=True)
 
+    def worker_heard(self, name: str, now_s: float) -> None:
+        """A worker's link is alive, though its machine may be in a long step; others are ignored."""
+        worker = self._workers.get(name)
+        if worker is not None and not worker.is_silent:
+            worker.heard_s = now_s
+
     def receive(self, message: Message, now_s: float) -> None:
         """Take in one message."""
         match message:
@@ -176,6 +185,7 @@ class RouterMachine:
                 worker.is_silent = True
                 self._lose(name, now_s, is_gone=False)
         self._end_replaced()
+        self._send_away(now_s)
         for session in self._sessions:
             for link in session.links:
                 self._placement.place_missing(session, link, now_s)
@@ -189,6 +199,14 @@ class RouterMachine:
             link = session.target
             if session.finish is None and link.worker is None and self._workers.is_replaced(link.kind):
                 self._finish(session, "error", MODEL_REPLACED)
+
+    def _send_away(self, now_s: float) -> None:
+        """What has no target here while this router drains is for another router: no new worker links with this one."""
+        for session in self._sessions if self.is_draining else ():
+            link = session.target
+            if session.finish is None and link.worker is None and self._workers.least_loaded(link.kind) is None:
+                self._outbox.put(session.ingress, Gone(session.seq, session.inc.attempt, "draining"))
+                self._end(self._sessions.drop(session.seq, session.inc, now_s))
 
     def _review(self, now_s: float) -> None:
         """Ask the controller, and carry out what it has changed."""
@@ -226,7 +244,7 @@ class RouterMachine:
             if len(session.links) > 1 and session.drafter.length < len(session.log):
                 self._commit(session, session.drafter.length)
         for name, entries in live.items():
-            self._outbox.put(name, Live(self.name, tuple(entries)))
+            self._outbox.put(name, Live(self.name, tuple(entries), self._times.lease_s))
             worker = self._workers.get(name)
             if worker is not None and worker.asked_s is None:
                 worker.asked_s = now_s

@@ -9,6 +9,8 @@ MOST_ALONE = 16
 """So many suspects, or fewer, are tried one at a time; more of them in two halves."""
 MOST_ALONE_FAILURES = 2
 """A sequence that has failed alone so often is at fault."""
+FORGIVEN_TOKENS = 64
+"""So many tokens after a failure it is forgotten: what fails in the same place again fails long before."""
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from specdec.protocol.backends import Status, TargetBackend, Verification, Verif
 from specdec.protocol.leases import Times
 from specdec.protocol.messages import Ack, Message, Notes, Offer, Open, Verdict
 from specdec.protocol.offers import NO_DRAFT, OFFERS_KEPT, Draft, awaits_token, remaining_draft
-from specdec.protocol.suspects import MOST_ALONE_FAILURES, StepGroups
+from specdec.protocol.suspects import FORGIVEN_TOKENS, MOST_ALONE_FAILURES, StepGroups
 from specdec.protocol.target_row import KeptOffer, TargetRow
 from specdec.protocol.worker import Gauges, WorkerMachine
 
@@ -187,13 +187,19 @@ class TargetMachine(WorkerMachine[TargetRow]):
         logger.error("A step of %d sequences failed: %s", len(rows), [row.seq for row in rows], exc_info=error)
         for row in rows:
             self._backend.release(row.seq)
-        if len(rows) == 1:
-            rows[0].num_failures += 1
-            if rows[0].num_failures >= MOST_ALONE_FAILURES:
-                self._end_with_error(rows[0], reason_of(error))
-                return
+        if len(rows) == 1 and self._is_at_fault(rows[0]):
+            self._end_with_error(rows[0], reason_of(error))
+            return
         self.counters.num_suspects += len(rows)
         self._groups.divide(rows)
+
+    def _is_at_fault(self, row: TargetRow) -> bool:
+        """Whether a row that has failed alone has done so before, and not long ago."""
+        if len(row.log) - row.failed_length >= FORGIVEN_TOKENS:
+            row.num_failures = 0
+        row.num_failures += 1
+        row.failed_length = len(row.log)
+        return row.num_failures >= MOST_ALONE_FAILURES
 
     def _end_with_error(self, row: TargetRow, reason: str) -> None:
         """The error is the sequence's own: it is final, like any other finish (rule 13)."""

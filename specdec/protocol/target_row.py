@@ -41,6 +41,7 @@ class TargetRow(WorkerRow):
         finish: How it ended; None until then.
         reason: What went wrong, where it ended with an error.
         num_failures: Steps that it was alone in, and that failed.
+        failed_length: Length of the log at the newest of these.
         is_cleared: Whether its router knows that its group is about to be tried; True where no group was named.
         announced_s: When its router was told so first.
         needs_candidates: Whether a draft is of no use without what it was drawn from.
@@ -56,7 +57,8 @@ class TargetRow(WorkerRow):
     """
 
     __slots__ = (
-        *("acked", "announced_s", "decided_s", "ending", "finish", "foreseen", "held_s", "is_cleared", "is_patient"),
+        *("acked", "announced_s", "decided_s", "ending", "failed_length", "finish", "foreseen", "held_s", "is_cleared"),
+        "is_patient",
         *("needs_candidates", "notes", "num_failures", "offers", "place", "reason", "round_start", "told_s"),
     )
 
@@ -66,7 +68,7 @@ class TargetRow(WorkerRow):
         self.ending = Ending.of(self.spec, max_model_len)
         self.finish: Finish | None = self.ending.of_log(self.log.tokens, self.spec.output_start)
         self.reason = ""
-        self.num_failures = 0
+        self.num_failures = self.failed_length = 0
         self.is_cleared = not message.suspects
         self.announced_s = float("inf")
         self.needs_candidates = self.spec.sampling.acceptance == "rejection"

@@ -126,6 +126,7 @@ class WorkerMachine(Generic[R]):
         for seq, inc in message.entries:
             row = self._rows.current(seq, inc)
             if row is not None:
+                row.lease_s = message.lease_s or row.lease_s
                 self._rows.renew(row, now_s)
             else:
                 self._resync(message.router, seq, inc, "draining" if self.is_draining else "unknown")

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from deployments.transport.keeper import LinkKeeper
-from deployments.transport.wire import LinkError, LinkRefusedError, LinkTimes
+from deployments.transport.wire import LinkError, LinkRefusedError, LinkTimes, OtherModelError
 from tests.deployments.transport.nodes import until
 
 TIMES = LinkTimes(first_backoff_s=0.001, max_backoff_s=0.004)
@@ -28,11 +28,17 @@ class Peers:
         self.num_dials = 0
         self.events: list[tuple[str, str]] = []
         self.keeper = LinkKeeper(
-            self.dial, lambda p: self.events.append(("linked", p)), lambda p: self.events.append(("lost", p)), TIMES
+            self.dial,
+            lambda p: self.events.append(("linked", p)),
+            lambda p: self.events.append(("lost", p)),
+            TIMES,
+            lambda p: self.events.append(("other model", p)),
         )
 
     async def dial(self, peer: str, on_up: Callable[[], None]) -> None:
         self.num_dials += 1
+        if self.refusals.get(peer) == "model":
+            raise OtherModelError("it is of another model")
         if peer in self.refusals:
             raise LinkRefusedError(self.refusals[peer])
         on_up()
@@ -73,6 +79,15 @@ async def test_a_peer_that_cannot_be_reached_is_tried_while_it_is_listed(peers: 
     num_dials = peers.num_dials
     await asyncio.sleep(0.05)
     assert peers.num_dials == num_dials
+
+
+async def test_a_peer_of_another_model_is_told_of_once_and_lost_when_it_is_gone(peers: Peers) -> None:
+    peers.refusals["b"] = "model"
+    peers.keeper.update(frozenset("b"))
+    await until(lambda: peers.num_dials >= 3)
+    assert peers.events == [("other model", "b")]
+    peers.keeper.update(frozenset())
+    assert peers.events == [("other model", "b"), ("lost", "b")]
 
 
 @pytest.mark.parametrize("listed", ["", "x"])

@@ -93,7 +93,7 @@ def test_a_group_of_suspects_that_is_refused_goes_elsewhere_together():
     machine.take_outbox()
     machine.receive(Resync("T1", "s", Inc(1, 1), 0, "draining"), 0.0)
     machine.step(0.0)
-    assert machine.take_outbox() == {"T1": [Live("R", ())]}
+    assert machine.take_outbox() == {"T1": [Live("R", (), TIMES.lease_s)]}
     join(machine, "T2")
     assert machine.take_outbox() == {"T2": [opened(n=2, plan=Plan(0), suspects="R/1")]}
 
@@ -165,14 +165,47 @@ def test_an_ingress_asks_no_router_again_that_refuses():
 def test_a_request_of_a_model_that_no_router_has_any_more_ends():
     machine = ingress("R0", "R1")
     machine.start("s", PROMPT, SPEC, 0.0)
-    machine.receive(Gone("s", asked(machine)[1], "draining"), 0.0)
     machine.receive(Gone("s", asked(machine)[1], "model"), 0.0)
-    assert machine.take_deliveries() == []  # one is only draining
-    draining = next(name for name, why in machine._routers.items() if why == "draining")
-    machine.router_lost(draining, 0.0)
+    assert machine.take_deliveries() == []  # there is another router
+    machine.receive(Gone("s", asked(machine)[1], "draining"), 0.0)
     (delivery,) = machine.take_deliveries()
     assert (delivery.finish, delivery.reason) == ("error", MODEL_REPLACED)
     assert len(machine) == 0
+
+
+def test_a_request_ends_when_the_only_router_that_comes_is_of_another_model():
+    machine = ingress("R0")
+    machine.start("s", PROMPT, SPEC, 0.0)
+    machine.receive(Gone("s", asked(machine)[1], "draining"), 0.0)
+    assert machine.take_deliveries() == []  # it waits for the next router
+    machine.router_refused("R1", 0.0)
+    (delivery,) = machine.take_deliveries()
+    assert (delivery.finish, delivery.reason) == ("error", MODEL_REPLACED)
+    machine.router_lost("R1", 0.0)
+    machine.start("new", PROMPT, SPEC, 0.0)
+    assert machine.take_deliveries() == []
+
+
+def test_a_router_that_drains_sends_away_what_it_has_no_target_for():
+    machine = submitted("T0", "D0")
+    machine.drain(0.0)
+    machine.step(1.0)
+    assert "I" not in machine.take_outbox()
+    machine.worker_lost("T0", 1.0)
+    machine.step(2.0)
+    assert machine.take_outbox()["I"] == [Gone("s", 1, "draining")]
+    assert machine.is_drained
+
+
+def test_a_router_that_drains_opens_elsewhere_what_it_can():
+    machine = submitted("T0", "D0")
+    join(machine, "T1")
+    machine.drain(0.0)
+    machine.worker_lost("T0", 1.0)
+    machine.step(2.0)
+    sent = machine.take_outbox()
+    assert ("s", Inc(1, 1)) in [(message.seq, message.inc) for message in sent["T1"] if isinstance(message, Open)]
+    assert "I" not in sent
 
 
 def test_an_ingress_that_drains_refuses_requests():

@@ -6,6 +6,7 @@ import pytest
 from msgspec import structs
 
 from specdec.errors import DeviceLostError
+from specdec.protocol import target
 from specdec.protocol.backends import Proposal, Status, Verification
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.messages import Ack, Close, Plan
@@ -82,6 +83,21 @@ def test_a_sequence_that_failed_alone_once_goes_on():
     assert ends(machine) == {}
     assert len(machine.take_outbox().get("R", [])) == 0
     assert len(next(iter(machine._rows)).log) == 5
+
+
+def test_a_failure_of_long_ago_does_not_count(monkeypatch):
+    monkeypatch.setattr(target, "FORGIVEN_TOKENS", 2)
+    backend = Faulty(poison="a")
+    machine = machine_of(backend, "a")
+    machine.step(0.0)
+    backend.poison = None
+    for _ in range(2):
+        machine.step(0.0)
+    backend.poison = "a"
+    machine.step(0.0)
+    assert ends(machine) == {}
+    machine.step(0.0)
+    assert ends(machine)["a"] == ("error", "MemoryError: no room")
 
 
 @pytest.mark.parametrize(("count", "sizes"), [(1, [1]), (16, [1] * 16), (17, [9, 8]), (64, [32, 32])])

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from specdec.protocol.leases import Times
@@ -228,13 +230,13 @@ def test_a_resync_is_answered_for_the_current_inc_only():
 def test_live_leaves_out_what_was_just_opened_and_repeats_commits():
     machine = submitted("T0", "D0")
     machine.step(0.5)
-    assert machine.take_outbox() == {"T0": [Live("R", ())], "D0": [Live("R", ())]}
+    assert machine.take_outbox() == {"T0": [Live("R", (), TIMES.lease_s)], "D0": [Live("R", (), TIMES.lease_s)]}
     machine.receive(verdict(0, (0,)), 1.0)
     machine.take_outbox()
     machine.step(1.0)
     assert machine.take_outbox() == {}
     machine.step(1.5)
-    live = Live("R", (("s", Inc(1, 0)),))
+    live = Live("R", (("s", Inc(1, 0)),), TIMES.lease_s)
     assert machine.take_outbox() == {"D0": [commit(0, (0,), (0,)), live], "T0": [live]}
 
 
@@ -303,13 +305,36 @@ def test_a_silent_worker_counts_as_lost_until_it_is_heard_again():
     assert machine.reports() == {"T0": ("target", {"x": 1.0})}
     machine.step(5.5)
     assert machine.reports() == {}
-    assert machine.take_outbox()["T0"] == [Live("R", ())]  # it is still asked
+    assert machine.take_outbox()["T0"] == [Live("R", (), TIMES.lease_s)]  # it is still asked
     submit(machine, "late", now_s=5.5)
     assert machine.take_outbox() == {}
     machine.receive(Alive("T0", {"x": 2.0}), 6.0)
     sent = machine.take_outbox()["T0"]
     assert [(message.seq, message.inc) for message in sent] == [("late", Inc(1, 0)), ("s", Inc(1, 1))]
     assert machine.reports() == {"T0": ("target", {"x": 2.0})}
+
+
+def test_a_worker_whose_link_is_alive_is_not_silent_however_long_its_step_takes():
+    machine = submitted("T0", plan=Plan(0))
+    for now_s in range(1, 20):
+        machine.worker_heard("T0", now_s)
+        machine.worker_heard("unknown", now_s)
+        machine.receive(Want("s", 1, "I", P), now_s)
+        machine.step(now_s)
+    assert all(isinstance(message, Live) for message in machine.take_outbox()["T0"])
+    assert set(machine.reports()) == {"T0"}
+
+
+def test_new_times_hold_for_what_is_open_before_the_old_lease_runs_out():
+    machine = submitted("T0", plan=Plan(0))
+    machine.step(1.0)
+    machine.take_outbox()
+    machine.set_times(replace(TIMES, lease_s=60.0, renew_s=20.0))
+    machine.receive(Want("s", 1, "I", P), 1.0)
+    machine.step(1.1)
+    assert machine.take_outbox()["T0"] == [Live("R", (("s", Inc(1, 0)),), 60.0)]
+    machine.step(20.0)
+    assert machine.num_sessions == 1
 
 
 def test_sequences_move_away_from_a_silent_worker():

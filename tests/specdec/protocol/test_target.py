@@ -236,6 +236,13 @@ def test_live_renews_and_names_what_is_unknown():
     assert len(machine._backend.batches) == 1
 
 
+def test_live_may_give_a_longer_lease():
+    machine = machine_with(open_message())
+    machine.receive(Live("R", (("s", INC),), 5 * TIMES.lease_s), 0.0)
+    machine.step(4 * TIMES.lease_s)
+    assert len(machine._backend.batches) == 1
+
+
 def test_sequences_are_served_in_order_of_arrival():
     machine = machine_with(open_message(seq="b", arrival_s=1.0), open_message(seq="c"), open_message(seq="a"))
     machine.step(0.0)
