@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 SUM := $(firstword $(shell cat pyproject.toml constraints.txt | cksum))
 SERVE := $(VENV)/.serve-$(SUM)
 DEV := $(VENV)/.dev-$(SUM)
+# Programs of others, which tests run against the service: their libraries stay apart from ours.
+CLIENTS := $(VENV)/clients
 PIP = $(BIN)/python -m pip install --disable-pip-version-check --no-input --constraint constraints.txt
 PYTEST = $(BIN)/python -m pytest
 TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
@@ -13,13 +15,14 @@ ARGS ?=
 # A Python 3.11 to make .venv with, where the one found is not the one wanted.
 PYTHON ?=
 
-.PHONY: help setup serve test test-fast test-cluster check format bench soak clean
+.PHONY: help setup serve test test-fast test-cluster test-clients check format bench soak clean
 
 help:
 	@echo "make serve         the service with the demo pair on 127.0.0.1:8000, until Ctrl-C"
 	@echo "make test-fast     what a developer runs between two changes: no services, nothing slow"
 	@echo "make test          the test suite, with services on this machine"
 	@echo "make test-cluster  several Ray nodes on this machine; needs redis-server"
+	@echo "make test-clients  schemathesis, guidellm and the openai client against the service"
 	@echo "make soak          the long tests"
 	@echo "make check         format, lint, types, import layers"
 	@echo "make bench         modes compared on the same work"
@@ -33,15 +36,18 @@ serve: $(SERVE)
 
 # What starts Ray has the machine to itself: two services at once would be slow, and late for each other.
 test: $(DEV)
-	@$(PYTEST) $(TWO) -m "not soak and not cluster and not service" $(ARGS)
-	@$(PYTEST) -m "service and not soak and not cluster" $(ARGS)
+	@$(PYTEST) $(TWO) -m "not soak and not cluster and not clients and not service" $(ARGS)
+	@$(PYTEST) -m "service and not soak and not cluster and not clients" $(ARGS)
 
 test-fast: $(DEV)
-	@$(PYTEST) $(TWO) -m "not soak and not cluster and not service and not slow" $(ARGS)
+	@$(PYTEST) $(TWO) -m "not soak and not cluster and not clients and not service and not slow" $(ARGS)
 
 test-cluster: $(DEV)
 	@command -v redis-server >/dev/null || { echo "Install redis-server first (Debian, Ubuntu: apt install redis-server)" >&2; exit 1; }
 	@$(PYTEST) -m "cluster and not soak" $(ARGS)
+
+test-clients: $(DEV) $(CLIENTS)
+	@$(PYTEST) -m "clients or service" tests/clients tests/integration/test_openai_client.py $(ARGS)
 
 check: $(DEV)
 	@$(BIN)/ruff format --check .
@@ -90,4 +96,10 @@ $(DEV): $(SERVE)
 	@echo "[setup] tools for tests and checks"
 	@$(PIP) --quiet -e '.[dev]'
 	@rm -f $(VENV)/.dev-*
+	@touch $@
+
+$(CLIENTS): tests/clients/requirements.txt
+	@echo "[setup] schemathesis and guidellm"
+	@$(BIN)/python -m venv $@
+	@$@/bin/python -m pip install --disable-pip-version-check --no-input --quiet --requirement $<
 	@touch $@

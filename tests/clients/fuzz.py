@@ -1,111 +1,84 @@
 """Thousands of made-up requests against the API's own schema: no 5xx, no hang, nothing left open.
 
-The API stands over a script, on a port of this machine. ``schemathesis`` makes the requests: a program of its own,
-which needs no place among this project's packages::
-
-    python -m tests.clients.fuzz --schemathesis PATH/TO/bin/schemathesis --examples 1500
+``python -m tests.clients.fuzz`` starts a service and has ``schemathesis`` make the requests: a program that ``make
+test-clients`` puts into an environment of its own.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
+import os
+import subprocess
 import sys
 import tempfile
 from collections import Counter
+from pathlib import Path
 
-import uvicorn
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from transformers import AutoTokenizer
+from tests.integration.running import RunningService, eventually, nothing_held
 
-import specdec.demo
-from deployments.openai import ApiSettings, ModelInfo, SequenceRequest, ServedModel, create_app
-from deployments.openai.scripted import ScriptedService, Step, rounds
-from specdec.types import TokenLogprobs
+PROGRAMS = Path(sys.prefix) / "clients" / "bin"
+"""Where ``make test-clients`` puts other people's programs."""
+HOOKS = Path(__file__).with_name("fuzz_hooks.py")
+REQUEST_TIMEOUT_S = 60
 
-_ENTRY = TokenLogprobs(-0.5, 1, tuple((token, -0.5 - token) for token in range(20)))
+Answers = Counter[tuple[str, int]]
+"""How many there were, by method and path, and by status; 0 where there was no answer."""
 
 
-class CountAnswers:
-    """Counts answers by path and status.
+def fuzz(service: RunningService, examples: int, seed: int, timeout_s: float | None) -> Answers:
+    """Have the requests made.
 
-    Attributes:
-        counts: How many there were.
+    Args:
+        service: Gets them.
+        examples: Requests of each endpoint and phase, at most.
+        seed: Of schemathesis.
+        timeout_s: It is ended after so long, whatever is left; what it has found counts. None does not bound it.
     """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self.counts: Counter[tuple[str, int]] = Counter()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection."""
-
-        async def counting(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self.counts[scope["path"], message["status"]] += 1
-            await send(message)
-
-        await self._app(scope, receive, counting)
-
-
-def _script(request: SequenceRequest) -> list[Step]:
-    """A few tokens, with everything told that may be asked for."""
-    count = min(request.spec.max_tokens, 9)
-    logprobs = None if request.spec.sampling.logprobs is None else [_ENTRY] * count
-    of_prompt = (None, *[_ENTRY] * (len(request.prompt) - 1))
-    return [*rounds([60 + i for i in range(count)], 3, "length", logprobs, of_prompt)]
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+        answers = Path(folder) / "answers"
+        answers.touch()
+        command = [PROGRAMS / "schemathesis", "run", f"{service.url}/openapi.json", "--url", service.url]
+        command += ["--phases", "examples,coverage,fuzzing", "--checks", "not_a_server_error", "--continue-on-failure"]
+        command += ["--max-examples", str(examples), "--seed", str(seed), "--no-color", "--workers", "1"]
+        command += ["--request-timeout", str(REQUEST_TIMEOUT_S), "--suppress-health-check", "all"]
+        told = {"SCHEMATHESIS_HOOKS": HOOKS.stem, "PYTHONPATH": str(HOOKS.parent), "FUZZED_ANSWERS": str(answers)}
+        process = subprocess.Popen(command, cwd=folder, env=os.environ | told | {"FUZZED_MODEL": service.model})
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            process.wait()
+        lines = answers.read_text().splitlines()
+    return Counter((asked, int(status)) for asked, _, status in (line.rpartition(" ") for line in lines))
 
 
-async def fuzz(schemathesis: str, phases: str, examples: int, seed: int, seconds: float | None) -> int:
-    """Run it, and print what came of it; 0 if all is well."""
-    tokenizer = AutoTokenizer.from_pretrained(f"{specdec.demo.__path__[0]}/target")
-    target = ServedModel("demo", "target", 512, 4096, (0,))
-    draft = ServedModel("demo-draft", "draft", 512, 4096, (0,))
-    service = ScriptedService(ModelInfo(target, draft, 4, ("coupled", "rejection")), _script)
-    app = CountAnswers(create_app(service, ApiSettings(trust_request_chat_template=False), tokenizer))
-    server = uvicorn.Server(
-        uvicorn.Config(app, "127.0.0.1", 0, log_level="warning", lifespan="off", timeout_graceful_shutdown=2)
-    )
-    serving = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.01)
-    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/openapi.json"
-    options = ["--phases", phases, "--checks", "not_a_server_error", "--continue-on-failure"]
-    options += ["--max-examples", str(examples), "--request-timeout", "60", "--seed", str(seed), "--no-color"]
-    folder = tempfile.mkdtemp(prefix="fuzz-")  # it keeps what it found in the folder where it runs
-    process = await asyncio.create_subprocess_exec(schemathesis, "run", url, *options, cwd=folder)
-    try:
-        code = await asyncio.wait_for(process.wait(), seconds)
-    except TimeoutError:
-        print(f"ended after {seconds:g} s")
-        process.terminate()
-        await process.wait()
-        code = 0
-    statuses: Counter[int] = Counter()
-    for (_, status), count in app.counts.items():
+def by_status(answers: Answers) -> dict[int, int]:
+    """How many answers of each status there were."""
+    statuses = Counter[int]()
+    for (_, status), count in answers.items():
         statuses[status] += count
-    num_failed = sum(count for status, count in statuses.items() if status >= 500)
-    print(f"{sum(statuses.values())} answers, by status: {dict(sorted(statuses.items()))}")
-    print(
-        f"{len(service.opened)} sequences opened, {len(service.cancelled)} cancelled; {num_failed} answers above 499",
-        flush=True,
-    )
-    server.should_exit = True
-    await serving
-    return code or (1 if num_failed else 0)
+    return dict(sorted(statuses.items()))
 
 
-def main() -> None:
-    """Read the command line."""
+def main() -> int:
+    """Run it, and print what came of it; 0 if all is well."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schemathesis", default="schemathesis", help="the program")
-    parser.add_argument("--phases", default="examples,coverage,fuzzing", help="of schemathesis")
     parser.add_argument("--examples", type=int, default=1500, help="requests per endpoint and phase, at most")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, help="end after so long, whatever is left")
     given = parser.parse_args()
-    sys.exit(asyncio.run(fuzz(given.schemathesis, given.phases, given.examples, given.seed, given.seconds)))
+    service = RunningService()
+    try:
+        answers = fuzz(service, given.examples, given.seed, given.seconds)
+        eventually(lambda: nothing_held(service), 60, "no sequence and no block is held")
+        generated = service.count("generation_tokens")
+    finally:
+        service.stop()
+    for (asked, status), count in sorted(answers.items()):
+        print(f"{count:6} {asked} {status}")
+    print(f"{answers.total()} answers, by status: {by_status(answers)}; {generated:.0f} tokens generated; nothing held")
+    return int(any(not 200 <= status < 500 for status in by_status(answers)))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,7 +10,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from tests.integration.running import RunningService
+from tests.integration.running import RunningService, eventually, nothing_held
 
 PROMPT = "def read_file(path):\n"
 
@@ -87,6 +87,70 @@ def test_a_stop_string_ends_the_text_before_it(client: OpenAI, model: str) -> No
     assert cut.choices[0].text == whole.choices[0].text.split(stop)[0]
     assert cut.choices[0].finish_reason == "stop"
     assert cut.usage.completion_tokens < whole.usage.completion_tokens
+
+
+def test_samples_differ_by_seed_and_come_with_their_logprobs(client: OpenAI, model: str) -> None:
+    options = {"model": model, "prompt": PROMPT, "max_tokens": 12, "n": 3, "seed": 7, "temperature": 1, "logprobs": 2}
+    first, again = (client.completions.create(**options) for _ in range(2))
+    texts = [choice.text for choice in first.choices]
+    assert texts == [choice.text for choice in again.choices]
+    assert len(set(texts)) == 3
+    assert [choice.index for choice in first.choices] == [0, 1, 2]
+    for choice in first.choices:
+        assert "".join(choice.logprobs.tokens) == choice.text
+        assert all(2 <= len(top) <= 3 for top in choice.logprobs.top_logprobs)
+    streamed = ["", "", ""]
+    for chunk in client.completions.create(**options, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == texts
+
+
+def test_chat_logprobs_and_samples(client: OpenAI, model: str) -> None:
+    messages = [{"role": "user", "content": "a function that adds two numbers"}]
+    options = {"model": model, "messages": messages, "max_completion_tokens": 8, "n": 2, "seed": 3}
+    answer = client.chat.completions.create(**options, logprobs=True, top_logprobs=2)
+    for choice in answer.choices:
+        assert "".join(token.token for token in choice.logprobs.content) == choice.message.content
+        assert all(len(token.top_logprobs) == 2 for token in choice.logprobs.content)
+    assert answer.usage.completion_tokens == sum(len(choice.logprobs.content) for choice in answer.choices)
+
+
+def test_raw_responses_carry_the_requests_id(client: OpenAI, model: str) -> None:
+    options = {"model": model, "prompt": PROMPT, "max_tokens": 4, "extra_headers": {"x-request-id": "mine"}}
+    raw = client.completions.with_raw_response.create(**options, extra_body={"nonsense": 1})
+    assert raw.headers["x-request-id"] == "mine"
+    assert raw.headers["x-specdec-ignored-fields"] == "nonsense"
+    assert raw.parse().id == "cmpl-mine"
+    with client.completions.with_streaming_response.create(**options, stream=True) as streamed:
+        assert streamed.headers["content-type"].startswith("text/event-stream")
+        assert list(streamed.iter_lines())[-2:] == ["data: [DONE]", ""]
+
+
+def test_what_is_too_much_is_refused_and_served_when_sent_again(client: OpenAI, model: str) -> None:
+    held = {"model": model, "prompt": PROMPT, "n": 32, "max_tokens": 1900, "extra_body": {"ignore_eos": True}}
+    small = {"model": model, "prompt": PROMPT, "max_tokens": 4}
+    streams = [client.completions.create(**held, stream=True) for _ in range(2)]
+    for stream in streams:
+        next(iter(stream))
+    with pytest.raises(openai.RateLimitError) as caught:
+        client.completions.create(**small)
+    assert caught.value.body["code"] == "overloaded"
+    assert caught.value.response.headers["retry-after"] == "1"
+    with ThreadPoolExecutor(1) as pool:
+        again = pool.submit(client.with_options(max_retries=10).completions.create, **small)
+        for stream in streams:
+            stream.close()
+        assert again.result().usage.completion_tokens == 4
+
+
+def test_timeouts_of_either_side_end_the_generation(service: RunningService, client: OpenAI, model: str) -> None:
+    long = {"model": model, "prompt": PROMPT, "max_tokens": 1900, "extra_body": {"ignore_eos": True}}
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=0.3).completions.create(**long)
+    with pytest.raises(openai.InternalServerError) as caught:
+        client.completions.create(**long, extra_headers={"x-request-timeout-seconds": "0.6"})
+    assert (caught.value.status_code, caught.value.body["code"]) == (504, "request_timeout")
+    eventually(lambda: nothing_held(service), 60, "both have been cancelled")
 
 
 def test_many_at_once_are_each_what_they_are_alone(client: OpenAI, model: str) -> None:
