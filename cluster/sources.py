@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Iterable
+from pathlib import Path
 
 from cluster.config import AppArgs, ModelConfig
 from cluster.identity import draft_path, model_dtype, target_path
@@ -22,6 +23,18 @@ def target_source(args: AppArgs) -> ModelSource:
 def draft_source(args: AppArgs) -> ModelSource | None:
     """Where the draft model comes from; None where there is none."""
     return _source(args, args.draft, draft_path(args)) if args.has_draft else None
+
+
+def read_template(file: str | None) -> str | None:
+    """The chat template in place of the tokenizer's own; None for none.
+
+    Raises:
+        InvalidParameterError: The file cannot be read.
+    """
+    try:
+        return None if file is None else Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidParameterError("chat_template", f"chat_template: {file}: {error}") from None
 
 
 def backend_options(args: AppArgs, model: ModelConfig, vocab_size: int | None = None) -> BackendOptions:

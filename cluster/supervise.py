@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import FrameType
 
 from cluster.processes import OwnProcesses
@@ -47,8 +48,7 @@ def supervised(body: Callable[[], int], grace_s: float = GRACE_S, stop_timeout_s
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     processes = OwnProcesses()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     child = os.fork()
     if child == 0:
@@ -100,9 +100,15 @@ def _run_child(body: Callable[[], int]) -> None:
         stop_begun()
         code = 0
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush()
         os._exit(code)
+
+
+def _flush() -> None:
+    """Write out what is printed, where somebody still takes it."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
 
 
 def _wait(child: int, received: list[int], stop_timeout_s: float) -> int | None:

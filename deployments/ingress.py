@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -13,10 +12,11 @@ from ray import serve
 
 from cluster.config import AppArgs
 from cluster.identity import fingerprints
-from cluster.live import reconfigured, set_log_level
+from cluster.live import set_log_level
 from cluster.settings import api_keys
-from cluster.sources import draft_source, target_source
+from cluster.sources import draft_source, read_template, target_source
 from deployments.figures import IngressFigures
+from deployments.live import LiveKeys
 from deployments.names import ROUTER
 from deployments.openai.admission import Admission, AdmissionLimits
 from deployments.openai.app import create_app
@@ -40,7 +40,7 @@ ROUTERS = PeerGroup(
 
 
 @serve.ingress()
-class OpenAIIngress(IngressEndpoint):
+class OpenAIIngress(LiveKeys, IngressEndpoint):
     """Validates, tokenizes and answers; the tokens come from the routers.
 
     Args:
@@ -68,19 +68,15 @@ class OpenAIIngress(IngressEndpoint):
         self._admission = Admission(AdmissionLimits())
         return self._http_application(self._args)
 
-    async def reconfigure(self, user_config: dict[str, Any] | None) -> None:
-        """Go by other keys from now on; requests that are open end by the old ones. See :mod:`cluster.live`.
-
-        Raises:
-            InvalidParameterError: A key needs a restart, or its value is not allowed.
-        """
-        args = reconfigured(self._args, user_config)
-        set_log_level(args)
+    def _go_by(self, args: AppArgs) -> None:
+        """Requests that are open end by the old keys."""
+        app = self._http_application(args)
+        self._asgi_app = app  # the name by which Serve's wrapper finds it for each request
         self._ingress_host.tell(lambda machine, _now_s: machine.set_times(args.protocol.times()))
-        self._asgi_app = self._http_application(args)  # the name by which Serve's wrapper finds it for each request
 
     def _http_application(self, args: AppArgs) -> FastAPI:
-        limits, keys = args.limits, ApiKeys(api_keys(args.access.api_keys_file))
+        limits, access = args.limits, args.access
+        keys = ApiKeys(api_keys(access.api_keys_file, metrics_need_key=access.metrics_need_key))
         logger.info("API keys: %s", ", ".join(keys.names) or "none, everybody may call")
         settings = ApiSettings(
             max_body_bytes=limits.max_body_bytes,
@@ -89,7 +85,7 @@ class OpenAIIngress(IngressEndpoint):
             max_stop_characters=limits.max_stop_characters,
             retry_after_s=limits.retry_after_s,
             stream_interval=args.stream_interval,
-            chat_template=None if args.chat_template is None else Path(args.chat_template).read_text(),
+            chat_template=read_template(args.chat_template),
             unknown_fields=args.unknown_fields,
             trust_request_chat_template=args.trust_request_chat_template,
             admission=AdmissionLimits(
@@ -102,7 +98,7 @@ class OpenAIIngress(IngressEndpoint):
             ),
             queue_timeout_s=limits.queue_timeout_s,
             request_timeout_s=limits.request_timeout_s,
-            allowed_origins=args.access.allowed_origins,
+            allowed_origins=access.allowed_origins,
             send_request_id=False,  # Serve's proxy sends it
         )
         app = create_app(self._service, settings, self._tokenizer, self._observer, keys, self._admission)
@@ -113,7 +109,7 @@ class OpenAIIngress(IngressEndpoint):
     async def figures(self) -> IngressFigures:
         """What ``/health`` and ``/metrics`` tell of this replica."""
         name = self._service.model_info().target.name
-        page, report = generate_latest(self._registry), self._machine.report()
+        page, report = generate_latest(self._registry), {**self._machine.report(), **self.config_report()}
         return IngressFigures(replica_id(), name, self._service.refusal(), page, report)
 
     async def drain(self) -> None:

@@ -170,6 +170,7 @@ _COUNTERS = {
     "num_branch_misses": "Rounds for which branches were offered, and none of them for the outcome.",
     "num_failed_steps": "Steps that failed as a whole; the sequences in them were tried again apart from others.",
     "num_suspects": "Sequences that were put apart because a step or a worker with them had failed.",
+    "num_config_errors": "Configurations (user_config) that a replica refused while it served; the one before holds.",
     "num_errors": "Sequences that a worker ended with an error.",
     "num_sequence_errors": "Sequences that ended with an error, wherever it arose, as a router or an ingress saw it.",
     "num_resubmitted": "Times that an ingress submitted a sequence again, as a router was gone, silent or refused it.",

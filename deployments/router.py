@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from cluster.config import AppArgs
 from cluster.identity import fingerprints
-from cluster.live import reconfigured, set_log_level
+from cluster.live import set_log_level
+from deployments.live import LiveKeys
 from deployments.names import DRAFT, TARGET
 from deployments.transport.endpoints import PeerGroup, RouterEndpoint, replica_id
 from specdec.control.controller import Controller
@@ -17,7 +18,7 @@ from specdec.protocol.router import RouterMachine
 from specdec.types import Way
 
 
-class SpeculationRouter(RouterEndpoint):
+class SpeculationRouter(LiveKeys, RouterEndpoint):
     """Relays offers and verdicts, plans, and recovers what a worker's death leaves open.
 
     Args:
@@ -40,20 +41,14 @@ class SpeculationRouter(RouterEndpoint):
             self._machine, workers=groups, fingerprints=own, recorder=recorder, heard=self._machine.worker_heard
         )
 
-    async def reconfigure(self, user_config: dict[str, Any] | None) -> None:
-        """Go by other keys from now on; see :mod:`cluster.live`.
-
-        Raises:
-            InvalidParameterError: A key needs a restart, or its value is not allowed.
-        """
-        args = reconfigured(self._args, user_config)
-        set_log_level(args)
-        before, self._in_force = self._in_force, args
+    def _go_by(self, args: AppArgs) -> None:
+        before, planner = self._in_force, planner_of(args)
+        self._in_force = args
 
         def change(_host_machine: Any, now_s: float) -> None:
             self._machine.set_times(args.protocol.times())
             if (args.mode, args.num_branches) != (before.mode, before.num_branches):  # else what it has learned stays
-                self._machine.set_planner(planner_of(args), now_s)
+                self._machine.set_planner(planner, now_s)
 
         self._router_host.tell(change)
 
@@ -64,7 +59,8 @@ class SpeculationRouter(RouterEndpoint):
             name: (kind, {**report, **figures.get(name, {})})
             for name, (kind, report) in self._machine.reports().items()
         }
-        return {**reports, self._machine.name: ("router", figures.get("", {}))}
+        own = {**figures.get("", {}), **self.config_report()}
+        return {**reports, self._machine.name: ("router", own)}
 
 
 def planner_of(args: AppArgs) -> Planner | PlanController:

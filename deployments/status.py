@@ -74,7 +74,7 @@ class Metrics(_Watching):
 
     def __init__(self, args: StatusArgs) -> None:
         super().__init__(args)
-        self._keys = ApiKeys(api_keys(args.api_keys_file) if args.metrics_need_key else {})
+        self._keys = ApiKeys(api_keys(args.api_keys_file, metrics_need_key=True) if args.metrics_need_key else {})
 
     async def __call__(self, request: Request) -> Response:
         """Answer."""

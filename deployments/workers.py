@@ -12,8 +12,9 @@ import torch
 from cluster.config import AppArgs
 from cluster.doubles import emulated_drafter, emulated_target, scripted_pair
 from cluster.identity import fingerprints
-from cluster.live import reconfigured, set_log_level
+from cluster.live import set_log_level
 from cluster.sources import backend_options, draft_source, target_source
+from deployments.live import LiveKeys
 from deployments.names import ROUTER
 from deployments.transport.endpoints import WorkerEndpoint, replica_id
 from deployments.transport.host import WorkerHost
@@ -36,20 +37,12 @@ LastProgress = Callable[[], float]
 """Gives the monotonic time at which the newest layer of a step was done."""
 
 
-class _Worker(WorkerEndpoint):
+class _Worker(LiveKeys, WorkerEndpoint):
     """A worker whose times and log level change without a restart."""
 
-    _args: AppArgs
     _worker_host: WorkerHost[Any]
 
-    async def reconfigure(self, user_config: dict[str, Any] | None) -> None:
-        """Go by other keys from now on; see :mod:`cluster.live`.
-
-        Raises:
-            InvalidParameterError: A key needs a restart, or its value is not allowed.
-        """
-        args = reconfigured(self._args, user_config)
-        set_log_level(args)
+    def _go_by(self, args: AppArgs) -> None:
         self._worker_host.tell(lambda machine, _now_s: machine.set_times(args.protocol.times()))
 
 
@@ -77,7 +70,7 @@ class TargetServer(_Worker):
             name,
             observed,
             args.protocol.times(),
-            lambda: observed.gauges() | report.gauges(),
+            lambda: observed.gauges() | report.gauges() | self.config_report(),
             fingerprint=own.decision,
         )
         self._worker_host = self.start_worker(
@@ -114,7 +107,7 @@ class DraftServer(_Worker):
             name,
             observed,
             times,
-            lambda: observed.gauges() | report.gauges(),
+            lambda: observed.gauges() | report.gauges() | self.config_report(),
             fingerprint=own.vocabulary,
         )
         machine = DraftWorkerMachine(drafter, TargetMachine(name, solo, times))

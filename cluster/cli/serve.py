@@ -6,6 +6,7 @@ import argparse
 import json
 import shlex
 import time
+from contextlib import suppress
 
 from cluster.cli.failures import exit_code
 from cluster.cli.flags import add_config_flags, add_model_argument, config_overrides
@@ -63,7 +64,7 @@ def run_service(config: ServiceConfig, application: str) -> int:
             service.deploy()
             service.wait_until_ready()
             report(f"ready: {config.model_name} at {service.url}/v1")
-            print(f"\nTry it:\n  {curl_line(service.url, config.model_name)}\n\nCtrl-C stops it.\n", flush=True)
+            say(f"\nTry it:\n  {curl_line(service.url, config.model_name)}\n\nCtrl-C stops it.\n")
             service.watch()
         finally:
             stop_begun()
@@ -88,9 +89,15 @@ def progress() -> Report:
     started_s = time.monotonic()
 
     def report(line: str) -> None:
-        print(f"[{time.monotonic() - started_s:6.1f} s] {line}", flush=True)
+        say(f"[{time.monotonic() - started_s:6.1f} s] {line}")
 
     return report
+
+
+def say(text: str) -> None:
+    """Print; a reader that has gone or a disk that is full stops no service, and keeps none from draining."""
+    with suppress(OSError):
+        print(text, flush=True)
 
 
 def curl_line(url: str, model: str) -> str:

@@ -60,7 +60,7 @@ def node_id() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
-class _Endpoint:
+class Endpoint:
     """What all ends have in common: a host, and the links that it keeps.
 
     Attributes:
@@ -137,7 +137,7 @@ class _Endpoint:
             host.stop()
 
 
-class _DrainingEndpoint(_Endpoint):
+class _DrainingEndpoint(Endpoint):
     """An end that drains when Serve stops its replica.
 
     Serve calls the destructor of a replica that is to stop when its requests have ended, and awaits it for as long as
@@ -278,7 +278,7 @@ class RouterEndpoint(_DrainingEndpoint):
         return mismatch(self._fingerprints, hello.fingerprints, "decision" if group is None else group.match)
 
 
-class IngressEndpoint(_Endpoint):
+class IngressEndpoint(Endpoint):
     """For a deployment that takes requests: call ``start_ingress`` at the end of ``__init__``."""
 
     _routers: LinkKeeper

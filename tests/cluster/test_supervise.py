@@ -39,6 +39,7 @@ def start():
         process = subprocess.Popen(
             [sys.executable, "-c", script],
             cwd=ROOT,
+            env=os.environ | {"PYTHONUNBUFFERED": ""},
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
@@ -52,7 +53,8 @@ def start():
     for process, family in started:
         for one in (process, *(one for one in family if is_alive(one))):
             one.kill()
-        process.communicate()
+        process.wait()
+        process.stdout.close()
 
 
 @pytest.mark.parametrize(
@@ -68,6 +70,14 @@ def start():
 def test_however_the_child_ends_nothing_is_left(start, then, code):
     process, family = start(then)
     assert process.wait(timeout=60) == code
+    assert [one for one in family if is_alive(one)] == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a pipe does not say that its reader has gone")
+def test_output_that_nobody_takes_changes_nothing(start):
+    process, family = start("import select; p = select.poll(); p.register(1, 0); p.poll(); print(1); return 7")
+    process.stdout.close()
+    assert process.wait(timeout=60) == 7
     assert [one for one in family if is_alive(one)] == []
 
 

@@ -25,7 +25,7 @@ async def tokenize(body: TokenizeBody, api: ApiOf, response: Response) -> dict[s
     tokens = await _tokens(api, body)
     answer = {"count": len(tokens), "max_model_len": model.max_model_len, "tokens": tokens}
     if body.return_token_strs:
-        answer["token_strs"] = [api.texts.text(token) for token in tokens]
+        answer["token_strs"] = await api.write(len(tokens), lambda: [api.texts.text(token) for token in tokens])
     return answer
 
 
@@ -34,9 +34,14 @@ async def detokenize(body: DetokenizeBody, api: ApiOf, response: Response) -> di
     """The text of tokens, special ones included."""
     with_ignored(response, api.ignored.names(body))
     model = api.model(body.model)
-    if body.tokens:
-        check_token_ids(body.tokens, model.vocab_size, "tokens")
-    return {"prompt": api.tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False)}
+
+    def text() -> str:
+        if body.tokens:
+            check_token_ids(body.tokens, model.vocab_size, "tokens")
+        decoded: str = api.tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False)
+        return decoded
+
+    return {"prompt": await api.write(len(body.tokens), text)}
 
 
 async def _tokens(api: Api, body: TokenizeBody) -> list[int]:

@@ -1,0 +1,72 @@
+"""A replica that serves is not stopped by a configuration that is wrong; one that starts is."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.config import AppArgs
+from cluster.settings import api_keys
+from cluster.sources import read_template
+from deployments.live import LiveKeys
+from specdec.errors import InvalidParameterError
+
+
+class End(LiveKeys):
+    def __init__(self, keys_file: Path, template: Path) -> None:
+        self._args = self.in_force = AppArgs()
+        self.files = (str(keys_file), str(template))
+
+    def _go_by(self, args: AppArgs) -> None:
+        api_keys(self.files[0], {})
+        read_template(self.files[1])
+        self.in_force = args
+
+
+@pytest.fixture
+def end(tmp_path: Path) -> End:
+    keys, template = tmp_path / "keys", tmp_path / "template"
+    keys.write_text("alice: sk-alice-0123456789\n")
+    template.write_text("{{ messages }}")
+    return End(keys, template)
+
+
+WRONG = [({"limits": {"retry_after": 1}}, "limits.retry_after"), ({"target": "other"}, "target")]
+
+
+@pytest.mark.parametrize(("user_config", "words"), WRONG)
+async def test_a_replica_that_starts_refuses_what_is_wrong(end: End, user_config: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidParameterError, match=words):
+        await end.reconfigure(user_config)
+    assert end.config_report() == {"num_config_errors": 0}
+
+
+@pytest.mark.parametrize(("user_config", "words"), WRONG)
+async def test_a_replica_that_serves_keeps_what_was_in_force(
+    end: End, user_config: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("ray.serve").propagate = True
+    await end.reconfigure({"limits": {"retry_after_s": 7}})
+    await end.check_health()
+    await end.reconfigure(user_config)
+    assert end.in_force.limits.retry_after_s == 7
+    assert end.config_report() == {"num_config_errors": 1}
+    assert words in caplog.text
+    assert {record.levelno for record in caplog.records} == {logging.ERROR}
+    await end.reconfigure({"limits": {"retry_after_s": 9}})
+    assert end.in_force.limits.retry_after_s == 9
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("text", [None, b"\xff", b""])
+async def test_a_file_that_cannot_be_used_then_stops_no_replica(end: End, index: int, text: bytes | None) -> None:
+    await end.check_health()
+    file = Path(end.files[index])
+    file.unlink() if text is None else file.write_bytes(text)
+    await end.reconfigure({"limits": {"retry_after_s": 7}})
+    is_refused = not (index == 1 and text == b"")
+    assert end.config_report() == {"num_config_errors": is_refused}
+    assert (end.in_force.limits.retry_after_s == 7) != is_refused
