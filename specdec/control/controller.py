@@ -7,15 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from specdec.control.estimates import DecayedRate, tally
-from specdec.control.group import KNOWN_TRIALS, PRIOR_RATE, PRIOR_TRIALS, PROBE, Group
-from specdec.control.ways import OFF, WAYS, Bounds, Choice, Conditions, own_length
+from specdec.control.group import PRIOR_RATE, PRIOR_TRIALS, PROBE, Group
+from specdec.control.ways import OFF, WAYS, Bounds, Choice, Conditions
 from specdec.control.workers import WorkerFigures
 from specdec.protocol.messages import Notes, Plan
 from specdec.protocol.plans import IN_TURN_WAIT_S, Placements, WorkerKind
 from specdec.sampling.params import SequenceSpec
 
-OWN_TRIALS = 32.0
-"""A sequence's rate is that of its kind until so many of its own draft tokens were judged."""
 SETTLE_ROUNDS = 2
 """Rounds after a change of plan that are not measured: they began under the plan before."""
 
@@ -25,34 +23,25 @@ class Tracked:
     """A sequence as the controller sees it.
 
     Attributes:
-        bound: The request's ``num_speculative_tokens``.
+        bound: Most draft tokens, by its request and the configuration.
         kind: Its temperature, roughly: acceptance depends on it.
         since: Rounds since the plan changed.
-        seen_s: When it was last decided.
+        seen_s: When it was last decided; None before and while a prompt was read, which says nothing of its plan.
     """
 
-    bound: int | None
+    bound: int
     kind: float
     plan: Plan = field(default_factory=Plan)
-    choice: Choice = OFF
-    acceptance: DecayedRate = field(default_factory=DecayedRate)
     since: int = 0
     seen_s: float | None = None
     target: str | None = None
 
-    @property
-    def is_cut(self) -> bool:
-        """Whether its request allows less than was chosen, so that its pace says little of the choice."""
-        return self.bound is not None and self.bound < self.choice.num_draft_tokens
-
-    def follow(self, choice: Choice, plan: Plan) -> bool:
-        """It carries out a choice from now on; whether that takes another plan."""
-        choice = choice if plan.num_draft_tokens else OFF
-        differs = _differs(plan, self.plan)
-        if differs or choice != self.choice:
-            self.choice, self.since = choice, 0
-        self.plan = plan if differs else self.plan
-        return differs
+    def follow(self, plan: Plan) -> bool:
+        """It carries out a plan from now on; whether that is another."""
+        if plan == self.plan:
+            return False
+        self.plan, self.since = plan, 0
+        return True
 
 
 class Controller:
@@ -68,38 +57,43 @@ class Controller:
         self._sequences: dict[str, Tracked] = {}
         self._workers: dict[str, WorkerFigures] = {}
         self._groups: dict[str, Group] = {}
+        self._unread: set[str] = set()
         self._acceptance: defaultdict[float, DecayedRate] = defaultdict(DecayedRate)
 
     def opened(self, seq: str, spec: SequenceSpec) -> Plan:
         """A sequence has come; its first plan is what was learned before, within its request's bound."""
-        one = Tracked(spec.num_speculative_tokens, round(2 * spec.sampling.temperature) / 2)
+        most, own = self.bounds.num_draft_tokens, spec.num_speculative_tokens
+        one = Tracked(most if own is None else min(own, most), round(2 * spec.sampling.temperature) / 2)
         self._sequences[seq] = one
+        self._unread.add(seq)
         # Short requests end before a review places them; where there is but one target they are its.
         if len(self._groups) == 1 and self._drafters:
             one.target, group = next(iter(self._groups.items()))
-            choice = group.choice_at(sum(other.bound != 0 for other in self._sequences.values()))
-            one.follow(choice, self._plan(one, choice, group))
+            one.follow(self._plan(one, group.choice_at(self._num_able), group))
         return one.plan
 
     def closed(self, seq: str) -> None:
         """A sequence has ended; unknown ones are ignored."""
         self._sequences.pop(seq, None)
+        self._unread.discard(seq)
 
     def decided(self, seq: str, notes: Notes, now_s: float) -> None:
         """New tokens of a sequence have come."""
-        one, rounds = self._sequences.get(seq), tally(notes.how, notes.num_drafted)
-        if one is None or not rounds.num_rounds:
+        one, (num_rounds, num_accepted, num_judged) = self._sequences.get(seq), tally(notes.how, notes.num_drafted)
+        if one is None or not num_rounds:
             return
-        one.acceptance = one.acceptance.add(rounds.num_accepted, rounds.num_judged)
-        self._acceptance[one.kind] = self._acceptance[one.kind].add(rounds.num_accepted, rounds.num_judged)
+        self._acceptance[one.kind] = self._acceptance[one.kind].add(num_accepted, num_judged)
         group = self._groups.get(one.target or "")
         if group is not None and seq == group.probing:
-            group.probed(rounds.num_rounds)
-        elif group is not None and one.seen_s is not None and one.since >= SETTLE_ROUNDS and not one.is_cut:
-            num_tokens = rounds.num_rounds + rounds.num_accepted
-            group.heard(one.choice, rounds.num_rounds, num_tokens, now_s - one.seen_s, now_s)
-        one.since += rounds.num_rounds
-        one.seen_s = now_s
+            group.probed(num_rounds)
+        elif group is not None and group.choice == OFF:
+            group.rested(num_rounds)
+        self._unread.discard(seq)
+        if group is not None and one.seen_s is not None and one.since >= SETTLE_ROUNDS:
+            choice = Choice(one.plan.mode, one.plan.num_draft_tokens, one.plan.num_branches)
+            group.heard(choice, num_rounds + num_accepted, now_s - one.seen_s, now_s)
+        one.since += num_rounds
+        one.seen_s = None if self._unread else now_s
 
     def reported(self, worker: str, kind: WorkerKind, report: Mapping[str, float]) -> None:
         """A worker's newest report has come."""
@@ -107,11 +101,9 @@ class Controller:
         before = figures.report
         figures.reported(report)
         if worker in self._groups and before:  # what a first report has counted may be of long ago
-            hits, misses = (
-                report.get(name, 0.0) - before.get(name, 0.0) for name in ("num_branch_hits", "num_branch_misses")
-            )
-            if min(hits, misses) >= 0:
-                self._groups[worker].guesses_reported(hits, misses)
+            names = "num_branch_hits", "num_branch_misses"
+            hits, misses = (max(0.0, report.get(name, 0.0) - before.get(name, 0.0)) for name in names)
+            self._groups[worker].guesses_reported(hits, misses)
 
     def echoed(self, worker: str, seconds: float) -> None:
         """So long after a renewal was sent to a worker its answer came."""
@@ -132,73 +124,63 @@ class Controller:
                 members[target].append(seq)
         changed: dict[str, Plan] = {}
         for target, seqs in members.items():
-            changed.update(self._review_group(target, seqs, placements, now_s))
+            changed.update(self._review_group(target, seqs, now_s))
         return changed
 
-    def _review_group(self, target: str, seqs: list[str], placements: Placements, now_s: float) -> dict[str, Plan]:
+    def _review_group(self, target: str, seqs: list[str], now_s: float) -> dict[str, Plan]:
         group = self._groups.setdefault(target, Group())
-        able = [seq for seq in seqs if self._sequences[seq].bound != 0]
-        conditions, room = self._conditions(target, seqs, placements, group.guess_rate)
+        able = [seq for seq in seqs if self._sequences[seq].bound]
+        # The one whose kind is known least is to probe.
+        able.sort(key=lambda seq: self._acceptance[self._sequences[seq].kind].trials)
+        conditions, room = self._conditions(target, len(seqs), group.guess_rate)
         rates = [self._rate(self._sequences[seq]) for seq in able]
         mean_rate = sum(rates) / len(rates) if rates else group.acceptance_rate
-        most = self.bounds.num_draft_tokens
-        longest = max(
-            (most if (own := self._sequences[seq].bound) is None else min(own, most) for seq in able), default=0
-        )
+        longest = max((self._sequences[seq].bound for seq in able), default=0)
         branches = min(self.bounds.num_branches, room)
-        group.review(
-            conditions, mean_rate, replace(self.bounds, num_draft_tokens=longest, num_branches=branches), now_s
-        )
-        unknown = [seq for seq in able if self._acceptance[self._sequences[seq].kind].trials < KNOWN_TRIALS]
-        probing = group.probe(unknown, able) if conditions is not None else None
-        changed = {}
-        for seq in seqs:
-            one = self._sequences[seq]
-            choice = self._probe if seq == probing else group.choice
-            plan = self._plan(one, choice, group)
-            if one.follow(choice, plan):
-                changed[seq] = plan
-        return changed
+        bounds = replace(self.bounds, num_draft_tokens=longest, num_branches=branches)
+        group.review(conditions, mean_rate, bounds, now_s)
+        probing = group.probe(able) if conditions is not None else None
+        plans = {
+            seq: self._plan(self._sequences[seq], self._probe if seq == probing else group.choice, group)
+            for seq in seqs
+        }
+        return {seq: plan for seq, plan in plans.items() if self._sequences[seq].follow(plan)}
 
     def _plan(self, one: Tracked, choice: Choice, group: Group) -> Plan:
         """The plan that carries out a choice for one sequence."""
-        if choice == OFF or one.bound == 0 or group.conditions is None:
+        length = min(choice.num_draft_tokens, one.bound)
+        if not length or group.conditions is None:
             return Plan()
-        rate = self._rate(one)
-        length = own_length(choice, group.acceptance_rate, rate, one.bound)
         wait_s = IN_TURN_WAIT_S if choice.way == "in_turn" else 0.0
-        rate = round(20 * rate) / 20
+        rate = round(10 * self._rate(one)) / 10  # one that only drifts a little is not worth a message
         return Plan(length, choice.num_branches, acceptance_rate=rate, mode=choice.way, draft_wait_s=wait_s)
 
     def _rate(self, one: Tracked) -> float:
-        return one.acceptance.rate(self._acceptance[one.kind].rate(PRIOR_RATE, PRIOR_TRIALS), OWN_TRIALS)
+        return self._acceptance[one.kind].rate(PRIOR_RATE, PRIOR_TRIALS)
 
-    def _conditions(
-        self, target: str, seqs: list[str], placements: Placements, guess_rate: float
-    ) -> tuple[Conditions | None, int]:
-        """None while too little was measured; and for how many branches of a sequence its drafter has room."""
-        figures, drafters = self._workers.get(target), self._drafters
-        if figures is None or not drafters:
+    def _conditions(self, target: str, num_rows: int, guess_rate: float) -> tuple[Conditions | None, int]:
+        """None while too little was measured; and for how many branches of a sequence a drafter has room."""
+        figures, known = self._workers.get(target), [one for one in self._drafters if one.steps]
+        if figures is None or not figures.steps or not known:
             return None, 0
-        used = Counter(name for seq in seqs if (name := placements[seq][1]) in drafters)
-        drafter = drafters[max(drafters, key=lambda name: (used[name], bool(drafters[name].steps)))]
-        num_able = sum(one.bound != 0 for one in self._sequences.values())
-        num_draft_rows = max(1, -(-num_able // len(drafters)))
-        if not figures.steps or not drafter.steps:
-            return None, 0
-        num_rows, trips_s = max(len(seqs), figures.num_sequences), figures.round_trip_s + drafter.round_trip_s
-        found = Conditions(figures.steps, drafter.steps, num_rows, num_draft_rows, trips_s, guess_rate)
+        drafter, num_draft_rows = known[0], max(1, -(-self._num_able // len(known)))  # drafters are alike
+        num_rows, trips_s = max(num_rows, figures.num_sequences), figures.round_trip_s + drafter.round_trip_s
+        found = Conditions(figures.profile, figures.steps, drafter.steps, num_rows, num_draft_rows, trips_s, guess_rate)
         return found, drafter.branches_each(num_draft_rows)
 
     @property
-    def _drafters(self) -> dict[str, WorkerFigures]:
-        return {name: one for name, one in self._workers.items() if one.kind == "drafter"}
+    def _num_able(self) -> int:
+        return sum(one.bound > 0 for one in self._sequences.values())
+
+    @property
+    def _drafters(self) -> list[WorkerFigures]:
+        return [one for one in self._workers.values() if one.kind == "drafter"]
 
     def figures(self) -> dict[str, dict[str, float]]:
         """Choices and estimates by name: those of one target under its name, the others under the empty one."""
-        ones = self._sequences.values()
-        ways = Counter(one.choice.way for one in ones)
-        drafting = [one.plan for one in ones if one.plan.num_draft_tokens]
+        plans = [one.plan for one in self._sequences.values()]
+        ways = Counter(plan.mode for plan in plans)
+        drafting = [plan for plan in plans if plan.num_draft_tokens]
         count, groups = max(1, len(drafting)), self._groups.values()
         rates = [group.acceptance_rate for group in groups] or [PRIOR_RATE]
         overall = {
@@ -208,10 +190,3 @@ class Controller:
         }
         overall |= {f"planned_sequences/{way}": float(ways[way]) for way in WAYS}
         return {"": overall} | {target: group.figures() for target, group in self._groups.items()}
-
-
-def _differs(a: Plan, b: Plan) -> bool:
-    """Whether a plan is worth a message: a rate that only drifts a little is not."""
-    if (a.num_draft_tokens, a.num_branches, a.mode) != (b.num_draft_tokens, b.num_branches, b.mode):
-        return True
-    return bool(a.num_draft_tokens) and abs(a.acceptance_rate - b.acceptance_rate) > 0.06

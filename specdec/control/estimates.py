@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 MEMORY = 256.0
 """Trials after which a trial counts 1/e."""
@@ -31,24 +30,18 @@ class DecayedRate:
         return (self.successes + prior * weight) / (self.trials + weight)
 
 
-class Tally(NamedTuple):
-    """Rounds of a sequence; accepted draft tokens, and those that were judged: not what follows a refused one.
+def tally(how: str, num_drafted: Sequence[int]) -> tuple[int, int, int]:
+    """Count the notes of some tokens (:class:`specdec.protocol.messages.Notes`); the last token ends a round.
 
-    Accepted over judged estimates the acceptance rate per token whatever the draft length (it is the maximum-likelihood
-    estimate for a geometric run cut at K); accepted over drafted would fall as K grows.
+    Returns:
+        Rounds of a sequence; accepted draft tokens; and those that were judged, not what follows a refused one.
+        Accepted over judged estimates the acceptance rate per token whatever the draft length (it is the
+        maximum-likelihood estimate for a geometric run cut at K); accepted over drafted would fall as K grows.
     """
-
-    num_rounds: int
-    num_accepted: int
-    num_judged: int
-
-
-def tally(how: str, num_drafted: Sequence[int]) -> Tally:
-    """Count the notes of some tokens (:class:`specdec.protocol.messages.Notes`); the last token ends a round."""
     num_rounds = num_judged = accepted = 0
     for letter, drafted in zip(how, num_drafted, strict=True):
         accepted += letter == "a"
         if drafted or letter != "a":
             num_rounds, num_judged = num_rounds + 1, num_judged + accepted + (accepted < drafted)
             accepted = 0
-    return Tally(num_rounds, how.count("a"), num_judged)
+    return num_rounds, how.count("a"), num_judged

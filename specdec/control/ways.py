@@ -9,6 +9,7 @@ Sources: Leviathan et al. 2023 (arXiv 2211.17192) for ``E`` and drafting in turn
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,12 +21,8 @@ from specdec.types import Way
 WAYS: tuple[Way, ...] = get_args(Way)
 DRAFT_LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 BRANCHES = (2, 4, 8, 16, 32)
-RUNNING_STEP = 0.5
-"""Of the draft step that runs when a verdict comes any part may be left: half of it in the mean."""
 TIE = 1.02
 """What promises less than that much more is as good: of such choices the one that drafts least is taken."""
-WORSE = 0.5
-"""A sequence is much worse than its group where its acceptance rate is below this part of the group's."""
 
 
 class Choice(NamedTuple):
@@ -39,18 +36,6 @@ class Choice(NamedTuple):
 OFF = Choice()
 
 
-class Pace(NamedTuple):
-    """Tokens of a round and its duration, of one sequence in the long run."""
-
-    tokens: float
-    round_s: float
-
-    @property
-    def tokens_per_s(self) -> float:
-        """The quotient."""
-        return self.tokens / self.round_s
-
-
 @dataclass(frozen=True)
 class Bounds:
     """What may be chosen: the most draft tokens, the most branches (0 is none), the ways beside ``off``."""
@@ -62,13 +47,12 @@ class Bounds:
     def choices(self) -> Iterator[Choice]:
         """All choices within these bounds, ``off`` first."""
         yield OFF
-        longest = min(self.num_draft_tokens, DRAFT_LENGTHS[-1])
-        for length in sorted({*(n for n in DRAFT_LENGTHS if n < longest), longest} - {0}):
+        for length in sorted({min(n, self.num_draft_tokens) for n in DRAFT_LENGTHS} - {0}):
             for way in ("in_turn", "overlap"):
                 if way in self.ways:
                     yield Choice(way, length)
             if "outcomes" in self.ways and self.num_branches:
-                for branches in sorted({*(n for n in BRANCHES if n < self.num_branches), min(self.num_branches, 32)}):
+                for branches in sorted({min(n, self.num_branches) for n in BRANCHES}):
                     yield Choice("outcomes", length, branches)
 
 
@@ -77,6 +61,7 @@ class Conditions:
     """What the pace of a sequence depends on.
 
     Attributes:
+        alone: Step times of its target where nothing was drafted beside them, as they were profiled.
         target: Step times of its target.
         draft: Step times of its drafter.
         num_rows: Sequences that share its target's steps.
@@ -85,6 +70,7 @@ class Conditions:
         guess_rate: How often the draft's next guess is right where its token and the guesses before were wrong.
     """
 
+    alone: StepTimes
     target: StepTimes
     draft: StepTimes
     num_rows: int
@@ -102,19 +88,19 @@ class Conditions:
         return self.draft.at(rows, rows)
 
 
-def pace(choice: Choice, conditions: Conditions, acceptance_rate: float) -> Pace:
-    """The pace of one sequence where all that share its steps speculate alike: in turn, t_T + 2 delta + K t_d."""
+def pace(choice: Choice, conditions: Conditions, acceptance_rate: float) -> float:
+    """Tokens per second of one sequence where all do alike; in turn E / (t_T + 2 delta + K t_d)."""
     length = choice.num_draft_tokens
     if choice.way == "off":
-        return Pace(1.0, conditions.target_s(0))
+        return 1 / conditions.alone.at(conditions.num_rows, conditions.num_rows)
     if choice.way == "in_turn":
         round_s = conditions.target_s(length) + length * conditions.draft_s(0) + conditions.round_trip_s
-        return Pace(expected_tokens(acceptance_rate, length), round_s)
+        return expected_tokens(acceptance_rate, length) / round_s
     return ahead(choice, conditions, acceptance_rate)
 
 
-def ahead(choice: Choice, conditions: Conditions, acceptance_rate: float) -> Pace:
-    """Draft while the target verifies, along the accepted path or for the likely outcomes.
+def ahead(choice: Choice, conditions: Conditions, acceptance_rate: float) -> float:
+    """Draft while the target verifies, along the accepted path or for the likely outcomes; tokens per second.
 
     A chain of two states: a row has a draft of E tokens, or none and goes on plainly with one. It has a draft again if
     the outcome of its round was prepared (:func:`hit_rate`), as many tokens as fit into a step. What follows a plain
@@ -123,14 +109,15 @@ def ahead(choice: Choice, conditions: Conditions, acceptance_rate: float) -> Pac
     """
     length, branches = choice.num_draft_tokens, choice.num_branches
     a, guess_rate, draft_s = acceptance_rate, conditions.guess_rate, conditions.draft_s(branches)
-    step_s, plain_s = conditions.target_s(length), conditions.target_s(0)
-    fit = max(0.0, min(length, (step_s - conditions.round_trip_s) / draft_s - RUNNING_STEP))
-    fit_after_plain = (plain_s - conditions.round_trip_s) / draft_s - RUNNING_STEP - 1
+    plain_s = conditions.target_s(0)
+    fit_plain = max(0.0, (plain_s - conditions.round_trip_s) / draft_s)
+    step_s = conditions.target_s(min(length, fit_plain))
+    fit = max(0.0, min(length, (step_s - conditions.round_trip_s) / draft_s))
     found = hit_rate(a, fit, branches, guess_rate) * min(1.0, fit)
-    found_after_plain = hit_rate(a, 0, branches, guess_rate) * max(0.0, min(1.0, fit_after_plain))
+    found_after_plain = hit_rate(a, 0, branches, guess_rate) * max(0.0, min(1.0, fit_plain - 1))
     share = found_after_plain / (1 - found + found_after_plain) if found_after_plain else 0.0
     tokens = 1 + share * (expected_tokens(a, fit) - 1)
-    return Pace(tokens, share * conditions.target_s(fit) + (1 - share) * plain_s)
+    return tokens / (share * conditions.target_s(fit) + (1 - share) * plain_s)
 
 
 def expected_tokens(acceptance_rate: float, num_draft_tokens: float) -> float:
@@ -147,8 +134,6 @@ def hit_rate(acceptance_rate: float, num_draft_tokens: float, num_branches: int,
     costs one, and the likeliest are prepared first.
     """
     own = acceptance_rate ** (num_draft_tokens + 1)
-    if not num_branches:
-        return float(own)
     guessed = _guessed(round(acceptance_rate, 2), round(num_draft_tokens), num_branches, round(guess_rate, 2))
     return float(min(1.0, own + guessed))
 
@@ -162,32 +147,16 @@ def _guessed(a: float, num_draft_tokens: int, num_branches: int, g: float) -> fl
 
 
 def guess_rate_of(measured_hit_rate: float, acceptance_rate: float, num_draft_tokens: int, num_branches: int) -> float:
-    """The guess rate at which so many hits are to be expected: the inverse of :func:`hit_rate`, in [0.01, 0.99]."""
-    low, high = 0.01, 0.99
-    for _ in range(7):
-        middle = (low + high) / 2
-        if hit_rate(acceptance_rate, num_draft_tokens, num_branches, middle) < measured_hit_rate:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2
+    """The guess rate at which so many hits are to be expected: the inverse of :func:`hit_rate`, in hundredths."""
+    rates = [hit_rate(acceptance_rate, num_draft_tokens, num_branches, n / 100) for n in range(1, 100)]
+    return (1 + bisect_left(rates, measured_hit_rate, hi=98)) / 100
 
 
-def best_by_way(conditions: Conditions, acceptance_rate: float, bounds: Bounds) -> dict[Way, tuple[Choice, Pace]]:
+def best_by_way(conditions: Conditions, acceptance_rate: float, bounds: Bounds) -> list[Choice]:
     """Of each way the choice with the most tokens per second; of equal ones the one that drafts least."""
-    best: dict[Way, tuple[Choice, Pace]] = {}
+    best: dict[Way, tuple[float, Choice]] = {}
     for choice in bounds.choices():
-        found = pace(choice, conditions, acceptance_rate)
-        held = best.get(choice.way)
-        if held is None or found.tokens_per_s > TIE * held[1].tokens_per_s:
-            best[choice.way] = choice, found
-    return best
-
-
-def own_length(choice: Choice, group_rate: float, own_rate: float, bound: int | None) -> int:
-    """Draft length of one sequence within its group's choice: one token where it is much worse than the group.
-
-    One is drafted in any case, so that its rate stays known; 0 only where the request allows none.
-    """
-    length = 1 if own_rate < WORSE * group_rate else choice.num_draft_tokens
-    return length if bound is None else min(bound, length)
+        rate = pace(choice, conditions, acceptance_rate)
+        if rate > TIE * best.get(choice.way, (0.0, OFF))[0]:
+            best[choice.way] = rate, choice
+    return [choice for _, choice in best.values()]

@@ -9,8 +9,6 @@ from specdec.control.steptimes import StepTimes, step_times
 from specdec.protocol.branches import branch_share
 from specdec.protocol.plans import WorkerKind
 
-FULL_CACHE, ROOM_AGAIN = 0.95, 0.8
-"""Usage from which a cache is full, and below which it no longer is: branches make up a part of it themselves."""
 UNKNOWN_TRIP_S = 0.002
 """To a worker and back, until it is measured."""
 _ECHOES_KEPT = 32
@@ -18,19 +16,19 @@ _ECHOES_KEPT = 32
 
 @dataclass
 class WorkerFigures:
-    """What a worker last reported."""
+    """What a worker last reported, and the step times that it reported first: those it profiled as it loaded."""
 
     kind: WorkerKind
     steps: StepTimes = field(default_factory=StepTimes)
+    profile: StepTimes = field(default_factory=StepTimes)
     report: Mapping[str, float] = field(default_factory=dict)
-    is_full: bool = False
     _echoes_s: list[float] = field(default_factory=list)
 
     def reported(self, report: Mapping[str, float]) -> None:
         """Its newest report has come."""
         self.report = report
         self.steps = step_times(report) or self.steps
-        self.is_full = report.get("kv_cache_usage_perc", 0.0) >= (ROOM_AGAIN if self.is_full else FULL_CACHE)
+        self.profile = self.profile or self.steps
 
     def echoed(self, seconds: float) -> None:
         """An echo came; a busy drafter answers when its next step has ended, so that a step is taken off."""
@@ -53,4 +51,4 @@ class WorkerFigures:
         """Most branches that a drafter has room for, of each of its sequences; recurrent states take a slot each."""
         rows, num_slots = max(1, num_sequences, self.num_sequences), int(self.report.get("num_state_slots", 0))
         room = max(0, num_slots // rows - 1) if num_slots else branch_share(rows)
-        return 0 if self.is_full else min(branch_share(rows), room)
+        return min(branch_share(rows), room)

@@ -9,7 +9,7 @@ from specdec.sampling.params import SequenceSpec
 _REVIEW_S = 0.25
 """Period of the controller's reviews: short beside a sequence, long beside a step."""
 _SOON_S = 0.02
-"""Least time between two reviews where a sequence has come: its first plan may be another load's."""
+"""Time after a sequence has come in which no other came, until a review: its first plan may be another load's."""
 _QUIET_TURN = 2
 """Of the turns since a verdict came: its commit has left by then, and what is offered after it has time yet."""
 
@@ -30,6 +30,7 @@ class Planning:
         self._reviewed_s = float("-inf")
         self._turns = 0
         self._has_opened = False
+        self._opened_s: float | None = None
 
     def opened(self, seq: str, spec: SequenceSpec) -> Plan:
         """A sequence has come; its first plan, which is soon reviewed."""
@@ -51,11 +52,13 @@ class Planning:
         self._turns += 1
         is_quiet, waited_s = self._turns == _QUIET_TURN, now_s - self._reviewed_s
         is_due = waited_s >= 2 * _REVIEW_S or (is_quiet and waited_s >= _REVIEW_S)
-        is_due |= self._has_opened and waited_s >= _SOON_S
+        if self._has_opened:
+            self._has_opened, self._opened_s = False, now_s
+        is_due |= self._opened_s is not None and now_s - self._opened_s >= _SOON_S
         if is_due or is_quiet:
             self._hand_over()
         if is_due:
-            self._reviewed_s, self._has_opened = now_s, False
+            self._reviewed_s, self._opened_s = now_s, None
         return is_due
 
     def _hand_over(self) -> None:

@@ -8,14 +8,14 @@ from specdec.control.group import AGE_S, CAUTION, PROBE_ROUNDS, PROBE_SHARE, Gro
 from specdec.control.ways import OFF, Bounds, pace
 from tests.specdec.control.test_ways import conditions
 
-TOKENS = 200
+TOKENS = 400
 
 
 def followed(group, conditions, share, now_s=0.0, rate=0.8):
     """The group's choice, which gives a share of what its formula says."""
-    expected = pace(group.choice, conditions, rate).tokens_per_s
+    expected = pace(group.choice, conditions, rate)
     for _ in range(TOKENS):
-        group.heard(group.choice, 1, 2, 2 / (share * expected), now_s)
+        group.heard(group.choice, 2, 2 / (share * expected), now_s)
 
 
 def test_a_gain_that_is_likely_is_taken_at_once():
@@ -49,45 +49,48 @@ def test_a_factor_counts_at_its_load_then_nearby_and_less_as_it_ages():
     assert group.factor("outcomes", one, 20 * AGE_S) == pytest.approx(CAUTION, abs=0.01)
 
 
-def test_the_target_alone_is_remembered_as_it_was():
+def test_whatever_slows_the_target_down_when_it_is_alone_is_expected_of_all_ways():
     group, alone = Group(), conditions()
     group.review(alone, 0.0, Bounds(), 0.0)
     assert group.choice == OFF
-    for _ in range(TOKENS):
-        group.heard(OFF, 1, 1, 0.04, 0.0)
-    assert group.alone(alone) == pytest.approx(25, rel=0.03)
-    assert group.alone(conditions(rows=8)) == pytest.approx(1 / 0.03)
+    followed(group, alone, 0.75)
+    assert group.factor("off", alone, 0.0) == pytest.approx(0.75, abs=0.02)
+    assert group.factor("overlap", conditions(rows=8), 0.0) == pytest.approx(CAUTION * 0.75, abs=0.02)
 
 
-def test_while_off_one_sequence_probes_and_then_all_rest():
+def test_a_pause_counts_for_no_more_than_a_few_rounds():
+    group, one = Group(), conditions()
+    group.review(one, 0.0, Bounds(), 0.0)
+    followed(group, one, 1.0)
+    group.heard(OFF, 1, 1000.0, 0.0)
+    assert group.factor("off", one, 0.0) > 0.95
+
+
+def test_while_off_the_first_sequence_probes_and_then_all_rest():
     group, seqs = Group(), ["a", "b", "c"]
     group.review(conditions(), 0.0, Bounds(), 0.0)
-    assert group.probe(["b"], seqs) == "b", "first one of a kind that is unknown"
-    assert group.probe([], seqs) == "b"
-    group.probed(PROBE_ROUNDS)
-    rests = []
-    for _ in range(4):
-        rounds = 0
-        while group.probe([], seqs) is None:
-            group.heard(OFF, 1, 1, 0.03, 0.0)
-            rounds += 1
+    for _ in range(2):
+        assert [group.probe(seqs), group.probe(seqs)] == ["a", "a"]
         group.probed(PROBE_ROUNDS)
-        rests.append(rounds)
-    assert rests == [n * PROBE_ROUNDS / PROBE_SHARE for n in (1, 2, 4, 4)]
+        rounds = 0
+        while group.probe(seqs) is None:
+            group.rested(1)
+            rounds += 1
+        assert rounds == PROBE_ROUNDS / PROBE_SHARE
 
 
 def test_a_probe_whose_sequence_has_ended_goes_to_another():
     group = Group()
     group.review(conditions(), 0.0, Bounds(), 0.0)
-    assert group.probe(["a"], ["a"]) == "a"
-    assert group.probe(["b"], ["b"]) == "b"
-    assert group.probe([], []) is None
+    assert group.probe(["a"]) == "a"
+    assert group.probe(["b"]) == "b"
+    assert group.probe([]) is None
 
 
-def test_guesses_are_told_by_hits_unless_the_choice_has_changed_since():
+def test_guesses_are_told_by_hits_of_prepared_outcomes():
     group = Group()
+    group.guesses_reported(10, 90)
+    assert group.guess_rate == 0.5, "nothing was prepared"
     group.review(conditions(), 0.8, Bounds(), 0.0)
-    group.guesses_reported(10, 90)  # partly of the time before
-    assert group.guess_rate == 0.5
     group.guesses_reported(10, 90)
     assert group.guess_rate < 0.2

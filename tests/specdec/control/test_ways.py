@@ -8,7 +8,6 @@ from specdec.control.steptimes import StepTime, StepTimes
 from specdec.control.ways import (
     DRAFT_LENGTHS,
     OFF,
-    RUNNING_STEP,
     Bounds,
     Choice,
     Conditions,
@@ -16,7 +15,6 @@ from specdec.control.ways import (
     expected_tokens,
     guess_rate_of,
     hit_rate,
-    own_length,
     pace,
 )
 
@@ -24,26 +22,24 @@ FLAT = StepTimes((StepTime(1, 1, 0.03, 9), StepTime(1, 64, 0.03, 9)))
 
 
 def conditions(draft_s=0.003, target=FLAT, rows=1, trip_s=0.0, guess_rate=0.5):
-    return Conditions(target, StepTimes((StepTime(1, 1, draft_s, 9),)), rows, rows, trip_s, guess_rate)
+    return Conditions(target, target, StepTimes((StepTime(1, 1, draft_s, 9),)), rows, rows, trip_s, guess_rate)
 
 
 def test_in_turn_by_hand():
     expected = pace(Choice("in_turn", 2), conditions(trip_s=0.004), 0.5)
-    assert expected.tokens == pytest.approx(1.75)
-    assert expected.round_s == pytest.approx(0.03 + 2 * 0.003 + 0.004)
+    assert expected == pytest.approx(1.75 / (0.03 + 2 * 0.003 + 0.004))
 
 
 def test_ahead_with_a_draft_that_is_always_right_every_round_has_one():
     for way, branches in (("overlap", 0), ("outcomes", 4)):
-        expected = pace(Choice(way, 4, branches), conditions(), 1.0)
-        assert expected.tokens_per_s == pytest.approx(5 / 0.03)
+        assert pace(Choice(way, 4, branches), conditions(), 1.0) == pytest.approx(5 / 0.03)
 
 
 def test_ahead_no_more_is_drafted_than_fits_into_a_step():
-    fit = 0.03 / 0.008 - RUNNING_STEP
-    assert pace(Choice("overlap", 16), conditions(0.008), 1.0).tokens == pytest.approx(1 + fit)
-    assert pace(Choice("overlap", 4), conditions(0.07), 1.0).tokens == 1.0
-    assert pace(Choice("overlap", 4), conditions(0.003, trip_s=0.04), 1.0).tokens == 1.0
+    fit = 0.03 / 0.008
+    assert pace(Choice("overlap", 16), conditions(0.008), 1.0) == pytest.approx((1 + fit) / 0.03)
+    assert pace(Choice("overlap", 4), conditions(0.07), 1.0) == pytest.approx(1 / 0.03)
+    assert pace(Choice("overlap", 4), conditions(0.003, trip_s=0.04), 1.0) == pytest.approx(1 / 0.03)
 
 
 def test_over_outcomes_a_miss_costs_a_plain_round():
@@ -51,7 +47,7 @@ def test_over_outcomes_a_miss_costs_a_plain_round():
     a, guess_rate, one = 0.5, 0.5, Choice("outcomes", 2, 2)
     after_draft, after_plain = (hit_rate(a, n, 2, guess_rate) for n in (2, 0))
     share = after_plain / (1 - after_draft + after_plain)
-    assert pace(one, conditions(), a).tokens == pytest.approx(1 + share * 0.75)
+    assert pace(one, conditions(), a) == pytest.approx((1 + share * 0.75) / 0.03)
     # All kept and the next one right; refused at once, first or second guess.
     assert after_draft == pytest.approx(0.125 + 0.5 * 0.5 + 0.5 * 0.25)
 
@@ -83,13 +79,6 @@ def test_choices_keep_within_bounds():
 
 
 def test_of_equal_choices_the_one_that_drafts_least_is_the_best():
-    best = best_by_way(conditions(0.008), 0.8, Bounds())
-    assert best["outcomes"][0].num_draft_tokens <= 4
-    assert best["off"] == (OFF, pace(OFF, conditions(0.008), 0.8))
-
-
-def test_a_sequence_that_is_much_worse_than_its_group_drafts_one_token():
-    choice = Choice("overlap", 4)
-    assert [own_length(choice, 0.9, rate, None) for rate in (0.9, 0.5, 0.4)] == [4, 4, 1]
-    assert [own_length(choice, 0.9, 0.9, bound) for bound in (9, 3, 0)] == [4, 3, 0]
-    assert own_length(choice, 0.9, 0.1, 0) == 0
+    best = {choice.way: choice for choice in best_by_way(conditions(0.008), 0.8, Bounds())}
+    assert best["outcomes"].num_draft_tokens <= 4
+    assert best["off"] == OFF
