@@ -153,6 +153,7 @@ _GAUGES = {
     "report_s": "The worker's own clock when it reported, in seconds.",
     "num_branches_held": "Branches that the drafter holds now.",
     "num_waiting_sequences": "Sequences for which the drafter's last step had no room in its cache.",
+    "has_failed_controller": "1 where a router's controller has failed, so that nothing is drafted.",
     "is_scripted": "1 where tokens come from a script.",
     "is_draining": "1 where no sequences are taken any more.",
 }

@@ -13,6 +13,7 @@ from deployments.transport.endpoints import PeerGroup, RouterEndpoint, replica_i
 from specdec.control.controller import Controller
 from specdec.control.ways import WAYS, Bounds
 from specdec.engine.trace import Recorder
+from specdec.protocol.contained import ContainedController
 from specdec.protocol.plans import IN_TURN_WAIT_S, PlanController, Planner, WorkerKind, fixed_plan, no_drafts
 from specdec.protocol.router import RouterMachine
 from specdec.types import Way
@@ -69,7 +70,7 @@ def planner_of(args: AppArgs) -> Planner | PlanController:
         return no_drafts
     if args.num_speculative_tokens == "auto":
         ways = frozenset(WAYS if args.mode == "auto" else ("off", args.mode))
-        return Controller(Bounds(args.most_draft_tokens, args.num_branches, ways))
+        return ContainedController(Controller(Bounds(args.most_draft_tokens, args.num_branches, ways)))
     mode: Way = "overlap" if args.mode == "auto" else args.mode
     wait_s = IN_TURN_WAIT_S if mode == "in_turn" else 0.0
     num_branches = args.num_branches if mode == "outcomes" else 0

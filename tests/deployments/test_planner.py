@@ -9,6 +9,7 @@ import pytest
 from cluster.config import AppArgs
 from deployments.router import planner_of
 from specdec.control.controller import Controller
+from specdec.protocol.contained import ContainedController
 from specdec.protocol.messages import Plan
 from specdec.protocol.plans import IN_TURN_WAIT_S
 from specdec.sampling.params import SamplingParams, SequenceSpec
@@ -34,6 +35,14 @@ def test_a_fixed_length_is_every_sequences_plan(keys: dict[str, Any], plan: Plan
     assert planner(SPEC) == plan
 
 
+def chosen_by(args: AppArgs) -> Controller:
+    """The controller, whose errors are contained."""
+    planner = planner_of(args)
+    assert isinstance(planner, ContainedController)
+    assert isinstance(planner.controller, Controller)
+    return planner.controller
+
+
 @pytest.mark.parametrize(
     ("keys", "ways", "most"),
     [
@@ -45,12 +54,10 @@ def test_a_fixed_length_is_every_sequences_plan(keys: dict[str, Any], plan: Plan
     ],
 )
 def test_auto_chooses_within_the_configuration(keys: dict[str, Any], ways: set[str], most: int) -> None:
-    planner = planner_of(AppArgs(**keys))
-    assert isinstance(planner, Controller)
+    planner = chosen_by(AppArgs(**keys))
     assert (planner.bounds.ways, planner.bounds.num_branches) == (ways, most)
 
 
 def test_no_branches_is_none_whatever_the_mode() -> None:
-    planner = planner_of(AppArgs(num_branches=0))
-    assert isinstance(planner, Controller)
+    planner = chosen_by(AppArgs(num_branches=0))
     assert {one.num_branches for one in planner.bounds.choices()} == {0}
