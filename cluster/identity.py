@@ -35,33 +35,31 @@ def model_dtype(args: AppArgs, model: ModelConfig) -> Dtype:
 
 
 def fingerprints(args: AppArgs) -> Fingerprints:
-    """What the service's target and vocabulary are (rule 14); the same in every process of one configuration.
+    """What the service's models and their vocabulary are (rule 14); the same in every process of one configuration.
 
     Placement, limits, plans and all else that decides no token are not in it.
 
     Raises:
-        ModelLoadError: The target cannot be found or read.
+        ModelLoadError: A model cannot be found or read.
     """
-    return _fingerprints(args, args.target, target_path(args))
-
-
-def draft_fingerprints(args: AppArgs) -> Fingerprints:
-    """The same of the draft as a model of its own.
-
-    Raises:
-        ModelLoadError: It cannot be found or read.
-    """
-    return _fingerprints(args, args.draft, draft_path(args))
-
-
-def _fingerprints(args: AppArgs, model: ModelConfig, path: str) -> Fingerprints:
-    where = (model.revision, model.token.get_secret_value() if model.token else None)
     # The draft's vocabulary is checked against the target's before it serves, so that one text stands for both.
-    tokens = (args.target.revision, args.target.token.get_secret_value() if args.target.token else None)
-    vocabulary = vocabulary_fingerprint(target_path(args), *tokens)
-    decision = digest(
+    vocabulary = vocabulary_fingerprint(target_path(args), *_where(args.target))
+    return Fingerprints(
+        decision=_deciding(args, args.target, target_path(args), vocabulary),
+        vocabulary=vocabulary,
+        draft=_deciding(args, args.draft, draft_path(args), vocabulary) if args.has_draft else "",
+    )
+
+
+def _where(model: ModelConfig) -> tuple[str | None, str | None]:
+    return model.revision, model.token.get_secret_value() if model.token else None
+
+
+def _deciding(args: AppArgs, model: ModelConfig, path: str, vocabulary: str) -> str:
+    """Fingerprint of all that decides the tokens of one model."""
+    return digest(
         {
-            "model": model_fingerprint(path, *where),
+            "model": model_fingerprint(path, *_where(model)),
             "vocabulary": vocabulary,
             "dtype": model_dtype(args, model),
             "engine": _engine(args, model),
@@ -70,7 +68,6 @@ def _fingerprints(args: AppArgs, model: ModelConfig, path: str) -> Fingerprints:
             "scripted": args.scripted.model_dump(mode="json"),
         }
     )
-    return Fingerprints(decision=decision, vocabulary=vocabulary)
 
 
 def _engine(args: AppArgs, model: ModelConfig) -> list[str]:

@@ -40,7 +40,20 @@ def reconfigured(args: AppArgs, user_config: Mapping[str, Any] | None) -> AppArg
     return validated(AppArgs, merged(AppArgs, data, changes), "user_config: ")
 
 
+class _ToServe(logging.Handler):
+    """Hands records on to Serve's log."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        logging.getLogger("ray.serve").handle(record)
+
+
 def set_log_level(args: AppArgs) -> None:
-    """Log from now on what the configuration says, in this replica; where it says nothing, Serve's own rule holds."""
+    """Log from now on what the configuration says, in this replica; where it says nothing, Serve's own rule holds.
+
+    What the library logs, of sequences that fail among it, goes to Serve's log, too: Serve keeps its own logger alone.
+    """
+    serve, library = logging.getLogger("ray.serve"), logging.getLogger("specdec")
     if "log_level" in args.model_fields_set:
-        logging.getLogger("ray.serve").setLevel(args.log_level.upper())
+        serve.setLevel(args.log_level.upper())
+    library.setLevel(serve.getEffectiveLevel())
+    library.handlers = [_ToServe()]

@@ -31,6 +31,7 @@ from specdec.models.compat import check_width, tokenizer_width
 from specdec.models.describe import describe_model
 from specdec.models.loading import ModelSource, load_tokenizer
 from specdec.protocol.ingress import IngressMachine
+from specdec.types import Fingerprints
 
 logger = logging.getLogger("ray.serve")
 
@@ -53,10 +54,9 @@ class OpenAIIngress(LiveKeys, IngressEndpoint):
         set_log_level(args)
         self._router = router
         self._registry = CollectorRegistry()
-        info = _model_info(args)
-        self._service = RoutedTokens(info)
         own = fingerprints(args)
-        machine = IngressMachine(replica_id(), args.protocol.times(), decision=own.decision)
+        self._service = RoutedTokens(_model_info(args, own))
+        machine = IngressMachine(replica_id(), args.protocol.times(), fingerprints=own)
         self._machine = machine
         self._ingress_host = self.start_ingress(machine, routers=ROUTERS, after=self._service.deliver, fingerprints=own)
         self._service.connect(self._ingress_host, lambda: bool(self.linked_peers()))
@@ -121,25 +121,26 @@ class OpenAIIngress(LiveKeys, IngressEndpoint):
         return self._service.is_drained
 
 
-def _model_info(args: AppArgs) -> ModelInfo:
+def _model_info(args: AppArgs, own: Fingerprints) -> ModelInfo:
     """What the API says of the models, from their configurations alone."""
     vocab_size = tokenizer_width(load_tokenizer(target_source(args)))
-    target = _served(args, target_source(args), args.model_name, "target", vocab_size)
+    target = _served(args, target_source(args), args.model_name, "target", vocab_size, own)
     source = draft_source(args)
     if source is None:
-        return ModelInfo(target, created_s=int(time.time()), decision=fingerprints(args).decision)
+        return ModelInfo(target, created_s=int(time.time()))
     return ModelInfo(
         target,
-        _served(args, source, f"{args.model_name}-draft", "draft", vocab_size),
+        _served(args, source, f"{args.model_name}-draft", "draft", vocab_size, own),
         num_speculative_tokens=args.most_draft_tokens,
         acceptance_rules=("coupled", "rejection"),
         acceptance=args.acceptance,
         created_s=int(time.time()),
-        decision=fingerprints(args).decision,
     )
 
 
-def _served(args: AppArgs, source: ModelSource, name: str, role: Role, vocab_size: int) -> ServedModel:
+def _served(
+    args: AppArgs, source: ModelSource, name: str, role: Role, vocab_size: int, own: Fingerprints
+) -> ServedModel:
     model = describe_model(source)
     check_width(model.name, model.vocab_size, vocab_size)
     return ServedModel(
@@ -149,4 +150,5 @@ def _served(args: AppArgs, source: ModelSource, name: str, role: Role, vocab_siz
         vocab_size=vocab_size,
         eos_token_ids=model.eos_token_ids,
         defaults=model.generation_defaults,
+        decision=own.deciding(role),
     )

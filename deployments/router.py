@@ -31,9 +31,7 @@ class SpeculationRouter(LiveKeys, RouterEndpoint):
         self._args = self._in_force = args
         set_log_level(args)
         own = fingerprints(args)
-        self._machine = RouterMachine(
-            replica_id(), planner_of(args), args.protocol.times(), decision=own.decision, vocabulary=own.vocabulary
-        )
+        self._machine = RouterMachine(replica_id(), planner_of(args), args.protocol.times(), fingerprints=own)
         groups = [_group(self._machine, TARGET, "target")]
         if args.has_draft:
             groups.append(_group(self._machine, DRAFT, "drafter"))

@@ -110,7 +110,7 @@ class DraftServer(_Worker):
             lambda: observed.gauges() | report.gauges() | self.config_report(),
             fingerprint=own.vocabulary,
         )
-        machine = DraftWorkerMachine(drafter, TargetMachine(name, solo, times))
+        machine = DraftWorkerMachine(drafter, TargetMachine(name, solo, times, fingerprint=own.draft))
         self._worker_host = self.start_worker(
             machine,
             routers=ROUTER,

@@ -18,12 +18,14 @@ class Account:
     """What is known of a request so far, for the line that is logged at its end.
 
     Attributes:
+        request_id: That of its body; empty where it has none.
         key: Name of its API key; empty where none is asked for.
         ticket: Its part of what is taken in; None where it asks for nothing to be generated.
         first_token_s: When its first token came, on the monotonic clock.
         finish: How its choices ended, each way once.
     """
 
+    request_id: str = ""
     key: str = ""
     ticket: Ticket | None = None
     model: str = ""
@@ -40,6 +42,7 @@ class Arrival:
     """When a request came, under what id, and from whom.
 
     Attributes:
+        request_id: That of ``x-request-id``.
         clock_s: Monotonic.
         wall_s: Since the epoch.
         caller: Digest of the API key that came with it; empty where none came.
@@ -59,6 +62,11 @@ class Arrival:
     end_by_s: float = math.inf
     retry_after_s: int = 1
     account: Account = field(default_factory=Account)
+
+    @property
+    def label(self) -> str:
+        """By which answers and log lines name the request: the id in its body, or else that of ``x-request-id``."""
+        return self.account.request_id or self.request_id
 
     def cache_salt(self, wanted: str | None) -> str | None:
         """With whom cached prefixes are shared: with requests of the same key, and the same salt if one is wanted.

@@ -93,7 +93,7 @@ def add_error_handlers(app: FastAPI, retry_after_s: int) -> None:
     async def handle(request: Request, error: Exception) -> JSONResponse:
         if isinstance(error, HTTPException) and error.status_code in (404, 405):
             return _no_such_route(request, error).response()
-        return api_error(error, retry_after_s, request.state.arrival.request_id).response()
+        return api_error(error, retry_after_s, request.state.arrival.label).response()
 
     for kind in (ApiError, InvalidParameterError, ServiceUnavailableError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, handle)

@@ -144,7 +144,7 @@ class Envelope:
     def __init__(self, job: Job, format_: Format) -> None:
         self._job = job
         self._head = {
-            "id": f"{format_.prefix}-{job.arrival.request_id}",
+            "id": f"{format_.prefix}-{job.arrival.label}",
             "created": int(job.arrival.wall_s),
             "system_fingerprint": job.fingerprint,
         }

@@ -66,6 +66,7 @@ async def completion_job(api: Api, body: CompletionBody, arrival: Arrival) -> Jo
     Raises:
         ApiError, InvalidParameterError, ServiceUnavailableError: The request is refused.
     """
+    arrival.account.request_id = body.request_id or ""
     model = api.model(body.model)
     _check_count(api, body, len(body.prompt))
     for prompt in body.prompt if body.truncate_prompt_tokens is None else ():
@@ -83,6 +84,7 @@ async def chat_job(api: Api, body: ChatBody, arrival: Arrival) -> Job:
     Raises:
         ApiError, InvalidParameterError, ServiceUnavailableError: The request is refused.
     """
+    arrival.account.request_id = body.request_id or ""
     model = api.model(body.model)
     _check_count(api, body, 1)
     await api.admit(arrival, model, body.n or 1)
@@ -214,7 +216,7 @@ def _job(
                 max_tokens=limits[i],
                 eos_token_ids=model.eos_token_ids,
                 arrival_s=arrival.wall_s,
-                request_id=arrival.request_id,
+                request_id=arrival.label,
                 num_speculative_tokens=bound,
             )
             seq = f"{name}-{len(sequences)}"
@@ -222,11 +224,11 @@ def _job(
     return Job(
         body=body,
         model=model,
-        arrival=arrival if body.request_id is None else replace(arrival, request_id=body.request_id),
+        arrival=arrival,
         prompts=tuple(prompts),
         sequences=tuple(sequences),
         num_samples=num_samples,
         stops=tuple(body.stop or ()),
         num_speculative_tokens=info.num_speculative_tokens if bound is None else bound,
-        fingerprint=info.fingerprint,
+        fingerprint=model.fingerprint,
     )

@@ -98,7 +98,7 @@ def _log(arrival: Arrival, path: str, status: int) -> None:
     account, now_s = arrival.account, time.monotonic()
     first_s = None if account.first_token_s is None else round(account.first_token_s - arrival.clock_s, 4)
     fields = {
-        "request_id": arrival.request_id,
+        "request_id": arrival.label,
         "key": account.key,
         "model": account.model,
         "path": path,
@@ -136,7 +136,7 @@ class CatchErrors:
             if started or scope["type"] != "http":
                 raise
             arrival: Arrival = scope["state"]["arrival"]
-            await api_error(error, self._retry_after_s, arrival.request_id).response()(scope, receive, send)
+            await api_error(error, self._retry_after_s, arrival.label).response()(scope, receive, send)
 
 
 class Admit:

@@ -24,6 +24,7 @@ class ServedModel:
         vocab_size: Number of token ids.
         eos_token_ids: Ids that end a sequence.
         defaults: What holds for requests that do not say.
+        decision: Fingerprint of all that decides its tokens, where it is known.
     """
 
     name: str
@@ -32,6 +33,13 @@ class ServedModel:
     vocab_size: int
     eos_token_ids: Tokens = ()
     defaults: GenerationDefaults = PLAIN_DEFAULTS
+    decision: str = ""
+
+    @property
+    def fingerprint(self) -> str:
+        """What answers give as ``system_fingerprint``: another one may have other tokens for the same seed."""
+        said = self.decision or repr(self)
+        return f"fp_{blake2b(said.encode(), digest_size=6).hexdigest()}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +52,6 @@ class ModelInfo:
         acceptance_rules: Rules that a request may choose.
         acceptance: The one of them that holds where it chooses none.
         created_s: When the service was started, in seconds since the epoch.
-        decision: Fingerprint of all that decides tokens, where it is known.
     """
 
     target: ServedModel
@@ -53,13 +60,6 @@ class ModelInfo:
     acceptance_rules: tuple[Acceptance, ...] = ("coupled",)
     acceptance: Acceptance = "coupled"
     created_s: int = 0
-    decision: str = ""
-
-    @property
-    def fingerprint(self) -> str:
-        """What answers give as ``system_fingerprint``: another one may have other tokens for the same seed."""
-        said = self.decision or repr((self.target, self.draft))
-        return f"fp_{blake2b(said.encode(), digest_size=6).hexdigest()}"
 
     @property
     def models(self) -> tuple[ServedModel, ...]:

@@ -25,10 +25,9 @@ from deployments.transport.streams import StreamAnswerer, StreamDialer
 from deployments.transport.wire import FingerprintKind, Hello, HostFailedError, Identity, LinkTimes, mismatch
 from specdec.engine.trace import Recorder, WorkerTrace
 from specdec.engine.traced import traced
-from specdec.types import Fingerprints
+from specdec.types import UNKNOWN, Fingerprints
 
 DEFAULT_TIMES = LinkTimes()
-UNKNOWN = Fingerprints()
 
 
 @dataclass(frozen=True)

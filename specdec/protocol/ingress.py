@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from specdec.protocol.leases import Outbox, Times
 from specdec.protocol.marks import Extension, TokenLog
 from specdec.protocol.messages import Cancel, End, Gone, Message, NewTokens, Notes, Plan, Submit, Want
+from specdec.sampling.finish import Ending
 from specdec.sampling.params import SequenceSpec
-from specdec.types import Finish, Tokens
+from specdec.types import UNKNOWN, Fingerprints, Finish, Tokens
 
 DRAINING = "the service is about to stop; send the request again"
 MODEL_REPLACED = "the model was replaced by another; send the request again"
@@ -53,6 +54,11 @@ class Request:
         self.heard_s = 0.0
         self.wanted_s = 0.0
 
+    def ended(self) -> Finish | None:
+        """How its delivered tokens end it, if they do; requests that a model's length would end have a limit below."""
+        start, limit = self.spec.output_start, self.spec.output_start + self.spec.max_tokens
+        return Ending.of(self.spec, limit).of_log(self.log.tokens, start)
+
 
 class IngressMachine:
     """Submits, renews, and resubmits under a higher attempt when a router is gone; delivers each token once.
@@ -62,19 +68,19 @@ class IngressMachine:
     Args:
         name: By which routers know it.
         times: The protocol's clock.
-        decision: Fingerprint of what decides the tokens of its requests (rule 14). Empty takes every model.
+        fingerprints: What decides the tokens of its requests (rule 14).
 
     Attributes:
         is_draining: Whether new requests are refused: they end at once, with an error.
     """
 
-    def __init__(self, name: str, times: Times, *, decision: str = "") -> None:
+    def __init__(self, name: str, times: Times, *, fingerprints: Fingerprints = UNKNOWN) -> None:
         self.name = name
-        self.decision = decision
+        self.fingerprints = fingerprints
         self.is_draining = False
         self._times = times
         self._requests: dict[str, Request] = {}
-        self._routers: dict[str, str] = {}
+        self._routers: dict[str, set[str]] = {}  # each with what it refuses: "draining" is all, else of which model
         self._turn = 0
         self._outbox = Outbox()
         self._deliveries: list[Delivery] = []
@@ -137,14 +143,14 @@ class IngressMachine:
 
     def router_refused(self, name: str, now_s: float) -> None:
         """A router is of another model, so that there is no link to it; it counts until it is lost."""
-        self._routers[name] = "model"
+        self._routers[name] = {"target", "draft"}
         for request in list(self._requests.values()):
             if request.router is None:
                 self._submit(request, now_s)
 
     def router_joined(self, name: str, now_s: float) -> None:
         """A router can be reached."""
-        self._routers[name] = ""
+        self._routers[name] = set()
         for request in list(self._requests.values()):
             if request.router is None:
                 self._submit(request, now_s)
@@ -191,7 +197,7 @@ class IngressMachine:
     def _on_gone(self, request: Request, why: str, now_s: float) -> None:
         """Submit elsewhere; a router that refuses what is new is not asked again until it is another."""
         if why != "unknown" and request.router in self._routers:
-            self._routers[request.router] = why
+            self._routers[request.router].add(request.spec.model if why == "model" else why)
         self._submit(request, now_s)
 
     def _on_tokens(self, request: Request, message: NewTokens, now_s: float) -> None:
@@ -214,23 +220,26 @@ class IngressMachine:
 
     def _submit(self, request: Request, now_s: float) -> None:
         """Submit a request to the next router, or end it where none but those of another model stay (rule 14)."""
-        if "model" in self._routers.values() and not self._able_routers():
-            self._finish(request, "error", MODEL_REPLACED)
+        model = request.spec.model
+        if not self._able_routers(model) and any(model in refused for refused in self._routers.values()):
+            finish = request.ended()  # the end that the lost router had told may be lost, too
+            self._finish(request, finish or "error", "" if finish else MODEL_REPLACED)
             return
         self.num_resubmitted += request.attempt > 0
         request.attempt += 1
         request.heard_s = request.wanted_s = now_s
-        request.router = self._next_router()
+        request.router = self._next_router(model)
         if request.router is not None:
             tokens = request.log.tail(0)
-            submit = Submit(request.seq, request.attempt, self.name, tokens, request.spec, self.decision)
+            decision = self.fingerprints.deciding(model)
+            submit = Submit(request.seq, request.attempt, self.name, tokens, request.spec, decision)
             self._outbox.put(request.router, submit)
 
-    def _able_routers(self) -> list[str]:
-        return [name for name, refusal in self._routers.items() if not refusal]
+    def _able_routers(self, model: str) -> list[str]:
+        return [name for name, refused in self._routers.items() if refused.isdisjoint(("draining", model))]
 
-    def _next_router(self) -> str | None:
-        able = self._able_routers()
+    def _next_router(self, model: str) -> str | None:
+        able = self._able_routers(model)
         self._turn += 1
         return able[self._turn % len(able)] if able else None
 

@@ -186,8 +186,8 @@ class Open(Struct, frozen=True, array_like=True, tag=True):
     """Router to worker: hold this sequence, whose log is ``tokens``. Idempotent.
 
     Attributes:
-        fingerprint: What the worker must be: on a target the fingerprint of everything that decides tokens, on a
-            drafter that of the vocabulary (rule 14).
+        fingerprint: What the worker must be: the fingerprint of everything that decides tokens, or, where it is to
+            draft, that of the vocabulary (rule 14).
         suspects: Name of the group that it is on probation with: only these share a step until each has taken one
             (rule 16). Empty for a sequence that is not suspected.
     """

@@ -10,6 +10,7 @@ from specdec.protocol.plans import WorkerKind
 from specdec.protocol.probation import Probation
 from specdec.protocol.sessions import RouterCounters, Session, WorkerLink
 from specdec.protocol.worker_pool import WorkerPool
+from specdec.types import Fingerprints
 
 _KINDS: tuple[WorkerKind, ...] = ("target", "drafter")
 
@@ -23,7 +24,7 @@ class Placement:
         counters: Of the router.
         probation: Its suspects.
         lease_s: For which sequences are opened.
-        fingerprints: What a worker of each kind must be; empty where it may be anything (rule 14).
+        fingerprints: Of the models that workers must have (rule 14).
 
     Attributes:
         workers: Those that can be reached.
@@ -37,7 +38,7 @@ class Placement:
         counters: RouterCounters,
         probation: Probation,
         lease_s: float,
-        fingerprints: dict[WorkerKind, str],
+        fingerprints: Fingerprints,
     ) -> None:
         self._router = router
         self._outbox = outbox
@@ -81,7 +82,8 @@ class Placement:
         """Tell a session's worker the whole of it."""
         link.opened_s = now_s
         link.length = link.sent = len(session.log)
-        group = session.suspects if link is session.target else None
+        fingerprints, is_deciding = self._fingerprints, link is session.target
+        group = session.suspects if is_deciding else None
         message = Open(
             session.seq,
             session.link_inc(link),
@@ -90,7 +92,7 @@ class Placement:
             session.spec,
             session.plan,
             self.lease_s,
-            fingerprint=self._fingerprints[link.kind],
+            fingerprint=fingerprints.deciding(session.spec.model) if is_deciding else fingerprints.vocabulary,
             suspects="" if group is None else group.name,
         )
         self.send(link, message)

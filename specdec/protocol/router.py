@@ -31,7 +31,7 @@ from specdec.protocol.planning import Planning
 from specdec.protocol.plans import FixedPlans, PlanController, Planner, WorkerKind
 from specdec.protocol.probation import Probation
 from specdec.protocol.sessions import RouterCounters, Session, WorkerLink
-from specdec.types import Finish
+from specdec.types import UNKNOWN, Fingerprints, Finish
 
 _AT_FAULT = "the worker that decoded this sequence died each time that it was tried alone"
 
@@ -46,8 +46,7 @@ class RouterMachine:
         name: By which its peers know it.
         planner: Gives each sequence its plan, once; or a controller, which may change it.
         times: The protocol's clock.
-        decision: Fingerprint of what decides tokens; sequences and targets of another are refused. Empty takes all.
-        vocabulary: Fingerprint of the vocabulary, for drafters. Empty takes all.
+        fingerprints: What decides tokens, and what they mean; sequences of others are refused (rule 14).
         max_reopens: Most times that a sequence is opened again after failures of its own (rule 16).
     """
 
@@ -57,12 +56,11 @@ class RouterMachine:
         planner: Planner | PlanController,
         times: Times,
         *,
-        decision: str = "",
-        vocabulary: str = "",
+        fingerprints: Fingerprints = UNKNOWN,
         max_reopens: int = 3,
     ) -> None:
         self.name = name
-        self.decision = decision
+        self.fingerprints = fingerprints
         self.is_draining = False
         self.counters = RouterCounters()
         self._controller: PlanController = FixedPlans(planner) if callable(planner) else planner
@@ -77,7 +75,7 @@ class RouterMachine:
             self.counters,
             self._probation,
             times.lease_s,
-            {"target": decision, "drafter": vocabulary},
+            fingerprints,
         )
         self._workers = self._placement.workers
         self._renewed_s = float("-inf")
@@ -268,7 +266,8 @@ class RouterMachine:
 
     def _refusal(self, message: Submit) -> str:
         """Why a sequence is not taken; empty if it is."""
-        if message.decision and self.decision and message.decision != self.decision:
+        decision = self.fingerprints.deciding(message.spec.model)
+        if message.decision and decision and message.decision != decision:
             self.counters.num_refused_model += 1
             return "model"
         self.counters.num_refused_draining += self.is_draining

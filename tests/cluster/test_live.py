@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from cluster.config import AppArgs
-from cluster.live import LIVE_KEYS, reconfigured
+from cluster.live import LIVE_KEYS, reconfigured, set_log_level
 from specdec.errors import InvalidParameterError
 
 ARGS = AppArgs.model_validate(
@@ -41,3 +43,20 @@ def test_live_keys_are_keys_and_decide_no_token():
     assert set(LIVE_KEYS) <= set(AppArgs.model_fields)
     deciding = {"demo", "target", "draft", "acceptance", "logits_processors", "chat_template", "scripted"}
     assert not deciding & set(LIVE_KEYS)
+
+
+def test_what_the_library_logs_goes_to_serves_log(monkeypatch):
+    kept: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", kept.append)
+    serve, library = logging.getLogger("ray.serve"), logging.getLogger("specdec")
+    monkeypatch.setattr(serve, "handlers", [handler])
+    for logger in (serve, library):  # what is set is undone
+        monkeypatch.setattr(logger, "level", logger.level)
+    monkeypatch.setattr(library, "handlers", [])
+    for level, wanted in (("info", ["a step", "a row"]), ("error", ["a step"])):
+        set_log_level(AppArgs.model_validate({"log_level": level}))
+        logging.getLogger("specdec.protocol.target").error("a step")
+        logging.getLogger("specdec.protocol.router").info("a row")
+        assert [record.getMessage() for record in kept] == wanted
+        kept.clear()

@@ -22,6 +22,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     for module in (workers, router):
         monkeypatch.setattr(module, "replica_id", lambda: "me")
+        monkeypatch.setattr(module, "set_log_level", lambda args: None)
     monkeypatch.setattr(workers.WorkerEndpoint, "start_worker", start)
     monkeypatch.setattr(router.RouterEndpoint, "start_router", start)
     return found
@@ -32,14 +33,16 @@ def test_all_machines_of_a_service_know_the_same_models(started: dict[str, Any])
     own = fingerprints(args)
     assert own.decision
     assert own.vocabulary
+    assert own.draft not in ("", own.decision)
     workers.TargetServer(args, 1, 1.0)
     assert started["machine"].fingerprint == own.decision
     assert (started["fingerprints"], started["stall_s"]) == (own, 5)
     workers.DraftServer(args, 1, 1.0)
     assert started["machine"].drafter.fingerprint == own.vocabulary
+    assert started["machine"].solo.fingerprint == own.draft
     assert (started["fingerprints"], started["match"]) == (own, "vocabulary")
     router.SpeculationRouter(args)
-    assert started["machine"].decision == own.decision
+    assert started["machine"].fingerprints == own
     assert started["fingerprints"] == own
 
 

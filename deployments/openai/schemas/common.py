@@ -57,7 +57,7 @@ class GenerationBody(Body):
             conversations, whose template has its own, do not.
         truncate_prompt_tokens: Keep only so many of a prompt's last tokens; -1 keeps as many as there is room for.
         return_tokens_as_token_ids: Write tokens as ``token_id:7`` in ``logprobs``.
-        request_id: Of the answer, in place of the ``x-request-id`` that came with the request.
+        request_id: Of the answer and in log lines, in place of the ``x-request-id`` that came with the request.
     """
 
     refused_unless: ClassVar[dict[str, tuple[Any, ...]]] = REFUSED

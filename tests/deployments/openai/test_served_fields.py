@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -222,12 +223,11 @@ async def test_ids_and_fingerprints(bench: Bench, http: httpx2.AsyncClient, toke
     assert {chunk["id"] for chunk in chunks} == {"chatcmpl-mine-8"}
     assert {chunk["system_fingerprint"] for chunk in chunks} == {answer["system_fingerprint"]}
     assert answer["system_fingerprint"].startswith("fp_")
-    info, other = bench.service.model_info(), Bench(tokenizer, acceptance="rejection").service.model_info()
-    assert info.fingerprint == Bench(tokenizer).service.model_info().fingerprint
-    assert other.target == info.target
-    assert Bench(tokenizer, defaults=other.target.defaults.__class__()).service.model_info().fingerprint != (
-        info.fingerprint
-    )
+    target = bench.service.model_info().target
+    solo = (await http.post("/v1/completions", json=COMPLETION | {"model": "demo-draft"})).json()
+    assert solo["system_fingerprint"] != answer["system_fingerprint"] == target.fingerprint
+    assert target.fingerprint == Bench(tokenizer).service.model_info().target.fingerprint
+    assert dataclasses.replace(target, decision="another").fingerprint != target.fingerprint
 
 
 async def test_pages_for_people_and_probes(bench: Bench, http: httpx2.AsyncClient) -> None:

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from msgspec.structs import replace
 
 from specdec.protocol.draft_worker import DraftWorkerMachine
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import DRAINING, MODEL_REPLACED, IngressMachine
-from specdec.protocol.messages import Alive, Cancel, Close, Gone, Inc, Live, Open, Plan, Resync, Submit
+from specdec.protocol.marks import TokenLog
+from specdec.protocol.messages import (
+    Alive,
+    Cancel,
+    Close,
+    Gone,
+    Inc,
+    Live,
+    NewTokens,
+    Notes,
+    Open,
+    Plan,
+    Resync,
+    Submit,
+)
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.target import TargetMachine
+from specdec.types import Fingerprints
 from tests.specdec.protocol.scripted import PROMPT
 from tests.specdec.protocol.test_faults import FaultyDraft
 from tests.specdec.protocol.test_router import PLAN, SPEC, TIMES, join, opened, submit, submitted
@@ -118,7 +135,7 @@ def test_a_router_that_drains_refuses_what_is_new_and_keeps_what_it_has():
 
 
 def test_a_router_refuses_another_model_and_names_its_own_to_workers():
-    machine = RouterMachine("R", lambda spec: PLAN, TIMES, decision="a", vocabulary="v")
+    machine = RouterMachine("R", lambda spec: PLAN, TIMES, fingerprints=Fingerprints("a", "v", "d"))
     join(machine, "T0")
     join(machine, "D0")
     for seq, decision in (("mine", "a"), ("any", ""), ("other", "b")):
@@ -133,7 +150,7 @@ def test_a_router_refuses_another_model_and_names_its_own_to_workers():
 
 
 def ingress(*routers):
-    machine = IngressMachine("I", TIMES, decision="a")
+    machine = IngressMachine("I", TIMES, fingerprints=Fingerprints("a", "v", "d"))
     for name in routers:
         machine.router_joined(name, 0.0)
     return machine
@@ -206,6 +223,55 @@ def test_a_router_that_drains_opens_elsewhere_what_it_can():
     sent = machine.take_outbox()
     assert ("s", Inc(1, 1)) in [(message.seq, message.inc) for message in sent["T1"] if isinstance(message, Open)]
     assert "I" not in sent
+
+
+def test_a_request_whose_lost_end_its_tokens_tell_ends_so_where_the_model_is_gone():
+    """Of two requests of a router that is lost the one has all of its tokens, and the other all but one."""
+    machine = ingress("R0")
+    for seq, num_tokens in (("all", SPEC.max_tokens), ("less", SPEC.max_tokens - 1)):
+        machine.start(seq, PROMPT, SPEC, 0.0)
+        log = TokenLog((*PROMPT, *range(5, 5 + num_tokens)))
+        tokens, notes = log.tail(len(PROMPT)), Notes("p" * num_tokens, (0,) * num_tokens)
+        machine.receive(NewTokens(seq, asked(machine)[1], len(PROMPT), tokens, notes, log.mark()), 0.0)
+    machine.take_deliveries()
+    machine.router_lost("R0", 0.0)
+    machine.router_joined("R1", 0.0)
+    for message in machine.take_outbox()["R1"]:
+        machine.receive(Gone(message.seq, message.attempt, "model"), 0.0)
+    ends = [(delivery.seq, delivery.finish, delivery.reason) for delivery in machine.take_deliveries()]
+    assert ends == [("all", "length", ""), ("less", "error", MODEL_REPLACED)]
+
+
+def test_a_draft_that_was_replaced_by_another_ends_its_own_requests_alone():
+    machine, solo = ingress("R0", "R1"), dataclasses.replace(SPEC, model="draft")
+    machine.start("solo", PROMPT, solo, 0.0)
+    for _ in range(2):
+        ((_, (message,)),) = machine.take_outbox().items()
+        assert message.decision == "d"
+        machine.receive(Gone("solo", message.attempt, "model"), 0.0)
+    (delivery,) = machine.take_deliveries()
+    assert (delivery.seq, delivery.reason) == ("solo", MODEL_REPLACED)
+    machine.take_outbox()
+    machine.start("s", PROMPT, SPEC, 0.0)
+    assert asked(machine)[0] in ("R0", "R1")
+
+
+def test_routers_and_drafters_take_no_sequence_of_another_draft():
+    machine, solo = (
+        RouterMachine("R", lambda spec: PLAN, TIMES, fingerprints=Fingerprints("a", "v", "d")),
+        dataclasses.replace(SPEC, model="draft"),
+    )
+    join(machine, "D0")
+    machine.receive(Submit("theirs", 1, "I", PROMPT, solo, "x"), 0.0)
+    machine.receive(Submit("mine", 1, "I", PROMPT, solo, "d"), 0.0)
+    sent = machine.take_outbox()
+    assert sent["I"] == [Gone("theirs", 1, "model")]
+    (opening,) = sent["D0"]
+    assert opening.fingerprint == "d"
+    drafter = DrafterMachine("W", FaultyDraft(), TIMES, fingerprint="v")
+    both = DraftWorkerMachine(drafter, TargetMachine("W", Oracle(), TIMES, fingerprint="another d"))
+    both.receive(opening, 0.0)
+    assert [(message.seq, message.why) for message in answers(both)] == [("mine", "model")]
 
 
 def test_an_ingress_that_drains_refuses_requests():

@@ -17,6 +17,7 @@ from specdec.protocol.messages import Message, Plan, PlanUpdate
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.target import TargetMachine
 from specdec.sampling.params import SequenceSpec
+from specdec.types import Fingerprints
 from tests.specdec.protocol.network import Network
 from tests.specdec.protocol.scripted import (
     PROMPT,
@@ -170,20 +171,20 @@ class World:
     # Processes, and who hears of them.
 
     def _begin(self, name: str, life: int, model: str = OURS) -> None:
-        node = self.nodes[name] = Node(name, life, IngressMachine(name, TIMES, decision=OURS))
+        node = self.nodes[name] = Node(name, life, IngressMachine(name, TIMES, fingerprints=_fingerprints(OURS)))
         match name[0]:
             case "R":
-                router = node.machine = RouterMachine(name, self._plan, TIMES, decision=model)
+                router = node.machine = RouterMachine(name, self._plan, TIMES, fingerprints=_fingerprints(model))
                 self.watch.follow(router)
             case "T":
                 node.backends = (self._target_backend(),)
-                node.machine = TargetMachine(name, node.backends[0], TIMES, fingerprint=model)
+                node.machine = TargetMachine(name, node.backends[0], TIMES, fingerprint=_fingerprints(model).decision)
             case "D":
                 drafter = ScriptedDraft(self.draft_model, room=self.draft_room, max_model_len=self.draft_max_model_len)
-                solo = self._target_backend()
+                solo, draft = self._target_backend(), _fingerprints(model).draft
                 node.backends = drafter, solo
                 machine = DrafterMachine(name, drafter, TIMES)
-                node.machine = DraftWorkerMachine(machine, TargetMachine(name, solo, TIMES))
+                node.machine = DraftWorkerMachine(machine, TargetMachine(name, solo, TIMES, fingerprint=draft))
 
     def _target_backend(self) -> ScriptedTarget:
         backend = ScriptedTarget(
@@ -364,3 +365,7 @@ def run_schedule(seed: int) -> Result:
     result.counts, result.worst = world.counts, world.worst
     result.counts["messages"] = world.net.num_messages
     return result
+
+
+def _fingerprints(model: str) -> Fingerprints:
+    return Fingerprints(decision=model, draft=f"the draft of {model}")
