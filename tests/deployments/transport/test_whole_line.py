@@ -113,8 +113,8 @@ async def test_a_target_of_another_model_is_given_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     line = Line(monkeypatch, sockets=True, target=Fingerprints("another", "v"))
-    await until(lambda: "decision fingerprint is another" in caplog.text)
+    await until(lambda: "here it is another" in caplog.text)
     await asyncio.sleep(0.5)
-    assert caplog.text.count("decision fingerprint is another") == 1
+    assert caplog.text.count("here it is another") == 1
     assert "t" not in line.routers.reports()
     await line.close()
