@@ -8,7 +8,7 @@ from specdec.sampling.params import SequenceSpec
 
 _REVIEW_S = 0.25
 """Period of the controller's reviews: short beside a sequence, long beside a step."""
-_SOON_S = 0.02
+_SOON_S = 0.05
 """Time after a sequence has come in which no other came, until a review: its first plan may be another load's."""
 _QUIET_TURN = 2
 """Of the turns since a verdict came: its commit has left by then, and what is offered after it has time yet."""

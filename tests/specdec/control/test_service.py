@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from specdec.control.controller import Controller
+from specdec.control.group import Group
+from specdec.protocol.messages import Notes
 from specdec.protocol.plans import IN_TURN_WAIT_S, Planner, fixed_plan
+from specdec.sampling.params import SamplingParams, SequenceSpec
 from tests.specdec.control.machines import Pair, Service
 
 BRANCHES = 16
@@ -79,3 +83,22 @@ def test_a_lost_drafter_is_done_without() -> None:
     service.router.worker_lost("drafter", service.now_s)
     service.run_for(0.5)
     assert service.run_rounds(100)[0] == 0
+
+
+def test_no_pace_is_measured_while_a_prompt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[float] = []
+    monkeypatch.setattr(Group, "heard", lambda group, choice, num_tokens, seconds, now_s: heard.append(seconds))
+    controller = Controller()
+    for seq in ("a", "b"):
+        controller.opened(seq, SequenceSpec(SamplingParams(), 1, 1, 64))
+    controller.review({"a": ("target", None), "b": ("target", None)}, 0.0)
+
+    def decided(seq: str, *times_s: float) -> None:
+        for now_s in times_s:
+            controller.decided(seq, Notes("p", (0,)), now_s)
+
+    decided("a", 1.0, 2.0, 3.0, 4.0)
+    assert heard == [], "b has no token yet"
+    decided("b", 10.0)
+    decided("a", 10.0, 10.5, 11.5)
+    assert heard == [0.5, 1.0]

@@ -6,7 +6,10 @@ from itertools import count
 
 from specdec.protocol.messages import Notes, Plan
 from specdec.protocol.planning import Planning
+from specdec.sampling.params import SamplingParams, SequenceSpec
 from tests.specdec.protocol.test_replans import Chooser
+
+SPEC = SequenceSpec(SamplingParams(), 1, 1, 8)
 
 
 def planning():
@@ -55,3 +58,14 @@ def test_without_verdicts_and_with_too_many_a_review_waits_for_another_period():
                 break
         assert turn == 50
         assert len(chooser.told) == 50 * verdicts
+
+
+def test_a_burst_is_reviewed_once_it_has_come():
+    one, _ = planning()
+    reviews = []
+    for ms in range(1, 201):
+        if ms in (10, 30, 50):
+            one.opened(f"s{ms}", SPEC)
+        if one.take_turn(ms / 1000):
+            reviews.append(ms)
+    assert reviews == [100]
