@@ -14,14 +14,11 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.bench.measures import Arrival, DeviceUse, Run, Stream
+from specdec.engine.stats import SpecStats
 
 ROLES = {"target": "target", "drafter": "draft", "draft": "draft"}
 """Devices by the ``role`` of their workers' samples."""
-_FIGURES = (
-    *("busy_s", "gap_s", "num_gaps", "num_steps", "report_s"),
-    *("num_emulated_steps", "num_overruns", "is_scripted"),
-    *("num_branch_hits", "num_branch_misses"),
-)
+_FIGURES = ("busy_s", "num_steps", "report_s", "num_emulated_steps", "num_overruns", "is_scripted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +152,6 @@ def devices_between(before: Figures, after: Figures, duration_s: float) -> dict[
             round(since["num_steps"]),
             round(since["num_emulated_steps"]),
             round(since["num_overruns"]),
-            gap_s=since["gap_s"] if "gap_s" in last else None,
-            num_gaps=round(since["num_gaps"]),
-            num_hits=round(since["num_branch_hits"]),
-            num_misses=round(since["num_branch_misses"]),
             num_workers=round(last.get("num_workers", 1.0)),
         )
     return uses
@@ -199,7 +192,9 @@ async def _stream(client: httpx.AsyncClient, model: str, workload: Workload, ind
     return Stream(
         "".join(pieces),
         tuple(arrivals),
-        counts.get("num_spec_steps", 0),
-        counts.get("num_draft_tokens", 0),
-        counts.get("num_accepted_draft_tokens", 0),
+        SpecStats(
+            num_drafts=counts.get("num_spec_steps", 0),
+            num_draft_tokens=counts.get("num_draft_tokens", 0),
+            num_accepted_tokens=counts.get("num_accepted_draft_tokens", 0),
+        ),
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from specdec.engine.observed import StepRecord
+from specdec.engine.stats import SpecStats
 
 PERCENTILES = (50, 95, 99)
 DEVICES = {"target": "target", "drafter": "draft"}
@@ -37,10 +38,6 @@ class DeviceUse:
         num_emulated_steps: How many of them ended at an emulated time.
         num_overruns: How many of those took longer to compute than that.
         decode_step_s: Mean time of the steps that read no prompt; None where they are not known one by one.
-        gap_s: Time between steps of which the later goes on with a sequence of the earlier, in sum; None if unknown.
-        num_gaps: How many.
-        num_hits: Of a target, rounds whose outcome was among the branches that it had been offered by then.
-        num_misses: Those whose outcome was not among any.
         num_workers: Of the device, each with steps of its own.
     """
 
@@ -50,21 +47,12 @@ class DeviceUse:
     num_emulated_steps: int = 0
     num_overruns: int = 0
     decode_step_s: float | None = None
-    gap_s: float | None = None
-    num_gaps: int = 0
-    num_hits: int = 0
-    num_misses: int = 0
     num_workers: int = 1
-
-    @property
-    def idle_s(self) -> float:
-        """Time outside steps, of all workers."""
-        return max(0.0, self.wall_s * self.num_workers - self.busy_s)
 
     @property
     def idle_share(self) -> float:
         """Part of the workers' time outside steps."""
-        return self.idle_s / (self.wall_s * self.num_workers) if self.wall_s else 0.0
+        return max(0.0, 1 - self.busy_s / (self.wall_s * self.num_workers)) if self.wall_s else 0.0
 
     @property
     def step_s(self) -> float | None:
@@ -79,16 +67,12 @@ class Stream:
     Attributes:
         text: All of it.
         arrivals: Its tokens, by when they came.
-        num_drafts: Rounds that verified a draft.
-        num_draft_tokens: Draft tokens verified.
-        num_accepted_tokens: Draft tokens kept.
+        stats: What speculation did.
     """
 
     text: str
     arrivals: tuple[Arrival, ...]
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
+    stats: SpecStats = field(default_factory=SpecStats)
 
     @property
     def num_tokens(self) -> int:
@@ -98,7 +82,7 @@ class Stream:
     @property
     def num_rounds(self) -> int:
         """Verifications, with a draft and without: each gives one token beside those accepted."""
-        return self.num_tokens - self.num_accepted_tokens
+        return self.num_tokens - self.stats.num_accepted_tokens
 
     @property
     def first_s(self) -> float:
@@ -120,14 +104,12 @@ class Run:
     Attributes:
         load: The machine's load average after it.
         devices: What the devices did, by ``target`` and ``draft``, as far as known.
-        outside_s: Time in which no device was in a step; None where the steps are not known one by one.
     """
 
     streams: tuple[Stream, ...]
     duration_s: float
     load: float = 0.0
     devices: dict[str, DeviceUse] = field(default_factory=dict)
-    outside_s: float | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -180,34 +162,6 @@ def mean(values: Iterable[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def acceptance_rate(streams: Iterable[Stream]) -> float | None:
-    """Accepted over verified draft tokens; None where nothing was drafted."""
-    streams = list(streams)
-    drafted = sum(stream.num_draft_tokens for stream in streams)
-    return sum(stream.num_accepted_tokens for stream in streams) / drafted if drafted else None
-
-
-def mean_acceptance_length(streams: Iterable[Stream]) -> float | None:
-    """Tokens per verified draft, the corrected or bonus token included; None where nothing was drafted."""
-    streams = list(streams)
-    num_drafts = sum(stream.num_drafts for stream in streams)
-    return 1 + sum(stream.num_accepted_tokens for stream in streams) / num_drafts if num_drafts else None
-
-
-def mean_draft_tokens(streams: Iterable[Stream]) -> float | None:
-    """Tokens of a verified draft; None where nothing was drafted."""
-    streams = list(streams)
-    num_drafts = sum(stream.num_drafts for stream in streams)
-    return sum(stream.num_draft_tokens for stream in streams) / num_drafts if num_drafts else None
-
-
-def hit_rate(streams: Iterable[Stream]) -> float | None:
-    """Share of the rounds after each stream's first that had a draft to verify; None where there were none."""
-    streams = list(streams)
-    num_rounds = sum(stream.num_rounds - 1 for stream in streams)
-    return min(1.0, sum(stream.num_drafts for stream in streams) / num_rounds) if num_rounds > 0 else None
-
-
 def tokens_per_round(streams: Iterable[Stream]) -> float | None:
     """Tokens of a round after each stream's first, which gives one; None where there were none."""
     streams = list(streams)
@@ -225,12 +179,3 @@ def device_use(steps: Iterable[StepRecord], wall_s: float) -> dict[str, DeviceUs
         decode_step_s = mean(step.duration_s for step in done if step.is_decode)
         uses[device] = DeviceUse(wall_s, sum(step.duration_s for step in done), len(done), decode_step_s=decode_step_s)
     return uses
-
-
-def covered_s(steps: Iterable[StepRecord]) -> float:
-    """Time in which at least one device was in a step."""
-    total_ns = end_ns = 0
-    for step in sorted(steps, key=lambda step: step.start_ns):
-        total_ns += max(0, step.end_ns - max(step.start_ns, end_ns))
-        end_ns = max(end_ns, step.end_ns)
-    return total_ns / 1e9

@@ -10,7 +10,7 @@ from typing import get_args
 
 from cluster.bench.compare import Mode
 from cluster.bench.load import Workload, fresh_salt
-from cluster.bench.measures import Arrival, DeviceUse, Run, Stream, covered_s, device_use
+from cluster.bench.measures import Arrival, DeviceUse, Run, Stream, device_use
 from cluster.config import AppArgs
 from cluster.doubles import emulated_drafter, emulated_target, scripted_pair
 from cluster.sources import backend_options, draft_source, target_source
@@ -20,7 +20,6 @@ from specdec.engine.engine import SpeculativeEngine
 from specdec.engine.observed import Listener, ObservedDrafter, ObservedTarget, StepRecord
 from specdec.engine.results import TokenEvent
 from specdec.engine.shares import pair_share
-from specdec.engine.stats import SpecStats
 from specdec.engine.trace import Recorder, Role, WorkerTrace
 from specdec.models.compat import check_pair, tokenizer_width
 from specdec.models.describe import describe_model
@@ -69,10 +68,11 @@ class Pair:
             on_token=note,
         )
         duration_s = self.clock.now_s() - started_s
-        streams = [_stream(result.text, came, result.stats) for result, came in zip(results, arrivals, strict=True)]
+        pairs = zip(results, arrivals, strict=True)
+        streams = tuple(Stream(result.text, tuple(came), result.stats) for result, came in pairs)
         uses = device_use(self.steps, duration_s)
         devices = {name: self._emulated_use(name, use, before) for name, use in uses.items()}
-        return Run(tuple(streams), duration_s, os.getloadavg()[0], devices, duration_s - covered_s(self.steps))
+        return Run(streams, duration_s, os.getloadavg()[0], devices)
 
     def traces(self, mode: Mode) -> list[WorkerTrace]:
         """What was recorded; see :class:`cluster.bench.trace.TraceSource`."""
@@ -162,7 +162,3 @@ def _backends(
     options = replace(backend_options(args, args.draft, vocab_size), device_share=share)
     drafter, _, _ = build_drafter(draft, options, report)
     return target, drafter
-
-
-def _stream(text: str, arrivals: list[Arrival], stats: SpecStats) -> Stream:
-    return Stream(text, tuple(arrivals), stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens)

@@ -24,7 +24,6 @@ HEAD = (
     "tokens a draft",
     "step ms target, draft",
     "idle target, draft",
-    "outside ms a round",
     "decoding tokens/s",
     "same text as the first mode",
     "load",
@@ -33,8 +32,6 @@ HEAD = (
 EXPLANATIONS = (
     "ITL is per token: tokens that come in one message have no time between them.",
     "A step's time is offline that of steps that read no prompt, over HTTP the mean of all.",
-    "Outside is the time outside all forward passes, per target step; over HTTP, between the target's steps while "
-    "sequences go on, and in turn less the drafting, which is not known with several streams.",
     "Decoding tokens/s are those of each stream from its first tokens on, summed.",
 )
 
@@ -117,7 +114,6 @@ def _cells(row: Row) -> list[str]:
         _number(row.mean_acceptance_length, 1, ".2f"),
         ", ".join(_number(row.step_s.get(device), 1e3, ".2f") for device in ("target", "draft")),
         ", ".join(_number(row.idle_share.get(device), 100, ".0f", "%") for device in ("target", "draft")),
-        _number(row.outside_s_per_round, 1e3, ".2f"),
         f"{row.decode_tokens_per_s:.1f}",
         "yes" if row.has_equal_texts else "no",
         f"{row.load:.1f}",

@@ -6,19 +6,16 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cluster.bench.compare import Comparison, Mode, Pooled
+from cluster.bench.compare import Comparison, Pooled
 from cluster.bench.measures import (
     DeviceUse,
     Run,
-    acceptance_rate,
-    hit_rate,
     mean,
-    mean_acceptance_length,
-    mean_draft_tokens,
     percentiles_s,
     token_gaps_s,
     tokens_per_round,
 )
+from specdec.engine.stats import SpecStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +31,14 @@ class Row:
         gap_mean_s: Mean inter-token latency, over all tokens of all streams and rounds.
         gap_percentiles_s: Its 50th, 95th and 99th percentile; see :func:`cluster.bench.measures.token_gaps_s`.
         acceptance_rate: Accepted over verified draft tokens, over all rounds.
-        hit_rate: Share of rounds that verified a draft.
         step_s: Time of a step by device.
         idle_share: By device.
-        outside_s_per_round: Time outside all forward passes, per target step; over HTTP, between the target's steps
-            while sequences go on, and in turn with one stream less the drafting; None there with several, whose
-            drafting is not told apart.
         tokens_per_round: Of one stream, from its second token on.
         load: The machine's load average.
         has_equal_texts: Whether its texts are those of the first mode, in every round.
         num_emulated_steps: Over all devices and rounds.
         num_overruns: Emulated steps whose computation did not fit.
         round_tokens_per_s: Throughput of every round.
-        foreseen: Share of rounds with branches whose outcome was among those offered by then.
-        mean_draft_tokens: Of a verified draft.
     """
 
     prompts: str
@@ -62,10 +53,8 @@ class Row:
     gap_percentiles_s: tuple[float, ...]
     acceptance_rate: float | None
     mean_acceptance_length: float | None
-    hit_rate: float | None
     step_s: dict[str, float]
     idle_share: dict[str, float]
-    outside_s_per_round: float | None
     load: float
     has_equal_texts: bool
     num_emulated_steps: int
@@ -74,8 +63,6 @@ class Row:
     over_first: Pooled | None = None
     over_best_fixed: Pooled | None = None
     round_tokens_per_s: tuple[float, ...] = ()
-    foreseen: float | None = None
-    mean_draft_tokens: float | None = None
 
 
 def summarize(comparison: Comparison) -> list[Row]:
@@ -86,6 +73,7 @@ def summarize(comparison: Comparison) -> list[Row]:
 def _row(comparison: Comparison, index: int) -> Row:
     work, mode, runs = comparison.work, comparison.modes[index], comparison.runs[index]
     streams = [stream for run in runs for stream in run.streams]
+    stats = sum((stream.stats for stream in streams), SpecStats())
     gaps = [gap for stream in streams for gap in token_gaps_s(stream.arrivals)]
     uses = [use for run in runs for use in run.devices.values()]
     return Row(
@@ -99,12 +87,10 @@ def _row(comparison: Comparison, index: int) -> Row:
         first_s=statistics.median(stream.first_s for stream in streams),
         gap_mean_s=mean(gaps),
         gap_percentiles_s=percentiles_s(gaps),
-        acceptance_rate=acceptance_rate(streams),
-        mean_acceptance_length=mean_acceptance_length(streams),
-        hit_rate=hit_rate(streams),
+        acceptance_rate=stats.acceptance_rate if stats.num_drafts else None,
+        mean_acceptance_length=stats.mean_acceptance_length if stats.num_drafts else None,
         step_s=_step_s(runs),
         idle_share={device: _median(use.idle_share for use in found) for device, found in _by_device(runs).items()},
-        outside_s_per_round=_outside_s(mode, runs),
         load=statistics.median(run.load for run in runs),
         has_equal_texts=comparison.has_equal_texts(index),
         num_emulated_steps=sum(use.num_emulated_steps for use in uses),
@@ -113,8 +99,6 @@ def _row(comparison: Comparison, index: int) -> Row:
         over_first=comparison.pooled(index, 0),
         over_best_fixed=_over_best_fixed(comparison, index),
         round_tokens_per_s=tuple(run.tokens_per_s for run in runs),
-        foreseen=_foreseen(runs),
-        mean_draft_tokens=mean_draft_tokens(streams),
     )
 
 
@@ -122,12 +106,6 @@ def _over_best_fixed(comparison: Comparison, index: int) -> Pooled | None:
     best = comparison.best_fixed()
     is_auto = comparison.modes[index].num_speculative_tokens is None
     return comparison.pooled(index, best) if is_auto and best is not None else None
-
-
-def _foreseen(runs: Sequence[Run]) -> float | None:
-    targets = [run.devices["target"] for run in runs if "target" in run.devices]
-    hits, misses = sum(use.num_hits for use in targets), sum(use.num_misses for use in targets)
-    return hits / (hits + misses) if hits + misses else None
 
 
 def _by_device(runs: Iterable[Run]) -> dict[str, list[DeviceUse]]:
@@ -142,27 +120,6 @@ def _step_s(runs: Sequence[Run]) -> dict[str, float]:
     """Median over the rounds, by device."""
     times = {device: [use.step_s for use in uses if use.step_s] for device, uses in _by_device(runs).items()}
     return {device: statistics.median(found) for device, found in times.items() if found}
-
-
-def _outside_s(mode: Mode, runs: Sequence[Run]) -> float | None:
-    """Where steps are known by counters alone, drafting in turn is told from waiting only for one stream."""
-    per_round = []
-    for run in runs:
-        target, draft = run.devices.get("target"), run.devices.get("draft")
-        if target is None or not target.num_steps:
-            continue
-        if run.outside_s is not None:
-            per_round.append(run.outside_s / target.num_steps)
-            continue
-        is_serial = mode.service_mode == "in_turn"
-        if is_serial and len(run.streams) > 1:
-            continue
-        drafting_s = draft.busy_s / target.num_steps if draft is not None and is_serial else 0.0
-        if target.gap_s is not None and target.num_gaps:
-            per_round.append(max(0.0, target.gap_s / target.num_gaps - drafting_s))
-        else:
-            per_round.append(max(0.0, target.idle_s / target.num_steps - drafting_s))
-    return statistics.median(per_round) if per_round else None
 
 
 def _median(values: Iterable[float]) -> float:

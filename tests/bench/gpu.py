@@ -26,7 +26,7 @@ from specdec.engine.target_backend import ModelTarget
 from specdec.models.loading import LoadedModel, prepare_model
 from specdec.models.runner import ModelRunner
 from specdec.sampling.pipeline import Sampler
-from tests.bench.limits import in_turn
+from tests.bench.limits import expected_tokens
 from tests.bench.steps import StepTime, measure_steps, verify_cost
 
 SHAPES: dict[str, dict[str, dict[str, object]]] = {
@@ -166,8 +166,9 @@ def table(figures: Figures, acceptance_rate: float) -> list[str]:
         else:
             plain_s = plain[step.num_rows]
             c = draft[step.num_rows] / plain_s
-            steps_a_token = in_turn(acceptance_rate, c, step.num_draft_tokens, verify_cost=v)
-            cells += [f"{v:.2f}", f"{step.num_rows / (plain_s * steps_a_token):.0f}"]
+            round_s = plain_s * (v + step.num_draft_tokens * c)
+            tokens = step.num_rows * expected_tokens(acceptance_rate, step.num_draft_tokens)
+            cells += [f"{v:.2f}", f"{tokens / round_s:.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

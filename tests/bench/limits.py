@@ -1,135 +1,207 @@
-"""What a pair could give if the system added nothing: the figures that measurements are held against.
+"""What a scripted pair on emulated devices could give if the system added nothing: limits from the script alone.
 
-Times are in units of one plain target step; ``c`` is a draft step, ``alpha`` the probability that a draft token is
-kept, ``num_draft_tokens`` (K) the draft length, ``verify_cost`` (v) a target step over 1 + K tokens. Every function
-gives target steps per token, and its inverse is the speed-up over the target alone; nothing is charged for messages
-unless ``round_trip`` says so.
+    specdec bench --json figures.json --emulate-step-ms target=30,draft=3 --scripted-acceptance-rate 0.8 ...
+    python -m tests.bench.limits figures.json --emulate-step-ms target=30,draft=3 ...
 
-``python -m tests.bench.limits FILE.json`` adds them to what ``specdec bench --json FILE.json`` has measured.
+Nothing measured goes in: the acceptance rate, the rate of right guesses and the time of a step are what the
+configuration says, the branches are those that the drafter forks (:func:`specdec.protocol.branches.foreseen`): at
+many streams a share of all that it holds.
 
-Sources: Leviathan, Kalman and Matias 2023 (arXiv 2211.17192), section 3, for the expected tokens of a round and
-drafting in turn; SSD (arXiv 2603.03251) for outcomes.
+Source: Leviathan, Kalman and Matias 2023 (arXiv 2211.17192), section 3, for the expected tokens of a round.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from cluster.bench.compare import ALONE
+from cluster.cli.flags import add_config_flags, config_overrides
+from cluster.config import AppArgs
+from cluster.config_files import config_keys, load_config
+from specdec.engine.emulation import StepCost
+from specdec.engine.scripted import RANK_SHARES
+from specdec.protocol.branches import branch_share, foreseen
+from specdec.protocol.messages import Plan
+
+LENGTHS = range(1, 17)
+"""Draft lengths among which a best one is looked for."""
+_PLANNED_RATE = Plan().acceptance_rate
+_ITERATIONS = 80
+_State = tuple[int, bool]
+"""Draft tokens under verification, and whether they follow a miss."""
+_Moves = tuple[tuple[_State, float], ...]
 
 
 def expected_tokens(alpha: float, num_draft_tokens: int) -> float:
-    """Tokens of one verification, the corrected or bonus token included: 1 + alpha + ... + alpha^K."""
-    _check_rate("alpha", alpha)
+    """Tokens of one verification, the corrected or bonus token included: 1 + alpha + ... + alpha^K.
+
+    Args:
+        alpha: Probability that a draft token is kept, from 0 to 1.
+        num_draft_tokens: K.
+    """
     return sum(alpha**i for i in range(num_draft_tokens + 1))
 
 
-def alpha_of_length(mean_acceptance_length: float, num_draft_tokens: int) -> float:
-    """The ``alpha`` that gives a mean acceptance length at a draft length; the inverse of :func:`expected_tokens`.
+@dataclass(frozen=True, slots=True)
+class ScriptedPair:
+    """A target and a drafter whose tokens are scripted and whose steps take an emulated time.
 
-    Raises:
-        ValueError: The length is not in [1, K + 1].
+    Attributes:
+        alpha: Probability that a draft token is the target's.
+        next_guess_rate: Probability that, where it is not, the target's is among the next three guesses.
+        num_streams: Sequences that share every step; all are taken to be in the same state.
     """
-    if not 1 <= mean_acceptance_length <= num_draft_tokens + 1:
-        raise ValueError(f"mean_acceptance_length must be in [1, {num_draft_tokens + 1}], not {mean_acceptance_length}")
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        if expected_tokens(middle, num_draft_tokens) < mean_acceptance_length:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2
 
+    alpha: float
+    next_guess_rate: float
+    target: StepCost
+    draft: StepCost
+    num_streams: int = 1
 
-def in_turn(
-    alpha: float, c: float, num_draft_tokens: int, *, verify_cost: float = 1.0, round_trip: float = 0.0
-) -> float:
-    """Draft K tokens, verify them, and again: (v + Kc + round trip) / E (Leviathan et al., theorem 3.8 for v = 1)."""
-    return (verify_cost + num_draft_tokens * c + round_trip) / expected_tokens(alpha, num_draft_tokens)
+    def target_s(self, num_draft_tokens: int) -> float:
+        """Time of a verification of so many draft tokens per stream."""
+        return self.target.seconds(self.num_streams, self.num_streams * (1 + num_draft_tokens))
+
+    def draft_s(self, num_branches: int) -> float:
+        """Time of a draft step with so many branches per stream, or with its share of all that a drafter holds."""
+        num_rows = self.num_streams * (1 + self._held(num_branches))
+        return self.draft.seconds(num_rows, num_rows)
+
+    def alone(self) -> float:
+        """Tokens per second of all streams without drafts."""
+        return self.num_streams / self.target_s(0)
+
+    def in_turn(self, num_draft_tokens: int) -> float:
+        """Tokens per second of all streams, drafting in turn without any latency: S E / (t_T + K t_d)."""
+        round_s = self.target_s(num_draft_tokens) + num_draft_tokens * self.draft_s(0)
+        return self.num_streams * expected_tokens(self.alpha, num_draft_tokens) / round_s
+
+    def best_in_turn(self) -> float:
+        """The same at the best draft length."""
+        return max(self.in_turn(length) for length in LENGTHS)
+
+    def hit_rate(self, num_verified: int, num_branches: int) -> float:
+        """Probability that what follows a verification of so many draft tokens was prepared.
+
+        The chain itself goes on where all are kept and its next token is right; each branch stands for one number
+        accepted and one guess of the token there.
+        """
+        hits = self.alpha ** (num_verified + 1)
+        for num_accepted, guess in foreseen(self._held(num_branches), num_verified, _PLANNED_RATE):
+            share = RANK_SHARES[guess] if guess < len(RANK_SHARES) else 0.0
+            hits += self.alpha**num_accepted * (1 - self.alpha) * self.next_guess_rate * share
+        return hits
+
+    def _held(self, num_branches: int) -> int:
+        return min(num_branches, branch_share(self.num_streams))
+
+    def outcomes(self, num_draft_tokens: int, num_branches: int, num_waited_for: int = 0) -> float:
+        """Tokens per second of all streams over the likely outcomes; see :meth:`outcomes_round`."""
+        tokens, seconds = self.outcomes_round(num_draft_tokens, num_branches, num_waited_for)
+        return self.num_streams * tokens / seconds
+
+    def outcomes_round(self, num_draft_tokens: int, num_branches: int, num_waited_for: int = 0) -> tuple[float, float]:
+        """Tokens of one stream and seconds of a round, over the likely outcomes, with a drafter that hears at once.
+
+        A Markov chain over the length of the draft under verification. From each length a hit (:meth:`hit_rate`) leads
+        to a draft as long as fits into the step, which is a token less where the step was a plain one, as its outcome's
+        own token is drafted first. A miss leads to a plain step, or to one with a short chain that is waited for.
+
+        Args:
+            num_draft_tokens: Most draft tokens, K.
+            num_branches: Beside the accepted path.
+            num_waited_for: Length of the chain for which the target waits after a miss; 0 goes on plainly.
+        """
+        moves = self._moves(num_draft_tokens, num_branches, num_waited_for)
+        shares = dict.fromkeys(moves, 1 / len(moves))
+        for _ in range(_ITERATIONS):
+            moved = {state: 0.5 * share for state, share in shares.items()}  # half a step: no cycle stays one
+            for state, share in shares.items():
+                for following, chance in moves[state]:
+                    moved[following] += 0.5 * share * chance
+            shares = moved
+        tokens = sum(share * expected_tokens(self.alpha, verified) for (verified, _), share in shares.items())
+        waited_s = num_waited_for * self.draft_s(num_branches)
+        mean_s = sum(
+            share * (self.target_s(verified) + waited_s * is_miss) for (verified, is_miss), share in shares.items()
+        )
+        return tokens, mean_s
+
+    def _moves(self, num_draft_tokens: int, num_branches: int, num_waited_for: int) -> dict[_State, _Moves]:
+        """Where each state leads, with which probability."""
+        moves: dict[_State, _Moves] = {}
+        states: list[_State] = [(num_waited_for, True)]
+        while states:
+            state = states.pop()
+            verified, _ = state
+            fit = int(self.target_s(verified) / self.draft_s(num_branches) + 1e-9) - (verified == 0)
+            hit, hits = (max(0, min(num_draft_tokens, fit)), False), self.hit_rate(verified, num_branches)
+            moves[state] = ((hit, hits), ((num_waited_for, True), 1 - hits))
+            if hit not in moves:
+                states.append(hit)
+        return moves
 
 
 @dataclass(frozen=True, slots=True)
-class MissPolicy:
-    """What a row does when no chain is ready for the outcome it had.
+class ScriptedLimit:
+    """What the script allows, in tokens per second of all streams.
 
     Attributes:
-        num_draft_tokens: Length of the chain it waits for; 0 goes on plainly, and waits for nothing.
-        verify_cost: A target step over that chain and one token.
-    """
-
-    num_draft_tokens: int = 0
-    verify_cost: float = 1.0
-
-
-def over_outcomes(
-    alpha: float,
-    c: float,
-    num_draft_tokens: int,
-    hit_rate: float,
-    *,
-    verify_cost: float = 1.0,
-    miss: MissPolicy | None = None,
-) -> float:
-    """Prepare a chain for each likely outcome while the target verifies.
-
-    With probability h a chain of K tokens is ready: a round of max(v, Kc), hidden drafting, for E(K) tokens. Otherwise
-    the miss policy: a chain of J tokens that is waited for, v(J) + Jc for E(J) tokens; or, with J = 0, one plain step
-    of max(1, Kc) for one token, in which the drafter prepares the next chains. With J = K and v = 1 this is
-    [h max(1, Kc) + (1 - h)(1 + Kc)] / E.
-
-    Args:
-        alpha: Probability that a draft token is kept.
-        c: A draft step over all branches.
-        num_draft_tokens: Length of every prepared chain.
-        hit_rate: Share of the rounds that began with a chain for their outcome.
-        verify_cost: A target step over 1 + K tokens.
-        miss: What happens otherwise; by default the row goes on plainly.
-    """
-    _check_rate("hit_rate", hit_rate)
-    miss = miss if miss is not None else MissPolicy()
-    drafting = num_draft_tokens * c
-    waited = miss.num_draft_tokens * c
-    miss_time = miss.verify_cost + waited if miss.num_draft_tokens else max(miss.verify_cost, drafting)
-    time = hit_rate * max(verify_cost, drafting) + (1 - hit_rate) * miss_time
-    hit_tokens = expected_tokens(alpha, num_draft_tokens)
-    miss_tokens = expected_tokens(alpha, miss.num_draft_tokens)
-    return time / (hit_rate * hit_tokens + (1 - hit_rate) * miss_tokens)
-
-
-def _check_rate(name: str, rate: float) -> None:
-    if not 0 <= rate <= 1:
-        raise ValueError(f"{name} must be in [0, 1], not {rate}")
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """What the devices could give, from the second token on, if the system added nothing.
-
-    Attributes:
-        tokens_per_s: Of all streams.
-        policy: What it assumes: ``in turn``, or what happens where no draft is ready.
-        draft_cost: c, a draft step over a plain target step; None for the target alone.
-        verify_cost: v(K), a target step over 1 + K tokens over a plain one; where the mode has plain steps too, from
-            the mean of all steps and the share of rounds with a draft.
-        alpha: Acceptance per draft token, from the mean acceptance length.
-        hit_rate: Over outcomes, share of the rounds with branches whose outcome had a draft; elsewhere that of the
-            rounds with a draft. Lost and late drafts lower both, and so the limit.
-        num_draft_tokens: Over outcomes the best length up to the one asked for, else the mean one.
+        tokens_per_s: In the mode and at the draft length that was run; where none was asked for, at the best one.
+        tokens_per_round: There, of one stream.
+        best_tokens_per_s: In that mode at the best draft length.
+        in_turn_tokens_per_s: In turn, without any latency, at the best draft length.
+        policy: What happens on a miss.
     """
 
     tokens_per_s: float
+    tokens_per_round: float
+    best_tokens_per_s: float
+    in_turn_tokens_per_s: float
     policy: str
-    draft_cost: float | None = None
-    verify_cost: float = 1.0
-    alpha: float | None = None
-    hit_rate: float | None = None
-    num_draft_tokens: int | None = None
+
+
+PLAIN_MISS = "on a miss a plain step"
+
+
+@cache
+def scripted_limit(
+    pair: ScriptedPair, service_mode: str | None, num_draft_tokens: int | None, num_branches: int
+) -> ScriptedLimit:
+    """The limit of one mode.
+
+    Args:
+        pair: The script and the devices.
+        service_mode: ``in_turn``, or one that drafts ahead.
+        num_draft_tokens: K; 0 is the target alone, None the service's choice.
+        num_branches: Where it drafts ahead.
+    """
+    in_turn = max(LENGTHS, key=pair.in_turn)
+    ideal = pair.in_turn(in_turn)
+    if num_draft_tokens == 0:
+        return ScriptedLimit(pair.alone(), 1.0, pair.alone(), ideal, "plain steps")
+    if service_mode == "in_turn":
+        length = num_draft_tokens or in_turn
+        return ScriptedLimit(pair.in_turn(length), expected_tokens(pair.alpha, length), ideal, ideal, "in turn")
+    rates = {length: pair.outcomes(length, num_branches) for length in LENGTHS}
+    best = max(rates, key=rates.__getitem__)
+    length = num_draft_tokens or best
+    tokens, _ = pair.outcomes_round(length, num_branches)
+    return ScriptedLimit(pair.outcomes(length, num_branches), tokens, rates[best], ideal, PLAIN_MISS)
+
+
+def emulated_script(config: AppArgs) -> ScriptedPair | None:
+    """What limits can be computed from; None unless tokens are scripted and both devices emulated."""
+    costs, rate = config.step_costs, config.scripted.acceptance_rate
+    if rate is None or not {"target", "draft"} <= costs.keys():
+        return None
+    return ScriptedPair(rate, config.scripted.next_guess_rate, costs["target"], costs["draft"])
 
 
 def mode_of(name: str) -> tuple[str | None, int | None]:
@@ -142,70 +214,47 @@ def mode_of(name: str) -> tuple[str | None, int | None]:
     return mode.replace(" ", "_") or None, int(length.split()[0])
 
 
-def limit_of(row: Mapping[str, Any], plain_step_s: float) -> Limit | None:
-    """The limit of a mode from its own figures and a plain target step at the same number of streams.
-
-    None where the steps' times are not known. A draft step's time is a mean over all it did; drafts are taken to be as
-    long as they were on average.
+def scripted_table(rows: Sequence[dict[str, Any]], script: ScriptedPair, num_branches: int) -> list[str]:
+    """Lines of a Markdown table.
 
     Args:
-        row: A row of the bench's JSON file.
-        plain_step_s: Of the target alone.
+        rows: Of the JSON file that ``specdec bench`` writes.
+        script: Its number of streams does not count.
+        num_branches: In mode ``outcomes``, and taken for ``auto``.
     """
-    (mode, asked), num_streams, steps = mode_of(row["mode"]), row["num_streams"], row["step_s"]
-    if asked == 0:
-        return Limit(num_streams / plain_step_s, "plain steps")
-    length, hits = row["mean_acceptance_length"], row["hit_rate"]
-    if length is None or not hits or not {"target", "draft"} <= steps.keys():
-        return None
-    num_draft_tokens = max(1, round(row["mean_draft_tokens"]))
-    alpha = alpha_of_length(min(length, num_draft_tokens + 1), num_draft_tokens)
-    c, v = steps["draft"] / plain_step_s, steps["target"] / plain_step_s
-    if mode != "in_turn":  # the mean is over plain steps too, which cost 1 each
-        v = 1 + (v - 1) / hits
-    v = max(1.0, v)
-    policy, foreseen = "on a miss a plain step", row["foreseen"]
-    if mode == "in_turn":
-        time, policy = in_turn(alpha, c, num_draft_tokens, verify_cost=v), "in turn"
-    elif foreseen is not None and asked is not None:
-        hits, lengths = foreseen, range(1, asked + 1)
-        time, num_draft_tokens = min((over_outcomes(alpha, c, k, hits, verify_cost=v), k) for k in lengths)
-    else:
-        time = over_outcomes(alpha, c, num_draft_tokens, hits, verify_cost=v)
-    return Limit(num_streams / (plain_step_s * time), policy, c, v, alpha, hits, num_draft_tokens)
-
-
-def limit_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Lines of a Markdown table; rows of work that was not done by the target alone, too, have no limit."""
     lines = [
-        "| prompts | T | streams | mode | decoding tokens/s | limit | share | c, v, alpha, h, K | assumes |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "Limits from the script and the emulated times alone, with no latency and nothing measured; all in decoding "
+        "tokens/s. The best length is the one with the highest limit.",
+        "",
+        "| streams | mode | tokens/s | limit | share | tokens a round | limit | limit at the best length | share "
+        "| over ideal in turn |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    work = ("prompts", "temperature", "num_streams")
-    plain = {tuple(row[key] for key in work): row["step_s"].get("target") for row in rows if row["mode"] == ALONE}
     for row in rows:
-        plain_step_s = plain.get(tuple(row[key] for key in work))
-        limit = None if plain_step_s is None else limit_of(row, plain_step_s)
-        rate, figures = row["decode_tokens_per_s"], "- | - | - | -"
-        if limit is not None:
-            basis = ", ".join(
-                "-" if value is None else f"{value:.2f}"
-                for value in (limit.draft_cost, limit.verify_cost, limit.alpha, limit.hit_rate)
-            )
-            share = f"{100 * rate / limit.tokens_per_s:.0f}%"
-            basis += f", {limit.num_draft_tokens if limit.num_draft_tokens is not None else '-'}"
-            figures = f"{limit.tokens_per_s:.1f} | {share} | {basis} | {limit.policy}"
-        head = f"{row['prompts']} | {row['temperature']:g} | {row['num_streams']} | {row['mode']}"
-        lines.append(f"| {head} | {rate:.1f} | {figures} |")
+        mode, length = mode_of(row["mode"])
+        branches = num_branches if mode in ("outcomes", "auto") else 0
+        limit = scripted_limit(replace(script, num_streams=row["num_streams"]), mode, length, branches)
+        rate, per_round = row["decode_tokens_per_s"], row["tokens_per_round"]
+        shares = [f"{100 * rate / most:.0f}%" for most in (limit.tokens_per_s, limit.best_tokens_per_s)]
+        rounds = f"{'-' if per_round is None else f'{per_round:.2f}'} | {limit.tokens_per_round:.2f}"
+        figures = f"{rate:.1f} | {limit.tokens_per_s:.1f} | {shares[0]} | {rounds}"
+        best = f"{limit.best_tokens_per_s:.1f} | {shares[1]} | {rate / limit.in_turn_tokens_per_s:.2f}"
+        lines.append(f"| {row['num_streams']} | {row['mode']} | {figures} | {best} |")
     return lines
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.limits", description="limits beside what was measured")
+    """Print what the script allows beside what the bench measured."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.limits", description="limits of a script")
     parser.add_argument("figures", type=Path, metavar="FILE.json", help="written by specdec bench --json")
+    add_config_flags(parser, only={path for path, _ in config_keys()})
     arguments = parser.parse_args(argv)
-    print("\n".join(limit_table(json.loads(arguments.figures.read_text(encoding="utf-8"))["rows"])))
+    config = load_config(None, config_overrides(arguments))
+    script = emulated_script(config)
+    if script is None:
+        parser.error("give --scripted-acceptance-rate and --emulate-step-ms target=MS,draft=MS as the bench had them")
+    rows = json.loads(arguments.figures.read_text(encoding="utf-8"))["rows"]
+    print("\n".join(scripted_table(rows, script, config.num_branches)))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.limits import limit_table
+from tests.bench.limits import main as print_limits
 
 TIMEOUT_S = 420
 WORK = (
@@ -20,7 +20,7 @@ WORK = (
 
 
 @pytest.mark.timeout(TIMEOUT_S + 60)
-def test_figures_of_a_service_on_emulated_devices(tmp_path: Path) -> None:
+def test_figures_of_a_service_on_emulated_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = tmp_path / "figures.json"
     command = [sys.executable, "-m", "cluster.cli", "bench", *WORK, "--json", str(figures)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
@@ -31,10 +31,10 @@ def test_figures_of_a_service_on_emulated_devices(tmp_path: Path) -> None:
     for row in (alone, outcomes):
         assert row["step_s"]["target"] >= 0.030  # an emulated step may take longer, on a busy machine, and never less
         assert 0 <= row["idle_share"]["target"] < 1
-        assert row["outside_s_per_round"] is not None
         assert row["num_emulated_steps"] > 0
         assert row["has_equal_texts"]
     assert outcomes["step_s"]["draft"] >= 0.003
     assert outcomes["acceptance_rate"] is not None
-    assert 0 < outcomes["hit_rate"] <= 1
-    assert "on a miss a plain step" in limit_table([alone, outcomes])[-1]
+    assert outcomes["tokens_per_round"] > 1
+    print_limits([str(figures), *WORK[-6:]])
+    assert "outcomes, 4 draft tokens" in capsys.readouterr().out.splitlines()[-1]

@@ -17,8 +17,8 @@ from cluster.bench.load import (
     told_stand_ins,
     worker_figures,
 )
-from cluster.bench.measures import acceptance_rate, hit_rate, mean_acceptance_length
 from cluster.identity import demo_folder
+from specdec.engine.stats import SpecStats
 from specdec.errors import ServiceUnavailableError
 from tests.deployments.openai.conftest import Bench, listening
 
@@ -34,10 +34,6 @@ specdec_busy_s{model_name="m",role="target",worker="a"} 1.5
 specdec_busy_s{model_name="m",role="target",worker="b"} 0.5
 # TYPE specdec_num_overruns gauge
 specdec_num_overruns{model_name="m",role="target",worker="a"} 3.0
-# TYPE specdec_num_branch_hits gauge
-specdec_num_branch_hits{model_name="m",role="target",worker="a"} 6.0
-# TYPE specdec_num_branch_misses gauge
-specdec_num_branch_misses{model_name="m",role="target",worker="a"} 1.0
 # TYPE specdec_generation_tokens counter
 specdec_generation_tokens_total{model_name="m"} 99.0
 """
@@ -68,10 +64,10 @@ async def test_a_stream_is_counted_in_tokens(bench: Bench, url: str) -> None:
         assert times[0] > 0
         assert times == sorted(times)
         assert times[-1] <= run.duration_s
-    assert acceptance_rate(run.streams) == 1
+    stats = sum((stream.stats for stream in run.streams), SpecStats())
+    assert stats.acceptance_rate == 1
     # Every round but a last one of a single token kept three draft tokens.
-    assert mean_acceptance_length(run.streams) == pytest.approx(len(ids) / -(-len(ids) // 4), abs=1)
-    assert hit_rate(run.streams) == 1
+    assert stats.mean_acceptance_length == pytest.approx(len(ids) / -(-len(ids) // 4), abs=1)
     assert run.devices == {}
 
 
@@ -107,12 +103,9 @@ async def test_a_refusal_is_an_error(url: str) -> None:
         await run_workload(url, "another", Workload(("a",), 9, 0.0, 0))
 
 
-JUDGED = {"num_branch_hits": 6.0, "num_branch_misses": 1.0}
-
-
 def test_figures_of_workers_are_summed_by_device() -> None:
     assert worker_figures(PAGE) == {
-        "target": {"num_steps": 15.0, "busy_s": 2.0, "num_overruns": 3.0, "num_workers": 2.0} | JUDGED,
+        "target": {"num_steps": 15.0, "busy_s": 2.0, "num_overruns": 3.0, "num_workers": 2.0},
         "draft": {"num_steps": 40.0, "num_workers": 1.0},
     }
 
@@ -123,7 +116,6 @@ def test_what_devices_did_in_between() -> None:
     assert set(uses) == {"target"}, "the draft does not tell how long it was busy"
     target = uses["target"]
     assert (target.num_steps, target.num_overruns) == (10, 3)
-    assert (target.num_hits, target.num_misses) == (6, 1)
     assert target.idle_share == pytest.approx(0.875), "1.5 of 12 seconds of two workers"
     assert target.step_s == pytest.approx(0.15)
 

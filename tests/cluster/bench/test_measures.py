@@ -10,20 +10,18 @@ from cluster.bench.measures import (
     DeviceUse,
     Run,
     Stream,
-    acceptance_rate,
-    covered_s,
     device_use,
-    hit_rate,
     mean,
-    mean_acceptance_length,
     percentiles_s,
     token_gaps_s,
+    tokens_per_round,
 )
 from cluster.bench.summary import summarize
 from specdec.engine.observed import Role, StepRecord
+from specdec.engine.stats import SpecStats
 
 ARRIVALS = (Arrival(0.5, 2), Arrival(0.8, 1), Arrival(1.4, 3))
-STREAM = Stream("abcdef", ARRIVALS, num_drafts=2, num_draft_tokens=8, num_accepted_tokens=3)
+STREAM = Stream("abcdef", ARRIVALS, SpecStats(num_drafts=2, num_draft_tokens=8, num_accepted_tokens=3))
 """Six tokens in three rounds: 1 + 1 accepted, plain, 1 + 2 accepted."""
 
 
@@ -58,15 +56,16 @@ def test_a_run() -> None:
     assert run.texts == ("abcdef", "xy")
 
 
-def test_acceptance_is_pooled_over_streams() -> None:
-    other = Stream("xyz", (Arrival(1, 3),), num_drafts=1, num_draft_tokens=2, num_accepted_tokens=2)
-    streams = [STREAM, other]
-    assert acceptance_rate(streams) == pytest.approx(5 / 10)
-    assert mean_acceptance_length(streams) == pytest.approx(1 + 5 / 3)
-    assert hit_rate([STREAM]) == 1.0  # two rounds after the first, both with a draft
+def test_acceptance_is_pooled_over_streams_and_rounds() -> None:
+    other = Stream("xyz", (Arrival(1, 3),), SpecStats(num_drafts=1, num_draft_tokens=2, num_accepted_tokens=2))
     plain = Stream("xyz", (Arrival(1, 3),))
-    assert hit_rate([STREAM, plain]) == pytest.approx(2 / 4)
-    assert (acceptance_rate([plain]), mean_acceptance_length([plain]), hit_rate([plain])) == (None, None, 0.0)
+    modes = (Mode(ALONE, 0), Mode("overlap", 4, "overlap"))
+    runs = ((Run((plain, plain), 1.0),), (Run((STREAM, other), 1.0),))
+    alone, row = summarize(Comparison(Work("code", 2, 6, 0.0), modes, runs))
+    assert (row.acceptance_rate, row.mean_acceptance_length) == (pytest.approx(5 / 10), pytest.approx(1 + 5 / 3))
+    assert (alone.acceptance_rate, alone.mean_acceptance_length) == (None, None)
+    assert tokens_per_round([STREAM]) == pytest.approx(5 / 2)
+    assert tokens_per_round([Stream("", (Arrival(0.1, 1),))]) is None
 
 
 def step(role: Role, start_s: float, end_s: float, *, is_decode: bool = True) -> StepRecord:
@@ -87,23 +86,9 @@ def test_devices_from_their_steps() -> None:
     assert use["target"].idle_share == pytest.approx(0.65)
     assert use["target"].step_s == pytest.approx(0.15), "a step that reads a prompt is no measure of decoding"
     assert use["draft"].idle_share == pytest.approx(0.9)
-    assert covered_s(steps) == pytest.approx(0.8)
-    assert covered_s([*steps, step("drafter", 0.1, 0.2)]) == pytest.approx(0.8)
 
 
 def test_a_device_known_by_its_counters_alone() -> None:
     assert DeviceUse(2.0, 0.5, 10).step_s == pytest.approx(0.05)
     assert DeviceUse(2.0, 0.5, 0).step_s is None
     assert DeviceUse(2.0, 2.1, 10).idle_share == 0
-
-
-def test_a_service_whose_devices_tell_their_counters() -> None:
-    """Ten plain rounds of 30 ms in 0.4 s; then five rounds of 36 ms with drafts of 2 ms steps in 0.3 s."""
-    plain = Stream("a" * 10, tuple(Arrival(0.04 * i, 1) for i in range(1, 11)))
-    drafted = Stream("a" * 10, tuple(Arrival(0.06 * i, 2) for i in range(1, 6)), 4, 16, 5)
-    alone = Run((plain,), 0.4, devices={"target": DeviceUse(0.4, 0.3, 10)})
-    devices = {"target": DeviceUse(0.3, 0.18, 5), "draft": DeviceUse(0.3, 0.04, 20)}
-    run = Run((drafted,), 0.3, devices=devices)
-    modes = (Mode(ALONE, 0), Mode("in turn", 4, "in_turn"), Mode("overlap", 4, "overlap"))
-    rows = summarize(Comparison(Work("code", 1, 10, 0.0), modes, ((alone,), (run,), (run,))))
-    assert [row.outside_s_per_round for row in rows] == pytest.approx([0.01, 0.08 / 5, 0.12 / 5])

@@ -24,10 +24,8 @@ ROW = Row(
     gap_percentiles_s=(0.0, 0.042, 0.045),
     acceptance_rate=0.625,
     mean_acceptance_length=3.5,
-    hit_rate=1.0,
     step_s={"target": 0.03, "draft": 0.003},
     idle_share={"target": 0.3, "draft": 0.7},
-    outside_s_per_round=0.0005,
     load=1.5,
     has_equal_texts=True,
     num_emulated_steps=0,
@@ -60,7 +58,6 @@ def test_a_row() -> None:
     assert row["tokens a draft"] == "3.50"
     assert row["step ms target, draft"] == "30.00, 3.00"
     assert row["idle target, draft"] == "30%, 70%"
-    assert row["outside ms a round"] == "0.50"
     assert row["decoding tokens/s"] == "90.0"
     assert row["same text as the first mode"] == "yes"
 
@@ -72,11 +69,10 @@ def test_what_is_not_known_is_a_dash() -> None:
         mean_acceptance_length=None,
         step_s={},
         idle_share={},
-        outside_s_per_round=None,
         has_equal_texts=False,
     )
     row = cells(Report(ENVIRONMENT, (bare,)), 2)
-    assert row["acceptance"] == row["tokens a draft"] == row["outside ms a round"] == "-"
+    assert row["acceptance"] == row["tokens a draft"] == "-"
     assert row["step ms target, draft"] == "-, -"
     assert row["same text as the first mode"] == "no"
 
