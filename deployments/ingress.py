@@ -21,7 +21,7 @@ from deployments.names import ROUTER
 from deployments.openai.admission import Admission, AdmissionLimits
 from deployments.openai.app import create_app
 from deployments.openai.keys import ApiKeys
-from deployments.openai.observer import PrometheusObserver
+from deployments.openai.observer import Observer
 from deployments.openai.service import ModelInfo, Role, ServedModel
 from deployments.openai.settings import ApiSettings
 from deployments.requests import RoutedTokens
@@ -64,7 +64,7 @@ class OpenAIIngress(LiveKeys, IngressEndpoint):
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The HTTP application of this replica."""
         self._tokenizer = load_tokenizer(target_source(self._args))
-        self._observer = PrometheusObserver(self._registry)
+        self._observer = Observer(self._registry)
         self._admission = Admission(AdmissionLimits())
         return self._http_application(self._args)
 

@@ -1,6 +1,12 @@
-"""What is asked in a benchmark: kinds of prompts, all written for it."""
+"""What is asked in a benchmark: kinds of prompts."""
 
 from __future__ import annotations
+
+import bisect
+import inspect
+import queue
+import shlex
+import textwrap
 
 from specdec.errors import InvalidParameterError
 
@@ -22,119 +28,16 @@ PROSE = (
     '"""Return the first item of a sequence, or a default if the sequence is',
 )
 
-_PARTS = (
-    '''class Account:
-    """A balance that never goes below zero."""
+_LONG_CHARACTERS = 2600
+_ENDINGS = {
+    bisect: "\n\ndef binary_search(items, value):\n",
+    queue: "\n\ndef merge_sorted(left, right):\n",
+    shlex: "\n\ndef read_config(path, defaults=None):\n",
+    textwrap: "\n\nclass TestWrap(unittest.TestCase):\n    def test_",
+}
 
-    def __init__(self, owner, balance=0):
-        self.owner = owner
-        self.balance = balance
-        self.history = []
-
-    def deposit(self, amount):
-        """Add an amount to the balance."""
-        if amount <= 0:
-            raise ValueError("amount must be positive")
-        self.balance += amount
-        self.history.append(("deposit", amount))
-
-    def withdraw(self, amount):
-        """Take an amount from the balance."""
-        if amount > self.balance:
-            raise ValueError("not enough money")
-        self.balance -= amount
-        self.history.append(("withdraw", amount))
-
-
-''',
-    '''def parse_line(line):
-    """Split a line of the form 'name = value' into its two parts.
-
-    Returns None for empty lines and comments.
-    """
-    line = line.strip()
-    if not line or line.startswith("#"):
-        return None
-    name, found, value = line.partition("=")
-    if not found:
-        raise ValueError("expected 'name = value', got %r" % line)
-    return name.strip(), value.strip()
-
-
-def read_config(path, defaults=None):
-    """Read a file of such lines into a dictionary."""
-    values = dict(defaults or {})
-    with open(path, encoding="utf-8") as file:
-        for line in file:
-            parsed = parse_line(line)
-            if parsed is not None:
-                name, value = parsed
-                values[name] = value
-    return values
-
-
-''',
-    '''def merge(left, right):
-    """Merge two sorted lists into one."""
-    result = []
-    i = j = 0
-    while i < len(left) and j < len(right):
-        if left[i] <= right[j]:
-            result.append(left[i])
-            i += 1
-        else:
-            result.append(right[j])
-            j += 1
-    result.extend(left[i:])
-    result.extend(right[j:])
-    return result
-
-
-def merge_sort(items):
-    """Return a sorted copy of a list."""
-    if len(items) <= 1:
-        return list(items)
-    middle = len(items) // 2
-    return merge(merge_sort(items[:middle]), merge_sort(items[middle:]))
-
-
-''',
-    """class TestConfig(unittest.TestCase):
-    def setUp(self):
-        self.folder = tempfile.TemporaryDirectory()
-        self.path = os.path.join(self.folder.name, "config.txt")
-
-    def tearDown(self):
-        self.folder.cleanup()
-
-    def write(self, text):
-        with open(self.path, "w", encoding="utf-8") as file:
-            file.write(text)
-
-    def test_empty_file(self):
-        self.write("")
-        self.assertEqual(read_config(self.path), {})
-
-    def test_comment(self):
-        self.write("# nothing here\\nname = value\\n")
-        self.assertEqual(read_config(self.path), {"name": "value"})
-
-
-""",
-)
-
-
-def _long(first: int, ending: str) -> str:
-    """All parts, beginning with another one each time, and the head of something new."""
-    return "".join((*_PARTS[first:], *_PARTS[:first])) + ending
-
-
-CODE_LONG = (
-    _long(0, "def transfer(source, target, amount):\n"),
-    _long(1, "def write_config(path, values):\n"),
-    _long(2, "def binary_search(items, value):\n"),
-    _long(3, "class TestMerge(unittest.TestCase):\n    def test_"),
-)
+CODE_LONG = tuple(inspect.getsource(module)[:_LONG_CHARACTERS] + end for module, end in _ENDINGS.items())
+"""The head of a module that every Python has, and of something new."""
 
 _MIXED = tuple(prompt for trio in zip(CODE[:4], CODE_LONG, PROSE, strict=True) for prompt in trio)
 

@@ -14,7 +14,7 @@ from deployments.openai.errors import add_error_handlers
 from deployments.openai.ignored import IgnoredFields
 from deployments.openai.keys import ApiKeys, CheckKeys
 from deployments.openai.middleware import Admit, Arrivals, BodyLimit, CatchErrors
-from deployments.openai.observer import Observer, PrometheusObserver
+from deployments.openai.observer import Observer
 from deployments.openai.routes import admin, completions, models, pages, tokens
 from deployments.openai.service import TokenService
 from deployments.openai.settings import ApiSettings
@@ -43,7 +43,7 @@ def create_app(
         admission: The book of an application that this one takes the place of, whose requests go on counting.
     """
     app = FastAPI(title="specdec", docs_url=None, redoc_url=None, redirect_slashes=False)
-    observer = observer if observer is not None else PrometheusObserver(CollectorRegistry())
+    observer = observer if observer is not None else Observer(CollectorRegistry())
     ignored = IgnoredFields(settings.unknown_fields, observer)
     app.state.api = Api(service, tokenizer, settings, observer, TokenTexts(tokenizer), ignored)
     add_error_handlers(app, settings.retry_after_s)

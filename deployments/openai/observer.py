@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Literal, Protocol
+from contextlib import contextmanager
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -34,66 +34,11 @@ _FIRST_BUCKETS_S = (
     40.0,
     80.0,
 )
-_REQUEST_BUCKETS_S = (
-    0.1,
-    0.3,
-    0.5,
-    0.8,
-    1.0,
-    1.5,
-    2.0,
-    2.5,
-    5.0,
-    10.0,
-    15.0,
-    20.0,
-    30.0,
-    60.0,
-    120.0,
-    240.0,
-    480.0,
-    960.0,
-)
+_REQUEST_BUCKETS_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480, 960)
 
 
-class SequenceObserver(Protocol):
-    """Told what happens to one sequence, in this order."""
-
-    def admitted(self) -> None:
-        """Its first news came."""
-        ...
-
-    def tokens(self, num_billed: int, num_discarded: int, rounds: Iterable[Round]) -> None:
-        """Tokens came: some for the client, some beyond its end."""
-        ...
-
-    def closed(self, reason: Reason) -> None:
-        """It has ended; told exactly once, admitted or not."""
-        ...
-
-
-class Observer(Protocol):
-    """Told what happens to requests. Called on the event loop; must not block."""
-
-    def prompt_tokens(self, model: str, num_tokens: int) -> None:
-        """A prompt was taken in; once per prompt, however many samples were asked for."""
-        ...
-
-    def ignored_field(self, name: str) -> None:
-        """A request has a field that has no effect."""
-        ...
-
-    def queued(self, model: str, num_sequences: int) -> AbstractContextManager[None]:
-        """Around a request's wait for the places of its sequences."""
-        ...
-
-    def opened(self, model: str, age_s: float) -> SequenceObserver:
-        """A sequence is being asked of the service, for a request that arrived ``age_s`` seconds ago."""
-        ...
-
-
-class PrometheusObserver:
-    """Counts in a registry, by vLLM's names under the prefix ``specdec_``.
+class Observer:
+    """Counts what happens to requests in a registry, by vLLM's names under the prefix ``specdec_``; on the event loop.
 
     Requests are counted by sequence: an answer with three choices counts three.
     """
@@ -133,7 +78,7 @@ class PrometheusObserver:
         )
 
     def prompt_tokens(self, model: str, num_tokens: int) -> None:
-        """Count a prompt."""
+        """Count a prompt; once, however many samples were asked for."""
         self.num_prompt_tokens.labels(model).inc(num_tokens)
 
     def ignored_field(self, name: str) -> None:
@@ -151,18 +96,18 @@ class PrometheusObserver:
             gauge.dec(num_sequences)
 
     def opened(self, model: str, age_s: float) -> SequenceObserver:
-        """Begin to observe a sequence."""
+        """Begin to observe a sequence of a request that arrived ``age_s`` seconds ago."""
         # Series that exist before the first event: a rate over them is right from the start.
         for counter in (self.num_drafts, self.num_draft_tokens, self.num_accepted_tokens, self.num_discarded_tokens):
             counter.labels(model).inc(0)
         self.num_accepted_per_position.labels(model, "0").inc(0)
-        return _PrometheusSequence(self, model, age_s)
+        return SequenceObserver(self, model, age_s)
 
 
-class _PrometheusSequence:
-    """One sequence's times."""
+class SequenceObserver:
+    """What happens to one sequence."""
 
-    def __init__(self, metrics: PrometheusObserver, model: str, age_s: float) -> None:
+    def __init__(self, metrics: Observer, model: str, age_s: float) -> None:
         self._metrics = metrics
         self._model = model
         self._arrived_s = metrics.clock() - age_s
@@ -178,11 +123,13 @@ class _PrometheusSequence:
         self._num_accepted_per_position: list[Counter] = []
 
     def admitted(self) -> None:
+        """Its first news came."""
         self._gauge.dec()
         self._gauge = self._metrics.num_running.labels(self._model)
         self._gauge.inc()
 
     def tokens(self, num_billed: int, num_discarded: int, rounds: Iterable[Round]) -> None:
+        """Tokens came: some for the client, some beyond its end."""
         metrics, model = self._metrics, self._model
         now_s = metrics.clock()
         if self._delivered_s is None:
@@ -208,6 +155,7 @@ class _PrometheusSequence:
         return series[position]
 
     def closed(self, reason: Reason) -> None:
+        """It has ended; told exactly once, admitted or not."""
         self._gauge.dec()
         self._metrics.num_success.labels(self._model, reason).inc()
         self._metrics.e2e_latency.labels(self._model).observe(self._metrics.clock() - self._arrived_s)

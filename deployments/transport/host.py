@@ -15,40 +15,16 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from deployments.transport.mailbox import Mailbox
 from deployments.transport.wire import HostFailedError
+from specdec.engine.traced import Machine
 
 logger = logging.getLogger("ray.serve")
 
 DRAIN_POLL_S = 0.1
 """How often a draining machine is asked whether it is done."""
-
-
-class Machine(Protocol):
-    """A synchronous, clock-free state machine."""
-
-    def receive(self, message: Any, now_s: float) -> None:
-        """Take in one message."""
-        ...
-
-    def step(self, now_s: float) -> bool:
-        """Do a piece of work, or the timers; True if there may be more to do at once."""
-        ...
-
-    def take_outbox(self) -> dict[str, list[Any]]:
-        """Messages since the last call, by peer id."""
-        ...
-
-    def drain(self, now_s: float) -> None:
-        """Take nothing new from now on, and finish what there is (rule 15)."""
-        ...
-
-    @property
-    def is_drained(self) -> bool:
-        """Whether nothing is left to finish."""
-        ...
 
 
 M = TypeVar("M", bound=Machine)

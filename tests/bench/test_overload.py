@@ -12,9 +12,9 @@ from transformers import AutoTokenizer
 import specdec.demo
 from deployments.openai import ApiSettings, ModelInfo, SequenceRequest, ServedModel, create_app
 from deployments.openai.admission import AdmissionLimits
-from deployments.openai.scripted import ScriptedService, Step, rounds
 from tests.bench.overload import measure, stall
 from tests.deployments.openai.conftest import listening
+from tests.deployments.openai.scripted import ScriptedService, Step, rounds
 
 
 def service() -> FastAPI:

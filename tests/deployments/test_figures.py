@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deployments.figures import PATIENCE_S, Asked, IngressFigures, missing_parts, page
 from deployments.metrics import Reports
-from deployments.openai.observer import PrometheusObserver
+from deployments.openai.observer import Observer
 
 READY = IngressFigures("I#1", "m", "", b"", {"num_resubmitted": 2.0, "num_dropped_messages": 5.0, "is_draining": 0.0})
 ROUTER: Reports = {"R#1": ("router", {}), "T#1": ("target", {"num_sequences": 0.0})}
@@ -42,7 +42,7 @@ def asked(handle: Handle, fresh_s: float = 0.0) -> Asked:
 
 def counted(replica: str, num_tokens: int) -> IngressFigures:
     registry = CollectorRegistry()
-    observer = PrometheusObserver(registry)
+    observer = Observer(registry)
     observer.opened("m", 0.0).tokens(num_tokens, 0, [])
     return IngressFigures(replica, "m", "", generate_latest(registry), {})
 

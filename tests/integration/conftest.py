@@ -4,13 +4,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.integration.poison import start
 from tests.integration.running import RunningService
 
 
 @pytest.fixture(scope="package")
 def service() -> Iterator[RunningService]:
-    """The demo pair as ``make serve`` starts it, but with drafts in any case, and with nobody let wait for a place."""
+    """The demo pair with drafts in any case, nobody let wait for a place, and a hook that acts where it is asked to."""
     limits = ("--limits-max-concurrent-requests", "64", "--limits-max-queued-requests", "0")
-    running = RunningService("--num-speculative-tokens", "4", *limits)
+    running = start(*limits)
     yield running
     assert running.stop() == 0

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.integration.drains import Refusal, under_sigterm
+from tests.integration.kills import Streams
 from tests.integration.running import RunningService
 from tests.integration.test_openai_client import (  # noqa: F401 - collected here, on this service
     client,
@@ -29,3 +31,13 @@ def service() -> Iterator[RunningService]:
     logger.warning("ready %.1f s after the start", running.started_s)
     yield running
     assert running.stop() == 0
+
+
+def test_sigterm_under_eight_streams_breaks_none_and_refuses_the_next(service: RunningService) -> None:
+    """The last of this file: the service ends, and leaves nothing behind."""
+    drained = under_sigterm(service, Streams(service.url, service.model, count=8, max_tokens=600))
+    assert not drained.compared.broken
+    assert drained.compared.is_exact
+    assert drained.told, "the streams had ended before anything was asked"
+    assert set(drained.told) == {Refusal(503, "1", "service_unavailable")}
+    assert drained.exit_code == 0

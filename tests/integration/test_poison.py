@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.integration.kills import Stream, Streams
-from tests.integration.poison import KINDS, poison, start
+from tests.integration.poison import KINDS, poison
 from tests.integration.running import RunningService
 
 MAX_REOPENS = 3
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[RunningService]:
-    running = start()
-    yield running
-    assert running.stop() == 0
 
 
 @pytest.fixture(scope="module")

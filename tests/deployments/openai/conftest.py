@@ -23,9 +23,9 @@ from deployments.openai import (
     TokenDelta,
     create_app,
 )
-from deployments.openai.observer import PrometheusObserver
-from deployments.openai.scripted import ScriptedService, Step, rounds
+from deployments.openai.observer import Observer
 from specdec.sampling.params import Acceptance, GenerationDefaults
+from tests.deployments.openai.scripted import ScriptedService, Step, rounds
 
 VOCAB_SIZE = 4096
 MAX_MODEL_LEN = 128
@@ -57,7 +57,7 @@ class Bench:
         info = ModelInfo(target, draft, 4, self.acceptance_rules, self.acceptance, created_s=7)
         self.registry = CollectorRegistry()
         self.service = KeepingService(info, lambda request: self.script(request))
-        self.observer = PrometheusObserver(self.registry)
+        self.observer = Observer(self.registry)
         self.app = create_app(self.service, self.settings, self.tokenizer, self.observer)
 
     def say(self, text: str, size: int = 1, finish: str = "stop") -> list[Step]:

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from deployments.openai import SequenceRequest
 from deployments.openai.schemas.others import REFUSED, REFUSED_IN_MESSAGES
-from deployments.openai.scripted import rounds
 from specdec.types import TokenLogprobs
+from tests.deployments.openai.scripted import rounds
 
 from .bodies import CHATS, COMPLETIONS, MESSAGES, Sent
 from .conftest import Bench

@@ -18,8 +18,8 @@ from openai import AsyncOpenAI
 from deployments.openai import ApiSettings, SequenceRequest, TokenDelta, create_app
 from deployments.openai.admission import AdmissionLimits
 from deployments.openai.keys import ApiKeys
-from deployments.openai.scripted import Step
 from specdec.errors import SequenceFailedError, ServiceUnavailableError
+from tests.deployments.openai.scripted import Step
 
 from .conftest import MAX_MODEL_LEN, Bench, listening
 from .test_live import eventually

@@ -13,8 +13,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from deployments.openai import SequenceRequest, TokenDelta
-from deployments.openai.scripted import Step
 from specdec.errors import ServiceUnavailableError
+from tests.deployments.openai.scripted import Step
 
 from .conftest import Bench
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from openai import AsyncOpenAI
 from prometheus_client import CollectorRegistry, generate_latest
 
-from deployments.openai.observer import PrometheusObserver
+from deployments.openai.observer import Observer
 from deployments.openai.tally import Round, RoundTally
 from specdec.protocol.messages import Notes
 
@@ -32,7 +32,7 @@ async def test_what_is_counted_is_what_is_billed(bench: Bench, client: AsyncOpen
 def test_times_are_measured_from_the_requests_arrival() -> None:
     now_s = 10.0
     registry = CollectorRegistry()
-    sequence = PrometheusObserver(registry, clock=lambda: now_s).opened("m", age_s=2.0)
+    sequence = Observer(registry, clock=lambda: now_s).opened("m", age_s=2.0)
     sequence.admitted()
     now_s = 11.0
     sequence.tokens(1, 0, [])

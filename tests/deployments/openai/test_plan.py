@@ -11,7 +11,7 @@ from httpx2 import ASGITransport, AsyncClient
 from prometheus_client import CollectorRegistry
 
 from deployments.openai import ApiSettings, create_app
-from deployments.openai.observer import PrometheusObserver
+from deployments.openai.observer import Observer
 from deployments.requests import RoutedTokens
 from deployments.transport.host import LoopHost
 from specdec.engine.scripted import Script, ScriptedDrafter, ScriptedTarget
@@ -48,7 +48,7 @@ async def plan_told(bench: Bench, plan: Plan) -> Any:
     service = OverlapService(ScriptedTarget(script, 128), ScriptedDrafter(script, 128), plan, lambda: 0)
     tokens = RoutedTokens(bench.service.model_info())
     tokens.connect(cast(LoopHost[IngressMachine], Line(service, tokens.deliver)), lambda: True)
-    app = create_app(tokens, ApiSettings(), bench.tokenizer, PrometheusObserver(CollectorRegistry()))
+    app = create_app(tokens, ApiSettings(), bench.tokenizer, Observer(CollectorRegistry()))
     asked = {"model": "demo", "prompt": [9, 8], "max_tokens": 12, "per_request_spec_decode_metrics": "summary"}
     async with AsyncClient(transport=ASGITransport(app=app), base_url="http://api") as client:
         answer = await client.post("/v1/completions", json=asked | {"ignore_eos": True})

@@ -10,9 +10,9 @@ from openai import AsyncOpenAI, InternalServerError
 
 from deployments.openai import SequenceRequest, TokenDelta
 from deployments.openai.echo import make_echo
-from deployments.openai.scripted import Step, rounds
 from specdec.text.pieces import TokenTexts
 from specdec.types import PromptLogprobs, TokenLogprobs
+from tests.deployments.openai.scripted import Step, rounds
 
 from .conftest import MAX_MODEL_LEN, TEXT, Bench
 

@@ -14,9 +14,9 @@ from msgspec import structs
 from transformers import PreTrainedTokenizerFast
 
 from deployments.openai import SequenceRequest
-from deployments.openai.scripted import rounds
 from specdec.text.words import encode_bad_words
 from specdec.types import TokenLogprobs
+from tests.deployments.openai.scripted import rounds
 
 from .conftest import MAX_MODEL_LEN, TEXT, Bench
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from deployments.openai.scripted import rounds
 from specdec.types import TokenLogprobs
+from tests.deployments.openai.scripted import rounds
 
 from .conftest import TEXT, Bench
 

@@ -7,7 +7,7 @@ from openai import APIError, AsyncOpenAI
 from transformers import PreTrainedTokenizerFast
 
 from deployments.openai import ApiSettings
-from deployments.openai.scripted import rounds
+from tests.deployments.openai.scripted import rounds
 
 from .conftest import TEXT, Bench
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -24,7 +24,7 @@ from specdec.protocol.messages import Plan, PlanUpdate
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.target import TargetMachine
 from specdec.sampling.params import SamplingParams, SequenceSpec
-from specdec.sampling.pipeline import Sampler
+from specdec.sampling.pipeline import LogitsProcessor, Sampler
 from tests.specdec.engine.pairs import add_noise, collect, make_model, run
 from tests.specdec.engine.test_recurrent import NOISE, make_cases, make_runner, make_service
 from tests.specdec.engine.test_recurrent_branches import LENGTHS
@@ -44,9 +44,23 @@ class HostileService:
         target: Makes a target's model with its caches, for each of its lives.
         draft: The same for the draft.
         seed: Of everything random.
+        processors: Hooks on the logits of both models.
+        max_batch_tokens: Of both models.
+        restart_rate: How likely a worker is to restart in a step; a sequence gives up after several.
     """
 
-    def __init__(self, target: Callable[[], ModelRunner], draft: Callable[[], ModelRunner], seed: int) -> None:
+    def __init__(
+        self,
+        target: Callable[[], ModelRunner],
+        draft: Callable[[], ModelRunner],
+        seed: int,
+        processors: Sequence[LogitsProcessor] = (),
+        max_batch_tokens: int = LENGTHS["max_batch_tokens"],
+        restart_rate: float = 0.05,
+    ) -> None:
+        self._restart_rate = restart_rate
+        self._sampler = Sampler(VOCAB_SIZE, processors)
+        self._lengths = {**LENGTHS, "max_batch_tokens": max_batch_tokens}
         self._rng = random.Random(seed)
         self._net = Network(self._rng)
         self._make = {TARGET: target, DRAFTER: draft}
@@ -88,11 +102,14 @@ class HostileService:
         if name == DRAFTER:
             self.counts["promoted"] += self._drafter.counters.num_promoted
             return
+        gauges = self._target._backend.gauges()
+        self.counts["evicted"] += int(gauges["num_evictions"])
+        self.counts["reused"] += int(gauges["num_reused_tokens"])
         self.counts["accepted"] += self._target.counters.num_accepted_tokens
         self.counts["stale"] += self._target.counters.num_stale_offers
 
     def _disturb(self) -> None:
-        if self._rng.random() < 0.05:
+        if self._rng.random() < self._restart_rate:
             name = self._rng.choice((TARGET, DRAFTER))
             self.counts[f"{name} restarted"] += 1
             self.count(name)
@@ -107,9 +124,9 @@ class HostileService:
     def _begin(self, name: str) -> None:
         runner = self._make[name]()
         if name == TARGET:
-            self._target = TargetMachine(name, ModelTarget(runner, Sampler(VOCAB_SIZE), **LENGTHS), TIMES)
+            self._target = TargetMachine(name, ModelTarget(runner, self._sampler, **self._lengths), TIMES)
         else:
-            self._drafter = DrafterMachine(name, ModelDrafter(runner, Sampler(VOCAB_SIZE), **LENGTHS), TIMES)
+            self._drafter = DrafterMachine(name, ModelDrafter(runner, self._sampler, **self._lengths), TIMES)
         self._router.worker_joined(name, "target" if name == TARGET else "drafter", self._now)
 
     def _plan(self, spec: SequenceSpec) -> Plan:
@@ -124,9 +141,9 @@ class HostileService:
         )
 
 
-def runner(family: str, noise: float, way: Route) -> ModelRunner:
+def runner(family: str, noise: float, way: Route, num_blocks: int = 300) -> ModelRunner:
     model = make_model(family) if family == "llama" else make_recurrent(family)
-    return make_runner(add_noise(model, noise) if noise else model, way, num_state_slots=16)
+    return make_runner(add_noise(model, noise) if noise else model, way, num_state_slots=16, num_blocks=num_blocks)
 
 
 @pytest.mark.parametrize(

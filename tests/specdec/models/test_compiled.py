@@ -20,6 +20,7 @@ from specdec.models.compiled import compile_layers
 from specdec.models.compiled.layers import CompiledLayer
 from specdec.models.loading import load_model, prepare_model
 from specdec.models.runner import ModelRunner, RowInput
+from tests.specdec.engine.test_processors import BOTH
 from tests.specdec.models.families import make_model, randomize
 from tests.specdec.models.recurrent_families import make_recurrent
 
@@ -173,13 +174,13 @@ def test_without_a_compiler_the_message_says_so() -> None:
 
 
 def test_a_compiled_pair_says_what_a_plain_one_says() -> None:
-    """At any draft length, sampled; the progress says what was compiled."""
+    """At any draft length: sampled, edited, hooked, in chunks, and with a prefix that was read before."""
     lines: list[str] = []
     folders = [str(demo_folder(name)) for name in ("target", "draft")]
     plain, compiled = (
         SpeculativeEngine.from_pretrained(
             *(ModelSource(folder, dtype="float32", device="cpu", compile=is_compiled) for folder in folders),
-            options=BackendOptions(kv_memory=64 << 20),
+            options=BackendOptions(kv_memory=64 << 20, max_batch_tokens=16, logits_processors=BOTH),
             progress=lines.append,
         )
         for is_compiled in (False, True)
@@ -188,9 +189,10 @@ def test_a_compiled_pair_says_what_a_plain_one_says() -> None:
         "12 of 12 layers compiled, 1 kind",
         "2 of 2 layers compiled, 1 kind",
     ]
-    sampling = SamplingParams(temperature=1.0, ignore_eos=True)
+    edits = {"top_k": 50, "repetition_penalty": 1.1, "presence_penalty": 0.2, "logit_bias": ((7, 1.0),)}
+    sampling = SamplingParams(temperature=1.0, ignore_eos=True, **edits)
     texts = [
-        engine.generate(list(range(5, 25)), sampling, seed=7, max_tokens=40, num_speculative_tokens=length).token_ids
+        engine.generate(list(range(5, 50)), sampling, seed=7, max_tokens=40, num_speculative_tokens=length).token_ids
         for engine, length in ((plain, 0), (compiled, 0), (compiled, 3), (compiled, 7))
     ]
     assert all(text == texts[0] for text in texts)

@@ -1,0 +1,89 @@
+"""All features at once, behind a hostile network: what each pair of them would do is among it, and no token changes."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from specdec.engine.draft_backend import ModelDrafter
+from specdec.engine.local import LocalService
+from specdec.engine.target_backend import ModelTarget
+from specdec.sampling.params import SamplingParams
+from specdec.sampling.pipeline import Sampler
+from specdec.types import TokenLogprobs
+from tests.specdec.engine.pairs import MAX_MODEL_LEN, Case, Output, collect
+from tests.specdec.engine.test_hostile_network import DRAFTER, TARGET, HostileService, runner
+from tests.specdec.engine.test_processors import BOTH
+from tests.specdec.engine.test_recurrent import NOISE
+from tests.specdec.models.recurrent_families import VOCAB_SIZE
+
+EVERYTHING = SamplingParams(
+    top_k=40,
+    top_p=0.95,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=0.2,
+    frequency_penalty=0.1,
+    logit_bias=((7, 1.0), (9, -1.0)),
+    bad_words=((7, 7), (20,)),
+    ignore_eos=True,
+    logprobs=2,
+)
+SCARCE_BLOCKS = 30
+"""Of four tokens each: not for two of the sequences below at their full length."""
+CHUNK = 16
+RESTART_RATE = 0.02
+SEEDS = (1, 2, 3)
+HAPPENED = ("promoted", "accepted", "evicted", "reused", "T restarted", "D restarted")
+
+
+def make_cases(sampling: SamplingParams) -> list[Case]:
+    """Prompts of several chunks that begin alike."""
+    rng = random.Random(8)
+    shared, *own = ([rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (24, 3, 20, 9, 1))
+    return [Case((*shared, *tail), 30, sampling, seed=i) for i, tail in enumerate(own)]
+
+
+def entries(output: Output) -> list[TokenLogprobs]:
+    return list(output.notes.logprobs or ())
+
+
+def assert_same(got: Output, want: Output, where: str) -> None:
+    assert got.tokens == want.tokens, where
+    assert len(entries(got)) == len(entries(want)) == len(want.tokens)
+    for ours, theirs in zip(entries(got), entries(want), strict=True):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+        assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
+
+
+@pytest.mark.parametrize(
+    ("family", "temperature", "acceptance"),
+    [
+        ("llama", 0.0, "coupled"),
+        ("llama", 1.0, "coupled"),
+        ("llama", 0.0, "rejection"),
+        ("qwen3_5", 1.0, "coupled"),
+        ("qwen3_5", 0.0, "rejection"),
+    ],
+)
+def test_all_at_once_no_token_changes(family: str, temperature: float, acceptance: str) -> None:
+    """Branches, chunks, reuse, preemption, hooks, penalties, log probabilities and workers that restart."""
+    cases = make_cases(replace(EVERYTHING, temperature=temperature, acceptance=acceptance))
+    lengths = {"max_model_len": MAX_MODEL_LEN, "max_batch_tokens": 64}
+    target = ModelTarget(runner(family, 0.0, "states"), Sampler(VOCAB_SIZE, BOTH), **lengths)
+    drafter = ModelDrafter(runner(family, NOISE, "rescan"), Sampler(VOCAB_SIZE, BOTH), **lengths)
+    wanted = collect(LocalService(target, drafter, 0), cases)
+    makers = (partial(runner, family, 0.0, "states", SCARCE_BLOCKS), partial(runner, family, NOISE, "rescan"))
+    counts: Counter[str] = Counter()
+    for seed in SEEDS:
+        service = HostileService(*makers, seed, BOTH, CHUNK, RESTART_RATE)
+        for got, want in zip(collect(service, cases), wanted, strict=True):
+            assert_same(got, want, f"seed {seed}")
+        service.count(TARGET)
+        service.count(DRAFTER)
+        counts += service.counts
+    assert [what for what in HAPPENED if not counts[what]] == [], "the schedules are too kind"
