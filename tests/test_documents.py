@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import io
 import re
 import shlex
 from pathlib import Path
@@ -13,6 +16,7 @@ from cluster.cli.keys import keys_table
 from cluster.cli.main import build_parser
 from cluster.config import ServiceConfig
 from cluster.config_files import config_keys
+from cluster.identity import demo_folder
 from cluster.strict import validated
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -83,6 +87,22 @@ def test_configurations_are_accepted(path: Path) -> None:
 def test_python_compiles(path: Path) -> None:
     for block in blocks(path.read_text(), "python"):
         compile(block, name(path), "exec")
+
+
+def test_the_librarys_example_runs() -> None:
+    (example,) = blocks((ROOT / "specdec/README.md").read_text(), "python")
+    for role in ("target", "draft"):
+        example = example.replace(f"path/to/{role}", str(demo_folder(role)))
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(example, "specdec/README.md", "exec"), {})
+    assert printed.getvalue().count("\n") > 2
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name)
+def test_modules_that_are_run_exist(path: Path) -> None:
+    named = re.findall(r"python -m ((?:tests|cluster)[.\w]*)", path.read_text())
+    assert [module for module in named if importlib.util.find_spec(module) is None] == []
 
 
 def test_flags_that_documents_name_exist() -> None:

@@ -21,12 +21,12 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from specdec.control.ways import expected_tokens
 from specdec.engine.draft_backend import ModelDrafter
 from specdec.engine.target_backend import ModelTarget
 from specdec.models.loading import LoadedModel, prepare_model
 from specdec.models.runner import ModelRunner
 from specdec.sampling.pipeline import Sampler
-from tests.bench.limits import expected_tokens
 from tests.bench.steps import StepTime, measure_steps, verify_cost
 
 SHAPES: dict[str, dict[str, dict[str, object]]] = {

@@ -6,8 +6,6 @@
 Nothing measured goes in: the acceptance rate, the rate of right guesses and the time of a step are what the
 configuration says, the branches are those that the drafter forks (:func:`specdec.protocol.branches.foreseen`): at
 many streams a share of all that it holds.
-
-Source: Leviathan, Kalman and Matias 2023 (arXiv 2211.17192), section 3, for the expected tokens of a round.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from cluster.bench.compare import ALONE
 from cluster.cli.flags import add_config_flags, config_overrides
 from cluster.config import AppArgs
 from cluster.config_files import config_keys, load_config
+from specdec.control.ways import expected_tokens
 from specdec.engine.emulation import StepCost
 from specdec.engine.scripted import RANK_SHARES
 from specdec.protocol.branches import branch_share, foreseen
@@ -36,16 +35,6 @@ _ITERATIONS = 80
 _State = tuple[int, bool]
 """Draft tokens under verification, and whether they follow a miss."""
 _Moves = tuple[tuple[_State, float], ...]
-
-
-def expected_tokens(alpha: float, num_draft_tokens: int) -> float:
-    """Tokens of one verification, the corrected or bonus token included: 1 + alpha + ... + alpha^K.
-
-    Args:
-        alpha: Probability that a draft token is kept, from 0 to 1.
-        num_draft_tokens: K.
-    """
-    return sum(alpha**i for i in range(num_draft_tokens + 1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import pytest
 from specdec.engine.emulation import StepCost
 from specdec.engine.scripted import Script
 from specdec.protocol.branches import foreseen
-from tests.bench.limits import ScriptedPair, expected_tokens, main, scripted_limit
+from tests.bench.limits import ScriptedPair, main, scripted_limit
 
 PAIR = ScriptedPair(0.8, 0.95, StepCost(30), StepCost(3))
 TOKENS = 60_000
@@ -47,13 +47,6 @@ def test_slow_and_growing_steps_against_the_script_played_out() -> None:
     """Seven draft steps fit, six after a plain step; a verification takes longer than a plain step."""
     pair = ScriptedPair(0.6, 0.7, StepCost(20, token_ms=0.5), StepCost(2, row_ms=0.1))
     assert pair.outcomes(12, 8) == pytest.approx(played_out(pair, 12, 8, 0), rel=0.015)
-
-
-def test_expected_tokens() -> None:
-    assert expected_tokens(0.5, 2) == pytest.approx(1.75)
-    assert expected_tokens(0.8, 4) == pytest.approx((1 - 0.8**5) / 0.2)
-    assert expected_tokens(1.0, 4) == 5
-    assert expected_tokens(0.0, 4) == expected_tokens(0.9, 0) == 1
 
 
 @pytest.mark.parametrize(("alpha", "c", "speed_up"), [(0.6, 0.05, 1.92), (0.8, 0.05, 3.09), (0.8, 0.2, 1.87)])

@@ -10,10 +10,11 @@ from cluster.bench.offline import Pair, load_pair
 from cluster.bench.summary import Row, summarize
 from cluster.config import AppArgs
 from cluster.doubles import scripted_pair
+from specdec.control.ways import expected_tokens
 from specdec.engine.emulation import EmulatedDevice, EmulatedTarget, StepCost, VirtualClock
 from specdec.errors import InvalidParameterError
 from specdec.sampling.philox import derive_seed
-from tests.bench.limits import ScriptedPair, expected_tokens
+from tests.bench.limits import ScriptedPair
 
 
 def pair(acceptance_rate: float, costs: str = "target=30,draft=3") -> Pair:
