@@ -11,6 +11,7 @@ import os
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic
 
 import ray
@@ -20,8 +21,8 @@ from deployments.transport.discovery import Discovery
 from deployments.transport.host import Host, LoopHost, M, WorkerHost
 from deployments.transport.keeper import LinkKeeper
 from deployments.transport.link import Answerer, Carrier, Dialer, PeerEvent
-from deployments.transport.sockets import SocketAnswerer, SocketDialer
-from deployments.transport.streams import StreamAnswerer, StreamDialer
+from deployments.transport.sockets import SocketAnswerer, dial_socket
+from deployments.transport.streams import StreamAnswerer, dial_stream
 from deployments.transport.wire import FingerprintKind, Hello, HostFailedError, Identity, LinkTimes, mismatch
 from specdec.engine.trace import Recorder, WorkerTrace
 from specdec.engine.traced import traced
@@ -97,8 +98,8 @@ class Endpoint:
         """Keep a link to every live router."""
         context = serve.get_replica_context()
         watch = Discovery(routers, context.app_name, lambda listed: keeper.update(listed))
-        carriers: list[Carrier] = [SocketDialer(node_id())] if self.within_machines else []
-        carriers.append(StreamDialer(watch))
+        carriers: list[Carrier] = [partial(dial_socket, node_id())] if self.within_machines else []
+        carriers.append(partial(dial_stream, watch))
         dialer = Dialer(self._me, context.deployment, self._fingerprints, match, host, carriers, self._times)
         keeper = LinkKeeper(dialer.dial, joined, lost, self._times, refused)
         self._closers += [watch.close, keeper.close]

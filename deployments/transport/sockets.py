@@ -69,33 +69,23 @@ class SocketChannel:
         self._writer.close()
 
 
-class SocketDialer:
-    """Opens channels to replicas on this node.
-
-    Args:
-        node: Ray's id of the node.
-    """
-
-    def __init__(self, node: str) -> None:
-        self._node = node
-
-    async def __call__(self, hello: Hello) -> Channel:
-        """Open a channel; see ``Carrier``."""
+async def dial_socket(node: str, hello: Hello) -> Channel:
+    """Open a channel to a replica on this node, by Ray's id of it; see ``Carrier``."""
+    try:
+        end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
-                end.setblocking(False)  # it connects at once, or not at all: nobody of that name is here, or it hangs
-                end.connect(address(self._node, hello.callee))
-                if not _is_ours(end):
-                    raise LinkError(f"another user's process answers to the name of {hello.callee}")
-                channel = SocketChannel(*await asyncio.open_unix_connection(sock=end))
-            except BaseException:
-                end.close()
-                raise
-        except (OSError, AttributeError) as error:  # some systems have no such sockets
-            raise LinkError(f"no socket: {error!r}") from error
-        await channel.send(encode(hello))
-        return channel
+            end.setblocking(False)  # it connects at once, or not at all: nobody of that name is here, or it hangs
+            end.connect(address(node, hello.callee))
+            if not _is_ours(end):
+                raise LinkError(f"another user's process answers to the name of {hello.callee}")
+            channel = SocketChannel(*await asyncio.open_unix_connection(sock=end))
+        except BaseException:
+            end.close()
+            raise
+    except (OSError, AttributeError) as error:  # some systems have no such sockets
+        raise LinkError(f"no socket: {error!r}") from error
+    await channel.send(encode(hello))
+    return channel
 
 
 class SocketAnswerer:

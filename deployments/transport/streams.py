@@ -50,19 +50,9 @@ class StreamChannel:
         self._response.cancel()
 
 
-class StreamDialer:
-    """Opens channels to the replicas of one deployment, on any node.
-
-    Args:
-        callees: The deployment.
-    """
-
-    def __init__(self, callees: Discovery) -> None:
-        self._callees = callees
-
-    async def __call__(self, hello: Hello) -> Channel:
-        """Open a channel; see ``Carrier``."""
-        return StreamChannel(self._callees, hello)
+async def dial_stream(callees: Discovery, hello: Hello) -> Channel:
+    """Open a channel to a replica of a deployment, on any node; see ``Carrier``."""
+    return StreamChannel(callees, hello)
 
 
 class ServedChannel:

@@ -20,6 +20,7 @@ from tests.bench.peers.install import PEERS, Peer, SkippedError, models_of, run,
 PAIR = ("--target", str(demo_folder("target")), "--draft", str(demo_folder("draft")), "--dtype", "float32")
 
 
+@pytest.mark.soak
 def test_ours_and_assisted_generation_say_the_same(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     work = ("--num-prompts", "1", "--max-tokens", "8", "--rounds", "1")
     figures = tmp_path / "figures.json"

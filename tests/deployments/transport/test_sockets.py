@@ -17,7 +17,7 @@ import pytest
 
 from deployments.transport import sockets
 from deployments.transport.link import Channel, spawn
-from deployments.transport.sockets import SocketAnswerer, SocketDialer, address
+from deployments.transport.sockets import SocketAnswerer, address, dial_socket
 from deployments.transport.wire import MAX_FRAME_BYTES, Hello, LinkError, encode
 from tests.deployments.transport.nodes import until
 
@@ -40,7 +40,7 @@ class Ends:
         await until(lambda: self.answerer._server is not None)
 
     async def dial(self, callee: str = "r") -> Channel:
-        return await SocketDialer(self.node)(Hello("w", callee, "Target"))
+        return await dial_socket(self.node, Hello("w", callee, "Target"))
 
     async def linked(self) -> tuple[Channel, Channel]:
         mine = await self.dial()
@@ -191,7 +191,7 @@ async def test_a_folder_that_others_have_a_hand_in_is_not_used(
     answerer = SocketAnswerer("r", "node", Ends._answer)
     assert answerer._socket is None
     with pytest.raises(LinkError, match="no socket"):
-        await SocketDialer("node")(HELLO)
+        await dial_socket("node", HELLO)
     answerer.close()
 
 

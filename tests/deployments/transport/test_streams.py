@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deployments.transport.link import Channel, spawn
-from deployments.transport.streams import StreamAnswerer, StreamDialer
+from deployments.transport.streams import StreamAnswerer, dial_stream
 from deployments.transport.wire import Hello, LinkError, encode
 from tests.deployments.transport.nodes import until
 
@@ -66,7 +66,7 @@ class Ends:
         return self.calls[-1]
 
     async def linked(self) -> tuple[Channel, Channel]:
-        mine = await StreamDialer(self)(HELLO)
+        mine = await dial_stream(self, HELLO)
         await until(lambda: bool(self.taken))
         assert await self.taken[-1].receive() == encode(HELLO)
         return mine, self.taken[-1]
