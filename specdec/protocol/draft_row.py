@@ -13,12 +13,9 @@ from specdec.types import Tokens
 _ROWS_PER_SPACING = 16
 
 
-def offer_spacing(num_sequences: int, *, waits: bool = False) -> int:
-    """Draft steps between two offers in parts: one more for so many sequences, as a message grows with them.
-
-    Where the target waits for drafts, for half as many: it goes on with what comes next, however short that is.
-    """
-    return 1 + num_sequences // (_ROWS_PER_SPACING // (1 + waits))
+def offer_spacing(num_sequences: int) -> int:
+    """Draft steps between two offers in parts: one more for so many sequences, as a message grows with them."""
+    return 1 + num_sequences // _ROWS_PER_SPACING
 
 
 class DraftRow(WorkerRow):
@@ -32,12 +29,10 @@ class DraftRow(WorkerRow):
         num_forks: Branches forked so far; numbers their keys.
         forked_for: Length of the log, number verified and number of guesses for which branches were last forked.
         num_verified: How many of the chain's tokens the target is taken to verify now.
-        num_steps: Draft steps since the newest commit, or since the offer that the target waited for.
+        num_steps: Draft steps since the newest commit.
         offered_end: Absolute length, log and chain, up to which the present chain has been offered.
         limit: Absolute length beyond which no draft token is of use: the target decides the last token in any case.
         offered_at: ``num_steps`` at the newest offer; 0 where there was none since.
-        is_overdue: Whether the newest commit found drafts that were not offered and none left that were; until the next
-            offer.
         agreed: Length up to which log and chain are what the backend was given last.
         num_branches: Most branches, by its plan and by its share of those that the drafter holds in all.
         num_guesses: Most guesses that are of use at one place.
@@ -50,7 +45,6 @@ class DraftRow(WorkerRow):
         "branches",
         "ending_token_ids",
         "forked_for",
-        "is_overdue",
         "is_skipped",
         "limit",
         "num_branches",
@@ -78,7 +72,6 @@ class DraftRow(WorkerRow):
         self.num_steps = 0
         self.offered_end = len(self.log)
         self.offered_at = 0
-        self.is_overdue = False
         self.is_skipped = False
         self.agreed = 0
         self.limit = min(message.spec.output_start + message.spec.max_tokens - 1, max_model_len)
@@ -171,12 +164,11 @@ class DraftRow(WorkerRow):
     def _bound_branch(self, branch: Branch) -> None:
         """Its draft is as long as the plan's, within the request's and the draft model's lengths.
 
-        The token after a branch's draft names in advance the outcomes that follow when all of that is kept. Where the
-        target waits for drafts, a verdict shall not find the drafter busy with it.
+        The token after a branch's draft names in advance the outcomes that follow when all of that is kept.
         """
         most, num_tokens = self.limit - branch.position - 1, self.plan.num_draft_tokens
         branch.num_wanted = max(0, min(num_tokens, most))
-        branch.num_useful = max(0, min(num_tokens + (not self.plan.draft_wait_s), most))
+        branch.num_useful = max(0, min(num_tokens + 1, most))
         branch.job = None
 
     # What is wanted.
@@ -259,10 +251,8 @@ class DraftRow(WorkerRow):
 
         A target without a draft needs one soon, so that the first chain is offered half done and done; and so are, in
         overlap, the following parts of a chain without branches. Branches go when they are done, and before that in
-        parts: nobody knows here when the target's next step begins, and what comes after that is late. Parts begin a
-        step before the plan's deadline; where it gives none, with half a draft, or nearly as late as a second would be.
-        Among many sequences each message takes its time from all others, so that first chains await the deadline, too;
-        unless the last one was too late, as a target without drafts takes shorter steps than those that it is made for.
+        parts: nobody knows here when the target's next step begins, and what comes after that is late. Parts begin with
+        half a draft, or nearly as late as a second would be.
 
         Args:
             spacing: Least draft steps between two parts.
@@ -276,17 +266,14 @@ class DraftRow(WorkerRow):
         if not self.has_branches:
             return fresh >= part
         is_without = self.num_offered < plan.num_draft_tokens
-        awaits_deadline = spacing > 1 and plan.num_fit_steps > 0 and not plan.draft_wait_s and not self.is_overdue
-        if is_without and not awaits_deadline and (fresh >= part or len(self.path) == plan.num_draft_tokens):
+        if is_without and (fresh >= part or len(self.path) == plan.num_draft_tokens):
             return True
-        first = plan.num_fit_steps - 1 if plan.num_fit_steps else max(part, min(spacing - 1, plan.num_draft_tokens))
+        first = max(part, min(spacing - 1, plan.num_draft_tokens))
         return self.num_steps >= max(first, self.offered_at + spacing if self.offered_at else 0)
 
     def take_offer(self) -> Offer:
         """All that is drafted, but for what branches have beyond their drafts; it counts as offered from now on."""
-        if self.plan.draft_wait_s and self.num_offered < self.plan.num_draft_tokens <= len(self.path):
-            self.num_steps = 0  # the target has waited for this: its step begins now
-        self.offered_end, self.offered_at, self.is_overdue = self.end, self.num_steps, False
+        self.offered_end, self.offered_at = self.end, self.num_steps
         length, drawn = len(self.log), self.path.candidates()
         branches: list[tuple[Outcome, Tokens]] = []
         candidates: list[tuple[Candidates, ...]] = []

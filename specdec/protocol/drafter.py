@@ -109,10 +109,10 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         worked = any(self._draft(batch, tasks) for batch in self._groups.batches(drafting))
         if not worked:
             self._backend.rest()
-        spacings = [offer_spacing(len(rows), waits=waits) for waits in (False, True)]
+        spacing = offer_spacing(len(rows))
         for row in rows:
             row.num_steps += worked
-            if row.is_due(spacings[row.plan.draft_wait_s > 0]):
+            if row.is_due(spacing):
                 self._outbox.put(row.router, row.take_offer())
                 self.counters.num_offers += 1
         self.counters.num_steps += worked
@@ -300,10 +300,8 @@ class DrafterMachine(WorkerMachine[DraftRow]):
 
     def _begin_round(self, row: DraftRow) -> None:
         """Take it that the target verifies now what it was offered; nothing, where that is nothing and it goes on."""
-        num_tokens, waits = row.plan.num_draft_tokens, row.plan.draft_wait_s > 0 and not row.num_offered
-        row.num_verified = num_tokens if waits else min(num_tokens, row.num_offered)
+        row.num_verified = min(row.plan.num_draft_tokens, row.num_offered)
         row.num_steps = row.offered_at = 0
-        row.is_overdue = row.has_news and not row.num_offered
 
     def _dropped(self, row: DraftRow | None) -> None:
         if row is not None:

@@ -173,6 +173,8 @@ class IngressMachine:
                 request = self._current(seq, attempt)
                 if request is not None and request.log.mark() == mark:
                     self._finish(request, finish, reason)
+                elif request is not None and mark.length <= len(request.log):
+                    self._submit(request, now_s)  # another life of a router has used this attempt
             case Gone(seq, attempt, why):
                 request = self._current(seq, attempt)
                 if request is not None:

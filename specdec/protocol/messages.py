@@ -85,19 +85,14 @@ class Plan(Struct, frozen=True, array_like=True):
     Attributes:
         num_draft_tokens: Most draft tokens per round; 0 is plain decoding.
         num_branches: Most outcomes per offer beside the accepted path (its fan-out).
-        num_fit_steps: Draft steps that fit between a verdict and the target's next step boundary: from the one before
-            on, branches are offered in parts, finished or not; and so are all chains where sequences are many. 0 leaves
-            it to the drafter.
         acceptance_rate: Expected, per draft token; it shapes the fan-out.
         mode: ``in_turn``: draft for the newest mark only; else draft ahead while the target verifies. Whether that is
             ``off``, ``overlap`` or ``outcomes`` follows from the numbers of draft tokens and branches.
-        draft_wait_s: How long the target may hold a row back for an offer: in turn from when it could go on, in overlap
-            from the start of the step that decided it last; 0 goes on plainly at once.
+        draft_wait_s: In turn, how long the target may hold a row back for an offer; 0 goes on plainly at once.
     """
 
     num_draft_tokens: int = 0
     num_branches: int = 0
-    num_fit_steps: int = 0
     acceptance_rate: float = 0.8
     mode: Way = "overlap"
     draft_wait_s: float = 0.0

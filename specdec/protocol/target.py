@@ -163,7 +163,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
         row.log.extend(run if count == len(run) else run[:count])
         self.counters.num_branch_hits += row.foreseen is True
         self.counters.num_branch_misses += row.foreseen is False
-        row.round_start, row.foreseen, row.decided_s, row.held_s = start, None, now_s, None
+        row.round_start, row.foreseen, row.held_s = start, None, None
         if row.finish is not None:
             self._backend.release(row.seq)
         self._groups.passed(row)
@@ -292,13 +292,12 @@ class TargetMachine(WorkerMachine[TargetRow]):
         return best.first(max(most, 0))
 
     def _waits(self, row: TargetRow, now_s: float) -> bool:
-        """Whether a row is held back for an offer: only by plan, never before its first token, in vain only once."""
-        if row.plan.draft_wait_s <= 0 or row.decided_s is None or row.plan.num_draft_tokens == 0:
+        """Whether a row is held back for an offer: only in turn, never before its first token, in vain only once."""
+        if row.plan.mode != "in_turn" or row.round_start == len(row.log):
             return False
         if row.spec.max_tokens - row.num_output_tokens <= 1:
             return False
         if row.held_s is None:
             row.held_s = now_s
-        since_s = row.held_s if row.plan.mode == "in_turn" else row.decided_s
-        row.is_patient = row.is_patient and now_s < since_s + row.plan.draft_wait_s
+        row.is_patient = row.is_patient and now_s < row.held_s + row.plan.draft_wait_s
         return row.is_patient

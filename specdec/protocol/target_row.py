@@ -48,8 +48,7 @@ class TargetRow(WorkerRow):
         acked: Length up to which the router has the log.
         notes: How the tokens after ``acked`` came.
         offers: The newest offers that may be of use, oldest first.
-        decided_s: When the step began that decided it last; None before the first time.
-        held_s: When it was first held back since; None where it was not.
+        held_s: When it was first held back since it was decided last; None where it was not.
         told_s: When its verdict was last sent.
         is_patient: Whether it waits for offers at all: not since it waited in vain, until the next one comes.
         round_start: Length of the log before its newest round.
@@ -57,8 +56,17 @@ class TargetRow(WorkerRow):
     """
 
     __slots__ = (
-        *("acked", "announced_s", "decided_s", "ending", "failed_length", "finish", "foreseen", "held_s", "is_cleared"),
-        "is_patient",
+        *(
+            "acked",
+            "announced_s",
+            "ending",
+            "failed_length",
+            "finish",
+            "foreseen",
+            "held_s",
+            "is_cleared",
+            "is_patient",
+        ),
         *("needs_candidates", "notes", "num_failures", "offers", "place", "reason", "round_start", "told_s"),
     )
 
@@ -75,7 +83,6 @@ class TargetRow(WorkerRow):
         self.acked = len(self.log)
         self.notes = Notes()
         self.offers: deque[KeptOffer] = deque()
-        self.decided_s: float | None = None
         self.held_s: float | None = None
         self.told_s = float("-inf")
         self.is_patient = True

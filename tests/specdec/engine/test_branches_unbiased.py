@@ -21,9 +21,9 @@ from specdec.protocol.target import TargetMachine
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.pipeline import RowGroup, Sampler
 
-VOCAB, NUM_TOKENS = 6, 12
+VOCAB, NUM_TOKENS, DRAFT_STEPS = 6, 12, 3
 PROMPT = (0,)
-PLAN = Plan(num_draft_tokens=2, num_branches=4, num_fit_steps=3, acceptance_rate=0.9)
+PLAN = Plan(num_draft_tokens=2, num_branches=4, acceptance_rate=0.9)
 
 
 class Chain:
@@ -105,7 +105,7 @@ class Line:
         while len(self.target._rows):
             self.target.step(0.0)
             verdicts = self.target.take_outbox()["R"]
-            for _ in range(PLAN.num_fit_steps):
+            for _ in range(DRAFT_STEPS):
                 self.drafter.step(0.0)
             for offer in self.drafter.take_outbox().get("R", []):
                 self.target.receive(offer, 0.0)

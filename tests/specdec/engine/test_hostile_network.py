@@ -134,7 +134,6 @@ class HostileService:
         return Plan(
             num_draft_tokens=pick((0, 2, 4, 4)),
             num_branches=pick((0, 4, 8)),
-            num_fit_steps=pick((0, 3, 6)),
             acceptance_rate=0.5,
             mode=pick(("overlap", "overlap", "in_turn")),
             draft_wait_s=pick((0, 0, 4)),

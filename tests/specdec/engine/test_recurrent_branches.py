@@ -122,7 +122,7 @@ def test_a_branch_from_before_the_window_waits_and_nothing_is_copied_for_it() ->
 def test_two_sequences_and_one_slot_for_branches_read_each_prompt_once(num_branches: int) -> None:
     draft = draft_runner(3)
     rows, cases = note_rows(draft), make_cases(SAMPLED)[1:3]
-    service = make_overlap(target_runner(FAMILY), draft, Plan(3, num_branches, 2), lambda: 6)
+    service = make_overlap(target_runner(FAMILY), draft, Plan(3, num_branches), lambda: 6)
     run(service, cases)
     assert service.drafter.counters.num_promoted > 0
     assert [row for row in rows if row[0] == 0] == [(0, len(case.prompt)) for case in cases]
@@ -144,7 +144,7 @@ def test_tokens_are_those_of_plain_decoding(pair: tuple[str, str, list[list[int]
     target_family, draft_family, wanted = pair
     target, draft = target_runner(target_family), draft_runner(num_slots, draft_family)
     num_refused = count_refused(draft)
-    service = make_overlap(target, draft, Plan(4, 8, 3, acceptance_rate=0.5), ahead_at_random(num_slots))
+    service = make_overlap(target, draft, Plan(4, 8, acceptance_rate=0.5), ahead_at_random(num_slots))
     outputs, stats = run(service, make_cases(SAMPLED))
     assert outputs == wanted
     assert stats.num_draft_tokens > 5

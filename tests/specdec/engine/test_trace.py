@@ -156,7 +156,7 @@ class TracedOverlap(OverlapService):
 
 @pytest.mark.parametrize(("draft_steps", "num_branches"), [(12, 6), (5, 6), (2, 4), (6, 0)])
 def test_rounds_are_those_that_the_target_counts(draft_steps: int, num_branches: int) -> None:
-    service = TracedOverlap(Plan(4, num_branches, num_fit_steps=9), draft_steps)
+    service = TracedOverlap(Plan(4, num_branches), draft_steps)
     spec = SequenceSpec(SamplingParams(temperature=0, ignore_eos=True), 5, 3, 120)
     service.start("s", [1, 2, 3], spec)
     while not any(delivery.finish for delivery in service.pump()):

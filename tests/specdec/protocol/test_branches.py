@@ -58,10 +58,10 @@ class Guessing:
         self.events.append(("release", key))
 
 
-def machine_with(num_draft_tokens=3, num_branches=4, fit=0, max_tokens=50, acceptance="coupled", **plan):
+def machine_with(num_draft_tokens=3, num_branches=4, max_tokens=50, acceptance="coupled", **plan):
     machine = DrafterMachine("D", Guessing(), Times(lease_s=5.0))
     spec = SequenceSpec(SamplingParams(acceptance=acceptance), 0, len(PROMPT), max_tokens, (EOS,))
-    plan = Plan(num_draft_tokens, num_branches, fit, 0.5, **plan)
+    plan = Plan(num_draft_tokens, num_branches, 0.5, **plan)
     machine.receive(Open("s", INC, "R", PROMPT, spec, plan, 5.0), 0.0)
     return machine
 
@@ -229,10 +229,8 @@ def test_a_commit_of_several_rounds_follows_a_branch_and_its_chain():
     assert (row_of(machine).path.tokens, machine.counters.num_promoted) == ([], 1)
 
 
-@pytest.mark.parametrize(("fit", "first"), [(0, 2), (4, 3), (2, 1)])
-def test_branches_are_offered_in_parts_from_a_step_before_the_deadline(fit, first):
-    """Or, where there is no deadline, from half a draft on."""
-    machine = machine_with(num_draft_tokens=4, fit=fit)
+def test_branches_are_offered_in_parts_from_half_a_draft_on():
+    first, machine = 2, machine_with(num_draft_tokens=4)
     settle(machine)
     settle_after_hit(machine)
     offers = [settle(machine, 1) for _ in range(9)]
@@ -261,38 +259,12 @@ def open_others(machine, count):
         machine.receive(Open(f"o{i}", INC, "R", PROMPT, spec, Plan(), 5.0), 0.0)
 
 
-@pytest.mark.parametrize(("draft_wait_s", "steps"), [(0.0, [1, 2, 3, 4, 5, 6]), (0.1, [1, 3, 5])])
-def test_a_target_that_waits_gets_fewer_parts(draft_wait_s, steps):
-    """It goes on with what comes next, however short that is."""
-    machine = machine_with(num_draft_tokens=8, fit=2, draft_wait_s=draft_wait_s)
-    open_others(machine, 7)
-    settle(machine)
-    settle_after_hit(machine)
-    offers = [bool(settle(machine, 1)) for _ in range(6)]
-    assert [n for n, is_there in enumerate(offers, start=1) if is_there] == steps
-
-
-def test_where_the_target_waits_no_step_stands_between_a_verdict_and_its_drafts():
-    machine = machine_with(draft_wait_s=0.1)
-    settle(machine)
-    assert {len(branch.path) for branch in row_of(machine).branches.values()} == {3}
-
-
 def settle_after_hit(machine):
     row = row_of(machine)
     (position, token), branch = next(iter(row.branches.items()))
     n = position - len(row.log)
     commit(machine, (), (*row.path.tokens[:n], token))
     assert row.path is branch.path
-
-
-def test_where_the_target_waits_a_new_chain_is_what_it_verifies():
-    machine = machine_with(draft_wait_s=0.1, fit=2)
-    settle(machine)
-    commit(machine, (), (9,))
-    assert row_of(machine).num_verified == 3
-    settle(machine, 3)
-    assert row_of(machine).num_steps <= 1  # its step begins with the chain
 
 
 def test_a_branch_without_room_is_not_offered_and_nothing_waits_for_it():
@@ -333,7 +305,7 @@ def test_under_the_rejection_rule_branches_bring_their_candidates():
 def test_a_miss_leaves_other_sequences_as_they_are():
     machine = machine_with()
     spec = SequenceSpec(SamplingParams(), 0, len(PROMPT), 50, (EOS,), arrival_s=1.0)
-    machine.receive(Open("t", INC, "R", PROMPT, spec, Plan(3, 4, 0, 0.5), 5.0), 0.0)
+    machine.receive(Open("t", INC, "R", PROMPT, spec, Plan(3, 4, 0.5), 5.0), 0.0)
     settle(machine)
     other = machine._rows.get("t")
     held, tokens = dict(other.branches), list(other.tokens)
@@ -348,7 +320,7 @@ def test_a_plan_with_more_branches_forks_them_at_once():
     machine = machine_with(num_branches=2)
     settle(machine)
     assert len(row_of(machine).branches) == 2
-    machine.receive(PlanUpdate("s", INC, Plan(3, 6, 0, 0.5)), 0.0)
+    machine.receive(PlanUpdate("s", INC, Plan(3, 6, 0.5)), 0.0)
     machine.step(0.0)
     assert len(row_of(machine).branches) > 2
 

@@ -149,3 +149,12 @@ def test_a_cancelled_request_is_forgotten():
     machine.cancel("s")
     machine.receive(new_tokens(0, (3,), (3,)), 0.0)
     assert (machine.take_outbox(), machine.take_deliveries(), len(machine)) == ({"R": [Cancel("s", 1)]}, [], 0)
+
+
+def test_an_end_before_what_the_client_has_is_of_another_life_of_the_router():
+    """A request that its router submitted again under the same attempt may fail sooner than it did before."""
+    machine = submitted()
+    machine.receive(new_tokens(0, (3, 4), (3, 4)), 0.0)
+    machine.take_outbox()
+    machine.receive(End("s", 1, log_of((3,)).mark(), "error", "it fails"), 1.0)
+    assert machine.take_outbox() == {"R": [submission(2, (3, 4))]}

@@ -61,17 +61,6 @@ def test_branches_are_judged_along_the_chain_that_goes_on():
     assert judged(machine) == (2, 0)
 
 
-def test_a_branch_that_came_while_a_row_waited_is_in_time():
-    machine = machine_with(open_message(plan=Plan(2, 4, mode="overlap", draft_wait_s=1.0)))
-    machine.step(0.0)
-    machine.receive(offer((), (9,)), 0.0)
-    assert not machine.step(0.1)
-    machine.receive(branched((), (9,), (Outcome(0, 3), TRUE[1:3])), 0.2)
-    machine.step(0.2)
-    assert machine._backend.batches[-1] == [("s", TRUE[1:3])]
-    assert judged(machine) == (1, 0)
-
-
 @pytest.mark.parametrize(("chain", "counted"), [(TRUE[1:3], (1, 0)), ((8, 8), (0, 1))])
 def test_a_sequence_that_ends_has_all_rounds_counted_but_its_last(chain, counted):
     token = TRUE[0] if counted[0] else 8

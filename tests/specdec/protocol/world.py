@@ -198,7 +198,6 @@ class World:
         return Plan(
             num_draft_tokens=pick((0, 2, 5, 5)),
             num_branches=pick((0, 1, MOST_BRANCHES)),
-            num_fit_steps=pick((0, 2, 6)),
             acceptance_rate=pick((0.0, 0.7, 1.0)),
             mode=pick(("overlap", "overlap", "in_turn")),
             draft_wait_s=pick((0, 0, 6)),
