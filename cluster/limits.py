@@ -35,18 +35,24 @@ class Limits(StrictModel):
         gt=0,
         le=1,
         description="share of the sequences and of the waiting places that one API key may hold while requests of "
-        "others wait; 0.5 where there are several keys, else 1; what nobody else wants is anybody's",
+        "others wait; what nobody else wants is anybody's; and of the bytes and tokens that it may hold at all, but "
+        "for a single request; 0.5 where there are several keys, else 1",
     )
     max_sequences: int = Field(128, ge=1, le=4096, description="sequences of one request: prompts times n")
     max_stop_strings: int = Field(16, ge=0, le=1024, description="stop strings of one request")
     max_stop_characters: int = Field(1024, ge=1, le=1 << 16, description="length of one stop string")
+    max_reopens: int = Field(
+        3, ge=0, le=1000, description="most times that a sequence is opened again after failures of its own"
+    )
+    body_timeout_s: float = Field(
+        30.0, gt=0, le=86400, description="longest time from a request's arrival until its body is there; then 408"
+    )
     queue_timeout_s: float = Field(
         300.0,
         gt=0,
         le=86400,
         description="longest wait of a request for its first token, from its arrival on, and for each further one; "
-        "then 503 with code queue_timeout and Retry-After, in a stream an error event; a body that has not come by "
-        "then: 408",
+        "then 503 with code queue_timeout and Retry-After, in a stream an error event",
     )
     request_timeout_s: float | None = Field(
         None,

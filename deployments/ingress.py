@@ -96,6 +96,7 @@ class OpenAIIngress(LiveKeys, IngressEndpoint):
                 share_per_key=limits.max_share_per_key or (0.5 if len(keys.names) > 1 else 1.0),
                 retry_after_s=limits.retry_after_s,
             ),
+            body_timeout_s=limits.body_timeout_s,
             queue_timeout_s=limits.queue_timeout_s,
             request_timeout_s=limits.request_timeout_s,
             allowed_origins=access.allowed_origins,

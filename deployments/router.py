@@ -31,7 +31,13 @@ class SpeculationRouter(LiveKeys, RouterEndpoint):
         self._args = self._in_force = args
         set_log_level(args)
         own = fingerprints(args)
-        self._machine = RouterMachine(replica_id(), planner_of(args), args.protocol.times(), fingerprints=own)
+        self._machine = RouterMachine(
+            replica_id(),
+            planner_of(args),
+            args.protocol.times(),
+            fingerprints=own,
+            max_reopens=args.limits.max_reopens,
+        )
         groups = [_group(self._machine, TARGET, "target")]
         if args.has_draft:
             groups.append(_group(self._machine, DRAFT, "drafter"))
@@ -46,6 +52,7 @@ class SpeculationRouter(LiveKeys, RouterEndpoint):
 
         def change(_host_machine: Any, now_s: float) -> None:
             self._machine.set_times(args.protocol.times())
+            self._machine.probation.max_reopens = args.limits.max_reopens
             if (args.mode, args.num_branches) != (before.mode, before.num_branches):  # else what it has learned stays
                 self._machine.set_planner(planner, now_s)
 

@@ -22,7 +22,8 @@ class AdmissionLimits:
         num_waiting: Requests that wait for their places.
         num_bytes: Of all bodies together.
         num_tokens: Prompts and longest outputs, of all open requests together; None does not bound them.
-        share_per_key: Share of the sequences, and of the waiting places, that one key may hold while others wait.
+        share_per_key: Share of the sequences, and of the waiting places, that one key may hold while others wait; and
+            of the bytes and tokens that it may hold at all.
         retry_after_s: What ``Retry-After`` says.
     """
 
@@ -39,7 +40,8 @@ class Admission:
 
     Places are given in the order of arrival, first to keys below their share, and to the others where no such key
     waits: a place is never kept free. Where all waiting places are taken, the newest request of a key beyond its share
-    of them gives way to one of a key below.
+    of them gives way to one of a key below. Nobody waits for bytes or tokens: of these each key has its share and no
+    more, but for a single request.
 
     Attributes:
         num_requests: Requests that have entered and not left.
@@ -56,12 +58,22 @@ class Admission:
         self.num_tokens = 0
         self._entered: Counter[str] = Counter()
         self._held: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()
         self._waiting: list[_Waiter] = []
 
     @property
     def num_waiting(self) -> int:
         """Requests that wait for their places."""
         return len(self._waiting)
+
+    def set_limits(self, limits: AdmissionLimits) -> None:
+        """Go by other limits from now on: who waits for more than there will ever be is refused, and others come in."""
+        self.limits = limits
+        for waiter in self._waiting:
+            if waiter.count > limits.num_sequences and not waiter.granted.done():
+                waiter.granted.set_exception(self._too_many())
+        self._admit()
 
     def enter(self, key: str, num_bytes: int) -> Ticket:
         """Count a request of whom nothing is known but its key and the size of its body.
@@ -77,15 +89,15 @@ class Admission:
             raise self._full(f"{self.num_requests} requests are being served or wait")
         if self.num_bytes + num_bytes > limits.num_bytes:
             raise self._full(f"requests of {self.num_bytes} bytes are being served or wait")
+        self._check_share("bytes", self._bytes[key], num_bytes, limits.num_bytes)
         self.num_requests += 1
-        self.num_bytes += num_bytes
+        self._add_bytes(key, num_bytes)
         self._entered[key] += 1
         return Ticket(self, key, num_bytes)
 
     async def _take(self, key: str, count: int) -> None:
-        most = self.limits.num_sequences
-        if count > most:
-            raise ApiError(400, f"prompts times n must be at most {most} sequences", param="n", code="invalid_value")
+        if count > self.limits.num_sequences:
+            raise self._too_many()
         if not self._waiting and self._fits(count):
             self._grant(key, count)
             return
@@ -147,6 +159,23 @@ class Admission:
         held, share = self._held[waiter.key], self.limits.share_per_key * self.limits.num_sequences
         return not held or held + waiter.count <= share
 
+    def _add_bytes(self, key: str, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._bytes[key] += num_bytes
+
+    def _add_tokens(self, key: str, num_tokens: int) -> None:
+        self.num_tokens += num_tokens
+        self._tokens[key] += num_tokens
+
+    def _check_share(self, what: str, held: int, more: int, most: int) -> None:
+        """Raise 429 where a key that holds some would hold more than its share."""
+        if held and held + more > self.limits.share_per_key * most:
+            raise self._full(f"requests of this API key hold {held} {what}, of {most} that all keys share")
+
+    def _too_many(self) -> ApiError:
+        text = f"prompts times n must be at most {self.limits.num_sequences} sequences"
+        return ApiError(400, text, param="n", code="invalid_value")
+
     def _full(self, why: str) -> ApiError:
         headers = {"Retry-After": str(self.limits.retry_after_s)}
         return ApiError(429, f"no more requests are taken now: {why}", "rate_limit_error", None, "overloaded", headers)
@@ -171,6 +200,12 @@ class Ticket:
         await self._admission._take(self._key, num_sequences)
         self._num_sequences = num_sequences
 
+    def body_came(self, num_bytes: int) -> None:
+        """Count the body as long as it is, now that all of it is there, and not as long as it might have been."""
+        if self._num_bytes >= 0:
+            self._admission._add_bytes(self._key, num_bytes - self._num_bytes)
+            self._num_bytes = num_bytes
+
     def add_tokens(self, num_tokens: int) -> None:
         """Count what its prompts and its longest outputs come to.
 
@@ -184,7 +219,9 @@ class Ticket:
             raise ApiError(400, text, param="max_tokens", code="request_too_large")
         if most is not None and admission.num_tokens + num_tokens > most:
             raise admission._full(f"requests of {admission.num_tokens} tokens are open, of {most} at most")
-        admission.num_tokens += num_tokens
+        if most is not None:
+            admission._check_share("tokens", admission._tokens[self._key], num_tokens, most)
+        admission._add_tokens(self._key, num_tokens)
         self._num_tokens += num_tokens
 
     def leave(self) -> None:
@@ -193,8 +230,8 @@ class Ticket:
         if self._num_bytes >= 0:
             admission.num_requests -= 1
             admission._entered[self._key] -= 1
-            admission.num_bytes -= self._num_bytes
-            admission.num_tokens -= self._num_tokens
+            admission._add_bytes(self._key, -self._num_bytes)
+            admission._add_tokens(self._key, -self._num_tokens)
             if self._num_sequences:
                 admission._give_back(self._key, self._num_sequences)
             self._num_bytes = -1

@@ -49,12 +49,12 @@ def create_app(
     add_error_handlers(app, settings.retry_after_s)
     if admission is None:
         admission = Admission(settings.admission)
-    admission.limits = settings.admission
+    admission.set_limits(settings.admission)
     # The last one added stands outermost.
     app.add_middleware(Admit, admission=admission, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(CheckKeys, keys=keys or ApiKeys({}))
     app.add_middleware(CatchErrors, retry_after_s=settings.retry_after_s)
-    app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
+    app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -77,7 +77,9 @@ def api_error(error: Exception, retry_after_s: int, request_id: str) -> ApiError
             )
         case SequenceFailedError():
             _logger.warning("request %s: a sequence failed: %s", request_id, error)
-            status, headers = (503, {"Retry-After": str(retry_after_s)}) if error.is_passing else (500, {})
+            # OpenAI's clients send again what has a status of 500 and more: this would fail again, and cost others.
+            headers = {"Retry-After": str(retry_after_s)} if error.is_passing else {"x-should-retry": "false"}
+            status = 503 if error.is_passing else 500
             return ApiError(status, str(error), "server_error", code="generation_failed", headers=headers)
         case RequestValidationError():
             return _invalid_body(error.errors())

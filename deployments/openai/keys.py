@@ -12,7 +12,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from deployments.openai.errors import ApiError
 
 OPEN_PATHS = frozenset({"/", "/docs", "/health", "/live", "/openapi.json", "/ping", "/version"})
-"""What answers without a key."""
+"""What answers without a key, wherever the application is mounted."""
+
+
+def is_open(scope: Scope) -> bool:
+    """Whether a request asks for what answers without a key."""
+    root, path = scope.get("root_path", "").rstrip("/"), scope["path"]
+    return (path.removeprefix(root) if f"{path}/".startswith(f"{root}/") else path) in OPEN_PATHS | {""}
 
 
 class ApiKeys:
@@ -63,6 +69,6 @@ class CheckKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and not is_open(scope):
             scope["state"]["arrival"].account.key = self._keys.check(Headers(scope=scope).get("authorization", ""))
         await self._app(scope, receive, send)

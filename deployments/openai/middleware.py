@@ -10,15 +10,16 @@ import time
 import uuid
 from contextlib import suppress
 from hashlib import blake2b
+from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.openai.admission import Admission
-from deployments.openai.arrival import Arrival
+from deployments.openai.arrival import Account, Arrival
 from deployments.openai.errors import ApiError, api_error
-from deployments.openai.keys import OPEN_PATHS
+from deployments.openai.keys import is_open
 from deployments.openai.settings import ApiSettings
 
 logger = logging.getLogger("ray.serve")
@@ -63,8 +64,8 @@ class Arrivals:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            if scope["method"] == "POST" and scope["path"] not in OPEN_PATHS:
-                _log(arrival, scope["path"], status)
+            if scope["method"] == "POST" and not is_open(scope):
+                _log(arrival, quote(scope["path"]), status)
 
     def _arrival(self, headers: Headers) -> Arrival:
         settings, now_s = self._settings, time.monotonic()
@@ -149,7 +150,7 @@ class Admit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or scope["method"] != "POST" or is_open(scope):
             await self._app(scope, receive, send)
             return
         account = scope["state"]["arrival"].account
@@ -176,9 +177,10 @@ class BodyLimit:
     end of its connection, so a part of the rest of a refused body is read, and forgotten, before that.
     """
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_body_bytes: int, timeout_s: float) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
+        self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
@@ -186,7 +188,8 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         arrival: Arrival = scope["state"]["arrival"]
-        limited = _LimitedBody(receive, send, self._max_body_bytes, min(arrival.begin_by_s, arrival.end_by_s))
+        until_s = min(arrival.clock_s + self._timeout_s, arrival.end_by_s)
+        limited = _LimitedBody(receive, send, self._max_body_bytes, until_s, arrival.account)
         declared = declared_bytes(scope)
         if declared is not None and declared > self._max_body_bytes:
             error = ApiError(413, limited.message, code="request_too_large", headers=_CLOSE)
@@ -203,13 +206,15 @@ class _LimitedBody:
         send: Takes the answer's.
         max_bytes: Of the body.
         until_s: When all of it must have come, monotonic.
+        account: Is told how long it is.
     """
 
-    def __init__(self, receive: Receive, send: Send, max_bytes: int, until_s: float) -> None:
+    def __init__(self, receive: Receive, send: Send, max_bytes: int, until_s: float, account: Account) -> None:
         self._receive = receive
         self._send = send
         self._max_bytes = max_bytes
         self._until_s = until_s
+        self._account = account
         self._num_bytes = 0
         self._is_read = False
         self._is_refused = False
@@ -224,7 +229,7 @@ class _LimitedBody:
             async with asyncio.timeout(rest_s):
                 message = await self._next()
         except TimeoutError:
-            raise HTTPException(408, "the body did not come in time (limits.queue_timeout_s)", _CLOSE) from None
+            raise HTTPException(408, "the body did not come in time (limits.body_timeout_s)", _CLOSE) from None
         if self._num_bytes > self._max_bytes:
             raise HTTPException(413, self.message, _CLOSE)
         return message
@@ -233,6 +238,8 @@ class _LimitedBody:
         message = await self._receive()
         self._num_bytes += len(message.get("body", b""))
         self._is_read = not message.get("more_body")
+        if self._is_read and self._account.ticket is not None:
+            self._account.ticket.body_came(self._num_bytes)
         return message
 
     async def send(self, message: Message) -> None:

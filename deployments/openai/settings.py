@@ -28,6 +28,7 @@ class ApiSettings:
         unknown_fields: What becomes of fields that nobody knows: ``ignore`` names them in a header, ``refuse``
             answers 400.
         admission: What is taken in at once.
+        body_timeout_s: Longest time from a request's arrival until all of its body is there.
         queue_timeout_s: Longest wait for a request's first token, from its arrival on, and for each further one.
         request_timeout_s: Longest time from a request's arrival to the end of its answer; None does not bound it.
         allowed_origins: Web pages that may call from a browser.
@@ -44,6 +45,7 @@ class ApiSettings:
     trust_request_chat_template: bool = False
     unknown_fields: UnknownFields = "ignore"
     admission: AdmissionLimits = AdmissionLimits()  # noqa: RUF009 - it is frozen
+    body_timeout_s: float = math.inf
     queue_timeout_s: float = math.inf
     request_timeout_s: float | None = None
     allowed_origins: tuple[str, ...] = ()

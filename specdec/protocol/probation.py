@@ -38,12 +38,12 @@ class Probation:
 
     Args:
         router: Name of the router.
-        max_reopens: Most times that a sequence is opened again after failures of its own.
+        max_reopens: Most times that a sequence is opened again after failures of its own; may change.
     """
 
     def __init__(self, router: str, max_reopens: int) -> None:
         self._router = router
-        self._max_reopens = max_reopens
+        self.max_reopens = max_reopens
         self._waiting: deque[SuspectGroup] = deque()
         self._open: dict[str, SuspectGroup] = {}
         self._count = 0
@@ -86,7 +86,7 @@ class Probation:
         session.num_failures += session.is_tried
         session.num_deaths += 1
         session.failed_length = len(session.log)
-        return session.num_failures >= MOST_ALONE_FAILURES or session.num_deaths > self._max_reopens
+        return session.num_failures >= MOST_ALONE_FAILURES or session.num_deaths > self.max_reopens
 
     def _divide(self, sessions: Sequence[Session]) -> None:
         for kind in ("target", "drafter"):

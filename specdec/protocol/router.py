@@ -68,12 +68,12 @@ class RouterMachine:
         self._times = times
         self._sessions: LeasedRows[Session] = LeasedRows(times.tombstone_s)
         self._outbox = Outbox()
-        self._probation = Probation(name, max_reopens)
+        self.probation = Probation(name, max_reopens)
         self._placement = Placement(
             name,
             self._outbox,
             self.counters,
-            self._probation,
+            self.probation,
             times.lease_s,
             fingerprints,
         )
@@ -294,7 +294,7 @@ class RouterMachine:
             self._placement.reopen(session, session.target, now_s)
             return
         if message.tokens or message.finish is not None:
-            self._probation.leave(session)
+            self.probation.leave(session)
         else:
             session.is_tried = True
         new = message.notes.last(len(session.log) - before)

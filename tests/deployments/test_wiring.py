@@ -41,8 +41,12 @@ def test_all_machines_of_a_service_know_the_same_models(started: dict[str, Any])
     assert started["machine"].drafter.fingerprint == own.vocabulary
     assert started["machine"].solo.fingerprint == own.draft
     assert (started["fingerprints"], started["match"]) == (own, "vocabulary")
+    limited = args.model_copy(update={"limits": args.limits.model_copy(update={"max_reopens": 7})})
+    router.SpeculationRouter(limited)
+    assert started["machine"].probation.max_reopens == 7
     router.SpeculationRouter(args)
     assert started["machine"].fingerprints == own
+    assert started["machine"].probation.max_reopens == 3
     assert started["fingerprints"] == own
 
 

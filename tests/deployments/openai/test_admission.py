@@ -142,6 +142,56 @@ async def test_tokens_are_counted_when_they_are_known() -> None:
     assert admission.num_tokens == 100
 
 
+async def test_of_bytes_and_tokens_a_key_holds_its_share_and_no_more_but_for_one_request() -> None:
+    admission = Admission(AdmissionLimits(num_bytes=100, num_tokens=100, share_per_key=0.5))
+    large = admission.enter("a", 60)
+    with pytest.raises(ApiError, match="this API key hold 60 bytes") as caught:
+        admission.enter("a", 1)
+    assert (caught.value.status, "Retry-After" in caught.value.headers) == (429, True)
+    other = admission.enter("b", 40)
+    large.add_tokens(60)
+    large.leave()
+    first, second = admission.enter("a", 10), admission.enter("a", 40)
+    first.add_tokens(20)
+    with pytest.raises(ApiError, match="this API key hold 20 tokens"):
+        second.add_tokens(31)
+    second.add_tokens(30)
+    other.add_tokens(50)
+
+
+async def test_a_body_counts_as_long_as_it_is_once_it_is_there() -> None:
+    admission = Admission(AdmissionLimits(num_bytes=100))
+    chunked = admission.enter("", 90)
+    with pytest.raises(ApiError, match="90 bytes"):
+        admission.enter("", 20)
+    chunked.body_came(5)
+    assert admission.num_bytes == 5
+    admission.enter("", 95).leave()
+    chunked.leave()
+    chunked.body_came(7)
+    assert admission.num_bytes == 0
+
+
+async def test_lower_limits_leave_nobody_waiting_for_what_will_never_be_free() -> None:
+    admission = Admission(AdmissionLimits(8, 8))
+    held = await taken(admission, "", 8)
+    large, small = await waiting(admission.enter("", 1), 5), await waiting(admission.enter("", 1), 2)
+    admission.set_limits(AdmissionLimits(4, 8))
+    with pytest.raises(ApiError, match="at most 4") as caught:
+        await large
+    assert caught.value.status == 400
+    held.leave()
+    assert await order(small) == [True]
+
+
+async def test_higher_limits_let_in_who_waits_at_once() -> None:
+    admission = Admission(AdmissionLimits(1, 8))
+    await taken(admission, "")
+    waits = [await waiting(admission.enter("", 1)) for _ in range(3)]
+    admission.set_limits(AdmissionLimits(3, 8))
+    assert await order(*waits) == [True, True, False]
+
+
 async def test_whatever_comes_nothing_exceeds_the_limits_and_everybody_ends() -> None:
     chance = random.Random(7)
     limits = AdmissionLimits(6, 5, num_bytes=90, share_per_key=0.5)

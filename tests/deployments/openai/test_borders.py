@@ -145,7 +145,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(bench: Bench) -> None
         yield b'{"model": '
         await asyncio.sleep(3)
 
-    async with served(bench, queue_timeout_s=0.2) as http:
+    async with served(bench, body_timeout_s=0.2) as http:
         answer = await http.post("/v1/completions", content=body(), headers={"content-type": "application/json"})
     assert error_of(answer, 408)["code"] == "body_timeout"
 
@@ -159,10 +159,12 @@ async def test_what_fails_has_a_body_whole_or_as_an_event(bench: Bench, caplog: 
     ]
     async with served(bench) as http:
         headers = {"x-request-id": "mine"}
-        assert (
-            error_of(await http.post("/v1/completions", json=ASK, headers=headers), 500)["code"] == "generation_failed"
-        )
-        assert error_of(await http.post("/v1/completions", json=ASK | {"model": "demo-draft"}), 503)
+        answer = await http.post("/v1/completions", json=ASK, headers=headers)
+        assert error_of(answer, 500)["code"] == "generation_failed"
+        assert answer.headers["x-should-retry"] == "false", "it would fail again"
+        answer = await http.post("/v1/completions", json=ASK | {"model": "demo-draft"})
+        assert error_of(answer, 503)
+        assert "x-should-retry" not in answer.headers
         stream = await http.post("/v1/chat/completions", json=CHAT | {"stream": True, "request_id": "theirs"})
     events = [json.loads(event.removeprefix("data: ")) for event in stream.text.strip().split("\n\n")]
     assert events[-1]["error"]["message"] == "a hook raised"
@@ -207,6 +209,47 @@ async def test_each_request_is_a_line(bench: Bench, caplog: pytest.LogCaptureFix
         "finish": "stop",
     }
     assert (bad["status"], bad["time_to_first_token_s"], bad["finish"]) == (404, None, "")
+
+
+async def test_no_path_breaks_a_line_of_the_log(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("ray.serve").propagate = True
+    caplog.set_level(logging.INFO, "ray.serve")
+    async with served(bench) as http:
+        await http.post("/v1/x%0Arequest request_id=forged")
+    (line,) = [record.request for record in caplog.records if hasattr(record, "request")]
+    assert line["path"] == "/v1/x%0Arequest%20request_id%3Dforged"
+    assert "\nrequest request_id=forged" not in caplog.text
+
+
+async def test_wherever_it_is_mounted_the_same_paths_are_open(bench: Bench) -> None:
+    settings = replace(ApiSettings(), admission=AdmissionLimits(1, 0))
+    app = create_app(bench.service, settings, bench.tokenizer, bench.observer, ApiKeys(KEYS))
+    for root in ("", "/b"):
+        transport = httpx2.ASGITransport(app=app, root_path=root)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://api") as http:
+            assert (await http.post(f"{root}/ping")).status_code == 200
+            assert (await http.get(f"{root}/docs")).status_code == 200
+            assert (await http.get(f"{root}/v1/models")).status_code == 401
+    transport = httpx2.ASGITransport(app=app, root_path="/b")
+    async with httpx2.AsyncClient(transport=transport, base_url="http://api") as http:
+        assert (await http.get("/by/ping")).status_code != 200
+
+
+async def test_a_body_without_a_declared_length_counts_as_long_as_it_is(bench: Bench) -> None:
+    gate = asyncio.Event()
+    bench.script = lambda request: [gate, *bench.say("ok")]
+
+    async def body() -> AsyncIterator[bytes]:
+        yield json.dumps(ASK).encode()
+
+    limits, headers = AdmissionLimits(8, 8, num_bytes=5 << 20), {"content-type": "application/json"}
+    async with served(bench, admission=limits) as http, asyncio.TaskGroup() as group:
+        tasks = []
+        for number in range(3):
+            tasks.append(group.create_task(http.post("/v1/completions", content=body(), headers=headers)))
+            await eventually(lambda number=number: len(bench.service.opened) == number + 1)
+        gate.set()
+    assert [task.result().status_code for task in tasks] == [200] * 3
 
 
 async def test_what_waits_is_counted_until_its_first_token(bench: Bench) -> None:

@@ -63,7 +63,7 @@ def test_suspects_are_opened_one_after_the_other_each_once_the_one_before_has_pa
         decide(machine, seq)
         assert opens(machine).get("T1") == following
     assert machine.counters.num_suspects == 4
-    assert not machine._probation.is_waiting
+    assert not machine.probation.is_waiting
 
 
 def test_every_target_tries_a_group_of_its_own():
