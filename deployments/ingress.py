@@ -18,7 +18,7 @@ from cluster.sources import draft_source, read_template, target_source
 from deployments.figures import IngressFigures
 from deployments.live import LiveKeys
 from deployments.names import ROUTER
-from deployments.openai.admission import Admission, AdmissionLimits
+from deployments.openai.admission import Admission
 from deployments.openai.app import create_app
 from deployments.openai.keys import ApiKeys
 from deployments.openai.observer import Observer
@@ -65,7 +65,7 @@ class OpenAIIngress(LiveKeys, IngressEndpoint):
         """The HTTP application of this replica."""
         self._tokenizer = load_tokenizer(target_source(self._args))
         self._observer = Observer(self._registry)
-        self._admission = Admission(AdmissionLimits())
+        self._admission = Admission(self._args.limits)
         return self._http_application(self._args)
 
     def _go_by(self, args: AppArgs) -> None:
@@ -78,27 +78,14 @@ class OpenAIIngress(LiveKeys, IngressEndpoint):
         limits, access = args.limits, args.access
         keys = ApiKeys(api_keys(access.api_keys_file, metrics_need_key=access.metrics_need_key))
         logger.info("API keys: %s", ", ".join(keys.names) or "none, everybody may call")
+        if limits.max_share_per_key is None and len(keys.names) > 1:
+            limits = limits.model_copy(update={"max_share_per_key": 0.5})
         settings = ApiSettings(
-            max_body_bytes=limits.max_body_bytes,
-            max_sequences=limits.max_sequences,
-            max_stop_strings=limits.max_stop_strings,
-            max_stop_characters=limits.max_stop_characters,
-            retry_after_s=limits.retry_after_s,
+            limits=limits,
             stream_interval=args.stream_interval,
             chat_template=read_template(args.chat_template),
             unknown_fields=args.unknown_fields,
             trust_request_chat_template=args.trust_request_chat_template,
-            admission=AdmissionLimits(
-                num_sequences=limits.max_concurrent_requests,
-                num_waiting=limits.max_queued_requests,
-                num_bytes=limits.max_total_body_bytes,
-                num_tokens=limits.max_total_tokens,
-                share_per_key=limits.max_share_per_key or (0.5 if len(keys.names) > 1 else 1.0),
-                retry_after_s=limits.retry_after_s,
-            ),
-            body_timeout_s=limits.body_timeout_s,
-            queue_timeout_s=limits.queue_timeout_s,
-            request_timeout_s=limits.request_timeout_s,
             allowed_origins=access.allowed_origins,
             send_request_id=False,  # Serve's proxy sends it
         )

@@ -8,31 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from dataclasses import dataclass
 
+from cluster.limits import Limits
 from deployments.openai.errors import ApiError
-
-
-@dataclass(frozen=True, slots=True)
-class AdmissionLimits:
-    """What is taken in at once.
-
-    Attributes:
-        num_sequences: Open sequences.
-        num_waiting: Requests that wait for their places.
-        num_bytes: Of all bodies together.
-        num_tokens: Prompts and longest outputs, of all open requests together; None does not bound them.
-        share_per_key: Share of the sequences, and of the waiting places, that one key may hold while others wait; and
-            of the bytes and tokens that it may hold at all.
-        retry_after_s: What ``Retry-After`` says.
-    """
-
-    num_sequences: int = 256
-    num_waiting: int = 256
-    num_bytes: int = 64 << 20
-    num_tokens: int | None = None
-    share_per_key: float = 1.0
-    retry_after_s: int = 1
 
 
 class Admission:
@@ -50,7 +28,7 @@ class Admission:
         num_tokens: Tokens that are counted.
     """
 
-    def __init__(self, limits: AdmissionLimits) -> None:
+    def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.num_requests = 0
         self.num_bytes = 0
@@ -63,15 +41,20 @@ class Admission:
         self._waiting: list[_Waiter] = []
 
     @property
+    def _share(self) -> float:
+        """Share of the places that one key may hold while others wait, and of the bytes and tokens at all."""
+        return self.limits.max_share_per_key or 1.0
+
+    @property
     def num_waiting(self) -> int:
         """Requests that wait for their places."""
         return len(self._waiting)
 
-    def set_limits(self, limits: AdmissionLimits) -> None:
+    def set_limits(self, limits: Limits) -> None:
         """Go by other limits from now on: who waits for more than there will ever be is refused, and others come in."""
         self.limits = limits
         for waiter in self._waiting:
-            if waiter.count > limits.num_sequences and not waiter.granted.done():
+            if waiter.count > limits.max_concurrent_requests and not waiter.granted.done():
                 waiter.granted.set_exception(self._too_many())
         self._admit()
 
@@ -82,21 +65,21 @@ class Admission:
             ApiError: 429: there are too many, or their bodies are too large together.
         """
         limits = self.limits
-        most = limits.num_sequences + limits.num_waiting
+        most = limits.max_concurrent_requests + limits.max_queued_requests
         # Through a door that others fill, a key below its share comes in still: somebody's waiting place becomes its.
-        is_below_share = limits.share_per_key < 1 and self._entered[key] + 1 <= limits.share_per_key * most
+        is_below_share = self._share < 1 and self._entered[key] + 1 <= self._share * most
         if self.num_requests >= (2 * most if is_below_share else most):
             raise self._full(f"{self.num_requests} requests are being served or wait")
-        if self.num_bytes + num_bytes > limits.num_bytes:
+        if self.num_bytes + num_bytes > limits.max_total_body_bytes:
             raise self._full(f"requests of {self.num_bytes} bytes are being served or wait")
-        self._check_share("bytes", self._bytes[key], num_bytes, limits.num_bytes)
+        self._check_share("bytes", self._bytes[key], num_bytes, limits.max_total_body_bytes)
         self.num_requests += 1
         self._add_bytes(key, num_bytes)
         self._entered[key] += 1
         return Ticket(self, key, num_bytes)
 
     async def _take(self, key: str, count: int) -> None:
-        if count > self.limits.num_sequences:
+        if count > self.limits.max_concurrent_requests:
             raise self._too_many()
         if not self._waiting and self._fits(count):
             self._grant(key, count)
@@ -117,21 +100,21 @@ class Admission:
     def _make_room_to_wait(self, key: str) -> None:
         """Raise 429 if nobody may wait any more, or else have one that has more than its share give way."""
         limits = self.limits
-        if len(self._waiting) < limits.num_waiting:
+        if len(self._waiting) < limits.max_queued_requests:
             return
         counts = Counter(waiter.key for waiter in self._waiting)
-        share = limits.share_per_key * limits.num_waiting
+        share = self._share * limits.max_queued_requests
         if counts[key] + 1 <= share:
             for waiter in reversed(self._waiting):
                 if counts[waiter.key] > share and not waiter.granted.done():
                     self._waiting.remove(waiter)
                     waiter.granted.set_exception(self._full("requests of other API keys wait, and this key has many"))
                     return
-        wait = f"; {limits.num_waiting} more wait" if limits.num_waiting else ""
-        raise self._full(f"{self.num_sequences} of {limits.num_sequences} sequences are open{wait}")
+        wait = f"; {limits.max_queued_requests} more wait" if limits.max_queued_requests else ""
+        raise self._full(f"{self.num_sequences} of {limits.max_concurrent_requests} sequences are open{wait}")
 
     def _fits(self, count: int) -> bool:
-        return self.num_sequences + count <= self.limits.num_sequences
+        return self.num_sequences + count <= self.limits.max_concurrent_requests
 
     def _grant(self, key: str, count: int) -> None:
         self.num_sequences += count
@@ -156,7 +139,7 @@ class Admission:
             waiter.granted.set_result(None)
 
     def _is_below_share(self, waiter: _Waiter) -> bool:
-        held, share = self._held[waiter.key], self.limits.share_per_key * self.limits.num_sequences
+        held, share = self._held[waiter.key], self._share * self.limits.max_concurrent_requests
         return not held or held + waiter.count <= share
 
     def _add_bytes(self, key: str, num_bytes: int) -> None:
@@ -169,11 +152,11 @@ class Admission:
 
     def _check_share(self, what: str, held: int, more: int, most: int) -> None:
         """Raise 429 where a key that holds some would hold more than its share."""
-        if held and held + more > self.limits.share_per_key * most:
+        if held and held + more > self._share * most:
             raise self._full(f"requests of this API key hold {held} {what}, of {most} that all keys share")
 
     def _too_many(self) -> ApiError:
-        text = f"prompts times n must be at most {self.limits.num_sequences} sequences"
+        text = f"prompts times n must be at most {self.limits.max_concurrent_requests} sequences"
         return ApiError(400, text, param="n", code="invalid_value")
 
     def _full(self, why: str) -> ApiError:
@@ -213,7 +196,7 @@ class Ticket:
             ApiError: 429: with it there are too many; 400: alone it has too many.
         """
         admission = self._admission
-        most = admission.limits.num_tokens
+        most = admission.limits.max_total_tokens
         if most is not None and num_tokens > most:
             text = f"prompts and outputs of one request may have {most} tokens together, and this one {num_tokens}"
             raise ApiError(400, text, param="max_tokens", code="request_too_large")

@@ -89,7 +89,7 @@ class StreamedAnswer(Response):
                 raise
             except Exception as error:
                 await self._send_json(
-                    send, api_error(error, self._api.settings.retry_after_s, self._job.arrival.label).body
+                    send, api_error(error, self._api.settings.limits.retry_after_s, self._job.arrival.label).body
                 )
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 

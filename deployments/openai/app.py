@@ -46,15 +46,17 @@ def create_app(
     observer = observer if observer is not None else Observer(CollectorRegistry())
     ignored = IgnoredFields(settings.unknown_fields, observer)
     app.state.api = Api(service, tokenizer, settings, observer, TokenTexts(tokenizer), ignored)
-    add_error_handlers(app, settings.retry_after_s)
+    add_error_handlers(app, settings.limits.retry_after_s)
     if admission is None:
-        admission = Admission(settings.admission)
-    admission.set_limits(settings.admission)
+        admission = Admission(settings.limits)
+    admission.set_limits(settings.limits)
     # The last one added stands outermost.
-    app.add_middleware(Admit, admission=admission, max_body_bytes=settings.max_body_bytes)
+    app.add_middleware(Admit, admission=admission, max_body_bytes=settings.limits.max_body_bytes)
     app.add_middleware(CheckKeys, keys=keys or ApiKeys({}))
-    app.add_middleware(CatchErrors, retry_after_s=settings.retry_after_s)
-    app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
+    app.add_middleware(CatchErrors, retry_after_s=settings.limits.retry_after_s)
+    app.add_middleware(
+        BodyLimit, max_body_bytes=settings.limits.max_body_bytes, timeout_s=settings.limits.body_timeout_s
+    )
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -147,7 +147,7 @@ def _turn(message: ChatMessage) -> dict[str, str]:
 
 
 def _check_count(api: Api, body: GenerationBody, num_prompts: int) -> None:
-    most = api.settings.max_sequences
+    most = api.settings.limits.max_sequences
     if num_prompts * (body.n or 1) > most:
         raise InvalidParameterError(
             "n" if num_prompts <= most else "prompt", f"prompts times n must be at most {most} sequences"

@@ -70,16 +70,19 @@ class Arrivals:
     def _arrival(self, headers: Headers) -> Arrival:
         settings, now_s = self._settings, time.monotonic()
         given, key = headers.get("x-request-id", ""), headers.get("authorization", "")
-        timeouts_s = [settings.request_timeout_s or math.inf, _wanted_timeout_s(headers.get(_TIMEOUT_HEADER, ""))]
+        timeouts_s = [
+            settings.limits.request_timeout_s or math.inf,
+            _wanted_timeout_s(headers.get(_TIMEOUT_HEADER, "")),
+        ]
         return Arrival(
             request_id=given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex,
             clock_s=now_s,
             wall_s=time.time(),
             caller=blake2b(key.encode(), digest_size=16).hexdigest() if key else "",
-            begin_by_s=now_s + settings.queue_timeout_s,
-            patience_s=settings.queue_timeout_s,
+            begin_by_s=now_s + settings.limits.queue_timeout_s,
+            patience_s=settings.limits.queue_timeout_s,
             end_by_s=now_s + min(timeouts_s),
-            retry_after_s=settings.retry_after_s,
+            retry_after_s=settings.limits.retry_after_s,
         )
 
 

@@ -106,11 +106,11 @@ def _check_offered(body: GenerationBody, info: ModelInfo, settings: ApiSettings)
     if (body.num_logprobs or 0) > MAX_LOGPROBS:
         raise InvalidParameterError(body.logprobs_name, f"{body.logprobs_name} must be at most {MAX_LOGPROBS}")
     stops = body.stop or []
-    if len(stops) > settings.max_stop_strings:
-        raise InvalidParameterError("stop", f"stop must hold at most {settings.max_stop_strings} strings")
-    if max(map(len, stops), default=0) > settings.max_stop_characters:
+    if len(stops) > settings.limits.max_stop_strings:
+        raise InvalidParameterError("stop", f"stop must hold at most {settings.limits.max_stop_strings} strings")
+    if max(map(len, stops), default=0) > settings.limits.max_stop_characters:
         raise InvalidParameterError(
-            "stop", f"a stop string must have at most {settings.max_stop_characters} characters"
+            "stop", f"a stop string must have at most {settings.limits.max_stop_characters} characters"
         )
 
 

@@ -11,9 +11,8 @@ from transformers import AutoTokenizer
 
 import specdec.demo
 from deployments.openai import ApiSettings, ModelInfo, SequenceRequest, ServedModel, create_app
-from deployments.openai.admission import AdmissionLimits
 from tests.bench.overload import measure, stall
-from tests.deployments.openai.conftest import listening
+from tests.deployments.openai.conftest import limits, listening
 from tests.deployments.openai.scripted import ScriptedService, Step, rounds
 
 
@@ -29,7 +28,7 @@ def service() -> FastAPI:
 
     tokenizer = AutoTokenizer.from_pretrained(f"{specdec.demo.__path__[0]}/target")
     tokens = ScriptedService(ModelInfo(ServedModel("demo", "target", 128, 4096)), script)
-    return create_app(tokens, ApiSettings(admission=AdmissionLimits(2, 1)), tokenizer)
+    return create_app(tokens, ApiSettings(limits=limits(2, 1)), tokenizer)
 
 
 async def test_answers_refusals_and_health_are_counted() -> None:

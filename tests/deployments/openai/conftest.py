@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import specdec.demo
+from cluster.limits import Limits
 from deployments.openai import (
     ApiSettings,
     ModelInfo,
@@ -38,6 +39,11 @@ class KeepingService(ScriptedService):
     def open(self, request: SequenceRequest) -> AsyncGenerator[TokenDelta]:
         self.kept = [*getattr(self, "kept", []), super().open(request)]
         return self.kept[-1]
+
+
+def limits(num_sequences: int = 256, num_waiting: int = 256, **others: object) -> Limits:
+    """Limits smaller than a configuration may have them."""
+    return Limits.model_construct(max_concurrent_requests=num_sequences, max_queued_requests=num_waiting, **others)
 
 
 @dataclass

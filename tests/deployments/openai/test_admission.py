@@ -7,8 +7,9 @@ import random
 
 import pytest
 
-from deployments.openai.admission import Admission, AdmissionLimits, Ticket
+from deployments.openai.admission import Admission, Ticket
 from deployments.openai.errors import ApiError
+from tests.deployments.openai.conftest import limits
 
 
 async def waiting(ticket: Ticket, count: int = 1) -> asyncio.Task[None]:
@@ -30,7 +31,7 @@ async def order(*tasks: asyncio.Task[None]) -> list[bool]:
 
 
 async def test_requests_and_bytes_are_refused_before_anything_is_read() -> None:
-    admission = Admission(AdmissionLimits(2, 1, num_bytes=100, retry_after_s=7))
+    admission = Admission(limits(2, 1, max_total_body_bytes=100, retry_after_s=7))
     tickets = [admission.enter("", 30) for _ in range(3)]
     with pytest.raises(ApiError, match="3 requests") as caught:
         admission.enter("", 0)
@@ -42,7 +43,7 @@ async def test_requests_and_bytes_are_refused_before_anything_is_read() -> None:
 
 
 async def test_places_are_given_in_order_and_a_large_request_is_not_starved() -> None:
-    admission = Admission(AdmissionLimits(4, 8))
+    admission = Admission(limits(4, 8))
     first, second = await taken(admission, "", 2), await taken(admission, "", 2)
     large, small = await waiting(admission.enter("", 1), 4), await waiting(admission.enter("", 1), 1)
     first.leave()
@@ -53,7 +54,7 @@ async def test_places_are_given_in_order_and_a_large_request_is_not_starved() ->
 
 
 async def test_where_nobody_may_wait_nobody_does() -> None:
-    admission = Admission(AdmissionLimits(2, 0))
+    admission = Admission(limits(2, 0))
     ticket = await taken(admission, "")
     await taken(admission, "")
     with pytest.raises(ApiError, match="2 requests"):
@@ -65,12 +66,12 @@ async def test_where_nobody_may_wait_nobody_does() -> None:
 
 async def test_more_sequences_than_there_are_places_are_refused_for_good() -> None:
     with pytest.raises(ApiError, match="at most 2") as caught:
-        await Admission(AdmissionLimits(2, 5)).enter("", 1).take(3)
+        await Admission(limits(2, 5)).enter("", 1).take(3)
     assert (caught.value.status, caught.value.param) == (400, "n")
 
 
 async def test_a_key_beyond_its_share_waits_for_others_but_takes_what_nobody_wants() -> None:
-    admission = Admission(AdmissionLimits(4, 8, share_per_key=0.5))
+    admission = Admission(limits(4, 8, max_share_per_key=0.5))
     held = [await taken(admission, "a") for _ in range(4)]
     more = await waiting(admission.enter("a", 1))
     other = await waiting(admission.enter("b", 1))
@@ -82,7 +83,7 @@ async def test_a_key_beyond_its_share_waits_for_others_but_takes_what_nobody_wan
 
 async def test_the_queue_is_shared_too() -> None:
     """A key that has filled the queue gives its newest place in it to another, and to no more than its share."""
-    admission = Admission(AdmissionLimits(1, 4, share_per_key=0.5))
+    admission = Admission(limits(1, 4, max_share_per_key=0.5))
     held = await taken(admission, "a")
     of_a = []
     for _ in range(4):
@@ -103,7 +104,7 @@ async def test_the_queue_is_shared_too() -> None:
 
 
 async def test_whoever_gives_up_leaves_nothing_behind() -> None:
-    admission = Admission(AdmissionLimits(1, 4))
+    admission = Admission(limits(1, 4))
     held = await taken(admission, "")
     ticket = admission.enter("", 1)
     gone, later = await waiting(ticket), await waiting(admission.enter("", 1))
@@ -117,7 +118,7 @@ async def test_whoever_gives_up_leaves_nothing_behind() -> None:
 
 
 async def test_a_place_given_to_one_that_gives_up_at_that_moment_is_given_on() -> None:
-    admission = Admission(AdmissionLimits(1, 4))
+    admission = Admission(limits(1, 4))
     held = await taken(admission, "")
     ticket = admission.enter("", 1)
     gone, later = await waiting(ticket), await waiting(admission.enter("", 1))
@@ -128,7 +129,7 @@ async def test_a_place_given_to_one_that_gives_up_at_that_moment_is_given_on() -
 
 
 async def test_tokens_are_counted_when_they_are_known() -> None:
-    admission = Admission(AdmissionLimits(num_tokens=100))
+    admission = Admission(limits(max_total_tokens=100))
     first, second = admission.enter("", 1), admission.enter("", 1)
     first.add_tokens(60)
     with pytest.raises(ApiError, match="60 tokens are open") as caught:
@@ -143,7 +144,7 @@ async def test_tokens_are_counted_when_they_are_known() -> None:
 
 
 async def test_of_bytes_and_tokens_a_key_holds_its_share_and_no_more_but_for_one_request() -> None:
-    admission = Admission(AdmissionLimits(num_bytes=100, num_tokens=100, share_per_key=0.5))
+    admission = Admission(limits(max_total_body_bytes=100, max_total_tokens=100, max_share_per_key=0.5))
     large = admission.enter("a", 60)
     with pytest.raises(ApiError, match="this API key hold 60 bytes") as caught:
         admission.enter("a", 1)
@@ -160,7 +161,7 @@ async def test_of_bytes_and_tokens_a_key_holds_its_share_and_no_more_but_for_one
 
 
 async def test_a_body_counts_as_long_as_it_is_once_it_is_there() -> None:
-    admission = Admission(AdmissionLimits(num_bytes=100))
+    admission = Admission(limits(max_total_body_bytes=100))
     chunked = admission.enter("", 90)
     with pytest.raises(ApiError, match="90 bytes"):
         admission.enter("", 20)
@@ -173,10 +174,10 @@ async def test_a_body_counts_as_long_as_it_is_once_it_is_there() -> None:
 
 
 async def test_lower_limits_leave_nobody_waiting_for_what_will_never_be_free() -> None:
-    admission = Admission(AdmissionLimits(8, 8))
+    admission = Admission(limits(8, 8))
     held = await taken(admission, "", 8)
     large, small = await waiting(admission.enter("", 1), 5), await waiting(admission.enter("", 1), 2)
-    admission.set_limits(AdmissionLimits(4, 8))
+    admission.set_limits(limits(4, 8))
     with pytest.raises(ApiError, match="at most 4") as caught:
         await large
     assert caught.value.status == 400
@@ -185,17 +186,17 @@ async def test_lower_limits_leave_nobody_waiting_for_what_will_never_be_free() -
 
 
 async def test_higher_limits_let_in_who_waits_at_once() -> None:
-    admission = Admission(AdmissionLimits(1, 8))
+    admission = Admission(limits(1, 8))
     await taken(admission, "")
     waits = [await waiting(admission.enter("", 1)) for _ in range(3)]
-    admission.set_limits(AdmissionLimits(3, 8))
+    admission.set_limits(limits(3, 8))
     assert await order(*waits) == [True, True, False]
 
 
 async def test_whatever_comes_nothing_exceeds_the_limits_and_everybody_ends() -> None:
     chance = random.Random(7)
-    limits = AdmissionLimits(6, 5, num_bytes=90, share_per_key=0.5)
-    admission = Admission(limits)
+    bounds = limits(6, 5, max_total_body_bytes=90, max_share_per_key=0.5)
+    admission = Admission(bounds)
     ended = {"served": 0, "refused": 0, "gone": 0}
     asked: list[asyncio.Task[None]] = []
     served: list[asyncio.Event] = []
@@ -227,9 +228,9 @@ async def test_whatever_comes_nothing_exceeds_the_limits_and_everybody_ends() ->
                 chance.choice(asked or [asyncio.create_task(request("a", 1, 1))]).cancel()
         if chance.random() < 0.7:
             await asyncio.sleep(0)
-        assert admission.num_sequences <= limits.num_sequences
-        assert admission.num_waiting <= limits.num_waiting
-        assert admission.num_bytes <= limits.num_bytes
+        assert admission.num_sequences <= bounds.max_concurrent_requests
+        assert admission.num_waiting <= bounds.max_queued_requests
+        assert admission.num_bytes <= bounds.max_total_body_bytes
     while not all(task.done() for task in asked):
         while served:
             served.pop().set()

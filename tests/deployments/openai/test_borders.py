@@ -7,7 +7,6 @@ import json
 import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -15,13 +14,13 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from cluster.limits import Limits
 from deployments.openai import ApiSettings, SequenceRequest, TokenDelta, create_app
-from deployments.openai.admission import AdmissionLimits
 from deployments.openai.keys import ApiKeys
 from specdec.errors import SequenceFailedError, ServiceUnavailableError
 from tests.deployments.openai.scripted import Step
 
-from .conftest import MAX_MODEL_LEN, Bench, listening
+from .conftest import MAX_MODEL_LEN, Bench, limits, listening
 from .test_live import eventually
 
 ASK = {"model": "demo", "prompt": "x"}
@@ -31,11 +30,12 @@ KEYS = {"alice": "sk-alice-0123456789", "bob": "sk-bob-0123456789"}
 
 @asynccontextmanager
 async def served(
-    bench: Bench, keys: dict[str, str] | None = None, **settings: Any
+    bench: Bench, keys: dict[str, str] | None = None, bounds: Limits | None = None, **choices: Any
 ) -> AsyncIterator[httpx2.AsyncClient]:
-    app = create_app(
-        bench.service, replace(ApiSettings(), **settings), bench.tokenizer, bench.observer, ApiKeys(keys or {})
-    )
+    """The API with some keys of its limits, or with limits as a whole, and with other settings."""
+    of_limits = {name: choices.pop(name) for name in Limits.model_fields if name in choices}
+    settings = ApiSettings(limits=bounds or limits(**of_limits), **choices)
+    app = create_app(bench.service, settings, bench.tokenizer, bench.observer, ApiKeys(keys or {}))
     async with listening(app) as url, httpx2.AsyncClient(base_url=url, timeout=60) as http:
         yield http
 
@@ -222,7 +222,7 @@ async def test_no_path_breaks_a_line_of_the_log(bench: Bench, caplog: pytest.Log
 
 
 async def test_wherever_it_is_mounted_the_same_paths_are_open(bench: Bench) -> None:
-    settings = replace(ApiSettings(), admission=AdmissionLimits(1, 0))
+    settings = ApiSettings(limits=limits(1, 0))
     app = create_app(bench.service, settings, bench.tokenizer, bench.observer, ApiKeys(KEYS))
     for root in ("", "/b"):
         transport = httpx2.ASGITransport(app=app, root_path=root)
@@ -242,8 +242,8 @@ async def test_a_body_without_a_declared_length_counts_as_long_as_it_is(bench: B
     async def body() -> AsyncIterator[bytes]:
         yield json.dumps(ASK).encode()
 
-    limits, headers = AdmissionLimits(8, 8, num_bytes=5 << 20), {"content-type": "application/json"}
-    async with served(bench, admission=limits) as http, asyncio.TaskGroup() as group:
+    bounds, headers = limits(8, 8, max_total_body_bytes=5 << 20), {"content-type": "application/json"}
+    async with served(bench, bounds=bounds) as http, asyncio.TaskGroup() as group:
         tasks = []
         for number in range(3):
             tasks.append(group.create_task(http.post("/v1/completions", content=body(), headers=headers)))
@@ -255,8 +255,8 @@ async def test_a_body_without_a_declared_length_counts_as_long_as_it_is(bench: B
 async def test_what_waits_is_counted_until_its_first_token(bench: Bench) -> None:
     gate = asyncio.Event()
     bench.script = lambda request: [gate, *bench.say("ok")]
-    limits = AdmissionLimits(num_sequences=3, num_waiting=4)
-    async with served(bench, admission=limits) as http, asyncio.TaskGroup() as group:
+    bounds = limits(3, 4)
+    async with served(bench, bounds=bounds) as http, asyncio.TaskGroup() as group:
         for n in (2, 2, 1):
             group.create_task(http.post("/v1/completions", json=ASK | {"n": n}))
         await eventually(lambda: bench.metric("num_requests_waiting") == 5)
@@ -282,8 +282,8 @@ async def test_overload_is_refused_and_all_that_was_taken_in_ends(bench: Bench, 
 
     said = bench.say("on", 9, "length")[0]
     bench.script = script
-    limits = AdmissionLimits(num_sequences=4, num_waiting=num_waiting, retry_after_s=3)
-    async with served(bench, admission=limits) as http, AsyncExitStack() as stack:
+    bounds = limits(4, num_waiting, retry_after_s=3)
+    async with served(bench, bounds=bounds) as http, AsyncExitStack() as stack:
         held = []
         for _ in range(4):
             held.append(
@@ -315,8 +315,8 @@ async def test_one_key_cannot_keep_others_out(bench: Bench) -> None:
         return [gates[-1], *bench.say("ok")]
 
     bench.script = script
-    limits = AdmissionLimits(num_sequences=2, num_waiting=4, share_per_key=0.5)
-    async with served(bench, KEYS, admission=limits) as http:
+    bounds = limits(2, 4, max_share_per_key=0.5)
+    async with served(bench, KEYS, bounds=bounds) as http:
         ended: list[str] = []
 
         async def ask(name: str) -> None:

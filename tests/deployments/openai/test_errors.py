@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 from deployments.openai import ApiSettings, TokenDelta
 from specdec.errors import ServiceUnavailableError
 
-from .conftest import Bench
+from .conftest import Bench, limits
 
 COMPLETION = {"model": "demo", "prompt": "x"}
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "x"}]}
@@ -168,7 +168,7 @@ async def chunked(num_bytes: int) -> AsyncIterator[bytes]:
 
 @pytest.mark.parametrize("declared", [True, False])
 async def test_a_body_over_the_limit_is_413_while_it_is_read(tokenizer: Any, declared: bool) -> None:
-    bench = Bench(tokenizer, ApiSettings(max_body_bytes=64 * 1024))
+    bench = Bench(tokenizer, ApiSettings(limits=limits(max_body_bytes=64 * 1024)))
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=bench.app), base_url="http://api") as http:
         content = b" " * 65 * 1024 if declared else chunked(10**9)
         answer = await http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
