@@ -12,6 +12,7 @@ from specdec.protocol.backends import DraftBackend, DraftJob, Proposal, Status
 from specdec.protocol.branches import BRANCHES_IN_ALL, branch_share
 from specdec.protocol.draft_path import Branch, Path
 from specdec.protocol.draft_row import DraftRow, offer_spacing
+from specdec.protocol.labels import label, labels
 from specdec.protocol.leases import Times
 from specdec.protocol.marks import Extension
 from specdec.protocol.messages import Commit, Message, Open
@@ -179,7 +180,7 @@ class DrafterMachine(WorkerMachine[DraftRow]):
     def _contain(self, rows: Sequence[DraftRow], error: Exception) -> None:
         """A step has failed: who was alone in it is drafted for no more, and several are tried apart."""
         self.counters.num_failed_steps += 1
-        logger.error("A draft step of %d sequences failed: %s", len(rows), [row.seq for row in rows], exc_info=error)
+        logger.error("A draft step of %d sequences failed: %s", len(rows), labels(rows), exc_info=error)
         for row in rows:
             self._free(row)
         if len(rows) == 1:
@@ -189,7 +190,9 @@ class DrafterMachine(WorkerMachine[DraftRow]):
 
     def _skip(self, row: DraftRow) -> None:
         """Draft nothing more for a sequence; the target decodes it plainly."""
-        self.counters.num_skipped_sequences += not row.is_skipped
+        if not row.is_skipped:
+            self.counters.num_skipped_sequences += 1
+            logger.info("The sequence %s is drafted for no more", label(row))
         self._groups.passed(row)
         row.skip()
         self._free(row)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from specdec.protocol.labels import label
 from specdec.protocol.leases import Outbox, Times
 from specdec.protocol.marks import Extension, TokenLog
 from specdec.protocol.messages import Cancel, End, Gone, Message, NewTokens, Notes, Plan, Submit, Want
 from specdec.sampling.finish import Ending
 from specdec.sampling.params import SequenceSpec
 from specdec.types import UNKNOWN, Fingerprints, Finish, Tokens
+
+logger = logging.getLogger(__name__)
 
 DRAINING = "the service is about to stop; send the request again"
 MODEL_REPLACED = "the model was replaced by another; send the request again"
@@ -227,7 +231,9 @@ class IngressMachine:
             finish = request.ended()  # the end that the lost router had told may be lost, too
             self._finish(request, finish or "error", "" if finish else MODEL_REPLACED)
             return
-        self.num_resubmitted += request.attempt > 0
+        if request.attempt > 0:
+            self.num_resubmitted += 1
+            logger.info("The sequence %s is submitted again, with %d tokens", label(request), len(request.log))
         request.attempt += 1
         request.heard_s = request.wanted_s = now_s
         request.router = self._next_router(model)

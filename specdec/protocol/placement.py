@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
+from specdec.protocol.labels import label, labels
 from specdec.protocol.leases import Outbox
 from specdec.protocol.messages import Close, Message, Open
 from specdec.protocol.plans import WorkerKind
@@ -11,6 +13,8 @@ from specdec.protocol.probation import Probation
 from specdec.protocol.sessions import RouterCounters, Session, WorkerLink
 from specdec.protocol.worker_pool import WorkerPool
 from specdec.types import Fingerprints
+
+logger = logging.getLogger(__name__)
 
 _KINDS: tuple[WorkerKind, ...] = ("target", "drafter")
 
@@ -61,15 +65,17 @@ class Placement:
         if link.worker is None and not _is_suspected(session, link):
             self.place(session, link, now_s)
 
-    def reopen(self, session: Session, link: WorkerLink, now_s: float) -> None:
+    def reopen(self, session: Session, link: WorkerLink, why: str, now_s: float) -> None:
         """Open a session anew where it is."""
+        logger.info("The sequence %s is opened again on %s: %s", label(session), link.worker, why)
         self._counters.num_reopened += 1
         link.n += 1
         link.is_replanned = False
         self.open(session, link, now_s)
 
-    def refused(self, session: Session, link: WorkerLink, now_s: float) -> None:
+    def refused(self, session: Session, link: WorkerLink, why: str, now_s: float) -> None:
         """A worker takes this session neither now nor later; one of a group goes elsewhere with its group."""
+        logger.info("The sequence %s was refused by %s: %s", label(session), link.worker, why)
         group = session.suspects
         if group is None or not _is_suspected(session, link):
             self.place(session, link, now_s)
@@ -136,6 +142,8 @@ class Placement:
                     self.place(session, link, now_s)
         for session in decided:
             self.workers.detach(session.target)
+        if decided:
+            logger.warning("The worker %s is lost; to be opened elsewhere: %s", name, labels(decided))
         at_fault = self._probation.failed(name, decided, is_only_one=is_only_one)
         self._counters.num_suspects += len(decided) - len(at_fault)
         return at_fault

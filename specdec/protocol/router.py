@@ -291,7 +291,7 @@ class RouterMachine:
             return
         before = len(session.log)
         if not self._takes(session, message):
-            self._placement.reopen(session, session.target, now_s)
+            self._placement.reopen(session, session.target, "another history", now_s)
             return
         if message.tokens or message.finish is not None:
             self.probation.leave(session)
@@ -326,8 +326,7 @@ class RouterMachine:
         self._placement.send(session.target, message if message.inc == inc else replace(message, inc=inc))
 
     def _on_resync(self, message: Resync, now_s: float) -> None:
-        counts = self.counters.num_resyncs
-        counts[message.why] = counts.get(message.why, 0) + 1
+        self.counters.resynced(message.why)
         session, worker = self._sessions.get(message.seq), self._workers.get(message.worker)
         if worker is not None:
             worker.is_draining |= message.why == "draining"
@@ -337,9 +336,9 @@ class RouterMachine:
         for link in session.links:
             if link.worker == message.worker and message.inc == session.link_inc(link):
                 if message.why in ("draining", "model"):
-                    self._placement.refused(session, link, now_s)
+                    self._placement.refused(session, link, message.why, now_s)
                 else:
-                    self._placement.reopen(session, link, now_s)
+                    self._placement.reopen(session, link, message.why, now_s)
 
     def _on_alive(self, message: Alive, now_s: float) -> None:
         worker = self._workers.get(message.worker)
@@ -378,7 +377,7 @@ class RouterMachine:
 
     def _finish(self, session: Session, finish: Finish, reason: str) -> None:
         self._placement.close_all(session)
-        session.finish, session.reason = finish, reason
+        session.end(finish, reason)
         self.counters.num_sequence_errors += finish == "error"
         self._planning.closed(session.seq)
         self._tell(session, session.told_length)

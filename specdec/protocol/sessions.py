@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from specdec.protocol.labels import label
 from specdec.protocol.leases import Row
 from specdec.protocol.marks import TokenLog
 from specdec.protocol.messages import Inc, Notes, Plan, Submit
@@ -13,6 +15,8 @@ from specdec.types import Finish
 
 if TYPE_CHECKING:
     from specdec.protocol.probation import SuspectGroup
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -71,6 +75,12 @@ class Session(Row):
         self.target = WorkerLink("target" if message.spec.model == "target" else "drafter")
         self.drafter = WorkerLink("drafter")
 
+    def end(self, finish: Finish, reason: str) -> None:
+        """It has finished."""
+        self.finish, self.reason = finish, reason
+        if finish == "error":
+            logger.warning("The sequence %s ends with an error: %s", label(self), reason)
+
     @property
     def links(self) -> tuple[WorkerLink, ...]:
         """The links that this session needs: none once it is finished, no drafter where nothing is drafted."""
@@ -111,6 +121,10 @@ class RouterCounters:
     num_handed_over: int = 0
     num_dropped_messages: int = 0
     num_resyncs: dict[str, int] = field(default_factory=dict)
+
+    def resynced(self, why: str) -> None:
+        """Count a re-sync."""
+        self.num_resyncs[why] = self.num_resyncs.get(why, 0) + 1
 
     def report(self) -> dict[str, float]:
         """The counters by name; re-syncs are named ``num_resyncs/<reason>``."""

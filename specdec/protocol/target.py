@@ -9,6 +9,7 @@ from operator import attrgetter
 
 from specdec.errors import DeviceLostError, reason_of
 from specdec.protocol.backends import Status, TargetBackend, Verification, VerifyJob
+from specdec.protocol.labels import label, labels
 from specdec.protocol.leases import Times
 from specdec.protocol.messages import Ack, Message, Notes, Offer, Open, Verdict
 from specdec.protocol.offers import NO_DRAFT, OFFERS_KEPT, Draft, awaits_token, remaining_draft
@@ -184,7 +185,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
     def _contain(self, rows: Sequence[TargetRow], error: Exception) -> None:
         """A step has failed: who was alone in it twice is at fault, and all others are suspects."""
         self.counters.num_failed_steps += 1
-        logger.error("A step of %d sequences failed: %s", len(rows), [row.seq for row in rows], exc_info=error)
+        logger.error("A step of %d sequences failed: %s", len(rows), labels(rows), exc_info=error)
         for row in rows:
             self._backend.release(row.seq)
         if len(rows) == 1 and self._is_at_fault(rows[0]):
@@ -204,6 +205,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
     def _end_with_error(self, row: TargetRow, reason: str) -> None:
         """The error is the sequence's own: it is final, like any other finish (rule 13)."""
         self.counters.num_errors += 1
+        logger.warning("The sequence %s ends with an error: %s", label(row), reason)
         self._backend.release(row.seq)
         self._groups.passed(row)
         row.finish, row.reason, row.told_s = "error", reason, float("-inf")

@@ -228,7 +228,7 @@ class Sampler:
             except Exception as error:
                 if is_device_lost(error):
                     raise
-                logger.error("A logits processor failed; its sequence ends.", exc_info=error)
+                logger.error("A logits processor failed; request %s", group.spec.request_id, exc_info=error)
                 self._failures[id(group)] = error
                 processed[start:end] = logits[start:end]
         return torch.where(processed.amax(1, keepdim=True).isfinite(), processed, logits)
