@@ -20,7 +20,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 import httpx
@@ -104,13 +104,11 @@ async def stall(url: str, num_readers: int, duration_s: float, max_tokens: int, 
         num_others: Clients that ask beside.
     """
     load = Load()
-    async with polled(url, load) as http, AsyncExitStack() as stack:
+    async with polled(url, load) as http:
         asked = await _asked(http, max_tokens)
         started_s = time.monotonic()
-        opened = [
-            await stack.enter_async_context(http.stream("POST", "/v1/completions", json=asked))
-            for _ in range(num_readers)
-        ]
+        requests = [http.build_request("POST", "/v1/completions", json=asked) for _ in range(num_readers)]
+        opened = await asyncio.gather(*(http.send(request, stream=True) for request in requests))
         others = [asyncio.create_task(_client(http, asked | {"max_tokens": 1}, load, 0)) for _ in range(num_others)]
         await asyncio.sleep(duration_s)
         await asyncio.gather(*(_answer(answer, load) for answer in opened))
@@ -185,15 +183,14 @@ def _has_body(refusal: httpx.Response) -> bool:
 
 async def _poll(http: httpx.AsyncClient, load: Load) -> None:
     while True:
+        is_healthy = False
+        with suppress(httpx.HTTPError):
+            is_healthy = (await http.get("/health")).status_code == 200
         load.num_polls += 1
-        try:
-            load.num_healthy += (await http.get("/health")).status_code == 200
+        load.num_healthy += is_healthy
+        page = ""
+        with suppress(httpx.HTTPError):
             page = (await http.get("/metrics")).text
-        except httpx.HTTPError:
-            page = ""
-        except asyncio.CancelledError:
-            load.num_polls -= 1  # it was not waited for
-            raise
         running = [line for line in page.splitlines() if line.startswith("specdec_num_requests_running{")]
         load.most_running = max(load.most_running, sum(int(float(line.rpartition(" ")[2])) for line in running))
         await asyncio.sleep(POLL_S)
