@@ -80,11 +80,12 @@ async def test_a_machine_that_raises_ends_all_and_takes_no_more(ingress: Ingress
     streams = [ingress.open(f"s{i}") for i in range(3)]
     waiting = [await started(stream) for stream in streams]
     ingress.host.tell(lambda machine, now_s: machine.no_such_method())
-    for task in waiting:
-        with pytest.raises(SequenceFailedError, match="failed"):
-            await task
-    with pytest.raises(ServiceUnavailableError, match="failed"):
-        await anext(ingress.open("late"))
+    async with asyncio.timeout(10):
+        for task in waiting:
+            with pytest.raises(SequenceFailedError, match="failed"):
+                await task
+        with pytest.raises(ServiceUnavailableError, match="failed"):
+            await anext(ingress.open("late"))
 
 
 async def test_drain_refuses_what_is_new_and_lets_the_others_end(ingress: Ingress) -> None:

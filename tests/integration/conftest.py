@@ -1,9 +1,10 @@
-"""One service for all tests that leave it as they found it."""
+"""One service for all tests that leave it as they found it, and seeded streams on whatever service a test has."""
 
 from collections.abc import Iterator
 
 import pytest
 
+from tests.integration.kills import Stream, Streams
 from tests.integration.poison import start
 from tests.integration.running import RunningService
 
@@ -15,3 +16,16 @@ def service() -> Iterator[RunningService]:
     running = start(*limits)
     yield running
     assert running.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def streams(service: RunningService) -> Streams:
+    """Seeded streams, not started."""
+    return Streams(service.url, service.model, count=8, max_tokens=300)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(streams: Streams) -> list[Stream]:
+    """What becomes of them when nothing happens."""
+    with streams.running() as wait:
+        return wait()

@@ -240,33 +240,45 @@ def answers(service: RunningService) -> bool:
 
 def under_random_kills(
     service: RunningService, streams: Streams, *, count: int, period_s: float, seed: int
-) -> tuple[list[Stream], list[str]]:
-    """Run all streams while processes are killed at random, ``period_s`` seconds apart; gives who was killed, too."""
-    rng, killed = random.Random(seed), []
-    victims = ("draft", "target", "router")
-    stop = threading.Event()
+) -> tuple[list[list[Stream]], list[str]]:
+    """Run all streams, again and again, while processes are killed at random; the last kill is under streams, too.
+
+    Args:
+        service: That runs.
+        streams: To run.
+        count: Kills.
+        period_s: Seconds between two.
+        seed: Of the order of the kills.
+
+    Returns:
+        What became of the streams, round by round, and who was killed.
+    """
+    killed: list[str] = []
+    rng = random.Random(seed)
 
     def kill() -> None:
-        for _ in range(count):
-            if stop.wait(period_s):
-                return
-            victim = rng.choice(victims)
+        while len(killed) < count:
+            time.sleep(period_s)
+            victim = rng.choice(("draft", "target", "router"))
             if kill_one(service, victim, rng) is not None:
                 killed.append(victim)
 
-    with streams.running() as wait:
-        eventually(streams.have_begun, 120, "all streams have begun")
-        killer = threading.Thread(target=kill)
-        killer.start()
-        ended = wait()
-        stop.set()
-        killer.join()
+    rounds = []
+    killer = threading.Thread(target=kill)
+    killer.start()
+    while killer.is_alive():
+        with streams.running() as wait:
+            rounds.append(wait())
+    killer.join()
     eventually(service.is_ready, 120, "the service is ready again")
-    return ended, killed
+    return rounds, killed
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the kill table: rows for each demo pair, number of replicas and temperature; three runs each, medians."""
+    """Print the kill table: rows for each demo pair, number of replicas and temperature; three runs each, medians.
+
+    Each choice makes a part of it: ``--demo plain --replicas 1 --victims target``, or ``--demo '' --cluster node``.
+    """
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--demo", default="plain,hybrid", help="pairs, separated by commas")
     parser.add_argument("--replicas", default="1,2", help="replicas of each deployment, separated by commas")
@@ -274,16 +286,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=400)
-    parser.add_argument("--random-kills", type=int, default=10, help="kills of one run, 5 s apart, with two replicas")
-    parser.add_argument("--cluster", action="store_true", help="a node and the GCS, too; needs redis-server")
+    parser.add_argument("--random-kills", type=int, default=10, help="kills, 5 s apart, with two replicas; 0: none")
+    parser.add_argument("--cluster", default="", help="node, gcs, or both with a comma; needs redis-server")
     options = parser.parse_args(arguments)
-    titles = ["pair", "of each", "killed", "T", "broken", "tokens compared", "lost", "doubled", "changed"]
+    titles = ["pair", "of each", "killed", "T", "streams", "broken", "tokens compared", "lost", "doubled", "changed"]
     print("| " + " | ".join([*titles, "longest pause, s", "unreachable, s"]) + " |")
     print("|---" * (len(titles) + 2) + "|")
-    for demo in options.demo.split(","):
+    for demo in filter(None, options.demo.split(",")):
         for replicas in map(int, options.replicas.split(",")):
             _print_rows(demo, replicas, options)
-    for event in ("node", "gcs") if options.cluster else ():
+    for event in filter(None, options.cluster.split(",")):
         _print_cluster_row(event, options)
 
 
@@ -298,11 +310,9 @@ def _print_rows(demo: str, replicas: int, options: argparse.Namespace) -> None:
             runs = [under_kill(service, streams, victim) for _ in range(options.runs)]
             _print_row([demo, replicas, victim], runs, undisturbed)
         if options.random_kills and replicas > 1:
-            streams = Streams(service.url, service.model, options.streams, 4 * options.max_tokens)
-            with streams.running() as wait:
-                undisturbed = wait()
-            ended, killed = under_random_kills(service, streams, count=options.random_kills, period_s=5.0, seed=1)
-            _print_row([demo, replicas, f"{len(killed)} at random"], [Aftermath(ended, 0.0)], undisturbed)
+            rounds, killed = under_random_kills(service, streams, count=options.random_kills, period_s=5.0, seed=1)
+            runs = [Aftermath(ended, 0.0) for ended in rounds]
+            _print_row([demo, replicas, f"{len(killed)} at random"], runs, undisturbed)
     finally:
         service.stop()
 
@@ -314,7 +324,7 @@ def _print_cluster_row(event: str, options: argparse.Namespace) -> None:
     for _ in range(options.runs):
         done = subprocess.run([*command, "--max-tokens", str(options.max_tokens)], stdout=subprocess.PIPE, check=True)
         runs.append(json.loads(done.stdout.splitlines()[-1]))
-    cells = ["plain", "1 or 2", event, "0 and 1", sum(len(run["broken"]) for run in runs)]
+    cells = ["plain", 2, event, "0 and 1", options.streams * len(runs), sum(len(run["broken"]) for run in runs)]
     cells += [sum(run["num_tokens"] for run in runs)]
     cells += [sum(len(run[what]) for run in runs) for what in ("lost", "doubled", "changed")]
     cells += [f"{statistics.median(run['longest_pause_s'] for run in runs):.2f}", "-"]
@@ -332,7 +342,8 @@ def _print_row(names: Sequence[object], runs: Sequence[Aftermath], undisturbed: 
     unreachable_s = statistics.median(run.unreachable_s for run in runs)
     for temperature in (0, 1):
         compared = [Comparison.of(run.streams[temperature::2], undisturbed[temperature::2]) for run in runs]
-        cells = [*names, temperature, sum(len(one.broken) for one in compared), sum(one.num_tokens for one in compared)]
+        cells = [*names, temperature, sum(len(run.streams[temperature::2]) for run in runs)]
+        cells += [sum(len(one.broken) for one in compared), sum(one.num_tokens for one in compared)]
         cells += [sum(len(of(one)) for one in compared) for of in (_lost, _doubled, _changed)]
         cells += [f"{statistics.median(one.longest_pause_s for one in compared):.2f}", f"{unreachable_s:.2f}"]
         print("| " + " | ".join(map(str, cells)) + " |", flush=True)

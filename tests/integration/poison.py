@@ -58,6 +58,7 @@ class Outcome:
 
     Attributes:
         status: HTTP status of the poisonous request; None where its connection broke or it was never answered.
+        answer: Its body.
         error: Its OpenAI error object.
         ended_s: Seconds until it had its answer.
         deaths: Replicas that ended meanwhile, by kind.
@@ -65,6 +66,7 @@ class Outcome:
     """
 
     status: int | None = None
+    answer: dict[str, Any] = field(default_factory=dict)
     error: dict[str, Any] = field(default_factory=dict)
     ended_s: float = 0.0
     deaths: dict[str, int] = field(default_factory=dict)
@@ -78,23 +80,29 @@ def start(*flags: str) -> RunningService:
 
 def poison(service: RunningService, streams: Streams, undisturbed: Sequence[Stream], kind: str) -> Outcome:
     """Send one poisonous request once all streams have begun, and wait for everybody."""
+    body = {
+        "model": service.model,
+        "prompt": "def poison():\n",
+        "max_tokens": 40,
+        "temperature": 1,
+        "seed": 1,
+        "ignore_eos": True,
+        "logit_bias": {str(KINDS[kind]): 0.5},
+    }
+    return beside(service, streams, undisturbed, body)
+
+
+def beside(service: RunningService, streams: Streams, undisturbed: Sequence[Stream], body: dict[str, Any]) -> Outcome:
+    """Send one request once all streams have begun, and wait for everybody."""
     outcome = Outcome()
     with _deaths(service) as deaths:
         with streams.running() as wait:
             eventually(streams.have_begun, 120, "all streams have begun")
             sent_s = time.monotonic()
-            body = {
-                "model": service.model,
-                "prompt": "def poison():\n",
-                "max_tokens": 40,
-                "temperature": 1,
-                "seed": 1,
-                "ignore_eos": True,
-                "logit_bias": {str(KINDS[kind]): 0.5},
-            }
             try:
                 answer = httpx.post(f"{service.url}/v1/completions", json=body, timeout=PATIENCE_S, trust_env=False)
-                outcome.status, outcome.error = answer.status_code, answer.json().get("error", {})
+                outcome.status, outcome.answer = answer.status_code, answer.json()
+                outcome.error = outcome.answer.get("error", {})
             except httpx.HTTPError as error:
                 outcome.error = {"message": repr(error)}
             outcome.ended_s = time.monotonic() - sent_s

@@ -66,24 +66,6 @@ class RunningService:
         except OSError:
             return False
 
-    def pid_of(self, deployment: str) -> int | None:
-        """Process id of a deployment's replica that runs its own code (not one that is starting)."""
-        for child in self.children():
-            try:
-                title = " ".join(child.cmdline())
-            except psutil.Error:
-                continue
-            if title.startswith("ray::ServeReplica") and f":{deployment}" in title:
-                return child.pid
-        return None
-
-    def kill(self, deployment: str) -> int:
-        """End a deployment's replica as a crash would; gives its process id."""
-        pid = self.pid_of(deployment)
-        assert pid is not None, f"{deployment} does not run"
-        psutil.Process(pid).send_signal(signal.SIGKILL)
-        return pid
-
     def metrics(self) -> dict[str, float]:
         """Every sample of the metrics page by its name and labels, as they stand there."""
         with urlopen(f"{self.url}/metrics", timeout=30) as page:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 import time
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ from tests.integration.kills import (
 from tests.integration.mixed import mixed_requests
 from tests.integration.running import RunningService, eventually, nothing_held
 
+logger = logging.getLogger(__name__)
+
 LIKE_NOTHING_HAPPENED = [victim for victim in VICTIMS if victim not in TAKE_CONNECTIONS]
 
 
@@ -34,17 +37,6 @@ def service() -> Iterator[RunningService]:
     running = start(replicas=2)
     yield running
     assert running.stop() == 0
-
-
-@pytest.fixture(scope="module")
-def streams(service: RunningService) -> Streams:
-    return Streams(service.url, service.model, count=8, max_tokens=300)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(streams: Streams) -> list[Stream]:
-    with streams.running() as wait:
-        return wait()
 
 
 @pytest.mark.parametrize("victim", LIKE_NOTHING_HAPPENED)
@@ -73,30 +65,31 @@ def test_a_killed_ingress_or_proxy_takes_its_own_connections_only(
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_ten_random_kills_change_no_stream(service: RunningService) -> None:
-    streams = Streams(service.url, service.model, count=12, max_tokens=1800)
+    streams = Streams(service.url, service.model, count=12, max_tokens=900)
     with streams.running() as wait:
         undisturbed = wait()
-    ended, killed = under_random_kills(service, streams, count=10, period_s=5.0, seed=7)
-    assert len(killed) >= 5, "the streams ended too soon"
-    compared = Comparison.of(ended, undisturbed)
-    assert not compared.broken
-    assert compared.is_exact
+    rounds, killed = under_random_kills(service, streams, count=10, period_s=5.0, seed=7)
+    assert len(killed) == 10
+    for ended in rounds:
+        compared = Comparison.of(ended, undisturbed)
+        assert not compared.broken
+        assert compared.is_exact
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1500)
 def test_ten_minutes_of_random_load_and_kills_leave_nothing_held(service: RunningService) -> None:
     """Clients come, go away and break their connections while processes are killed; then usage is 0 everywhere."""
-    rng, end_s = random.Random(11), time.monotonic() + 600
+    rng, end_s, model = random.Random(11), time.monotonic() + 600, service.model
     requests = itertools.cycle(mixed_requests(500))
-    sent = answered = 0
+    answers: list[bool] = []
 
     def client() -> None:
-        nonlocal sent, answered
         while time.monotonic() < end_s:
-            sent += 1
+            answered = False
             with suppress(httpx.HTTPError, AssertionError, StopIteration):  # a killed ingress takes its connections
-                answered += next(requests).send(service.url, service.model) is not None
+                answered = next(requests).send(service.url, model) is not None
+            answers.append(answered)
 
     with ThreadPoolExecutor(12) as pool:
         clients = [pool.submit(client) for _ in range(12)]
@@ -105,6 +98,7 @@ def test_ten_minutes_of_random_load_and_kills_leave_nothing_held(service: Runnin
             kill_one(service, rng.choice(("draft", "target", "router", "ingress", "target", "draft")), rng)
         for future in clients:
             future.result()
-    assert answered > sent / 4, f"{answered} of {sent} requests were answered"
+    logger.warning("%d of %d requests were answered", sum(answers), len(answers))
+    assert sum(answers) > len(answers) / 4
     eventually(service.is_ready, 120, "the service is ready again")
     eventually(lambda: nothing_held(service), 120, "no sequence, block or slot is held")

@@ -11,17 +11,6 @@ from tests.integration.running import RunningService
 MAX_REOPENS = 3
 
 
-@pytest.fixture(scope="module")
-def streams(service: RunningService) -> Streams:
-    return Streams(service.url, service.model, count=8, max_tokens=300)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(streams: Streams) -> list[Stream]:
-    with streams.running() as wait:
-        return wait()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_poisonous_request_ends_alone(
     service: RunningService, streams: Streams, undisturbed: list[Stream], kind: str

@@ -18,12 +18,15 @@ import yaml
 
 from cluster.launch import check_port
 from cluster.settings import prepare_for_ray
+from tests.integration.kills import Comparison, Streams
 from tests.integration.running import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFEST = ROOT / "k8s" / "base" / "rayservice.yaml"
 DASHBOARD = ROOT / "k8s" / "monitoring" / "grafana-specdec.json"
 DEPLOY_TIMEOUT_S = 180
+NUM_STATUS_REPLICAS = 3
+"""Of ``/health``, ``/live`` and ``/metrics``, which an update of the models leaves alone."""
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +154,25 @@ def test_a_limit_changes_without_a_restart(manifest, node, deployed, tmp_path):
     assert application_status()[0] == "RUNNING"
     assert before
     assert replicas() == before
+
+
+@pytest.mark.soak
+def test_an_update_that_restarts_every_replica_breaks_no_stream(manifest, node, deployed, tmp_path):
+    streams = Streams(deployed, "specdec-demo", count=4, max_tokens=1200)
+    with streams.running() as wait:
+        undisturbed = wait()
+    before, text = replicas(), manifest["spec"]["serveConfigV2"]
+    with streams.running() as wait:
+        eventually(streams.have_begun, 60, "all streams have begun")
+        deploy(text.replace("demo: plain", "demo: plain\n          block_size: 32"), node, tmp_path)
+        eventually(lambda: application_status()[0] == "DEPLOYING", 60, "the update has begun")
+        assert streams.are_running(), "they had ended before the update began"
+        ended = wait()
+    compared = Comparison.of(ended, undisturbed)
+    assert not compared.broken, [stream.error for stream in ended]
+    assert compared.is_exact
+    eventually(lambda: len(before & replicas()) == NUM_STATUS_REPLICAS, 120, "every replica is another")
+    eventually(lambda: application_status()[0] == "RUNNING", DEPLOY_TIMEOUT_S, "the update is done")
 
 
 def test_both_models_run_where_the_manifest_puts_them(deployed):

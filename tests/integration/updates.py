@@ -26,7 +26,9 @@ from tests.integration.running import eventually, free_port
 
 UPDATES: dict[str, dict[str, Any]] = {"same": {"block_size": 32}, "other": {"demo": "hybrid"}}
 """What an update changes: a key that decides no token but needs a restart, or the target."""
-ARGS = {"num_speculative_tokens": 4, "drain_timeout_s": 120}
+ARGS = {"num_speculative_tokens": 4, "drain_timeout_s": 600}
+"""The old replicas have the time that their streams need while new ones load beside them."""
+TIMEOUT_S = 200.0
 
 
 @contextmanager
@@ -73,15 +75,16 @@ def under_update(url: str, changes: dict[str, Any], num_streams: int, max_tokens
             time.sleep(0.2)
         ended = wait()
     errors = sorted({stream.error for stream in ended if stream.error is not None})
-    return asdict(Comparison.of(ended, undisturbed)) | {"statuses": statuses, "errors": errors}
+    compared = asdict(Comparison.of(ended, undisturbed))
+    return compared | {"statuses": statuses, "errors": errors, "chunks": list(streams.num_chunks.values())}
 
 
 def status_of_a_request(url: str) -> int | None:
     """Status of a short request; None where no connection is taken, or it is cut."""
     body = {"prompt": "x", "max_tokens": 1}
     try:
-        model = httpx.get(f"{url}/v1/models", timeout=60, trust_env=False).json()["data"][0]["id"]
-        answer = httpx.post(f"{url}/v1/completions", json={"model": model, **body}, timeout=60, trust_env=False)
+        model = httpx.get(f"{url}/v1/models", timeout=TIMEOUT_S, trust_env=False).json()["data"][0]["id"]
+        answer = httpx.post(f"{url}/v1/completions", json={"model": model, **body}, timeout=TIMEOUT_S, trust_env=False)
     except (httpx.HTTPError, ValueError, KeyError):
         return None
     return answer.status_code
@@ -92,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("update", choices=UPDATES)
     parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--max-tokens", type=int, default=800)
+    parser.add_argument("--max-tokens", type=int, default=400)
     options = parser.parse_args(arguments)
     prepare_for_ray()
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
