@@ -4,36 +4,99 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from cluster.config import AppArgs, ModelConfig
 from specdec.errors import InvalidParameterError
+
+A = TypeVar("A", bound=AppArgs)
 
 _NEEDED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 """Files of a model on the hub that loading reads."""
 
 
-def fetch_models(args: AppArgs, report: Callable[[str], None]) -> None:
+def fetch_models(args: A, report: Callable[[str], None]) -> A:
     """Have the files of both models on this machine.
 
     Args:
         args: What is to be served.
         report: Is given a line before each download; the hub's own library draws the progress.
 
+    Returns:
+        The same, with the commit of a model on the hub as its revision: every process, one that starts again later
+        among them, loads that one, whatever a branch has become meanwhile.
+
     Raises:
         InvalidParameterError: A folder does not exist or holds no model, or the hub does not give the model.
     """
+    pinned = {}
     for role, model in (("target", args.target), ("draft", args.draft)):
         if model.model is not None:
-            _fetch(f"{role}.model", model.model, model, report)
+            commit = _fetch(f"{role}.model", model.model, model, report)
+            pinned[role] = model if commit is None else model.model_copy(update={"revision": commit})
+    return args.model_copy(update=pinned)
 
 
-def _fetch(key: str, name: str, model: ModelConfig, report: Callable[[str], None]) -> None:
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise InvalidParameterError(key, f"{key}: the folder {name} has no config.json")
+def check_models(args: AppArgs, warn: Callable[[str], None]) -> None:
+    """Refuse models that no machine could load; downloads no more than a small file of each, if the hub has it.
+
+    Args:
+        args: What is to be served, maybe by other machines.
+        warn: Is given a line where that cannot be told: no such folder here, or the hub does not say.
+
+    Raises:
+        InvalidParameterError: A folder is here and holds no model, or the hub says that there is no such model.
+    """
+    for role, model in (("target", args.target), ("draft", args.draft)):
+        if model.model is not None:
+            _check(f"{role}.model", model.model, model, warn)
+
+
+def _check(key: str, name: str, model: ModelConfig, warn: Callable[[str], None]) -> None:
+    if _is_folder(key, name):
         return
-    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if _is_path(name):
+        warn(f"{key}: there is no folder {name} here; every machine with a replica needs it")
+        return
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    token = model.token.get_secret_value() if model.token else None
+    try:
+        hf_hub_download(name, "config.json", revision=model.revision, token=token)
+    except (LocalEntryNotFoundError, GatedRepoError) as error:
+        warn(f"{key}: {name} cannot be looked at from here: {' '.join(str(error).split())}")
+    except (RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError, HFValidationError) as error:
+        reason = " ".join(str(error).split())
+        raise InvalidParameterError(key, f"{key}: there is no model {name} on the hub: {reason}") from None
+    except (OSError, ValueError) as error:
+        warn(f"{key}: {name} cannot be looked at from here: {' '.join(str(error).split())}")
+
+
+def _is_path(name: str) -> bool:
+    return Path(name).expanduser().exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
+def _is_folder(key: str, name: str) -> bool:
+    """Whether a folder is here; raises where it holds no model."""
+    folder = Path(name).expanduser()
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise InvalidParameterError(key, f"{key}: the folder {name} has no config.json")
+    return folder.is_dir()
+
+
+def _fetch(key: str, name: str, model: ModelConfig, report: Callable[[str], None]) -> str | None:
+    """The commit of a model on the hub; None for a folder."""
+    if _is_folder(key, name):
+        return None
+    if _is_path(name):
         raise InvalidParameterError(key, f"{key}: there is no folder {name}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
@@ -41,7 +104,8 @@ def _fetch(key: str, name: str, model: ModelConfig, report: Callable[[str], None
     report(f"getting {name}, from the hub or its cache on this machine")
     token = model.token.get_secret_value() if model.token else None
     try:
-        snapshot_download(name, revision=model.revision, token=token, allow_patterns=list(_NEEDED))
+        folder = snapshot_download(name, revision=model.revision, token=token, allow_patterns=list(_NEEDED))
     except (OSError, ValueError, HFValidationError) as error:  # all the hub's errors are of these kinds
         reason = " ".join(str(error).split())
         raise InvalidParameterError(key, f"{key}: cannot get {name}: {reason}") from None
+    return Path(folder).name

@@ -47,13 +47,19 @@ class _ToServe(logging.Handler):
         logging.getLogger("ray.serve").handle(record)
 
 
-def set_log_level(args: AppArgs) -> None:
+def set_log_level(args: AppArgs, serves_level: int | None = None) -> None:
     """Log from now on what the configuration says, in this replica; where it says nothing, Serve's own rule holds.
 
     What the library logs, of sequences that fail among it, goes to Serve's log, too: Serve keeps its own logger alone.
+
+    Args:
+        args: The configuration.
+        serves_level: Serve's own rule, to go back to; None where nothing else has held yet.
     """
     serve, library = logging.getLogger("ray.serve"), logging.getLogger("specdec")
     if "log_level" in args.model_fields_set:
         serve.setLevel(args.log_level.upper())
+    elif serves_level is not None:
+        serve.setLevel(serves_level)
     library.setLevel(serve.getEffectiveLevel())
     library.handlers = [_ToServe()]

@@ -21,6 +21,9 @@ RAY_SETTINGS = {
     # crash of the only proxy every connection would be refused.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.2",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "5",
+    # What fails its health checks is killed at once. By default it has the time of a drain to stop by itself, which a
+    # process that hangs does not use: it would keep its GPU from the replica in its place.
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     # Without this Ray hides the GPUs of actors that ask for none in one way today and in another tomorrow, and warns.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

@@ -4,19 +4,26 @@ No postponed annotations here: Serve makes the builder's argument by the class t
 """
 
 import logging
+from pathlib import Path
 from typing import Any
 
 from ray import serve
 from ray.serve import Application
 
 from cluster.config import AppArgs
+from cluster.download import check_models
+from cluster.identity import fingerprints
 from cluster.placement import ActorShare, plan_placement, ray_devices
-from cluster.settings import check_ray
-from deployments.ingress import OpenAIIngress
+from cluster.settings import api_keys, check_ray
+from cluster.sources import draft_source, read_template, target_source
+from deployments.ingress import OpenAIIngress, model_info
 from deployments.names import DRAFT, INGRESS, ROUTER, TARGET
 from deployments.router import SpeculationRouter
 from deployments.transport.options import pinned_options
 from deployments.workers import DraftServer, TargetServer
+from specdec.models.compat import check_pair
+from specdec.models.describe import describe_model
+from specdec.models.loading import load_tokenizer
 
 logger = logging.getLogger("ray.serve")
 
@@ -29,8 +36,12 @@ def build_app(args: AppArgs) -> Application:
 
     Args:
         args: What to serve; Serve makes it of the ``args`` of its YAML, and refuses what does not fit.
+
+    Raises:
+        SpecdecError: No replica could serve that. Serve then leaves the version before as it is.
     """
     check_ray(args.access.allow_unauthenticated_ray)
+    check_files(args)
     placement = plan_placement(ray_devices(), args.replicas, args.actors, has_draft=args.has_draft)
     for remark in placement.remarks:
         logger.info(remark)
@@ -52,6 +63,28 @@ def build_app(args: AppArgs) -> Application:
         graceful_shutdown_wait_loop_s=0.2,
     )
     return ingress.bind(args, router.bind(args, *workers))
+
+
+def check_files(args: AppArgs) -> None:
+    """Refuse files that no replica could use; of those that are not on this machine it can only warn.
+
+    Raises:
+        SpecdecError: A file or a model that is here cannot be used, or the hub has no such model.
+    """
+    check_models(args, logger.warning)
+    for file in filter(None, (args.access.api_keys_file, args.chat_template)):
+        if not Path(file).exists():
+            logger.warning("there is no file %s here; every machine with an ingress needs it", file)
+        elif file == args.chat_template:
+            read_template(file)
+        else:
+            api_keys(file)
+    target, draft = target_source(args), draft_source(args)
+    if not all(Path(source.path).expanduser().is_dir() for source in (target, draft) if source is not None):
+        return
+    model_info(args, fingerprints(args))
+    if draft is not None:
+        check_pair(describe_model(target), load_tokenizer(target), describe_model(draft), load_tokenizer(draft))
 
 
 def _worker(cls: type[Any], name: str, args: AppArgs, num_replicas: int, share: ActorShare) -> Application:

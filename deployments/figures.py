@@ -14,6 +14,8 @@ logger = logging.getLogger("ray.serve")
 
 PATIENCE_S = 2.0
 """How long a replica may take to answer."""
+STALE_S = 10.0
+"""For how long answers hold where none come any more."""
 
 
 class IngressFigures(NamedTuple):
@@ -38,7 +40,7 @@ class Asked:
     """A method of every replica of a deployment, asked not too often however often its answers are wanted.
 
     A replica that is gone answers nothing, and costs nobody else's answer. Where one hangs, Serve's broadcast gives no
-    answers at all: then those of before hold, until Serve has replaced it.
+    answers at all: then those of before hold, for a while, so that Serve can replace it.
 
     Args:
         handle: Gives a handle of the deployment; may raise as long as there is none.
@@ -54,7 +56,7 @@ class Asked:
         self._handle = handle
         self._method = method
         self._fresh_s = fresh_s
-        self._asked_s = float("-inf")
+        self._asked_s = self._answered_s = float("-inf")
         self._lock = asyncio.Lock()
         self.answers: list[Any] = []
         self.num_failures = 0
@@ -73,6 +75,8 @@ class Asked:
         except TimeoutError:
             logger.warning("A replica hangs: %s was not answered within %g s", self._method, PATIENCE_S)
             self.num_failures += 1
+            if time.monotonic() - self._answered_s > STALE_S:
+                self.answers = []
         except Exception as error:  # no application, no replica
             logger.info("Nobody answers %s: %r", self._method, error)
             self.answers = []
@@ -81,6 +85,7 @@ class Asked:
             if failed:
                 logger.warning("A replica did not answer %s: %r", self._method, failed[0])
             self.answers = [answer for answer in answers if not isinstance(answer, BaseException)]
+            self._answered_s = time.monotonic()
             self.num_failures += len(failed)
 
     async def _broadcast(self) -> list[Any]:
@@ -113,8 +118,10 @@ def missing_parts(ingresses: Sequence[IngressFigures], routers: Sequence[Reports
 
 async def page(ingresses: Asked, routers: Asked) -> bytes:
     """The metrics page of the whole service."""
-    own: list[IngressFigures] = await ingresses.get()
-    reports: list[Reports] = [*await routers.get(), {one.replica: ("ingress", one.report) for one in own}]
+    own: list[IngressFigures]
+    reports: list[Reports]
+    own, reports = await asyncio.gather(ingresses.get(), routers.get())
+    reports = [*reports, {one.replica: ("ingress", one.report) for one in own}]
     pages = [IngressPage(ingress.replica, ingress.page) for ingress in own]
     model_name = own[0].model_name if own else ""
     failures = {"ingress": ingresses.num_failures, "router": routers.num_failures}

@@ -55,7 +55,7 @@ class OpenAIIngress(LiveKeys, IngressEndpoint):
         self._router = router
         self._registry = CollectorRegistry()
         own = fingerprints(args)
-        self._service = RoutedTokens(_model_info(args, own))
+        self._service = RoutedTokens(model_info(args, own))
         machine = IngressMachine(replica_id(), args.protocol.times(), fingerprints=own)
         self._machine = machine
         self._ingress_host = self.start_ingress(machine, routers=ROUTERS, after=self._service.deliver, fingerprints=own)
@@ -109,8 +109,12 @@ class OpenAIIngress(LiveKeys, IngressEndpoint):
         return self._service.is_drained
 
 
-def _model_info(args: AppArgs, own: Fingerprints) -> ModelInfo:
-    """What the API says of the models, from their configurations alone."""
+def model_info(args: AppArgs, own: Fingerprints) -> ModelInfo:
+    """What the API says of the models, from their configurations alone.
+
+    Raises:
+        SpecdecError: A model cannot be read, or its tokenizer does not fit it.
+    """
     vocab_size = tokenizer_width(load_tokenizer(target_source(args)))
     target = _served(args, target_source(args), args.model_name, "target", vocab_size, own)
     source = draft_source(args)

@@ -24,6 +24,7 @@ class LiveKeys(Endpoint):
     _args: AppArgs
     _num_config_errors = 0
     _has_served = False
+    _serves_level: int | None = None
 
     def config_report(self) -> dict[str, float]:
         """How many configurations were refused while this replica served, for the metrics page."""
@@ -40,6 +41,8 @@ class LiveKeys(Endpoint):
         Raises:
             SpecdecError: The replica starts, and a key needs a restart or its value is not allowed.
         """
+        if self._serves_level is None:
+            self._serves_level = logger.level
         try:
             args = reconfigured(self._args, user_config)
             self._go_by(args)
@@ -49,7 +52,7 @@ class LiveKeys(Endpoint):
             self._num_config_errors += 1
             logger.error("user_config is refused, and what was in force stays so: %s", error)
             return
-        set_log_level(args)
+        set_log_level(args, self._serves_level)
 
     def _go_by(self, args: AppArgs) -> None:
         """Go by a configuration that is valid.

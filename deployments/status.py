@@ -4,6 +4,7 @@ Each is one small replica that asks the ingresses and the routers of the service
 No postponed annotations here: Serve makes a builder's argument by the class that its annotation is.
 """
 
+import asyncio
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -62,7 +63,7 @@ class Health(_Watching):
 
     async def __call__(self, request: Request) -> Response:
         """Answer."""
-        missing = missing_parts(await self._ingresses.get(), await self._routers.get())
+        missing = missing_parts(*await asyncio.gather(self._ingresses.get(), self._routers.get()))
         status = "unavailable" if missing else "ready"
         return JSONResponse({"status": status, "missing": missing}, 503 if missing else 200)
 

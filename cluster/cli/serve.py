@@ -56,7 +56,7 @@ def serve(config: ServiceConfig, application: str = APPLICATION) -> int:
 def run_service(config: ServiceConfig, application: str) -> int:
     """Bring the service up, say how to use it, report its changes until a signal comes, and stop it."""
     report = progress()
-    fetch_models(config, report)
+    config = fetch_models(config, report)
     service = LocalService(config, report, application)
     try:
         try:

@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+import httpx2
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import (
+    LocalEntryNotFoundError,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
 from cluster.config import AppArgs
-from cluster.download import fetch_models
+from cluster.download import check_models, fetch_models
 from specdec.errors import InvalidParameterError
 
 
@@ -20,7 +26,7 @@ def test_the_demo_pair_needs_nothing():
 
 def test_local_folders_are_looked_at_and_nothing_is_downloaded(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    fetch_models(args(tmp_path, tmp_path), pytest.fail)
+    assert fetch_models(args(tmp_path, tmp_path), pytest.fail) == args(tmp_path, tmp_path)
 
 
 def test_a_missing_folder_is_refused_by_its_key(tmp_path):
@@ -36,10 +42,18 @@ def test_a_folder_without_a_model_is_refused_by_its_key(tmp_path):
 
 
 def test_the_hub_is_asked_for_the_revision_with_the_token(monkeypatch):
-    asked = []
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: asked.append((name, options)))
+    asked, commit = [], "0123456789abcdef0123456789abcdef01234567"
+
+    def download(name, **options):
+        asked.append((name, options))
+        return f"/cache/models--some--target/snapshots/{commit}"
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     lines = []
-    fetch_models(args("some/target", revision="v2", token="hf_secret"), lines.append)
+    wanted = args("some/target", revision="v2", token="hf_secret")
+    pinned = fetch_models(wanted, lines.append)
+    assert pinned == wanted.model_copy(update={"target": wanted.target.model_copy(update={"revision": commit})})
+    assert AppArgs.model_validate(pinned.model_dump(exclude_unset=True)).target.revision == commit
     ((name, options),) = asked
     assert (name, options["revision"], options["token"]) == ("some/target", "v2", "hf_secret")
     assert len(lines) == 1
@@ -53,3 +67,31 @@ def test_what_the_hub_refuses_is_said_with_the_key(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     with pytest.raises(InvalidParameterError, match=r"target.model: cannot get some/target: not in the cache"):
         fetch_models(args("some/target"), lambda _line: None)
+
+
+def test_what_another_machine_may_have_is_warned_of(tmp_path, monkeypatch):
+    def refuse(*_args, **_options):
+        raise LocalEntryNotFoundError("the hub cannot be reached")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
+    lines = []
+    check_models(args(tmp_path / "absent", "some/draft"), lines.append)
+    assert [line.split(":")[0] for line in lines] == ["target.model", "draft.model"]
+
+
+@pytest.mark.parametrize("kind", [RepositoryNotFoundError, RevisionNotFoundError, RemoteEntryNotFoundError])
+def test_what_the_hub_does_not_have_is_refused_by_its_key(monkeypatch, kind):
+    def refuse(name, file, **options):
+        asked.append((name, file, options))
+        raise kind("404", response=httpx2.Response(404, request=httpx2.Request("GET", "http://hub")))
+
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
+    with pytest.raises(InvalidParameterError, match=r"target.model: there is no model some/target on the hub"):
+        check_models(args("some/target", revision="v2"), pytest.fail)
+    assert asked == [("some/target", "config.json", {"revision": "v2", "token": None})]
+
+
+def test_a_folder_that_is_here_and_holds_no_model_is_refused(tmp_path):
+    with pytest.raises(InvalidParameterError, match=r"target.model: the folder .* has no config.json"):
+        check_models(args(tmp_path), pytest.fail)

@@ -39,6 +39,16 @@ def test_what_needs_a_restart_or_is_wrong_is_refused_by_name(user_config, words)
         reconfigured(ARGS, user_config)
 
 
+def test_the_log_level_goes_back_to_serves_own(monkeypatch):
+    serve, library = logging.getLogger("ray.serve"), logging.getLogger("specdec")
+    for logger in (serve, library):  # what is set is undone
+        monkeypatch.setattr(logger, "level", logging.WARNING)
+    monkeypatch.setattr(library, "handlers", [])
+    for user_config, level in (({"log_level": "debug"}, logging.DEBUG), ({}, logging.WARNING)):
+        set_log_level(reconfigured(ARGS, user_config), logging.WARNING)
+        assert serve.level == library.level == level
+
+
 def test_live_keys_are_keys_and_decide_no_token():
     assert set(LIVE_KEYS) <= set(AppArgs.model_fields)
     deciding = {"demo", "target", "draft", "acceptance", "logits_processors", "chat_template", "scripted"}

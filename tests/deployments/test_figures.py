@@ -106,6 +106,28 @@ async def test_figures_of_before_hold_while_a_replica_hangs(monkeypatch: pytest.
     assert samples(text, "specdec_scrape_failures_total")["ingress"] == 1
 
 
+async def test_figures_that_are_old_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.figures.PATIENCE_S", PATIENCE_S / 100)
+    monkeypatch.setattr("deployments.figures.STALE_S", 0.0)
+    handle = Handle(READY)
+    ingresses = asked(handle)
+    assert await ingresses.get() == [READY]
+    handle.hangs = True
+    assert set(missing_parts(await ingresses.get(), [ROUTER])) == {"ingress"}
+
+
+async def test_ingresses_and_routers_are_asked_at_once() -> None:
+    both = asyncio.Barrier(2)
+
+    class Meeting(Handle):
+        async def results_async(self, return_exceptions: bool) -> list[Any]:
+            await both.wait()
+            return await super().results_async(return_exceptions)
+
+    text = await page(asked(Meeting(counted("I#1", 3))), asked(Meeting(ROUTER)))
+    assert samples(text, "specdec_scrape_failures_total") == {"ingress": 0.0, "router": 0.0}
+
+
 async def test_without_an_application_nothing_answers() -> None:
     def handle() -> Any:
         raise RuntimeError("there is no application")

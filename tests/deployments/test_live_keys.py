@@ -60,6 +60,17 @@ async def test_a_replica_that_serves_keeps_what_was_in_force(
     assert end.in_force.limits.retry_after_s == 9
 
 
+async def test_an_empty_configuration_goes_back_to_serves_log_level(end: End, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve, library = logging.getLogger("ray.serve"), logging.getLogger("specdec")
+    for logger in (serve, library):  # what is set is undone
+        monkeypatch.setattr(logger, "level", logging.WARNING)
+    monkeypatch.setattr(library, "handlers", [])
+    await end.reconfigure({"log_level": "debug"})
+    assert serve.level == logging.DEBUG
+    await end.reconfigure({})
+    assert serve.level == logging.WARNING
+
+
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("text", [None, b"\xff", b""])
 async def test_a_file_that_cannot_be_used_then_stops_no_replica(end: End, index: int, text: bytes | None) -> None:

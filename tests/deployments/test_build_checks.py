@@ -1,0 +1,58 @@
+"""What is certain to fail fails the build, so that the version before goes on serving."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.config import AppArgs
+from cluster.identity import demo_folder
+from deployments import app
+from specdec.errors import SpecdecError
+
+
+def check(**keys: Any) -> None:
+    app.check_files(AppArgs.model_validate(keys))
+
+
+def test_what_can_be_served_passes() -> None:
+    check()
+    check(demo="hybrid", num_speculative_tokens=0)
+
+
+def test_what_only_other_machines_may_have_passes(tmp_path: Path) -> None:
+    absent = str(tmp_path / "absent")
+    check(target=absent, draft=absent, chat_template=absent, access={"api_keys_file": absent})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("config.json", "{}", "model"),
+        ("config.json", "half", "config.json"),
+        ("tokenizer.json", "{}", "tokenizer|vocabulary"),
+    ],
+)
+def test_a_folder_that_is_no_model_fails(tmp_path: Path, name: str, content: str, words: str) -> None:
+    shutil.copytree(demo_folder("target"), tmp_path / "target")
+    (tmp_path / "target" / name).write_text(content)
+    with pytest.raises(SpecdecError, match=words):
+        check(target=str(tmp_path / "target"), num_speculative_tokens=0)
+
+
+@pytest.mark.parametrize("key", ["chat_template", "api_keys_file"])
+def test_a_file_that_cannot_be_read_fails(tmp_path: Path, key: str) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"\xff")
+    with pytest.raises(SpecdecError, match=key):
+        check(**({key: str(file)} if key == "chat_template" else {"access": {key: str(file)}}))
+
+
+def test_the_build_checks_them_before_anything_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(app, "check_ray", lambda _: None)
+    monkeypatch.setattr(app, "ray_devices", lambda: pytest.fail("too late"))
+    with pytest.raises(SpecdecError, match=r"target.model"):
+        app.build_app(AppArgs.model_validate({"target": str(tmp_path)}))
