@@ -61,7 +61,7 @@ class Conditions:
     """What the pace of a sequence depends on.
 
     Attributes:
-        alone: Step times of its target where nothing was drafted beside them, as they were profiled.
+        alone: Its target's as profiled; alone it takes the shorter of these and the newest: a drafter may be busy.
         target: Step times of its target.
         draft: Step times of its drafter.
         num_rows: Sequences that share its target's steps.
@@ -92,7 +92,7 @@ def pace(choice: Choice, conditions: Conditions, acceptance_rate: float) -> floa
     """Tokens per second of one sequence where all do alike; in turn E / (t_T + 2 delta + K t_d)."""
     length = choice.num_draft_tokens
     if choice.way == "off":
-        return 1 / conditions.alone.at(conditions.num_rows, conditions.num_rows)
+        return 1 / min(conditions.alone.at(conditions.num_rows, conditions.num_rows), conditions.target_s(0))
     if choice.way == "in_turn":
         round_s = conditions.target_s(length) + length * conditions.draft_s(0) + conditions.round_trip_s
         return expected_tokens(acceptance_rate, length) / round_s
