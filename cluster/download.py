@@ -9,6 +9,9 @@ from typing import TypeVar
 from cluster.config import AppArgs, ModelConfig
 from specdec.errors import InvalidParameterError
 
+HUB_TIMEOUT_S = 10.0
+"""How long the hub may take to say whether it has a model."""
+
 A = TypeVar("A", bound=AppArgs)
 
 _NEEDED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
@@ -38,7 +41,7 @@ def fetch_models(args: A, report: Callable[[str], None]) -> A:
 
 
 def check_models(args: AppArgs, warn: Callable[[str], None]) -> None:
-    """Refuse models that no machine could load; downloads no more than a small file of each, if the hub has it.
+    """Refuse models that no machine could load, and download nothing.
 
     Args:
         args: What is to be served, maybe by other machines.
@@ -58,25 +61,18 @@ def _check(key: str, name: str, model: ModelConfig, warn: Callable[[str], None])
     if _is_path(name):
         warn(f"{key}: there is no folder {name} here; every machine with a replica needs it")
         return
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        GatedRepoError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
-    token = model.token.get_secret_value() if model.token else None
     try:
-        hf_hub_download(name, "config.json", revision=model.revision, token=token)
-    except (LocalEntryNotFoundError, GatedRepoError) as error:
-        warn(f"{key}: {name} cannot be looked at from here: {' '.join(str(error).split())}")
-    except (RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError, HFValidationError) as error:
+        if isinstance(try_to_load_from_cache(name, "config.json", revision=model.revision), str):
+            return
+        token = model.token.get_secret_value() if model.token else None
+        HfApi().model_info(name, revision=model.revision, token=token, timeout=HUB_TIMEOUT_S)
+    except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
         reason = " ".join(str(error).split())
         raise InvalidParameterError(key, f"{key}: there is no model {name} on the hub: {reason}") from None
-    except (OSError, ValueError) as error:
+    except Exception as error:  # no network, say: whatever it is, it does not tell that there is no such model
         warn(f"{key}: {name} cannot be looked at from here: {' '.join(str(error).split())}")
 
 

@@ -3,12 +3,7 @@ from __future__ import annotations
 import httpx2
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import (
-    LocalEntryNotFoundError,
-    RemoteEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
 from cluster.config import AppArgs
 from cluster.download import check_models, fetch_models
@@ -71,25 +66,31 @@ def test_what_the_hub_refuses_is_said_with_the_key(monkeypatch):
 
 def test_what_another_machine_may_have_is_warned_of(tmp_path, monkeypatch):
     def refuse(*_args, **_options):
-        raise LocalEntryNotFoundError("the hub cannot be reached")
+        raise httpx2.ConnectError("the hub cannot be reached")
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", refuse)
     lines = []
     check_models(args(tmp_path / "absent", "some/draft"), lines.append)
     assert [line.split(":")[0] for line in lines] == ["target.model", "draft.model"]
 
 
-@pytest.mark.parametrize("kind", [RepositoryNotFoundError, RevisionNotFoundError, RemoteEntryNotFoundError])
+@pytest.mark.parametrize("kind", [RepositoryNotFoundError, RevisionNotFoundError])
 def test_what_the_hub_does_not_have_is_refused_by_its_key(monkeypatch, kind):
-    def refuse(name, file, **options):
-        asked.append((name, file, options))
+    def refuse(_api, name, **options):
+        asked.append((name, options["revision"], options["token"]))
         raise kind("404", response=httpx2.Response(404, request=httpx2.Request("GET", "http://hub")))
 
     asked = []
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", refuse)
     with pytest.raises(InvalidParameterError, match=r"target.model: there is no model some/target on the hub"):
         check_models(args("some/target", revision="v2"), pytest.fail)
-    assert asked == [("some/target", "config.json", {"revision": "v2", "token": None})]
+    assert asked == [("some/target", "v2", None)]
+
+
+def test_of_what_is_in_the_cache_the_hub_is_not_asked(monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_args, **_options: "/cache/config.json")
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_args, **_options: pytest.fail("asked"))
+    check_models(args("some/target"), pytest.fail)
 
 
 def test_a_folder_that_is_here_and_holds_no_model_is_refused(tmp_path):
