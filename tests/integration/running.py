@@ -29,7 +29,8 @@ class RunningService:
 
     def __init__(self, *flags: str) -> None:
         port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
+        scheme = "https" if "--tls-ssl-certfile" in flags else "http"
+        self.url = f"{scheme}://127.0.0.1:{port}"
         self.lines: list[str] = []
         self._children: list[psutil.Process] = []
         self._ready = threading.Event()

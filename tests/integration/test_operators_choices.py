@@ -1,17 +1,21 @@
-"""What the operator and the checkpoint decide reaches the workers: rule, processors, defaults, vocabulary."""
+"""What the operator and the checkpoint decide: rule, processors, defaults, vocabulary; API keys, TLS, two ingresses."""
 
 from __future__ import annotations
 
+import re
+import ssl
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import openai
 import pytest
 from openai import OpenAI
 from pydantic import TypeAdapter
 
 from specdec.engine.trace import WorkerTrace
-from tests.integration.running import RunningService
+from tests.integration.running import RunningService, eventually
 from tests.specdec.checkpoints import WITH_GAPS, save_checkpoint
 
 NO_A = "tests.cluster.processors:no_a"
@@ -20,6 +24,13 @@ END = WITH_GAPS["<end>"]
 MOST_ANSWERS = 20
 DRAFTS = ("--num-speculative-tokens", "4", "--mode", "in_turn")
 """Drafts whatever the controller would think of them; the target waits for the first ones."""
+KEYS = {"alice": "sk-alice-0123456789", "bob": "sk-bob-0123456789"}
+SERVED = r'^specdec_request_success_total{.*worker="([^"]+)".*} [1-9]'
+"""The ingresses that have served a request, on the metrics page."""
+CERTIFICATE = (
+    *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=specdec"),
+    *("-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "key.pem", "-out", "cert.pem"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +41,34 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def client(folders: dict[str, Path]) -> Iterator[OpenAI]:
+def access(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a certificate, its key, and API keys."""
+    folder = tmp_path_factory.mktemp("access")
+    subprocess.run(CERTIFICATE, cwd=folder, check=True, capture_output=True)
+    (folder / "keys").write_text("".join(f"{name}: {key}\n" for name, key in KEYS.items()))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def service(folders: dict[str, Path], access: Path) -> Iterator[RunningService]:
     flags = [part for role, folder in folders.items() for part in (f"--{role}", str(folder))]
+    flags += ["--tls-ssl-certfile", f"{access}/cert.pem", "--tls-ssl-keyfile", f"{access}/key.pem"]
+    flags += ["--access-api-keys-file", f"{access}/keys", "--replicas-ingress", "2"]
     running = RunningService(*flags, "--acceptance", "rejection", "--logits-processors", NO_A, "--trace", *DRAFTS)
-    yield running.client()
+    yield running
     assert running.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def http(service: RunningService, access: Path) -> Iterator[httpx.Client]:
+    """Trusts the service's certificate, and no other."""
+    with httpx.Client(base_url=service.url, verify=ssl.create_default_context(cafile=access / "cert.pem")) as http:
+        yield http
+
+
+@pytest.fixture(scope="module")
+def client(service: RunningService, http: httpx.Client) -> OpenAI:
+    return OpenAI(base_url=f"{service.url}/v1", api_key=KEYS["alice"], http_client=http, max_retries=0, timeout=120)
 
 
 def ask(client: OpenAI, folders: dict[str, Path], **options: object) -> list[int]:
@@ -72,14 +106,17 @@ def test_the_highest_token_id_can_be_chosen_and_ends_the_text(client: OpenAI, fo
     assert ask(client, folders, logit_bias={str(END): 100}) == [END]
 
 
-def test_the_operator_may_have_steps_and_messages_recorded(client: OpenAI, folders: dict[str, Path]) -> None:
+def test_the_operator_may_have_steps_and_messages_recorded(
+    client: OpenAI, http: httpx.Client, folders: dict[str, Path]
+) -> None:
     wanted = {(what, kind) for what in ("arrived", "received") for kind in ("Verdict", "Offer")}
     wanted |= {("sent", kind) for kind in ("Ack", "Commit", "Offer", "Open")}
     kinds: set[tuple[str, str]] = set()
     for _ in range(MOST_ANSWERS):  # on a busy machine a short answer may end before its first offer
         ask(client, folders, num_speculative_tokens=4, ignore_eos=True)
-        answer = httpx.get(str(client.base_url.join("/debug/trace")), timeout=30).raise_for_status()
-        traces = {trace.role: trace for trace in TypeAdapter(list[WorkerTrace]).validate_json(answer.content)}
+        answer = http.get("/debug/trace", headers={"authorization": f"Bearer {KEYS['bob']}"}, timeout=30)
+        content = answer.raise_for_status().content
+        traces = {trace.role: trace for trace in TypeAdapter(list[WorkerTrace]).validate_json(content)}
         kinds = {(message.what, message.kind) for message in traces["router"].messages}
         if wanted <= kinds:
             break
@@ -88,3 +125,45 @@ def test_the_operator_may_have_steps_and_messages_recorded(client: OpenAI, folde
     assert len({trace.clock.boot_id for trace in traces.values()}) == 1
     assert traces["target"].target_steps
     assert traces["drafter"].draft_steps
+
+
+def test_only_who_has_a_key_is_served_and_over_tls_alone(
+    service: RunningService, client: OpenAI, folders: dict[str, Path]
+) -> None:
+    body = {"model": str(folders["target"]), "prompt": [1, 5], "max_tokens": 4}
+    for key in ("wrong", KEYS["alice"][:-1]):
+        stranger = client.with_options(api_key=key)
+        for asked in (stranger.models.list, lambda client=stranger: client.completions.create(**body, stream=True)):
+            with pytest.raises(openai.AuthenticationError) as caught:
+                asked()
+            assert caught.value.code == "invalid_api_key"
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(service.url.replace("https:", "http:") + "/health", timeout=30)
+    with pytest.raises(httpx.ConnectError, match=r"(?i)certificate"):
+        httpx.get(f"{service.url}/health", timeout=30)
+
+
+def test_both_ingresses_stream_and_the_log_names_the_key_and_never_tells_it(
+    service: RunningService, client: OpenAI, http: httpx.Client, folders: dict[str, Path]
+) -> None:
+    body = {"model": str(folders["target"]), "prompt": [1, 5, END, 1], "max_tokens": 30, "temperature": 2, "seed": 4}
+    bob = client.with_options(api_key=KEYS["bob"])
+    whole = bob.completions.create(**body, extra_body={"ignore_eos": True}).choices[0].text
+    for i in range(MOST_ANSWERS):
+        told = {"x-request-id": f"mine-{i}"}
+        options = {"extra_body": {"ignore_eos": True}, "extra_headers": told, "stream": True}
+        chunks = client.completions.create(**body, **options)
+        assert "".join(chunk.choices[0].text for chunk in chunks) == whole
+        served = re.findall(SERVED, http.get("/metrics").text, re.MULTILINE)
+        if len(set(served)) == 2:
+            break
+    else:
+        raise AssertionError("one of the two ingresses has had no request")
+    (folder,) = re.findall(r"logs: (\S+)", "".join(service.lines))
+
+    def logged() -> str:
+        return "".join(path.read_text(errors="replace") for path in Path(folder).iterdir() if path.is_file())
+
+    eventually(lambda: f"request_id=mine-{i} key=alice" in logged(), 30, "the last request is logged")
+    assert "key=bob" in logged()
+    assert not [key for key in KEYS.values() if key in logged()]
