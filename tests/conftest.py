@@ -15,14 +15,19 @@ WITH_SERVICES = (
 """What starts Ray; ``make test`` runs it after all others, one test at a time."""
 
 SLOW = (
-    *("tests/specdec/protocol/", "tests/specdec/engine/", "tests/specdec/control/"),
-    *(
-        "tests/specdec/models/test_compiled.py",
-        "tests/specdec/models/test_recurrent",
-        "tests/specdec/models/test_packed.py",
-    ),
-    *("tests/specdec/models/test_admission.py", "tests/specdec/sampling/test_distribution.py"),
-    *("tests/bench/", "tests/training/", "tests/cluster/test_commands.py"),
+    "tests/specdec/protocol/",
+    "tests/specdec/engine/",
+    "tests/specdec/control/",
+    "tests/specdec/models/test_admission.py",
+    "tests/specdec/models/test_bounded_gather.py",
+    "tests/specdec/models/test_compiled.py",
+    "tests/specdec/models/test_packed.py",
+    "tests/specdec/models/test_recurrent",
+    "tests/specdec/models/test_runner.py",
+    "tests/specdec/sampling/test_distribution.py",
+    "tests/bench/",
+    "tests/training/",
+    "tests/cluster/test_commands.py",
 )
 """What takes minutes in few files; begun early, lest one process goes on with it when all others are done."""
 
