@@ -86,7 +86,8 @@ class Access(StrictModel):
         None,
         min_length=1,
         description="file with API keys, on every machine with an ingress: a line 'name: key' each, # for comments; "
-        "the variable SPECDEC_API_KEYS, 'name=key,name=key', adds to it; without any key everybody may call",
+        "the variable SPECDEC_API_KEYS, 'name=key,name=key', adds to it; without any key everybody may call; a "
+        "file that has changed is read again within seconds",
     )
     metrics_need_key: bool = Field(False, description="ask for an API key at /metrics too; /health and /live never do")
     allowed_origins: Annotated[tuple[str, ...], BeforeValidator(origins)] = Field(

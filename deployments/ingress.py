@@ -16,7 +16,7 @@ from cluster.live import set_log_level
 from cluster.settings import api_keys
 from cluster.sources import draft_source, read_template, target_source
 from deployments.figures import IngressFigures
-from deployments.live import LiveKeys
+from deployments.live import LiveKeys, WatchedFile
 from deployments.names import ROUTER
 from deployments.openai.admission import Admission
 from deployments.openai.app import create_app
@@ -27,6 +27,7 @@ from deployments.openai.settings import ApiSettings
 from deployments.requests import RoutedTokens
 from deployments.trace import add_trace_route
 from deployments.transport.endpoints import IngressEndpoint, PeerGroup, replica_id
+from specdec.errors import SpecdecError
 from specdec.models.compat import check_width, tokenizer_width
 from specdec.models.describe import describe_model
 from specdec.models.loading import ModelSource, load_tokenizer
@@ -50,8 +51,9 @@ class OpenAIIngress(LiveKeys, IngressEndpoint):
     """
 
     def __init__(self, args: AppArgs, router: Any) -> None:
-        self._args = args
+        self._args = self._in_force = args
         set_log_level(args)
+        self._keys_file = WatchedFile(args.access.api_keys_file)
         self._router = router
         self._registry = CollectorRegistry()
         own = fingerprints(args)
@@ -72,7 +74,17 @@ class OpenAIIngress(LiveKeys, IngressEndpoint):
         """Requests that are open end by the old keys."""
         app = self._http_application(args)
         self._asgi_app = app  # the name by which Serve's wrapper finds it for each request
+        self._in_force = args
         self._ingress_host.tell(lambda machine, _now_s: machine.set_times(args.protocol.times()))
+
+    async def check_health(self) -> None:
+        """Serve's health check, once a second: API keys are read again when their file has changed."""
+        await super().check_health()
+        if self._keys_file.has_changed():
+            try:
+                self._go_by(self._in_force)
+            except SpecdecError as error:
+                self._refused("access.api_keys_file", error)
 
     def _http_application(self, args: AppArgs) -> FastAPI:
         limits, access = args.limits, args.access

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 from cluster.config import AppArgs
@@ -11,6 +12,30 @@ from deployments.transport.endpoints import Endpoint
 from specdec.errors import SpecdecError
 
 logger = logging.getLogger("ray.serve")
+
+
+class WatchedFile:
+    """Tells when a file has become another; also where it is a link, as Kubernetes' secrets are.
+
+    Args:
+        path: Of the file; None is no file, which never changes.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self._path = path
+        self._seen = self._stamp()
+
+    def has_changed(self) -> bool:
+        """Whether it is another than at the last call."""
+        before, self._seen = self._seen, self._stamp()
+        return self._seen != before
+
+    def _stamp(self) -> tuple[int, int, int] | None:
+        try:
+            found = None if self._path is None else Path(self._path).stat()
+        except OSError:
+            return None
+        return None if found is None else (found.st_mtime_ns, found.st_ino, found.st_size)
 
 
 class LiveKeys(Endpoint):
@@ -49,10 +74,13 @@ class LiveKeys(Endpoint):
         except SpecdecError as error:
             if not self._has_served:
                 raise
-            self._num_config_errors += 1
-            logger.error("user_config is refused, and what was in force stays so: %s", error)
+            self._refused("user_config", error)
             return
         set_log_level(args, self._serves_level)
+
+    def _refused(self, what: str, error: SpecdecError) -> None:
+        self._num_config_errors += 1
+        logger.error("%s is refused, and what was in force stays so: %s", what, error)
 
     def _go_by(self, args: AppArgs) -> None:
         """Go by a configuration that is valid.

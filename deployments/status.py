@@ -5,6 +5,7 @@ No postponed annotations here: Serve makes a builder's argument by the class tha
 """
 
 import asyncio
+import logging
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -17,9 +18,13 @@ from starlette.responses import JSONResponse, Response
 from cluster.settings import api_keys
 from cluster.strict import StrictModel
 from deployments.figures import Asked, missing_parts, page
+from deployments.live import WatchedFile
 from deployments.names import INGRESS, ROUTER
 from deployments.openai.errors import ApiError
 from deployments.openai.keys import ApiKeys
+from specdec.errors import SpecdecError
+
+logger = logging.getLogger("ray.serve")
 
 _OPTIONS: dict[str, Any] = {
     "ray_actor_options": {"num_cpus": 0},
@@ -75,7 +80,21 @@ class Metrics(_Watching):
 
     def __init__(self, args: StatusArgs) -> None:
         super().__init__(args)
-        self._keys = ApiKeys(api_keys(args.api_keys_file, metrics_need_key=True) if args.metrics_need_key else {})
+        self._args = args
+        self._keys_file = WatchedFile(args.api_keys_file)
+        self._keys = self._read_keys()
+
+    def _read_keys(self) -> ApiKeys:
+        args = self._args
+        return ApiKeys(api_keys(args.api_keys_file, metrics_need_key=True) if args.metrics_need_key else {})
+
+    async def check_health(self) -> None:
+        """Serve's health check, once a second: API keys are read again when their file has changed."""
+        if self._keys_file.has_changed():
+            try:
+                self._keys = self._read_keys()
+            except SpecdecError as error:
+                logger.error("access.api_keys_file is refused, and the keys of before hold: %s", error)
 
     async def __call__(self, request: Request) -> Response:
         """Answer."""

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import httpx2
 import pytest
+from prometheus_client import CollectorRegistry
+from starlette.requests import Request
 
 from cluster.config import AppArgs
 from cluster.settings import api_keys
 from cluster.sources import read_template
-from deployments.live import LiveKeys
+from deployments.ingress import OpenAIIngress
+from deployments.live import LiveKeys, WatchedFile
+from deployments.openai.service import ModelInfo, ServedModel
+from deployments.requests import RoutedTokens
+from deployments.status import Metrics, StatusArgs
 from specdec.errors import InvalidParameterError
 
 
@@ -81,3 +90,66 @@ async def test_a_file_that_cannot_be_used_then_stops_no_replica(end: End, index:
     is_refused = not (index == 1 and text == b"")
     assert end.config_report() == {"num_config_errors": is_refused}
     assert (end.in_force.limits.retry_after_s == 7) != is_refused
+
+
+ALICE, BOB = "alice: sk-alice-0123456789", "bob: sk-bob-0123456789"
+
+
+class Ingress(OpenAIIngress):
+    """Without what Serve begins and ends of it."""
+
+    def __del__(self) -> None: ...
+
+
+async def _allowed(ask: Callable[[str], Awaitable[int]]) -> list[str]:
+    """Whose keys are taken."""
+    return [line.split(":")[0] for line in (ALICE, BOB) if await ask(line.split(": ")[1]) != 401]
+
+
+async def _check_rotation(keys: Path, replica: Any, ask: Callable[[str], Awaitable[int]]) -> None:
+    seen = []
+    for text in (ALICE, f"{ALICE}\n{BOB}", BOB, "", None, ALICE):
+        other = keys.with_suffix(".new")
+        if text is None:
+            keys.unlink()
+        else:
+            other.write_text(text)
+            other.rename(keys)
+        await replica.check_health()
+        seen.append(await _allowed(ask))
+    assert seen == [["alice"], ["alice", "bob"], ["bob"], ["bob"], ["bob"], ["alice"]]
+
+
+async def test_api_keys_of_the_ingress_follow_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def healthy(self: LiveKeys) -> None: ...
+
+    keys = tmp_path / "keys"
+    keys.write_text(ALICE)
+    monkeypatch.setattr(LiveKeys, "check_health", healthy)
+    args = AppArgs.model_validate({"access": {"api_keys_file": str(keys)}})
+    ingress = object.__new__(Ingress)
+    ingress._args = ingress._in_force = args
+    ingress._keys_file, ingress._registry = WatchedFile(str(keys)), CollectorRegistry()
+    ingress._service = RoutedTokens(ModelInfo(ServedModel("m", "target", 100, 100)))
+    ingress._ingress_host = SimpleNamespace(tell=lambda change: None)
+    ingress._asgi_app = ingress.__serve_build_asgi_app__()
+
+    async def ask(key: str) -> int:
+        transport = httpx2.ASGITransport(app=ingress._asgi_app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://test") as http:
+            return int((await http.get("/v1/models", headers={"authorization": f"Bearer {key}"})).status_code)
+
+    await _check_rotation(keys, ingress, ask)
+    assert ingress.config_report() == {"num_config_errors": 2}
+
+
+async def test_api_keys_of_the_metrics_page_follow_their_file(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(ALICE)
+    metrics = Metrics(StatusArgs(api_keys_file=str(keys), metrics_need_key=True))
+
+    async def ask(key: str) -> int:
+        headers = [(b"authorization", f"Bearer {key}".encode())]
+        return (await metrics(Request({"type": "http", "headers": headers}))).status_code
+
+    await _check_rotation(keys, metrics, ask)
