@@ -143,7 +143,11 @@ async def test_api_keys_of_the_ingress_follow_their_file(tmp_path: Path, monkeyp
     assert ingress.config_report() == {"num_config_errors": 2}
 
 
-async def test_api_keys_of_the_metrics_page_follow_their_file(tmp_path: Path) -> None:
+async def test_api_keys_of_the_metrics_page_follow_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def empty(*_: object) -> bytes:
+        return b""
+
+    monkeypatch.setattr("deployments.status.page", empty)
     keys = tmp_path / "keys"
     keys.write_text(ALICE)
     metrics = Metrics(StatusArgs(api_keys_file=str(keys), metrics_need_key=True))
