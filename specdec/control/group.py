@@ -10,8 +10,8 @@ from specdec.control.estimates import DecayedRate
 from specdec.control.ways import OFF, Bounds, Choice, Conditions, best_by_way, guess_rate_of, pace
 from specdec.types import Way
 
-MARGIN = 0.05
-"""What is followed gives way to what is better by so much, and drafting has to give so much more than none."""
+MARGIN, GAIN = 0.05, 0.1
+"""What is followed gives way to what is better by the one; drafting has to give the other more than none."""
 CAUTION = 0.9
 """What a way that was never measured is taken to give, of what its formula says beside the target alone's."""
 PROBE = Choice("in_turn", 2)
@@ -101,7 +101,7 @@ class Group:
         winner = max(scores, key=scores.__getitem__)
         if scores[winner] <= scores.get(present, 0.0) * (1 + MARGIN):
             winner = present
-        if scores[winner] <= scores[OFF] * (1 + MARGIN):
+        if scores[winner] <= scores[OFF] * (1 + GAIN):
             winner = OFF
         self.choice = self._choices[octave] = winner
         if winner != OFF:
