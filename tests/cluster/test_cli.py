@@ -57,6 +57,8 @@ EXAMPLES = {
     "limits.max_total_body_bytes": 1 << 20,
     "limits.max_total_tokens": 100_000,
     "limits.max_share_per_key": 0.25,
+    "limits.max_reopens": 5,
+    "limits.body_timeout_s": 20,
     "limits.queue_timeout_s": 20,
     "limits.request_timeout_s": 120,
     "access.api_keys_file": "keys.txt",
