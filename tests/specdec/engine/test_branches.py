@@ -19,9 +19,9 @@ PLANS = [(1, 0), (1, 4), (1, 16), (4, 0), (4, 4), (4, 16)]
 
 
 def make_overlap(
-    num_draft_tokens: int, num_branches: int, draft_steps: Callable[[], int], fit: int = 0, **options: int
+    num_draft_tokens: int, num_branches: int, draft_steps: Callable[[], int], **options: int
 ) -> OverlapService:
-    plan = Plan(num_draft_tokens, num_branches, fit, acceptance_rate=0.5)
+    plan = Plan(num_draft_tokens, num_branches, acceptance_rate=0.5)
     target = backend(ModelTarget, make_model("llama"))
     return OverlapService(target, backend(ModelDrafter, make_draft("llama", NOISE), **options), plan, draft_steps)
 
@@ -42,8 +42,8 @@ def reference(request: pytest.FixtureRequest) -> tuple[list[Case], list[list[int
 def test_tokens_are_those_of_plain_decoding(num_draft_tokens: int, num_branches: int, reference: tuple) -> None:
     cases, wanted = reference
     num_hits = 0
-    for seed, fit in enumerate((0, 3, 6)):
-        service = make_overlap(num_draft_tokens, num_branches, ahead_at_random(seed), fit)
+    for seed in range(3):
+        service = make_overlap(num_draft_tokens, num_branches, ahead_at_random(seed))
         outputs, stats = run(service, cases)
         assert outputs == wanted
         assert stats.num_accepted_tokens > 5
@@ -55,7 +55,7 @@ def test_tokens_are_those_of_plain_decoding(num_draft_tokens: int, num_branches:
 def test_under_the_rejection_rule_greedy_stays_greedy() -> None:
     cases = make_cases(SamplingParams(temperature=0.0, acceptance="rejection"))
     wanted, _ = run(make_service("llama", NOISE, 0), cases)
-    service = make_overlap(4, 8, ahead_at_random(3), 6)
+    service = make_overlap(4, 8, ahead_at_random(3))
     outputs, _ = run(service, cases)
     assert outputs == wanted
     assert service.drafter.counters.num_promoted > 10
@@ -64,7 +64,7 @@ def test_under_the_rejection_rule_greedy_stays_greedy() -> None:
 @pytest.mark.parametrize("num_blocks", [45, 60, 70])
 def test_where_room_is_short_branches_yield_and_no_token_changes(num_blocks: int, reference: tuple) -> None:
     cases, wanted = reference
-    service = make_overlap(4, 16, lambda: 6, 5, num_blocks=num_blocks)
+    service = make_overlap(4, 16, lambda: 6, num_blocks=num_blocks)
     outputs, stats = run(service, cases)
     assert outputs == wanted
     assert service.drafter._backend.gauges()["num_evictions"] > 2
@@ -76,14 +76,14 @@ def test_branches_prepare_more_drafts() -> None:
     cases = make_cases(SamplingParams(temperature=1.0))
     shares = []
     for num_branches in (0, 16):
-        service = make_overlap(4, num_branches, lambda: 6, 5)
+        service = make_overlap(4, num_branches, lambda: 6)
         run(service, cases)
         shares.append(service.target.counters.num_drafts / service.target.counters.num_rounds)
     assert shares[1] > 1.3 * shares[0]
 
 
 def test_nothing_is_held_after_the_end() -> None:
-    service = make_overlap(4, 16, lambda: 5, 5)
+    service = make_overlap(4, 16, lambda: 5)
     run(service, make_cases(SamplingParams()))
     assert service.drafter._backend.gauges()["num_cached_sequences"] == 0
     assert service.drafter._backend.gauges()["kv_blocks_in_use"] == 0
