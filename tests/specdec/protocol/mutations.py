@@ -275,9 +275,9 @@ def drafter_n(patch: pytest.MonkeyPatch) -> None:
     """A drafter, too, is opened anew under a new n, counted per link."""
     reopen = Placement.reopen
 
-    def reopen_same(self: Placement, session: Session, link: WorkerLink, now_s: float) -> None:
+    def reopen_same(self: Placement, session: Session, link: WorkerLink, why: str, now_s: float) -> None:
         link.n -= link.kind == "drafter"
-        reopen(self, session, link, now_s)
+        reopen(self, session, link, why, now_s)
 
     patch.setattr(Placement, "reopen", reopen_same)
 
