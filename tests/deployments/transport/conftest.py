@@ -280,15 +280,18 @@ class Service:
 
 @pytest.fixture(scope="module", params=[True, False], ids=["sockets", "streams"])
 def service(request: pytest.FixtureRequest) -> Iterator[Service]:
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="error",
-        num_cpus=4,
-        object_store_memory=100 << 20,
-        _node_ip_address="127.0.0.1",
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        # To a sick replica Serve is as gentle here as in an update, so that one alone can be stopped.
+        patch.setenv("RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS", "0")
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="error",
+            num_cpus=4,
+            object_store_memory=100 << 20,
+            _node_ip_address="127.0.0.1",
+        )
     try:
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
         within = request.param
