@@ -43,7 +43,6 @@ class LiveKeys(Endpoint):
 
     Serve stops a replica whose ``reconfigure`` raises. One that starts may be stopped, and with it the update; one that
     serves keeps what was in force, says so as an error, and counts it.
-
     """
 
     _args: AppArgs
