@@ -57,17 +57,8 @@ class TargetRow(WorkerRow):
 
     __slots__ = (
         *("acked", "announced_s", "ending", "failed_length", "finish", "foreseen", "held_s", "is_cleared"),
-        *(
-            "is_patient",
-            "needs_candidates",
-            "notes",
-            "num_failures",
-            "offers",
-            "place",
-            "reason",
-            "round_start",
-            "told_s",
-        ),
+        *("is_patient", "needs_candidates", "notes", "num_failures", "offers"),
+        *("place", "reason", "round_start", "told_s"),
     )
 
     def __init__(self, message: Open, max_model_len: int) -> None:
