@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_v
 
 from cluster.limits import Access, Limits, Tls
 from cluster.strict import StrictModel, refused_key
+from cluster.tracing import Tracing
 from specdec.engine.emulation import StepCost, parse_step_costs
 from specdec.protocol.branches import BRANCHES_IN_ALL
 from specdec.protocol.leases import Times
@@ -357,6 +358,7 @@ class ServiceConfig(AppArgs):
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes any free one")
     tls: Tls = Field(default_factory=Tls, description="HTTPS")
+    tracing: Tracing = Field(default_factory=Tracing, description="OpenTelemetry traces")
 
     def app_args(self) -> AppArgs:
         """The part that the application's builder takes."""

@@ -21,7 +21,7 @@ from cluster.config import AppArgs, ServiceConfig
 from cluster.drain import INGRESS, drain_ingress
 from cluster.placement import plan_placement, ray_devices
 from cluster.processes import OwnProcesses, is_alive
-from cluster.settings import prepare_for_ray
+from cluster.settings import prepare_for_ray, prepare_for_tracing
 from specdec.errors import InvalidParameterError, SpecdecError
 
 APPLICATION = "deployments.app:build_app"
@@ -85,8 +85,14 @@ class LocalService:
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self._config.port}"
 
     def start_ray(self) -> None:
-        """Start a Ray of our own on this machine, whatever other Ray there is; token authentication stays on."""
+        """Start a Ray of our own on this machine, whatever other Ray there is; token authentication stays on.
+
+        Raises:
+            InvalidParameterError: The exporter of traces is not there.
+        """
+        self._config.tracing.check()
         self._report("starting Ray")
+        prepare_for_tracing(self._config.tracing.endpoint)
         prepare_for_ray()
         import ray
 
@@ -133,6 +139,7 @@ class LocalService:
                 "log_level": self._config.log_level.upper(),
                 "enable_access_log": False,
             },
+            tracing_config=self._config.tracing.serve_config(),
         )
         self._report("Serve is up")
         args = self._config.app_args()

@@ -120,6 +120,18 @@ def check_ray(allow_unauthenticated: bool) -> None:
         )
 
 
+def prepare_for_tracing(endpoint: str | None, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set what OpenTelemetry reads in this process and all it starts: the service's name, and where its collector is.
+
+    Args:
+        endpoint: URL of the collector; None leaves it as the environment has it.
+        environment: Where to set it.
+    """
+    environment.setdefault("OTEL_SERVICE_NAME", "specdec")
+    if endpoint is not None:
+        environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = endpoint
+
+
 def prepare_for_ray(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set what Ray and Serve read when they are imported, for this process and all it starts.
 

@@ -26,6 +26,7 @@ from deployments.openai.service import ModelInfo, Role, ServedModel
 from deployments.openai.settings import ApiSettings
 from deployments.requests import RoutedTokens
 from deployments.trace import add_trace_route
+from deployments.tracing import serve_tracer
 from deployments.transport.endpoints import IngressEndpoint, PeerGroup, replica_id
 from specdec.errors import SpecdecError
 from specdec.models.compat import check_width, tokenizer_width
@@ -100,6 +101,7 @@ class OpenAIIngress(LiveKeys, IngressEndpoint):
             trust_request_chat_template=args.trust_request_chat_template,
             allowed_origins=access.allowed_origins,
             send_request_id=False,  # Serve's proxy sends it
+            tracer=serve_tracer(),
         )
         app = create_app(self._service, settings, self._tokenizer, self._observer, keys, self._admission)
         if args.trace:

@@ -9,6 +9,7 @@ from cluster.identity import fingerprints
 from cluster.live import set_log_level
 from deployments.live import LiveKeys
 from deployments.names import DRAFT, TARGET
+from deployments.tracing import sequence_tracer
 from deployments.transport.endpoints import PeerGroup, RouterEndpoint, replica_id
 from specdec.control.controller import Controller
 from specdec.control.ways import WAYS, Bounds
@@ -38,6 +39,7 @@ class SpeculationRouter(LiveKeys, RouterEndpoint):
             fingerprints=own,
             max_reopens=args.limits.max_reopens,
         )
+        self._machine.tracer = sequence_tracer("router", self._machine.name)
         groups = [_group(self._machine, TARGET, "target")]
         if args.has_draft:
             groups.append(_group(self._machine, DRAFT, "drafter"))

@@ -16,6 +16,7 @@ from cluster.live import set_log_level
 from cluster.sources import backend_options, draft_source, target_source
 from deployments.live import LiveKeys
 from deployments.names import ROUTER
+from deployments.tracing import sequence_tracer
 from deployments.transport.endpoints import WorkerEndpoint, replica_id
 from deployments.transport.host import WorkerHost
 from specdec.engine.build import Built, build_drafter, build_target
@@ -73,6 +74,7 @@ class TargetServer(_Worker):
             lambda: observed.gauges() | report.gauges() | self.config_report(),
             fingerprint=own.decision,
         )
+        machine.tracer = sequence_tracer("target", name)
         self._worker_host = self.start_worker(
             machine,
             routers=ROUTER,
@@ -110,7 +112,9 @@ class DraftServer(_Worker):
             lambda: observed.gauges() | report.gauges() | self.config_report(),
             fingerprint=own.vocabulary,
         )
+        drafter.tracer = sequence_tracer("drafter", name)
         machine = DraftWorkerMachine(drafter, TargetMachine(name, solo, times, fingerprint=own.draft))
+        machine.solo.tracer = sequence_tracer("target", name)
         self._worker_host = self.start_worker(
             machine,
             routers=ROUTER,

@@ -21,7 +21,8 @@ class Account:
         request_id: That of its body; empty where it has none.
         key: Name of its API key; empty where none is asked for.
         ticket: Its part of what is taken in; None where it asks for nothing to be generated.
-        first_token_s: When its first token came, on the monotonic clock.
+        admitted_s: When it had its place, on the monotonic clock.
+        first_token_s: When its first token came, on the same.
         finish: How its choices ended, each way once.
     """
 
@@ -33,6 +34,7 @@ class Account:
     num_completion_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    admitted_s: float | None = None
     first_token_s: float | None = None
     finish: dict[str, None] = field(default_factory=dict)
 
@@ -50,6 +52,7 @@ class Arrival:
         patience_s: Longest wait for each further token.
         end_by_s: When its answer must have ended, monotonic.
         retry_after_s: What ``Retry-After`` says where it has waited too long.
+        trace: Label of its trace; empty where there is none.
         account: What became of it.
     """
 
@@ -61,6 +64,7 @@ class Arrival:
     patience_s: float = math.inf
     end_by_s: float = math.inf
     retry_after_s: int = 1
+    trace: str = ""
     account: Account = field(default_factory=Account)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -75,6 +76,7 @@ class Api:
             with self.observer.queued(model.name, num_sequences):
                 async with arrival.waiting(to_begin=True):
                     await arrival.account.ticket.take(num_sequences)
+        arrival.account.admitted_s = time.monotonic()
 
     async def encode(self, num_characters: int, work: Callable[[], _T]) -> _T:
         """Run tokenizing work, in a thread where the text is long."""

@@ -217,6 +217,7 @@ def _job(
                 eos_token_ids=model.eos_token_ids,
                 arrival_s=arrival.wall_s,
                 request_id=arrival.label,
+                trace=arrival.trace,
                 num_speculative_tokens=bound,
             )
             seq = f"{name}-{len(sequences)}"

@@ -10,6 +10,7 @@ import time
 import uuid
 from contextlib import suppress
 from hashlib import blake2b
+from typing import Any
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -21,6 +22,7 @@ from deployments.openai.arrival import Account, Arrival
 from deployments.openai.errors import ApiError, api_error
 from deployments.openai.keys import is_open
 from deployments.openai.settings import ApiSettings
+from deployments.tracing import RequestSpan
 
 logger = logging.getLogger("ray.serve")
 
@@ -49,7 +51,10 @@ class Arrivals:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        arrival = self._arrival(Headers(scope=scope))
+        headers, tracer = Headers(scope=scope), self._settings.tracer
+        is_told = scope["method"] == "POST" and not is_open(scope)
+        span = RequestSpan(tracer, headers) if tracer is not None and is_told else None
+        arrival = self._arrival(headers, "" if span is None else span.label)
         scope.setdefault("state", {})["arrival"] = arrival
         status = 0
 
@@ -64,10 +69,14 @@ class Arrivals:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            if scope["method"] == "POST" and not is_open(scope):
-                _log(arrival, quote(scope["path"]), status)
+            if is_told:
+                told = _log(arrival, quote(scope["path"]), status)
+                if span is not None:
+                    account = arrival.account
+                    phases = {"queue": arrival.clock_s, "prompt": account.admitted_s, "stream": account.first_token_s}
+                    span.end(phases, told)
 
-    def _arrival(self, headers: Headers) -> Arrival:
+    def _arrival(self, headers: Headers, trace: str) -> Arrival:
         settings, now_s = self._settings, time.monotonic()
         given, key = headers.get("x-request-id", ""), headers.get("authorization", "")
         timeouts_s = [
@@ -83,6 +92,7 @@ class Arrivals:
             patience_s=settings.limits.queue_timeout_s,
             end_by_s=now_s + min(timeouts_s),
             retry_after_s=settings.limits.retry_after_s,
+            trace=trace,
         )
 
 
@@ -97,8 +107,8 @@ def _wanted_timeout_s(header: str) -> float:
     return wanted_s - min(_SERVES_HEAD_START_S, wanted_s / 2)
 
 
-def _log(arrival: Arrival, path: str, status: int) -> None:
-    """One line of a request, with figures as fields: in JSON where the log is JSON."""
+def _log(arrival: Arrival, path: str, status: int) -> dict[str, Any]:
+    """One line of a request, with figures as fields, which it returns: in JSON where the log is JSON."""
     account, now_s = arrival.account, time.monotonic()
     first_s = None if account.first_token_s is None else round(account.first_token_s - arrival.clock_s, 4)
     fields = {
@@ -116,6 +126,7 @@ def _log(arrival: Arrival, path: str, status: int) -> None:
         "accepted_tokens": account.num_accepted_tokens,
     }
     logger.info("request %s", " ".join(f"{name}={value}" for name, value in fields.items()), extra={"request": fields})
+    return fields
 
 
 class CatchErrors:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from cluster.limits import Limits
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 UnknownFields = Literal["ignore", "refuse"]
 
@@ -24,6 +27,7 @@ class ApiSettings:
             answers 400.
         allowed_origins: Web pages that may call from a browser.
         send_request_id: Send ``x-request-id`` in answers; off where a proxy in front does it.
+        tracer: Makes the spans of requests; None where nobody traces.
     """
 
     limits: Limits = field(default_factory=Limits)
@@ -33,3 +37,4 @@ class ApiSettings:
     unknown_fields: UnknownFields = "ignore"
     allowed_origins: tuple[str, ...] = ()
     send_request_id: bool = True
+    tracer: Tracer | None = None

@@ -116,6 +116,8 @@ class DrafterMachine(WorkerMachine[DraftRow]):
             if row.is_due(spacing):
                 self._outbox.put(row.router, row.take_offer())
                 self.counters.num_offers += 1
+                if row.span is not None:
+                    row.span.add(num_offers=1)
         self.counters.num_steps += worked
         return worked
 
@@ -171,6 +173,8 @@ class DrafterMachine(WorkerMachine[DraftRow]):
                 failed.append(row)
             if proposal.token is not None:
                 self.counters.num_proposed_tokens += 1
+                if row.span is not None:
+                    row.span.add(num_proposed_tokens=1)
                 self._groups.passed(row)
                 (row if branch is None else branch).append(proposal)
         for row in failed:
@@ -288,6 +292,8 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         """
         end = row.advance(start)
         self.counters.num_kept_tokens += end - start
+        if row.span is not None:
+            row.span.add(num_kept_tokens=end - start)
         if row.spec.sampling.acceptance == "coupled":
             self.counters.num_right_tokens += end - start
             self.counters.num_wrong_tokens += end < len(row.log) and len(row.path) > 0

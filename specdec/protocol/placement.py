@@ -88,6 +88,8 @@ class Placement:
         """Tell a session's worker the whole of it."""
         link.opened_s = now_s
         link.length = link.sent = len(session.log)
+        if session.span is not None:
+            session.span.add(**{f"num_{link.kind}_openings": 1})
         fingerprints, is_deciding = self._fingerprints, link is session.target
         group = session.suspects if is_deciding else None
         message = Open(
@@ -110,6 +112,7 @@ class Placement:
 
     def close_all(self, session: Session) -> None:
         """Close what is open of a session."""
+        session.end_span()
         self._probation.leave(session)
         for link in session.links:
             self.close(session, link)

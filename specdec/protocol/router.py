@@ -31,6 +31,7 @@ from specdec.protocol.planning import Planning
 from specdec.protocol.plans import FixedPlans, PlanController, Planner, WorkerKind
 from specdec.protocol.probation import Probation
 from specdec.protocol.sessions import RouterCounters, Session, WorkerLink
+from specdec.protocol.spans import Tracer
 from specdec.types import UNKNOWN, Fingerprints, Finish
 
 _AT_FAULT = "the worker that decoded this sequence died each time that it was tried alone"
@@ -48,6 +49,9 @@ class RouterMachine:
         times: The protocol's clock.
         fingerprints: What decides tokens, and what they mean; sequences of others are refused (rule 14).
         max_reopens: Most times that a sequence is opened again after failures of its own (rule 16).
+
+    Attributes:
+        tracer: Begins spans of sequences whose request is traced; None where nobody traces.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class RouterMachine:
         self.name = name
         self.fingerprints = fingerprints
         self.is_draining = False
+        self.tracer: Tracer | None = None
         self.counters = RouterCounters()
         self._controller: PlanController = FixedPlans(planner) if callable(planner) else planner
         self._planning = Planning(self._controller)
@@ -69,14 +74,7 @@ class RouterMachine:
         self._sessions: LeasedRows[Session] = LeasedRows(times.tombstone_s)
         self._outbox = Outbox()
         self.probation = Probation(name, max_reopens)
-        self._placement = Placement(
-            name,
-            self._outbox,
-            self.counters,
-            self.probation,
-            times.lease_s,
-            fingerprints,
-        )
+        self._placement = Placement(name, self._outbox, self.counters, self.probation, times.lease_s, fingerprints)
         self._workers = self._placement.workers
         self._renewed_s = float("-inf")
 
@@ -259,6 +257,7 @@ class RouterMachine:
             return
         if held is not None:
             self._end(held)
+        session.begin_span(self.tracer)
         if session.is_planned:
             session.plan = self._planning.opened(message.seq, message.spec)
         for link in session.links:
@@ -299,6 +298,8 @@ class RouterMachine:
             session.is_tried = True
         new = message.notes.last(len(session.log) - before)
         session.notes = session.notes + new
+        if session.span is not None:
+            session.span.add(num_tokens=len(new.how))
         self._planning.decided(session.seq, new, now_s)
         # A target that began anew from an older log may fail before it has come to the end of this one.
         is_at_end = message.finish == "error" or message.mark.length == len(session.log)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from specdec.protocol.labels import label
@@ -11,6 +11,7 @@ from specdec.protocol.leases import Row
 from specdec.protocol.marks import TokenLog
 from specdec.protocol.messages import Inc, Notes, Plan, Submit
 from specdec.protocol.plans import WorkerKind
+from specdec.protocol.spans import Span, Tracer
 from specdec.types import Finish
 
 if TYPE_CHECKING:
@@ -52,11 +53,12 @@ class Session(Row):
         num_failures: Times in a row that its worker died as it was tried alone.
         num_deaths: Times that its worker died with it alone on probation, tried or not, or as its only sequence.
         failed_length: Length of the log at the newest of these.
+        span: Of it here, from its coming until nothing is open of it; None where its request is not traced.
     """
 
     __slots__ = (
         *("client_length", "drafter", "failed_length", "finish", "ingress", "is_tried", "log", "notes"),
-        *("num_deaths", "num_failures", "plan", "reason", "spec", "suspects", "target", "told_length"),
+        *("num_deaths", "num_failures", "plan", "reason", "span", "spec", "suspects", "target", "told_length"),
     )
 
     def __init__(self, message: Submit, plan: Plan, lease_s: float) -> None:
@@ -74,6 +76,19 @@ class Session(Row):
         self.num_failures = self.num_deaths = 0
         self.target = WorkerLink("target" if message.spec.model == "target" else "drafter")
         self.drafter = WorkerLink("drafter")
+        self.span: Span | None = None
+
+    def begin_span(self, tracer: Tracer | None) -> None:
+        """It was taken in; what its workers do for it is below its span."""
+        if tracer is not None and self.spec.trace:
+            self.span = tracer(self.spec.trace, self.seq)
+            self.spec = replace(self.spec, trace=self.span.label)
+
+    def end_span(self) -> None:
+        """Nothing of it is open any more."""
+        if self.span is not None:
+            self.span.end()
+            self.span = None
 
     def end(self, finish: Finish, reason: str) -> None:
         """It has finished."""

@@ -178,6 +178,14 @@ class TargetMachine(WorkerMachine[TargetRow]):
             how, tuple(num_drafted), logprobs, result.prompt_logprobs, result.num_cached_tokens
         )
         self.counters.count_round(result.num_drafted, num_accepted, count)
+        if row.span is not None:
+            row.span.add(
+                num_rounds=1,
+                num_tokens=count,
+                num_draft_tokens=result.num_drafted,
+                num_accepted_tokens=num_accepted,
+                num_cached_tokens=result.num_cached_tokens,
+            )
         self._tell(row, now_s)
 
     # What goes wrong.

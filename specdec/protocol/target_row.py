@@ -80,6 +80,11 @@ class TargetRow(WorkerRow):
         self.round_start = len(self.log)
         self.foreseen: bool | None = None
 
+    def end_span(self) -> None:
+        """It is held no more."""
+        if self.span is not None:
+            self.span.end(self.finish or "")
+
     def keep(self, offer: Offer) -> KeptOffer:
         """Keep a new offer, in place of an earlier part of the same."""
         for kept in self.offers:

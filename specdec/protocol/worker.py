@@ -9,6 +9,7 @@ from specdec.protocol.leases import LeasedRows, Outbox, Times
 from specdec.protocol.leases import Row as LeasedRow
 from specdec.protocol.marks import TokenLog
 from specdec.protocol.messages import Alive, Close, Inc, Live, Message, Open, Plan, PlanUpdate, Resync
+from specdec.protocol.spans import Span, Tracer
 from specdec.sampling.params import SequenceSpec
 
 Gauges = Callable[[], dict[str, float]]
@@ -21,9 +22,10 @@ class WorkerRow(LeasedRow):
     Attributes:
         suspects: Name of the group that it shares steps with while it is under suspicion; else empty (rule 16).
         suspected: The groups with the least are tried first.
+        span: Of it here; None where its request is not traced.
     """
 
-    __slots__ = ("log", "plan", "router", "spec", "suspected", "suspects")
+    __slots__ = ("log", "plan", "router", "span", "spec", "suspected", "suspects")
 
     def __init__(self, message: Open) -> None:
         super().__init__(seq=message.seq, inc=message.inc, lease_s=message.lease_s)
@@ -33,6 +35,12 @@ class WorkerRow(LeasedRow):
         self.spec: SequenceSpec = message.spec
         self.suspects = ""
         self.suspected = 0
+        self.span: Span | None = None
+
+    def end_span(self) -> None:
+        """It is held no more."""
+        if self.span is not None:
+            self.span.end()
 
 
 R = TypeVar("R", bound=WorkerRow)
@@ -47,12 +55,14 @@ class WorkerMachine(Generic[R]):
         fingerprint: Of what sequences need here: of all that decides tokens for a target, of the vocabulary for a
             drafter. It refuses sequences that name another (rule 14); empty takes all.
         is_draining: Whether it refuses all new ones (rule 15).
+        tracer: Begins spans of sequences whose request is traced; None where nobody traces.
     """
 
     def __init__(self, name: str, times: Times, gauges: Gauges | None = None, *, fingerprint: str = "") -> None:
         self.name = name
         self.fingerprint = fingerprint
         self.is_draining = False
+        self.tracer: Tracer | None = None
         self._num_refused = {"model": 0, "draining": 0}
         self._gauges = gauges
         self._times = times
@@ -84,7 +94,7 @@ class WorkerMachine(Generic[R]):
             case Open():
                 self._on_open(message, now_s)
             case Close():
-                self._dropped(self._rows.drop(message.seq, message.inc, now_s))
+                self._drop(self._rows.drop(message.seq, message.inc, now_s))
             case Live():
                 self._on_live(message, now_s)
             case PlanUpdate():
@@ -107,8 +117,15 @@ class WorkerMachine(Generic[R]):
         if why:
             self._num_refused[why] += 1
             self._resync(message.router, message.seq, message.inc, why)
-        else:
-            self._rows.admit(self._new_row(message, now_s), now_s)
+            return
+        held = self._rows.get(message.seq)
+        row = self._rows.admit(self._new_row(message, now_s), now_s)
+        if row is None:
+            return
+        if held is not None:
+            held.end_span()
+        if self.tracer is not None and row.spec.trace:
+            row.span = self.tracer(row.spec.trace, row.seq)
 
     def _refusal(self, message: Open) -> str:
         """Why a sequence is not taken; empty if it is, or is here already."""
@@ -142,7 +159,12 @@ class WorkerMachine(Generic[R]):
 
     def _expire(self, now_s: float) -> None:
         for row in self._rows.expire(now_s):
-            self._dropped(row)
+            self._drop(row)
+
+    def _drop(self, row: R | None) -> None:
+        self._dropped(row)
+        if row is not None:
+            row.end_span()
 
     def _new_row(self, message: Open, now_s: float) -> R:
         raise NotImplementedError

@@ -120,6 +120,7 @@ class SequenceSpec:
         cache_salt: Cached prefixes are shared only among sequences with the same salt.
         model: Which of the pair decides the tokens; the draft does so without speculation.
         request_id: Of the client's request, for log lines; nothing depends on it.
+        trace: Label of the request's trace, W3C's ``traceparent``; empty where nobody traces it. Nothing depends on it.
     """
 
     sampling: SamplingParams
@@ -132,6 +133,7 @@ class SequenceSpec:
     cache_salt: str = ""
     model: Literal["target", "draft"] = "target"
     request_id: str = ""
+    trace: str = ""
 
     @property
     def ending_token_ids(self) -> frozenset[int]:

@@ -203,6 +203,7 @@ def test_the_applications_arguments_are_all_but_the_address():
         "host",
         "port",
         "tls",
+        "tracing",
     }
     assert args == AppArgs.model_validate({"target": {"model": "x", "token": "secret", "kv_memory": 0.5}})
     assert args.target.token.get_secret_value() == "secret"

@@ -1,0 +1,36 @@
+"""How machines tell of single sequences to whoever traces their requests; of all others they tell nothing.
+
+A request that is traced has a label in its sequences' specs (:attr:`specdec.sampling.params.SequenceSpec.trace`). A
+machine that has a :data:`Tracer` begins a span for such a sequence when it takes it, adds up what it does for it, and
+ends the span when it holds it no more: one span a machine, however many rounds there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+
+class Span(Protocol):
+    """A sequence on one machine."""
+
+    @property
+    def label(self) -> str:
+        """What sequences carry for those who work for this machine; their spans are below this one."""
+        ...
+
+    def add(self, **counts: int) -> None:
+        """Add to sums, by their names."""
+        ...
+
+    def end(self, finish: str = "") -> None:
+        """The machine holds the sequence no more; called once.
+
+        Args:
+            finish: How it ended there; empty where that is not this machine's to say, or it was closed before.
+        """
+        ...
+
+
+Tracer = Callable[[str, str], Span]
+"""Begins the span of a sequence, given its label and its ``seq``."""

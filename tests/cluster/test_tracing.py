@@ -1,0 +1,62 @@
+"""The exporter of traces: what Serve is told of it, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from cluster.config import ServiceConfig
+from cluster.config_files import load_config
+from cluster.launch import LocalService
+from cluster.settings import prepare_for_tracing
+from cluster.tracing import OTLP, OTLP_LIBRARY, Tracing
+from specdec.errors import InvalidParameterError
+
+
+def test_serve_is_told_nothing_where_nothing_is_traced() -> None:
+    assert Tracing().serve_config() is None
+    Tracing().check()
+
+
+@pytest.mark.parametrize(("exporter", "path"), [("file", ""), ("otlp", OTLP), ("os.path:join", "os.path:join")])
+def test_exporters_have_short_names(exporter: str, path: str) -> None:
+    tracing = Tracing(exporter=exporter, sampling_ratio=0.5)
+    assert tracing.serve_config() == {"enabled": True, "exporter_import_path": path, "sampling_ratio": 0.5}
+
+
+@pytest.mark.parametrize("exporter", ["no.such.module:f", "os.path:no_such_function", "os.path:sep"])
+def test_an_exporter_that_is_not_there_is_refused_before_ray_starts(exporter: str) -> None:
+    lines: list[str] = []
+    service = LocalService(ServiceConfig(tracing=Tracing(exporter=exporter)), lines.append)
+    with pytest.raises(InvalidParameterError, match=r"^tracing\.exporter: "):
+        service.start_ray()
+    assert lines == []
+
+
+def test_otlp_without_its_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, OTLP_LIBRARY, None)
+    with pytest.raises(InvalidParameterError, match=r"tracing\.exporter: .*; install specdec\[otlp\]"):
+        Tracing(exporter="otlp").check()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("exporter", "jaeger"), ("exporter", "a.b:"), ("endpoint", "localhost:4318"), ("sampling_ratio", "1.5")],
+)
+def test_values_that_say_nothing_are_refused(key: str, value: str) -> None:
+    with pytest.raises(InvalidParameterError, match=rf"tracing\.{key}"):
+        load_config(None, {f"tracing.{key}": value})
+
+
+def test_an_endpoint_is_of_otlp_alone() -> None:
+    with pytest.raises(InvalidParameterError, match=r"tracing\.endpoint: needs tracing\.exporter: otlp"):
+        Tracing(exporter="file", endpoint="http://localhost:4318").check()
+
+
+def test_the_collector_is_named_to_all_processes() -> None:
+    environment = {"OTEL_SERVICE_NAME": "mine", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://b"}
+    prepare_for_tracing(None, environment)
+    assert environment == {"OTEL_SERVICE_NAME": "mine", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://b"}
+    prepare_for_tracing("http://a", environment)
+    assert environment["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://a"

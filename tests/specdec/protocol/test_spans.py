@@ -1,0 +1,140 @@
+"""Machines tell of a sequence whose request is traced, once each, in sums; of others nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from specdec.engine.local import LocalService
+from specdec.engine.scripted import Script, ScriptedDrafter, ScriptedTarget
+from specdec.protocol.draft_worker import DraftWorkerMachine
+from specdec.protocol.drafter import DrafterMachine
+from specdec.protocol.messages import Cancel, Close, Inc, Open, Submit
+from specdec.protocol.target import TargetMachine
+from specdec.sampling.params import SamplingParams, SequenceSpec
+from tests.specdec.protocol.scripted import PROMPT
+from tests.specdec.protocol.test_faults import FaultyDraft
+from tests.specdec.protocol.test_router import SPEC, join, router
+from tests.specdec.protocol.test_target import TIMES, Oracle, open_message
+
+SCRIPT = Script(0.7, 0.9, tuple(range(3, 40)))
+
+
+@dataclass
+class Told:
+    """A span that remembers."""
+
+    role: str
+    above: str
+    seq: str
+    sums: Counter[str] = field(default_factory=Counter)
+    ends: list[str] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        return f"{self.above}/{self.role}"
+
+    def add(self, **counts: int) -> None:
+        assert not self.ends
+        self.sums.update(counts)
+
+    def end(self, finish: str = "") -> None:
+        self.ends.append(finish)
+
+
+@dataclass
+class Spans:
+    """All spans, in the order in which they began."""
+
+    told: list[Told] = field(default_factory=list)
+
+    def of(self, role: str):
+        def begin(label: str, seq: str) -> Told:
+            self.told.append(Told(role, label, seq))
+            return self.told[-1]
+
+        return begin
+
+
+@pytest.fixture
+def spans() -> Spans:
+    return Spans()
+
+
+def test_a_sequence_is_one_span_on_each_machine_and_the_sums_are_those_of_its_notes(spans: Spans) -> None:
+    service = LocalService(ScriptedTarget(SCRIPT, 200), ScriptedDrafter(SCRIPT, 200), 4)
+    assert service.drafter is not None
+    for machine, role in ((service.router, "router"), (service.target, "target"), (service.drafter, "drafter")):
+        machine.tracer = spans.of(role)
+    spec = SequenceSpec(SamplingParams(temperature=0.0), 7, len(PROMPT), 40)
+    service.start("quiet", PROMPT, spec)
+    service.start("s", PROMPT, replace(spec, trace="client"))
+    how, drafted, rounds = "", 0, 0
+    finished = set()
+    while len(finished) < 2:
+        for delivery in service.pump():
+            if delivery.seq == "s":
+                how += delivery.notes.how
+                drafted += sum(delivery.notes.num_drafted)
+                rounds += sum(num > 0 for num in delivery.notes.num_drafted)
+            if delivery.finish is not None:
+                finished.add(delivery.seq)
+    told = {span.role: span for span in spans.told}
+    assert [(span.role, span.above, span.seq) for span in spans.told] == [
+        ("router", "client", "s"),
+        ("target", "client/router", "s"),
+        ("drafter", "client/router", "s"),
+    ]
+    target = told["target"].sums
+    assert target["num_tokens"] == told["router"].sums["num_tokens"] == len(how) == 40
+    assert target["num_draft_tokens"] == drafted > target["num_accepted_tokens"] == how.count("a") > 0
+    assert target["num_rounds"] >= rounds > 0
+    assert told["router"].sums["num_target_openings"] == told["router"].sums["num_drafter_openings"] == 1
+    assert told["drafter"].sums["num_proposed_tokens"] >= told["drafter"].sums["num_kept_tokens"] > 0
+    assert told["drafter"].sums["num_offers"] > 0
+    assert [(span.role, span.ends) for span in spans.told] == [
+        ("router", [""]),
+        ("target", ["length"]),
+        ("drafter", [""]),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["target", "drafter", "draft worker"])
+def test_what_is_opened_anew_is_another_span_and_each_ends_once(kind: str, spans: Spans) -> None:
+    drafter, target = DrafterMachine("W", FaultyDraft(), TIMES), TargetMachine("W", Oracle(), TIMES)
+    drafter.tracer, target.tracer = spans.of("drafter"), spans.of("target")
+    machine = {"target": target, "drafter": drafter, "draft worker": DraftWorkerMachine(drafter, target)}[kind]
+    machine.receive(open_message(seq="quiet"), 0.0)
+    for n in (0, 0, 1):  # the second is repeated, and changes nothing
+        machine.receive(open_message(inc=Inc(1, n), trace="r"), 0.0)
+    assert [span.ends for span in spans.told] == [[""], []]
+    machine.receive(open_message(seq="lapsed", trace="r"), 0.0)
+    machine.receive(Close("s", Inc(1, 1)), 0.0)
+    machine.receive(Close("s", Inc(1, 1)), 0.0)
+    machine.step(2 * TIMES.lease_s)
+    assert [(span.seq, span.ends) for span in spans.told] == [("s", [""]), ("s", [""]), ("lapsed", [""])]
+
+
+def test_a_routers_span_counts_openings_and_ends_with_what_is_open(spans: Spans) -> None:
+    machine = router("T0", "D0")
+    machine.tracer = spans.of("router")
+    machine.receive(Submit("s", 1, "I", PROMPT, replace(SPEC, trace="client")), 0.0)
+    machine.receive(Submit("quiet", 1, "I", PROMPT, SPEC), 0.0)
+    machine.worker_lost("D0", 0.0)
+    join(machine, "D1")
+    opened = [m for batch in machine.take_outbox().values() for m in batch if isinstance(m, Open)]
+    assert {(m.seq, m.spec.trace) for m in opened} == {("s", "client/router"), ("quiet", "")}
+    (span,) = spans.told
+    assert span.sums == {"num_target_openings": 1, "num_drafter_openings": 2}
+    for _ in range(2):
+        machine.receive(Cancel("s", 1), 0.0)
+    assert span.ends == [""]
+
+
+def test_where_nobody_traces_a_label_is_handed_on(spans: Spans) -> None:
+    machine = router("T0")
+    machine.receive(Submit("s", 1, "I", PROMPT, replace(SPEC, trace="client")), 0.0)
+    (opened,) = machine.take_outbox()["T0"]
+    assert opened.spec.trace == "client"
