@@ -22,7 +22,7 @@ help:
 	@echo "make test-fast     what a developer runs between two changes: no services, nothing slow"
 	@echo "make test          the test suite, with services on this machine"
 	@echo "make test-cluster  several Ray nodes on this machine; needs redis-server"
-	@echo "make test-clients  schemathesis, guidellm and the openai client against the service"
+	@echo "make test-clients  schemathesis, guidellm, the openai client and a browser; needs chromium"
 	@echo "make soak          the long tests"
 	@echo "make check         format, lint, types, import layers"
 	@echo "make bench         modes compared on the same work"
@@ -47,6 +47,7 @@ test-cluster: $(DEV)
 	@$(PYTEST) -m "cluster and not soak" $(ARGS)
 
 test-clients: $(DEV) $(CLIENTS)
+	@command -v chromium >/dev/null || { echo "Install chromium first (Debian, Ubuntu: apt install chromium)" >&2; exit 1; }
 	@$(PYTEST) -m "clients or service" tests/clients tests/integration/test_openai_client.py $(ARGS)
 
 check: $(DEV)
@@ -99,7 +100,7 @@ $(DEV): $(SERVE)
 	@touch $@
 
 $(CLIENTS): tests/clients/requirements.txt
-	@echo "[setup] schemathesis and guidellm"
+	@echo "[setup] schemathesis, guidellm and playwright"
 	@$(BIN)/python -m venv $@
 	@$@/bin/python -m pip install --disable-pip-version-check --no-input --quiet --requirement $<
 	@touch $@

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from ipaddress import ip_address
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_validator
@@ -74,6 +75,13 @@ def import_strings(value: Any) -> Any:
 ImportStrings = Annotated[tuple[str, ...], BeforeValidator(import_strings)]
 MemoryAmount = Annotated[Literal["auto"] | float | int, BeforeValidator(memory_amount)]
 
+
+def switch(value: Any) -> Any:
+    """Read ``on`` and ``off``, which YAML takes for true and false."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(switch)]
 
 MOST_DRAFT_TOKENS = 16
 """Longest draft that ``auto`` chooses; a whole number may be larger."""
@@ -249,6 +257,11 @@ class AppArgs(StrictModel):
         le=1 << 16,
         description="least tokens of a choice in an event of a stream, after its first: more of them cost less",
     )
+    ui: Switch = Field(
+        "auto",
+        description="the page /ui, which shows how an answer comes about; auto: on where specdec serve listens on "
+        "loopback",
+    )
     limits: Limits = Field(default_factory=Limits, description="what is taken in at once")
     access: Access = Field(default_factory=Access, description="who may call")
     protocol: ProtocolTimes = Field(default_factory=ProtocolTimes, description="leases and repeats")
@@ -352,6 +365,14 @@ class AppArgs(StrictModel):
         return self.scripted.acceptance_rate is not None
 
 
+def is_loopback(host: str) -> bool:
+    """Whether an address to listen on is one that only this machine reaches."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 class ServiceConfig(AppArgs):
     """Everything ``specdec serve`` takes: the application's arguments, and where it listens."""
 
@@ -363,4 +384,7 @@ class ServiceConfig(AppArgs):
     def app_args(self) -> AppArgs:
         """The part that the application's builder takes."""
         own = set(ServiceConfig.model_fields) - set(AppArgs.model_fields)
-        return AppArgs.model_validate(self.model_dump(exclude_unset=True, exclude=own))
+        args = self.model_dump(exclude_unset=True, exclude=own)
+        if self.ui == "auto" and is_loopback(self.host):
+            args["ui"] = "on"
+        return AppArgs.model_validate(args)

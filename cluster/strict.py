@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -55,7 +55,7 @@ def key_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _walk(model: type[BaseModel], data: Any, prefix: str = "") -> Iterator[tuple[str, bool, Any]]:
-    """Every key of raw ``data``: its dotted path, whether ``model`` has it, and its value (None for a bool's field)."""
+    """Every key of raw ``data``: its dotted path, whether ``model`` has it, and its value (None for a switch)."""
     if not isinstance(data, Mapping):
         return
     for key, value in data.items():
@@ -63,7 +63,8 @@ def _walk(model: type[BaseModel], data: Any, prefix: str = "") -> Iterator[tuple
         if key not in model.model_fields:
             yield path, False, value
             continue
-        yield path, True, None if model.model_fields[key].annotation is bool else value
+        annotation = model.model_fields[key].annotation
+        yield path, True, None if annotation is bool or "on" in get_args(annotation) else value
         section = submodel(model, key)
         if section is not None:
             yield from _walk(section, value, path + ".")

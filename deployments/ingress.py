@@ -100,6 +100,7 @@ class OpenAIIngress(LiveKeys, IngressEndpoint):
             unknown_fields=args.unknown_fields,
             trust_request_chat_template=args.trust_request_chat_template,
             allowed_origins=access.allowed_origins,
+            ui=args.ui == "on",
             send_request_id=False,  # Serve's proxy sends it
             tracer=serve_tracer(),
         )

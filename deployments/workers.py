@@ -22,7 +22,7 @@ from deployments.transport.host import WorkerHost
 from specdec.engine.build import Built, build_drafter, build_target
 from specdec.engine.observed import Listener, ObservedDrafter, ObservedTarget
 from specdec.engine.profile import profile_drafter, profile_target
-from specdec.engine.timing import StepReport
+from specdec.engine.timing import LastStep, StepReport
 from specdec.engine.trace import Recorder
 from specdec.models.compat import check_pair, tokenizer_width
 from specdec.models.describe import describe_model
@@ -66,13 +66,15 @@ class TargetServer(_Worker):
         backend = emulated_target(args, model)
         if args.is_auto:
             profile_target(backend, report.profiled)
-        observed = ObservedTarget(backend, _listeners(report, recorder))
+        last_step = LastStep()
+        observed = ObservedTarget(backend, [last_step, *_listeners(report, recorder)])
         machine = TargetMachine(
             name,
             observed,
             args.protocol.times(),
             lambda: observed.gauges() | report.gauges() | self.config_report(),
             fingerprint=own.decision,
+            last_interval=last_step.interval,
         )
         machine.tracer = sequence_tracer("target", name)
         self._worker_host = self.start_worker(
@@ -104,13 +106,15 @@ class DraftServer(_Worker):
         emulated = emulated_drafter(args, backend)
         if args.is_auto:
             profile_drafter(emulated, report.profiled)
-        observed = ObservedDrafter(emulated, _listeners(report, recorder))
+        last_step = LastStep()
+        observed = ObservedDrafter(emulated, [last_step, *_listeners(report, recorder)])
         drafter = DrafterMachine(
             name,
             observed,
             times,
             lambda: observed.gauges() | report.gauges() | self.config_report(),
             fingerprint=own.vocabulary,
+            last_interval=last_step.interval,
         )
         drafter.tracer = sequence_tracer("drafter", name)
         machine = DraftWorkerMachine(drafter, TargetMachine(name, solo, times, fingerprint=own.draft))

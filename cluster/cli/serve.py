@@ -64,7 +64,8 @@ def run_service(config: ServiceConfig, application: str) -> int:
             service.deploy()
             service.wait_until_ready()
             report(f"ready: {config.model_name} at {service.url}/v1")
-            say(f"\nTry it:\n  {curl_line(service.url, config.model_name)}\n\nCtrl-C stops it.\n")
+            page = f"\nSee how answers come about: {service.url}/ui\n" if config.app_args().ui == "on" else ""
+            say(f"\nTry it:\n  {curl_line(service.url, config.model_name)}\n{page}\nCtrl-C stops it.\n")
             service.watch()
         finally:
             stop_begun()

@@ -127,7 +127,7 @@ class StreamedAnswer(Response):
 
     def _is_news(self, delta: SampleDelta) -> bool:
         """Whether there is anything to send yet."""
-        told = delta.logprobs or delta.prompt_logprobs
+        told = delta.logprobs or delta.prompt_logprobs or delta.notes is not None
         return bool(delta.text or delta.finish or told or self._job.body.return_token_ids)
 
     def _written(self, delta: SampleDelta, generation: Generation) -> bytes:

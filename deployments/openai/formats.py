@@ -9,7 +9,7 @@ from deployments.openai.generation import Generation, SampleDelta
 from deployments.openai.job import Job
 from deployments.openai.logprobs import TokenIdNames, TokenNames, chat_logprobs, completion_logprobs, prompt_logprobs
 from deployments.openai.schemas.completions import CompletionBody
-from deployments.openai.tally import speculation_metrics
+from deployments.openai.tally import how_it_came, speculation_metrics
 from specdec.text.pieces import TokenTexts
 from specdec.types import PromptLogprobs
 
@@ -212,8 +212,11 @@ def _names(api: Api, job: Job) -> TokenNames:
 
 
 def _ending(job: Job, delta: SampleDelta) -> Json:
-    """How the choice ended, and its token ids where they were asked for."""
+    """How the choice ended, and where they were asked for its token ids and how they came."""
     ending: Json = {"finish_reason": delta.finish, "stop_reason": delta.stop_reason}
+    if delta.notes is not None:
+        offsets = {"text_offset": [shown.offset for shown in delta.logprobs]} if delta.logprobs is not None else {}
+        ending["specdec"] = how_it_came(delta.notes, delta.plan) | offsets
     return ending | {"token_ids": list(delta.token_ids)} if job.body.return_token_ids else ending
 
 

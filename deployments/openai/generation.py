@@ -14,7 +14,7 @@ from deployments.openai.job import Job
 from deployments.openai.observer import Reason, SequenceObserver
 from deployments.openai.service import SequenceRequest, TokenDelta
 from deployments.openai.tally import RoundTally
-from specdec.protocol.messages import Notes
+from specdec.protocol.messages import Notes, Plan
 from specdec.text.output import OutputText
 from specdec.types import Finish, PromptLogprobs, TokenLogprobs, Tokens
 
@@ -47,6 +47,8 @@ class SampleDelta:
         finish: Why the choice ended, if it did.
         stop_reason: The stop string or the stop token id that ended it, if one did.
         prompt_logprobs: In the first piece of a choice, if asked for.
+        notes: How ``token_ids`` came, if asked for.
+        plan: By which the choice is drafted now, where somebody says.
     """
 
     index: int
@@ -56,6 +58,8 @@ class SampleDelta:
     finish: Finish | None = None
     stop_reason: str | int | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    notes: Notes | None = None
+    plan: Plan | None = None
 
     def __add__(self, later: SampleDelta) -> SampleDelta:
         """Two pieces of the same choice as one."""
@@ -67,6 +71,8 @@ class SampleDelta:
             later.finish,
             later.stop_reason,
             self.prompt_logprobs,
+            (self.notes or Notes()) + later.notes if later.notes is not None else self.notes,
+            later.plan or self.plan,
         )
 
 
@@ -233,6 +239,8 @@ class Generation:
             shown if shown or logprobs is not None else None,
             text.finish,
             text.stop_reason,
+            notes=delta.notes.first(num_billed) if self.job.body.wants_speculation else None,
+            plan=self.tallies[index].plan,
         )
 
     def _unseen(self, index: int, delta: TokenDelta, observer: SequenceObserver) -> SampleDelta:

@@ -219,6 +219,7 @@ def _job(
                 request_id=arrival.label,
                 trace=arrival.trace,
                 num_speculative_tokens=bound,
+                wants_times=body.wants_speculation,
             )
             seq = f"{name}-{len(sequences)}"
             sequences.append(SequenceRequest(seq, prompt, spec, model.role, arrival.cache_salt(body.cache_salt)))

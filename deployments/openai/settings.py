@@ -26,6 +26,7 @@ class ApiSettings:
         unknown_fields: What becomes of fields that nobody knows: ``ignore`` names them in a header, ``refuse``
             answers 400.
         allowed_origins: Web pages that may call from a browser.
+        ui: Serve the page ``/ui``.
         send_request_id: Send ``x-request-id`` in answers; off where a proxy in front does it.
         tracer: Makes the spans of requests; None where nobody traces.
     """
@@ -36,5 +37,6 @@ class ApiSettings:
     trust_request_chat_template: bool = False
     unknown_fields: UnknownFields = "ignore"
     allowed_origins: tuple[str, ...] = ()
+    ui: bool = False
     send_request_id: bool = True
     tracer: Tracer | None = None

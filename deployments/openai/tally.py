@@ -74,18 +74,38 @@ def speculation_metrics(tally: RoundTally, num_spec_tokens: int, detailed: bool)
         "num_spec_tokens": num_spec_tokens,
     }
     if tally.plan is not None:
-        metrics["plan"] = {
-            "num_draft_tokens": tally.plan.num_draft_tokens,
-            "num_branches": tally.plan.num_branches,
-            "mode": tally.plan.mode,
-            "acceptance_rate": tally.plan.acceptance_rate,
-            "draft_wait_s": tally.plan.draft_wait_s,
-        }
+        metrics["plan"] = _written(tally.plan)
     if detailed:
         lengths = sorted({kind.num_draft_tokens for kind in tally.rounds})
         metrics["acceptance_histogram"] = _histogram(tally, lengths)
         metrics["acceptance_histogram_by_draft_length"] = {str(n): _histogram(tally, [n]) for n in lengths}
     return metrics
+
+
+def how_it_came(notes: Notes, plan: Plan | None) -> dict[str, Any]:
+    """The ``specdec`` object of a chunk's choice.
+
+    Args:
+        notes: Of the chunk's tokens.
+        plan: The newest one; None where nobody says.
+    """
+    times = [None if one is None else {"target": one.target, "draft": one.draft} for one in notes.times]
+    return {
+        "how": notes.how,
+        "num_draft_tokens": notes.num_drafted,
+        "times": times or [None] * len(notes.how),
+        "plan": None if plan is None else _written(plan),
+    }
+
+
+def _written(plan: Plan) -> dict[str, Any]:
+    return {
+        "num_draft_tokens": plan.num_draft_tokens,
+        "num_branches": plan.num_branches,
+        "mode": plan.mode,
+        "acceptance_rate": plan.acceptance_rate,
+        "draft_wait_s": plan.draft_wait_s,
+    }
 
 
 def _histogram(tally: RoundTally, lengths: list[int]) -> list[int]:

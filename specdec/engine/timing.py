@@ -8,6 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 
 from specdec.engine.observed import StepRecord
+from specdec.protocol.messages import Interval
 
 _SAMPLES_KEPT = 31
 _BUCKETS_KEPT = 48
@@ -53,6 +54,22 @@ def _bucket(count: int) -> int:
         return count
     octave = count.bit_length() - 1
     return _BUCKETS_PER_OCTAVE * octave + ((count - (1 << octave)) * _BUCKETS_PER_OCTAVE >> octave)
+
+
+class LastStep:
+    """When the newest step ran; a listener of :mod:`specdec.engine.observed` whose clock is ``time.monotonic_ns``."""
+
+    def __init__(self) -> None:
+        self._start_ns = self._end_ns = 0
+
+    def __call__(self, step: StepRecord) -> None:
+        """A step has ended."""
+        self._start_ns, self._end_ns = step.start_ns, step.end_ns
+
+    def interval(self) -> Interval:
+        """Its start and end, in seconds since the epoch."""
+        ahead_ns = time.time_ns() - time.monotonic_ns()
+        return (self._start_ns + ahead_ns) / 1e9, (self._end_ns + ahead_ns) / 1e9
 
 
 class StepReport:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from specdec.protocol.backends import DraftJob, Proposal
 from specdec.protocol.branches import foreseen, likely_outcomes
 from specdec.protocol.draft_path import Branch, Path
 from specdec.protocol.marks import common_prefix_length
-from specdec.protocol.messages import Candidates, Offer, Open, Outcome, Plan
-from specdec.protocol.worker import WorkerRow
+from specdec.protocol.messages import Candidates, Interval, Offer, Open, Outcome, Plan
+from specdec.protocol.worker import MOST_INTERVALS, WorkerRow
 from specdec.types import Tokens
 
 _ROWS_PER_SPACING = 16
@@ -33,6 +35,7 @@ class DraftRow(WorkerRow):
         offered_end: Absolute length, log and chain, up to which the present chain has been offered.
         limit: Absolute length beyond which no draft token is of use: the target decides the last token in any case.
         offered_at: ``num_steps`` at the newest offer; 0 where there was none since.
+        intervals: Steps since the newest offer, where the request asked for times.
         agreed: Length up to which log and chain are what the backend was given last.
         num_branches: Most branches, by its plan and by its share of those that the drafter holds in all.
         num_guesses: Most guesses that are of use at one place.
@@ -45,6 +48,7 @@ class DraftRow(WorkerRow):
         "branches",
         "ending_token_ids",
         "forked_for",
+        "intervals",
         "is_skipped",
         "limit",
         "num_branches",
@@ -72,6 +76,7 @@ class DraftRow(WorkerRow):
         self.num_steps = 0
         self.offered_end = len(self.log)
         self.offered_at = 0
+        self.intervals: deque[Interval] = deque(maxlen=MOST_INTERVALS)
         self.is_skipped = False
         self.agreed = 0
         self.limit = min(message.spec.output_start + message.spec.max_tokens - 1, max_model_len)
@@ -274,6 +279,8 @@ class DraftRow(WorkerRow):
     def take_offer(self) -> Offer:
         """All that is drafted, but for what branches have beyond their drafts; it counts as offered from now on."""
         self.offered_end, self.offered_at = self.end, self.num_steps
+        intervals = tuple(self.intervals)
+        self.intervals.clear()
         length, drawn = len(self.log), self.path.candidates()
         branches: list[tuple[Outcome, Tokens]] = []
         candidates: list[tuple[Candidates, ...]] = []
@@ -285,4 +292,4 @@ class DraftRow(WorkerRow):
                 if drawn:
                     candidates.append(branch.path.candidates(branch.num_offered))
         chain = tuple(self.path.tokens)
-        return Offer(self.seq, self.inc, self.log.mark(), chain, tuple(branches), drawn, tuple(candidates))
+        return Offer(self.seq, self.inc, self.log.mark(), chain, tuple(branches), drawn, tuple(candidates), intervals)

@@ -17,7 +17,7 @@ from specdec.protocol.leases import Times
 from specdec.protocol.marks import Extension
 from specdec.protocol.messages import Commit, Message, Open
 from specdec.protocol.suspects import StepGroups
-from specdec.protocol.worker import Gauges, WorkerMachine
+from specdec.protocol.worker import Gauges, LastInterval, WorkerMachine
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,7 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         gauges: Of the backend, for the report.
         branches_in_all: Most branches of all sequences together; see :func:`specdec.protocol.branches.branch_share`.
         fingerprint: Of the vocabulary; see :class:`specdec.protocol.worker.WorkerMachine`.
+        last_interval: Tells when steps ran, for requests that ask.
     """
 
     def __init__(
@@ -85,9 +86,11 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         branches_in_all: int = BRANCHES_IN_ALL,
         *,
         fingerprint: str = "",
+        last_interval: LastInterval | None = None,
     ) -> None:
         super().__init__(name, times, gauges, fingerprint=fingerprint)
         self._backend = backend
+        self._last_interval = last_interval
         self._branches_in_all = branches_in_all
         self._num_waiting = 0
         self.counters = DrafterCounters()
@@ -161,6 +164,7 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         """Add what was proposed, and count who found no room (rule 7). True if anything was drafted or read."""
         num_waiting = 0
         failed: list[DraftRow] = []
+        timed: dict[str, DraftRow] = {}
         for (row, branch, _, job), proposal in zip(tasks, proposals, strict=True):
             is_waiting = proposal.status is Status.WAITING
             num_waiting += is_waiting
@@ -169,6 +173,8 @@ class DrafterMachine(WorkerMachine[DraftRow]):
                 branch.is_waiting = is_waiting
             elif not is_waiting:
                 row.agreed = len(job.tokens)
+            if row.spec.wants_times and not is_waiting:
+                timed[row.seq] = row
             if proposal.status is Status.FAILED:
                 failed.append(row)
             if proposal.token is not None:
@@ -179,6 +185,10 @@ class DrafterMachine(WorkerMachine[DraftRow]):
                 (row if branch is None else branch).append(proposal)
         for row in failed:
             self._skip(row)
+        if self._last_interval is not None and timed:
+            interval = self._last_interval()
+            for row in timed.values():
+                row.intervals.append(interval)
         return num_waiting < len(proposals)
 
     def _contain(self, rows: Sequence[DraftRow], error: Exception) -> None:

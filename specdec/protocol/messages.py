@@ -28,6 +28,22 @@ class Inc(NamedTuple):
     n: int
 
 
+Interval = tuple[float, float]
+"""When a step of a model began and ended, in seconds since the epoch, by the clock of the machine that it ran on."""
+
+
+class RoundTimes(NamedTuple):
+    """When a round was worked on.
+
+    Attributes:
+        target: The step that decided it.
+        draft: The drafter's steps for the sequence that the target has been told of since the round before.
+    """
+
+    target: Interval
+    draft: tuple[Interval, ...] = ()
+
+
 class Notes(Struct, frozen=True, array_like=True):
     """How tokens came: one entry of each field per token.
 
@@ -39,6 +55,8 @@ class Notes(Struct, frozen=True, array_like=True):
         prompt_logprobs: Those of the prompt, where asked for; they go with the first output token.
         num_cached_tokens: With the first output token, how many of the prompt's tokens were not read, since another
             sequence had left what they give.
+        times: At the last token of a round, when it was worked on; None at all others. Empty where the request did not
+            ask.
     """
 
     how: str = ""
@@ -46,6 +64,7 @@ class Notes(Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: PromptLogprobs | None = None
     num_cached_tokens: int = 0
+    times: tuple[RoundTimes | None, ...] = ()
 
     def last(self, count: int) -> Notes:
         """The notes of the last ``count`` tokens."""
@@ -53,14 +72,15 @@ class Notes(Struct, frozen=True, array_like=True):
             return self
         start = len(self.how) - count
         logprobs = None if self.logprobs is None else self.logprobs[start:]
-        return Notes(self.how[start:], self.num_drafted[start:], logprobs)
+        return Notes(self.how[start:], self.num_drafted[start:], logprobs, times=self.times[start:])
 
     def first(self, count: int) -> Notes:
         """The notes of the first ``count`` tokens."""
         logprobs = None if self.logprobs is None else self.logprobs[:count]
         if not count:
             return Notes(logprobs=logprobs)
-        return Notes(self.how[:count], self.num_drafted[:count], logprobs, self.prompt_logprobs, self.num_cached_tokens)
+        how, num_drafted, times = self.how[:count], self.num_drafted[:count], self.times[:count]
+        return Notes(how, num_drafted, logprobs, self.prompt_logprobs, self.num_cached_tokens, times)
 
     def __add__(self, other: Notes) -> Notes:
         """Notes of two runs of tokens, one after the other."""
@@ -69,6 +89,7 @@ class Notes(Struct, frozen=True, array_like=True):
         logprobs = (
             None if self.logprobs is None and other.logprobs is None else (self.logprobs or ()) + (other.logprobs or ())
         )
+        times = () if not self.times and not other.times else self._all_times() + other._all_times()
         begins = self if self.how else other
         return Notes(
             self.how + other.how,
@@ -76,7 +97,12 @@ class Notes(Struct, frozen=True, array_like=True):
             logprobs,
             begins.prompt_logprobs,
             begins.num_cached_tokens,
+            times,
         )
+
+    def _all_times(self) -> tuple[RoundTimes | None, ...]:
+        """An entry per token, also where nobody measured."""
+        return self.times or (None,) * len(self.how)
 
 
 class Plan(Struct, frozen=True, array_like=True):
@@ -265,6 +291,7 @@ class Offer(Struct, frozen=True, array_like=True, tag=True):
         candidates: Under the rejection rule, what each token of ``chain`` was drawn from; else empty.
         branch_candidates: Under the rejection rule, the same for each branch's chain, in the order of ``branches``;
             else empty. The outcome's own token was not drawn, and has none.
+        steps: The drafter's steps for the sequence since the offer before, where the request asked for times.
     """
 
     seq: str
@@ -274,6 +301,7 @@ class Offer(Struct, frozen=True, array_like=True, tag=True):
     branches: tuple[tuple[Outcome, Tokens], ...] = ()
     candidates: tuple[Candidates, ...] = ()
     branch_candidates: tuple[tuple[Candidates, ...], ...] = ()
+    steps: tuple[Interval, ...] = ()
 
 
 class PlanUpdate(Struct, frozen=True, array_like=True, tag=True):

@@ -11,11 +11,11 @@ from specdec.errors import DeviceLostError, reason_of
 from specdec.protocol.backends import Status, TargetBackend, Verification, VerifyJob
 from specdec.protocol.labels import label, labels
 from specdec.protocol.leases import Times
-from specdec.protocol.messages import Ack, Message, Notes, Offer, Open, Verdict
+from specdec.protocol.messages import Ack, Message, Notes, Offer, Open, RoundTimes, Verdict
 from specdec.protocol.offers import NO_DRAFT, OFFERS_KEPT, Draft, awaits_token, remaining_draft
 from specdec.protocol.suspects import FORGIVEN_TOKENS, MOST_ALONE_FAILURES, StepGroups
 from specdec.protocol.target_row import KeptOffer, TargetRow
-from specdec.protocol.worker import Gauges, WorkerMachine
+from specdec.protocol.worker import Gauges, LastInterval, WorkerMachine
 
 logger = logging.getLogger(__name__)
 
@@ -83,9 +83,11 @@ class TargetMachine(WorkerMachine[TargetRow]):
         gauges: Gauges | None = None,
         *,
         fingerprint: str = "",
+        last_interval: LastInterval | None = None,
     ) -> None:
         super().__init__(name, times, gauges, fingerprint=fingerprint)
         self._backend = backend
+        self._last_interval = last_interval
         self._max_model_len = backend.max_model_len
         self._groups = StepGroups()
         self.counters = TargetCounters()
@@ -175,7 +177,12 @@ class TargetMachine(WorkerMachine[TargetRow]):
             how += "p" if not result.num_drafted else "b" if full else "c"
         logprobs = None if result.logprobs is None else result.logprobs[:count]
         row.notes = row.notes + Notes(
-            how, tuple(num_drafted), logprobs, result.prompt_logprobs, result.num_cached_tokens
+            how,
+            tuple(num_drafted),
+            logprobs,
+            result.prompt_logprobs,
+            result.num_cached_tokens,
+            self._round_times(row, count),
         )
         self.counters.count_round(result.num_drafted, num_accepted, count)
         if row.span is not None:
@@ -187,6 +194,14 @@ class TargetMachine(WorkerMachine[TargetRow]):
                 num_cached_tokens=result.num_cached_tokens,
             )
         self._tell(row, now_s)
+
+    def _round_times(self, row: TargetRow, count: int) -> tuple[RoundTimes | None, ...]:
+        """When the round of ``count`` tokens was worked on, where its request asked: an entry per token."""
+        if not row.spec.wants_times or self._last_interval is None:
+            return ()
+        steps = tuple(row.draft_intervals)
+        row.draft_intervals.clear()
+        return (*[None] * (count - 1), RoundTimes(self._last_interval(), steps))
 
     # What goes wrong.
 
@@ -267,6 +282,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
     def _take_offer(self, row: TargetRow, offer: Offer) -> None:
         """Keep an offer that fits: what a step need not find out does not hold it up."""
         self.counters.num_offers += 1
+        row.draft_intervals.extend(offer.steps)
         row.is_patient = True
         kept = row.keep(offer)
         is_decided = offer.mark.length < len(row.log)

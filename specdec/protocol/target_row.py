@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from specdec.protocol.messages import Notes, Offer, Open
+from specdec.protocol.messages import Interval, Notes, Offer, Open
 from specdec.protocol.offers import foresees
-from specdec.protocol.worker import WorkerRow
+from specdec.protocol.worker import MOST_INTERVALS, WorkerRow
 from specdec.sampling.finish import Ending
 from specdec.types import Finish
 
@@ -48,6 +48,7 @@ class TargetRow(WorkerRow):
         acked: Length up to which the router has the log.
         notes: How the tokens after ``acked`` came.
         offers: The newest offers that may be of use, oldest first.
+        draft_intervals: The drafter's steps that were told of since the newest round.
         held_s: When it was first held back since it was decided last; None where it was not.
         told_s: When its verdict was last sent.
         is_patient: Whether it waits for offers at all: not since it waited in vain, until the next one comes.
@@ -58,7 +59,7 @@ class TargetRow(WorkerRow):
     __slots__ = (
         *("acked", "announced_s", "ending", "failed_length", "finish", "foreseen", "held_s", "is_cleared"),
         *("is_patient", "needs_candidates", "notes", "num_failures", "offers"),
-        *("place", "reason", "round_start", "told_s"),
+        *("draft_intervals", "place", "reason", "round_start", "told_s"),
     )
 
     def __init__(self, message: Open, max_model_len: int) -> None:
@@ -74,6 +75,7 @@ class TargetRow(WorkerRow):
         self.acked = len(self.log)
         self.notes = Notes()
         self.offers: deque[KeptOffer] = deque()
+        self.draft_intervals: deque[Interval] = deque(maxlen=MOST_INTERVALS)
         self.held_s: float | None = None
         self.told_s = float("-inf")
         self.is_patient = True

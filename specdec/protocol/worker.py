@@ -8,12 +8,16 @@ from typing import Generic, TypeVar
 from specdec.protocol.leases import LeasedRows, Outbox, Times
 from specdec.protocol.leases import Row as LeasedRow
 from specdec.protocol.marks import TokenLog
-from specdec.protocol.messages import Alive, Close, Inc, Live, Message, Open, Plan, PlanUpdate, Resync
+from specdec.protocol.messages import Alive, Close, Inc, Interval, Live, Message, Open, Plan, PlanUpdate, Resync
 from specdec.protocol.spans import Span, Tracer
 from specdec.sampling.params import SequenceSpec
 
 Gauges = Callable[[], dict[str, float]]
 """Gives what a worker's backend holds now, by name."""
+LastInterval = Callable[[], Interval]
+"""Gives when the backend's newest step ran."""
+MOST_INTERVALS = 64
+"""Steps of a sequence whose times wait to be told of; the oldest are forgotten."""
 
 
 class WorkerRow(LeasedRow):

@@ -121,6 +121,7 @@ class SequenceSpec:
         model: Which of the pair decides the tokens; the draft does so without speculation.
         request_id: Of the client's request, for log lines; nothing depends on it.
         trace: Label of the request's trace, W3C's ``traceparent``; empty where nobody traces it. Nothing depends on it.
+        wants_times: Whether to note when its rounds were worked on; nothing else depends on it.
     """
 
     sampling: SamplingParams
@@ -134,6 +135,7 @@ class SequenceSpec:
     model: Literal["target", "draft"] = "target"
     request_id: str = ""
     trace: str = ""
+    wants_times: bool = False
 
     @property
     def ending_token_ids(self) -> frozenset[int]:

@@ -103,6 +103,7 @@ EXAMPLES = {
     "actors.ingress.accelerator_type": "A10",
     "drain_timeout_s": 45,
     "stream_interval": 8,
+    "ui": "off",
     "chat_template": "template.jinja",
     "unknown_fields": "refuse",
     "trust_request_chat_template": True,

@@ -205,9 +205,33 @@ def test_the_applications_arguments_are_all_but_the_address():
         "tls",
         "tracing",
     }
-    assert args == AppArgs.model_validate({"target": {"model": "x", "token": "secret", "kv_memory": 0.5}})
+    given = {"target": {"model": "x", "token": "secret", "kv_memory": 0.5}, "ui": "on"}
+    assert args == AppArgs.model_validate(given)
     assert args.target.token.get_secret_value() == "secret"
     assert "secret" not in repr(config)
+
+
+@pytest.mark.parametrize(
+    ("given", "ui"),
+    [
+        ({}, "on"),
+        ({"host": "::1"}, "on"),
+        ({"host": "localhost"}, "on"),
+        ({"host": "127.1.2.3", "ui": "off"}, "off"),
+        ({"host": "0.0.0.0"}, "auto"),
+        ({"host": "gpu7.example.org"}, "auto"),
+        ({"host": "0.0.0.0", "ui": "on"}, "on"),
+        ({"ui": False}, "off"),  # what YAML makes of off
+        ({"host": "::", "ui": True}, "on"),
+    ],
+)
+def test_the_page_is_served_on_loopback_or_where_it_is_asked_for(given, ui):
+    assert load_config(None, given).app_args().ui == ui
+
+
+def test_a_wrong_switch_says_what_is_allowed():
+    with pytest.raises(InvalidParameterError, match="ui: must be 'auto', 'on' or 'off'"):
+        load_config(None, {"ui": "yes"})
 
 
 def test_merging_changes_neither_argument():

@@ -68,6 +68,33 @@ def test_a_stream_is_the_whole_answer_in_pieces(client: OpenAI, model: str) -> N
     assert len(chunks) > 5
 
 
+def test_a_stream_tells_how_its_tokens_came_and_when_both_models_worked(client: OpenAI, model: str) -> None:
+    chunks = client.completions.create(
+        model=model,
+        prompt=PROMPT,
+        max_tokens=60,
+        temperature=0,
+        stream=True,
+        stream_options={"include_speculation": True},
+        extra_body={"num_speculative_tokens": 4, "per_request_spec_decode_metrics": "summary"},
+    )
+    chunks = list(chunks)
+    came = [chunk.choices[0].specdec for chunk in chunks if chunk.choices]
+    how = "".join(one["how"] for one in came)
+    drafted = [count for one in came for count in one["num_draft_tokens"]]
+    times = [entry for one in came for entry in one["times"]]
+    told = chunks[-1].metrics["speculative_decoding"]
+    assert len(how) == len(drafted) == len(times) == 60
+    assert (sum(drafted), how.count("a")) == (told["num_draft_tokens"], told["num_accepted_draft_tokens"])
+    assert [entry is not None for entry in times] == [
+        letter != "a" or n > 0 for letter, n in zip(how, drafted, strict=True)
+    ]
+    targets = [entry["target"] for entry in times if entry]
+    assert targets == sorted(targets)
+    assert all(start < end for start, end in targets)
+    assert sum(len(entry["draft"]) for entry in times if entry) > 0
+
+
 def test_chat(client: OpenAI, model: str) -> None:
     messages = [{"role": "user", "content": "a function that adds two numbers"}]
     options = {"model": model, "messages": messages, "max_tokens": 24, "temperature": 0}

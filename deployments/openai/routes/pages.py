@@ -19,7 +19,8 @@ _PAGE = (Path(__file__).parent.parent / "docs.html").read_text()
 async def root(api: ApiOf) -> dict[str, Any]:
     """What this is, and where to go on."""
     models = [model.name for model in api.service.model_info().models]
-    return {"name": "specdec", "version": installed_version("specdec"), "models": models, "docs": "/docs"}
+    known = {"name": "specdec", "version": installed_version("specdec"), "models": models, "docs": "/docs"}
+    return known | ({"ui": "/ui"} if api.settings.ui else {})
 
 
 @router.get("/version")

@@ -22,12 +22,14 @@ class StreamOptions(Body):
     Attributes:
         include_usage: Send a last chunk with the usage.
         continuous_usage_stats: Send the usage so far with every chunk.
+        include_speculation: Send with every chunk how its tokens came, as ``specdec`` of its choice.
     """
 
     taken: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_speculation: bool | None = None
 
 
 class GenerationBody(Body):
@@ -148,6 +150,11 @@ class GenerationBody(Body):
     def wants_continuous_usage(self) -> bool:
         """Whether every chunk of a stream has the usage so far."""
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    @property
+    def wants_speculation(self) -> bool:
+        """Whether every chunk of a stream tells how its tokens came."""
+        return self.stream_options is not None and bool(self.stream_options.include_speculation)
 
     @property
     def wants_usage_chunk(self) -> bool:

@@ -24,8 +24,11 @@ SPEC = SequenceSpec(
     arrival_s=1.5,
     num_speculative_tokens=0,
     model="draft",
+    wants_times=True,
 )
-NOTES = m.Notes("ac", (0, 3), (TokenLogprobs(-0.5, 1, ((1, -0.5),)), TokenLogprobs(float("-inf"), 9)), (None,))
+TIMES = None, m.RoundTimes((1.5, 2.5), ((0.5, 1.0), (1.0, 1.25)))
+LOGPROBS = TokenLogprobs(-0.5, 1, ((1, -0.5),)), TokenLogprobs(float("-inf"), 9)
+NOTES = m.Notes("ac", (0, 3), LOGPROBS, (None,), 2, TIMES)
 CANDIDATES = m.Candidates((1, 2), (0.25, 0.75))
 BRANCHES = ((m.Outcome(0, 5), (6, 7)),)
 ALL = (
@@ -39,7 +42,7 @@ ALL = (
     m.Verdict("s", INC, 3, (4, 5), NOTES, MARK, "length"),
     m.Ack("s", INC, 5),
     m.Commit("s", INC, 3, (4, 5), MARK),
-    m.Offer("s", INC, MARK, (4,), BRANCHES, (CANDIDATES,), ((CANDIDATES,),)),
+    m.Offer("s", INC, MARK, (4,), BRANCHES, (CANDIDATES,), ((CANDIDATES,),), ((0.5, 1.0),)),
     m.PlanUpdate("s", INC, m.Plan(draft_wait_s=0.5)),
     m.Close("s", INC),
     m.Live("r", (("s", INC),)),

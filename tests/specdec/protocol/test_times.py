@@ -1,0 +1,82 @@
+"""When rounds were worked on: told of where a request asked, and only there."""
+
+from __future__ import annotations
+
+import time
+from itertools import count
+
+from specdec.engine.observed import StepRecord
+from specdec.engine.timing import LastStep
+from specdec.protocol.drafter import DrafterMachine
+from specdec.protocol.leases import Times
+from specdec.protocol.messages import Commit, Offer, Open, Plan, RoundTimes
+from specdec.protocol.target import TargetMachine
+from specdec.sampling.params import SamplingParams, SequenceSpec
+from tests.specdec.protocol.scripted import PROMPT, log_of
+from tests.specdec.protocol.test_drafter import INC, Counting, chain
+from tests.specdec.protocol.test_target import TIMES, TRUE, Oracle
+
+
+def opened(seq: str, wants_times: bool, plan: Plan) -> Open:
+    spec = SequenceSpec(SamplingParams(), 0, len(PROMPT), 12, wants_times=wants_times)
+    return Open(seq, INC, "R", PROMPT, spec, plan, 5.0)
+
+
+def clock():
+    """Steps that end one after the other, each at once: the n-th is (n, n)."""
+    steps = count(1)
+    return lambda: (float(step := next(steps)), float(step))
+
+
+def test_a_drafter_tells_of_its_steps_once_with_the_offer_that_follows():
+    machine = DrafterMachine("D", Counting(), Times(lease_s=5.0), last_interval=clock())
+    for seq, wants_times in (("s", True), ("t", False)):
+        machine.receive(opened(seq, wants_times, Plan(2, mode="in_turn")), 0.0)
+    while machine.step(0.0):
+        pass
+    offers = {offer.seq: offer for offer in machine.take_outbox()["R"]}
+    assert offers["s"].steps == ((1.0, 1.0), (2.0, 2.0))
+    assert offers["t"].steps == ()
+    mark = log_of(chain(0, 2)).mark()
+    machine.receive(Commit("s", INC, len(PROMPT), chain(0, 2), mark), 0.0)
+    while machine.step(0.0):
+        pass
+    assert [offer.steps for offer in machine.take_outbox()["R"]] == [((3.0, 3.0), (4.0, 4.0))]
+
+
+def test_a_step_without_room_for_a_sequence_was_none_of_its_own():
+    backend = Counting()
+    machine = DrafterMachine("D", backend, Times(lease_s=5.0), last_interval=clock())
+    for seq in ("s", "t"):
+        machine.receive(opened(seq, True, Plan(1, mode="in_turn")), 0.0)
+    backend.room = 1
+    machine.step(0.0)
+    backend.room = 9
+    machine.step(0.0)
+    assert {offer.seq: offer.steps for offer in machine.take_outbox()["R"]} == {
+        "s": ((1.0, 1.0),),
+        "t": ((2.0, 2.0),),
+    }
+
+
+def test_a_target_notes_its_step_and_the_drafters_at_the_last_token_of_a_round():
+    machine = TargetMachine("T", Oracle(), TIMES, last_interval=clock())
+    for seq, wants_times in (("s", True), ("t", False)):
+        machine.receive(opened(seq, wants_times, Plan(8)), 0.0)
+    steps = ((0.25, 0.5), (0.5, 0.75))
+    machine.receive(Offer("s", INC, log_of(()).mark(), TRUE[:2], steps=steps), 0.0)
+    machine.step(0.0)
+    machine.step(0.0)
+    newest = {verdict.seq: verdict.notes for verdict in machine.take_outbox()["R"]}
+    assert newest["s"].how == "aabp"
+    assert newest["s"].times == (None, None, RoundTimes((1.0, 1.0), steps), RoundTimes((2.0, 2.0)))
+    assert newest["t"].times == ()
+
+
+def test_the_newest_step_is_told_by_the_wall_clock():
+    last, before_s = LastStep(), time.time()
+    start_ns = time.monotonic_ns()
+    last(StepRecord("target", start_ns, start_ns + 5_000_000, start_ns, 1, 1, 0, True, False))
+    start_s, end_s = last.interval()
+    assert abs(start_s - before_s) < 10
+    assert round(end_s - start_s, 4) == 0.005
