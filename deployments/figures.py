@@ -1,14 +1,14 @@
-"""What ingresses and routers tell of themselves: whether the service is ready, and its metrics page."""
+"""What replicas are asked, and whether what they answer makes a service that is ready."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
-from deployments.metrics import IngressPage, Reports, metrics_page
+from specdec.protocol.plans import WorkerKind
 
 logger = logging.getLogger("ray.serve")
 
@@ -16,24 +16,6 @@ PATIENCE_S = 2.0
 """How long a replica may take to answer."""
 STALE_S = 10.0
 """For how long answers hold where none come any more."""
-
-
-class IngressFigures(NamedTuple):
-    """What one replica of the ingress says of itself.
-
-    Attributes:
-        replica: Its id.
-        model_name: Name of the target in the API.
-        refusal: Why it takes no requests; empty where it does.
-        page: Its own metrics, in Prometheus' text format.
-        report: What its machine has counted, by name.
-    """
-
-    replica: str
-    model_name: str
-    refusal: str
-    page: bytes
-    report: dict[str, float]
 
 
 class Asked:
@@ -94,35 +76,29 @@ class Asked:
 
 
 Part = Literal["ingress", "router", "target"]
+Workers = Mapping[str, tuple[WorkerKind, bool]]
+"""What one router tells: its workers by name, the kind of each, and whether it drains."""
 
 
-def missing_parts(ingresses: Sequence[IngressFigures], routers: Sequence[Reports]) -> dict[Part, str]:
+def missing_parts(refusals: Sequence[str], routers: Sequence[Workers]) -> dict[Part, str]:
     """What the service lacks to take requests, and why; nothing where it is ready.
 
     Ready means: an ingress that takes requests, a router, and a target that takes sequences.
+
+    Args:
+        refusals: Why each ingress that answered takes no requests; empty where it does.
+        routers: What the routers that answered tell.
     """
     missing: dict[Part, str] = {}
-    if not ingresses:
+    if not refusals:
         missing["ingress"] = "no replica answers"
-    elif all(ingress.refusal for ingress in ingresses):
-        missing["ingress"] = ingresses[0].refusal
+    elif all(refusals):
+        missing["ingress"] = refusals[0]
     if not routers:
         missing["router"] = "no replica answers"
-    targets = [report for reports in routers for kind, report in reports.values() if kind == "target"]
+    targets = [is_draining for workers in routers for kind, is_draining in workers.values() if kind == "target"]
     if not targets:
         missing["target"] = "no router has a link to one"
-    elif all(report.get("is_draining") for report in targets):
+    elif all(targets):
         missing["target"] = "all of them drain"
     return missing
-
-
-async def page(ingresses: Asked, routers: Asked) -> bytes:
-    """The metrics page of the whole service."""
-    own: list[IngressFigures]
-    reports: list[Reports]
-    own, reports = await asyncio.gather(ingresses.get(), routers.get())
-    reports = [*reports, {one.replica: ("ingress", one.report) for one in own}]
-    pages = [IngressPage(ingress.replica, ingress.page) for ingress in own]
-    model_name = own[0].model_name if own else ""
-    failures = {"ingress": ingresses.num_failures, "router": routers.num_failures}
-    return metrics_page(pages, reports, model_name, failures)

@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 from fastapi import FastAPI
-from prometheus_client import CollectorRegistry, generate_latest
 from ray import serve
 
 from cluster.config import AppArgs
@@ -15,8 +14,8 @@ from cluster.identity import fingerprints
 from cluster.live import set_log_level
 from cluster.settings import api_keys
 from cluster.sources import draft_source, read_template, target_source
-from deployments.figures import IngressFigures
 from deployments.live import LiveKeys, WatchedFile
+from deployments.metrics.replica import Measured, ReplicaMetrics, Report
 from deployments.names import ROUTER
 from deployments.openai.admission import Admission
 from deployments.openai.app import create_app
@@ -43,7 +42,7 @@ ROUTERS = PeerGroup(
 
 
 @serve.ingress()
-class OpenAIIngress(LiveKeys, IngressEndpoint):
+class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
     """Validates, tokenizes and answers; the tokens come from the routers.
 
     Args:
@@ -56,18 +55,18 @@ class OpenAIIngress(LiveKeys, IngressEndpoint):
         set_log_level(args)
         self._keys_file = WatchedFile(args.access.api_keys_file)
         self._router = router
-        self._registry = CollectorRegistry()
         own = fingerprints(args)
         self._service = RoutedTokens(model_info(args, own))
         machine = IngressMachine(replica_id(), args.protocol.times(), fingerprints=own)
         self._machine = machine
         self._ingress_host = self.start_ingress(machine, routers=ROUTERS, after=self._service.deliver, fingerprints=own)
         self._service.connect(self._ingress_host, lambda: bool(self.linked_peers()))
+        self.start_metrics(ReplicaMetrics("ingress", args.model_name, self._report))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The HTTP application of this replica."""
         self._tokenizer = load_tokenizer(target_source(self._args))
-        self._observer = Observer(self._registry)
+        self._observer = Observer(self._replica_metrics.registry, self._args.model_name)
         self._admission = Admission(self._args.limits)
         return self._http_application(self._args)
 
@@ -109,11 +108,12 @@ class OpenAIIngress(LiveKeys, IngressEndpoint):
             add_trace_route(app, self._router)
         return app
 
-    async def figures(self) -> IngressFigures:
-        """What ``/health`` and ``/metrics`` tell of this replica."""
-        name = self._service.model_info().target.name
-        page, report = generate_latest(self._registry), {**self._machine.report(), **self.config_report()}
-        return IngressFigures(replica_id(), name, self._service.refusal(), page, report)
+    async def _report(self) -> Report:
+        return self._machine.report() | self.config_report()
+
+    async def refusal(self) -> str:
+        """Why this replica takes no requests; empty where it does."""
+        return self._service.refusal()
 
     async def drain(self) -> None:
         """Refuse new requests from now on, with 503; open ones go on."""

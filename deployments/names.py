@@ -4,3 +4,4 @@ INGRESS = "OpenAIIngress"
 ROUTER = "SpeculationRouter"
 DRAFT = "DraftServer"
 TARGET = "TargetServer"
+DEPLOYMENTS = (INGRESS, ROUTER, DRAFT, TARGET)

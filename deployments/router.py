@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from cluster.config import AppArgs
 from cluster.identity import fingerprints
 from cluster.live import set_log_level
 from deployments.live import LiveKeys
+from deployments.metrics.replica import Measured, ReplicaMetrics, Report
 from deployments.names import DRAFT, TARGET
 from deployments.tracing import sequence_tracer
 from deployments.transport.endpoints import PeerGroup, RouterEndpoint, replica_id
@@ -20,7 +21,7 @@ from specdec.protocol.router import RouterMachine
 from specdec.types import Way
 
 
-class SpeculationRouter(LiveKeys, RouterEndpoint):
+class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
     """Relays offers and verdicts, plans, and recovers what a worker's death leaves open.
 
     Args:
@@ -47,6 +48,7 @@ class SpeculationRouter(LiveKeys, RouterEndpoint):
         self._router_host = self.start_router(
             self._machine, workers=groups, fingerprints=own, recorder=recorder, heard=self._machine.worker_heard
         )
+        self.start_metrics(ReplicaMetrics("router", args.model_name, self._report))
 
     def _go_by(self, args: AppArgs) -> None:
         before, planner = self._in_force, planner_of(args)
@@ -60,15 +62,13 @@ class SpeculationRouter(LiveKeys, RouterEndpoint):
 
         self._router_host.tell(change)
 
-    async def reports(self) -> dict[str, tuple[WorkerKind | Literal["router"], dict[str, float]]]:
-        """The newest counters of every live worker, by its name, and what the controller estimates and chooses."""
-        figures = self._machine.figures()
-        reports: dict[str, tuple[WorkerKind | Literal["router"], dict[str, float]]] = {
-            name: (kind, {**report, **figures.get(name, {})})
-            for name, (kind, report) in self._machine.reports().items()
-        }
-        own = {**figures.get("", {}), **self.config_report()}
-        return {**reports, self._machine.name: ("router", own)}
+    async def _report(self) -> Report:
+        return self._machine.figures() | self.config_report()
+
+    async def workers(self) -> dict[str, tuple[WorkerKind, bool]]:
+        """Every live worker by its name: its kind, and whether it drains."""
+        reports = self._machine.reports().items()
+        return {name: (kind, bool(report.get("is_draining"))) for name, (kind, report) in reports}
 
 
 def planner_of(args: AppArgs) -> Planner | PlanController:

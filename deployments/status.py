@@ -1,6 +1,6 @@
 """``/health``, ``/live`` and ``/metrics``: applications of their own, so that they do not queue behind requests.
 
-Each is one small replica that asks the ingresses and the routers of the service, and answers for all of them.
+Each is one small replica that asks those of the service, and answers for all of them.
 No postponed annotations here: Serve makes a builder's argument by the class that its annotation is.
 """
 
@@ -17,14 +17,18 @@ from starlette.responses import JSONResponse, Response
 
 from cluster.settings import api_keys
 from cluster.strict import StrictModel
-from deployments.figures import Asked, missing_parts, page
+from deployments.figures import Asked, missing_parts
 from deployments.live import WatchedFile
-from deployments.names import INGRESS, ROUTER
+from deployments.metrics.page import metrics_page
+from deployments.names import DEPLOYMENTS, INGRESS, ROUTER
 from deployments.openai.errors import ApiError
 from deployments.openai.keys import ApiKeys
 from specdec.errors import SpecdecError
 
 logger = logging.getLogger("ray.serve")
+
+_HEALTH_S, _METRICS_S = 1.0, 0.1
+"""For how long an answer holds, however often it is asked for."""
 
 _OPTIONS: dict[str, Any] = {
     "ray_actor_options": {"num_cpus": 0},
@@ -53,18 +57,12 @@ class Live:
         return JSONResponse({"status": "live"})
 
 
-class _Watching:
-    """Asks the ingresses and the routers of an application."""
-
-    fresh_s = 1.0
+class Health:
+    """200 while requests can be served, else 503 with what is missing."""
 
     def __init__(self, args: StatusArgs) -> None:
-        self._ingresses = Asked(lambda: serve.get_deployment_handle(INGRESS, args.application), "figures", self.fresh_s)
-        self._routers = Asked(lambda: serve.get_deployment_handle(ROUTER, args.application), "reports", self.fresh_s)
-
-
-class Health(_Watching):
-    """200 while requests can be served, else 503 with what is missing."""
+        self._ingresses = _asked(args, INGRESS, "refusal", _HEALTH_S)
+        self._routers = _asked(args, ROUTER, "workers", _HEALTH_S)
 
     async def __call__(self, request: Request) -> Response:
         """Answer."""
@@ -73,14 +71,12 @@ class Health(_Watching):
         return JSONResponse({"status": status, "missing": missing}, 503 if missing else 200)
 
 
-class Metrics(_Watching):
-    """All of the service's metrics, for Prometheus."""
-
-    fresh_s = 0.1
+class Metrics:
+    """All of the service's metrics on one page: for one machine. On a cluster Ray's exporters have the same series."""
 
     def __init__(self, args: StatusArgs) -> None:
-        super().__init__(args)
         self._args = args
+        self._asked = {name: _asked(args, name, "metrics_page", _METRICS_S) for name in DEPLOYMENTS}
         self._keys_file = WatchedFile(args.api_keys_file)
         self._keys = self._read_keys()
 
@@ -102,8 +98,14 @@ class Metrics(_Watching):
             self._keys.check(request.headers.get("authorization", ""))
         except ApiError as error:
             return error.response()
-        text = await page(self._ingresses, self._routers)
+        pages = await asyncio.gather(*(asked.get() for asked in self._asked.values()))
+        failures = {name: asked.num_failures for name, asked in self._asked.items()}
+        text = metrics_page([page for found in pages for page in found], failures)
         return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def _asked(args: StatusArgs, deployment: str, method: str, fresh_s: float) -> Asked:
+    return Asked(lambda: serve.get_deployment_handle(deployment, args.application), method, fresh_s)
 
 
 def build_live(args: StatusArgs) -> Application:

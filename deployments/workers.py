@@ -15,6 +15,8 @@ from cluster.identity import fingerprints
 from cluster.live import set_log_level
 from cluster.sources import backend_options, draft_source, target_source
 from deployments.live import LiveKeys
+from deployments.metrics.families import Part
+from deployments.metrics.replica import Measured, ReplicaMetrics, Report
 from deployments.names import ROUTER
 from deployments.tracing import sequence_tracer
 from deployments.transport.endpoints import WorkerEndpoint, replica_id
@@ -38,13 +40,21 @@ LastProgress = Callable[[], float]
 """Gives the monotonic time at which the newest layer of a step was done."""
 
 
-class _Worker(LiveKeys, WorkerEndpoint):
+class _Worker(LiveKeys, Measured, WorkerEndpoint):
     """A worker whose times and log level change without a restart."""
 
     _worker_host: WorkerHost[Any]
 
     def _go_by(self, args: AppArgs) -> None:
         self._worker_host.tell(lambda machine, _now_s: machine.set_times(args.protocol.times()))
+
+    def _measure(self, part: Part, machine: TargetMachine | DraftWorkerMachine, report: StepReport) -> None:
+        """Count and export what the machine reports, in its own turns."""
+
+        async def ask() -> Report:
+            return await self._worker_host.ask(lambda _machine: machine.report() | report.totals())
+
+        self.start_metrics(ReplicaMetrics(part, self._args.model_name, ask))
 
 
 class TargetServer(_Worker):
@@ -85,6 +95,7 @@ class TargetServer(_Worker):
             fingerprints=own,
             recorder=recorder,
         )
+        self._measure("target", machine, report)
 
 
 class DraftServer(_Worker):
@@ -128,6 +139,7 @@ class DraftServer(_Worker):
             recorder=recorder,
             match="vocabulary",
         )
+        self._measure("draft", machine, report)
 
 
 def _listeners(report: StepReport, recorder: Recorder | None) -> list[Listener]:

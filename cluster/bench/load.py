@@ -16,9 +16,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from cluster.bench.measures import Arrival, DeviceUse, Run, Stream
 from specdec.engine.stats import SpecStats
 
-ROLES = {"target": "target", "drafter": "draft", "draft": "draft"}
-"""Devices by the ``role`` of their workers' samples."""
-_FIGURES = ("busy_s", "num_steps", "report_s", "num_emulated_steps", "num_overruns", "is_scripted")
+DEVICES = {"TargetServer": "target", "DraftServer": "draft"}
+"""Devices by the ``deployment`` of their workers' samples."""
+_FIGURES = {
+    "busy_seconds_total": "busy_s",
+    "steps_total": "num_steps",
+    "emulated_steps_total": "num_emulated_steps",
+    "emulated_overruns_total": "num_overruns",
+    "is_scripted": "is_scripted",
+}
+"""What is read, by the names of the series."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +70,7 @@ async def run_workload(url: str, model: str, workload: Workload) -> Run:
         asked = [_stream(client, model, workload, index) for index in range(len(workload.prompts))]
         streams = await asyncio.gather(*asked)
         duration_s = time.perf_counter() - started_s
-        after = await _fresh_figures(client)
+        after = await scrape(client)
     return Run(tuple(streams), duration_s, os.getloadavg()[0], devices_between(before, after, duration_s))
 
 
@@ -73,9 +80,6 @@ async def served_model(url: str) -> str:
         answer = (await client.get("/v1/models")).raise_for_status()
         return str(answer.json()["data"][0]["id"])
 
-
-_FRESH_S = 3.0
-_POLL_S = 0.1
 
 Figures = dict[str, dict[str, float]]
 """What workers report, by device and figure, summed over a device's workers, and how many (``num_workers``)."""
@@ -101,33 +105,18 @@ def told_stand_ins(figures: Figures) -> tuple[str, ...]:
     return tuple([*notes, "scripted tokens"] if scripted else notes)
 
 
-async def _fresh_figures(client: httpx.AsyncClient) -> Figures:
-    """Figures of reports made from now on, as far as workers say when they made them: a report is a heartbeat old."""
-    first = last = await scrape(client)
-    deadline_s = time.perf_counter() + _FRESH_S
-    while any(
-        "report_s" in figures and figures["report_s"] == last.get(device, {}).get("report_s")
-        for device, figures in first.items()
-    ):
-        if time.perf_counter() > deadline_s:
-            break
-        await asyncio.sleep(_POLL_S)
-        last = await scrape(client)
-    return last
-
-
 def worker_figures(page: str) -> Figures:
     """Read the workers' figures from a page in Prometheus' text format."""
     figures: Figures = {}
     workers: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
-            name = sample.name.removeprefix("specdec_").removesuffix("_total").replace("_seconds", "_s")
-            device = ROLES.get(sample.labels.get("role", ""))
-            if device is not None and name in _FIGURES:
+            name = _FIGURES.get(sample.name.removeprefix("specdec_"))
+            device = DEVICES.get(sample.labels.get("deployment", ""))
+            if device is not None and name is not None:
                 found = figures.setdefault(device, {})
                 found[name] = found.get(name, 0.0) + sample.value
-                workers.setdefault(device, set()).add(sample.labels.get("worker", ""))
+                workers.setdefault(device, set()).add(sample.labels["replica"])
     for device, names in workers.items():
         figures[device]["num_workers"] = float(len(names))
     return figures
@@ -145,7 +134,7 @@ def devices_between(before: Figures, after: Figures, duration_s: float) -> dict[
     for device, last in sorted(after.items()):
         if "busy_s" not in last or "num_steps" not in last:
             continue
-        since = {name: last.get(name, 0.0) - before.get(device, {}).get(name, 0.0) for name in _FIGURES}
+        since = {name: last.get(name, 0.0) - before.get(device, {}).get(name, 0.0) for name in _FIGURES.values()}
         uses[device] = DeviceUse(
             duration_s,
             since["busy_s"],

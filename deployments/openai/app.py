@@ -65,7 +65,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
-    app.add_middleware(Arrivals, settings=settings)
+    app.add_middleware(Arrivals, settings=settings, observer=observer)
     for group in (completions, models, tokens, admin, pages, *((ui,) if settings.ui else ())):
         app.include_router(group.router)
     return app

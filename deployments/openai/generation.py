@@ -100,6 +100,7 @@ class Generation:
         self._has_begun = False
         self._queue: asyncio.Queue[SampleDelta | Exception] = asyncio.Queue(_MOST_QUEUED)
         self._tasks: list[asyncio.Task[None]] = []
+        self._observers: dict[int, SequenceObserver] = {}
         self._prompts_read: list[asyncio.Future[PromptLogprobs]] = []
 
     async def __aenter__(self) -> Generation:
@@ -120,7 +121,7 @@ class Generation:
             raise
         self._has_begun = True
         for prompt in self.job.prompts:
-            self._api.observer.prompt_tokens(self.job.model.name, len(prompt))
+            self._api.observer.prompt_tokens(self.job.model.name, self.job.arrival.account.key, len(prompt))
             self.job.arrival.account.num_prompt_tokens += len(prompt)
         return self
 
@@ -128,6 +129,8 @@ class Generation:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self._cancel()
+        for observer in self._observers.values():
+            observer.left()
 
     def __aiter__(self) -> Generation:
         return self
@@ -141,6 +144,7 @@ class Generation:
             raise item
         self._num_open -= item.finish is not None
         self.num_completion_tokens += len(item.token_ids)
+        self._observers[item.index].delivered(len(item.token_ids))
         return item
 
     async def _cancel(self) -> None:
@@ -152,7 +156,8 @@ class Generation:
     async def _run(self, index: int, request: SequenceRequest, admitted: asyncio.Future[None]) -> None:
         """Generate one sequence to its end; errors go to whoever waits."""
         age_s = time.monotonic() - self.job.arrival.clock_s
-        observer = self._api.observer.opened(self.job.model.name, age_s)
+        observer = self._api.observer.opened(self.job.model.name, self.job.arrival.account.key, age_s)
+        self._observers[index] = observer
         reason: Reason = "abort"
         try:
             reason = await self._pump(index, request, admitted, observer)
@@ -203,6 +208,7 @@ class Generation:
                     continue
                 if index % self.job.num_samples == 0:
                     self.num_cached_tokens += delta.notes.num_cached_tokens
+                observer.prompt_read(len(request.prompt), delta.notes.num_cached_tokens)
                 piece = self._piece(index, delta, output, unshown, observer)
                 if tells_of_prompt:
                     piece = replace(piece, prompt_logprobs=await self._prompt_read(index, delta.notes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import re
@@ -21,6 +22,7 @@ from deployments.openai.admission import Admission
 from deployments.openai.arrival import Account, Arrival
 from deployments.openai.errors import ApiError, api_error
 from deployments.openai.keys import is_open
+from deployments.openai.observer import Observer
 from deployments.openai.settings import ApiSettings
 from deployments.tracing import RequestSpan
 
@@ -42,9 +44,10 @@ class Arrivals:
     The id is that of ``x-request-id``, and is sent back in it.
     """
 
-    def __init__(self, app: ASGIApp, settings: ApiSettings) -> None:
+    def __init__(self, app: ASGIApp, settings: ApiSettings, observer: Observer) -> None:
         self._app = app
         self._settings = settings
+        self._observer = observer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
@@ -56,10 +59,12 @@ class Arrivals:
         span = RequestSpan(tracer, headers) if tracer is not None and is_told else None
         arrival = self._arrival(headers, "" if span is None else span.label)
         scope.setdefault("state", {})["arrival"] = arrival
-        status = 0
+        status, code = 0, ""
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status
+            nonlocal status, code
+            if status >= 400:
+                code = code or _error_code(message.get("body", b""))
             if message["type"] == "http.response.start":
                 status = message["status"]
                 if self._settings.send_request_id:
@@ -69,6 +74,8 @@ class Arrivals:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
+            route = getattr(scope.get("route"), "path", "none")  # of what was refused before it was looked for
+            self._observer.answered(route, status, code)
             if is_told:
                 told = _log(arrival, quote(scope["path"]), status)
                 if span is not None:
@@ -105,6 +112,15 @@ def _wanted_timeout_s(header: str) -> float:
     if not wanted_s > 0:
         return math.inf
     return wanted_s - min(_SERVES_HEAD_START_S, wanted_s / 2)
+
+
+def _error_code(body: bytes) -> str:
+    """The code in the body of an error, or else its type; all errors have such a body, and it comes in one piece."""
+    try:
+        error = json.loads(body)["error"]
+        return str(error["code"] or error["type"])
+    except (ValueError, LookupError, TypeError):
+        return ""
 
 
 def _log(arrival: Arrival, path: str, status: int) -> dict[str, Any]:

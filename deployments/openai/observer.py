@@ -1,4 +1,4 @@
-"""What the ingress can measure, and Prometheus' form of it."""
+"""What the ingress can measure of requests, and Prometheus' form of it."""
 
 from __future__ import annotations
 
@@ -9,81 +9,70 @@ from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from deployments.metrics import families
+from deployments.metrics.families import PREFIX, Family
 from deployments.openai.tally import Round
 
 Reason = Literal["stop", "length", "abort", "error"]
-
-_STEP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
-_FIRST_BUCKETS_S = (
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-    20.0,
-    40.0,
-    80.0,
-)
-_REQUEST_BUCKETS_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480, 960)
 
 
 class Observer:
     """Counts what happens to requests in a registry, by vLLM's names under the prefix ``specdec_``; on the event loop.
 
     Requests are counted by sequence: an answer with three choices counts three.
+
+    Args:
+        registry: Gets the metrics.
+        model_name: Label of what belongs to no model: the target's name.
+        clock: Monotonic, in seconds.
     """
 
-    def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
-        self.clock = clock
-        self.num_running = _gauge(registry, "num_requests_running", "Sequences that are being generated.")
-        self.num_waiting = _gauge(
-            registry, "num_requests_waiting", "Sequences that wait to be taken in, or for their first token."
-        )
-        self.time_to_first_token = _histogram(
-            registry, "time_to_first_token_seconds", "Time from the request to its first tokens.", _FIRST_BUCKETS_S
-        )
-        self.inter_token_latency = _histogram(
-            registry, "inter_token_latency_seconds", "Time between the deliveries of a sequence.", _STEP_BUCKETS_S
-        )
-        self.e2e_latency = _histogram(
-            registry, "e2e_request_latency_seconds", "Time from the request to its end.", _REQUEST_BUCKETS_S
-        )
-        self.num_prompt_tokens = _counter(registry, "prompt_tokens", "Prompt tokens, as billed.")
-        self.num_generation_tokens = _counter(registry, "generation_tokens", "Output tokens, as billed.")
-        self.num_discarded_tokens = _counter(
-            registry, "discarded_tokens", "Output tokens beyond the end of their text; not billed."
-        )
-        self.num_success = _counter(registry, "request_success", "Sequences that ended, by reason.", "finished_reason")
-        self.num_ignored_fields = Counter(
-            "specdec_ignored_fields", "Requests with a field that has no effect here.", ["field"], registry=registry
-        )
-        self.num_drafts = _counter(registry, "spec_decode_num_drafts", "Drafts verified.")
-        self.num_draft_tokens = _counter(registry, "spec_decode_num_draft_tokens", "Draft tokens verified.")
-        self.num_accepted_tokens = _counter(registry, "spec_decode_num_accepted_tokens", "Draft tokens kept.")
-        self.num_accepted_per_position = _counter(
-            registry,
-            "spec_decode_num_accepted_tokens_per_pos",
-            "Draft tokens kept, by their place in the draft, from 0.",
-            "position",
-        )
+    def __init__(
+        self, registry: CollectorRegistry, model_name: str = "", clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        def counter(family: Family) -> Counter:
+            return Counter(PREFIX + family.name, family.text, ("model_name", *family.labels), registry=registry)
 
-    def prompt_tokens(self, model: str, num_tokens: int) -> None:
+        def gauge(family: Family) -> Gauge:
+            return Gauge(PREFIX + family.name, family.text, ("model_name", *family.labels), registry=registry)
+
+        def histogram(family: Family) -> Histogram:
+            return Histogram(
+                PREFIX + family.name, family.text, ("model_name",), buckets=family.buckets, registry=registry
+            )
+
+        self.clock = clock
+        self._model_name = model_name
+        self.num_running, self.num_waiting = gauge(families.RUNNING), gauge(families.WAITING)
+        self.time_to_first_token = histogram(families.TIME_TO_FIRST_TOKEN)
+        self.inter_token_latency = histogram(families.INTER_TOKEN_LATENCY)
+        self.e2e_latency = histogram(families.E2E_LATENCY)
+        self.queue_time, self.prefill_time = histogram(families.QUEUE_TIME), histogram(families.PREFILL_TIME)
+        self.num_prompt_tokens, self.num_generation_tokens = map(
+            counter, (families.PROMPT_TOKENS, families.GENERATION_TOKENS)
+        )
+        self.num_discarded_tokens = counter(families.DISCARDED_TOKENS)
+        self.num_success = counter(families.SUCCESS)
+        self.num_http_requests, self.num_http_errors = counter(families.HTTP_REQUESTS), counter(families.HTTP_ERRORS)
+        self.num_ignored_fields = counter(families.IGNORED_FIELDS)
+        self.num_prefix_queries, self.num_prefix_hits = counter(families.PREFIX_QUERIES), counter(families.PREFIX_HITS)
+        self.num_drafts, self.num_draft_tokens = counter(families.DRAFTS), counter(families.DRAFT_TOKENS)
+        self.num_accepted_tokens = counter(families.ACCEPTED_TOKENS)
+        self.num_accepted_per_position = counter(families.ACCEPTED_PER_POSITION)
+
+    def prompt_tokens(self, model: str, key: str, num_tokens: int) -> None:
         """Count a prompt; once, however many samples were asked for."""
-        self.num_prompt_tokens.labels(model).inc(num_tokens)
+        self.num_prompt_tokens.labels(model, key).inc(num_tokens)
+
+    def answered(self, path: str, status: int, code: str) -> None:
+        """Count an answer, and its error's code where it is one."""
+        self.num_http_requests.labels(self._model_name, path, str(status)).inc()
+        if code:
+            self.num_http_errors.labels(self._model_name, code).inc()
 
     def ignored_field(self, name: str) -> None:
         """Count a field without effect."""
-        self.num_ignored_fields.labels(name).inc()
+        self.num_ignored_fields.labels(self._model_name, name).inc()
 
     @contextmanager
     def queued(self, model: str, num_sequences: int) -> Iterator[None]:
@@ -95,57 +84,81 @@ class Observer:
         finally:
             gauge.dec(num_sequences)
 
-    def opened(self, model: str, age_s: float) -> SequenceObserver:
+    def opened(self, model: str, key: str, age_s: float) -> SequenceObserver:
         """Begin to observe a sequence of a request that arrived ``age_s`` seconds ago."""
         # Series that exist before the first event: a rate over them is right from the start.
         for counter in (self.num_drafts, self.num_draft_tokens, self.num_accepted_tokens, self.num_discarded_tokens):
             counter.labels(model).inc(0)
         self.num_accepted_per_position.labels(model, "0").inc(0)
-        return SequenceObserver(self, model, age_s)
+        return SequenceObserver(self, model, key, age_s)
 
 
 class SequenceObserver:
-    """What happens to one sequence."""
+    """What happens to one sequence.
 
-    def __init__(self, metrics: Observer, model: str, age_s: float) -> None:
+    A sequence is observed once as it begins, once at its first tokens and once at its end, and once each time that
+    tokens come, however many they are.
+    """
+
+    def __init__(self, metrics: Observer, model: str, key: str, age_s: float) -> None:
         self._metrics = metrics
         self._model = model
+        self._key = key
         self._arrived_s = metrics.clock() - age_s
-        self._delivered_s: float | None = None
+        self._begun_s: float | None = None
+        self._came_s: float | None = None
+        self._num_undelivered = 0
         self._gauge = metrics.num_waiting.labels(model)
         self._gauge.inc()
         # Looked up once: a series is found by its labels in some microseconds, and tokens come in every round.
         self._inter_token_latency = metrics.inter_token_latency.labels(model)
-        self._num_generation_tokens = metrics.num_generation_tokens.labels(model)
+        self._num_generation_tokens = metrics.num_generation_tokens.labels(model, key)
+        self._num_discarded_tokens = metrics.num_discarded_tokens.labels(model)
         self._num_drafts = metrics.num_drafts.labels(model)
         self._num_draft_tokens = metrics.num_draft_tokens.labels(model)
         self._num_accepted_tokens = metrics.num_accepted_tokens.labels(model)
         self._num_accepted_per_position: list[Counter] = []
 
     def admitted(self) -> None:
-        """Its first news came."""
+        """A target has begun it."""
+        self._begun_s = self._metrics.clock()
+        self._metrics.queue_time.labels(self._model).observe(self._begun_s - self._arrived_s)
         self._gauge.dec()
         self._gauge = self._metrics.num_running.labels(self._model)
         self._gauge.inc()
 
+    def prompt_read(self, num_tokens: int, num_cached: int) -> None:
+        """Its first tokens are about to be told, so its prompt has been read; so many of it were found in the cache."""
+        if self._came_s is None:
+            self._metrics.num_prefix_queries.labels(self._model).inc(num_tokens)
+            self._metrics.num_prefix_hits.labels(self._model).inc(num_cached)
+
     def tokens(self, num_billed: int, num_discarded: int, rounds: Iterable[Round]) -> None:
-        """Tokens came: some for the client, some beyond its end."""
+        """Tokens came: some for the client, to whom they are not delivered yet, some beyond its end."""
         metrics, model = self._metrics, self._model
         now_s = metrics.clock()
-        if self._delivered_s is None:
+        if self._came_s is None:
             metrics.time_to_first_token.labels(model).observe(now_s - self._arrived_s)
+            if self._begun_s is not None:
+                metrics.prefill_time.labels(model).observe(now_s - self._begun_s)
         else:
-            self._inter_token_latency.observe(now_s - self._delivered_s)
-        self._delivered_s = now_s
-        self._num_generation_tokens.inc(num_billed)
+            self._inter_token_latency.observe(now_s - self._came_s)
+        self._came_s = now_s
+        self._num_undelivered += num_billed
         if num_discarded:
-            metrics.num_discarded_tokens.labels(model).inc(num_discarded)
-        for num_draft_tokens, num_accepted in rounds:
-            self._num_drafts.inc()
-            self._num_draft_tokens.inc(num_draft_tokens)
-            self._num_accepted_tokens.inc(num_accepted)
-            for position in range(num_accepted):
-                self._at(position).inc()
+            self._num_discarded_tokens.inc(num_discarded)
+        num_accepted_by_round = []
+        num_draft_tokens = 0
+        for num_drafted, num_accepted in rounds:
+            num_draft_tokens += num_drafted
+            num_accepted_by_round.append(num_accepted)
+        if not num_accepted_by_round:
+            return
+        self._num_drafts.inc(len(num_accepted_by_round))
+        self._num_draft_tokens.inc(num_draft_tokens)
+        self._num_accepted_tokens.inc(sum(num_accepted_by_round))
+        for position in range(max(num_accepted_by_round)):
+            self._at(position).inc(sum(accepted > position for accepted in num_accepted_by_round))
 
     def _at(self, position: int) -> Counter:
         """The series of a place in the draft; it appears with the first token that is kept there."""
@@ -154,20 +167,19 @@ class SequenceObserver:
             series.append(self._metrics.num_accepted_per_position.labels(self._model, str(len(series))))
         return series[position]
 
+    def delivered(self, num_tokens: int) -> None:
+        """Tokens were handed to whoever writes the answer."""
+        self._num_undelivered -= num_tokens
+        self._num_generation_tokens.inc(num_tokens)
+
+    def left(self) -> None:
+        """Nobody writes the answer any more: what came, and was not delivered, was in vain."""
+        if self._num_undelivered:
+            self._num_discarded_tokens.inc(self._num_undelivered)
+            self._num_undelivered = 0
+
     def closed(self, reason: Reason) -> None:
         """It has ended; told exactly once, admitted or not."""
         self._gauge.dec()
-        self._metrics.num_success.labels(self._model, reason).inc()
+        self._metrics.num_success.labels(self._model, self._key, reason).inc()
         self._metrics.e2e_latency.labels(self._model).observe(self._metrics.clock() - self._arrived_s)
-
-
-def _gauge(registry: CollectorRegistry, name: str, text: str) -> Gauge:
-    return Gauge(f"specdec_{name}", text, ["model_name"], registry=registry)
-
-
-def _counter(registry: CollectorRegistry, name: str, text: str, *labels: str) -> Counter:
-    return Counter(f"specdec_{name}", text, ["model_name", *labels], registry=registry)
-
-
-def _histogram(registry: CollectorRegistry, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-    return Histogram(f"specdec_{name}", text, ["model_name"], buckets=buckets, registry=registry)

@@ -15,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from deployments.transport.mailbox import Mailbox
 from deployments.transport.wire import HostFailedError
@@ -28,6 +28,7 @@ DRAIN_POLL_S = 0.1
 
 
 M = TypeVar("M", bound=Machine)
+T = TypeVar("T")
 Action = Callable[[M, float], None]
 """Something to do with the machine in its turn, given the time."""
 
@@ -101,6 +102,30 @@ class Host(ABC, Generic[M]):
         """
         if self._failure is not None:
             raise HostFailedError(f"the machine failed: {self._failure!r}") from self._failure
+
+    async def ask(self, question: Callable[[M], T]) -> T:
+        """What ``question(machine)`` gives in the machine's turn; an exception of it is the caller's.
+
+        There is no answer from a machine that has failed, or is stopped: callers bound the wait.
+        """
+        answer: asyncio.Future[T] = self._loop.create_future()
+
+        def give(value: T | None, error: Exception | None) -> None:
+            if answer.cancelled():
+                return
+            if error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(cast(T, value))
+
+        def put(machine: M, _now_s: float) -> None:
+            try:
+                self._on_loop(give, question(machine), None)
+            except Exception as error:
+                self._on_loop(give, None, error)
+
+        self.tell(put)
+        return await answer
 
     async def drain(self) -> None:
         """Have the machine take nothing new; returns when it has nothing left."""

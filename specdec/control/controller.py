@@ -176,8 +176,8 @@ class Controller:
     def _drafters(self) -> list[WorkerFigures]:
         return [one for one in self._workers.values() if one.kind == "drafter"]
 
-    def figures(self) -> dict[str, dict[str, float]]:
-        """Choices and estimates by name: those of one target under its name, the others under the empty one."""
+    def figures(self) -> dict[str, float]:
+        """Choices and estimates by name; what belongs to one target, or one way, is named ``name/<target>``."""
         plans = [one.plan for one in self._sequences.values()]
         ways = Counter(plan.mode for plan in plans)
         drafting = [plan for plan in plans if plan.num_draft_tokens]
@@ -189,4 +189,6 @@ class Controller:
             "estimated_acceptance_rate": sum(rates) / len(rates),
         }
         overall |= {f"planned_sequences/{way}": float(ways[way]) for way in WAYS}
-        return {"": overall} | {target: group.figures() for target, group in self._groups.items()}
+        for target, group in self._groups.items():
+            overall |= {f"{name}/{target}": value for name, value in group.figures().items()}
+        return overall

@@ -43,6 +43,7 @@ class Group:
     probing: str | None = None
     _choices: dict[int, Choice] = field(default_factory=dict)
     _factors: dict[tuple[Way, int], tuple[DecayedRate, float]] = field(default_factory=dict)
+    _gain: float = 1.0
     _probe_rounds: int = 0
     _rest_rounds: float = 0.0
 
@@ -104,6 +105,7 @@ class Group:
         if scores[winner] <= scores[OFF] * (1 + GAIN):
             winner = OFF
         self.choice = self._choices[octave] = winner
+        self._gain = scores[winner] / scores[OFF]
         if winner != OFF:
             self._rest_rounds = 0.0
 
@@ -127,11 +129,10 @@ class Group:
         return self.probing
 
     def figures(self) -> dict[str, float]:
-        """Choice and estimates, by name."""
-        figures = {"planned_draft_tokens": float(self.choice.num_draft_tokens), "estimated_guess_rate": self.guess_rate}
+        """Estimates as of the last review, by name: gains are tokens per second over those of plain decoding."""
+        figures = {"estimated_guess_rate": self.guess_rate}
         if self.conditions is not None:
-            figures["estimated_target_step_seconds"] = self.conditions.target_s(0)
-            figures["estimated_verify_step_seconds"] = self.conditions.target_s(self.choice.num_draft_tokens)
-            figures["estimated_draft_step_seconds"] = self.conditions.draft_s(self.choice.num_branches)
-            figures["estimated_round_trip_seconds"] = self.conditions.round_trip_s
+            paces = [pace(choice, self.conditions, self.acceptance_rate) for choice in (self.choice, OFF)]
+            figures["estimated_gain"] = paces[0] / paces[1]
+            figures["measured_gain"] = self._gain
         return figures

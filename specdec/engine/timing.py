@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections import Counter, OrderedDict, defaultdict, deque
 
 from specdec.engine.observed import StepRecord
 from specdec.protocol.messages import Interval
@@ -73,18 +72,15 @@ class LastStep:
 
 
 class StepReport:
-    """What a worker's report says of its steps; a listener of :mod:`specdec.engine.observed`.
+    """What a worker's report says of its steps; a listener of :mod:`specdec.engine.observed`."""
 
-    Args:
-        clock_ns: Nanoseconds, the one that steps are timed with.
-    """
-
-    def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
-        self._clock_ns = clock_ns
+    def __init__(self) -> None:
         self._timer = StepTimer()
         self._busy_s = self._gap_s = 0.0
         self._num_gaps = 0
         self._last_end_ns = 0
+        self._num_decode_steps: Counter[tuple[int, int]] = Counter()
+        self._decode_s: defaultdict[tuple[int, int], float] = defaultdict(float)
 
     def __call__(self, step: StepRecord) -> None:
         """A step has ended."""
@@ -94,7 +90,11 @@ class StepReport:
             self._num_gaps += 1
         self._last_end_ns = step.end_ns
         if step.is_decode:
-            self._timer.add(step.num_rows, step.num_tokens, (step.end_ns - step.since_ns) / 1e9)
+            duration_s = (step.end_ns - step.since_ns) / 1e9
+            self._timer.add(step.num_rows, step.num_tokens, duration_s)
+            size = _power_of_two(step.num_rows), _power_of_two(step.num_tokens)
+            self._num_decode_steps[size] += 1
+            self._decode_s[size] += duration_s
 
     def profiled(self, step: StepRecord) -> None:
         """A step has ended that was made to see how long it takes: it counts as a step, but not as work."""
@@ -105,8 +105,20 @@ class StepReport:
         """Figures for the worker's report, by name.
 
         ``busy_s``: seconds in steps. ``gap_s`` and ``num_gaps``: seconds between steps of which the later goes on with
-        a row of the earlier, and how often. ``report_s``: the clock now, so that two reports give a share of time.
+        a row of the earlier, and how often.
         ``step/<i>/...``: times of steps that read no prompt; see :meth:`StepTimer.report`.
         """
-        gaps = {"gap_s": self._gap_s, "num_gaps": float(self._num_gaps), "report_s": self._clock_ns() / 1e9}
+        gaps = {"gap_s": self._gap_s, "num_gaps": float(self._num_gaps)}
         return {"busy_s": self._busy_s, **gaps, **self._timer.report()}
+
+    def totals(self) -> dict[str, float]:
+        """Steps that read no prompt, for metrics: ``decode_steps/<rows>/<tokens>``, and the seconds they took.
+
+        Rows and tokens are rounded up to powers of two, so that there are few series. To be called between steps.
+        """
+        totals = {f"decode_steps/{rows}/{tokens}": float(n) for (rows, tokens), n in self._num_decode_steps.items()}
+        return totals | {f"decode_step_s/{rows}/{tokens}": s for (rows, tokens), s in self._decode_s.items()}
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()

@@ -57,10 +57,10 @@ class ContainedController:
             return {seq: Plan() for seq in placements}
         return plans
 
-    def figures(self) -> dict[str, dict[str, float]]:
+    def figures(self) -> dict[str, float]:
         """Its choices and estimates, and whether it has failed."""
-        figures: dict[str, dict[str, float]] = self._ask("figures")
-        return {**figures, "": {**figures.get("", {}), "has_failed_controller": float(self._has_failed)}}
+        figures: dict[str, float] = self._ask("figures")
+        return {**figures, "has_failed_controller": float(self._has_failed)}
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         try:

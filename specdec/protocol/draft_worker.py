@@ -66,6 +66,13 @@ class DraftWorkerMachine:
         drafted = self.drafter.step(now_s)
         return self.solo.step(now_s) or drafted
 
+    def report(self) -> dict[str, float]:
+        """The drafter's counters and gauges, with what both parts hold, and the sequences that the other part ended."""
+        solo, report = self.solo.report(), self.drafter.report()
+        for name in ("num_sequences", "num_steps", "num_errors", "num_failed_steps", "num_suspects"):
+            report[name] = report.get(name, 0.0) + solo[name]
+        return report | {"num_solo_sequences": solo["num_sequences"]}
+
     def take_outbox(self) -> dict[str, list[Message]]:
         """Messages since the last call, by router."""
         messages = self.drafter.take_outbox()

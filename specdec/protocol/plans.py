@@ -48,8 +48,8 @@ class PlanController(Protocol):
         """Choose anew; gives the plans that have changed, by sequence. Called a few times a second."""
         ...
 
-    def figures(self) -> dict[str, dict[str, float]]:
-        """Choices and estimates by name: those of one target under its name, the others under the empty one."""
+    def figures(self) -> dict[str, float]:
+        """Choices and estimates by name; what belongs to one target, or one way, is named ``name/<target>``."""
         ...
 
 
@@ -86,7 +86,7 @@ class FixedPlans:
         """No plan changes."""
         return {}
 
-    def figures(self) -> dict[str, dict[str, float]]:
+    def figures(self) -> dict[str, float]:
         """Nothing is estimated."""
         return {}
 

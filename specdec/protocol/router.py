@@ -102,14 +102,10 @@ class RouterMachine:
         """The newest counters of every live worker, by its name."""
         return self._workers.reports()
 
-    def figures(self) -> dict[str, dict[str, float]]:
-        """The controller's choices and estimates, and under the empty name the router's own counters, too.
-
-        See :meth:`specdec.protocol.plans.PlanController.figures`.
-        """
-        figures = self._controller.figures()
+    def figures(self) -> dict[str, float]:
+        """The router's counters, and the controller's choices and estimates, by name."""
         own = {"num_sessions": float(len(self._sessions)), "is_draining": float(self.is_draining)}
-        return {**figures, "": {**figures.get("", {}), **own, **self.counters.report()}}
+        return {**self._controller.figures(), **own, **self.counters.report()}
 
     @property
     def num_sessions(self) -> int:
@@ -327,7 +323,7 @@ class RouterMachine:
         self._placement.send(session.target, message if message.inc == inc else replace(message, inc=inc))
 
     def _on_resync(self, message: Resync, now_s: float) -> None:
-        self.counters.resynced(message.why)
+        self.counters.num_resyncs[message.why] += 1
         session, worker = self._sessions.get(message.seq), self._workers.get(message.worker)
         if worker is not None:
             worker.is_draining |= message.why == "draining"
@@ -392,6 +388,8 @@ class RouterMachine:
         worker = self._workers.get(name)
         is_only_one = worker is not None and worker.report.get("num_sequences", 0.0) <= 1
         if is_gone:
+            if worker is not None and not worker.is_draining:
+                self.counters.num_worker_deaths[worker.kind] += 1
             self._workers.remove(name)
         self._controller.lost(name)
         for session in self._placement.lose(name, self._sessions, now_s, is_only_one=is_only_one):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -120,6 +121,7 @@ class RouterCounters:
     Attributes:
         num_reopened: Times that a sequence was opened again on a worker, for whatever reason.
         num_resyncs: Requests of workers to open a sequence again, by their reason.
+        num_worker_deaths: Workers whose links ended though they did not drain, by kind.
         num_suspects: Sequences that were on a target that died, and were opened again apart from others.
         num_sequence_errors: Sequences that ended with an error, decided by a target or here.
         num_refused_model: Sequences that were refused because they are of another model.
@@ -135,13 +137,16 @@ class RouterCounters:
     num_refused_draining: int = 0
     num_handed_over: int = 0
     num_dropped_messages: int = 0
-    num_resyncs: dict[str, int] = field(default_factory=dict)
-
-    def resynced(self, why: str) -> None:
-        """Count a re-sync."""
-        self.num_resyncs[why] = self.num_resyncs.get(why, 0) + 1
+    num_resyncs: Counter[str] = field(default_factory=Counter)
+    num_worker_deaths: Counter[str] = field(default_factory=Counter)
 
     def report(self) -> dict[str, float]:
-        """The counters by name; re-syncs are named ``num_resyncs/<reason>``."""
-        figures = {name: float(getattr(self, name)) for name in self.__slots__ if name != "num_resyncs"}
-        return figures | {f"num_resyncs/{why}": float(count) for why, count in self.num_resyncs.items()}
+        """The counters by name; those by reason or kind are named ``num_resyncs/<reason>``, and so on."""
+        figures: dict[str, float] = {}
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if isinstance(value, Counter):
+                figures |= {f"{name}/{part}": float(count) for part, count in value.items()}
+            else:
+                figures[name] = float(value)
+        return figures

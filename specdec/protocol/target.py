@@ -29,6 +29,9 @@ class TargetCounters:
         num_accepted_per_position: Accepted tokens by their place in the draft, first to last.
         num_stale_offers: Offers dropped before anything of them was verified: they did not fit the log, or had to make
             room for newer ones.
+        num_used_offers: Offers of which something was verified.
+        num_late_rounds: Rounds without a draft though one was planned, and was not the first.
+        draft_wait_s: Seconds for which rows were held back for a draft.
         num_branch_hits: Rounds whose outcome was among those prepared, in an offer with branches that was there when
             the next draft was chosen. Counted when the next round is decided; the last one of a sequence is not.
         num_branch_misses: Rounds for which there were such offers, and none of them for the outcome.
@@ -44,7 +47,10 @@ class TargetCounters:
     num_accepted_tokens: int = 0
     num_committed_tokens: int = 0
     num_offers: int = 0
+    num_used_offers: int = 0
     num_stale_offers: int = 0
+    num_late_rounds: int = 0
+    draft_wait_s: float = 0.0
     num_branch_hits: int = 0
     num_branch_misses: int = 0
     num_failed_steps: int = 0
@@ -110,7 +116,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
         figures = super().report()
         for item in fields(self.counters):
             value = getattr(self.counters, item.name)
-            if isinstance(value, int):
+            if isinstance(value, int | float):
                 figures[item.name] = float(value)
         for i, count in enumerate(self.counters.num_accepted_per_position):
             figures[f"num_accepted_tokens_per_pos/{i}"] = float(count)
@@ -162,6 +168,10 @@ class TargetMachine(WorkerMachine[TargetRow]):
 
     def _commit(self, row: TargetRow, result: Verification, now_s: float) -> None:
         start, run = len(row.log), result.run
+        is_late = row.plan.num_draft_tokens > 0 and not result.num_drafted and row.round_start != start
+        self.counters.num_late_rounds += is_late
+        if row.held_s is not None:
+            self.counters.draft_wait_s += now_s - row.held_s
         count, row.finish = row.ending.walk(start, run)
         row.log.extend(run if count == len(run) else run[:count])
         self.counters.num_branch_hits += row.foreseen is True
@@ -314,6 +324,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
         if chosen is None:
             return best
         most = min(row.plan.num_draft_tokens, self._credit(row) - 1, row.ending.most_length - len(row.log) - 1)
+        self.counters.num_used_offers += most > 0 and not chosen.is_used
         chosen.is_used |= most > 0
         return best.first(max(most, 0))
 

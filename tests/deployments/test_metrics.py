@@ -1,108 +1,206 @@
+"""What a replica counts, in Prometheus' form, and how it is handed on to Ray's exporter."""
+
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, generate_latest
+import asyncio
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-from deployments.metrics import WorkerReports
-from deployments.openai.tally import RoundTally, speculation_metrics
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+import deployments.metrics
+from deployments.metrics.families import FAMILIES, PREFIX, REPORTED
+from deployments.metrics.replica import MachineReport, RayExport, ReplicaMetrics
+from deployments.metrics.table import metrics_table
+from specdec.control.controller import Controller
+from specdec.control.ways import WAYS, Bounds
 from specdec.engine.scripted import Script, ScriptedDrafter, ScriptedTarget
+from specdec.engine.timing import StepReport
+from specdec.protocol.contained import ContainedController
+from specdec.protocol.draft_worker import DraftWorkerMachine
 from specdec.protocol.drafter import DrafterMachine
+from specdec.protocol.ingress import IngressMachine
 from specdec.protocol.leases import Times
-from specdec.protocol.messages import Plan
+from specdec.protocol.router import RouterMachine
 from specdec.protocol.target import TargetMachine
 
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
-def test_choices_and_estimates_are_on_the_page():
-    registry = CollectorRegistry()
-    reports = {
-        "T#1": (
-            "target",
-            {
-                "num_sequences": 2.0,
-                "planned_draft_tokens": 5.0,
-                "estimated_target_step_seconds": 0.03,
-                "step/0/rows": 1.0,
-            },
-        ),
-        "R#1": (
-            "router",
-            {
-                "planned_draft_tokens": 4.0,
-                "planned_sequences/off": 1.0,
-                "planned_sequences/overlap": 2.0,
-            },
-        ),
+
+class RayMetric:
+    """Stands for one of Ray's metrics: keeps what was recorded, and refuses what Ray refuses."""
+
+    def __init__(self, samples: Samples, name: str, text: str, tag_keys: tuple[str, ...]) -> None:
+        self.samples, self.name, self.tag_keys = samples, name, tag_keys
+
+    def _key(self, tags: Mapping[str, str]) -> tuple[str, frozenset[tuple[str, str]]]:
+        assert set(tags) == set(self.tag_keys)
+        return self.name, frozenset(tags.items())
+
+    def set(self, value: float, tags: Mapping[str, str]) -> None:
+        self.samples[self._key(tags)] = value
+
+    def inc(self, value: float, tags: Mapping[str, str]) -> None:
+        assert value > 0
+        self._record(value, tags)
+
+    def _record(self, value: float, tags: Mapping[str, str]) -> None:
+        key = self._key(tags)
+        self.samples[key] = self.samples.get(key, 0.0) + value
+
+
+class RayKinds:
+    """Stands for ``ray.serve.metrics``."""
+
+    def __init__(self) -> None:
+        self.samples: Samples = {}
+        self.num_calls = 0
+
+    def _make(self, name: str, text: str, tag_keys: tuple[str, ...]) -> RayMetric:
+        self.num_calls += 1
+        return RayMetric(self.samples, name, text, tag_keys)
+
+    Counter = Gauge = _make
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.samples[name, frozenset(labels.items())]
+
+
+def test_a_report_is_shown_by_the_names_of_its_part() -> None:
+    registry, machine = CollectorRegistry(), MachineReport("target", "m")
+    registry.register(machine)
+    machine.report = {
+        "num_sequences": 2.0,
+        "busy_s": 1.5,
+        "decode_steps/1/8": 7.0,
+        "num_refused/draining": 1.0,
+        "step/0/rows": 9.0,
+        "num_sessions": 4.0,
     }
-    registry.register(WorkerReports([reports], "m"))
-    page = generate_latest(registry).decode()
-    assert 'specdec_planned_draft_tokens{model_name="m",role="router",router="R#1",worker="R#1"} 4.0' in page
-    assert 'specdec_planned_draft_tokens{model_name="m",role="target",router="R#1",worker="T#1"} 5.0' in page
-    assert 'specdec_planned_sequences{mode="overlap",model_name="m",role="router",worker="R#1"} 2.0' in page
-    assert 'specdec_estimated_target_step_seconds{model_name="m",role="target",router="R#1",worker="T#1"} 0.03' in page
-    assert "step/" not in page
+    assert registry.get_sample_value("specdec_worker_sequences", {"model_name": "m"}) == 2
+    assert registry.get_sample_value("specdec_busy_seconds_total", {"model_name": "m"}) == 1.5
+    labels = {"model_name": "m", "rows": "1", "tokens": "8"}
+    assert registry.get_sample_value("specdec_decode_steps_total", labels) == 7
+    refusals = {"model_name": "m", "reason": "draining"}
+    assert registry.get_sample_value("specdec_worker_refusals_total", refusals) == 1
+    assert {metric.name for metric in registry.collect()} == {
+        "specdec_worker_sequences",
+        "specdec_busy_seconds",
+        "specdec_decode_steps",
+        "specdec_worker_refusals",
+    }, "what is for the controller, or another part's, is not shown"
 
 
-def test_what_workers_hold_and_what_is_kept_for_reuse_are_series_of_their_own():
-    registry = CollectorRegistry()
-    held = {"state_slots_in_use": 2.0, "state_slots_reusable": 3.0, "kv_blocks_in_use": 4.0, "kv_blocks_reusable": 5.0}
-    held["num_state_slots"] = 8.0
-    report = held | {"num_evictions": 6.0, "num_fallbacks/reads_single_tokens": 7.0}
-    registry.register(WorkerReports([{"T#1": ("target", report)}], "m"))
-    page = generate_latest(registry).decode()
-    labels = 'model_name="m",role="target",worker="T#1"'
-    for name, value in (*held.items(), ("num_evictions_total", 6.0)):
-        assert f"specdec_{name}{{{labels}}} {value}" in page
-    assert (
-        'specdec_num_fallbacks_total{model_name="m",reason="reads_single_tokens",role="target",worker="T#1"} 7.0'
-        in page
-    )
-
-
-def test_what_became_of_offers_and_branches_is_on_the_page():
-    """By the names under which the machines count it."""
-    registry = CollectorRegistry()
-    target = TargetMachine("T#1", ScriptedTarget(Script(0.8, 0.9, range(5, 50)), 100), Times())
-    drafter = DrafterMachine("D#1", ScriptedDrafter(Script(0.8, 0.9, range(5, 50)), 100), Times())
-    target.counters.num_stale_offers = 2
-    target.counters.num_branch_hits, target.counters.num_branch_misses = 7, 9
-    drafter.counters.num_branches_forked, drafter.counters.num_promoted = 9, 4
-    drafter.counters.num_branch_tokens_wasted, drafter.counters.num_offers = 5, 6
-    drafter.counters.num_right_tokens, drafter.counters.num_wrong_tokens = 2, 3
-    reports = {"T#1": ("target", target.report()), "D#1": ("drafter", drafter.report() | {"num_waiting_sequences": 7})}
-    registry.register(WorkerReports([reports], "m"))
-    expected = {
-        "T#1": {
-            "num_offers": 0,
-            "num_stale_offers": 2,
-            "num_branch_hits": 7,
-            "num_branch_misses": 9,
-        },
-        "D#1": {
-            "num_offers": 6,
-            "num_branches_forked": 9,
-            "num_promoted": 4,
-            "num_right_tokens": 2,
-            "num_wrong_tokens": 3,
-            "num_branch_tokens_wasted": 5,
-            "num_waiting_sequences": 7,
-        },
+def test_machines_report_what_the_list_names() -> None:
+    """Every figure of the list is reported by some machine, but for those that only real or emulated backends have."""
+    script = Script(0.8, 0.9, range(5, 50))
+    target = TargetMachine("T#1", ScriptedTarget(script, 100), Times())
+    drafter = DrafterMachine("D#1", ScriptedDrafter(script, 100), Times())
+    draft = DraftWorkerMachine(drafter, TargetMachine("D#1", ScriptedTarget(script, 100), Times()))
+    controller = ContainedController(Controller(Bounds(4, 4, frozenset(WAYS))))
+    router = RouterMachine("R#1", controller, Times())
+    router.worker_joined("T#1", "target", 0.0)
+    router.worker_lost("T#1", 1.0)
+    ingress = IngressMachine("I#1", Times())
+    reported = {
+        "target": target.report() | StepReport().gauges(),
+        "draft": draft.report() | StepReport().gauges(),
+        "router": router.figures(),
+        "ingress": ingress.report(),
     }
-    for worker, figures in expected.items():
-        labels = {"model_name": "m", "role": reports[worker][0], "worker": worker}
-        found = {
-            name: registry.get_sample_value(
-                f"specdec_{name}{'' if name == 'num_waiting_sequences' else '_total'}", labels
-            )
-            for name in figures
-        }
-        assert found == figures
-        assert figures.keys() <= reports[worker][1].keys()
+    names = {part: {figure.partition("/")[0] for figure in report} for part, report in reported.items()}
+    by_events = {"decode_steps", "decode_step_s", "num_resyncs", "num_refused", "num_config_errors"}
+    by_backends = {"kv_cache_usage_perc", "num_evictions", "num_reused_tokens", "num_reread_tokens", "num_fallbacks"}
+    by_backends |= {"num_emulated_steps", "num_overruns", "is_scripted"}
+    by_groups = {"estimated_guess_rate", "estimated_gain", "measured_gain"}
+    for family in REPORTED:
+        if not family.figure.startswith(("kv_", "state_", "num_state")) and family.figure not in (
+            by_events | by_backends | by_groups
+        ):
+            assert {part for part in family.parts if family.figure in names[part]} == set(family.parts), family.name
+    assert router.figures()["num_worker_deaths/target"] == 1
 
 
-def test_the_plan_is_among_the_figures_of_an_answer():
-    tally = RoundTally()
-    assert "plan" not in speculation_metrics(tally, 4, False)
-    tally.plan = Plan(3, 8, mode="overlap", acceptance_rate=0.75, draft_wait_s=0.25)
-    expected = {"num_draft_tokens": 3, "num_branches": 8, "mode": "outcomes", "acceptance_rate": 0.75}
-    assert speculation_metrics(tally, 4, False)["plan"] == expected | {"draft_wait_s": 0.25}
-    tally.plan = Plan()
-    assert speculation_metrics(tally, 4, False)["plan"]["mode"] == "off"
+def test_names_and_words() -> None:
+    names = [family.series for family in FAMILIES]
+    assert len(set(names)) == len(names)
+    for family in FAMILIES:
+        assert re.fullmatch(r"[A-Z0-9][^.]*(\d\.\d)?[^.]*\.", family.text), family
+        assert not family.name.endswith(("_total", "_s", "_ms", "_bucket", "_sum", "_count"))
+        assert (family.kind == "histogram") == bool(family.buckets)
+
+
+def test_the_table_is_that_of_the_code() -> None:
+    text = (Path(deployments.metrics.__path__[0]) / "README.md").read_text(encoding="utf-8")
+    hint = "run: python -m deployments.metrics.table deployments/metrics/README.md"
+    assert text.endswith("\n".join(metrics_table()) + "\n"), hint
+
+
+def test_what_has_grown_is_handed_on_once_and_every_gauge_each_time() -> None:
+    registry, ray = CollectorRegistry(), RayKinds()
+    counter = Counter("specdec_tokens", "Tokens.", ["key"], registry=registry)
+    gauge = Gauge("specdec_running", "Running.", registry=registry)
+    histogram = Histogram("specdec_wait_seconds", "Wait.", buckets=(0.1, 1.0), registry=registry)
+    export = RayExport(ray)
+    counter.labels("a").inc(0)
+    gauge.set(3)
+    export.hand_on(registry.collect())
+    assert ray.value("specdec_tokens", key="a") == 0, "a series is there before its first event"
+    counter.labels("a").inc(5)
+    for seconds in (0.05, 0.5, 5.0):
+        histogram.observe(seconds)
+    for _ in range(2):
+        ray.samples.pop(("specdec_running", frozenset()))
+        export.hand_on(registry.collect())
+    assert ray.value("specdec_tokens", key="a") == 5
+    assert ray.value("specdec_running") == 3
+    buckets = {le: ray.value("specdec_wait_seconds_bucket", le=le) for le in ("0.1", "1.0", "+Inf")}
+    assert buckets == {"0.1": 1, "1.0": 2, "+Inf": 3}
+    assert ray.value("specdec_wait_seconds_sum") == pytest.approx(5.55)
+    assert ray.value("specdec_wait_seconds_count") == 3
+    assert not any(name.endswith("_created") for name, _ in ray.samples)
+
+
+async def test_a_machine_in_a_long_step_shows_the_figures_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.metrics.replica.PATIENCE_S", 0.01)
+    is_busy = False
+
+    async def ask() -> Mapping[str, float]:
+        if is_busy:
+            await asyncio.Event().wait()
+        return {"num_steps": 4.0}
+
+    metrics = ReplicaMetrics("target", "m", ask)
+    first = await metrics.page()
+    is_busy = True
+    assert await metrics.page() == first
+    assert b'specdec_steps_total{model_name="m"} 4.0' in first
+
+
+async def test_what_cannot_be_handed_on_stops_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("deployments.metrics.replica.PERIOD_S", 0.001)
+    handed_on = asyncio.Event()
+
+    class Failing(RayExport):
+        num_calls = 0
+
+        def hand_on(self, families: Any) -> None:
+            self.num_calls += 1
+            if self.num_calls == 1:
+                raise RuntimeError("no exporter")
+            handed_on.set()
+
+    async def ask() -> Mapping[str, float]:
+        return {}
+
+    metrics = ReplicaMetrics("router", "m", ask)
+    metrics.start(Failing(RayKinds()))
+    async with asyncio.timeout(10):
+        await handed_on.wait()
+    metrics.close()
+    assert PREFIX == "specdec_"

@@ -15,6 +15,7 @@ import psutil
 from openai import OpenAI
 
 START_TIMEOUT_S = 240.0
+ROLES = {"TargetServer": "target", "DraftServer": "drafter"}
 STOP_TIMEOUT_S = 60.0
 
 
@@ -78,11 +79,11 @@ class RunningService:
         return sum(value for key, value in self.metrics().items() if key.startswith(f"specdec_{name}_total{{"))
 
     def worker_gauge(self, name: str) -> dict[str, float]:
-        """A figure that workers report, by role, summed over its replicas."""
+        """A figure of target and drafter, summed over the replicas of each."""
         sums: dict[str, float] = {}
         for key, value in self.metrics().items():
-            if key.startswith((f"specdec_{name}{{", f"specdec_{name}_total{{")):
-                role = key.split('role="')[1].split('"')[0]
+            role = next((role for deployment, role in ROLES.items() if f'deployment="{deployment}"' in key), None)
+            if role is not None and key.startswith((f"specdec_{name}{{", f"specdec_{name}_total{{")):
                 sums[role] = sums.get(role, 0.0) + value
         return sums
 
@@ -131,6 +132,6 @@ def eventually(condition: Callable[[], bool], timeout_s: float, what: str) -> fl
 
 def nothing_held(service: RunningService) -> bool:
     """Whether no worker holds a sequence, a cache block or a recurrent state."""
-    names = ("num_sequences", "kv_blocks_in_use", "state_slots_in_use")
+    names = ("worker_sequences", "kv_blocks_in_use", "state_slots_in_use")
     gauges = [service.worker_gauge(name) for name in names]
     return set(gauges[0]) == {"target", "drafter"} and not any(value for gauge in gauges for value in gauge.values())

@@ -103,14 +103,14 @@ def test_many_at_once_are_each_what_they_are_alone(client: OpenAI) -> None:
 def test_a_prefix_that_was_read_is_not_read_again(hybrid: RunningService, client: OpenAI) -> None:
     prompt = "".join(f"name_{i} = {i}\n" for i in range(20))
     own = text_of(complete(client, prompt, temperature=0, cache_salt="another"))
-    num_reused = hybrid.worker_gauge("num_reused_tokens")["target"]
+    num_reused = hybrid.worker_gauge("reused_tokens")["target"]
     assert text_of(complete(client, prompt, temperature=0)) == own
     assert text_of(complete(client, prompt, temperature=0)) == own
-    eventually(lambda: hybrid.worker_gauge("num_reused_tokens")["target"] >= num_reused + 64, 60, "tokens are reused")
+    eventually(lambda: hybrid.worker_gauge("reused_tokens")["target"] >= num_reused + 64, 60, "tokens are reused")
     assert hybrid.worker_gauge("state_slots_reusable")["target"] > 0
 
 
-IN_USE = ("num_sequences", "kv_blocks_in_use", "state_slots_in_use")
+IN_USE = ("worker_sequences", "kv_blocks_in_use", "state_slots_in_use")
 
 
 def nothing_held(service: RunningService) -> bool:
@@ -148,13 +148,13 @@ def test_after_mixed_requests_a_hybrid_draft_holds_nothing_either() -> None:
 def check_mixed_requests(service: RunningService, model: str, num_requests: int) -> None:
     """Many requests at once, of which some are preempted and some left alone by their clients."""
     requests = mixed_requests(num_requests)
-    num_before = service.worker_gauge("num_evictions")
+    num_before = service.worker_gauge("evictions")
     with ThreadPoolExecutor(NUM_CLIENTS) as pool:
         texts = list(pool.map(lambda request: request.send(service.url, model), requests))
     stayed = [(request, text) for request, text in zip(requests, texts, strict=True) if not request.leaves]
     assert all(text is not None for _, text in stayed)
     took_s = eventually(lambda: nothing_held(service), 60, "no sequence, no block and no state slot is held")
-    num_evictions = {role: num - num_before.get(role, 0) for role, num in service.worker_gauge("num_evictions").items()}
+    num_evictions = {role: num - num_before.get(role, 0) for role, num in service.worker_gauge("evictions").items()}
     assert num_evictions["target"] > 0 or num_requests < SURE_TO_BE_PREEMPTED
     reusable = {name: service.worker_gauge(f"{name}_reusable") for name in ("kv_blocks", "state_slots")}
     assert reusable["kv_blocks"]["target"] > 0

@@ -25,7 +25,7 @@ MOST_ANSWERS = 20
 DRAFTS = ("--num-speculative-tokens", "4", "--mode", "in_turn")
 """Drafts whatever the controller would think of them; the target waits for the first ones."""
 KEYS = {"alice": "sk-alice-0123456789", "bob": "sk-bob-0123456789"}
-SERVED = r'^specdec_request_success_total{.*worker="([^"]+)".*} [1-9]'
+SERVED = r'^specdec_request_success_total{.*replica="([^"]+)".*} [1-9]'
 """The ingresses that have served a request, on the metrics page."""
 CERTIFICATE = (
     *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=specdec"),

@@ -25,15 +25,15 @@ from tests.deployments.openai.conftest import Bench, listening
 TEXT = "for item in items:\n    print('é', item)\n"
 
 PAGE = """
-# TYPE specdec_num_steps gauge
-specdec_num_steps{model_name="m",role="target",worker="a"} 10.0
-specdec_num_steps{model_name="m",role="target",worker="b"} 5.0
-specdec_num_steps{model_name="m",role="drafter",worker="c"} 40.0
-# TYPE specdec_busy_s gauge
-specdec_busy_s{model_name="m",role="target",worker="a"} 1.5
-specdec_busy_s{model_name="m",role="target",worker="b"} 0.5
-# TYPE specdec_num_overruns gauge
-specdec_num_overruns{model_name="m",role="target",worker="a"} 3.0
+# TYPE specdec_steps counter
+specdec_steps_total{model_name="m",deployment="TargetServer",replica="a"} 10.0
+specdec_steps_total{model_name="m",deployment="TargetServer",replica="b"} 5.0
+specdec_steps_total{model_name="m",deployment="DraftServer",replica="c"} 40.0
+# TYPE specdec_busy_seconds counter
+specdec_busy_seconds_total{model_name="m",deployment="TargetServer",replica="a"} 1.5
+specdec_busy_seconds_total{model_name="m",deployment="TargetServer",replica="b"} 0.5
+# TYPE specdec_emulated_overruns counter
+specdec_emulated_overruns_total{model_name="m",deployment="TargetServer",replica="a"} 3.0
 # TYPE specdec_generation_tokens counter
 specdec_generation_tokens_total{model_name="m"} 99.0
 """

@@ -63,7 +63,7 @@ class Bench:
         info = ModelInfo(target, draft, 4, self.acceptance_rules, self.acceptance, created_s=7)
         self.registry = CollectorRegistry()
         self.service = KeepingService(info, lambda request: self.script(request))
-        self.observer = Observer(self.registry)
+        self.observer = Observer(self.registry, "demo")
         self.app = create_app(self.service, self.settings, self.tokenizer, self.observer)
 
     def say(self, text: str, size: int = 1, finish: str = "stop") -> list[Step]:
@@ -76,8 +76,9 @@ class Bench:
         self.script = lambda request: self.say(text, size, finish)
 
     def metric(self, name: str, **labels: str) -> float:
-        value = self.registry.get_sample_value(f"specdec_{name}", {"model_name": "demo", **labels})
-        return 0.0 if value is None else value
+        wanted = {"model_name": "demo", **labels}.items()
+        samples = [sample for metric in self.registry.collect() for sample in metric.samples]
+        return sum(one.value for one in samples if one.name == f"specdec_{name}" and wanted <= one.labels.items())
 
 
 @pytest.fixture(scope="session")

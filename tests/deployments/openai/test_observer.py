@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import httpx2
 from openai import AsyncOpenAI
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from deployments.openai.observer import Observer
 from deployments.openai.tally import Round, RoundTally
@@ -32,7 +35,7 @@ async def test_what_is_counted_is_what_is_billed(bench: Bench, client: AsyncOpen
 def test_times_are_measured_from_the_requests_arrival() -> None:
     now_s = 10.0
     registry = CollectorRegistry()
-    sequence = Observer(registry, clock=lambda: now_s).opened("m", age_s=2.0)
+    sequence = Observer(registry, clock=lambda: now_s).opened("m", "", age_s=2.0)
     sequence.admitted()
     now_s = 11.0
     sequence.tokens(1, 0, [])
@@ -59,3 +62,58 @@ def test_rounds_are_put_together_again_wherever_they_were_cut() -> None:
         tally = RoundTally()
         assert tally.add(notes.first(cut)) + tally.add(notes.last(len(notes.how) - cut)) == rounds
         assert (tally.num_drafts, tally.num_draft_tokens, tally.num_accepted_tokens) == (5, 11, 6)
+
+
+async def test_answers_are_counted_by_path_status_and_code(bench: Bench, http: httpx2.AsyncClient) -> None:
+    bench.says("a b", 1)
+    for body in ({"model": "demo", "prompt": "x"}, {"model": "none", "prompt": "x"}, {"model": "demo", "prompt": 1.5}):
+        await http.post("/v1/completions", json=body)
+    await http.get("/v1/nothing")
+    counted = {
+        status: bench.metric("http_requests_total", path="/v1/completions", status=status)
+        for status in ("200", "400", "404")
+    }
+    assert counted == {"200": 1, "400": 1, "404": 1}
+    assert bench.metric("http_requests_total", path="none", status="404") == 1
+    assert bench.metric("http_errors_total", code="model_not_found") == 1
+    assert bench.metric("http_errors_total") == 3
+
+
+def test_what_nobody_took_is_discarded() -> None:
+    registry = CollectorRegistry()
+    sequence = Observer(registry, "m").opened("m", "k", 0.0)
+    sequence.tokens(3, 1, [])
+    sequence.delivered(2)
+    sequence.closed("abort")
+    sequence.left()
+    sequence.left()
+    assert registry.get_sample_value("specdec_generation_tokens_total", {"model_name": "m", "key": "k"}) == 2
+    assert registry.get_sample_value("specdec_discarded_tokens_total", {"model_name": "m"}) == 2
+
+
+def test_updates_do_not_grow_with_tokens() -> None:
+    """A sequence is observed as it begins, when tokens come, and as it ends, however many tokens these are."""
+
+    def num_updates(num_tokens: int) -> int:
+        registry = CollectorRegistry()
+        sequence = Observer(registry, "m").opened("m", "", 0.0)
+        series = {id(one): one for one in vars(sequence).values() if isinstance(one, Counter | Histogram | Gauge)}
+        count = 0
+
+        def counting(update: Callable[[float], None]) -> Callable[[float], None]:
+            def counted(value: float = 1) -> None:
+                nonlocal count
+                count += 1
+                update(value)
+
+            return counted
+
+        for one in series.values():
+            for name in ("inc", "observe"):
+                if hasattr(one, name):
+                    setattr(one, name, counting(getattr(one, name)))
+        for _ in range(10):
+            sequence.tokens(num_tokens, 0, [Round(num_tokens - 1, 0)])
+        return count
+
+    assert num_updates(2) == num_updates(64) == 9 + 10 * 3

@@ -100,7 +100,7 @@ def test_what_a_worker_refuses_is_opened_elsewhere(why):
     assert machine.take_outbox() == {"T1": [opened(n=1)]}
     submit(machine, "new")
     assert machine.take_outbox()["T1"] == [opened(seq="new")]
-    assert machine.figures()[""][f"num_resyncs/{why}"] == 1
+    assert machine.figures()[f"num_resyncs/{why}"] == 1
 
 
 def test_a_group_of_suspects_that_is_refused_goes_elsewhere_together():

@@ -1,0 +1,207 @@
+"""Every family of metrics that the service has: the one list that code, table, dashboards and alerts go by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+PREFIX = "specdec_"
+
+Kind = Literal["counter", "gauge", "histogram"]
+Part = Literal["ingress", "router", "target", "draft"]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A family of metrics.
+
+    Attributes:
+        name: Without the prefix, and without the ``_total`` that a counter's series end in.
+        text: What it says, one sentence.
+        labels: Beside those that every series has: ``model_name``, ``deployment``, ``replica``, ``application``.
+        buckets: Upper bounds of a histogram's buckets.
+        figure: By which a machine reports it, if one does; of one with labels this is the part before the first slash,
+            and the labels' values follow, with slashes between them.
+        parts: Whose it is.
+    """
+
+    name: str
+    kind: Kind
+    text: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    figure: str = ""
+    parts: tuple[Part, ...] = ("ingress",)
+
+    @property
+    def series(self) -> str:
+        """The full name, as queries have it; a histogram's ends in ``_bucket``, ``_sum`` or ``_count`` besides."""
+        return f"{PREFIX}{self.name}{'_total' if self.kind == 'counter' else ''}"
+
+
+_STEP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
+_FIRST_BUCKETS_S = (*(0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5), *(0.75, 1.0, 2.5, 5.0, 7.5, 10, 20, 40, 80))
+_REQUEST_BUCKETS_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480, 960)
+
+RUNNING = Family("num_requests_running", "gauge", "Sequences that a target has begun and not ended.")
+WAITING = Family("num_requests_waiting", "gauge", "Sequences that wait for a place or for a target's room.")
+TIME_TO_FIRST_TOKEN = Family(
+    "time_to_first_token_seconds",
+    "histogram",
+    "Time from the request's arrival to a sequence's first tokens.",
+    buckets=_FIRST_BUCKETS_S,
+)
+INTER_TOKEN_LATENCY = Family(
+    "inter_token_latency_seconds",
+    "histogram",
+    "Time between two arrivals of tokens of a sequence, which may be several at once.",
+    buckets=_STEP_BUCKETS_S,
+)
+E2E_LATENCY = Family(
+    "e2e_request_latency_seconds",
+    "histogram",
+    "Time from the request's arrival to a sequence's end.",
+    buckets=_REQUEST_BUCKETS_S,
+)
+QUEUE_TIME = Family(
+    "request_queue_time_seconds",
+    "histogram",
+    "Time from the request's arrival until a target begins a sequence.",
+    buckets=_FIRST_BUCKETS_S,
+)
+PREFILL_TIME = Family(
+    "request_prefill_time_seconds",
+    "histogram",
+    "Time from a sequence's beginning to its first tokens.",
+    buckets=_FIRST_BUCKETS_S,
+)
+PROMPT_TOKENS = Family("prompt_tokens", "counter", "Prompt tokens, as billed.", ("key",))
+GENERATION_TOKENS = Family("generation_tokens", "counter", "Output tokens, as billed.", ("key",))
+DISCARDED_TOKENS = Family("discarded_tokens", "counter", "Output tokens that were generated and are not billed.")
+SUCCESS = Family("request_success", "counter", "Sequences that ended, by how.", ("key", "finished_reason"))
+HTTP_REQUESTS = Family(
+    "http_requests", "counter", "Requests that were answered, by path and status.", ("path", "status")
+)
+HTTP_ERRORS = Family("http_errors", "counter", "Answers that are errors, by their code.", ("code",))
+IGNORED_FIELDS = Family("ignored_fields", "counter", "Requests with a field that has no effect.", ("field",))
+PREFIX_QUERIES = Family("prefix_cache_queries", "counter", "Prompt tokens that were looked for in the cache.")
+PREFIX_HITS = Family("prefix_cache_hits", "counter", "Prompt tokens that were found in the cache.")
+DRAFTS = Family("spec_decode_num_drafts", "counter", "Drafts verified.")
+DRAFT_TOKENS = Family("spec_decode_num_draft_tokens", "counter", "Draft tokens verified.")
+ACCEPTED_TOKENS = Family("spec_decode_num_accepted_tokens", "counter", "Draft tokens accepted.")
+ACCEPTED_PER_POSITION = Family(
+    "spec_decode_num_accepted_tokens_per_pos",
+    "counter",
+    "Draft tokens accepted, by their place in the draft, from 0.",
+    ("position",),
+)
+
+REQUESTS = (
+    *(RUNNING, WAITING, TIME_TO_FIRST_TOKEN, INTER_TOKEN_LATENCY, E2E_LATENCY, QUEUE_TIME, PREFILL_TIME),
+    *(PROMPT_TOKENS, GENERATION_TOKENS, DISCARDED_TOKENS, SUCCESS, HTTP_REQUESTS, HTTP_ERRORS, IGNORED_FIELDS),
+    *(PREFIX_QUERIES, PREFIX_HITS, DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS, ACCEPTED_PER_POSITION),
+)
+"""What an ingress sees of requests."""
+
+
+_TARGET: tuple[Part, ...] = ("target",)
+_DRAFT: tuple[Part, ...] = ("draft",)
+_WORKERS: tuple[Part, ...] = ("target", "draft")
+_ROUTER: tuple[Part, ...] = ("router",)
+_INGRESS: tuple[Part, ...] = ("ingress",)
+_FRONT: tuple[Part, ...] = ("ingress", "router")
+_JUDGES: tuple[Part, ...] = ("target", "router")
+_ALL: tuple[Part, ...] = ("ingress", "router", "target", "draft")
+
+
+def _gauge(parts: tuple[Part, ...], figure: str, text: str, labels: tuple[str, ...] = (), name: str = "") -> Family:
+    return Family(name or figure.removeprefix("num_"), "gauge", text, labels, figure=figure, parts=parts)
+
+
+def _counter(parts: tuple[Part, ...], figure: str, text: str, labels: tuple[str, ...] = (), name: str = "") -> Family:
+    return Family(name or figure.removeprefix("num_"), "counter", text, labels, figure=figure, parts=parts)
+
+
+REPORTED = (
+    # What is held now.
+    _gauge(_WORKERS, "num_sequences", "Sequences that a worker holds.", name="worker_sequences"),
+    _gauge(_DRAFT, "num_solo_sequences", "Of these, requests for the draft model itself."),
+    _gauge(_ROUTER, "num_sessions", "Sequences that a router holds.", name="router_sequences"),
+    _gauge(_ALL, "is_draining", "1 where nothing new is taken any more."),
+    _gauge(_WORKERS, "kv_cache_usage_perc", "Share of cache blocks in use, from 0 to 1."),
+    _gauge(_WORKERS, "kv_blocks_in_use", "Cache blocks that sequences hold."),
+    _gauge(_WORKERS, "kv_blocks_reusable", "Cache blocks kept for prompts that begin alike."),
+    _gauge(_WORKERS, "num_state_slots", "Recurrent states that there is room for."),
+    _gauge(_WORKERS, "state_slots_in_use", "Recurrent states that sequences hold."),
+    _gauge(_WORKERS, "state_slots_reusable", "States kept for prompts that begin alike."),
+    _gauge(_DRAFT, "num_branches_held", "Branches that a drafter holds."),
+    _gauge(_DRAFT, "num_waiting_sequences", "Sequences without room at the drafter.", name="draft_sequences_waiting"),
+    _gauge(_ROUTER, "has_failed_controller", "1 where the controller failed: no drafts.", name="controller_failed"),
+    # Steps.
+    _counter(_WORKERS, "num_steps", "Steps of a worker."),
+    _counter(_WORKERS, "busy_s", "Seconds that a worker's steps took.", name="busy_seconds"),
+    _counter(_WORKERS, "num_gaps", "Steps that go on with a sequence of the step before.", name="step_gaps"),
+    _counter(_WORKERS, "gap_s", "Seconds of host time before these steps.", name="step_gap_seconds"),
+    _counter(
+        _WORKERS,
+        "decode_steps",
+        "Steps that read no prompt, by their rows and tokens, each rounded up to a power of two.",
+        labels=("rows", "tokens"),
+    ),
+    _counter(
+        _WORKERS,
+        "decode_step_s",
+        "Seconds that these steps took.",
+        labels=("rows", "tokens"),
+        name="decode_step_seconds",
+    ),
+    _counter(_TARGET, "draft_wait_s", "Seconds that rows were held back for a draft.", name="draft_wait_seconds"),
+    _counter(_WORKERS, "num_emulated_steps", "Steps that ended at an emulated time, where steps are emulated."),
+    _counter(_WORKERS, "num_overruns", "Emulated steps that took longer to compute.", name="emulated_overruns"),
+    _gauge(_WORKERS, "is_scripted", "1 where tokens come from a script."),
+    # Offers and branches.
+    _counter(_WORKERS, "num_offers", "Offers that a drafter sent, or a target received."),
+    _counter(_TARGET, "num_used_offers", "Offers that came in time: a draft was verified."),
+    _counter(_TARGET, "num_stale_offers", "Offers of which nothing was verified."),
+    _counter(_TARGET, "num_rounds", "Rounds of a target, one a sequence and step."),
+    _counter(_TARGET, "num_late_rounds", "Rounds whose draft was planned and was late."),
+    _counter(_TARGET, "num_branch_hits", "Rounds whose outcome had a branch."),
+    _counter(_TARGET, "num_branch_misses", "Rounds with branches, none for the outcome."),
+    _counter(_DRAFT, "num_branches_forked", "Branches that a drafter began."),
+    _counter(_DRAFT, "num_promoted", "Branches whose outcome came.", name="branches_promoted"),
+    _counter(_DRAFT, "num_branch_tokens_wasted", "Tokens of branches in vain."),
+    _counter(_DRAFT, "num_right_tokens", "Draft tokens decided as drafted, coupled rule.", name="draft_tokens_right"),
+    _counter(_DRAFT, "num_wrong_tokens", "Draft tokens decided otherwise, coupled rule.", name="draft_tokens_wrong"),
+    # Caches.
+    _counter(_WORKERS, "num_evictions", "Sequences or branches that lost their cache to another."),
+    _counter(_WORKERS, "num_reused_tokens", "Tokens found in the cache as a sequence began."),
+    _counter(_WORKERS, "num_reread_tokens", "Tokens read again for a recurrent state."),
+    # Faults.
+    _counter(_WORKERS, "num_failed_steps", "Steps that failed as a whole, and were contained."),
+    _counter(_JUDGES, "num_suspects", "Sequences put apart after a failure."),
+    _counter(_TARGET, "num_errors", "Sequences that a target ended with an error.", name="worker_errors"),
+    _counter(_DRAFT, "num_skipped_sequences", "Sequences that failed at a drafter."),
+    _counter(_ROUTER, "num_worker_deaths", "Workers that a router lost, by kind.", labels=("kind",)),
+    _counter(_ROUTER, "num_reopened", "Times that a router opened a sequence again."),
+    _counter(_ROUTER, "num_handed_over", "Sequences taken from a worker that drains."),
+    _counter(_ROUTER, "num_resyncs", "Times that a worker asked for a sequence again.", labels=("reason",)),
+    _counter(_INGRESS, "num_resubmitted", "Times that a sequence was submitted again."),
+    _counter(_FRONT, "num_sequence_errors", "Sequences ended with an error."),
+    _counter(_FRONT, "num_dropped_messages", "Messages of what is over."),
+    _counter(_WORKERS, "num_refused", "Sequences that a worker refused.", labels=("reason",), name="worker_refusals"),
+    _counter(_ROUTER, "num_refused_model", "Sequences refused: they are of another model."),
+    _counter(_FRONT, "num_refused_draining", "Sequences refused by who drains."),
+    _counter(_WORKERS, "num_fallbacks", "Sequences without speculation, by reason.", labels=("reason",)),
+    _counter(_ALL, "num_config_errors", "Configurations refused while serving."),
+    # What the controller plans, and the estimates behind it.
+    _gauge(_ROUTER, "planned_sequences", "Sequences planned for, by way.", labels=("mode",)),
+    _gauge(_ROUTER, "planned_draft_tokens", "Draft tokens per round, mean of those drafting."),
+    _gauge(_ROUTER, "planned_branches", "Branches per round, mean of those that draft."),
+    _gauge(_ROUTER, "estimated_acceptance_rate", "Per draft token, of late."),
+    _gauge(_ROUTER, "estimated_guess_rate", "Of the draft's next guesses.", labels=("target",)),
+    _gauge(_ROUTER, "estimated_gain", "Over plain decoding, by step times.", labels=("target",)),
+    _gauge(_ROUTER, "measured_gain", "Over plain decoding, corrected by paces.", labels=("target",)),
+)
+"""What machines report of themselves."""
+
+FAMILIES = (*REQUESTS, *REPORTED)
