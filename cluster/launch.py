@@ -114,6 +114,8 @@ class LocalService:
         have = ray.cluster_resources()
         self._report(f"Ray is up: {have.get('CPU', 0):g} cores, {have.get('GPU', 0):g} GPUs")
         self._report(f"logs: {self._log_folder}")
+        port = ray.nodes()[0].get("MetricsExportPort")
+        self._report(f"metrics for Prometheus: http://127.0.0.1:{port}/metrics (Ray's exporter)")
 
     def deploy(self) -> None:
         """Start Serve with its HTTP proxy, and hand it the application; does not wait for the replicas.

@@ -24,6 +24,8 @@ RAY_SETTINGS = {
     # What fails its health checks is killed at once. By default it has the time of a drain to stop by itself, which a
     # process that hangs does not use: it would keep its GPU from the replica in its place.
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+    # Time to the first token counts from when the proxy had the request: it waits there while no ingress runs.
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.proxy:middlewares",
     "RAY_USAGE_STATS_ENABLED": "0",
     # Without this Ray hides the GPUs of actors that ask for none in one way today and in another tomorrow, and warns.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

@@ -164,6 +164,7 @@ REPORTED = (
     _counter(_TARGET, "num_used_offers", "Offers that came in time: a draft was verified."),
     _counter(_TARGET, "num_stale_offers", "Offers of which nothing was verified."),
     _counter(_TARGET, "num_rounds", "Rounds of a target, one a sequence and step."),
+    _counter(_TARGET, "num_committed_tokens", "Output tokens that a target decided, discarded ones among them."),
     _counter(_TARGET, "num_late_rounds", "Rounds whose draft was planned and was late."),
     _counter(_TARGET, "num_branch_hits", "Rounds whose outcome had a branch."),
     _counter(_TARGET, "num_branch_misses", "Rounds with branches, none for the outcome."),

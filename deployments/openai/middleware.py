@@ -24,6 +24,7 @@ from deployments.openai.errors import ApiError, api_error
 from deployments.openai.keys import is_open
 from deployments.openai.observer import Observer
 from deployments.openai.settings import ApiSettings
+from deployments.proxy import ARRIVED
 from deployments.tracing import RequestSpan
 
 logger = logging.getLogger("ray.serve")
@@ -34,6 +35,7 @@ _DRAINED_BODIES = 4
 _DRAIN_S = 2.0
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _TIMEOUT_HEADER = "x-request-timeout-seconds"
+_MOST_WAITED_S = 3600.0
 _SERVES_HEAD_START_S = 0.5
 """So long before Serve's proxy would cut a request off, it is answered here."""
 
@@ -85,6 +87,7 @@ class Arrivals:
 
     def _arrival(self, headers: Headers, trace: str) -> Arrival:
         settings, now_s = self._settings, time.monotonic()
+        came_s = now_s - _waited_s(headers.get(ARRIVED, ""))
         given, key = headers.get("x-request-id", ""), headers.get("authorization", "")
         timeouts_s = [
             settings.limits.request_timeout_s or math.inf,
@@ -92,15 +95,24 @@ class Arrivals:
         ]
         return Arrival(
             request_id=given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex,
-            clock_s=now_s,
+            clock_s=came_s,
             wall_s=time.time(),
             caller=blake2b(key.encode(), digest_size=16).hexdigest() if key else "",
-            begin_by_s=now_s + settings.limits.queue_timeout_s,
+            begin_by_s=came_s + settings.limits.queue_timeout_s,
             patience_s=settings.limits.queue_timeout_s,
-            end_by_s=now_s + min(timeouts_s),
+            end_by_s=came_s + min(timeouts_s),
             retry_after_s=settings.limits.retry_after_s,
             trace=trace,
         )
+
+
+def _waited_s(stamp: str) -> float:
+    """How long ago Serve's proxy had a request, by its stamp; 0 where there is none, or clocks differ."""
+    try:
+        waited_s = time.time() - float(stamp)
+    except ValueError:
+        return 0.0
+    return waited_s if 0 < waited_s < _MOST_WAITED_S else 0.0
 
 
 def _wanted_timeout_s(header: str) -> float:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from urllib.request import urlopen
 
 import psutil
@@ -28,7 +29,7 @@ class RunningService:
         started_s: How long it took until it was ready.
     """
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, environment: Mapping[str, str] | None = None) -> None:
         port = free_port()
         scheme = "https" if "--tls-ssl-certfile" in flags else "http"
         self.url = f"{scheme}://127.0.0.1:{port}"
@@ -37,7 +38,13 @@ class RunningService:
         self._ready = threading.Event()
         started_s = time.monotonic()
         command = [sys.executable, "-m", "cluster.cli", "serve", "--port", str(port), *flags]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self._process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **(environment or {})},
+        )
         threading.Thread(target=self._read, daemon=True).start()
         while not self._ready.wait(0.2):
             ended = self._process.poll() is not None

@@ -1,0 +1,35 @@
+"""What stands in front of Serve's HTTP proxy: it notes when a request came, as the ingress may hear of it much later.
+
+Serve finds it by the variable ``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH``. Every proxy imports it as it starts, so it
+imports nothing that is slow.
+"""
+
+from __future__ import annotations
+
+import time
+
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+ARRIVED = "x-specdec-arrived"
+"""The header: seconds since the epoch. A client's own is taken away."""
+
+
+class StampArrival:
+    """Gives every request the header."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        if scope["type"] == "http":
+            name = ARRIVED.encode()
+            headers = [header for header in scope["headers"] if header[0] != name]
+            scope = {**scope, "headers": [*headers, (name, repr(time.time()).encode())]}
+        await self._app(scope, receive, send)
+
+
+def middlewares() -> list[Middleware]:
+    """For Serve."""
+    return [Middleware(StampArrival)]
