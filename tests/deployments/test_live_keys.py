@@ -129,7 +129,7 @@ async def test_api_keys_of_the_ingress_follow_their_file(tmp_path: Path, monkeyp
     args = AppArgs.model_validate({"access": {"api_keys_file": str(keys)}})
     ingress = object.__new__(Ingress)
     ingress._args = ingress._in_force = args
-    ingress._keys_file, ingress._registry = WatchedFile(str(keys)), CollectorRegistry()
+    ingress._keys_file, ingress._replica_metrics = WatchedFile(str(keys)), SimpleNamespace(registry=CollectorRegistry())
     ingress._service = RoutedTokens(ModelInfo(ServedModel("m", "target", 100, 100)))
     ingress._ingress_host = SimpleNamespace(tell=lambda change: None)
     ingress._asgi_app = ingress.__serve_build_asgi_app__()
@@ -144,10 +144,10 @@ async def test_api_keys_of_the_ingress_follow_their_file(tmp_path: Path, monkeyp
 
 
 async def test_api_keys_of_the_metrics_page_follow_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def empty(*_: object) -> bytes:
-        return b""
+    async def nothing() -> list[object]:
+        return []
 
-    monkeypatch.setattr("deployments.status.page", empty)
+    monkeypatch.setattr("deployments.status._asked", lambda *_: SimpleNamespace(get=nothing, num_failures=0))
     keys = tmp_path / "keys"
     keys.write_text(ALICE)
     metrics = Metrics(StatusArgs(api_keys_file=str(keys), metrics_need_key=True))

@@ -9,6 +9,7 @@ import pytest
 from cluster.config import AppArgs
 from cluster.identity import fingerprints
 from deployments import router, workers
+from deployments.metrics.replica import Measured
 
 
 @pytest.fixture
@@ -25,6 +26,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         monkeypatch.setattr(module, "set_log_level", lambda args: None)
     monkeypatch.setattr(workers.WorkerEndpoint, "start_worker", start)
     monkeypatch.setattr(router.RouterEndpoint, "start_router", start)
+    monkeypatch.setattr(Measured, "start_metrics", lambda self, metrics: None)
     return found
 
 
