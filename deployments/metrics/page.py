@@ -48,6 +48,8 @@ class _Merged(Collector):
         for page in self._pages:
             whose = {"application": page.application, "deployment": page.deployment, "replica": page.replica}
             for family in text_string_to_metric_families(page.text.decode()):
+                if family.name.endswith("_created"):  # of a counter or histogram; Ray's exporter has none
+                    continue
                 merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
                 for sample in family.samples:
                     merged.add_sample(sample.name, sample.labels | whose, sample.value)

@@ -41,6 +41,7 @@ def test_samples_of_all_replicas_are_in_one_family_each() -> None:
     assert samples(text, "specdec_steps_total") == {"t1": 7, "t2": 8}
     assert samples(text, "specdec_time_to_first_token_seconds_count") == {"i1": 1, "i2": 1}
     assert text.count(b"# TYPE specdec_generation_tokens_total counter") == 1
+    assert b"_created" not in text
     assert text.count(b"# TYPE specdec_time_to_first_token_seconds histogram") == 1
     whose = b'application="app",deployment="TargetServer",model_name="m",replica="t1"'
     assert b"specdec_steps_total{" + whose + b"} 7.0" in text

@@ -150,8 +150,8 @@ def test_both_pages_add_up_to_what_clients_counted(service: RunningService, coun
     assert counted.tokens["spec_decode_num_accepted_tokens"] > 0
     page = of_service(service)
     assert page.differing(counted) == {}
-    decided = page.sum("specdec_committed_tokens_total")
-    assert decided == counted.tokens["generation_tokens"] + page.sum("specdec_discarded_tokens_total")
+    came = counted.tokens["generation_tokens"] + page.sum("specdec_discarded_tokens_total")
+    assert page.sum("specdec_committed_tokens_total") >= came, "more is decided than comes where a text has ended"
     for deployment in ("OpenAIIngress", "SpeculationRouter", "TargetServer", "DraftServer"):
         shown = {one.labels["replica"] for one in page.samples if one.labels.get("deployment") == deployment}
         assert len(shown) == 2, deployment
