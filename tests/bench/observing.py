@@ -1,7 +1,7 @@
 """What metrics cost: processor time of a step, of a sequence's tokens, and of a second's hand-over to Ray.
 
 ``python -m tests.bench.observing [--rows 8] [--steps 4000] [--rounds 7]`` takes the medians of interleaved rounds, with
-everything on and off. The hand-over is that of an ingress with a hundred series that have all changed, in a Ray of its own.
+everything on and off. The hand-over is that of an ingress with a hundred series that have all changed.
 """
 
 from __future__ import annotations
