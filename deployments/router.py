@@ -20,6 +20,8 @@ from specdec.protocol.plans import IN_TURN_WAIT_S, PlanController, Planner, Work
 from specdec.protocol.router import RouterMachine
 from specdec.types import Way
 
+DEPLOYMENT_OF: dict[WorkerKind, str] = {"target": TARGET, "drafter": DRAFT}
+
 
 class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
     """Relays offers and verdicts, plans, and recovers what a worker's death leaves open.
@@ -41,9 +43,8 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
             max_reopens=args.limits.max_reopens,
         )
         self._machine.tracer = sequence_tracer("router", self._machine.name)
-        groups = [_group(self._machine, TARGET, "target")]
-        if args.has_draft:
-            groups.append(_group(self._machine, DRAFT, "drafter"))
+        self._kinds: tuple[WorkerKind, ...] = ("target", "drafter") if args.has_draft else ("target",)
+        groups = [_group(self._machine, DEPLOYMENT_OF[kind], kind) for kind in self._kinds]
         recorder = Recorder(replica_id(), "router") if args.trace else None
         self._router_host = self.start_router(
             self._machine, workers=groups, fingerprints=own, recorder=recorder, heard=self._machine.worker_heard
@@ -63,7 +64,9 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
         self._router_host.tell(change)
 
     async def _report(self) -> Report:
-        return self._machine.figures() | self.config_report()
+        linked = [kind for kind, _ in self._machine.reports().values()]
+        workers = {f"num_workers/{kind}": float(linked.count(kind)) for kind in self._kinds}
+        return self._machine.figures() | workers | self.config_report()
 
     async def workers(self) -> dict[str, tuple[WorkerKind, bool]]:
         """Every live worker by its name: its kind, and whether it drains."""

@@ -127,6 +127,7 @@ REPORTED = (
     _gauge(_WORKERS, "num_sequences", "Sequences that a worker holds.", name="worker_sequences"),
     _gauge(_DRAFT, "num_solo_sequences", "Of these, requests for the draft model itself."),
     _gauge(_ROUTER, "num_sessions", "Sequences that a router holds.", name="router_sequences"),
+    _gauge(_ROUTER, "num_workers", "Workers that a router is linked to, by kind.", ("kind",), name="router_workers"),
     _gauge(_ALL, "is_draining", "1 where nothing new is taken any more."),
     _gauge(_WORKERS, "kv_cache_usage_perc", "Share of cache blocks in use, from 0 to 1."),
     _gauge(_WORKERS, "kv_blocks_in_use", "Cache blocks that sequences hold."),

@@ -1,0 +1,1 @@
+"""Manifests, and the generator of dashboards and rules."""

@@ -1,0 +1,134 @@
+"""Made-up series on which every alert fires and clears, with the minute for each; one sample a minute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+WHOSE = {"namespace": "n", "application": "specdec", "model_name": "m"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """An alert on made-up series.
+
+    Attributes:
+        alert: Its name.
+        series: Samples by the series' name and labels of its own, as promtool writes them.
+        fires: A minute at which it fires; None where nothing is wrong.
+        clears: A later minute, or the one that it stays silent at.
+        labels: That it fires with, beside namespace and application.
+    """
+
+    alert: str
+    series: dict[str, str]
+    fires: int | None
+    clears: int
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+def held(*parts: tuple[float, int]) -> str:
+    """A gauge: each value for so many minutes."""
+    return " ".join(f"{value}+0x{minutes - 1}" for value, minutes in parts)
+
+
+def counted(*parts: tuple[float, int]) -> str:
+    """A counter from 0: so much a minute, for so many minutes."""
+    at, texts = 0.0, ["0"]
+    for step, minutes in parts:
+        texts.append(f"{at + step}+{step}x{minutes - 1}")
+        at += step * minutes
+    return " ".join(texts)
+
+
+def _linked(kind: str, replica: str, *parts: tuple[float, int]) -> dict[str, str]:
+    return {f'specdec_router_workers{{replica="{replica}", kind="{kind}"}}': held(*parts)}
+
+
+def _slow(name: str, bound: str, share: float, minutes: int) -> dict[str, str]:
+    """A histogram of which a share is slow, and then nothing is."""
+    series = f"specdec_{name}_seconds"
+    return {
+        f'{series}_bucket{{le="{bound}"}}': counted((100 * (1 - share), minutes), (100, 800)),
+        f"{series}_count{{}}": counted((100, minutes + 800)),
+    }
+
+
+_GONE = ((1, 5), (0, 10), (1, 10))
+_MODEL = {"model_name": "m"}
+_TTFT, _ITL = ("time_to_first_token", "2.5"), ("inter_token_latency", "0.2")
+_DRAFTED = {
+    "specdec_spec_decode_num_draft_tokens_total{}": counted((600, 400)),
+    "specdec_spec_decode_num_accepted_tokens_total{}": counted((480, 300), (120, 40), (480, 60)),
+}
+_FEW = {
+    "specdec_spec_decode_num_draft_tokens_total{}": counted((30, 400)),
+    "specdec_spec_decode_num_accepted_tokens_total{}": counted((24, 300), (6, 100)),
+}
+_GAIN = {'specdec_measured_gain{target="t"}': held((1.0, 60), (1.5, 60))}
+_QUEUED = {
+    'specdec_request_queue_time_seconds_bucket{le="5.0"}': counted((0, 20), (60, 30)),
+    'specdec_request_queue_time_seconds_bucket{le="7.5"}': counted((60, 50)),
+    'specdec_request_queue_time_seconds_bucket{le="+Inf"}': counted((60, 50)),
+    "specdec_request_queue_time_seconds_count{}": counted((60, 50)),
+}
+_STUCK = {
+    "specdec_num_requests_waiting{}": held((3, 20), (0, 20)),
+    "specdec_request_queue_time_seconds_count{}": counted((0, 18), (60, 30)),
+}
+_TWO_TARGETS = {
+    f'specdec_worker_sequences{{deployment="TargetServer", replica="{name}"}}': held((0, 40)) for name in "ab"
+}
+_LOST_OFFERS = {
+    'specdec_offers_total{deployment="DraftServer"}': counted((60, 40)),
+    'specdec_offers_total{deployment="TargetServer"}': counted((0, 20), (60, 20)),
+}
+
+CASES = (
+    Case("SpecdecTargetDown", _linked("target", "r", *_GONE), 10, 20),
+    Case("SpecdecTargetDown", _linked("target", "r", *_GONE) | _linked("target", "s", (1, 25)), None, 10),
+    Case("SpecdecDraftDown", _linked("drafter", "r", *_GONE) | _linked("target", "r", (1, 25)), 10, 20),
+    # A service without a draft.
+    Case("SpecdecDraftDown", _linked("target", "r", (1, 25)), None, 20),
+    Case("SpecdecAcceptanceCollapse", _DRAFTED, 330, 360, _MODEL),
+    # Probes alone draft.
+    Case("SpecdecAcceptanceCollapse", _FEW, None, 330),
+    Case("SpecdecSpeculationNotPaying", _GAIN | {'specdec_planned_sequences{mode="off"}': held((4, 120))}, 50, 115),
+    # Nobody asks for anything.
+    Case("SpecdecSpeculationNotPaying", _GAIN | {'specdec_planned_sequences{mode="off"}': held((0, 120))}, None, 50),
+    Case("SpecdecSpeculationNotPaying", {"specdec_controller_failed{}": held((1, 30), (0, 10))}, 20, 35),
+    Case(
+        "SpecdecKvNearlyFull",
+        {'specdec_kv_cache_usage_perc{deployment="TargetServer", replica="t"}': held((0.97, 20), (0.5, 20))},
+        *(15, 30),
+        {"deployment": "TargetServer", "replica": "t"},
+    ),
+    Case("SpecdecWaitingTooLong", _QUEUED, 15, 40),
+    Case("SpecdecWaitingTooLong", _STUCK, 15, 30),
+    Case("SpecdecTtftBurnFast", _slow(*_TTFT, 0.2, 30), 20, 50, _MODEL),
+    Case("SpecdecTtftBurnSlow", _slow(*_TTFT, 0.1, 200), 60, 300, _MODEL),
+    Case("SpecdecTtftBurnSlow", _slow(*_TTFT, 0.05, 200), None, 60),
+    Case("SpecdecItlBurnFast", _slow(*_ITL, 0.2, 30), 20, 50, _MODEL),
+    Case("SpecdecItlBurnSlow", _slow(*_ITL, 0.1, 200), 60, 300, _MODEL),
+    Case(
+        "SpecdecCrashLoop",
+        {f'specdec_worker_deaths_total{{kind="target", replica="{name}"}}': counted((1, 8), (0, 40)) for name in "rs"},
+        *(8, 40),
+        {"kind": "target"},
+    ),
+    # One death that two routers saw, and one more.
+    Case(
+        "SpecdecCrashLoop",
+        {f'specdec_worker_deaths_total{{kind="target", replica="{name}"}}': counted((1, 2), (0, 40)) for name in "rs"},
+        *(None, 8),
+    ),
+    *(
+        Case(
+            "SpecdecContainedFaultsRising",
+            {f'specdec_{name}_total{{replica="{replica}"}}': counted((1, 6), (0, 40)) for replica in "ab"},
+            *(8, 40),
+        )
+        for name in ("failed_steps", "worker_errors", "skipped_sequences", "suspects")
+    ),
+    Case("SpecdecLinksSilent", _TWO_TARGETS | _linked("target", "r", (1, 20), (2, 20)), 10, 30),
+    Case("SpecdecLinksSilent", _LOST_OFFERS, 15, 35),
+)

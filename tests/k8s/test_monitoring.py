@@ -1,0 +1,196 @@
+"""Dashboards, rules and scrape configurations, read as files; what takes Prometheus itself is in test_promtool.py."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
+
+from deployments.metrics.families import FAMILIES, Family
+from k8s.monitoring.__main__ import BOARDS, FOLDER, files
+from k8s.monitoring.charts import CHOSEN, CHOSEN_MODEL
+from k8s.monitoring.resources import NODES
+from k8s.monitoring.rules import SLOS_S
+from tests.k8s.alert_cases import CASES
+
+UNITS = {"s", "none", "ops", "reqps", "percentunit", "percent", "decmbytes", "suffix: tokens/s"}
+ROW_WIDTH = 24
+PARTS = ("_bucket", "_sum", "_count")
+RULES = yaml.safe_load((FOLDER / "rules.yml").read_text())
+RECORDED = {rule["record"] for group in RULES["groups"] for rule in group["rules"] if "record" in rule}
+ALERTS = {rule["alert"]: rule for group in RULES["groups"] for rule in group["rules"] if "alert" in rule}
+DASHBOARDS = {board.name: json.loads((FOLDER / "dashboards" / f"{board.name}.json").read_text()) for board in BOARDS}
+
+
+def series_of(family: Family) -> list[str]:
+    return [family.series + part for part in (PARTS if family.kind == "histogram" else ("",))]
+
+
+SERIES = {name: family for family in FAMILIES for name in series_of(family)}
+GAUGES = {family.series for family in FAMILIES if family.kind == "gauge"}
+
+
+def panels(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
+    return [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+
+
+def queries(dashboard: dict[str, Any]) -> list[str]:
+    return [target["expr"] for panel in panels(dashboard) for target in panel["targets"]]
+
+
+def names(expression: str) -> list[str]:
+    return re.findall(r"\b(?:specdec|ray)[_:][\w:]+", re.sub(r'"[^"]*"', "", expression))
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: path.name)
+def test_generated_files_are_current(path: Path) -> None:
+    assert path.read_text() == files()[path], "run: python -m k8s.monitoring"
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_a_dashboard_is_what_its_schema_knows(name: str) -> None:
+    """Whatever the schema lacks is lost as it is read."""
+    register_default_plugins()
+    dashboard = DASHBOARDS[name]
+    assert json.loads(JSONEncoder().encode(Dashboard.from_json(dashboard))) == dashboard
+    assert dashboard["uid"] == f"specdec-{name}"
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert ids == list(range(1, len(ids) + 1))
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_a_reader_chooses_source_namespace_model_and_replica(name: str) -> None:
+    source, *choices = DASHBOARDS[name]["templating"]["list"]
+    assert (source["name"], source["type"], source["query"]) == ("datasource", "datasource", "prometheus")
+    assert [choice["name"] for choice in choices] == ["namespace", "model", "replica"]
+    for choice in choices:
+        assert (choice["includeAll"], choice["multi"], choice["allValue"]) == (True, True, ".*")
+        assert choice["current"]["value"] == "$__all"
+        (series,) = names(choice["query"])
+        assert set(SERIES[series].parts) == {"ingress", "router", "target", "draft"}, "every replica is offered"
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_panels_say_what_they_show(name: str) -> None:
+    shown = panels(DASHBOARDS[name])
+    assert len({panel["title"] for panel in shown}) == len(shown)
+    for panel in shown:
+        assert re.fullmatch(r"[A-Z][^.]*(\d\.\d)?[^.]*\.", panel["description"]), "one sentence"
+        assert panel["fieldConfig"]["defaults"]["unit"] in UNITS
+        assert panel["targets"]
+        for target in panel["targets"]:
+            assert target["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+            assert target["legendFormat"]
+            for label in re.findall(r"{{(\w+)}}", target["legendFormat"]):
+                assert re.search(rf"\bby \([^)]*\b{label}\b", target["expr"]) or target["expr"].startswith("ray_")
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_panels_lie_beside_each_other(name: str) -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARDS[name]["panels"]:
+        x, y, width, height = (panel["gridPos"][key] for key in "xywh")
+        cells = {(x + i, y + j) for i in range(width) for j in range(height)}
+        assert x + width <= ROW_WIDTH
+        assert not taken & cells
+        taken |= cells
+
+
+@pytest.mark.parametrize("query", [query for dashboard in DASHBOARDS.values() for query in queries(dashboard)])
+def test_a_query_asks_for_what_there_is_as_it_should(query: str) -> None:
+    used = names(query)
+    assert used
+    for name in used:
+        chosen = re.findall(rf"\b{name}{{([^}}]*)}}", query)
+        assert len(chosen) == used.count(name), "without the reader's choice"
+        if name in NODES:
+            assert set(chosen) == {'namespace=~"$namespace"'}
+        elif name in RECORDED:
+            assert set(chosen) == {CHOSEN_MODEL}
+        else:
+            assert all(one.startswith(CHOSEN) for one in chosen)
+            check_use(name, query)
+
+
+@pytest.mark.parametrize("rule", [rule for group in RULES["groups"] for rule in group["rules"]], ids=str)
+def test_a_rule_asks_for_what_there_is_as_it_should(rule: dict[str, Any]) -> None:
+    used = names(rule["expr"])
+    assert used
+    for name in set(used) - RECORDED:
+        check_use(name, rule["expr"])
+
+
+def check_use(name: str, expression: str) -> None:
+    """A counter is read as a rate and a gauge as it is; a label that is asked for is one that the family has."""
+    uses = re.findall(rf"(\w+)? ?\({name}\b|^{name}\b|\b{name}\b", expression)
+    assert uses
+    rates = re.findall(rf"\b(?:rate|increase)\({name}\b", expression)
+    assert len(rates) == (0 if name in GAUGES else len(uses)), expression
+    own = {*SERIES[name].labels, "deployment", "replica", "namespace", "model_name", "application", "le"}
+    for matcher in re.findall(rf"\b{name}{{([^}}]*)}}", expression):
+        assert set(re.findall(r"(\w+)=", matcher)) <= own
+    if name.endswith("_bucket") and "histogram_quantile" in expression:
+        assert re.search(rf"histogram_quantile\([\d.]+, sum by \([^)]*\ble\) \(rate\({name}\b", expression)
+
+
+def test_every_series_of_rays_that_is_shown_is_kept() -> None:
+    shown = {name for dashboard in DASHBOARDS.values() for query in queries(dashboard) for name in names(query)}
+    assert {name for name in shown if name.startswith("ray_")} == set(NODES)
+
+
+def test_slos_are_bounds_of_their_histograms() -> None:
+    for _, family, most_s in SLOS_S:
+        assert most_s in family.buckets
+
+
+def test_every_alert_says_what_to_do_and_is_tried_both_ways() -> None:
+    assert {case.alert for case in CASES} == set(ALERTS)
+    for alert in ALERTS.values():
+        assert alert["labels"]["severity"] in ("critical", "warning")
+        assert re.fullmatch(r"[A-Z][^\n]*[^.]", alert["annotations"]["summary"])
+        assert re.fullmatch(r"[A-Z][^\n]*\.", alert["annotations"]["runbook"])
+
+
+def relabelled(name: str, rules: list[dict[str, Any]]) -> str | None:
+    """The name that a series gets by a list of relabelling rules; None where it is dropped."""
+    for rule in rules:
+        found = re.fullmatch(rule["regex"], name)
+        match rule.get("action", "replace"):
+            case "replace" if found:
+                assert rule["source_labels"] == [rule["target_label"]] == ["__name__"]
+                name = re.sub(r"\$(\d)", lambda group, found=found: found[int(group[1])] or "", rule["replacement"])
+            case "keep" if not found:
+                return None
+    return name
+
+
+def plain_rules() -> list[dict[str, Any]]:
+    (job,) = yaml.safe_load((FOLDER / "prometheus.yml").read_text())["scrape_configs"]
+    return job["metric_relabel_configs"]
+
+
+def test_both_ways_of_scraping_ray_relabel_alike() -> None:
+    (endpoint,) = yaml.safe_load((FOLDER / "podmonitor.yaml").read_text())["spec"]["podMetricsEndpoints"]
+    snake = {"sourceLabels": "source_labels", "targetLabel": "target_label"}
+    monitors = [{snake.get(key, key): value for key, value in rule.items()} for rule in endpoint["metricRelabelings"]]
+    assert monitors == plain_rules()
+
+
+def test_names_of_ray_become_ours() -> None:
+    rules = plain_rules()
+    for name, family in SERIES.items():
+        of_ray = f"ray_{name}" + ("_total" if family.kind == "histogram" else "")
+        assert relabelled(of_ray, rules) == name
+    assert relabelled("ray_node_mem_used", rules) == "ray_node_mem_used"
+    assert relabelled("ray_node_disk_usage", rules) is None
+    assert all(relabelled(name, rules) == name for name in NODES)
+    (dropped,) = [rule["regex"] for rule in rules if rule.get("action") == "labeldrop"]
+    ours = {"application", "deployment", "replica", "model_name"}.union(*(family.labels for family in FAMILIES))
+    assert not [label for label in ours if re.fullmatch(dropped, label)]
