@@ -15,19 +15,20 @@ ARGS ?=
 # A Python 3.11 to make .venv with, where the one found is not the one wanted.
 PYTHON ?=
 
-.PHONY: help setup serve test test-fast test-cluster test-clients check format bench soak clean
+.PHONY: help setup serve test test-fast test-cluster test-clients test-monitoring check format bench soak clean
 
 help:
-	@echo "make serve         the service with the demo pair on 127.0.0.1:8000, until Ctrl-C"
-	@echo "make test-fast     what a developer runs between two changes: no services, nothing slow"
-	@echo "make test          the test suite, with services on this machine"
-	@echo "make test-cluster  several Ray nodes on this machine; needs redis-server"
-	@echo "make test-clients  schemathesis, guidellm, the openai client and a browser; needs chromium"
-	@echo "make soak          the long tests"
-	@echo "make check         format, lint, types, import layers"
-	@echo "make bench         modes compared on the same work"
-	@echo "make format        put the source into the project's format"
-	@echo "make clean         remove .venv and everything that was generated"
+	@echo "make serve            the service with the demo pair on 127.0.0.1:8000, until Ctrl-C"
+	@echo "make test-fast        what a developer runs between two changes: no services, nothing slow"
+	@echo "make test             the test suite, with services on this machine"
+	@echo "make test-cluster     several Ray nodes on this machine; needs redis-server"
+	@echo "make test-clients     schemathesis, guidellm, the openai client and a browser; needs chromium"
+	@echo "make test-monitoring  alerts and dashboards on a real Prometheus; needs Debian's prometheus"
+	@echo "make soak             the long tests"
+	@echo "make check            format, lint, types, import layers"
+	@echo "make bench            modes compared on the same work"
+	@echo "make format           put the source into the project's format"
+	@echo "make clean            remove .venv and everything that was generated"
 
 setup: $(DEV)
 
@@ -36,11 +37,11 @@ serve: $(SERVE)
 
 # What starts Ray has the machine to itself: two services at once would be slow, and late for each other.
 test: $(DEV)
-	@$(PYTEST) $(TWO) -m "not soak and not cluster and not clients and not service" $(ARGS)
-	@$(PYTEST) -m "service and not soak and not cluster and not clients" $(ARGS)
+	@$(PYTEST) $(TWO) -m "not soak and not cluster and not clients and not monitoring and not service" $(ARGS)
+	@$(PYTEST) -m "service and not soak and not cluster and not clients and not monitoring" $(ARGS)
 
 test-fast: $(DEV)
-	@$(PYTEST) $(TWO) -m "not soak and not cluster and not clients and not service and not slow" $(ARGS)
+	@$(PYTEST) $(TWO) -m "not soak and not cluster and not clients and not monitoring and not service and not slow" $(ARGS)
 
 test-cluster: $(DEV)
 	@command -v redis-server >/dev/null || { echo "Install redis-server first (Debian, Ubuntu: apt install redis-server)" >&2; exit 1; }
@@ -49,6 +50,10 @@ test-cluster: $(DEV)
 test-clients: $(DEV) $(CLIENTS)
 	@command -v chromium >/dev/null || { echo "Install chromium first (Debian, Ubuntu: apt install chromium)" >&2; exit 1; }
 	@$(PYTEST) -m "clients or service" tests/clients tests/integration/test_openai_client.py $(ARGS)
+
+test-monitoring: $(DEV)
+	@command -v promtool >/dev/null || { echo "Install prometheus first (Debian, Ubuntu: apt install prometheus)" >&2; exit 1; }
+	@$(PYTEST) -m "monitoring and not soak" $(ARGS)
 
 check: $(DEV)
 	@$(BIN)/ruff format --check .

@@ -9,12 +9,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FORBIDDEN_IMPORTS = {"specdec": {"cluster", "deployments", "ray", "fastapi", "starlette"}, "cluster": {"deployments"}}
+FORBIDDEN_IMPORTS = {
+    "specdec": {"cluster", "deployments", "k8s", "ray", "fastapi", "starlette"},
+    "cluster": {"deployments", "k8s"},
+    "deployments": {"k8s"},
+}
 ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "putenv"}
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
-SOURCES = sorted(path for package in ("specdec", "cluster", "deployments") for path in (ROOT / package).rglob("*.py"))
+SOURCES = sorted(
+    path for package in ("specdec", "cluster", "deployments", "k8s") for path in (ROOT / package).rglob("*.py")
+)
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 
