@@ -75,9 +75,12 @@ _STUCK = {
     "specdec_num_requests_waiting{}": held((3, 20), (0, 20)),
     "specdec_request_queue_time_seconds_count{}": counted((0, 18), (60, 30)),
 }
-_TWO_TARGETS = {
-    f'specdec_worker_sequences{{deployment="TargetServer", replica="{name}"}}': held((0, 40)) for name in "ab"
-}
+
+
+def _two(deployment: str) -> dict[str, str]:
+    return {f'specdec_worker_sequences{{deployment="{deployment}", replica="{name}"}}': held((0, 40)) for name in "ab"}
+
+
 _LOST_OFFERS = {
     'specdec_offers_total{deployment="DraftServer"}': counted((60, 40)),
     'specdec_offers_total{deployment="TargetServer"}': counted((0, 20), (60, 20)),
@@ -129,6 +132,7 @@ CASES = (
         )
         for name in ("failed_steps", "worker_errors", "skipped_sequences", "suspects")
     ),
-    Case("SpecdecLinksSilent", _TWO_TARGETS | _linked("target", "r", (1, 20), (2, 20)), 10, 30),
+    Case("SpecdecLinksSilent", _two("TargetServer") | _linked("target", "r", (1, 20), (2, 20)), 10, 30),
+    Case("SpecdecLinksSilent", _two("DraftServer") | _linked("drafter", "r", (1, 20), (2, 20)), 10, 30),
     Case("SpecdecLinksSilent", _LOST_OFFERS, 15, 35),
 )
