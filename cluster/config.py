@@ -251,6 +251,13 @@ class AppArgs(StrictModel):
         description="how long running requests may go on when the service or a replica is told to stop; new requests "
         "are refused meanwhile",
     )
+    affinity_slack: int = Field(
+        4,
+        ge=0,
+        le=65536,
+        description="with several targets a sequence goes to the one that has most of its prompt cached, unless that "
+        "one holds over so many sequences more than the least loaded; 0: the least loaded, whatever is cached",
+    )
     stream_interval: int = Field(
         1,
         ge=1,

@@ -11,7 +11,16 @@ from cluster.config_files import merged
 from cluster.strict import validated
 from specdec.errors import InvalidParameterError
 
-LIVE_KEYS = ("limits", "protocol", "mode", "num_branches", "stream_interval", "unknown_fields", "log_level")
+LIVE_KEYS = (
+    "limits",
+    "protocol",
+    "mode",
+    "num_branches",
+    "affinity_slack",
+    "stream_interval",
+    "unknown_fields",
+    "log_level",
+)
 """Keys and sections of the configuration that a ``user_config`` may change."""
 
 

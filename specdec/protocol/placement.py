@@ -53,11 +53,14 @@ class Placement:
         self.workers = WorkerPool()
 
     def place(self, session: Session, link: WorkerLink, now_s: float) -> None:
-        """Open a session on the least loaded worker of a kind, under a new n if it was open before."""
+        """Open a session on a worker of a kind, under a new n if it was open before.
+
+        It goes where most of it is cached, if that worker is not too loaded, else to the least loaded.
+        """
         self._counters.num_reopened += self.workers.detach(link)
-        name = self.workers.least_loaded(link.kind)
+        name = self.workers.choose(link.kind, session)
         if name is not None:
-            self.workers.attach(link, name)
+            self.workers.attach(session, link, name)
             self.open(session, link, now_s)
 
     def place_missing(self, session: Session, link: WorkerLink, now_s: float) -> None:
@@ -115,6 +118,7 @@ class Placement:
         session.end_span()
         self._probation.leave(session)
         for link in session.links:
+            self.workers.has_read(session, link)
             self.close(session, link)
 
     def send(self, link: WorkerLink, message: Message) -> None:
@@ -160,7 +164,7 @@ class Placement:
                     break
                 self._counters.num_reopened += len(group.members)
                 for session in group.members:
-                    self.workers.attach(session.target, name)
+                    self.workers.attach(session, session.target, name)
                     self.open(session, session.target, now_s)
 
     def hand_over(self, sessions: Iterable[Session], now_s: float) -> None:

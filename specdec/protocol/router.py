@@ -86,6 +86,10 @@ class RouterMachine:
         for session in self._sessions:
             session.lease_s = times.lease_s
 
+    def set_affinity(self, slack: int) -> None:
+        """Go by another slack from now on; see :class:`specdec.protocol.worker_pool.WorkerPool`."""
+        self._workers.affinity_slack = slack
+
     def set_planner(self, planner: Planner | PlanController, now_s: float) -> None:
         """Plan by another planner from now on, also for the sequences that are open."""
         self._controller = FixedPlans(planner) if callable(planner) else planner

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
+from specdec.protocol.affinity import CachedPrefixes, block_digests, choose
 from specdec.protocol.plans import WorkerKind
-from specdec.protocol.sessions import WorkerLink
+from specdec.protocol.sessions import Session, WorkerLink
+
+AFFINITY_SLACK = 4
+"""Sequences."""
 
 
 @dataclass(slots=True)
@@ -20,6 +24,7 @@ class Worker:
         is_other_model: It has refused a sequence because its model is another (rule 14).
         asked_s: When it was sent a renewal that it has not answered yet.
         num_links: Links to it: its load.
+        prefixes: What it was given to read.
     """
 
     kind: WorkerKind
@@ -30,6 +35,7 @@ class Worker:
     is_other_model: bool = False
     asked_s: float | None = None
     num_links: int = 0
+    prefixes: CachedPrefixes = field(default_factory=CachedPrefixes)
 
     @property
     def takes_sequences(self) -> bool:
@@ -38,9 +44,15 @@ class Worker:
 
 
 class WorkerPool:
-    """Workers by name. Links are attached and detached here alone, so that loads need not be counted anew."""
+    """Workers by name. Links are attached and detached here alone, so that loads need not be counted anew.
+
+    Attributes:
+        affinity_slack: A sequence goes where its prefix is cached unless that worker holds over so many more than the
+            least loaded; it may be changed.
+    """
 
     def __init__(self) -> None:
+        self.affinity_slack = AFFINITY_SLACK
         self._workers: dict[str, Worker] = {}
 
     def __iter__(self) -> Iterator[tuple[str, Worker]]:
@@ -72,15 +84,32 @@ class WorkerPool:
         ]
         return min(able)[1] if able else None
 
+    def choose(self, kind: WorkerKind, session: Session) -> str | None:
+        """The worker of a kind that a sequence is to be opened on; None where none takes sequences."""
+        able = {name: one for name, one in self._workers.items() if one.kind == kind and one.takes_sequences}
+        if len(able) < 2:
+            return next(iter(able), None)
+        digests = block_digests(session.log, session.spec.cache_salt)
+        loads = {name: worker.num_links for name, worker in able.items()}
+        cached = {name: worker.prefixes.num_cached(digests) for name, worker in able.items()}
+        return choose(loads, cached, self.affinity_slack)
+
     def is_replaced(self, kind: WorkerKind) -> bool:
         """Whether there are workers of a kind, and all of them are of another model."""
         found = [worker.is_other_model for worker in self._workers.values() if worker.kind == kind]
         return bool(found) and all(found)
 
-    def attach(self, link: WorkerLink, name: str) -> None:
+    def attach(self, session: Session, link: WorkerLink, name: str) -> None:
         """A sequence is to be opened on a worker."""
         link.worker = name
         self._workers[name].num_links += 1
+        self.has_read(session, link)
+
+    def has_read(self, session: Session, link: WorkerLink) -> None:
+        """A link's worker has read the whole of a sequence, or is about to."""
+        worker = self.get(link.worker)
+        if worker is not None and sum(one.kind == worker.kind for one in self._workers.values()) > 1:
+            worker.prefixes.add(block_digests(session.log, session.spec.cache_salt))
 
     def detach(self, link: WorkerLink) -> bool:
         """What is open on a link is so no more, and what comes next has a new n. Whether anything was."""

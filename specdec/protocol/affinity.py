@@ -1,0 +1,60 @@
+"""Where a sequence should go: where its prefix is probably cached, unless that worker holds too many already."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+from specdec.protocol.marks import TokenLog
+
+BLOCK_TOKENS = 32
+"""Prefixes are told apart at each multiple of this. Workers' cache blocks may have another size."""
+MOST_BLOCKS = 1 << 16
+"""That many of a worker are remembered. Whether it still has them only it knows: a wrong guess costs time alone."""
+
+
+def block_digests(log: TokenLog, salt: str) -> list[int]:
+    """A digest of each prefix of whole blocks, the shortest first; prefixes are shared only under the same salt."""
+    return [hash((salt, log.mark(length))) for length in range(BLOCK_TOKENS, len(log) + 1, BLOCK_TOKENS)]
+
+
+class CachedPrefixes:
+    """Prefixes that a worker has read, as far as its router knows; those used longest ago are forgotten first.
+
+    Args:
+        most_blocks: That are remembered.
+    """
+
+    def __init__(self, most_blocks: int = MOST_BLOCKS) -> None:
+        self._most_blocks = most_blocks
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def add(self, digests: Sequence[int]) -> None:
+        """A sequence with these prefixes was given to the worker."""
+        for digest in reversed(digests):  # of a prefix its end is forgotten first: without its beginning it is no use
+            self._blocks[digest] = None
+            self._blocks.move_to_end(digest)
+        while len(self._blocks) > self._most_blocks:
+            self._blocks.popitem(last=False)
+
+    def num_cached(self, digests: Sequence[int]) -> int:
+        """How many of these blocks, from the first on, were given to it before."""
+        count = 0
+        while count < len(digests) and digests[count] in self._blocks:
+            count += 1
+        return count
+
+
+def choose(loads: Mapping[str, int], num_cached: Mapping[str, int], slack: int) -> str:
+    """The worker with most of a prefix among those that hold at most ``slack`` sequences more than the least loaded.
+
+    Of several with as much of it the least loaded is chosen, and of these the first by name.
+
+    Args:
+        loads: Sequences by worker; at least one worker.
+        num_cached: Blocks of the prefix by worker.
+        slack: At least 0.
+    """
+    most = min(loads.values()) + slack
+    able = [name for name, load in loads.items() if load <= most]
+    return min(able, key=lambda name: (-num_cached.get(name, 0), loads[name], name))

@@ -1,0 +1,106 @@
+"""Sequences go where their prefix is cached, and load stays even."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from specdec.protocol.affinity import BLOCK_TOKENS, CachedPrefixes, block_digests, choose
+from specdec.protocol.leases import Times
+from specdec.protocol.marks import TokenLog
+from specdec.protocol.messages import Open, Submit
+from specdec.protocol.plans import fixed_plan
+from specdec.protocol.router import RouterMachine
+from specdec.sampling.params import SamplingParams, SequenceSpec
+
+SLACK = 4
+
+
+def log_of(seed: int, num_blocks: int) -> TokenLog:
+    rng = random.Random(seed)
+    return TokenLog(rng.randrange(1000) for _ in range(num_blocks * BLOCK_TOKENS))
+
+
+def test_a_prefix_is_found_as_far_as_it_is_the_same() -> None:
+    cached, log = CachedPrefixes(), log_of(0, 6)
+    cached.add(block_digests(log, "a"))
+    assert cached.num_cached(block_digests(log, "a")) == 6
+    other = TokenLog([*log.tail(0, 3 * BLOCK_TOKENS), *log_of(1, 3).tail(0)])
+    assert cached.num_cached(block_digests(other, "a")) == 3
+    assert cached.num_cached(block_digests(log, "b")) == 0, "another salt shares nothing"
+    assert block_digests(TokenLog(range(BLOCK_TOKENS - 1)), "") == []
+
+
+def test_what_was_used_longest_ago_is_forgotten_from_its_end() -> None:
+    cached, old, new = CachedPrefixes(most_blocks=8), log_of(0, 5), log_of(1, 5)
+    cached.add(block_digests(old, ""))
+    cached.add(block_digests(new, ""))
+    assert cached.num_cached(block_digests(new, "")) == 5
+    assert cached.num_cached(block_digests(old, "")) == 3
+
+
+@pytest.mark.parametrize(
+    ("loads", "cached", "slack", "chosen"),
+    [
+        ({"a": 3, "b": 1}, {}, 4, "b"),
+        ({"a": 5, "b": 1}, {"a": 2}, 4, "a"),
+        ({"a": 6, "b": 1}, {"a": 2}, 4, "b"),
+        ({"a": 2, "b": 1}, {"a": 2}, 0, "b"),
+        ({"a": 2, "b": 1, "c": 1}, {"a": 2, "b": 2}, 4, "b"),
+        ({"b": 1, "a": 1}, {}, 4, "a"),
+    ],
+)
+def test_the_choice(loads: dict[str, int], cached: dict[str, int], slack: int, chosen: str) -> None:
+    assert choose(loads, cached, slack) == chosen
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_conversations_find_their_tokens_and_load_stays_even(seed: int) -> None:
+    """Conversations of many turns, at random times, over four targets; each turn repeats all that was said before."""
+    rng, targets = random.Random(seed), [f"T{i}" for i in range(4)]
+    loads, caches = dict.fromkeys(targets, 0), {name: CachedPrefixes() for name in targets}
+    held: list[tuple[float, str]] = []
+    turns = [(rng.uniform(0, 600), talk) for talk in range(120) for _ in range(8)]
+    said = {talk: log_of(1000 * seed + talk, rng.randrange(1, 4)) for talk in range(120)}
+    where: dict[int, set[str]] = {}
+    num_reusable = num_found = 0
+    for now_s, talk in sorted(turns):
+        for ended in [one for one in held if one[0] <= now_s]:
+            held.remove(ended)
+            loads[ended[1]] -= 1
+        digests = block_digests(said[talk], "")
+        cached = {name: cache.num_cached(digests) for name, cache in caches.items()}
+        name = choose(loads, cached, SLACK)
+        assert loads[name] - min(loads.values()) <= SLACK
+        num_reusable += max(cached.values())
+        num_found += cached[name]
+        loads[name] += 1
+        held.append((now_s + rng.expovariate(1 / 8), name))
+        said[talk].extend(log_of(rng.randrange(1 << 30), rng.randrange(1, 5)).tail(0))
+        caches[name].add(block_digests(said[talk], ""))
+        where.setdefault(talk, set()).add(name)
+    assert num_reusable > 0
+    assert num_found >= 0.9 * num_reusable
+    assert set().union(*where.values()) == set(targets), "all of them were used"
+
+
+def test_the_next_turn_of_a_conversation_goes_where_the_last_one_was() -> None:
+    """Also where its answer is part of what is cached, and the other target holds less."""
+    machine = RouterMachine("R", fixed_plan(0, "off"), Times())
+    for name in ("T0", "T1"):
+        machine.worker_joined(name, "target", 0.0)
+
+    def submitted(seq: str, prompt: tuple[int, ...]) -> str:
+        spec = SequenceSpec(SamplingParams(), seed=1, max_tokens=50, output_start=len(prompt))
+        machine.receive(Submit(seq, 1, "I", prompt, spec), 0.0)
+        outbox = machine.take_outbox()
+        (name,) = [peer for peer, messages in outbox.items() if any(isinstance(one, Open) for one in messages)]
+        return name
+
+    first = log_of(0, 4).tail(0)
+    assert submitted("a", first) == "T0"
+    assert submitted("b", log_of(1, 4).tail(0)) == "T1"
+    assert submitted("c", (*first, *log_of(2, 1).tail(0))) == "T0"
+    machine.set_affinity(0)
+    assert submitted("d", (*first, *log_of(2, 1).tail(0))) == "T1"
