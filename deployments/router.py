@@ -43,7 +43,7 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
             max_reopens=args.limits.max_reopens,
         )
         self._machine.tracer = sequence_tracer("router", self._machine.name)
-        self._machine.set_affinity(args.affinity_slack)
+        self._machine.workers.affinity_slack = args.affinity_slack
         self._kinds: tuple[WorkerKind, ...] = ("target", "drafter") if args.has_draft else ("target",)
         groups = [_group(self._machine, DEPLOYMENT_OF[kind], kind) for kind in self._kinds]
         recorder = Recorder(replica_id(), "router") if args.trace else None
@@ -59,7 +59,7 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
         def change(_host_machine: Any, now_s: float) -> None:
             self._machine.set_times(args.protocol.times())
             self._machine.probation.max_reopens = args.limits.max_reopens
-            self._machine.set_affinity(args.affinity_slack)
+            self._machine.workers.affinity_slack = args.affinity_slack
             if (args.mode, args.num_branches) != (before.mode, before.num_branches):  # else what it has learned stays
                 self._machine.set_planner(planner, now_s)
 

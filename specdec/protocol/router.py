@@ -52,6 +52,7 @@ class RouterMachine:
 
     Attributes:
         tracer: Begins spans of sequences whose request is traced; None where nobody traces.
+        workers: Those that can be reached.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class RouterMachine:
         self._outbox = Outbox()
         self.probation = Probation(name, max_reopens)
         self._placement = Placement(name, self._outbox, self.counters, self.probation, times.lease_s, fingerprints)
-        self._workers = self._placement.workers
+        self.workers = self._placement.workers
         self._renewed_s = float("-inf")
 
     def set_times(self, times: Times) -> None:
@@ -85,10 +86,6 @@ class RouterMachine:
         self._renewed_s = float("-inf")  # workers learn the new lease before the old one runs out
         for session in self._sessions:
             session.lease_s = times.lease_s
-
-    def set_affinity(self, slack: int) -> None:
-        """Go by another slack from now on; see :class:`specdec.protocol.worker_pool.WorkerPool`."""
-        self._workers.affinity_slack = slack
 
     def set_planner(self, planner: Planner | PlanController, now_s: float) -> None:
         """Plan by another planner from now on, also for the sequences that are open."""
@@ -104,7 +101,7 @@ class RouterMachine:
 
     def reports(self) -> dict[str, tuple[WorkerKind, dict[str, float]]]:
         """The newest counters of every live worker, by its name."""
-        return self._workers.reports()
+        return self.workers.reports()
 
     def figures(self) -> dict[str, float]:
         """The router's counters, and the controller's choices and estimates, by name."""
@@ -127,7 +124,7 @@ class RouterMachine:
 
     def worker_joined(self, name: str, kind: WorkerKind, now_s: float) -> None:
         """A worker can be reached; sessions without one of its kind are opened on it."""
-        worker = self._workers.add(name, kind, now_s)
+        worker = self.workers.add(name, kind, now_s)
         for session in self._sessions:
             for link in session.links:
                 if link.worker == name:  # it was reached again: what it held may be gone
@@ -144,7 +141,7 @@ class RouterMachine:
 
     def worker_heard(self, name: str, now_s: float) -> None:
         """A worker's link is alive, though its machine may be in a long step; others are ignored."""
-        worker = self._workers.get(name)
+        worker = self.workers.get(name)
         if worker is not None and not worker.is_silent:
             worker.heard_s = now_s
 
@@ -176,7 +173,7 @@ class RouterMachine:
         if now_s < self._renewed_s + self._times.renew_s:
             return False
         self._renewed_s = now_s
-        for name, worker in self._workers:
+        for name, worker in self.workers:
             if not worker.is_silent and now_s - worker.heard_s > self._times.silence_s:
                 worker.is_silent = True
                 self._lose(name, now_s, is_gone=False)
@@ -193,14 +190,14 @@ class RouterMachine:
         """Where all targets are of another model, nobody can go on with a sequence of this one (rule 14)."""
         for session in self._sessions:
             link = session.target
-            if session.finish is None and link.worker is None and self._workers.is_replaced(link.kind):
+            if session.finish is None and link.worker is None and self.workers.is_replaced(link.kind):
                 self._finish(session, "error", MODEL_REPLACED)
 
     def _send_away(self, now_s: float) -> None:
         """What has no target here while this router drains is for another router: no new worker links with this one."""
         for session in self._sessions if self.is_draining else ():
             link = session.target
-            if session.finish is None and link.worker is None and self._workers.least_loaded(link.kind) is None:
+            if session.finish is None and link.worker is None and self.workers.least_loaded(link.kind) is None:
                 self._outbox.put(session.ingress, Gone(session.seq, session.inc.attempt, "draining"))
                 self._end(self._sessions.drop(session.seq, session.inc, now_s))
 
@@ -230,7 +227,7 @@ class RouterMachine:
         self._placement.send(link, PlanUpdate(session.seq, session.link_inc(link), session.plan))
 
     def _renew(self, now_s: float) -> None:
-        live: dict[str, list[tuple[str, Inc]]] = {name: [] for name, _ in self._workers}
+        live: dict[str, list[tuple[str, Inc]]] = {name: [] for name, _ in self.workers}
         for session in self._sessions:
             for link in session.links:
                 if link.worker is not None and now_s - link.opened_s > self._times.settle_s:
@@ -241,7 +238,7 @@ class RouterMachine:
                 self._commit(session, session.drafter.length)
         for name, entries in live.items():
             self._outbox.put(name, Live(self.name, tuple(entries), self._times.lease_s))
-            worker = self._workers.get(name)
+            worker = self.workers.get(name)
             if worker is not None and worker.asked_s is None:
                 worker.asked_s = now_s
 
@@ -328,7 +325,7 @@ class RouterMachine:
 
     def _on_resync(self, message: Resync, now_s: float) -> None:
         self.counters.num_resyncs[message.why] += 1
-        session, worker = self._sessions.get(message.seq), self._workers.get(message.worker)
+        session, worker = self._sessions.get(message.seq), self.workers.get(message.worker)
         if worker is not None:
             worker.is_draining |= message.why == "draining"
             worker.is_other_model |= message.why == "model"
@@ -342,12 +339,12 @@ class RouterMachine:
                     self._placement.reopen(session, link, message.why, now_s)
 
     def _on_alive(self, message: Alive, now_s: float) -> None:
-        worker = self._workers.get(message.worker)
+        worker = self.workers.get(message.worker)
         if worker is None:
             return
         if worker.is_silent:
             self.worker_joined(message.worker, worker.kind, now_s)
-            worker = self._workers.get(message.worker)
+            worker = self.workers.get(message.worker)
             assert worker is not None, "it has just joined"
         worker.heard_s, worker.report = now_s, message.report
         was_draining, worker.is_draining = worker.is_draining, bool(message.report.get("is_draining"))
@@ -389,12 +386,12 @@ class RouterMachine:
             self._planning.closed(session.seq)
 
     def _lose(self, name: str, now_s: float, *, is_gone: bool) -> None:
-        worker = self._workers.get(name)
+        worker = self.workers.get(name)
         is_only_one = worker is not None and worker.report.get("num_sequences", 0.0) <= 1
         if is_gone:
             if worker is not None and not worker.is_draining:
                 self.counters.num_worker_deaths[worker.kind] += 1
-            self._workers.remove(name)
+            self.workers.remove(name)
         self._controller.lost(name)
         for session in self._placement.lose(name, self._sessions, now_s, is_only_one=is_only_one):
             self._finish(session, "error", _AT_FAULT)

@@ -102,5 +102,5 @@ def test_the_next_turn_of_a_conversation_goes_where_the_last_one_was() -> None:
     assert submitted("a", first) == "T0"
     assert submitted("b", log_of(1, 4).tail(0)) == "T1"
     assert submitted("c", (*first, *log_of(2, 1).tail(0))) == "T0"
-    machine.set_affinity(0)
+    machine.workers.affinity_slack = 0
     assert submitted("d", (*first, *log_of(2, 1).tail(0))) == "T1"
