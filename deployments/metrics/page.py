@@ -11,6 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 
+_HEAD = b"# All live replicas of the service. Ray's exporters have the same series: scrape these or this page, never both.\n"
+
+
 class ReplicaPage(NamedTuple):
     """What one replica tells, in Prometheus' text format, and whose it is."""
 
@@ -34,7 +37,7 @@ def metrics_page(pages: Sequence[ReplicaPage], failures: Mapping[str, int]) -> b
     registry.register(_Merged(pages))
     registry.register(_Failures(failures))
     text: bytes = generate_latest(registry)
-    return text
+    return _HEAD + text
 
 
 class _Merged(Collector):

@@ -49,4 +49,6 @@ def test_samples_of_all_replicas_are_in_one_family_each() -> None:
 
 
 def test_a_page_without_replicas_is_a_page() -> None:
-    assert b"specdec_steps" not in metrics_page([], {"OpenAIIngress": 0})
+    text = metrics_page([], {"OpenAIIngress": 0})
+    assert b"specdec_steps" not in text
+    assert text.startswith(b"# All live replicas")
