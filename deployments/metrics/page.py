@@ -10,8 +10,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-
-_HEAD = b"# All live replicas of the service. Ray's exporters have the same series: scrape these or this page, never both.\n"
+_HEAD = b"# All live replicas. Ray's exporters have the same series: scrape those or this page, never both.\n"
 
 
 class ReplicaPage(NamedTuple):
