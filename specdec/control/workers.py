@@ -42,9 +42,13 @@ class WorkerFigures:
         step_s = self.steps.points[-1].seconds if self.steps else 0.0
         return max(shortest_s / 2, shortest_s - step_s / (1 + len(self._echoes_s)))
 
+    @property
+    def num_sequences(self) -> int:
+        """As reported: other routers' are among them."""
+        return int(self.report.get("num_sequences", 0))
+
     def branches_each(self, num_sequences: int) -> int:
         """Most branches that a drafter has room for, of each of its sequences; recurrent states take a slot each."""
-        held, num_slots = (int(self.report.get(name, 0)) for name in ("num_sequences", "num_state_slots"))
-        rows = max(1, num_sequences, held)  # other routers' are among those that it holds
+        rows, num_slots = max(1, num_sequences, self.num_sequences), int(self.report.get("num_state_slots", 0))
         room = max(0, num_slots // rows - 1) if num_slots else branch_share(rows)
         return min(branch_share(rows), room)
