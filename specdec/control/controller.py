@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -179,7 +179,6 @@ class Controller:
     def figures(self) -> dict[str, float]:
         """Choices and estimates by name; what belongs to one target, or one way, is named ``name/<target>``."""
         plans = [one.plan for one in self._sequences.values()]
-        ways = Counter(plan.mode for plan in plans)
         drafting = [plan for plan in plans if plan.num_draft_tokens]
         count, groups = max(1, len(drafting)), self._groups.values()
         rates = [group.acceptance_rate for group in groups] or [PRIOR_RATE]
@@ -187,8 +186,7 @@ class Controller:
             "planned_draft_tokens": sum(plan.num_draft_tokens for plan in drafting) / count,
             "planned_branches": sum(plan.num_branches for plan in drafting) / count,
             "estimated_acceptance_rate": sum(rates) / len(rates),
-        }
-        overall |= {f"planned_sequences/{way}": float(ways[way]) for way in WAYS}
+        } | {f"planned_sequences/{way}": float(sum(plan.mode == way for plan in plans)) for way in WAYS}
         for target, group in self._groups.items():
             overall |= {f"{name}/{target}": value for name, value in group.figures().items()}
         return overall

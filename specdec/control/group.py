@@ -133,6 +133,5 @@ class Group:
         figures = {"estimated_guess_rate": self.guess_rate}
         if self.conditions is not None:
             paces = [pace(choice, self.conditions, self.acceptance_rate) for choice in (self.choice, OFF)]
-            figures["estimated_gain"] = paces[0] / paces[1]
-            figures["measured_gain"] = self._gain
+            figures |= {"estimated_gain": paces[0] / paces[1], "measured_gain": self._gain}
         return figures
