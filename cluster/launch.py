@@ -22,6 +22,7 @@ from cluster.drain import INGRESS, drain_ingress
 from cluster.placement import plan_placement, ray_devices
 from cluster.processes import OwnProcesses, is_alive
 from cluster.settings import prepare_for_ray, prepare_for_tracing
+from cluster.startup import starting
 from specdec.errors import InvalidParameterError, SpecdecError
 
 APPLICATION = "deployments.app:build_app"
@@ -30,7 +31,8 @@ STATUS = "deployments.status"
 """Module with a builder for each of the service's status applications: ``build_health`` for ``/health``, and so on."""
 STATUS_PARTS = ("health", "live", "metrics")
 LOADERS = ("TargetServer", "DraftServer")
-"""Deployments whose replicas load a model."""
+"""Deployments whose replicas load a model, and say what they do."""
+_LOADS = "loads the model"
 OBJECT_STORE_BYTES = 256 << 20
 POLL_S = 0.2
 WATCH_S = 2.0
@@ -224,7 +226,7 @@ class LocalService:
         try:
             if self._ray_is_alive():
                 handle = serve.get_deployment_handle(INGRESS, APPLICATION_NAME)
-                if not drain_ingress(handle, self._config.drain_timeout_s, self._ray_is_alive):
+                if not drain_ingress(handle, self._config.drain_timeout_s, self._ray_is_alive, self._report_running):
                     self._report(f"requests still run after {self._config.drain_timeout_s:g} s: they are cut off")
                     return
             if self._ray_is_alive():
@@ -236,6 +238,9 @@ class LocalService:
         except Exception as error:  # whatever it is, what is left is stopped next
             self._report(f"the replicas did not end by themselves: {type(error).__name__}")
 
+    def _report_running(self, num_running: int) -> None:
+        self._report(f"draining, requests still running: {num_running}")
+
     def _ray_is_alive(self) -> bool:
         return all(is_alive(process) for process in self._heart)
 
@@ -246,8 +251,9 @@ class LocalService:
         if not self._ray_is_alive():
             raise LaunchError("Ray has gone away: one of its processes has ended")
         application = serve.status().applications.get(APPLICATION_NAME)
+        stages = starting(APPLICATION_NAME)
         for name, deployment in application.deployments.items() if application is not None else ():
-            state = describe(deployment, loads_model=name in LOADERS)
+            state = describe(deployment, stages.get(name, _LOADS) if name in LOADERS else "")
             if self._states.get(name) != state:
                 self._states[name] = state
                 self._report(f"{name}: {state}")
@@ -320,22 +326,22 @@ def first_failure(application: Any) -> str | None:
     return None
 
 
-def describe(deployment: Any, *, loads_model: bool = False) -> str:
+def describe(deployment: Any, stage: str = "") -> str:
     """A few words on a deployment's replicas; those that are stopping do not count.
 
     What Serve says of replicas that do not come up is part of it; that they are slow is said in words of our own.
 
     Args:
         deployment: Serve's status of it.
-        loads_model: Whether its replicas load a model when they start.
+        stage: What its replicas do when they start.
     """
     counts = deployment.replica_states
     running = counts.get("RUNNING", 0)
     total = sum(counts.values()) - counts.get("STOPPING", 0)
     is_ready = bool(running) and running == total
     remarks = [f"{running} of {total}"] if total > 1 else []
-    if loads_model and not is_ready:
-        remarks.append("loads the model")
+    if stage and not is_ready:
+        remarks.append(stage)
     state = ("ready" if is_ready else "starting") + (f" ({', '.join(remarks)})" if remarks else "")
     message = deployment.message.strip() if running < max(total, 1) else ""
     return f"{state}: {_slow_start(message) or last_line(message)}" if message else state

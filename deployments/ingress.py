@@ -112,16 +112,13 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
         return self._machine.report() | self.config_report()
 
     async def refusal(self) -> str:
-        """Why this replica takes no requests; empty where it does."""
-        return self._service.refusal()
+        """Why this replica takes no requests, for operators; empty where it does."""
+        return self._service.state()
 
-    async def drain(self) -> None:
-        """Refuse new requests from now on, with 503; open ones go on."""
+    async def drain_requests(self) -> int:
+        """Refuse new requests from now on, with 503; open ones go on. Gives how many sequences of them are open."""
         self._service.drain()
-
-    async def is_drained(self) -> bool:
-        """Whether this replica drains, and no request is open."""
-        return self._service.is_drained
+        return self._service.num_open
 
 
 def model_info(args: AppArgs, own: Fingerprints) -> ModelInfo:

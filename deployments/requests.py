@@ -52,9 +52,14 @@ class RoutedTokens:
         self._is_draining = True
 
     @property
-    def is_drained(self) -> bool:
-        """Whether it drains, and no sequence is open."""
-        return self._is_draining and not self._inboxes
+    def num_open(self) -> int:
+        """Sequences that are open."""
+        return len(self._inboxes)
+
+    def state(self) -> str:
+        """For operators: why sequences are not taken, and how many are open still; empty where they are taken."""
+        refusal = self.refusal()
+        return f"{refusal}; {self.num_open} still run" if refusal and self._is_draining else refusal
 
     def refusal(self) -> str:
         """Why sequences are not taken; empty where they are."""

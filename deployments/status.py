@@ -16,11 +16,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from cluster.settings import api_keys
+from cluster.startup import starting
 from cluster.strict import StrictModel
-from deployments.figures import Asked, missing_parts
+from deployments.figures import PATIENCE_S, Asked, missing_parts
 from deployments.live import WatchedFile
 from deployments.metrics.page import metrics_page
-from deployments.names import DEPLOYMENTS, INGRESS, ROUTER
+from deployments.names import DEPLOYMENTS, INGRESS, ROUTER, TARGET
 from deployments.openai.errors import ApiError
 from deployments.openai.keys import ApiKeys
 from specdec.errors import SpecdecError
@@ -58,17 +59,30 @@ class Live:
 
 
 class Health:
-    """200 while requests can be served, else 503 with what is missing."""
+    """200 while requests can be served, else 503 with what is missing, and what replicas that start do."""
 
     def __init__(self, args: StatusArgs) -> None:
+        self._application = args.application
         self._ingresses = _asked(args, INGRESS, "refusal", _HEALTH_S)
         self._routers = _asked(args, ROUTER, "workers", _HEALTH_S)
 
     async def __call__(self, request: Request) -> Response:
         """Answer."""
         missing = missing_parts(*await asyncio.gather(self._ingresses.get(), self._routers.get()))
-        status = "unavailable" if missing else "ready"
-        return JSONResponse({"status": status, "missing": missing}, 503 if missing else 200)
+        if not missing:
+            return JSONResponse({"status": "ready", "missing": {}})
+        stages = await self._stages()
+        if "target" in missing and TARGET in stages:
+            missing["target"] = stages[TARGET]
+        return JSONResponse({"status": "unavailable", "missing": missing, "starting": stages}, 503)
+
+    async def _stages(self) -> dict[str, str]:
+        """What replicas that start do, by deployment; nothing where Ray's head does not answer."""
+        try:
+            return await asyncio.wait_for(asyncio.to_thread(starting, self._application), PATIENCE_S)
+        except Exception as error:
+            logger.info("Nobody knows what replicas do that start: %r", error)
+            return {}
 
 
 class Metrics:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+from ray import serve
 
 from cluster.config import AppArgs
 from cluster.doubles import emulated_drafter, emulated_target, scripted_pair
 from cluster.identity import fingerprints
 from cluster.live import set_log_level
 from cluster.sources import backend_options, draft_source, target_source
+from cluster.startup import startup
 from deployments.live import LiveKeys
 from deployments.metrics.families import Part
 from deployments.metrics.replica import Measured, ReplicaMetrics, Report
@@ -28,13 +31,15 @@ from specdec.engine.timing import LastStep, StepReport
 from specdec.engine.trace import Recorder
 from specdec.models.compat import check_pair, tokenizer_width
 from specdec.models.describe import describe_model
-from specdec.models.loading import load_tokenizer
+from specdec.models.loading import Progress, load_tokenizer
 from specdec.protocol.backends import DraftBackend, TargetBackend
 from specdec.protocol.draft_worker import DraftWorkerMachine
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.target import TargetMachine
 
 logger = logging.getLogger("ray.serve")
+
+_TIMING = "timing its steps"
 
 LastProgress = Callable[[], float]
 """Gives the monotonic time at which the newest layer of a step was done."""
@@ -72,10 +77,12 @@ class TargetServer(_Worker):
         torch.set_num_threads(num_torch_threads)
         name, report, own = replica_id(), StepReport(), fingerprints(args)
         recorder = Recorder(name, "target") if args.trace else None
-        model, last_progress = _target_backend(args, gpu_share)
-        backend = emulated_target(args, model)
-        if args.is_auto:
-            profile_target(backend, report.profiled)
+        with _startup() as say:
+            model, last_progress = _target_backend(args, gpu_share, say)
+            backend = emulated_target(args, model)
+            if args.is_auto:
+                say(_TIMING)
+                profile_target(backend, report.profiled)
         last_step = LastStep()
         observed = ObservedTarget(backend, [last_step, *_listeners(report, recorder)])
         machine = TargetMachine(
@@ -113,10 +120,12 @@ class DraftServer(_Worker):
         torch.set_num_threads(num_torch_threads)
         name, times, report, own = replica_id(), args.protocol.times(), StepReport(), fingerprints(args)
         recorder = Recorder(name, "drafter") if args.trace else None
-        backend, solo, last_progress = _draft_backends(args, gpu_share)
-        emulated = emulated_drafter(args, backend)
-        if args.is_auto:
-            profile_drafter(emulated, report.profiled)
+        with _startup() as say:
+            backend, solo, last_progress = _draft_backends(args, gpu_share, say)
+            emulated = emulated_drafter(args, backend)
+            if args.is_auto:
+                say(_TIMING)
+                profile_drafter(emulated, report.profiled)
         last_step = LastStep()
         observed = ObservedDrafter(emulated, [last_step, *_listeners(report, recorder)])
         drafter = DrafterMachine(
@@ -146,18 +155,33 @@ def _listeners(report: StepReport, recorder: Recorder | None) -> list[Listener]:
     return [report] if recorder is None else [report, recorder.stepped]
 
 
-def _target_backend(args: AppArgs, gpu_share: float) -> tuple[TargetBackend, LastProgress | None]:
+@contextmanager
+def _startup() -> Iterator[Progress]:
+    """Around what takes long in a start: gives a function that logs a line, and shows it to those who wait."""
+    context = serve.get_replica_context()
+    with startup(context.app_name, context.deployment, replica_id()) as show:
+
+        def say(line: str) -> None:
+            logger.info(line)
+            show(line)
+
+        yield say
+
+
+def _target_backend(args: AppArgs, gpu_share: float, say: Progress) -> tuple[TargetBackend, LastProgress | None]:
     if args.is_scripted:
         return scripted_pair(args)[0], None
     source = target_source(args)
     width = tokenizer_width(load_tokenizer(source))
     options = replace(backend_options(args, args.target, width), device_share=gpu_share)
-    backend, built = build_target(source, options, logger.info)
+    backend, built = build_target(source, options, say)
     _report(built)
     return backend, backend.last_progress
 
 
-def _draft_backends(args: AppArgs, gpu_share: float) -> tuple[DraftBackend, TargetBackend, LastProgress | None]:
+def _draft_backends(
+    args: AppArgs, gpu_share: float, say: Progress
+) -> tuple[DraftBackend, TargetBackend, LastProgress | None]:
     """The drafter, and a target over the same model for those who ask the model itself."""
     if args.is_scripted:
         target, drafter = scripted_pair(args)
@@ -170,7 +194,7 @@ def _draft_backends(args: AppArgs, gpu_share: float) -> tuple[DraftBackend, Targ
     for note in pair.notes:
         logger.info(note)
     options = replace(backend_options(args, args.draft, pair.vocab_size), device_share=gpu_share)
-    model_drafter, model_solo, built = build_drafter(source, options, logger.info)
+    model_drafter, model_solo, built = build_drafter(source, options, say)
     _report(built)
     return model_drafter, model_solo, model_drafter.last_progress
 

@@ -145,6 +145,8 @@ def _build(source: ModelSource, options: BackendOptions, max_model_len: int | No
         raise MemoryPlanError(f"{error} (its share of the GPU is {share:g}; kv_memory can name more)") from error
     vocab_size = options.vocab_size or loaded.vocab_size
     check_width(loaded.name, loaded.vocab_size, vocab_size)
+    if progress is not None and not options.skip_admission_check:
+        progress(f"checking the cached forward of {loaded.name}")
     sizes = f"{loaded.weights_bytes / _MIB:,.1f} MiB of weights and {memory.cache_bytes / _MIB:,.1f} MiB of cache"
     with allocation(MemoryPlanError, f"{sizes} of {loaded.name} do not fit into the memory of {loaded.device}"):
         runner, admission = _admitted(loaded, memory, vocab_size, options)

@@ -26,6 +26,7 @@ from specdec.models.allocation import allocation
 from specdec.models.attention import ATTENTION_NAME, register_attention
 from specdec.models.compiled import compile_layers
 from specdec.models.configuration import eos_token_ids, generation_defaults, max_model_len
+from specdec.models.loaded_bytes import BAR, watched, weights_bytes
 from specdec.models.packed import pack_linear_layers
 from specdec.models.probe import AttentionLayer, find_layers
 from specdec.models.recurrent.binding import RecurrentLayer
@@ -34,6 +35,7 @@ from specdec.sampling.params import GenerationDefaults
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Progress = Callable[[str], None]
+Bar = Callable[[Any, Any, Any], Any]
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 _RECURRENT_KINDS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
@@ -108,7 +110,7 @@ def load_model(source: ModelSource, progress: Progress | None = None) -> LoadedM
 
     Args:
         source: Where from, and how to hold it.
-        progress: Called with a line for each stage.
+        progress: Called with a line for each stage, and every two seconds with how many bytes of weights are loaded.
 
     Raises:
         ModelLoadError: the model is missing, is not a causal language model, has no safetensors, needs code of its
@@ -122,7 +124,7 @@ def load_model(source: ModelSource, progress: Progress | None = None) -> LoadedM
     place = "" if Path(source.path).expanduser().is_dir() else ", downloaded first where the cache lacks it"
     report(f"loading {source.path}{place}")
     with allocation(ModelLoadError, f"the weights of {source.path} do not fit into the memory of {device}"):
-        model = _load_weights(source, config, device, dtype)
+        model = _load_weights(source, config, device, dtype, lambda line: report(f"loading {source.path}: {line}"))
     loaded = prepare_model(model, source.path)
     if source.compile:
         report(f"compiling the layers of {source.path}")
@@ -262,11 +264,11 @@ def _check_folder(path: str, needs_weights: bool = True) -> None:
         raise ModelLoadError(f"{path} has no *.safetensors file; other formats are not read")
 
 
-def _from_pretrained(loader: Any, source: ModelSource, **options: Any) -> Any:
-    """Call ``loader.from_pretrained``, with its failures as one line each."""
+def _from_pretrained(loader: Any, source: ModelSource, bar: Bar | None = None, **options: Any) -> Any:
+    """Call ``loader.from_pretrained``, with its failures as one line each, and maybe a bar of our own."""
     path = str(Path(source.path).expanduser()) if Path(source.path).expanduser().is_dir() else source.path
     try:
-        with quiet():
+        with quiet(bar):
             return loader.from_pretrained(
                 path, revision=source.revision, token=source.token, trust_remote_code=False, **options
             )
@@ -282,14 +284,24 @@ def _from_pretrained(loader: Any, source: ModelSource, **options: Any) -> Any:
 
 
 def _load_weights(
-    source: ModelSource, config: PretrainedConfig, device: torch.device, dtype: torch.dtype | str
+    source: ModelSource,
+    config: PretrainedConfig,
+    device: torch.device,
+    dtype: torch.dtype | str,
+    report: Progress,
 ) -> PreTrainedModel:
+    def bar(_: Any, args: Any, kwargs: Any) -> Any:
+        if kwargs.get("desc") != BAR:
+            return _no_bar(_, args, kwargs)
+        return watched(args[0], weights_bytes(source.path, source.revision), report)
+
     device_map = source.device_map
     if device_map is None and device.type != "cpu":
         device_map = {"": str(device)}
     model, info = _from_pretrained(
         _auto_class(config, source.path),
         source,
+        bar,
         config=config,
         dtype=dtype,
         device_map=device_map,
@@ -326,15 +338,22 @@ def _dtype(name: str, device: torch.device) -> torch.dtype | str:
     return _DTYPES[name]
 
 
+def _no_bar(_: Any, args: Any, kwargs: Any) -> Any:
+    return transformers_logging.EmptyTqdm(*args, **kwargs)
+
+
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet(bar: Bar | None = None) -> Iterator[None]:
     """Keep transformers' progress bars and its warnings to developers from the user, for a while.
 
     The bars of downloads are huggingface_hub's, and stay: ``disable_progress_bar`` would take them too.
+
+    Args:
+        bar: What stands in for transformers' bars; see its ``set_tqdm_hook``.
     """
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
-    hook = transformers_logging.set_tqdm_hook(lambda _, args, kwargs: transformers_logging.EmptyTqdm(*args, **kwargs))
+    hook = transformers_logging.set_tqdm_hook(bar or _no_bar)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

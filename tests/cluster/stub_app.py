@@ -24,13 +24,9 @@ class Worker:
 class Ingress:
     def __init__(self, worker: object) -> None:
         self._worker = worker
-        self._is_draining = False
 
-    async def drain(self) -> None:
-        self._is_draining = True
-
-    async def is_drained(self) -> bool:
-        return self._is_draining
+    async def drain_requests(self) -> int:
+        return 0
 
     async def __call__(self, request: Request) -> PlainTextResponse:
         if request.url.path == "/environment":

@@ -9,21 +9,19 @@ from deployments import names
 
 
 class Replica:
-    """An ingress that has so many requests open, one less each time that it is asked."""
+    """An ingress that has so many requests open, one less each time that it is told to drain."""
 
     def __init__(self, num_open: int, fails: bool = False) -> None:
         self.num_open = num_open
         self.fails = fails
         self.told: list[str] = []
 
-    async def answer(self, method: str) -> bool | None:
+    async def answer(self, method: str) -> int:
         self.told.append(method)
         if self.fails:
             raise ConnectionError
-        if method == "drain":
-            return None
-        self.num_open -= 1
-        return self.num_open <= 0
+        self.num_open = max(0, self.num_open - 1)
+        return self.num_open
 
 
 class Handle:
@@ -47,10 +45,12 @@ class Handle:
 
 def test_it_waits_for_the_last_request_of_every_replica(monkeypatch):
     monkeypatch.setattr(drain, "POLL_S", 0.0)
-    short, long = Replica(1), Replica(5)
-    assert drain_ingress(Handle(short, long), 60)
-    assert long.told == ["drain", "is_drained"] * 5
+    short, long = Replica(2), Replica(5)
+    running: list[int] = []
+    assert drain_ingress(Handle(short, long), 60, report=running.append)
+    assert long.told == ["drain_requests"] * 5
     assert short.told == long.told, "a replica that started again is told again"
+    assert running == [5, 3, 2, 1]
 
 
 def test_a_replica_that_is_gone_is_not_waited_for(monkeypatch):
@@ -72,7 +72,7 @@ def test_a_replica_that_hangs_is_waited_for_until_the_time_is_over(monkeypatch):
 def test_requests_that_do_not_end_are_given_up_after_the_time_limit():
     replica = Replica(10**9)
     assert not drain_ingress(Handle(replica), 0.0)
-    assert replica.told == ["drain", "is_drained"], "it is told even where no time is given"
+    assert replica.told == ["drain_requests"], "it is told even where no time is given"
 
 
 def test_nobody_is_asked_where_ray_has_died():

@@ -269,7 +269,7 @@ UNSCHEDULED = (
 def test_slow_replicas_are_told_in_words_of_our_own_and_failed_ones_in_theirs(states, message, words):
     deployment = Deployment(message)
     deployment.replica_states = states
-    assert describe(deployment, loads_model=True) == words
+    assert describe(deployment, "loads the model") == words
 
 
 def test_the_deployments_that_load_a_model_are_known():

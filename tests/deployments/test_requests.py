@@ -91,12 +91,12 @@ async def test_a_machine_that_raises_ends_all_and_takes_no_more(ingress: Ingress
 async def test_drain_refuses_what_is_new_and_lets_the_others_end(ingress: Ingress) -> None:
     one = ingress.open("s")
     first = await started(one)
-    assert not ingress.tokens.is_drained
+    assert ingress.tokens.state() == ""
     ingress.tokens.drain()
-    assert not ingress.tokens.is_drained
+    assert ingress.tokens.state() == "this ingress drains: it takes no new requests; 1 still run"
     with pytest.raises(ServiceUnavailableError, match="drains"):
         await anext(ingress.open("late"))
     ingress.says("s", (5,), "stop")
     assert (await first).finish == "stop"
     await one.aclose()
-    assert ingress.tokens.is_drained
+    assert ingress.tokens.num_open == 0

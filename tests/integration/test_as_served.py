@@ -33,6 +33,13 @@ def service() -> Iterator[RunningService]:
     assert running.stop() == 0
 
 
+def test_whoever_waits_for_the_start_is_told_what_both_models_do(service: RunningService) -> None:
+    for name in ("TargetServer", "DraftServer"):
+        stages = [line.partition(f"{name}: ")[2] for line in service.lines if f"{name}: " in line]
+        assert "starting (timing its steps)\n" in stages, stages
+        assert [stage.startswith("ready") for stage in stages] == [False] * (len(stages) - 1) + [True]
+
+
 def test_sigterm_under_eight_streams_breaks_none_and_refuses_the_next(service: RunningService) -> None:
     """The last of this file: the service ends, and leaves nothing behind."""
     drained = under_sigterm(service, Streams(service.url, service.model, count=8, max_tokens=600))
@@ -41,3 +48,6 @@ def test_sigterm_under_eight_streams_breaks_none_and_refuses_the_next(service: R
     assert drained.told, "the streams had ended before anything was asked"
     assert set(drained.told) == {Refusal(503, "1", "service_unavailable")}
     assert drained.exit_code == 0
+    running = [int(line.rpartition(": ")[2]) for line in service.lines if "draining, requests still running" in line]
+    assert running == sorted(running, reverse=True)
+    assert running[0] == 8

@@ -1,0 +1,44 @@
+"""What ``/health`` says of a service that loads: the launcher's words."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from deployments import status
+from deployments.figures import Asked
+from deployments.status import Health, StatusArgs
+
+LOADS = {"TargetServer": "loading x: 3.1 of 7.5 GB", "DraftServer": "timing its steps"}
+
+
+async def health(monkeypatch: pytest.MonkeyPatch, stages: Any, missing: dict[str, str]) -> tuple[int, dict[str, Any]]:
+    async def nobody(_: Asked) -> list[Any]:
+        return []
+
+    monkeypatch.setattr(Asked, "get", nobody)
+    monkeypatch.setattr(status, "missing_parts", lambda *_: dict(missing))
+    monkeypatch.setattr(status, "starting", stages)
+    answer = await Health(StatusArgs())(None)  # type: ignore[arg-type]
+    return answer.status_code, json.loads(bytes(answer.body))
+
+
+async def test_what_replicas_do_that_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = {"router": "no replica answers", "target": "no router has a link to one"}
+    code, answer = await health(monkeypatch, lambda application: LOADS if application == "specdec" else {}, missing)
+    assert (code, answer["status"], answer["starting"]) == (503, "unavailable", LOADS)
+    assert answer["missing"] == missing | {"target": "loading x: 3.1 of 7.5 GB"}
+
+
+async def test_nothing_is_asked_where_nothing_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert await health(monkeypatch, None, {}) == (200, {"status": "ready", "missing": {}})
+
+
+async def test_a_head_that_does_not_answer_leaves_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: str) -> dict[str, str]:
+        raise ConnectionError
+
+    code, answer = await health(monkeypatch, broken, {"target": "all of them drain"})
+    assert (code, answer["missing"], answer["starting"]) == (503, {"target": "all of them drain"}, {})

@@ -1,0 +1,93 @@
+"""One trace a request, through proxy, ingress, router, target and drafter, as a real service writes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.integration.running import RunningService, eventually
+
+TRACE, CLIENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+MACHINES = ("specdec.router", "specdec.target", "specdec.drafter")
+PHASES = ("specdec.queue", "specdec.prompt", "specdec.stream")
+Span = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[RunningService]:
+    """Traces what clients ask it to trace, and nothing else."""
+    flags = ("--tracing-exporter", "file", "--tracing-sampling-ratio", "0")
+    running = RunningService(*flags, "--num-speculative-tokens", "4", "--mode", "in_turn")
+    yield running
+    assert running.stop() == 0
+
+
+def spans(service: RunningService) -> list[Span]:
+    """All that were written so far."""
+    (folder,) = [line.split("logs: ")[1].strip() for line in service.lines if "logs: " in line]
+    found, decoder = [], json.JSONDecoder()
+    for file in Path(folder, "spans").glob("*_tracing.json"):
+        text = file.read_text().strip()
+        while text:
+            span, end = decoder.raw_decode(text)
+            found.append(span)
+            text = text[end:].lstrip()
+    return found
+
+
+def complete(service: RunningService, **headers: str) -> dict[str, Any]:
+    body = {"model": service.model, "prompt": "def fibonacci(n):", "max_tokens": 60, "temperature": 0}
+    body |= {"ignore_eos": True, "per_request_spec_decode_metrics": "summary"}
+    answer = httpx.post(f"{service.url}/v1/completions", json=body, headers=headers, timeout=60)
+    answer.raise_for_status()
+    return dict(answer.json())
+
+
+def test_a_request_is_one_trace_whose_sums_are_those_of_its_answer(service: RunningService) -> None:
+    complete(service)
+    answer = complete(service, traceparent=f"00-{TRACE}-{CLIENT}-01")
+    eventually(lambda: {*MACHINES} <= {span["name"] for span in spans(service)}, 30, "the machines' spans have ended")
+    found = spans(service)
+    assert {span["context"]["trace_id"] for span in found} == {f"0x{TRACE}"}, "nothing else was traced"
+    names = [span["name"] for span in found]
+    assert len(names) == len(set(names)), names
+    named = {span["name"]: span for span in found}
+    proxy, replica = (
+        next(span for name, span in named.items() if name.startswith(start)) for start in ("proxy", "rep")
+    )
+    above = {
+        "specdec.ingress": replica,
+        "specdec.router": named["specdec.ingress"],
+        "specdec.target": named["specdec.router"],
+        "specdec.drafter": named["specdec.router"],
+        **{phase: named["specdec.ingress"] for phase in PHASES},
+    }
+    assert set(names) == {proxy["name"], replica["name"], *above}
+    assert proxy["parent_id"] == f"0x{CLIENT}"
+    assert replica["parent_id"] == proxy["context"]["span_id"]
+    assert {name: named[name]["parent_id"] for name in above} == {
+        name: span["context"]["span_id"] for name, span in above.items()
+    }
+    usage, metrics = answer["usage"], answer["metrics"]["speculative_decoding"]
+    of = {
+        name: {key.removeprefix("specdec."): value for key, value in span["attributes"].items()}
+        for name, span in named.items()
+    }
+    drafted, accepted = metrics["num_draft_tokens"], metrics["num_accepted_draft_tokens"]
+    assert drafted > accepted > 0
+    target, ingress = of["specdec.target"], of["specdec.ingress"]
+    assert (target["num_tokens"], target["num_draft_tokens"], target["num_accepted_tokens"]) == (60, drafted, accepted)
+    assert target["num_rounds"] == 60 - accepted, "every round but the last decides one token more than it accepts"
+    assert target["finish"] == ingress["finish"] == "length"
+    assert (ingress["prompt_tokens"], ingress["completion_tokens"]) == (usage["prompt_tokens"], 60)
+    assert (ingress["draft_tokens"], ingress["accepted_tokens"], ingress["status"]) == (drafted, accepted, 200)
+    router, drafter = of["specdec.router"], of["specdec.drafter"]
+    assert (router["num_tokens"], router["num_target_openings"], router["num_drafter_openings"]) == (60, 1, 1)
+    assert drafter["num_proposed_tokens"] >= drafter["num_kept_tokens"] >= accepted
+    assert len({of[name]["replica"] for name in MACHINES}) == len(MACHINES)
+    assert len({of[name]["seq"] for name in MACHINES}) == 1
