@@ -92,6 +92,8 @@ class SequenceSpan:
 class RequestSpan:
     """A request at the ingress: below the span of Serve's replica, or the client's ``traceparent``.
 
+    Where there is neither, Serve has decided that the request is not sampled, and nobody decides again.
+
     Args:
         tracer: Makes it.
         headers: Of the request.
@@ -99,10 +101,13 @@ class RequestSpan:
 
     def __init__(self, tracer: OtelTracer, headers: Mapping[str, str]) -> None:
         from opentelemetry import trace
+        from opentelemetry.context import get_current
 
         is_within = trace.get_current_span().get_span_context().is_valid
+        above = get_current() if is_within else _context(headers)
+        is_known = trace.get_current_span(above).get_span_context().is_valid
         self._tracer = tracer
-        self._span = tracer.start_span("specdec.ingress", None if is_within else _context(headers))
+        self._span = tracer.start_span("specdec.ingress", above) if is_known else trace.INVALID_SPAN
 
     @property
     def label(self) -> str:

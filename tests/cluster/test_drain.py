@@ -83,3 +83,16 @@ def test_nobody_is_asked_where_ray_has_died():
 
 def test_the_ingress_is_called_as_the_application_calls_it():
     assert INGRESS == names.INGRESS
+
+
+def test_what_has_not_changed_is_not_told_again(monkeypatch):
+    monkeypatch.setattr(drain, "POLL_S", 0.0)
+    counts = iter([3, 3, 1, 1, 0])
+
+    class Slow(Replica):
+        async def answer(self, method):
+            return next(counts)
+
+    told: list[int] = []
+    assert drain_ingress(Handle(Slow(0)), 60, report=told.append)
+    assert told == [3, 1]

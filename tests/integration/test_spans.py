@@ -65,7 +65,7 @@ def test_a_request_is_one_trace_whose_sums_are_those_of_its_answer(service: Runn
         "specdec.router": named["specdec.ingress"],
         "specdec.target": named["specdec.router"],
         "specdec.drafter": named["specdec.router"],
-        **{phase: named["specdec.ingress"] for phase in PHASES},
+        **dict.fromkeys(PHASES, named["specdec.ingress"]),
     }
     assert set(names) == {proxy["name"], replica["name"], *above}
     assert proxy["parent_id"] == f"0x{CLIENT}"
@@ -82,7 +82,7 @@ def test_a_request_is_one_trace_whose_sums_are_those_of_its_answer(service: Runn
     assert drafted > accepted > 0
     target, ingress = of["specdec.target"], of["specdec.ingress"]
     assert (target["num_tokens"], target["num_draft_tokens"], target["num_accepted_tokens"]) == (60, drafted, accepted)
-    assert target["num_rounds"] == 60 - accepted, "every round but the last decides one token more than it accepts"
+    assert target["num_rounds"] == 60 - accepted, "a round decides one token more than it accepts"
     assert target["finish"] == ingress["finish"] == "length"
     assert (ingress["prompt_tokens"], ingress["completion_tokens"]) == (usage["prompt_tokens"], 60)
     assert (ingress["draft_tokens"], ingress["accepted_tokens"], ingress["status"]) == (drafted, accepted, 200)

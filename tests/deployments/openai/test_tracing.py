@@ -30,8 +30,8 @@ def exporter() -> InMemorySpanExporter:
 
 @pytest.fixture
 def provider(exporter: InMemorySpanExporter) -> Iterator[TracerProvider]:
-    """Traces what a client asks to be traced, and nothing else."""
-    provider = TracerProvider(sampler=ParentBasedTraceIdRatio(0.0))
+    """Traces all, unless a client says otherwise."""
+    provider = TracerProvider(sampler=ParentBasedTraceIdRatio(1.0))
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     yield provider
     provider.shutdown()
@@ -81,6 +81,16 @@ async def test_a_request_has_a_span_and_one_for_each_of_its_phases(
     assert first.status.status_code is refused.status.status_code is trace.StatusCode.UNSET
 
 
+async def test_a_request_within_a_span_of_serve_is_below_that(
+    traced: Bench, exporter: InMemorySpanExporter, provider: TracerProvider
+) -> None:
+    traced.says("a b c")
+    with provider.get_tracer("serve").start_as_current_span("replica") as span:
+        async with served(traced) as http:
+            await http.post("/v1/completions", json=ASK, headers={"traceparent": SAMPLED})
+    assert by_name(exporter)["specdec.ingress"].parent == span.get_span_context()
+
+
 async def test_a_request_that_fails_is_an_error(traced: Bench, exporter: InMemorySpanExporter) -> None:
     traced.script = lambda request: [ZeroDivisionError()]
     async with served(traced) as http:
@@ -89,7 +99,7 @@ async def test_a_request_that_fails_is_an_error(traced: Bench, exporter: InMemor
 
 
 @pytest.mark.parametrize("headers", [{}, {"traceparent": NOT_SAMPLED}, {"traceparent": "00-forged"}])
-async def test_what_is_not_sampled_has_no_label(
+async def test_what_serve_or_the_client_do_not_sample_has_no_label(
     traced: Bench, exporter: InMemorySpanExporter, headers: dict[str, str]
 ) -> None:
     traced.says("a b c")
