@@ -16,6 +16,7 @@ from specdec.protocol.labels import label, labels
 from specdec.protocol.leases import Times
 from specdec.protocol.marks import Extension
 from specdec.protocol.messages import Commit, Message, Open
+from specdec.protocol.spans import microseconds
 from specdec.protocol.suspects import StepGroups
 from specdec.protocol.worker import Gauges, LastInterval, WorkerMachine
 
@@ -173,7 +174,7 @@ class DrafterMachine(WorkerMachine[DraftRow]):
                 branch.is_waiting = is_waiting
             elif not is_waiting:
                 row.agreed = len(job.tokens)
-            if row.spec.wants_times and not is_waiting:
+            if (row.spec.wants_times or row.span is not None) and not is_waiting:
                 timed[row.seq] = row
             if proposal.status is Status.FAILED:
                 failed.append(row)
@@ -188,7 +189,10 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         if self._last_interval is not None and timed:
             interval = self._last_interval()
             for row in timed.values():
-                row.intervals.append(interval)
+                if row.spec.wants_times:
+                    row.intervals.append(interval)
+                if row.span is not None:
+                    row.span.add(step_us=microseconds(interval))
         return num_waiting < len(proposals)
 
     def _contain(self, rows: Sequence[DraftRow], error: Exception) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from specdec.protocol.messages import Interval
+
 
 class Span(Protocol):
     """A sequence on one machine."""
@@ -30,6 +32,12 @@ class Span(Protocol):
             finish: How it ended there; empty where that is not this machine's to say, or it was closed before.
         """
         ...
+
+
+def microseconds(interval: Interval) -> int:
+    """How long something took."""
+    start_s, end_s = interval
+    return round((end_s - start_s) * 1e6)
 
 
 Tracer = Callable[[str, str], Span]

@@ -13,6 +13,7 @@ from specdec.protocol.labels import label, labels
 from specdec.protocol.leases import Times
 from specdec.protocol.messages import Ack, Message, Notes, Offer, Open, RoundTimes, Verdict
 from specdec.protocol.offers import NO_DRAFT, OFFERS_KEPT, Draft, awaits_token, remaining_draft
+from specdec.protocol.spans import microseconds
 from specdec.protocol.suspects import FORGIVEN_TOKENS, MOST_ALONE_FAILURES, StepGroups
 from specdec.protocol.target_row import KeptOffer, TargetRow
 from specdec.protocol.worker import Gauges, LastInterval, WorkerMachine
@@ -202,6 +203,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
                 num_draft_tokens=result.num_drafted,
                 num_accepted_tokens=num_accepted,
                 num_cached_tokens=result.num_cached_tokens,
+                step_us=0 if self._last_interval is None else microseconds(self._last_interval()),
             )
         self._tell(row, now_s)
 

@@ -89,5 +89,7 @@ def test_a_request_is_one_trace_whose_sums_are_those_of_its_answer(service: Runn
     router, drafter = of["specdec.router"], of["specdec.drafter"]
     assert (router["num_tokens"], router["num_target_openings"], router["num_drafter_openings"]) == (60, 1, 1)
     assert drafter["num_proposed_tokens"] >= drafter["num_kept_tokens"] >= accepted
+    for name in ("specdec.target", "specdec.drafter"):
+        assert of[name]["step_us"] > 0, name
     assert len({of[name]["replica"] for name in MACHINES}) == len(MACHINES)
     assert len({of[name]["seq"] for name in MACHINES}) == 1

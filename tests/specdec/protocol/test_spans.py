@@ -11,10 +11,11 @@ from specdec.engine.local import LocalService
 from specdec.engine.scripted import Script, ScriptedDrafter, ScriptedTarget
 from specdec.protocol.draft_worker import DraftWorkerMachine
 from specdec.protocol.drafter import DrafterMachine
-from specdec.protocol.messages import Cancel, Close, Inc, Open, Submit
+from specdec.protocol.messages import Cancel, Close, Inc, Open, Plan, Submit
 from specdec.protocol.target import TargetMachine
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from tests.specdec.protocol.scripted import PROMPT
+from tests.specdec.protocol.test_drafter import Counting
 from tests.specdec.protocol.test_faults import FaultyDraft
 from tests.specdec.protocol.test_router import SPEC, join, router
 from tests.specdec.protocol.test_target import TIMES, Oracle, open_message
@@ -138,3 +139,19 @@ def test_where_nobody_traces_a_label_is_handed_on(spans: Spans) -> None:
     machine.receive(Submit("s", 1, "I", PROMPT, replace(SPEC, trace="client")), 0.0)
     (opened,) = machine.take_outbox()["T0"]
     assert opened.spec.trace == "client"
+
+
+def test_the_steps_of_a_sequence_are_timed_in_sums_alone(spans: Spans) -> None:
+    def quarter() -> tuple[float, float]:
+        return 10.0, 10.25
+
+    target = TargetMachine("T", Oracle(), TIMES, last_interval=quarter)
+    drafter = DrafterMachine("D", Counting(), TIMES, last_interval=quarter)
+    target.tracer, drafter.tracer = spans.of("target"), spans.of("drafter")
+    for machine in (target, drafter):
+        machine.receive(open_message(plan=Plan(2, mode="in_turn", draft_wait_s=0.0), trace="r"), 0.0)
+        machine.step(0.0)
+        machine.step(0.0)
+    assert {span.role: span.sums["step_us"] for span in spans.told} == {"target": 500_000, "drafter": 500_000}
+    (offer,) = drafter.take_outbox()["R"]
+    assert offer.steps == ()
