@@ -21,7 +21,7 @@ from cluster.config import AppArgs, ServiceConfig
 from cluster.drain import INGRESS, drain_ingress
 from cluster.placement import plan_placement, ray_devices
 from cluster.processes import OwnProcesses, is_alive
-from cluster.settings import prepare_for_ray, prepare_for_tracing
+from cluster.settings import prepare_for_ray
 from cluster.startup import starting
 from specdec.errors import InvalidParameterError, SpecdecError
 
@@ -94,8 +94,7 @@ class LocalService:
         """
         self._config.tracing.check()
         self._report("starting Ray")
-        prepare_for_tracing(self._config.tracing.endpoint)
-        prepare_for_ray()
+        prepare_for_ray(further=self._config.tracing.variables())
         import ray
 
         # The application's libraries take seconds to import, Ray as long to start: mostly it waits for its processes.
@@ -143,7 +142,6 @@ class LocalService:
                 "log_level": self._config.log_level.upper(),
                 "enable_access_log": False,
             },
-            tracing_config=self._config.tracing.serve_config(),
         )
         self._report("Serve is up")
         args = self._config.app_args()

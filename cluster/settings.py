@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
+from types import MappingProxyType
 
 from specdec.errors import InvalidParameterError
 
@@ -33,6 +34,8 @@ RAY_SETTINGS = {
     "RAY_raylet_start_wait_time_s": "120",
     # Ray's workers run at the lowest priority but four; here they are what the machine is for.
     "RAY_worker_niceness": "0",
+    # Under this name traces are found.
+    "OTEL_SERVICE_NAME": "specdec",
 }
 
 
@@ -122,22 +125,17 @@ def check_ray(allow_unauthenticated: bool) -> None:
         )
 
 
-def prepare_for_tracing(endpoint: str | None, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set what OpenTelemetry reads in this process and all it starts: the service's name, and where its collector is.
-
-    Args:
-        endpoint: URL of the collector; None leaves it as the environment has it.
-        environment: Where to set it.
-    """
-    environment.setdefault("OTEL_SERVICE_NAME", "specdec")
-    if endpoint is not None:
-        environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = endpoint
-
-
-def prepare_for_ray(environment: MutableMapping[str, str] = os.environ) -> None:
+def prepare_for_ray(
+    environment: MutableMapping[str, str] = os.environ, further: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """Set what Ray and Serve read when they are imported, for this process and all it starts.
 
-    What the user has set stays. To be called before ``ray`` is imported.
+    What the user has set stays, but for what the configuration says. To be called before ``ray`` is imported.
+
+    Args:
+        environment: Where to set it.
+        further: What the configuration says.
     """
+    environment.update(further)
     for name, value in RAY_SETTINGS.items():
         environment.setdefault(name, value)

@@ -1,21 +1,21 @@
-"""Where spans of requests go: a section of the configuration, in Serve's terms."""
+"""Where spans of requests go: a section of the configuration, and its variables."""
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
 
 from pydantic import Field
 
 from cluster.strict import StrictModel
 from specdec.errors import InvalidParameterError
 
+FILE = "ray.serve._private.tracing_utils:default_tracing_exporter"
 OTLP = "deployments.tracing:otlp"
 OTLP_LIBRARY = "opentelemetry.exporter.otlp.proto.http"
 
 
 class Tracing(StrictModel):
-    """OpenTelemetry traces; a Serve configuration of one's own sets the same under ``tracing_config``."""
+    """OpenTelemetry traces; a Serve configuration of one's own needs the variables in every pod's environment."""
 
     exporter: str | None = Field(
         None,
@@ -52,9 +52,16 @@ class Tracing(StrictModel):
             hint = "; install specdec[otlp]" if self.exporter == "otlp" else ""
             raise InvalidParameterError("tracing.exporter", f"tracing.exporter: {error}{hint}") from None
 
-    def serve_config(self) -> dict[str, Any] | None:
-        """Serve's ``tracing_config``; None leaves it to Serve's own variables."""
+    def variables(self) -> dict[str, str]:
+        """What Serve and OpenTelemetry read from the environment of every process; nothing where nothing is traced.
+
+        Serve's ``tracing_config`` says the same, but its proxies are not told of that (2.60), and without their spans
+        it does not see a client's ``traceparent``.
+        """
         if self.exporter is None:
-            return None
-        path = {"file": "", "otlp": OTLP}.get(self.exporter, self.exporter)
-        return {"enabled": True, "exporter_import_path": path, "sampling_ratio": self.sampling_ratio}
+            return {}
+        variables = {
+            "RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH": {"file": FILE, "otlp": OTLP}.get(self.exporter, self.exporter),
+            "RAY_SERVE_TRACING_SAMPLING_RATIO": str(self.sampling_ratio),
+        }
+        return variables if self.endpoint is None else variables | {"OTEL_EXPORTER_OTLP_ENDPOINT": self.endpoint}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
@@ -42,7 +42,9 @@ def create_app(
         keys: Who may call; by default everybody.
         admission: The book of an application that this one takes the place of, whose requests go on counting.
     """
-    app = FastAPI(title="specdec", docs_url=None, redoc_url=None, redirect_slashes=False)
+    # FastAPI's own spans would stand between Serve's and ours, and its counters beside ours.
+    telemetry: Any = {"tracing": False, "metrics": False, "logs": False}
+    app = FastAPI(title="specdec", docs_url=None, redoc_url=None, redirect_slashes=False, telemetry=telemetry)
     observer = observer if observer is not None else Observer(CollectorRegistry())
     ignored = IgnoredFields(settings.unknown_fields, observer)
     app.state.api = Api(service, tokenizer, settings, observer, TokenTexts(tokenizer), ignored)

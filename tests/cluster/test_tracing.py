@@ -9,20 +9,22 @@ import pytest
 from cluster.config import ServiceConfig
 from cluster.config_files import load_config
 from cluster.launch import LocalService
-from cluster.settings import prepare_for_tracing
-from cluster.tracing import OTLP, OTLP_LIBRARY, Tracing
+from cluster.settings import prepare_for_ray
+from cluster.tracing import FILE, OTLP, OTLP_LIBRARY, Tracing
 from specdec.errors import InvalidParameterError
 
 
-def test_serve_is_told_nothing_where_nothing_is_traced() -> None:
-    assert Tracing().serve_config() is None
+def test_nothing_is_set_where_nothing_is_traced() -> None:
+    assert Tracing().variables() == {}
     Tracing().check()
 
 
-@pytest.mark.parametrize(("exporter", "path"), [("file", ""), ("otlp", OTLP), ("os.path:join", "os.path:join")])
+@pytest.mark.parametrize(("exporter", "path"), [("file", FILE), ("otlp", OTLP), ("os.path:join", "os.path:join")])
 def test_exporters_have_short_names(exporter: str, path: str) -> None:
-    tracing = Tracing(exporter=exporter, sampling_ratio=0.5)
-    assert tracing.serve_config() == {"enabled": True, "exporter_import_path": path, "sampling_ratio": 0.5}
+    assert Tracing(exporter=exporter, sampling_ratio=0.5).variables() == {
+        "RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH": path,
+        "RAY_SERVE_TRACING_SAMPLING_RATIO": "0.5",
+    }
 
 
 @pytest.mark.parametrize("exporter", ["no.such.module:f", "os.path:no_such_function", "os.path:sep"])
@@ -56,7 +58,14 @@ def test_an_endpoint_is_of_otlp_alone() -> None:
 
 def test_the_collector_is_named_to_all_processes() -> None:
     environment = {"OTEL_SERVICE_NAME": "mine", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://b"}
-    prepare_for_tracing(None, environment)
-    assert environment == {"OTEL_SERVICE_NAME": "mine", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://b"}
-    prepare_for_tracing("http://a", environment)
-    assert environment["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://a"
+    prepare_for_ray(environment, Tracing(exporter="otlp", endpoint="http://a").variables())
+    assert environment["OTEL_SERVICE_NAME"] == "mine"
+    assert environment["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://a", "the key wins"
+
+
+def test_serve_reads_these_variables_and_has_this_exporter() -> None:
+    from ray.serve._private import constants
+
+    assert constants.DEFAULT_TRACING_EXPORTER_IMPORT_PATH == FILE
+    for name in Tracing(exporter="file").variables():
+        assert hasattr(constants, name) or not name.startswith("RAY_")

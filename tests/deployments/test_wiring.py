@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(workers.WorkerEndpoint, "start_worker", start)
     monkeypatch.setattr(router.RouterEndpoint, "start_router", start)
     monkeypatch.setattr(Measured, "start_metrics", lambda self, metrics: None)
+    monkeypatch.setattr(workers, "_startup", lambda: nullcontext(lambda line: None))
     return found
 
 

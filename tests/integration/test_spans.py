@@ -51,7 +51,7 @@ def complete(service: RunningService, **headers: str) -> dict[str, Any]:
 def test_a_request_is_one_trace_whose_sums_are_those_of_its_answer(service: RunningService) -> None:
     complete(service)
     answer = complete(service, traceparent=f"00-{TRACE}-{CLIENT}-01")
-    eventually(lambda: {*MACHINES} <= {span["name"] for span in spans(service)}, 30, "the machines' spans have ended")
+    eventually(lambda: len(spans(service)) >= 9, 30, "all spans have ended")
     found = spans(service)
     assert {span["context"]["trace_id"] for span in found} == {f"0x{TRACE}"}, "nothing else was traced"
     names = [span["name"] for span in found]
