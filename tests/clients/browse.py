@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, sync_playwright
 
 PATIENCE_MS = 120_000
+POLL_MS = 20
+NUM_TOKENS = 400
 SIZE = {"width": 1280, "height": 960}
 
 
@@ -35,10 +38,11 @@ def main(url: str, key: str, folder: Path) -> dict[str, Any]:
         page.click("#access button")
         page.wait_for_selector("#access", state="hidden")
         report["model"] = page.inner_text("#model")
+        page.fill("#max-tokens", str(NUM_TOKENS))
         page.click("#run")
-        page.wait_for_selector("#spec .t:nth-child(60)")
-        page.screenshot(path=folder / "light.png")
         report["lanes"] = _watch_lanes(page)
+        page.screenshot(path=folder / "light.png")
+        report["during"] = page.inner_text("#spec")
         _wait_for_end(page)
         report["verdict"] = page.inner_text("#verdict")
         report["texts"] = [page.inner_text("#spec"), page.inner_text("#plain")]
@@ -51,9 +55,8 @@ def main(url: str, key: str, folder: Path) -> dict[str, Any]:
         page.emulate_media(color_scheme="dark")
         report["axe_dark"] = _serious(page)
         page.screenshot(path=folder / "dark-done.png", full_page=True)
-        page.fill("#max-tokens", "2000")
         page.click("#run")
-        page.wait_for_selector("#spec .t:nth-child(60)")
+        page.wait_for_selector("#spec .t:nth-child(30)")
         page.screenshot(path=folder / "dark.png")
         page.click("#stop")
         _wait_for_end(page)
@@ -75,25 +78,34 @@ def _give_keys(page: Page, key: str) -> list[str]:
     said = [page.inner_text("#access-why")]
     page.fill("#key", "wrong")
     page.click("#access button")
-    page.wait_for_function("old => document.getElementById('access-why').textContent !== old", arg=said[0])
+    _until(page, lambda: page.inner_text("#access-why") != said[0])
     said.append(page.inner_text("#access-why"))
     page.fill("#key", key)
     return said
 
 
 def _wait_for_end(page: Page) -> None:
-    page.wait_for_function("!document.getElementById('run').disabled")
+    _until(page, lambda: page.is_enabled("#run"))
+
+
+def _until(page: Page, condition: Callable[[], bool]) -> None:
+    """Wait for something that must happen; Playwright's own way is an ``eval``, which the page forbids."""
+    for _ in range(PATIENCE_MS // POLL_MS):
+        if condition():
+            return
+        page.wait_for_timeout(POLL_MS)
+    raise TimeoutError("what must happen does not")
 
 
 def _watch_lanes(page: Page) -> list[int]:
     """Bars of the target and of the draft while the answer comes, and how many pictures of them differed."""
-    drawn = "document.getElementById('timeline').innerHTML"
-    pictures = []
+    page.wait_for_selector("#spec .t:nth-child(30)")
+    pictures: list[str] = []
     for _ in range(3):
-        pictures.append(page.evaluate(drawn))
-        page.wait_for_function(f"old => {drawn} !== old", arg=pictures[-1])
+        _until(page, lambda: page.inner_html("#timeline") not in pictures)
+        pictures.append(page.inner_html("#timeline"))
     counts = [page.locator(f"#timeline rect[class^={kind}]").count() for kind in ("round", "draft")]
-    return [*counts, len(set(pictures))]
+    return [*counts, len(pictures)]
 
 
 def _walk(page: Page) -> list[str]:

@@ -13,22 +13,23 @@ from tests.integration.running import RunningService
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(900)]
 BROWSE = Path(__file__).with_name("browse.py")
-NUM_TOKENS = 160
-"""The page's own choice."""
+KEY = "a-key-of-some-length"
+NUM_TOKENS = 400
+"""Asked for by ``browse.py``, and long enough to look at what comes while it comes."""
 
 
 def test_a_person_sees_how_an_answer_comes_about(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("SPECDEC_API_KEYS", "me=secret")
+    monkeypatch.setenv("SPECDEC_API_KEYS", f"me={KEY}")
     service = RunningService("--num-speculative-tokens", "4")
     assert any(f"{service.url}/ui" in line for line in service.lines)
-    command = [PROGRAMS / "python", BROWSE, service.url, "secret", tmp_path]
+    command = [PROGRAMS / "python", BROWSE, service.url, KEY, tmp_path]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert service.stop() == 0
     assert ran.returncode == 0, ran.stderr
     seen = json.loads(ran.stdout)
     # The key.
     without, wrong = seen["keys"]
-    assert without.startswith("This service asks for a key")
+    assert without == "This service asks for an API key."
     assert wrong.startswith("This key is refused")
     # Both answers, and what is said of them.
     assert seen["model"].startswith("specdec-demo")
@@ -37,6 +38,7 @@ def test_a_person_sees_how_an_answer_comes_about(monkeypatch: pytest.MonkeyPatch
     assert sum(seen["tokens"].values()) == sum(seen["plain_tokens"].values()) <= NUM_TOKENS
     assert seen["tokens"]["a"] > 0 < seen["tokens"]["c"]
     assert seen["plain_tokens"]["p"] == sum(seen["plain_tokens"].values())
+    assert 0 < len(seen["during"]) < len(seen["texts"][0])
     num_rounds, num_draft_steps, num_pictures = seen["lanes"]
     assert num_rounds > 1 < num_draft_steps
     assert num_pictures == 3

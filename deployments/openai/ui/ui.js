@@ -100,12 +100,12 @@ class Answer {
     }
     if (isAtEnd) this.box.scrollTop = this.box.scrollHeight;
     const told = [["tokens/s", rate(this.speed)], ["tokens", this.how.length]];
-    told.push(["to the first token", this.firstAt === null ? "–" : seconds((this.firstAt - this.sentAt) / 1000)]);
+    told.push(["first token", this.firstAt === null ? "–" : seconds((this.firstAt - this.sentAt) / 1000)]);
     if (this.numDrafted) {
-      told.push(["of drafts accepted", percent(this.numAccepted / this.numDrafted)]);
-      told.push(["tokens a round", (this.how.length / this.rounds.length).toFixed(2)]);
+      told.push(["accepted", percent(this.numAccepted / this.numDrafted)]);
+      told.push(["tokens/round", (this.how.length / this.rounds.length).toFixed(2)]);
     }
-    if (this.plan) told.push(["plan now", this.plan.mode === "off" ? "off" : `${this.plan.mode}, ${this.plan.num_draft_tokens}`]);
+    if (this.plan) told.push(["plan", this.plan.mode === "off" ? "off" : `${this.plan.mode}, ${this.plan.num_draft_tokens}`]);
     this.figures.replaceChildren(...told.map(([name, value]) => {
       const pair = element("div");
       pair.append(element("dt", "", name), element("dd", "", value));
@@ -231,7 +231,7 @@ async function connect() {
 
 function failed(error) {
   const isRefused = error instanceof Refused;
-  byId("access-why").textContent = isRefused ? `${key ? "This key is refused" : "This service asks for a key"}: ${error.message}.` : "";
+  byId("access-why").textContent = !isRefused ? "" : key ? `This key is refused: ${error.message}.` : "This service asks for an API key.";
   byId("error").textContent = isRefused ? "" : error instanceof TypeError ? `The service cannot be reached (${error.message}).` : error.message;
   if (isRefused) {
     byId("access").hidden = false;
