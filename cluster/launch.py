@@ -32,7 +32,6 @@ STATUS = "deployments.status"
 STATUS_PARTS = ("health", "live", "metrics")
 LOADERS = ("TargetServer", "DraftServer")
 """Deployments whose replicas load a model, and say what they do."""
-_LOADS = "loads the model"
 OBJECT_STORE_BYTES = 256 << 20
 POLL_S = 0.2
 WATCH_S = 2.0
@@ -251,7 +250,7 @@ class LocalService:
         application = serve.status().applications.get(APPLICATION_NAME)
         stages = starting(APPLICATION_NAME)
         for name, deployment in application.deployments.items() if application is not None else ():
-            state = describe(deployment, stages.get(name, _LOADS) if name in LOADERS else "")
+            state = describe(deployment, loads_model=name in LOADERS, stage=stages.get(name, ""))
             if self._states.get(name) != state:
                 self._states[name] = state
                 self._report(f"{name}: {state}")
@@ -324,25 +323,29 @@ def first_failure(application: Any) -> str | None:
     return None
 
 
-def describe(deployment: Any, stage: str = "") -> str:
+def describe(deployment: Any, *, loads_model: bool = False, stage: str = "") -> str:
     """A few words on a deployment's replicas; those that are stopping do not count.
 
     What Serve says of replicas that do not come up is part of it; that they are slow is said in words of our own.
 
     Args:
         deployment: Serve's status of it.
-        stage: What its replicas do when they start.
+        loads_model: Whether its replicas load a model when they start.
+        stage: What one of them says that it does; then Serve's guesses that it does nothing yet are left out.
     """
     counts = deployment.replica_states
     running = counts.get("RUNNING", 0)
     total = sum(counts.values()) - counts.get("STOPPING", 0)
     is_ready = bool(running) and running == total
     remarks = [f"{running} of {total}"] if total > 1 else []
-    if stage and not is_ready:
-        remarks.append(stage)
+    if loads_model and not is_ready:
+        remarks.append(stage or "loads the model")
     state = ("ready" if is_ready else "starting") + (f" ({', '.join(remarks)})" if remarks else "")
     message = deployment.message.strip() if running < max(total, 1) else ""
-    return f"{state}: {_slow_start(message) or last_line(message)}" if message else state
+    slow = _slow_start(message)
+    if not message or (slow and stage):
+        return state
+    return f"{state}: {slow or last_line(message)}"
 
 
 def _slow_start(message: str) -> str | None:

@@ -269,7 +269,17 @@ UNSCHEDULED = (
 def test_slow_replicas_are_told_in_words_of_our_own_and_failed_ones_in_theirs(states, message, words):
     deployment = Deployment(message)
     deployment.replica_states = states
-    assert describe(deployment, "loads the model") == words
+    assert describe(deployment, loads_model=True) == words
+
+
+@pytest.mark.parametrize(
+    ("message", "words"), [("", ""), (UNSCHEDULED, ""), ("x\nRuntimeError: y", ": RuntimeError: y")]
+)
+def test_who_says_what_it_does_is_there_whatever_serve_thinks(message, words):
+    deployment = Deployment(message)
+    deployment.replica_states = {"STARTING": 1}
+    stage = "loading x: 3.1 of 7.5 GB"
+    assert describe(deployment, loads_model=True, stage=stage) == f"starting ({stage}){words}"
 
 
 def test_the_deployments_that_load_a_model_are_known():
