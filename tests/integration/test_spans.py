@@ -14,6 +14,7 @@ from tests.integration.running import RunningService, eventually
 
 TRACE, CLIENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 MACHINES = ("specdec.router", "specdec.target", "specdec.drafter")
+SERVES = ("proxy_http_request", "route_to_replica", "replica_handle_request")
 PHASES = ("specdec.queue", "specdec.prompt", "specdec.stream")
 Span = dict[str, Any]
 
@@ -51,15 +52,14 @@ def complete(service: RunningService, **headers: str) -> dict[str, Any]:
 def test_a_request_is_one_trace_whose_sums_are_those_of_its_answer(service: RunningService) -> None:
     complete(service)
     answer = complete(service, traceparent=f"00-{TRACE}-{CLIENT}-01")
-    eventually(lambda: len(spans(service)) >= 9, 30, "all spans have ended")
+    expected = len(SERVES) + len(("specdec.ingress", *PHASES, *MACHINES))
+    eventually(lambda: len(spans(service)) >= expected, 30, "all spans have ended")
     found = spans(service)
     assert {span["context"]["trace_id"] for span in found} == {f"0x{TRACE}"}, "nothing else was traced"
     names = [span["name"] for span in found]
     assert len(names) == len(set(names)), names
-    named = {span["name"]: span for span in found}
-    proxy, replica = (
-        next(span for name, span in named.items() if name.startswith(start)) for start in ("proxy", "rep")
-    )
+    named = {span["name"].split(" ")[0]: span for span in found}
+    proxy, route, replica = (named[name] for name in SERVES)
     above = {
         "specdec.ingress": replica,
         "specdec.router": named["specdec.ingress"],
@@ -67,9 +67,10 @@ def test_a_request_is_one_trace_whose_sums_are_those_of_its_answer(service: Runn
         "specdec.drafter": named["specdec.router"],
         **dict.fromkeys(PHASES, named["specdec.ingress"]),
     }
-    assert set(names) == {proxy["name"], replica["name"], *above}
+    assert set(named) == {*SERVES, *above}
     assert proxy["parent_id"] == f"0x{CLIENT}"
-    assert replica["parent_id"] == proxy["context"]["span_id"]
+    assert route["parent_id"] == proxy["context"]["span_id"]
+    assert replica["parent_id"] == route["context"]["span_id"]
     assert {name: named[name]["parent_id"] for name in above} == {
         name: span["context"]["span_id"] for name, span in above.items()
     }
@@ -88,7 +89,8 @@ def test_a_request_is_one_trace_whose_sums_are_those_of_its_answer(service: Runn
     assert (ingress["draft_tokens"], ingress["accepted_tokens"], ingress["status"]) == (drafted, accepted, 200)
     router, drafter = of["specdec.router"], of["specdec.drafter"]
     assert (router["num_tokens"], router["num_target_openings"], router["num_drafter_openings"]) == (60, 1, 1)
-    assert drafter["num_proposed_tokens"] >= drafter["num_kept_tokens"] >= accepted
+    assert drafter["num_proposed_tokens"] >= drafted
+    assert accepted - 4 <= drafter["num_kept_tokens"] <= accepted, "nobody tells a drafter of the last round"
     for name in ("specdec.target", "specdec.drafter"):
         assert of[name]["step_us"] > 0, name
     assert len({of[name]["replica"] for name in MACHINES}) == len(MACHINES)
