@@ -47,6 +47,7 @@ EXAMPLES = {
     "logits_processors": "some.masks:digits, masks:Table.words",
     "mode": "in_turn",
     "num_branches": 3,
+    "affinity_slack": 2,
     "limits.max_body_bytes": 2048,
     "limits.max_concurrent_requests": 3,
     "limits.max_queued_requests": 0,
