@@ -291,7 +291,7 @@ def heard_again(patch: pytest.MonkeyPatch) -> None:
     on_alive = RouterMachine._on_alive
 
     def ignore_silent(self: RouterMachine, message: Alive, now_s: float) -> None:
-        worker = self._workers.get(message.worker)
+        worker = self.workers.get(message.worker)
         if worker is not None and not worker.is_silent:
             on_alive(self, message, now_s)
 
