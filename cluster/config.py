@@ -252,11 +252,11 @@ class AppArgs(StrictModel):
         "are refused meanwhile",
     )
     affinity_slack: int = Field(
-        4,
+        2,
         ge=0,
         le=65536,
-        description="with several targets a sequence goes to the one that has most of its prompt cached, unless that "
-        "one holds over so many sequences more than the least loaded; 0: the least loaded, whatever is cached",
+        description="with several targets a sequence goes to the one that has most of its prompt cached, half of it or "
+        "more, unless that one holds over so many sequences more than the least loaded; as far as its router knows",
     )
     stream_interval: int = Field(
         1,

@@ -89,7 +89,9 @@ class Access(StrictModel):
         "the variable SPECDEC_API_KEYS, 'name=key,name=key', adds to it; without any key everybody may call; a "
         "file that has changed is read again within seconds",
     )
-    metrics_need_key: bool = Field(False, description="ask for an API key at /metrics too; /health and /live never do")
+    metrics_need_key: bool = Field(
+        True, description="where there are API keys, ask for one at /metrics too; /health and /live never do"
+    )
     allowed_origins: Annotated[tuple[str, ...], BeforeValidator(origins)] = Field(
         (), description="web pages that may call from a browser (CORS), such as https://example.org; * for all"
     )

@@ -59,9 +59,7 @@ API_KEYS_VARIABLE = "SPECDEC_API_KEYS"
 _LEAST_KEY_CHARACTERS = 16
 
 
-def api_keys(
-    file: str | None, environment: Mapping[str, str] = os.environ, *, metrics_need_key: bool = False
-) -> dict[str, str]:
+def api_keys(file: str | None, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """API keys by their names: those of a file, ``name: key`` a line, and ``name=key,name=key`` of the environment.
 
     They are read where they are needed, by each replica that checks them, and are in nobody's configuration.
@@ -69,11 +67,10 @@ def api_keys(
     Args:
         file: One to a line; None for no file.
         environment: Where :data:`API_KEYS_VARIABLE` may be.
-        metrics_need_key: Whether there must be a key.
 
     Raises:
-        InvalidParameterError: The file cannot be read, or has no key in it, or what is there are no keys with names,
-            or there is none where one is needed; no key is told.
+        InvalidParameterError: The file cannot be read, or has no key in it, or what is there are no keys with names; no
+            key is told.
     """
     keys: dict[str, str] = {}
     for where, entry in _key_entries(file, environment):
@@ -86,11 +83,6 @@ def api_keys(
         if name in keys or key in keys.values():
             raise InvalidParameterError("access.api_keys_file", f"{where}: the name or the key was there before")
         keys[name] = key
-    if metrics_need_key and not keys:
-        raise InvalidParameterError(
-            "access.metrics_need_key",
-            f"access.metrics_need_key: there is no API key, neither in access.api_keys_file nor in {API_KEYS_VARIABLE}",
-        )
     return keys
 
 

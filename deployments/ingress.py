@@ -88,7 +88,7 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
 
     def _http_application(self, args: AppArgs) -> FastAPI:
         limits, access = args.limits, args.access
-        keys = ApiKeys(api_keys(access.api_keys_file, metrics_need_key=access.metrics_need_key))
+        keys = ApiKeys(api_keys(access.api_keys_file))
         logger.info("API keys: %s", ", ".join(keys.names) or "none, everybody may call")
         if limits.max_share_per_key is None and len(keys.names) > 1:
             limits = limits.model_copy(update={"max_share_per_key": 0.5})
@@ -109,7 +109,8 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
         return app
 
     async def _report(self) -> Report:
-        return self._machine.report() | self.config_report()
+        drains = {"is_draining": float(self._service.is_draining)}
+        return self._machine.report() | self.config_report() | drains
 
     async def refusal(self) -> str:
         """Why this replica takes no requests, for operators; empty where it does."""

@@ -21,6 +21,9 @@ class RoutedTokens:
 
     Args:
         info: What is served.
+
+    Attributes:
+        is_draining: Whether new sequences are refused.
     """
 
     def __init__(self, info: ModelInfo) -> None:
@@ -28,7 +31,7 @@ class RoutedTokens:
         self._inboxes: dict[str, Inbox] = {}
         self._host: LoopHost[IngressMachine] | None = None
         self._has_router: Callable[[], bool] = lambda: False
-        self._is_draining = False
+        self.is_draining = False
 
     def connect(self, host: LoopHost[IngressMachine], has_router: Callable[[], bool]) -> None:
         """Take requests from now on."""
@@ -49,7 +52,7 @@ class RoutedTokens:
 
     def drain(self) -> None:
         """Refuse new sequences from now on; open ones go on."""
-        self._is_draining = True
+        self.is_draining = True
 
     @property
     def num_open(self) -> int:
@@ -59,13 +62,13 @@ class RoutedTokens:
     def state(self) -> str:
         """For operators: why sequences are not taken, and how many are open still; empty where they are taken."""
         refusal = self.refusal()
-        return f"{refusal}; {self.num_open} still run" if refusal and self._is_draining else refusal
+        return f"{refusal}; {self.num_open} still run" if refusal and self.is_draining else refusal
 
     def refusal(self) -> str:
         """Why sequences are not taken; empty where they are."""
         if self._host is not None and self._host.failed:
             return FAILED
-        if self._is_draining:
+        if self.is_draining:
             return "this ingress drains: it takes no new requests"
         return "" if self._has_router() else "no router can be reached"
 

@@ -44,7 +44,7 @@ class StatusArgs(StrictModel):
     """Arguments of the three builders."""
 
     application: str = Field("specdec", min_length=1, description="name of the application that is told of")
-    metrics_need_key: bool = Field(False, description="ask for an API key at /metrics")
+    metrics_need_key: bool = Field(True, description="where there are API keys, ask for one at /metrics")
     api_keys_file: str | None = Field(
         None, min_length=1, description="file with API keys, as in the application's args"
     )
@@ -96,7 +96,7 @@ class Metrics:
 
     def _read_keys(self) -> ApiKeys:
         args = self._args
-        return ApiKeys(api_keys(args.api_keys_file, metrics_need_key=True) if args.metrics_need_key else {})
+        return ApiKeys(api_keys(args.api_keys_file) if args.metrics_need_key else {})
 
     async def check_health(self) -> None:
         """Serve's health check, once a second: API keys are read again when their file has changed."""

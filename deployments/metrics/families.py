@@ -75,8 +75,16 @@ PREFILL_TIME = Family(
     "Time from a sequence's beginning to its first tokens.",
     buckets=_FIRST_BUCKETS_S,
 )
-PROMPT_TOKENS = Family("prompt_tokens", "counter", "Prompt tokens, as billed.", ("key",))
-GENERATION_TOKENS = Family("generation_tokens", "counter", "Output tokens, as billed.", ("key",))
+DECODE_TIME = Family(
+    "request_decode_time_seconds",
+    "histogram",
+    "Time from a sequence's first tokens to its end.",
+    buckets=_REQUEST_BUCKETS_S,
+)
+PROMPT_TOKENS = Family("prompt_tokens", "counter", "Prompt tokens that were billed.", ("key",))
+GENERATION_TOKENS = Family(
+    "generation_tokens", "counter", "Output tokens that were billed: written into an answer.", ("key",)
+)
 DISCARDED_TOKENS = Family("discarded_tokens", "counter", "Output tokens that were generated and are not billed.")
 SUCCESS = Family("request_success", "counter", "Sequences that ended, by how.", ("key", "finished_reason"))
 HTTP_REQUESTS = Family(
@@ -86,18 +94,19 @@ HTTP_ERRORS = Family("http_errors", "counter", "Answers that are errors, by thei
 IGNORED_FIELDS = Family("ignored_fields", "counter", "Requests with a field that has no effect.", ("field",))
 PREFIX_QUERIES = Family("prefix_cache_queries", "counter", "Prompt tokens that were looked for in the cache.")
 PREFIX_HITS = Family("prefix_cache_hits", "counter", "Prompt tokens that were found in the cache.")
-DRAFTS = Family("spec_decode_num_drafts", "counter", "Drafts verified.")
-DRAFT_TOKENS = Family("spec_decode_num_draft_tokens", "counter", "Draft tokens verified.")
-ACCEPTED_TOKENS = Family("spec_decode_num_accepted_tokens", "counter", "Draft tokens accepted.")
+DRAFTS = Family("spec_decode_num_drafts", "counter", "Drafts that were verified.")
+DRAFT_TOKENS = Family("spec_decode_num_draft_tokens", "counter", "Draft tokens that were verified.")
+ACCEPTED_TOKENS = Family("spec_decode_num_accepted_tokens", "counter", "Draft tokens that were accepted.")
 ACCEPTED_PER_POSITION = Family(
     "spec_decode_num_accepted_tokens_per_pos",
     "counter",
-    "Draft tokens accepted, by their place in the draft, from 0.",
+    "Draft tokens that were accepted, by their place in the draft, from 0.",
     ("position",),
 )
 
 REQUESTS = (
     *(RUNNING, WAITING, TIME_TO_FIRST_TOKEN, INTER_TOKEN_LATENCY, E2E_LATENCY, QUEUE_TIME, PREFILL_TIME),
+    DECODE_TIME,
     *(PROMPT_TOKENS, GENERATION_TOKENS, DISCARDED_TOKENS, SUCCESS, HTTP_REQUESTS, HTTP_ERRORS, IGNORED_FIELDS),
     *(PREFIX_QUERIES, PREFIX_HITS, DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS, ACCEPTED_PER_POSITION),
 )
@@ -110,7 +119,7 @@ _WORKERS: tuple[Part, ...] = ("target", "draft")
 _ROUTER: tuple[Part, ...] = ("router",)
 _INGRESS: tuple[Part, ...] = ("ingress",)
 _FRONT: tuple[Part, ...] = ("ingress", "router")
-_JUDGES: tuple[Part, ...] = ("target", "router")
+_JUDGES: tuple[Part, ...] = ("target", "draft", "router")
 _ALL: tuple[Part, ...] = ("ingress", "router", "target", "draft")
 
 
@@ -125,19 +134,26 @@ def _counter(parts: tuple[Part, ...], figure: str, text: str, labels: tuple[str,
 REPORTED = (
     # What is held now.
     _gauge(_WORKERS, "num_sequences", "Sequences that a worker holds.", name="worker_sequences"),
-    _gauge(_DRAFT, "num_solo_sequences", "Of these, requests for the draft model itself."),
+    _gauge(_DRAFT, "num_solo_sequences", "Sequences of these that ask the draft model itself."),
     _gauge(_ROUTER, "num_sessions", "Sequences that a router holds.", name="router_sequences"),
     _gauge(_ROUTER, "num_workers", "Workers that a router is linked to, by kind.", ("kind",), name="router_workers"),
-    _gauge(_ALL, "is_draining", "1 where nothing new is taken any more."),
+    _gauge(_ALL, "is_draining", "Whether nothing new is taken any more, 1 or 0."),
     _gauge(_WORKERS, "kv_cache_usage_perc", "Share of cache blocks in use, from 0 to 1."),
     _gauge(_WORKERS, "kv_blocks_in_use", "Cache blocks that sequences hold."),
     _gauge(_WORKERS, "kv_blocks_reusable", "Cache blocks kept for prompts that begin alike."),
     _gauge(_WORKERS, "num_state_slots", "Recurrent states that there is room for."),
     _gauge(_WORKERS, "state_slots_in_use", "Recurrent states that sequences hold."),
-    _gauge(_WORKERS, "state_slots_reusable", "States kept for prompts that begin alike."),
+    _gauge(_WORKERS, "state_slots_reusable", "Recurrent states kept for prompts that begin alike."),
     _gauge(_DRAFT, "num_branches_held", "Branches that a drafter holds."),
-    _gauge(_DRAFT, "num_waiting_sequences", "Sequences without room at the drafter.", name="draft_sequences_waiting"),
-    _gauge(_ROUTER, "has_failed_controller", "1 where the controller failed: no drafts.", name="controller_failed"),
+    _gauge(
+        _DRAFT, "num_waiting_sequences", "Sequences that wait for room at the drafter.", name="draft_sequences_waiting"
+    ),
+    _gauge(
+        _ROUTER,
+        "has_failed_controller",
+        "Whether the controller has failed, so that nothing is drafted, 1 or 0.",
+        name="controller_failed",
+    ),
     # Steps.
     _counter(_WORKERS, "num_steps", "Steps of a worker."),
     _counter(_WORKERS, "busy_s", "Seconds that a worker's steps took.", name="busy_seconds"),
@@ -152,7 +168,7 @@ REPORTED = (
     _counter(
         _WORKERS,
         "decode_step_s",
-        "Seconds that these steps took.",
+        "Seconds that steps took which read no prompt, by their rows and tokens.",
         labels=("rows", "tokens"),
         name="decode_step_seconds",
     ),
@@ -162,47 +178,101 @@ REPORTED = (
     _gauge(_WORKERS, "is_scripted", "1 where tokens come from a script."),
     # Offers and branches.
     _counter(_WORKERS, "num_offers", "Offers that a drafter sent, or a target received."),
-    _counter(_TARGET, "num_used_offers", "Offers that came in time: a draft was verified."),
+    _counter(_TARGET, "num_used_offers", "Offers that came in time, so that something of them was verified."),
     _counter(_TARGET, "num_stale_offers", "Offers of which nothing was verified."),
-    _counter(_TARGET, "num_rounds", "Rounds of a target, one a sequence and step."),
-    _counter(_TARGET, "num_committed_tokens", "Output tokens that a target decided, discarded ones among them."),
-    _counter(_TARGET, "num_late_rounds", "Rounds whose draft was planned and was late."),
-    _counter(_TARGET, "num_branch_hits", "Rounds whose outcome had a branch."),
-    _counter(_TARGET, "num_branch_misses", "Rounds with branches, none for the outcome."),
+    _counter(_TARGET, "num_rounds", "Rounds of a target; each step has one for each sequence in it."),
+    _counter(_WORKERS, "num_committed_tokens", "Output tokens that a model decided, discarded ones among them."),
+    _counter(_TARGET, "num_late_rounds", "Rounds without a draft because the planned one was late."),
+    _counter(_TARGET, "num_branch_hits", "Rounds whose outcome was among the branches that were offered."),
+    _counter(_TARGET, "num_branch_misses", "Rounds whose outcome was among none of the branches that were offered."),
     _counter(_DRAFT, "num_branches_forked", "Branches that a drafter began."),
-    _counter(_DRAFT, "num_promoted", "Branches whose outcome came.", name="branches_promoted"),
-    _counter(_DRAFT, "num_branch_tokens_wasted", "Tokens of branches in vain."),
-    _counter(_DRAFT, "num_right_tokens", "Draft tokens decided as drafted, coupled rule.", name="draft_tokens_right"),
-    _counter(_DRAFT, "num_wrong_tokens", "Draft tokens decided otherwise, coupled rule.", name="draft_tokens_wrong"),
+    _counter(
+        _DRAFT, "num_promoted", "Branches that became the draft because their outcome came.", name="branches_promoted"
+    ),
+    _counter(_DRAFT, "num_branch_tokens_wasted", "Draft tokens of branches whose outcome did not come."),
+    _counter(
+        _DRAFT,
+        "num_right_tokens",
+        "Draft tokens that were decided as drafted, under the coupled rule.",
+        name="draft_tokens_right",
+    ),
+    _counter(
+        _DRAFT,
+        "num_wrong_tokens",
+        "Draft tokens in whose place another was decided, under the coupled rule.",
+        name="draft_tokens_wrong",
+    ),
     # Caches.
     _counter(_WORKERS, "num_evictions", "Sequences or branches that lost their cache to another."),
-    _counter(_WORKERS, "num_reused_tokens", "Tokens found in the cache as a sequence began."),
-    _counter(_WORKERS, "num_reread_tokens", "Tokens read again for a recurrent state."),
+    _counter(_WORKERS, "num_reused_tokens", "Tokens that were found in the cache as a sequence began."),
+    _counter(_WORKERS, "num_reread_tokens", "Tokens that were read again for a recurrent state."),
     # Faults.
     _counter(_WORKERS, "num_failed_steps", "Steps that failed as a whole, and were contained."),
-    _counter(_JUDGES, "num_suspects", "Sequences put apart after a failure."),
-    _counter(_TARGET, "num_errors", "Sequences that a target ended with an error.", name="worker_errors"),
-    _counter(_DRAFT, "num_skipped_sequences", "Sequences that failed at a drafter."),
-    _counter(_ROUTER, "num_worker_deaths", "Workers that a router lost, by kind.", labels=("kind",)),
+    _counter(_JUDGES, "num_suspects", "Sequences that were tried apart from others after a failure."),
+    _counter(_WORKERS, "num_errors", "Sequences that a worker ended with an error.", name="worker_errors"),
+    _counter(
+        _DRAFT, "num_skipped_sequences", "Sequences for which nothing is drafted any more because they failed there."
+    ),
+    _counter(
+        _ROUTER,
+        "num_worker_deaths",
+        "Workers whose link to a router ended though they did not drain, by kind.",
+        labels=("kind",),
+    ),
     _counter(_ROUTER, "num_reopened", "Times that a router opened a sequence again."),
-    _counter(_ROUTER, "num_handed_over", "Sequences taken from a worker that drains."),
-    _counter(_ROUTER, "num_resyncs", "Times that a worker asked for a sequence again.", labels=("reason",)),
+    _counter(_ROUTER, "num_handed_over", "Sequences that a router took from a worker that drains."),
+    _counter(
+        _ROUTER,
+        "num_resyncs",
+        "Times that a worker asked a router to open a sequence again, by reason.",
+        labels=("reason",),
+    ),
     _counter(_INGRESS, "num_resubmitted", "Times that a sequence was submitted again."),
-    _counter(_FRONT, "num_sequence_errors", "Sequences ended with an error."),
-    _counter(_FRONT, "num_dropped_messages", "Messages of what is over."),
-    _counter(_WORKERS, "num_refused", "Sequences that a worker refused.", labels=("reason",), name="worker_refusals"),
-    _counter(_ROUTER, "num_refused_model", "Sequences refused: they are of another model."),
-    _counter(_FRONT, "num_refused_draining", "Sequences refused by who drains."),
-    _counter(_WORKERS, "num_fallbacks", "Sequences without speculation, by reason.", labels=("reason",)),
-    _counter(_ALL, "num_config_errors", "Configurations refused while serving."),
+    _counter(_FRONT, "num_sequence_errors", "Sequences that ended with an error, wherever it arose."),
+    _counter(_FRONT, "num_dropped_messages", "Messages that were dropped because what they speak of is over."),
+    _counter(
+        _WORKERS,
+        "num_refused",
+        "Sequences that a worker refused, by reason.",
+        labels=("reason",),
+        name="worker_refusals",
+    ),
+    _counter(_ROUTER, "num_refused_model", "Sequences that a router refused because they are of another model."),
+    _counter(_ROUTER, "num_refused_draining", "Sequences that a router refused because it drains."),
+    _counter(_WORKERS, "num_fallbacks", "Sequences that ran without speculation, by reason.", labels=("reason",)),
+    _counter(_ALL, "num_config_errors", "Configurations that a replica refused while it served."),
     # What the controller plans, and the estimates behind it.
-    _gauge(_ROUTER, "planned_sequences", "Sequences planned for, by way.", labels=("mode",)),
-    _gauge(_ROUTER, "planned_draft_tokens", "Draft tokens per round, mean of those drafting."),
-    _gauge(_ROUTER, "planned_branches", "Branches per round, mean of those that draft."),
-    _gauge(_ROUTER, "estimated_acceptance_rate", "Per draft token, of late."),
-    _gauge(_ROUTER, "estimated_guess_rate", "Of the draft's next guesses.", labels=("target",)),
-    _gauge(_ROUTER, "estimated_gain", "Over plain decoding, by step times.", labels=("target",)),
-    _gauge(_ROUTER, "measured_gain", "Over plain decoding, corrected by paces.", labels=("target",)),
+    _gauge(
+        _ROUTER,
+        "planned_sequences",
+        "Sequences that the controller has planned for, by way of speculating.",
+        labels=("mode",),
+    ),
+    _gauge(
+        _ROUTER, "planned_draft_tokens", "Draft tokens per round that are planned, mean of the sequences that draft."
+    ),
+    _gauge(_ROUTER, "planned_branches", "Branches per round that are planned, mean of the sequences that draft."),
+    _gauge(
+        _ROUTER, "estimated_acceptance_rate", "Share of draft tokens accepted of late, as the controller estimates it."
+    ),
+    _gauge(
+        _ROUTER,
+        "estimated_guess_rate",
+        "Share of the draft's next guesses that are right, as the controller estimates it.",
+        labels=("target",),
+    ),
+    _gauge(
+        _ROUTER,
+        "estimated_gain",
+        "Pace of what is planned over that of plain decoding, by step times alone.",
+        labels=("target",),
+    ),
+    _gauge(
+        _ROUTER,
+        "measured_gain",
+        "Pace of the best way to draft over that of plain decoding, by what was measured.",
+        labels=("target",),
+    ),
 )
 """What machines report of themselves."""
 

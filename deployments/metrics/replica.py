@@ -76,15 +76,18 @@ class ReplicaMetrics:
         self._machine = MachineReport(part, model_name)
         self.registry.register(self._machine)
         self._task: asyncio.Task[None] | None = None
+        self._has_failed = False
 
     def start(self, export: RayExport | None = None) -> None:
         """Hand on to Ray's exporter what is counted, once a second; on the event loop, in a replica."""
-        self._task = asyncio.create_task(self._hand_on(export or RayExport()))
+        self._export = export or RayExport()
+        self._task = asyncio.create_task(self._hand_on(self._export))
 
     def close(self) -> None:
-        """Hand on nothing any more."""
+        """Hand on what is left, and nothing any more."""
         if self._task is not None:
             self._task.cancel()
+            self._try(self._export)
 
     async def page(self) -> bytes:
         """All of it in Prometheus' text format."""
@@ -96,17 +99,22 @@ class ReplicaMetrics:
         try:
             async with asyncio.timeout(PATIENCE_S):
                 self._machine.report = await self._ask()
-        except TimeoutError:
-            logger.debug("The machine is in a long step; its figures are those of before")
+        except Exception as error:  # a machine in a long step, or one that has failed
+            logger.debug("The machine's figures are those of before: %r", error)
 
     async def _hand_on(self, export: RayExport) -> None:
         while True:
             await asyncio.sleep(PERIOD_S)
-            try:
-                await self._refresh()
-                export.hand_on(self.registry.collect())
-            except Exception:  # metrics stop nothing
-                logger.exception("Metrics could not be handed on to Ray")
+            await self._refresh()
+            self._try(export)
+
+    def _try(self, export: RayExport) -> None:
+        """Metrics stop nothing: what cannot be handed on is tried again the next time, and logged once."""
+        try:
+            export.hand_on(self.registry.collect())
+        except Exception:
+            logger.log(logging.DEBUG if self._has_failed else logging.ERROR, "Ray takes no metrics", exc_info=True)
+            self._has_failed = True
 
 
 class RayExport:
@@ -140,13 +148,12 @@ class RayExport:
         before = self._told.get(key)
         if before == value:
             return
-        self._told[key] = value
         counter = self._metric("Counter", name, family, labels)
-        if before is None:
-            # A series that begins at its first event has no increase there for Prometheus. ``inc`` takes no zero.
-            counter._record(0.0, dict(labels))
-        if value > (before or 0.0):
+        if before is None and not value:
+            counter._record(0.0, dict(labels))  # ``inc`` takes no zero, and what begins at 0 has an increase later
+        elif value > (before or 0.0):
             counter.inc(value - (before or 0.0), dict(labels))
+        self._told[key] = value
 
     def _metric(self, kind: str, name: str, family: Metric, labels: Mapping[str, str]) -> Any:
         metric = self._metrics.get(name)

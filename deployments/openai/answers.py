@@ -45,11 +45,14 @@ async def _whole(api: Api, job: Job, format_: Format) -> Response:
             before = choices.get(delta.index)
             choices[delta.index] = delta if before is None else before + delta
 
-    def write() -> Response:
-        written = [format_.whole(choices[index]) for index in range(len(job.sequences))]
-        return JSONResponse(Envelope(job, format_).whole(written, generation))
+        def write() -> Response:
+            written = [format_.whole(choices[index]) for index in range(len(job.sequences))]
+            return JSONResponse(Envelope(job, format_).whole(written, generation))
 
-    return await api.write(sum(_num_prompt_logprobs(job, delta) for delta in choices.values()), write)
+        response = await api.write(sum(_num_prompt_logprobs(job, delta) for delta in choices.values()), write)
+        for index, choice in choices.items():
+            generation.delivered(index, len(choice.token_ids))
+    return response
 
 
 def _num_prompt_logprobs(job: Job, delta: SampleDelta) -> int:
@@ -103,6 +106,7 @@ class StreamedAnswer(Response):
                 self._num_sent += len(delta.token_ids)
                 count = _num_prompt_logprobs(self._job, delta)
                 await self._send(send, await self._api.write(count, partial(self._written, delta, generation)))
+                generation.delivered(delta.index, len(delta.token_ids))
         last = self._envelope.last_chunk(generation)
         if last is not None:
             await self._send_json(send, last)

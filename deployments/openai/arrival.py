@@ -47,6 +47,7 @@ class Arrival:
         request_id: That of ``x-request-id``.
         clock_s: Monotonic.
         wall_s: Since the epoch.
+        waited_s: At Serve's proxy before that, by its clock; part of what is measured, and of no deadline.
         caller: Digest of the API key that came with it; empty where none came.
         begin_by_s: When its first token must have come, monotonic.
         patience_s: Longest wait for each further token.
@@ -59,6 +60,7 @@ class Arrival:
     request_id: str
     clock_s: float
     wall_s: float
+    waited_s: float = 0.0
     caller: str = ""
     begin_by_s: float = math.inf
     patience_s: float = math.inf

@@ -132,6 +132,10 @@ class Generation:
         for observer in self._observers.values():
             observer.left()
 
+    def delivered(self, index: int, num_tokens: int) -> None:
+        """Tokens of a choice were written into the answer: what never is counts as discarded."""
+        self._observers[index].delivered(num_tokens)
+
     def __aiter__(self) -> Generation:
         return self
 
@@ -144,7 +148,6 @@ class Generation:
             raise item
         self._num_open -= item.finish is not None
         self.num_completion_tokens += len(item.token_ids)
-        self._observers[item.index].delivered(len(item.token_ids))
         return item
 
     async def _cancel(self) -> None:
@@ -155,7 +158,7 @@ class Generation:
 
     async def _run(self, index: int, request: SequenceRequest, admitted: asyncio.Future[None]) -> None:
         """Generate one sequence to its end; errors go to whoever waits."""
-        age_s = time.monotonic() - self.job.arrival.clock_s
+        age_s = time.monotonic() - self.job.arrival.clock_s + self.job.arrival.waited_s
         observer = self._api.observer.opened(self.job.model.name, self.job.arrival.account.key, age_s)
         self._observers[index] = observer
         reason: Reason = "abort"

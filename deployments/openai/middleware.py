@@ -35,7 +35,8 @@ _DRAINED_BODIES = 4
 _DRAIN_S = 2.0
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _TIMEOUT_HEADER = "x-request-timeout-seconds"
-_MOST_WAITED_S = 3600.0
+_MOST_WAITED_S = 300.0
+"""Of a longer wait at Serve's proxy the cause is more likely that clocks differ."""
 _SERVES_HEAD_START_S = 0.5
 """So long before Serve's proxy would cut a request off, it is answered here."""
 
@@ -87,7 +88,6 @@ class Arrivals:
 
     def _arrival(self, headers: Headers, trace: str) -> Arrival:
         settings, now_s = self._settings, time.monotonic()
-        came_s = now_s - _waited_s(headers.get(ARRIVED, ""))
         given, key = headers.get("x-request-id", ""), headers.get("authorization", "")
         timeouts_s = [
             settings.limits.request_timeout_s or math.inf,
@@ -95,12 +95,13 @@ class Arrivals:
         ]
         return Arrival(
             request_id=given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex,
-            clock_s=came_s,
+            clock_s=now_s,
+            waited_s=_waited_s(headers.get(ARRIVED, "")),
             wall_s=time.time(),
             caller=blake2b(key.encode(), digest_size=16).hexdigest() if key else "",
-            begin_by_s=came_s + settings.limits.queue_timeout_s,
+            begin_by_s=now_s + settings.limits.queue_timeout_s,
             patience_s=settings.limits.queue_timeout_s,
-            end_by_s=came_s + min(timeouts_s),
+            end_by_s=now_s + min(timeouts_s),
             retry_after_s=settings.limits.retry_after_s,
             trace=trace,
         )

@@ -3,17 +3,43 @@
 from __future__ import annotations
 
 import time
+from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from deployments.metrics import families
 from deployments.metrics.families import PREFIX, Family
 from deployments.openai.tally import Round
 
 Reason = Literal["stop", "length", "abort", "error"]
+CLIENT_GONE = 499
+"""The status under which a request is counted whose client had gone before there was an answer."""
+
+
+class AcceptedPerPosition(Collector):
+    """Draft tokens accepted, by their place in the draft: kept by rounds, so that no token costs anything."""
+
+    def __init__(self) -> None:
+        self._rounds: dict[str, Counts[int]] = {}
+
+    def of(self, model: str) -> Counts[int]:
+        """Rounds of a model, by the number of tokens accepted; the caller counts in it."""
+        return self._rounds.setdefault(model, Counts())
+
+    def collect(self) -> Iterator[Metric]:
+        """One counter."""
+        family = families.ACCEPTED_PER_POSITION
+        metric = CounterMetricFamily(PREFIX + family.name, family.text, labels=("model_name", *family.labels))
+        for model, rounds in self._rounds.items():
+            for position in range(max(rounds, default=0) or 1):
+                count = sum(number for accepted, number in rounds.items() if accepted > position)
+                metric.add_metric((model, str(position)), count)
+        yield metric
 
 
 class Observer:
@@ -48,6 +74,7 @@ class Observer:
         self.inter_token_latency = histogram(families.INTER_TOKEN_LATENCY)
         self.e2e_latency = histogram(families.E2E_LATENCY)
         self.queue_time, self.prefill_time = histogram(families.QUEUE_TIME), histogram(families.PREFILL_TIME)
+        self.decode_time = histogram(families.DECODE_TIME)
         self.num_prompt_tokens, self.num_generation_tokens = map(
             counter, (families.PROMPT_TOKENS, families.GENERATION_TOKENS)
         )
@@ -58,7 +85,8 @@ class Observer:
         self.num_prefix_queries, self.num_prefix_hits = counter(families.PREFIX_QUERIES), counter(families.PREFIX_HITS)
         self.num_drafts, self.num_draft_tokens = counter(families.DRAFTS), counter(families.DRAFT_TOKENS)
         self.num_accepted_tokens = counter(families.ACCEPTED_TOKENS)
-        self.num_accepted_per_position = counter(families.ACCEPTED_PER_POSITION)
+        self.accepted_per_position = AcceptedPerPosition()
+        registry.register(self.accepted_per_position)
 
     def prompt_tokens(self, model: str, key: str, num_tokens: int) -> None:
         """Count a prompt; once, however many samples were asked for."""
@@ -66,7 +94,7 @@ class Observer:
 
     def answered(self, path: str, status: int, code: str) -> None:
         """Count an answer, and its error's code where it is one."""
-        self.num_http_requests.labels(self._model_name, path, str(status)).inc()
+        self.num_http_requests.labels(self._model_name, path, str(status or CLIENT_GONE)).inc()
         if code:
             self.num_http_errors.labels(self._model_name, code).inc()
 
@@ -89,15 +117,16 @@ class Observer:
         # Series that exist before the first event: a rate over them is right from the start.
         for counter in (self.num_drafts, self.num_draft_tokens, self.num_accepted_tokens, self.num_discarded_tokens):
             counter.labels(model).inc(0)
-        self.num_accepted_per_position.labels(model, "0").inc(0)
+        for reason in get_args(Reason):
+            self.num_success.labels(model, key, reason).inc(0)
         return SequenceObserver(self, model, key, age_s)
 
 
 class SequenceObserver:
     """What happens to one sequence.
 
-    A sequence is observed once as it begins, once at its first tokens and once at its end, and once each time that
-    tokens come, however many they are.
+    However many tokens come at once, they cost six updates of plain counters. As it begins, at its first tokens and as
+    it ends a sequence costs about ten more.
     """
 
     def __init__(self, metrics: Observer, model: str, key: str, age_s: float) -> None:
@@ -106,6 +135,7 @@ class SequenceObserver:
         self._key = key
         self._arrived_s = metrics.clock() - age_s
         self._begun_s: float | None = None
+        self._first_s: float | None = None
         self._came_s: float | None = None
         self._num_undelivered = 0
         self._gauge = metrics.num_waiting.labels(model)
@@ -117,7 +147,7 @@ class SequenceObserver:
         self._num_drafts = metrics.num_drafts.labels(model)
         self._num_draft_tokens = metrics.num_draft_tokens.labels(model)
         self._num_accepted_tokens = metrics.num_accepted_tokens.labels(model)
-        self._num_accepted_per_position: list[Counter] = []
+        self._num_accepted_per_position = metrics.accepted_per_position.of(model)
 
     def admitted(self) -> None:
         """A target has begun it."""
@@ -138,6 +168,7 @@ class SequenceObserver:
         metrics, model = self._metrics, self._model
         now_s = metrics.clock()
         if self._came_s is None:
+            self._first_s = now_s
             metrics.time_to_first_token.labels(model).observe(now_s - self._arrived_s)
             if self._begun_s is not None:
                 metrics.prefill_time.labels(model).observe(now_s - self._begun_s)
@@ -157,15 +188,8 @@ class SequenceObserver:
         self._num_drafts.inc(len(num_accepted_by_round))
         self._num_draft_tokens.inc(num_draft_tokens)
         self._num_accepted_tokens.inc(sum(num_accepted_by_round))
-        for position in range(max(num_accepted_by_round)):
-            self._at(position).inc(sum(accepted > position for accepted in num_accepted_by_round))
-
-    def _at(self, position: int) -> Counter:
-        """The series of a place in the draft; it appears with the first token that is kept there."""
-        series = self._num_accepted_per_position
-        while len(series) <= position:
-            series.append(self._metrics.num_accepted_per_position.labels(self._model, str(len(series))))
-        return series[position]
+        for num_accepted in num_accepted_by_round:
+            self._num_accepted_per_position[num_accepted] += 1
 
     def delivered(self, num_tokens: int) -> None:
         """Tokens were handed to whoever writes the answer."""
@@ -181,5 +205,11 @@ class SequenceObserver:
     def closed(self, reason: Reason) -> None:
         """It has ended; told exactly once, admitted or not."""
         self._gauge.dec()
-        self._metrics.num_success.labels(self._model, self._key, reason).inc()
-        self._metrics.e2e_latency.labels(self._model).observe(self._metrics.clock() - self._arrived_s)
+        metrics, model, now_s = self._metrics, self._model, self._metrics.clock()
+        metrics.num_success.labels(model, self._key, reason).inc()
+        if self._begun_s is None:  # it waited in vain
+            metrics.queue_time.labels(model).observe(now_s - self._arrived_s)
+        if reason in ("stop", "length"):
+            metrics.e2e_latency.labels(model).observe(now_s - self._arrived_s)
+            if self._first_s is not None:
+                metrics.decode_time.labels(model).observe(now_s - self._first_s)

@@ -7,6 +7,7 @@ options of ``deployments.transport.options``.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
@@ -18,7 +19,7 @@ import ray
 from ray import serve
 
 from deployments.transport.discovery import Discovery
-from deployments.transport.host import Host, LoopHost, M, WorkerHost
+from deployments.transport.host import DRAIN_POLL_S, Host, LoopHost, M, WorkerHost
 from deployments.transport.keeper import LinkKeeper
 from deployments.transport.link import Answerer, Carrier, Dialer, PeerEvent
 from deployments.transport.sockets import SocketAnswerer, dial_socket
@@ -127,6 +128,7 @@ class Endpoint:
         if self._host is not None:
             self._is_draining = True
             await self._host.drain()
+            await asyncio.sleep(DRAIN_POLL_S)  # what it has said last goes out
 
     def close_transport(self) -> None:
         """End links, tasks and the machine's host; idempotent."""

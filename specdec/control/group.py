@@ -105,7 +105,7 @@ class Group:
         if scores[winner] <= scores[OFF] * (1 + GAIN):
             winner = OFF
         self.choice = self._choices[octave] = winner
-        self._gain = scores[winner] / scores[OFF]
+        self._gain = max((score / scores[OFF] for choice, score in scores.items() if choice != OFF), default=1.0)
         if winner != OFF:
             self._rest_rounds = 0.0
 

@@ -13,9 +13,16 @@ MOST_BLOCKS = 1 << 16
 """That many of a worker are remembered. Whether it still has them only it knows: a wrong guess costs time alone."""
 
 
+MOST_COMPARED = 1 << 10
+"""So many blocks of a sequence are looked at, its first: a longer prompt goes where these are."""
+LEAST_SHARE = 0.5
+"""Less of a prompt than this is not worth a worker that is not the least loaded."""
+
+
 def block_digests(log: TokenLog, salt: str) -> list[int]:
     """A digest of each prefix of whole blocks, the shortest first; prefixes are shared only under the same salt."""
-    return [hash((salt, log.mark(length))) for length in range(BLOCK_TOKENS, len(log) + 1, BLOCK_TOKENS)]
+    end = min(len(log), MOST_COMPARED * BLOCK_TOKENS)
+    return [hash((salt, log.mark(length))) for length in range(BLOCK_TOKENS, end + 1, BLOCK_TOKENS)]
 
 
 class CachedPrefixes:
@@ -45,16 +52,19 @@ class CachedPrefixes:
         return count
 
 
-def choose(loads: Mapping[str, int], num_cached: Mapping[str, int], slack: int) -> str:
-    """The worker with most of a prefix among those that hold at most ``slack`` sequences more than the least loaded.
+def choose(loads: Mapping[str, int], num_cached: Mapping[str, int], num_blocks: int, slack: int) -> str:
+    """The worker with most of a prompt among those that hold at most ``slack`` sequences more than the least loaded.
 
-    Of several with as much of it the least loaded is chosen, and of these the first by name.
+    One that has less than half of the prompt has nothing of it, for this. Of several with as much the least loaded is
+    chosen, and of these the first by name.
 
     Args:
         loads: Sequences by worker; at least one worker.
-        num_cached: Blocks of the prefix by worker.
+        num_cached: Blocks of the prompt by worker.
+        num_blocks: Of the prompt.
         slack: At least 0.
     """
-    most = min(loads.values()) + slack
+    most, least_cached = min(loads.values()) + slack, max(1, LEAST_SHARE * num_blocks)
     able = [name for name, load in loads.items() if load <= most]
-    return min(able, key=lambda name: (-num_cached.get(name, 0), loads[name], name))
+    worth = {name: count if (count := num_cached.get(name, 0)) >= least_cached else 0 for name in able}
+    return min(able, key=lambda name: (-worth[name], loads[name], name))

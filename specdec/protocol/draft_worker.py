@@ -69,7 +69,8 @@ class DraftWorkerMachine:
     def report(self) -> dict[str, float]:
         """The drafter's counters and gauges, with what both parts hold, and the sequences that the other part ended."""
         solo, report = self.solo.report(), self.drafter.report()
-        for name in ("num_sequences", "num_steps", "num_errors", "num_failed_steps", "num_suspects"):
+        own = ("num_sequences", "num_steps", "num_errors", "num_failed_steps", "num_suspects", "num_committed_tokens")
+        for name in (*own, *(name for name in solo if name.startswith("num_refused/"))):
             report[name] = report.get(name, 0.0) + solo[name]
         return report | {"num_solo_sequences": solo["num_sequences"]}
 

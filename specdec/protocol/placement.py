@@ -60,7 +60,7 @@ class Placement:
         self._counters.num_reopened += self.workers.detach(link)
         name = self.workers.choose(link.kind, session)
         if name is not None:
-            self.workers.attach(session, link, name)
+            self.workers.attach(link, name)
             self.open(session, link, now_s)
 
     def place_missing(self, session: Session, link: WorkerLink, now_s: float) -> None:
@@ -117,8 +117,10 @@ class Placement:
         """Close what is open of a session."""
         session.end_span()
         self._probation.leave(session)
+        has_output = len(session.log) > session.spec.output_start
         for link in session.links:
-            self.workers.has_read(session, link)
+            if has_output and session.finish != "error":
+                self.workers.has_read(session, link)
             self.close(session, link)
 
     def send(self, link: WorkerLink, message: Message) -> None:
@@ -164,7 +166,7 @@ class Placement:
                     break
                 self._counters.num_reopened += len(group.members)
                 for session in group.members:
-                    self.workers.attach(session, session.target, name)
+                    self.workers.attach(session.target, name)
                     self.open(session, session.target, now_s)
 
     def hand_over(self, sessions: Iterable[Session], now_s: float) -> None:

@@ -169,8 +169,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
 
     def _commit(self, row: TargetRow, result: Verification, now_s: float) -> None:
         start, run = len(row.log), result.run
-        is_late = row.plan.num_draft_tokens > 0 and not result.num_drafted and row.round_start != start
-        self.counters.num_late_rounds += is_late
+        self.counters.num_late_rounds += not result.num_drafted and self._wants_draft(row)
         if row.held_s is not None:
             self.counters.draft_wait_s += now_s - row.held_s
         count, row.finish = row.ending.walk(start, run)
@@ -329,6 +328,12 @@ class TargetMachine(WorkerMachine[TargetRow]):
         self.counters.num_used_offers += most > 0 and not chosen.is_used
         chosen.is_used |= most > 0
         return best.first(max(most, 0))
+
+    def _wants_draft(self, row: TargetRow) -> bool:
+        """Whether a draft is planned for a row's next round, and of any use: not for the first, nor the last."""
+        if row.suspects or row.round_start == len(row.log):
+            return False
+        return min(row.plan.num_draft_tokens, self._credit(row) - 1, row.ending.most_length - len(row.log) - 1) > 0
 
     def _waits(self, row: TargetRow, now_s: float) -> bool:
         """Whether a row is held back for an offer: only in turn, never before its first token, in vain only once."""

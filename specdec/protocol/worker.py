@@ -72,6 +72,7 @@ class WorkerMachine(Generic[R]):
         self._times = times
         self._rows: LeasedRows[R] = LeasedRows(times.tombstone_s)
         self._outbox = Outbox()
+        self._routers: set[str] = set()
 
     def set_times(self, times: Times) -> None:
         """Go by other times from now on."""
@@ -80,7 +81,7 @@ class WorkerMachine(Generic[R]):
     def drain(self, now_s: float) -> None:
         """Take no sequences any more, and say so; those that are here go on, or are opened elsewhere (rule 15)."""
         self.is_draining = True
-        for router in {row.router for row in self._rows}:
+        for router in self._routers | {row.router for row in self._rows}:
             self._outbox.put(router, Alive(self.name, self.report()))
 
     @property
@@ -153,6 +154,7 @@ class WorkerMachine(Generic[R]):
                 self._resync(message.router, seq, inc, "draining" if self.is_draining else "unknown")
 
     def _on_live(self, message: Live, now_s: float) -> None:
+        self._routers.add(message.router)
         self.renew(message, now_s)
         self._outbox.put(message.router, Alive(self.name, self.report()))
 

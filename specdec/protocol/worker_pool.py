@@ -9,7 +9,7 @@ from specdec.protocol.affinity import CachedPrefixes, block_digests, choose
 from specdec.protocol.plans import WorkerKind
 from specdec.protocol.sessions import Session, WorkerLink
 
-AFFINITY_SLACK = 4
+AFFINITY_SLACK = 2
 """Sequences."""
 
 
@@ -92,21 +92,20 @@ class WorkerPool:
         digests = block_digests(session.log, session.spec.cache_salt)
         loads = {name: worker.num_links for name, worker in able.items()}
         cached = {name: worker.prefixes.num_cached(digests) for name, worker in able.items()}
-        return choose(loads, cached, self.affinity_slack)
+        return choose(loads, cached, len(digests), self.affinity_slack)
 
     def is_replaced(self, kind: WorkerKind) -> bool:
         """Whether there are workers of a kind, and all of them are of another model."""
         found = [worker.is_other_model for worker in self._workers.values() if worker.kind == kind]
         return bool(found) and all(found)
 
-    def attach(self, session: Session, link: WorkerLink, name: str) -> None:
+    def attach(self, link: WorkerLink, name: str) -> None:
         """A sequence is to be opened on a worker."""
         link.worker = name
         self._workers[name].num_links += 1
-        self.has_read(session, link)
 
     def has_read(self, session: Session, link: WorkerLink) -> None:
-        """A link's worker has read the whole of a sequence, or is about to."""
+        """A sequence ends whose link's worker has read it."""
         worker = self.get(link.worker)
         if worker is not None and sum(one.kind == worker.kind for one in self._workers.values()) > 1:
             worker.prefixes.add(block_digests(session.log, session.spec.cache_salt))

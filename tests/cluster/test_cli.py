@@ -47,7 +47,7 @@ EXAMPLES = {
     "logits_processors": "some.masks:digits, masks:Table.words",
     "mode": "in_turn",
     "num_branches": 3,
-    "affinity_slack": 2,
+    "affinity_slack": 3,
     "limits.max_body_bytes": 2048,
     "limits.max_concurrent_requests": 3,
     "limits.max_queued_requests": 0,
@@ -63,7 +63,7 @@ EXAMPLES = {
     "limits.queue_timeout_s": 20,
     "limits.request_timeout_s": 120,
     "access.api_keys_file": "keys.txt",
-    "access.metrics_need_key": True,
+    "access.metrics_need_key": False,
     "access.allowed_origins": "https://a.example, https://b.example:8443",
     "access.allow_unauthenticated_ray": True,
     "log_format": "json",
@@ -136,8 +136,14 @@ def from_flags(values):
     parser = argparse.ArgumentParser()
     add_model_argument(parser)
     add_config_flags(parser)
-    argv = [flag_of(key) if value is True else f"{flag_of(key)}={_text(value)}" for key, value in values.items()]
+    argv = [_flag(key, value) for key, value in values.items()]
     return load_config(None, config_overrides(parser.parse_args(argv)))
+
+
+def _flag(key, value):
+    if isinstance(value, bool):
+        return flag_of(key) if value else flag_of(key).replace("--", "--no-", 1)
+    return f"{flag_of(key)}={_text(value)}"
 
 
 def _text(value):

@@ -49,13 +49,6 @@ def test_a_file_without_a_key_does_not_open_the_service(tmp_path: Path, text: st
         assert caught.value.parameter == "access.api_keys_file"
 
 
-def test_metrics_that_need_a_key_need_one_to_be_there() -> None:
-    with pytest.raises(InvalidParameterError, match="there is no API key") as caught:
-        api_keys(None, {}, metrics_need_key=True)
-    assert caught.value.parameter == "access.metrics_need_key"
-    assert api_keys(None, {"SPECDEC_API_KEYS": f"bob={BOB}"}, metrics_need_key=True)
-
-
 @pytest.mark.parametrize("is_on", [True, False])
 def test_a_ray_without_tokens_is_refused_unless_allowed(monkeypatch: pytest.MonkeyPatch, is_on: bool) -> None:
     monkeypatch.setattr(authentication_utils, "is_token_auth_enabled", lambda: is_on)

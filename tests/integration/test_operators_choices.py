@@ -154,7 +154,9 @@ def test_both_ingresses_stream_and_the_log_names_the_key_and_never_tells_it(
         options = {"extra_body": {"ignore_eos": True}, "extra_headers": told, "stream": True}
         chunks = client.completions.create(**body, **options)
         assert "".join(chunk.choices[0].text for chunk in chunks) == whole
-        served = re.findall(SERVED, http.get("/metrics").text, re.MULTILINE)
+        served = re.findall(
+            SERVED, http.get("/metrics", headers={"authorization": f"Bearer {KEYS['bob']}"}).text, re.MULTILINE
+        )
         if len(set(served)) == 2:
             break
     else:

@@ -44,9 +44,9 @@ async def test_what_a_request_waited_at_the_proxy_is_part_of_its_times(bench: Be
     assert 7 <= bench.metric("time_to_first_token_seconds_sum") < 60
 
 
-async def test_and_of_its_deadline(bench: Bench, http: httpx2.AsyncClient) -> None:
+async def test_but_of_no_deadline(bench: Bench, http: httpx2.AsyncClient) -> None:
+    """Clocks of two nodes may differ: nobody is refused for that."""
     bench.says("a b")
-    headers = {ARRIVED: repr(time.time() - 7), "x-request-timeout-seconds": "6"}
+    headers = {ARRIVED: repr(time.time() - 200), "x-request-timeout-seconds": "60"}
     answer = await http.post("/v1/completions", json={"model": "demo", "prompt": "x"}, headers=headers)
-    assert answer.status_code == 504
-    assert answer.json()["error"]["code"] == "request_timeout"
+    assert answer.status_code == 200

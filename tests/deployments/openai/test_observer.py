@@ -113,7 +113,7 @@ def test_updates_do_not_grow_with_tokens() -> None:
                 if hasattr(one, name):
                     setattr(one, name, counting(getattr(one, name)))
         for _ in range(10):
-            sequence.tokens(num_tokens, 0, [Round(num_tokens - 1, 0)])
+            sequence.tokens(num_tokens, 0, [Round(num_tokens - 1, num_tokens - 1)])
         return count
 
     assert num_updates(2) == num_updates(64) == 9 + 10 * 3

@@ -9,7 +9,7 @@ import pytest
 from specdec.protocol.affinity import BLOCK_TOKENS, CachedPrefixes, block_digests, choose
 from specdec.protocol.leases import Times
 from specdec.protocol.marks import TokenLog
-from specdec.protocol.messages import Open, Submit
+from specdec.protocol.messages import Cancel, Inc, Notes, Open, Submit, Verdict
 from specdec.protocol.plans import fixed_plan
 from specdec.protocol.router import RouterMachine
 from specdec.sampling.params import SamplingParams, SequenceSpec
@@ -46,13 +46,14 @@ def test_what_was_used_longest_ago_is_forgotten_from_its_end() -> None:
         ({"a": 3, "b": 1}, {}, 4, "b"),
         ({"a": 5, "b": 1}, {"a": 2}, 4, "a"),
         ({"a": 6, "b": 1}, {"a": 2}, 4, "b"),
+        ({"a": 5, "b": 1}, {"a": 1}, 4, "b"),
         ({"a": 2, "b": 1}, {"a": 2}, 0, "b"),
         ({"a": 2, "b": 1, "c": 1}, {"a": 2, "b": 2}, 4, "b"),
         ({"b": 1, "a": 1}, {}, 4, "a"),
     ],
 )
 def test_the_choice(loads: dict[str, int], cached: dict[str, int], slack: int, chosen: str) -> None:
-    assert choose(loads, cached, slack) == chosen
+    assert choose(loads, cached, 4, slack) == chosen
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -71,7 +72,7 @@ def test_conversations_find_their_tokens_and_load_stays_even(seed: int) -> None:
             loads[ended[1]] -= 1
         digests = block_digests(said[talk], "")
         cached = {name: cache.num_cached(digests) for name, cache in caches.items()}
-        name = choose(loads, cached, SLACK)
+        name = choose(loads, cached, len(digests), SLACK)
         assert loads[name] - min(loads.values()) <= SLACK
         num_reusable += max(cached.values())
         num_found += cached[name]
@@ -98,9 +99,14 @@ def test_the_next_turn_of_a_conversation_goes_where_the_last_one_was() -> None:
         (name,) = [peer for peer, messages in outbox.items() if any(isinstance(one, Open) for one in messages)]
         return name
 
-    first = log_of(0, 4).tail(0)
+    first, answer = log_of(0, 4).tail(0), log_of(2, 1).tail(0)
     assert submitted("a", first) == "T0"
-    assert submitted("b", log_of(1, 4).tail(0)) == "T1"
-    assert submitted("c", (*first, *log_of(2, 1).tail(0))) == "T0"
+    assert submitted("a2", first) == "T1", "nobody has read it yet"
+    log = TokenLog((*first, *answer))
+    machine.receive(Verdict("a", Inc(1, 0), len(first), answer, Notes("p" * len(answer), (0,) * 32), log.mark()), 0.0)
+    machine.receive(Cancel("a", 1), 0.0)
+    for seq in ("b", "c"):
+        assert submitted(seq, log_of(ord(seq), 4).tail(0)) == {"b": "T0", "c": "T0"}[seq]
+    assert submitted("d", (*log.tail(0), *log_of(3, 1).tail(0))) == "T0", "it holds one more, and has read this"
     machine.workers.affinity_slack = 0
-    assert submitted("d", (*first, *log_of(2, 1).tail(0))) == "T1"
+    assert submitted("e", (*log.tail(0), *log_of(3, 1).tail(0))) == "T1"

@@ -67,6 +67,21 @@ def test_a_worker_that_drains_refuses_what_is_new_and_keeps_what_it_has(kind):
     assert machine.is_drained
 
 
+@pytest.mark.parametrize("kind", ["target", "drafter", "draft worker"])
+def test_a_worker_without_sequences_tells_its_routers_that_it_drains(kind):
+    """Else they would take the end of its link for a death."""
+    machine = worker(kind)
+    for router in ("R", "S"):
+        machine.receive(Live(router, ()), 0.0)
+    machine.take_outbox()
+    machine.drain(0.0)
+    told = machine.take_outbox()
+    assert set(told) == {"R", "S"}
+    for messages in told.values():
+        assert [message.report["is_draining"] for message in messages if isinstance(message, Alive)][:1] == [1]
+    assert machine.is_drained
+
+
 @pytest.mark.parametrize("kind", ["target", "drafter"])
 @pytest.mark.parametrize(
     ("theirs", "ours", "is_taken"), [("a", "a", True), ("a", "b", False), ("", "b", True), ("a", "", True)]
