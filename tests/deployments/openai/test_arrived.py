@@ -31,7 +31,7 @@ async def test_the_proxy_stamps_every_request_and_takes_a_clients_own_stamp_away
     assert seen[1]["headers"] == []
 
 
-@pytest.mark.parametrize("stamp", ["", "soon", "nan", "inf", "-5", str(time.time() + 1000), "1.0"])
+@pytest.mark.parametrize("stamp", ["", "soon", "nan", "inf", "-5", "9e9", "1.0"])
 def test_a_stamp_that_cannot_be_right_says_nothing(stamp: str) -> None:
     assert _waited_s(stamp) == 0
 
