@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 _NAMESPACE = "specdec"
+_MOST_AGE_S = 600.0
+"""What is older is of a replica that was killed while it started, or says nothing any more."""
 
 
 @contextmanager
@@ -46,7 +48,7 @@ def starting(application: str) -> dict[str, str]:
     Raises:
         Exception: Ray's, where its head does not answer.
     """
-    from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_list
+    from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list
 
     newest: dict[str, tuple[float, str]] = {}
     for key in _internal_kv_list(f"{application}:", namespace=_NAMESPACE):
@@ -54,6 +56,9 @@ def starting(application: str) -> dict[str, str]:
         if value is None:  # it has started by now
             continue
         said_s, _, line = value.decode().partition(" ")
+        if time.time() - float(said_s) > _MOST_AGE_S:
+            _internal_kv_del(key, namespace=_NAMESPACE)
+            continue
         deployment = key.decode().split(":")[1]
         newest[deployment] = max(newest.get(deployment, (0.0, "")), (float(said_s), line))
     return {deployment: line for deployment, (_, line) in newest.items()}

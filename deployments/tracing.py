@@ -8,8 +8,10 @@ request that is not sampled there is no label, and no span.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from specdec.protocol.spans import Tracer
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanProcessor
     from opentelemetry.trace import Span
     from opentelemetry.trace import Tracer as OtelTracer
+
+logger = logging.getLogger("ray.serve")
 
 _TRACEPARENT = "traceparent"
 
@@ -50,9 +54,13 @@ def sequence_tracer(role: str, replica: str) -> Tracer | None:
     if tracer is None:
         return None
 
+    from opentelemetry.trace import INVALID_SPAN
+
     def begin(label: str, seq: str) -> SequenceSpan:
         attributes = {"specdec.seq": seq, "specdec.replica": replica}
-        span = tracer.start_span(f"specdec.{role}", _context({_TRACEPARENT: label}), attributes=attributes)
+        span: Span = INVALID_SPAN
+        with _contained():
+            span = tracer.start_span(f"specdec.{role}", _context({_TRACEPARENT: label}), attributes=attributes)
         return SequenceSpan(span)
 
     return begin
@@ -83,10 +91,11 @@ class SequenceSpan:
 
     def end(self, finish: str = "") -> None:
         """The machine holds it no more."""
-        self._span.set_attributes({f"specdec.{name}": count for name, count in self._sums.items()})
-        if finish:
-            self._span.set_attribute("specdec.finish", finish)
-        self._span.end()
+        with _contained():
+            self._span.set_attributes({f"specdec.{name}": count for name, count in self._sums.items()})
+            if finish:
+                self._span.set_attribute("specdec.finish", finish)
+            self._span.end()
 
 
 class RequestSpan:
@@ -107,7 +116,9 @@ class RequestSpan:
         above = get_current() if is_within else _context(headers)
         is_known = trace.get_current_span(above).get_span_context().is_valid
         self._tracer = tracer
-        self._span = tracer.start_span("specdec.ingress", above) if is_known else trace.INVALID_SPAN
+        self._span = trace.INVALID_SPAN
+        with _contained():
+            self._span = tracer.start_span("specdec.ingress", above) if is_known else trace.INVALID_SPAN
 
     @property
     def label(self) -> str:
@@ -121,10 +132,14 @@ class RequestSpan:
             phases: When each began, on the monotonic clock, in seconds, in their order; None where it never did.
             facts: Attributes by name; those that are None are left out.
         """
-        from opentelemetry import trace
-
         if not self._span.is_recording():
             return
+        with _contained():
+            self._end(phases, facts)
+
+    def _end(self, phases: Mapping[str, float | None], facts: Mapping[str, Any]) -> None:
+        from opentelemetry import trace
+
         now_s, now_ns = time.monotonic(), time.time_ns()
         begun = {name: int(now_ns - (now_s - start_s) * 1e9) for name, start_s in phases.items() if start_s is not None}
         context = trace.set_span_in_context(self._span)
@@ -148,4 +163,13 @@ def _label(span: Span) -> str:
 
     carrier: dict[str, str] = {}
     TraceContextTextMapPropagator().inject(carrier, trace.set_span_in_context(span))
-    return carrier[_TRACEPARENT]
+    return carrier.get(_TRACEPARENT, "")
+
+
+@contextmanager
+def _contained() -> Iterator[None]:
+    """Around what a span processor may raise in: an exporter of the user's stops no machine and no request."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("A span was lost: %r", error)

@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager
 import httpx2
 import pytest
 from opentelemetry import trace
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 
 from deployments import tracing
 from deployments.openai import ApiSettings
-from deployments.tracing import sequence_tracer, serve_tracer
+from deployments.tracing import RequestSpan, sequence_tracer, serve_tracer
 from tests.deployments.openai.conftest import Bench
 
 ASK = {"model": "demo", "prompt": "def f(x):", "max_tokens": 20}
@@ -152,3 +152,15 @@ def test_the_exporter_is_what_the_configuration_names() -> None:
     module, _, function = OTLP.partition(":")
     assert module == tracing.__name__
     assert callable(getattr(tracing, function))
+
+
+def test_a_span_processor_that_raises_stops_nobody() -> None:
+    class Raising(SpanProcessor):
+        def on_start(self, span: object, parent_context: object = None) -> None:
+            raise RuntimeError("no exporter")
+
+    provider = TracerProvider()
+    provider.add_span_processor(Raising())
+    span = RequestSpan(provider.get_tracer("specdec"), {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"})
+    assert span.label == ""
+    span.end({"queue": 0.0}, {"status": 200})
