@@ -31,7 +31,7 @@ class Answer {
     this.box.addEventListener("mouseover", (event) => this.point(event.target.closest(".t")));
     this.box.addEventListener("mouseleave", () => this.point(null));
     this.box.addEventListener("blur", () => this.walkTo(null));
-    this.box.addEventListener("scroll", () => this.point(this.spans[this.now]));
+    this.box.addEventListener("scroll", () => this.point(this.pointed));
     this.box.addEventListener("keydown", (event) => this.walk(event));
   }
 
@@ -116,7 +116,9 @@ class Answer {
   /** Say in the tip what is known of a token. */
   point(span) {
     const tip = byId("tip");
+    this.pointed = span;
     tip.textContent = "";
+    tip.style.left = tip.style.top = 0;
     if (!span || !this.box.contains(span)) return;
     const i = Number(span.dataset.i), text = span.textContent.replaceAll("\n", "⏎");
     tip.textContent = `${i + 1}: “${text}”, ${KINDS[this.how[i]]}; the target gave it ${percent(Math.exp(this.logprobs[i]))}`;
