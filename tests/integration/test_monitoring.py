@@ -19,6 +19,8 @@ from tests.k8s.test_monitoring import DASHBOARDS, RECORDED, queries
 pytestmark = pytest.mark.monitoring
 
 TWO_OF_EACH = [f"--replicas-{part}=2" for part in ("target", "draft", "router", "ingress")]
+PAYING = ("--emulate-step-ms", "target=30,draft=3")
+"""Devices on which speculation pays, so that the controller drafts on any machine."""
 WINDOW = "15s"
 """What Grafana puts in place of ``$__rate_interval``, at one scrape a second."""
 PATIENCE_S = 240.0
@@ -29,7 +31,7 @@ OF_NODES, OF_GPUS = "ray_node_", ("ray_node_gram", "ray_node_gpus")
 @pytest.fixture(scope="module")
 def service() -> Iterator[RunningService]:
     fast = {"RAY_metrics_report_interval_ms": "1000"}
-    running = RunningService(*TWO_OF_EACH, "--logits-processors", HOOK, environment=fast)
+    running = RunningService(*TWO_OF_EACH, *PAYING, "--logits-processors", HOOK, environment=fast)
     yield running
     assert running.stop() == 0
 
