@@ -72,7 +72,7 @@ BOARD = Board(
             Chart(
                 "Memory of GPUs",
                 "Memory of each GPU in use; Ray's exporters tell it where there are GPUs.",
-                "decmbytes",
+                "mbytes",
                 {"{{instance}} {{GpuIndex}}": 'ray_node_gram_used{namespace=~"$namespace"}'},
             ),
             Chart(

@@ -1,7 +1,7 @@
 """Recording rules and alerts, as Prometheus reads them.
 
-Whatever is compared here is summed over the replicas of one service: series of one namespace, application and model.
-A namespace is what a Prometheus on Kubernetes adds; elsewhere there is none, and the rules are the same.
+Whatever is compared here is summed over the replicas of one service: series of one namespace, Ray cluster, application
+and model. Namespace and cluster are what a Prometheus on Kubernetes adds; elsewhere the rules are the same.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ SLOS_S: tuple[tuple[str, Family, float], ...] = (
 """Short name, histogram, and the seconds within which it should be: one of the histogram's bounds."""
 SLO_SHARE = 0.99
 """So much of all observations should be within that time; the rest is the budget."""
+LEAST_RATE = 0.05
+"""Observations a second, below which no budget is said to burn: at night one long prompt is no outage."""
 WINDOWS = ("5m", "30m", "1h", "6h")
 
 Severity = Literal["critical", "warning"]
@@ -29,10 +31,10 @@ BURNS: tuple[tuple[str, float, str, str, str, Severity], ...] = (
 )
 """Name; times too fast that the budget goes, over both windows; how long it must be so; severity."""
 
-SERVICE = "by (namespace, application)"
-MODEL = "by (namespace, application, model_name)"
-ON_MODEL = "on (namespace, application, model_name)"
-ON_SERVICE = "on (namespace, application)"
+SERVICE = "by (namespace, ray_io_cluster, application)"
+MODEL = "by (namespace, ray_io_cluster, application, model_name)"
+ON_MODEL = "on (namespace, ray_io_cluster, application, model_name)"
+ON_SERVICE = "on (namespace, ray_io_cluster, application)"
 
 
 def recording_rules() -> Iterator[Rule]:
@@ -63,6 +65,23 @@ def alerts() -> Iterator[Rule]:
 
 
 def _missing_parts() -> Iterator[Rule]:
+    yield _alert(
+        "SpecdecNothingTells",
+        "absent(specdec_router_workers)",
+        "5m",
+        "critical",
+        "No router of any service tells anything: all of them are down, or nobody scrapes them",
+        "See whether Prometheus has the targets of the PodMonitor, and whether the RayService's pods run.",
+    )
+    workers = "max by (namespace, ray_io_cluster, application, kind) (specdec_router_workers)"
+    yield _alert(
+        "SpecdecFewerWorkers",
+        f"{workers} < max_over_time({workers}[1h:1m])",
+        "15m",
+        "warning",
+        "Routers have fewer workers of a kind than within the last hour",
+        "After a scale-in this is as it should be; else look for a replica that does not come up in Serve's status.",
+    )
     yield _alert(
         "SpecdecTargetDown",
         f'max {SERVICE} (specdec_router_workers{{kind="target"}}) == 0',
@@ -107,15 +126,14 @@ def _speculation() -> Iterator[Rule]:
 def _load() -> Iterator[Rule]:
     yield _alert(
         "SpecdecKvNearlyFull",
-        "max by (namespace, application, deployment, replica) (specdec_kv_cache_usage_perc) > 0.95",
+        "max by (namespace, ray_io_cluster, application, deployment, replica) (specdec_kv_cache_usage_perc) > 0.95",
         "10m",
         "warning",
         "Nearly all cache blocks of a worker are held by sequences: others wait or lose theirs",
         "Add replicas or cache memory, or lower limits.max_total_tokens.",
     )
-    waited = (
-        f"histogram_quantile(0.9, sum by (namespace, application, le) {_rate('request_queue_time_seconds_bucket')})"
-    )
+    buckets = f"sum by (namespace, ray_io_cluster, application, le) {_rate('request_queue_time_seconds_bucket')}"
+    waited = f"histogram_quantile(0.9, {buckets})"
     begun = f"sum {SERVICE} {_rate('request_queue_time_seconds_count')}"
     yield _alert(
         "SpecdecWaitingTooLong",
@@ -125,12 +143,13 @@ def _load() -> Iterator[Rule]:
         "A tenth of the sequences wait longer than 5 s to begin, or none begins at all",
         "Add target replicas, or lower limits.max_queued_requests so that clients are refused early.",
     )
-    for name, _, most_s in SLOS_S:
+    for name, family, most_s in SLOS_S:
         for speed, times, short, long, lasting, severity in BURNS:
             least = f"{times} * {round(1 - SLO_SHARE, 6)}"
             yield _alert(
                 f"Specdec{name.capitalize()}Burn{speed}",
-                f"{slow_ratio(name, short)} > {least} and {slow_ratio(name, long)} > {least}",
+                f"{slow_ratio(name, short)} > {least} and {slow_ratio(name, long)} > {least}"
+                f" and {ON_MODEL} sum {MODEL} (rate({family.series}_count[{long}])) > {LEAST_RATE}",
                 lasting,
                 severity,
                 f"{name.upper()} is over {most_s} s so often that the budget goes {times} times too fast",
@@ -139,9 +158,19 @@ def _load() -> Iterator[Rule]:
 
 
 def _faults() -> Iterator[Rule]:
+    answers = f"sum {SERVICE} (rate(specdec_http_requests_total[5m]))"
+    failed = f'sum {SERVICE} (rate(specdec_http_requests_total{{status=~"5.."}}[5m]))'
+    yield _alert(
+        "SpecdecErrors",
+        f"{failed} / ({answers} > 0) > 0.05",
+        "5m",
+        "critical",
+        "More than 5 % of all answers are errors of the service",
+        "See the codes on the service dashboard, then the ingress' log for the requests' ids.",
+    )
     yield _alert(
         "SpecdecCrashLoop",
-        "max by (namespace, application, kind) (increase(specdec_worker_deaths_total[15m])) > 3",
+        "max by (namespace, ray_io_cluster, application, kind) (increase(specdec_worker_deaths_total[15m])) > 3",
         "0m",
         "critical",
         "Workers of one kind die again and again",

@@ -11,6 +11,7 @@ from k8s.monitoring.charts import (
     WORKER,
     Board,
     Chart,
+    chosen,
     mean,
     named,
     rare,
@@ -23,6 +24,9 @@ from k8s.monitoring.charts import (
 def _sized(match: str) -> str:
     by = "rows, tokens"
     return f"{rate(named('decode_step_seconds'), by, match)} / ({rate(named('decode_steps'), by, match)} > 0)"
+
+
+ALIVE = chosen(named("worker_sequences"))
 
 
 BOARD = Board(
@@ -138,7 +142,8 @@ BOARD = Board(
                 "Idle share of each device",
                 "Share of time in which a worker computes no step.",
                 "percentunit",
-                {WHOSE: f"1 - {rate(named('busy_seconds'), WORKER)}"},
+                # Ray's exporter keeps the counters of the dead, who are no idle devices.
+                {WHOSE: f"1 - {rate(named('busy_seconds'), WORKER)} and on ({WORKER}) {ALIVE}"},
             ),
             Chart(
                 "Step time of targets by size",

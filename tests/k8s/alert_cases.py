@@ -17,6 +17,7 @@ class Case:
         fires: A minute at which it fires; None where nothing is wrong.
         clears: A later minute, or the one that it stays silent at.
         labels: That it fires with, beside namespace and application.
+        is_of_none: Whether it fires without these, as it speaks of no service.
     """
 
     alert: str
@@ -24,6 +25,7 @@ class Case:
     fires: int | None
     clears: int
     labels: dict[str, str] = field(default_factory=dict)
+    is_of_none: bool = False
 
 
 def held(*parts: tuple[float, int]) -> str:
@@ -86,7 +88,15 @@ _LOST_OFFERS = {
     'specdec_offers_total{deployment="TargetServer"}': counted((0, 20), (60, 20)),
 }
 
+_ANSWERS = {
+    'specdec_http_requests_total{status="200"}': counted((60, 50)),
+    'specdec_http_requests_total{status="503"}': counted((6, 20), (0, 30)),
+}
+
 CASES = (
+    Case("SpecdecNothingTells", {"specdec_router_workers{}": "1+0x4 _x20 1+0x15"}, 20, 35, is_of_none=True),
+    Case("SpecdecFewerWorkers", _linked("target", "r", (3, 20), (2, 90)), *(40, 105), {"kind": "target"}),
+    Case("SpecdecErrors", _ANSWERS, 15, 40),
     Case("SpecdecTargetDown", _linked("target", "r", *_GONE), 10, 20),
     Case("SpecdecTargetDown", _linked("target", "r", *_GONE) | _linked("target", "s", (1, 25)), None, 10),
     Case("SpecdecDraftDown", _linked("drafter", "r", *_GONE) | _linked("target", "r", (1, 25)), 10, 20),

@@ -20,7 +20,7 @@ from k8s.monitoring.resources import NODES
 from k8s.monitoring.rules import SLOS_S
 from tests.k8s.alert_cases import CASES
 
-UNITS = {"s", "none", "ops", "reqps", "percentunit", "percent", "decmbytes", "suffix: tokens/s"}
+UNITS = {"s", "none", "ops", "reqps", "percentunit", "percent", "mbytes", "suffix: tokens/s"}
 ROW_WIDTH = 24
 PARTS = ("_bucket", "_sum", "_count")
 RULES = yaml.safe_load((FOLDER / "rules.yml").read_text())
@@ -46,7 +46,7 @@ def queries(dashboard: dict[str, Any]) -> list[str]:
 
 
 def names(expression: str) -> list[str]:
-    return re.findall(r"\b(?:specdec|ray)[_:][\w:]+", re.sub(r'"[^"]*"', "", expression))
+    return re.findall(r"\b(?:specdec[_:]|ray_node_)[\w:]+", re.sub(r'"[^"]*"', "", expression))
 
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: path.name)
@@ -133,7 +133,16 @@ def check_use(name: str, expression: str) -> None:
     assert uses
     rates = re.findall(rf"\b(?:rate|increase)\({name}\b", expression)
     assert len(rates) == (0 if name in GAUGES else len(uses)), expression
-    own = {*SERIES[name].labels, "deployment", "replica", "namespace", "model_name", "application", "le"}
+    own = {
+        *SERIES[name].labels,
+        "deployment",
+        "replica",
+        "namespace",
+        "ray_io_cluster",
+        "model_name",
+        "application",
+        "le",
+    }
     for matcher in re.findall(rf"\b{name}{{([^}}]*)}}", expression):
         assert set(re.findall(r"(\w+)=", matcher)) <= own
     if name.endswith("_bucket") and "histogram_quantile" in expression:

@@ -66,7 +66,8 @@ def group(number: int, case: Case) -> dict[str, Any]:
 
 def fired(case: Case) -> dict[str, Any]:
     rule = ALERTS[case.alert]
-    labels = {key: WHOSE[key] for key in ("namespace", "application")} | case.labels | rule["labels"]
+    whose = {} if case.is_of_none else {key: WHOSE[key] for key in ("namespace", "application")}
+    labels = whose | case.labels | rule["labels"]
     return {"exp_labels": labels, "exp_annotations": rule["annotations"]}
 
 
