@@ -138,7 +138,7 @@ class RouterCounters:
     num_handed_over: int = 0
     num_dropped_messages: int = 0
     num_resyncs: Counter[str] = field(default_factory=Counter)
-    num_worker_deaths: Counter[str] = field(default_factory=Counter)
+    num_worker_deaths: Counter[str] = field(default_factory=lambda: Counter(target=0, drafter=0))
 
     def report(self) -> dict[str, float]:
         """The counters by name; those by reason or kind are named ``num_resyncs/<reason>``, and so on."""

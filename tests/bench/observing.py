@@ -1,7 +1,7 @@
 """What metrics cost: processor time of a step, of a sequence's tokens, and of a second's hand-over to Ray.
 
 ``python -m tests.bench.observing [--rows 8] [--steps 4000] [--rounds 7]`` takes the medians of interleaved rounds, with
-everything on and off. The hand-over is that of an ingress with a hundred series that have all changed.
+metrics on and off. The hand-over is that of an ingress with a hundred series that have all changed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def per_call_us(work: Callable[[], object], num_calls: int) -> float:
 
 
 def steps(num_rows: int, *, observed: bool) -> Callable[[], object]:
-    """A step of a target that costs next to nothing, with all listeners or with none."""
+    """A step of a target that costs next to nothing, with what metrics need or without."""
     backend: TargetBackend = ScriptedTarget(Script(0.8, 0.9, range(5, 50)), 100)
     if observed:
         backend = ObservedTarget(backend, [StepReport()])

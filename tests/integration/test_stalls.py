@@ -11,8 +11,6 @@ from tests.integration.poison import beside
 from tests.integration.running import RunningService
 from tests.integration.stalls import BLOCK, HOOK, STALL_S, TWENTY_SECONDS, asking_for
 
-pytestmark = pytest.mark.soak
-
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[RunningService]:
