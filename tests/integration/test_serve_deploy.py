@@ -162,7 +162,9 @@ def test_an_update_that_restarts_every_replica_breaks_no_stream(manifest, node, 
     before, text = replicas(), manifest["spec"]["serveConfigV2"]
     with streams.running() as wait:
         eventually(streams.have_begun, 60, "all streams have begun")
-        deploy(text.replace("demo: plain", "demo: plain\n          block_size: 32"), node, tmp_path)
+        changed = yaml.safe_load(text)
+        changed["applications"][0]["args"]["block_size"] = 32
+        deploy(yaml.safe_dump(changed), node, tmp_path)
         eventually(lambda: application_status()[0] == "DEPLOYING", 60, "the update has begun")
         assert streams.are_running(), "they had ended before the update began"
         ended = wait()
