@@ -154,7 +154,6 @@ def test_a_limit_changes_without_a_restart(manifest, node, deployed, tmp_path):
     assert replicas() == before
 
 
-@pytest.mark.soak
 def test_an_update_that_restarts_every_replica_breaks_no_stream(manifest, node, deployed, tmp_path):
     streams = Streams(deployed, "specdec-demo", count=4, max_tokens=1200)
     with streams.running() as wait:
