@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -90,8 +91,12 @@ def deploy(text, node, folder):
 
 def replicas():
     """Process ids of the service's replicas."""
-    children = psutil.Process().children(recursive=True)
-    return {child.pid for child in children if child.name().startswith("ray::ServeRepli")}
+    found = set()
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if child.name().startswith("ray::ServeRepli"):
+                found.add(child.pid)
+    return found
 
 
 def application_status():
