@@ -11,8 +11,6 @@ BLOCK_TOKENS = 32
 """Prefixes are told apart at each multiple of this. Workers' cache blocks may have another size."""
 MOST_BLOCKS = 1 << 16
 """That many of a worker are remembered. Whether it still has them only it knows: a wrong guess costs time alone."""
-
-
 MOST_COMPARED = 1 << 10
 """So many blocks of a sequence are looked at, its first: a longer prompt goes where these are."""
 LEAST_SHARE = 0.5
