@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from cluster.config import AppArgs, ModelConfig
+from cluster.config import AppArgs
 from cluster.machine import Machine, this_machine
+from cluster.models import ModelConfig
 from cluster.placement import Devices, Placement, plan_placement
 from specdec.engine.shares import on_one_gpu
 from specdec.errors import SpecdecError

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from cluster.config import AppArgs, ModelConfig
+from cluster.config import AppArgs
+from cluster.models import ModelConfig
 from specdec.errors import InvalidParameterError
 
 HUB_TIMEOUT_S = 10.0

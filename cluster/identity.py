@@ -6,7 +6,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import specdec.demo
-from cluster.config import AppArgs, Demo, Dtype, ModelConfig
+from cluster.config import AppArgs, Demo
+from cluster.models import Dtype, ModelConfig
 from specdec.models.fingerprint import digest, model_fingerprint, vocabulary_fingerprint
 from specdec.types import Fingerprints
 

@@ -6,8 +6,9 @@ import pkgutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from cluster.config import AppArgs, ModelConfig
+from cluster.config import AppArgs
 from cluster.identity import draft_path, model_dtype, target_path
+from cluster.models import ModelConfig
 from specdec.engine.build import BackendOptions
 from specdec.errors import InvalidParameterError
 from specdec.models.loading import ModelSource

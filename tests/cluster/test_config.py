@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.config import AppArgs, ServiceConfig, memory_amount
+from cluster.config import AppArgs, ServiceConfig
 from cluster.config_files import load_config, merged
 from cluster.identity import demo_folder
+from cluster.models import memory_amount
 from cluster.sources import draft_source, target_source
 from cluster.strict import key_paths
 from specdec.errors import InvalidParameterError

@@ -12,7 +12,8 @@ from loop import answer_requests, arguments
 from cluster.bench.load import fresh_salt
 from cluster.bench.services import Services
 from cluster.cli.serve import serve
-from cluster.config import ModelConfig, ServiceConfig
+from cluster.config import ServiceConfig
+from cluster.models import ModelConfig
 
 REQUEST_TIMEOUT_S = 600
 

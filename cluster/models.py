@@ -1,0 +1,76 @@
+"""Keys of one model: where it comes from, and how and where it runs."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, SecretStr, model_validator
+
+from cluster.strict import StrictModel
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+MIN_KV_BYTES = 1 << 20
+
+_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_AMOUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_AMOUNT_HELP = (
+    "'auto', a fraction of the free memory in (0, 1], or at least 1 MiB in bytes or with a unit such as 512MiB"
+)
+
+
+def memory_amount(value: Any) -> Literal["auto"] | float | int:
+    """Read an amount of memory: ``auto``, a fraction in (0, 1] (a float), or a number of bytes (an int).
+
+    Raises:
+        ValueError: For anything else.
+    """
+    if value == "auto":
+        return "auto"
+    match = _AMOUNT.fullmatch(str(value))
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError(f"must be {_AMOUNT_HELP}")
+    number = float(match[1])
+    if not match[2] and 0 < number <= 1:
+        return number
+    num_bytes = int(number * _UNITS[match[2].lower()])
+    if num_bytes < MIN_KV_BYTES:
+        raise ValueError(f"must be {_AMOUNT_HELP}")
+    return num_bytes
+
+
+MemoryAmount = Annotated[Literal["auto"] | float | int, BeforeValidator(memory_amount)]
+
+
+class ModelConfig(StrictModel):
+    """One of the two models, and where it runs. A plain string stands for ``{model: ...}``."""
+
+    model: str | None = Field(
+        None, min_length=1, description="hub id or local folder; the demo pair's where none is given"
+    )
+    revision: str | None = Field(None, description="branch, tag or commit on the hub")
+    token: SecretStr | None = Field(None, description="access token for the hub")
+    dtype: Dtype = Field("auto", description="float32 on a CPU and for the demo pair, else what the checkpoint says")
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
+    device_map: str | dict[str, int | str] | None = Field(
+        None, description="accelerate's device map, for several devices"
+    )
+    compile: bool = Field(
+        False,
+        description="compile the layers with torch's Inductor: faster steps, a slower start; needs a C++ compiler",
+    )
+    kv_memory: MemoryAmount = Field("auto", description=f"memory for cached keys and values: {_AMOUNT_HELP}")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_string(cls, data: Any) -> Any:
+        return {"model": data} if isinstance(data, str) else data
+
+    @model_validator(mode="after")
+    def _nothing_ignored(self) -> ModelConfig:
+        if self.model is None and (self.revision or self.token):
+            raise ValueError("revision and token need a model")
+        if self.device_map is not None and self.device != "auto":
+            raise ValueError("device and device_map exclude each other")
+        return self
