@@ -190,10 +190,11 @@ class AppArgs(StrictModel):
     )
     affinity_slack: int = Field(
         2,
-        ge=0,
+        ge=-1,
         le=65536,
         description="with several targets a sequence goes to the one that has most of its prompt cached, half of it or "
-        "more, unless that one holds over so many sequences more than the least loaded; as far as its router knows",
+        "more, unless that one holds over so many sequences more than the least loaded; as far as its router knows; "
+        "-1: always to the least loaded",
     )
     stream_interval: int = Field(
         1,

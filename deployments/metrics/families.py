@@ -206,6 +206,25 @@ REPORTED = (
     _counter(_WORKERS, "num_evictions", "Sequences or branches that lost their cache to another."),
     _counter(_WORKERS, "num_reused_tokens", "Tokens that were found in the cache as a sequence began."),
     _counter(_WORKERS, "num_reread_tokens", "Tokens that were read again for a recurrent state."),
+    _counter(
+        _ROUTER,
+        "num_placements",
+        "Choices of a target among several, by whether it was known to have a part of the sequence cached.",
+        labels=("cached",),
+        name="target_placements",
+    ),
+    _counter(
+        _ROUTER,
+        "num_reusable_prompt_tokens",
+        "Tokens that some target was known to have cached when a target was chosen among several.",
+        name="placement_reusable_tokens",
+    ),
+    _counter(
+        _ROUTER,
+        "num_reused_prompt_tokens",
+        "Tokens of these that the chosen target was known to have cached.",
+        name="placement_reused_tokens",
+    ),
     # Faults.
     _counter(_WORKERS, "num_failed_steps", "Steps that failed as a whole, and were contained."),
     _counter(_JUDGES, "num_suspects", "Sequences that were tried apart from others after a failure."),

@@ -60,8 +60,10 @@ def choose(loads: Mapping[str, int], num_cached: Mapping[str, int], num_blocks: 
         loads: Sequences by worker; at least one worker.
         num_cached: Blocks of the prompt by worker.
         num_blocks: Of the prompt.
-        slack: At least 0.
+        slack: Below 0 nobody looks at what is cached.
     """
+    if slack < 0:
+        return min(loads, key=lambda name: (loads[name], name))
     most, least_cached = min(loads.values()) + slack, max(1, LEAST_SHARE * num_blocks)
     able = [name for name, load in loads.items() if load <= most]
     worth = {name: count if (count := num_cached.get(name, 0)) >= least_cached else 0 for name in able}

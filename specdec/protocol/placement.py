@@ -50,7 +50,7 @@ class Placement:
         self._probation = probation
         self.lease_s = lease_s
         self._fingerprints = fingerprints
-        self.workers = WorkerPool()
+        self.workers = WorkerPool(counters)
 
     def place(self, session: Session, link: WorkerLink, now_s: float) -> None:
         """Open a session on a worker of a kind, under a new n if it was open before.

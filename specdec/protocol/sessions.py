@@ -128,6 +128,10 @@ class RouterCounters:
         num_refused_draining: Sequences that were refused because this router drains.
         num_handed_over: Sequences that were taken from a worker that drains.
         num_dropped_messages: Verdicts and offers of an incarnation that is over.
+        num_placements: Choices of a target among several, by whether the one chosen was known to have any of the
+            sequence cached: ``some`` or ``none``.
+        num_reusable_prompt_tokens: Tokens that, at these choices, some target was known to have.
+        num_reused_prompt_tokens: Of these, tokens that the one chosen had.
     """
 
     num_reopened: int = 0
@@ -137,6 +141,9 @@ class RouterCounters:
     num_refused_draining: int = 0
     num_handed_over: int = 0
     num_dropped_messages: int = 0
+    num_reusable_prompt_tokens: int = 0
+    num_reused_prompt_tokens: int = 0
+    num_placements: Counter[str] = field(default_factory=lambda: Counter(some=0, none=0))
     num_resyncs: Counter[str] = field(default_factory=Counter)
     num_worker_deaths: Counter[str] = field(default_factory=lambda: Counter(target=0, drafter=0))
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
-from specdec.protocol.affinity import CachedPrefixes, block_digests, choose
+from specdec.protocol.affinity import BLOCK_TOKENS, CachedPrefixes, block_digests, choose
 from specdec.protocol.plans import WorkerKind
-from specdec.protocol.sessions import Session, WorkerLink
+from specdec.protocol.sessions import RouterCounters, Session, WorkerLink
 
 AFFINITY_SLACK = 2
 """Sequences."""
@@ -46,13 +46,17 @@ class Worker:
 class WorkerPool:
     """Workers by name. Links are attached and detached here alone, so that loads need not be counted anew.
 
+    Args:
+        counters: Of the router: gets what placements found in targets' caches.
+
     Attributes:
         affinity_slack: A sequence goes where its prefix is cached unless that worker holds over so many more than the
-            least loaded; it may be changed.
+            least loaded; below 0 it goes to the least loaded. It may be changed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, counters: RouterCounters) -> None:
         self.affinity_slack = AFFINITY_SLACK
+        self._counters = counters
         self._workers: dict[str, Worker] = {}
 
     def __iter__(self) -> Iterator[tuple[str, Worker]]:
@@ -75,24 +79,31 @@ class WorkerPool:
         """The newest counters of every worker that is heard, by its name."""
         return {name: (worker.kind, worker.report) for name, worker in self if not worker.is_silent}
 
+    def _able(self, kind: WorkerKind, apart_from: Container[str] = ()) -> dict[str, Worker]:
+        workers = self._workers.items()
+        return {
+            name: one for name, one in workers if one.kind == kind and one.takes_sequences and name not in apart_from
+        }
+
     def least_loaded(self, kind: WorkerKind, apart_from: Container[str] = ()) -> str | None:
         """The worker of a kind with the fewest links; None where none takes sequences."""
-        able = [
-            (worker.num_links, name)
-            for name, worker in self._workers.items()
-            if worker.kind == kind and worker.takes_sequences and name not in apart_from
-        ]
-        return min(able)[1] if able else None
+        able = self._able(kind, apart_from)
+        return min(able, key=lambda name: (able[name].num_links, name), default=None)
 
     def choose(self, kind: WorkerKind, session: Session) -> str | None:
         """The worker of a kind that a sequence is to be opened on; None where none takes sequences."""
-        able = {name: one for name, one in self._workers.items() if one.kind == kind and one.takes_sequences}
+        able = self._able(kind)
         if len(able) < 2:
             return next(iter(able), None)
         digests = block_digests(session.log, session.spec.cache_salt)
         loads = {name: worker.num_links for name, worker in able.items()}
         cached = {name: worker.prefixes.num_cached(digests) for name, worker in able.items()}
-        return choose(loads, cached, len(digests), self.affinity_slack)
+        name = choose(loads, cached, len(digests), self.affinity_slack)
+        if kind == "target":
+            self._counters.num_placements["some" if cached[name] else "none"] += 1
+            self._counters.num_reusable_prompt_tokens += BLOCK_TOKENS * max(cached.values())
+            self._counters.num_reused_prompt_tokens += BLOCK_TOKENS * cached[name]
+        return name
 
     def is_replaced(self, kind: WorkerKind) -> bool:
         """Whether there are workers of a kind, and all of them are of another model."""
@@ -107,7 +118,7 @@ class WorkerPool:
     def has_read(self, session: Session, link: WorkerLink) -> None:
         """A sequence ends whose link's worker has read it."""
         worker = self.get(link.worker)
-        if worker is not None and sum(one.kind == worker.kind for one in self._workers.values()) > 1:
+        if worker is not None:  # also where it is the only one of its kind: another may come
             worker.prefixes.add(block_digests(session.log, session.spec.cache_salt))
 
     def detach(self, link: WorkerLink) -> bool:

@@ -50,6 +50,9 @@ def test_what_was_used_longest_ago_is_forgotten_from_its_end() -> None:
         ({"a": 2, "b": 1}, {"a": 2}, 0, "b"),
         ({"a": 2, "b": 1, "c": 1}, {"a": 2, "b": 2}, 4, "b"),
         ({"b": 1, "a": 1}, {}, 4, "a"),
+        ({"b": 1, "a": 1}, {"b": 4}, 0, "b"),
+        ({"b": 1, "a": 1}, {"b": 4}, -1, "a"),
+        ({"b": 1, "a": 2}, {"a": 4}, -1, "b"),
     ],
 )
 def test_the_choice(loads: dict[str, int], cached: dict[str, int], slack: int, chosen: str) -> None:
@@ -110,3 +113,26 @@ def test_the_next_turn_of_a_conversation_goes_where_the_last_one_was() -> None:
     assert submitted("d", (*log.tail(0), *log_of(3, 1).tail(0))) == "T0", "it holds one more, and has read this"
     machine.workers.affinity_slack = 0
     assert submitted("e", (*log.tail(0), *log_of(3, 1).tail(0))) == "T1"
+    counted = machine.figures()
+    assert counted["num_placements/some"] == 1
+    assert counted["num_placements/none"] == 5
+    assert counted["num_reusable_prompt_tokens"] == 2 * 5 * BLOCK_TOKENS, "of d and e: the four blocks and the answer"
+    assert counted["num_reused_prompt_tokens"] == 5 * BLOCK_TOKENS
+
+
+def test_what_the_only_target_has_read_is_known_when_another_comes() -> None:
+    machine = RouterMachine("R", fixed_plan(0, "off"), Times())
+    machine.worker_joined("T1", "target", 0.0)
+    log = log_of(0, 4)
+
+    def submit(seq: str) -> str | None:
+        spec = SequenceSpec(SamplingParams(), seed=1, max_tokens=50, output_start=len(log))
+        machine.receive(Submit(seq, 1, "I", log.tail(0), spec), 0.0)
+        return next((n for n, m in machine.take_outbox().items() if any(isinstance(one, Open) for one in m)), None)
+
+    assert submit("a") == "T1"
+    decided = TokenLog((*log.tail(0), 7))
+    machine.receive(Verdict("a", Inc(1, 0), len(log), (7,), Notes("p", (0,)), decided.mark()), 0.0)
+    machine.receive(Cancel("a", 1), 0.0)
+    machine.worker_joined("T0", "target", 0.0)
+    assert submit("b") == "T1", "the other would be first by name"
