@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from cluster.limits import Access, Limits, Tls
-from cluster.models import ModelConfig
+from cluster.models import DraftConfig, ModelConfig
 from cluster.strict import StrictModel, refused_key
 from cluster.tracing import Tracing
 from specdec.engine.emulation import StepCost, parse_step_costs
@@ -145,7 +145,7 @@ class AppArgs(StrictModel):
         "plain", description="demo target where no target is given: attention alone, or recurrent layers and attention"
     )
     target: ModelConfig = Field(default_factory=ModelConfig, description="the model that answers")
-    draft: ModelConfig = Field(default_factory=ModelConfig, description="the model that proposes; none: no speculation")
+    draft: DraftConfig = Field(default_factory=DraftConfig, description="the model that proposes; none: no speculation")
     served_model_name: str | None = Field(None, min_length=1, description="the model's name in the API")
     max_model_len: int | None = Field(None, ge=2, le=1 << 24, description="prompt and output together, in tokens")
     block_size: int = Field(16, ge=1, le=1024, description="tokens in a block of the paged cache")
@@ -296,8 +296,13 @@ class AppArgs(StrictModel):
 
     @property
     def has_draft(self) -> bool:
-        """Whether there is a draft model at all."""
-        return self.is_demo or self.draft.model is not None
+        """Whether anybody drafts at all."""
+        return self.has_own_draft or self.draft.pool is not None
+
+    @property
+    def has_own_draft(self) -> bool:
+        """Whether a draft model is deployed with the target; a pool is an application of its own."""
+        return self.draft.pool is None and (self.is_demo or self.draft.model is not None)
 
     @property
     def step_costs(self) -> dict[str, StepCost]:

@@ -81,7 +81,7 @@ def examine(args: AppArgs, progress: Progress | None = None) -> Findings:
 
     machine = this_machine()
     devices = Devices(len(machine.gpus), machine.num_cpus)
-    findings = Findings(machine, plan_placement(devices, args.replicas, args.actors, has_draft=args.has_draft))
+    findings = Findings(machine, plan_placement(devices, args.replicas, args.actors, has_draft=args.has_own_draft))
     shares = findings.placement.target.gpu_share, findings.placement.draft.gpu_share
     source = target_source(args)
     target = _examined(source, args, args.target, shares[0], findings, progress)

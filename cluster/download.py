@@ -31,8 +31,15 @@ def fetch_models(args: A, report: Callable[[str], None]) -> A:
         among them, loads that one, whatever a branch has become meanwhile.
 
     Raises:
-        InvalidParameterError: A folder does not exist or holds no model, or the hub does not give the model.
+        InvalidParameterError: A folder does not exist or holds no model, or the hub does not give the model; or the
+            drafters are to be those of a pool, which is another application.
     """
+    if args.draft.pool is not None:
+        raise InvalidParameterError(
+            "draft.pool",
+            f"draft.pool: {args.draft.pool} is another application of a Ray cluster, and on one machine there is none: "
+            "name a draft model",
+        )
     pinned = {}
     for role, model in (("target", args.target), ("draft", args.draft)):
         if model.model is not None:

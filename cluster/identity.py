@@ -48,7 +48,7 @@ def fingerprints(args: AppArgs) -> Fingerprints:
     return Fingerprints(
         decision=_deciding(args, args.target, target_path(args), vocabulary),
         vocabulary=vocabulary,
-        draft=_deciding(args, args.draft, draft_path(args), vocabulary) if args.has_draft else "",
+        draft=_deciding(args, args.draft, draft_path(args), vocabulary) if args.has_own_draft else "",
     )
 
 

@@ -144,7 +144,7 @@ class LocalService:
         )
         self._report("Serve is up")
         args = self._config.app_args()
-        placement = plan_placement(ray_devices(), args.replicas, args.actors, has_draft=args.has_draft)
+        placement = plan_placement(ray_devices(), args.replicas, args.actors, has_draft=args.has_own_draft)
         for remark in placement.remarks:
             self._report(remark)
         app = load_builder(self._application)(args)

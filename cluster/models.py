@@ -74,3 +74,21 @@ class ModelConfig(StrictModel):
         if self.device_map is not None and self.device != "auto":
             raise ValueError("device and device_map exclude each other")
         return self
+
+
+class DraftConfig(ModelConfig):
+    """The draft model, or in its place the drafters of another application."""
+
+    pool: str | None = Field(
+        None,
+        min_length=1,
+        description="name of the application whose drafters draft, in place of a draft model of one's own; see "
+        "deployments.app:build_draft_pool",
+    )
+
+    @model_validator(mode="after")
+    def _of_one_kind(self) -> DraftConfig:
+        if self.pool is not None and len(self.model_fields_set) > 1:
+            others = ", ".join(sorted(self.model_fields_set - {"pool"}))
+            raise ValueError(f"a pool has a draft model of its own: pool and {others} exclude each other")
+        return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,7 +49,12 @@ class Placement:
 
 
 def plan_placement(
-    devices: Devices, replicas: Replicas | None = None, actors: Actors | None = None, *, has_draft: bool = True
+    devices: Devices,
+    replicas: Replicas | None = None,
+    actors: Actors | None = None,
+    *,
+    has_target: bool = True,
+    has_draft: bool = True,
 ) -> Placement:
     """Share the devices out among the replicas of target and draft; router and ingress ask for no core unless told to.
 
@@ -59,20 +65,27 @@ def plan_placement(
         devices: What there is now.
         replicas: Number of replicas of each deployment; one by default.
         actors: Explicit options by deployment.
-        has_draft: Whether there is a draft model.
+        has_target: Whether targets are deployed.
+        has_draft: Whether drafts are.
     """
     replicas = replicas or Replicas()
     actors = actors or Actors()
-    num_workers = replicas.target + (replicas.draft if has_draft else 0)
+    num_workers = replicas.target * has_target + replicas.draft * has_draft
     num_gpus = equal_share(devices.num_gpus, num_workers)
     # Where no node is up yet, a worker still asks for a core: it must not land on a head node that has none.
     num_cpus = equal_share(devices.num_cpus, num_workers) or 1.0
+    none = ActorShare({"num_cpus": 0})
+    target = _share(actors.target, num_gpus, num_cpus) if has_target else none
+    draft = _share(actors.draft, num_gpus, num_cpus) if has_draft else none
+    remarks = [*_gpu_remarks({"target": target, "draft": draft})]
+    if num_cpus < 1:
+        remarks.append(f"{num_workers} workers share {devices.num_cpus:g} core(s): {num_cpus:g} of one each")
     return Placement(
-        target=_share(actors.target, num_gpus, num_cpus),
-        draft=_share(actors.draft, num_gpus, num_cpus) if has_draft else ActorShare({"num_cpus": 0}),
+        target=target,
+        draft=draft,
         router=_share(actors.router, 0, 0),
         ingress=_share(actors.ingress, 0, 0),
-        remarks=_remarks(devices, num_workers, num_gpus, num_cpus),
+        remarks=tuple(remarks),
     )
 
 
@@ -99,10 +112,11 @@ def _share(options: ActorOptions, num_gpus: float, num_cpus: float) -> ActorShar
     return ActorShare(ray_options, num_torch_threads=max(1, math.floor(cpus)))
 
 
-def _remarks(devices: Devices, num_workers: int, num_gpus: float, num_cpus: float) -> tuple[str, ...]:
-    remarks = []
-    if 0 < num_gpus < 1:
-        remarks.append(f"{num_workers} workers share {devices.num_gpus} GPU(s): {num_gpus:g} of one each")
-    if num_cpus < 1:
-        remarks.append(f"{num_workers} workers share {devices.num_cpus:g} core(s): {num_cpus:g} of one each")
-    return tuple(remarks)
+def _gpu_remarks(shares: Mapping[str, ActorShare]) -> Iterator[str]:
+    """What fractions of a GPU cost, where a replica has one."""
+    shared = [f"{name} {share.gpu_share:g}" for name, share in shares.items() if share.gpu_share < 1]
+    if shared:
+        yield (
+            f"parts of a GPU for a replica: {', '.join(shared)}. Processes on one GPU take turns, unless NVIDIA's MPS "
+            "runs: drafting and verifying then no longer overlap, and each waits for the other's steps"
+        )

@@ -1,4 +1,4 @@
-"""The application: four deployments, bound to each other.
+"""The application, four deployments bound to each other, and the drafters that several applications may share.
 
 No postponed annotations here: Serve makes the builder's argument by the class that its annotation is.
 """
@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field, model_validator
 from ray import serve
 from ray.serve import Application
 
@@ -16,6 +17,7 @@ from cluster.identity import fingerprints
 from cluster.placement import ActorShare, plan_placement, ray_devices
 from cluster.settings import api_keys, check_ray
 from cluster.sources import draft_source, read_template, target_source
+from cluster.strict import refused_key
 from deployments.ingress import OpenAIIngress, model_info
 from deployments.names import DRAFT, INGRESS, ROUTER, TARGET
 from deployments.router import SpeculationRouter
@@ -42,11 +44,11 @@ def build_app(args: AppArgs) -> Application:
     """
     check_ray(args.access.allow_unauthenticated_ray)
     check_files(args)
-    placement = plan_placement(ray_devices(), args.replicas, args.actors, has_draft=args.has_draft)
+    placement = plan_placement(ray_devices(), args.replicas, args.actors, has_draft=args.has_own_draft)
     for remark in placement.remarks:
         logger.info(remark)
     workers = [_worker(TargetServer, TARGET, args, args.replicas.target, placement.target)]
-    if args.has_draft:
+    if args.has_own_draft:
         workers.append(_worker(DraftServer, DRAFT, args, args.replicas.draft, placement.draft))
     router = serve.deployment(SpeculationRouter, name=ROUTER).options(
         num_replicas=args.replicas.router,
@@ -63,6 +65,35 @@ def build_app(args: AppArgs) -> Application:
         graceful_shutdown_wait_loop_s=0.2,
     )
     return ingress.bind(args, router.bind(args, *workers))
+
+
+class DraftPoolArgs(AppArgs):
+    """Arguments of the pool's builder: those of an application whose target has the vocabulary, and whom it serves."""
+
+    applications: tuple[str, ...] = Field(
+        min_length=1, description="names of the applications that it drafts for, which name it as draft.pool"
+    )
+
+    @model_validator(mode="after")
+    def _has_a_model(self) -> "DraftPoolArgs":
+        if not self.has_own_draft:
+            raise refused_key("draft.model", "draft.model: a pool needs a draft model of its own")
+        return self
+
+    def app_args(self) -> AppArgs:
+        """The part that a drafter takes."""
+        return AppArgs.model_validate(self.model_dump(exclude_unset=True, exclude={"applications"}))
+
+
+def build_draft_pool(pool: DraftPoolArgs) -> Application:
+    """Build an application of drafters alone, without a route; takes and raises what :func:`build_app` does."""
+    args = pool.app_args()
+    check_ray(args.access.allow_unauthenticated_ray)
+    check_files(args)
+    placement = plan_placement(ray_devices(), args.replicas, args.actors, has_target=False)
+    for remark in placement.remarks:
+        logger.info(remark)
+    return _worker(DraftServer, DRAFT, args, args.replicas.draft, placement.draft, pool.applications)
 
 
 def check_files(args: AppArgs) -> None:
@@ -87,8 +118,8 @@ def check_files(args: AppArgs) -> None:
         check_pair(describe_model(target), load_tokenizer(target), describe_model(draft), load_tokenizer(draft))
 
 
-def _worker(cls: type[Any], name: str, args: AppArgs, num_replicas: int, share: ActorShare) -> Application:
+def _worker(cls: type[Any], name: str, args: AppArgs, num_replicas: int, share: ActorShare, *more: Any) -> Application:
     deployment = serve.deployment(cls, name=name).options(
         num_replicas=num_replicas, ray_actor_options=share.ray_actor_options, **pinned_options(args.drain_timeout_s)
     )
-    return deployment.bind(args, share.num_torch_threads, share.gpu_share)
+    return deployment.bind(args, share.num_torch_threads, share.gpu_share, *more)

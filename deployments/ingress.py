@@ -130,12 +130,12 @@ def model_info(args: AppArgs, own: Fingerprints) -> ModelInfo:
     """
     vocab_size = tokenizer_width(load_tokenizer(target_source(args)))
     target = _served(args, target_source(args), args.model_name, "target", vocab_size, own)
-    source = draft_source(args)
-    if source is None:
+    if not args.has_draft:
         return ModelInfo(target, created_s=int(time.time()))
+    source, name = draft_source(args), f"{args.model_name}-draft"
     return ModelInfo(
         target,
-        _served(args, source, f"{args.model_name}-draft", "draft", vocab_size, own),
+        None if source is None else _served(args, source, name, "draft", vocab_size, own),
         num_speculative_tokens=args.most_draft_tokens,
         acceptance_rules=("coupled", "rejection"),
         acceptance=args.acceptance,

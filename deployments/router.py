@@ -12,6 +12,7 @@ from deployments.metrics.replica import Measured, ReplicaMetrics, Report
 from deployments.names import DRAFT, TARGET
 from deployments.tracing import sequence_tracer
 from deployments.transport.endpoints import PeerGroup, RouterEndpoint, replica_id
+from deployments.transport.wire import FingerprintKind
 from specdec.control.controller import Controller
 from specdec.control.ways import WAYS, Bounds
 from specdec.engine.trace import Recorder
@@ -45,7 +46,7 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
         self._machine.tracer = sequence_tracer("router", self._machine.name)
         self._machine.workers.affinity_slack = args.affinity_slack
         self._kinds: tuple[WorkerKind, ...] = ("target", "drafter") if args.has_draft else ("target",)
-        groups = [_group(self._machine, DEPLOYMENT_OF[kind], kind) for kind in self._kinds]
+        groups = [_group(self._machine, kind, args.draft.pool if kind == "drafter" else None) for kind in self._kinds]
         recorder = Recorder(replica_id(), "router") if args.trace else None
         self._router_host = self.start_router(
             self._machine, workers=groups, fingerprints=own, recorder=recorder, heard=self._machine.worker_heard
@@ -89,11 +90,12 @@ def planner_of(args: AppArgs) -> Planner | PlanController:
     return fixed_plan(args.num_speculative_tokens, mode, wait_s, num_branches)
 
 
-def _group(machine: RouterMachine, deployment: str, kind: WorkerKind) -> PeerGroup[Any]:
+def _group(machine: RouterMachine, kind: WorkerKind, application: str | None) -> PeerGroup[Any]:
     def joined(_host_machine: Any, name: str, now_s: float) -> None:
         machine.worker_joined(name, kind, now_s)
 
     def lost(_host_machine: Any, name: str, now_s: float) -> None:
         machine.worker_lost(name, now_s)
 
-    return PeerGroup(deployment, joined, lost, match="decision" if kind == "target" else "vocabulary")
+    match: FingerprintKind = "decision" if kind == "target" else "vocabulary"
+    return PeerGroup(DEPLOYMENT_OF[kind], joined, lost, match, application=application)

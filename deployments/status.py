@@ -21,7 +21,7 @@ from cluster.strict import StrictModel
 from deployments.figures import PATIENCE_S, Asked, missing_parts
 from deployments.live import WatchedFile
 from deployments.metrics.page import metrics_page
-from deployments.names import DEPLOYMENTS, INGRESS, ROUTER, TARGET
+from deployments.names import DEPLOYMENTS, DRAFT, INGRESS, ROUTER, TARGET
 from deployments.openai.errors import ApiError
 from deployments.openai.keys import ApiKeys
 from specdec.errors import SpecdecError
@@ -44,6 +44,7 @@ class StatusArgs(StrictModel):
     """Arguments of the three builders."""
 
     application: str = Field("specdec", min_length=1, description="name of the application that is told of")
+    draft_pool: str | None = Field(None, min_length=1, description="name of the application of its drafters, a pool")
     metrics_need_key: bool = Field(True, description="where there are API keys, ask for one at /metrics")
     api_keys_file: str | None = Field(
         None, min_length=1, description="file with API keys, as in the application's args"
@@ -119,7 +120,8 @@ class Metrics:
 
 
 def _asked(args: StatusArgs, deployment: str, method: str, fresh_s: float) -> Asked:
-    return Asked(lambda: serve.get_deployment_handle(deployment, args.application), method, fresh_s)
+    application = (deployment == DRAFT and args.draft_pool) or args.application
+    return Asked(lambda: serve.get_deployment_handle(deployment, application), method, fresh_s)
 
 
 def build_live(args: StatusArgs) -> Application:

@@ -112,9 +112,12 @@ class DraftServer(_Worker):
         args: The service's configuration.
         num_torch_threads: Threads for torch on a CPU.
         gpu_share: Part of a GPU that is this replica's.
+        applications: Whose routers it drafts for; its own application's where none are named.
     """
 
-    def __init__(self, args: AppArgs, num_torch_threads: int, gpu_share: float) -> None:
+    def __init__(
+        self, args: AppArgs, num_torch_threads: int, gpu_share: float, applications: tuple[str, ...] = ()
+    ) -> None:
         self._args = args
         set_log_level(args)
         torch.set_num_threads(num_torch_threads)
@@ -147,6 +150,7 @@ class DraftServer(_Worker):
             fingerprints=own,
             recorder=recorder,
             match="vocabulary",
+            applications=applications,
         )
         self._measure("draft", machine, report)
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import io
+import pkgutil
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,7 +83,21 @@ def test_commands_can_be_given(path: Path) -> None:
 def test_configurations_are_accepted(path: Path) -> None:
     yaml = pytest.importorskip("yaml")
     for block in blocks(path.read_text(), "yaml"):
-        validated(ServiceConfig, yaml.safe_load(block))
+        keys = yaml.safe_load(block)
+        if "applications" in keys:
+            check_applications(keys)
+        else:
+            validated(ServiceConfig, keys)
+
+
+def check_applications(keys: dict[str, Any]) -> None:
+    """Serve takes them, and each builder its arguments."""
+    from ray.serve.schema import ServeDeploySchema
+
+    for application in ServeDeploySchema.model_validate(keys).applications:
+        build = pkgutil.resolve_name(application.import_path)
+        args, *_ = inspect.get_annotations(build).values()
+        args.model_validate(application.args)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name)

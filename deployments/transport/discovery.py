@@ -94,6 +94,7 @@ class Discovery:
 
     async def _start(self) -> None:
         app_name, deployment = self._key
+        told = ""
         while self._handle is None:
             try:
                 # A copy with options has its request router already; a bare handle gets one with its first call.
@@ -101,7 +102,9 @@ class Discovery:
                     request_serialization="pickle", response_serialization="noop"
                 )
             except Exception as error:
-                logger.info("No handle to the deployment %s yet: %s", deployment, error)
+                if str(error) != told:  # once, not at each attempt: its application may come much later
+                    logger.info("No handle to the deployment %s of %s yet: %s", deployment, app_name, error)
+                told = str(error)
                 await asyncio.sleep(RETRY_S)
         process_board().subscribe(self._key, self._listed)
 

@@ -37,11 +37,12 @@ class PeerGroup(Generic[M]):
     """A deployment that this one has links with, and what its machine is told of them.
 
     Attributes:
-        deployment: Name of the deployment, in the same application.
+        deployment: Name of the deployment.
         joined: Done with (machine, replica id, now_s) in the machine's turn when a link is up.
         lost: The same when it has ended.
         match: Which fingerprint both ends must have (rule 14).
         refused: Done where a peer that was dialled is of another model; ``lost`` follows when it is gone.
+        application: Name of its application; None for the same.
     """
 
     deployment: str
@@ -49,6 +50,7 @@ class PeerGroup(Generic[M]):
     lost: Callable[[M, str, float], None]
     match: FingerprintKind = "decision"
     refused: Callable[[M, str, float], None] | None = None
+    application: str | None = None
 
 
 def replica_id() -> str:
@@ -95,10 +97,11 @@ class Endpoint:
         joined: PeerEvent,
         lost: PeerEvent,
         refused: PeerEvent | None = None,
+        application: str | None = None,
     ) -> LinkKeeper:
-        """Keep a link to every live router."""
+        """Keep a link to every live router of an application; None for the own one."""
         context = serve.get_replica_context()
-        watch = Discovery(routers, context.app_name, lambda listed: keeper.update(listed))
+        watch = Discovery(routers, application or context.app_name, lambda listed: keeper.update(listed))
         carriers: list[Carrier] = [partial(dial_socket, node_id())] if self.within_machines else []
         carriers.append(partial(dial_stream, watch))
         dialer = Dialer(self._me, context.deployment, self._fingerprints, match, host, carriers, self._times)
@@ -173,12 +176,13 @@ class WorkerEndpoint(_DrainingEndpoint):
         last_progress: Callable[[], float] | None = None,
         fingerprints: Fingerprints = UNKNOWN,
         match: FingerprintKind = "decision",
+        applications: Sequence[str] = (),
     ) -> WorkerHost[Any]:
         """Run a machine on a thread of its own, for every router.
 
         Args:
             machine: The machine; its peers are routers, by replica id.
-            routers: Name of the routers' deployment, in the same application.
+            routers: Name of the routers' deployment.
             stall_s: Without a sign of progress for so long the replica is unhealthy.
             times: How patient links are.
             idle_wait_s: Precision of the machine's timers.
@@ -187,13 +191,15 @@ class WorkerEndpoint(_DrainingEndpoint):
                 without it the end of a step is the only one.
             fingerprints: What the worker's model is.
             match: Which of them a router's must equal.
+            applications: Whose routers these are; they may come later, go, and come back. None: those of the own one.
         """
         host: WorkerHost[Any] = WorkerHost(
             traced(machine, recorder), idle_wait_s=idle_wait_s, last_progress=last_progress
         )
         self._open_traced(host, recorder)
         self._open(host, stall_s, times, fingerprints)
-        self._dial_routers(routers, match, host, _ignore, _ignore)
+        for application in applications or (None,):
+            self._dial_routers(routers, match, host, _ignore, _ignore, application=application)
         return host
 
 
@@ -244,8 +250,9 @@ class RouterEndpoint(_DrainingEndpoint):
         """What the recorders of this replica and of all workers hold."""
         app_name = serve.get_replica_context().app_name
         found = [await self.recorded()]
-        for deployment in self._groups:
-            found += await serve.get_deployment_handle(deployment, app_name).broadcast("recorded").results_async()
+        for group in self._groups.values():
+            handle = serve.get_deployment_handle(group.deployment, group.application or app_name)
+            found += await handle.broadcast("recorded").results_async()
         return [trace for trace in found if trace is not None]
 
     async def link(self, first: bytes) -> AsyncGenerator[bytes, None]:

@@ -117,7 +117,7 @@ EXAMPLES = {
     "host": "localhost",
     "port": 1234,
 }
-NOT_TOGETHER = {"target.device_map": "auto", "draft.device": "cpu"}
+NOT_TOGETHER = {"target.device_map": "auto", "draft.device": "cpu", "draft.pool": "drafts"}
 
 
 def as_yaml(values, path):
@@ -236,11 +236,11 @@ def test_flags_and_yaml_say_the_same(tmp_path):
 
 @pytest.mark.parametrize("key", EXAMPLES | NOT_TOGETHER)
 def test_each_flag_sets_its_key_and_no_other(tmp_path, key):
-    needed = {"target.model": "t", "draft.model": "d"}
+    needed = {"target.model": "t"} if key == "draft.pool" else {"target.model": "t", "draft.model": "d"}
     value = (EXAMPLES | NOT_TOGETHER)[key]
     file = load_config(as_yaml(needed | {key: value}, tmp_path / "service.yaml"))
     assert from_flags(needed | {key: value}) == file
-    plain = ServiceConfig.model_validate({"target": "t", "draft": "d"})
+    plain = load_config(as_yaml(needed, tmp_path / "plain.yaml"))
     differing = [name for name, _ in config_keys() if _value(file, name) != _value(plain, name)]
     assert differing == ([key] if key != "demo" else [])
 

@@ -29,7 +29,9 @@ def test_one_target_and_one_draft(num_gpus, num_cpus, gpus_each, cpus_each):
     assert placement.router.ray_actor_options == placement.ingress.ray_actor_options == {"num_cpus": 0}
     is_shared = gpus_each == 0.5, cpus_each == 0.5
     assert len(placement.remarks) == sum(is_shared)
-    assert ("share 1 GPU(s): 0.5 of one each" in " ".join(placement.remarks)) == is_shared[0]
+    assert (
+        "replica: target 0.5, draft 0.5. Processes on one GPU take turns" in " ".join(placement.remarks)
+    ) == is_shared[0]
 
 
 @pytest.mark.parametrize(
@@ -73,6 +75,22 @@ def test_explicit_options_stand_in_place_of_what_would_be_chosen():
     }
     assert placement.target.num_torch_threads == 3
     assert placement.draft.ray_actor_options == {"num_cpus": 1, "resources": {"small": 1}}
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "shared"),
+    [(0.7, 0.3, "target 0.7, draft 0.3."), (1, 0.5, ": draft 0.5."), (1, 1, None), (2, 0, None)],
+)
+def test_fractions_of_a_gpu_that_are_asked_for_are_warned_of(target, draft, shared):
+    actors = Actors.model_validate({"target": {"num_gpus": target}, "draft": {"num_gpus": draft}})
+    remarks = " ".join(plan_placement(Devices(2, 8), actors=actors).remarks)
+    assert (shared in remarks and "no longer overlap" in remarks) if shared else not remarks
+
+
+def test_a_pool_of_drafts_shares_with_no_target():
+    placement = plan_placement(Devices(2, 8), Replicas(target=3, draft=2), has_target=False)
+    assert placement.draft.ray_actor_options == {"num_cpus": 1, "num_gpus": 1}
+    assert placement.remarks == ()
 
 
 def test_router_and_ingress_go_where_they_are_told_to():

@@ -13,7 +13,7 @@ from cluster.bench.load import fresh_salt
 from cluster.bench.services import Services
 from cluster.cli.serve import serve
 from cluster.config import ServiceConfig
-from cluster.models import ModelConfig
+from cluster.models import DraftConfig, ModelConfig
 
 REQUEST_TIMEOUT_S = 600
 
@@ -23,7 +23,7 @@ def main(*, is_compiled: bool = False) -> None:
     given = arguments()
     config = ServiceConfig(
         target=ModelConfig(model=given.target, dtype=given.dtype, compile=is_compiled),
-        draft=ModelConfig(model=given.draft, dtype=given.dtype, compile=is_compiled),
+        draft=DraftConfig(model=given.draft, dtype=given.dtype, compile=is_compiled),
     )
     with Services({"": config}, serve) as services:
         client = httpx.Client(base_url=services.urls[""], timeout=REQUEST_TIMEOUT_S)

@@ -1,0 +1,95 @@
+"""Drafters of an application of their own: whom they serve, and what an application that draws on them leaves out."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from cluster.config import AppArgs
+from cluster.identity import fingerprints
+from cluster.live import reconfigured
+from cluster.placement import Devices
+from deployments import app, status
+from deployments.figures import Asked
+from deployments.ingress import model_info
+from deployments.names import DRAFT, ROUTER, TARGET
+
+DRAWS = AppArgs.model_validate({"demo": "hybrid", "draft": {"pool": "drafts"}})
+
+
+def pool_args(**keys: Any) -> app.DraftPoolArgs:
+    return app.DraftPoolArgs.model_validate({"applications": ["chat", "code"], **keys})
+
+
+@pytest.fixture
+def deployed(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, ...]]:
+    """The deployments that a builder binds: by name, the arguments of each."""
+    found: dict[str, tuple[Any, ...]] = {}
+
+    def deployment(cls: type[Any], name: str) -> Any:
+        made = SimpleNamespace(bind=lambda *args: found.update({name: args}) or name)
+        return SimpleNamespace(options=lambda **options: made)
+
+    monkeypatch.setattr(app.serve, "deployment", deployment)
+    monkeypatch.setattr(app, "check_ray", lambda _: None)
+    monkeypatch.setattr(app, "ray_devices", lambda: Devices(2, 4))
+    return found
+
+
+def test_an_application_that_draws_on_a_pool_deploys_no_drafter(deployed: dict[str, tuple[Any, ...]]) -> None:
+    app.build_app(DRAWS)
+    assert DRAFT not in deployed
+    args, target, *others = deployed[ROUTER]
+    assert (args, target, others) == (DRAWS, TARGET, [])
+    assert deployed[TARGET][2] == 1.0
+
+
+def test_a_pool_is_drafters_that_know_whom_they_serve(deployed: dict[str, tuple[Any, ...]]) -> None:
+    app.build_draft_pool(pool_args(replicas={"draft": 2}, actors={"draft": {"num_cpus": 3}}))
+    (name, (args, num_torch_threads, gpu_share, applications)) = next(iter(deployed.items()))
+    assert (name, len(deployed)) == (DRAFT, 1)
+    assert (num_torch_threads, gpu_share, applications) == (3, 1.0, ("chat", "code"))
+    assert type(args) is AppArgs
+    assert reconfigured(args, {"log_level": "debug"}).log_level == "debug", "its user_config is that of every drafter"
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"applications": []}, "applications"),
+        ({"target": "some/target"}, "a pool needs a draft model"),
+        ({"draft": {"pool": "another"}}, "a pool needs a draft model"),
+        ({"draft": {"pool": "a", "model": "b"}, "target": "t"}, "pool and model exclude each other"),
+    ],
+)
+def test_a_pool_without_a_draft_or_anybody_to_serve_is_refused(keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        pool_args(**keys)
+
+
+def test_targets_of_one_vocabulary_may_share_a_pool() -> None:
+    pool, plain = fingerprints(pool_args().app_args()), AppArgs.model_validate({"draft": {"pool": "drafts"}})
+    others = [fingerprints(args) for args in (DRAWS, plain)]
+    assert {other.vocabulary for other in others} == {pool.vocabulary}
+    assert len({other.decision for other in others}) == 2
+    assert {other.draft for other in others} == {""}, "they do not know which model drafts"
+
+
+def test_the_draft_of_a_pool_is_no_model_that_requests_can_name() -> None:
+    info = model_info(DRAWS, fingerprints(DRAWS))
+    assert (info.draft, info.num_speculative_tokens, len(info.acceptance_rules)) == (None, DRAWS.most_draft_tokens, 2)
+
+
+def test_the_metrics_page_has_the_drafters_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+    monkeypatch.setattr(status.serve, "get_deployment_handle", lambda *names: asked.append(names))
+    for pool in (None, "drafts"):
+        metrics = status.Metrics(status.StatusArgs(application="chat", draft_pool=pool))
+        for one in metrics._asked.values():
+            assert isinstance(one, Asked)
+            one._handle()
+    assert [application for name, application in asked if name == DRAFT] == ["chat", "drafts"]
+    assert {application for name, application in asked if name != DRAFT} == {"chat"}
