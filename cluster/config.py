@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from cluster.limits import Access, Limits, Tls
 from cluster.models import DraftConfig, ModelConfig
+from cluster.replicas import Replicas
 from cluster.strict import StrictModel, refused_key
 from cluster.tracing import Tracing
 from specdec.engine.emulation import StepCost, parse_step_costs
@@ -95,15 +96,6 @@ class ProtocolTimes(StrictModel):
     def times(self) -> Times:
         """The same, as the state machines take it."""
         return Times(**self.model_dump())
-
-
-class Replicas(StrictModel):
-    """How many copies of each deployment run."""
-
-    target: int = Field(1, ge=1, le=1024, description="replicas of the target")
-    draft: int = Field(1, ge=1, le=1024, description="replicas of the draft, where there is one")
-    router: int = Field(1, ge=1, le=1024, description="replicas of the router")
-    ingress: int = Field(1, ge=1, le=1024, description="replicas of the HTTP ingress")
 
 
 class ActorOptions(StrictModel):

@@ -336,6 +336,8 @@ def describe(deployment: Any, *, loads_model: bool = False, stage: str = "") -> 
     counts = deployment.replica_states
     running = counts.get("RUNNING", 0)
     total = sum(counts.values()) - counts.get("STOPPING", 0)
+    if not total and deployment.status == "HEALTHY":
+        return "none is needed now"
     is_ready = bool(running) and running == total
     remarks = [f"{running} of {total}"] if total > 1 else []
     if loads_model and not is_ready:

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.config import ActorOptions, Actors, Replicas
+from cluster.config import ActorOptions, Actors
+from cluster.replicas import Replicas, most
 from specdec.engine.shares import equal_share
 
 
@@ -59,7 +60,9 @@ def plan_placement(
     """Share the devices out among the replicas of target and draft; router and ingress ask for no core unless told to.
 
     A whole GPU each where there are enough; equal fractions where there are fewer; without a GPU, a core and a torch
-    thread each. What ``actors`` says for a deployment stands in place of that.
+    thread each. What ``actors`` says for a deployment stands in place of that. Where the number of replicas is a range
+    there is room for the most of them, as a share is fixed when its replica starts; a cluster whose nodes come as they
+    are needed wants ``actors``.
 
     Args:
         devices: What there is now.
@@ -70,7 +73,7 @@ def plan_placement(
     """
     replicas = replicas or Replicas()
     actors = actors or Actors()
-    num_workers = replicas.target * has_target + replicas.draft * has_draft
+    num_workers = most(replicas.target) * has_target + most(replicas.draft) * has_draft
     num_gpus = equal_share(devices.num_gpus, num_workers)
     # Where no node is up yet, a worker still asks for a core: it must not land on a head node that has none.
     num_cpus = equal_share(devices.num_cpus, num_workers) or 1.0

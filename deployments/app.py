@@ -4,21 +4,26 @@ No postponed annotations here: Serve makes the builder's argument by the class t
 """
 
 import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, model_validator
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from cluster.config import AppArgs
 from cluster.download import check_models
 from cluster.identity import fingerprints
 from cluster.placement import ActorShare, plan_placement, ray_devices
+from cluster.replicas import ReplicaRange
 from cluster.settings import api_keys, check_ray
 from cluster.sources import draft_source, read_template, target_source
 from cluster.strict import refused_key
+from deployments.autoscaling import Autoscaler
 from deployments.ingress import OpenAIIngress, model_info
+from deployments.metrics.families import Part
 from deployments.names import DRAFT, INGRESS, ROUTER, TARGET
 from deployments.router import SpeculationRouter
 from deployments.transport.options import pinned_options
@@ -31,6 +36,8 @@ logger = logging.getLogger("ray.serve")
 
 _MOST_REQUESTS = 100_000
 """Serve's own limit of a replica of the ingress, never reached: that of ``limits`` is, whose refusals are OpenAI's."""
+_TOLD_S, _LOOK_BACK_S = 1.0, 5.0
+"""How often Serve is told of a replica's load, and of which time it takes the mean."""
 
 
 def build_app(args: AppArgs) -> Application:
@@ -47,16 +54,16 @@ def build_app(args: AppArgs) -> Application:
     placement = plan_placement(ray_devices(), args.replicas, args.actors, has_draft=args.has_own_draft)
     for remark in placement.remarks:
         logger.info(remark)
-    workers = [_worker(TargetServer, TARGET, args, args.replicas.target, placement.target)]
+    workers = [_worker(TargetServer, TARGET, "target", args, placement.target)]
     if args.has_own_draft:
-        workers.append(_worker(DraftServer, DRAFT, args, args.replicas.draft, placement.draft))
+        workers.append(_worker(DraftServer, DRAFT, "draft", args, placement.draft))
     router = serve.deployment(SpeculationRouter, name=ROUTER).options(
-        num_replicas=args.replicas.router,
+        **replica_options(args.replicas.router, "router"),
         ray_actor_options=placement.router.ray_actor_options,
         **pinned_options(args.drain_timeout_s),
     )
     ingress = serve.deployment(OpenAIIngress, name=INGRESS).options(
-        num_replicas=args.replicas.ingress,
+        **replica_options(args.replicas.ingress, "ingress"),
         ray_actor_options=placement.ingress.ray_actor_options,
         max_ongoing_requests=_MOST_REQUESTS,
         max_queued_requests=-1,
@@ -93,7 +100,7 @@ def build_draft_pool(pool: DraftPoolArgs) -> Application:
     placement = plan_placement(ray_devices(), args.replicas, args.actors, has_target=False)
     for remark in placement.remarks:
         logger.info(remark)
-    return _worker(DraftServer, DRAFT, args, args.replicas.draft, placement.draft, pool.applications)
+    return _worker(DraftServer, DRAFT, "draft", args, placement.draft, pool.applications)
 
 
 def check_files(args: AppArgs) -> None:
@@ -118,8 +125,31 @@ def check_files(args: AppArgs) -> None:
         check_pair(describe_model(target), load_tokenizer(target), describe_model(draft), load_tokenizer(draft))
 
 
-def _worker(cls: type[Any], name: str, args: AppArgs, num_replicas: int, share: ActorShare, *more: Any) -> Application:
+def replica_options(count: int | ReplicaRange, part: Part) -> dict[str, Any]:
+    """A deployment's options for a number of replicas, or for a range within which Serve follows the load."""
+    if isinstance(count, int) or count.min == count.max:
+        return {"num_replicas": count if isinstance(count, int) else count.max}
+    kwargs = {"part": part, "sequences": count.sequences}
+    with warnings.catch_warnings():  # the variables that are to stand in place of this key are not read yet
+        warnings.simplefilter("ignore", DeprecationWarning)
+        config = AutoscalingConfig(
+            min_replicas=count.min,
+            max_replicas=count.max,
+            upscale_delay_s=count.upscale_delay_s,
+            downscale_delay_s=count.downscale_delay_s,
+            metrics_interval_s=_TOLD_S,
+            look_back_period_s=_LOOK_BACK_S,
+            policy=AutoscalingPolicy(
+                policy_function=f"{Autoscaler.__module__}:{Autoscaler.__name__}", policy_kwargs=kwargs
+            ),
+        )
+    return {"autoscaling_config": config}
+
+
+def _worker(cls: type[Any], name: str, part: Part, args: AppArgs, share: ActorShare, *more: Any) -> Application:
     deployment = serve.deployment(cls, name=name).options(
-        num_replicas=num_replicas, ray_actor_options=share.ray_actor_options, **pinned_options(args.drain_timeout_s)
+        **replica_options(getattr(args.replicas, part), part),
+        ray_actor_options=share.ray_actor_options,
+        **pinned_options(args.drain_timeout_s),
     )
     return deployment.bind(args, share.num_torch_threads, share.gpu_share, *more)

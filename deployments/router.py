@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
+
+from ray import serve
 
 from cluster.config import AppArgs
 from cluster.identity import fingerprints
 from cluster.live import set_log_level
+from cluster.replicas import least
+from deployments.autoscaling import ExposedDrafts
 from deployments.live import LiveKeys
 from deployments.metrics.replica import Measured, ReplicaMetrics, Report
 from deployments.names import DRAFT, TARGET
 from deployments.tracing import sequence_tracer
 from deployments.transport.endpoints import PeerGroup, RouterEndpoint, replica_id
 from deployments.transport.wire import FingerprintKind
+from deployments.waking import Waker
 from specdec.control.controller import Controller
 from specdec.control.ways import WAYS, Bounds
 from specdec.engine.trace import Recorder
@@ -51,7 +57,10 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
         self._router_host = self.start_router(
             self._machine, workers=groups, fingerprints=own, recorder=recorder, heard=self._machine.worker_heard
         )
+        self._exposed = ExposedDrafts()
         self.start_metrics(ReplicaMetrics("router", args.model_name, self._report))
+        if args.has_draft and (args.draft.pool or not least(args.replicas.draft)):
+            self._closers.append(Waker(self._lacks_drafter, self._call_drafter).close)
 
     def _go_by(self, args: AppArgs) -> None:
         before, planner = self._in_force, planner_of(args)
@@ -67,9 +76,25 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
         self._router_host.tell(change)
 
     async def _report(self) -> Report:
-        linked = [kind for kind, _ in self._machine.reports().values()]
+        reports = self._machine.reports()
+        linked = [kind for kind, _ in reports.values()]
         workers = {f"num_workers/{kind}": float(linked.count(kind)) for kind in self._kinds}
-        return self._machine.figures() | workers | self.config_report()
+        targets = {name: report for name, (kind, report) in reports.items() if kind == "target"}
+        exposed = {"exposed_draft_share": self._exposed.update(targets, time.monotonic())}
+        return self._machine.figures() | workers | exposed | self.config_report()
+
+    async def exposed_draft_share(self) -> float:
+        """The newest exposed draft time of all targets, as a share of theirs, for the drafters' autoscaling."""
+        return self._exposed.share
+
+    def _lacks_drafter(self) -> bool:
+        reports = self._machine.reports().values()
+        is_there = any(kind == "drafter" and not report.get("is_draining") for kind, report in reports)
+        return not is_there and self._machine.figures()["num_undrafted"] > 0
+
+    def _call_drafter(self) -> Any:
+        app_name = self._args.draft.pool or serve.get_replica_context().app_name
+        return serve.get_deployment_handle(DRAFT, app_name).wake.remote()
 
     async def workers(self) -> dict[str, tuple[WorkerKind, bool]]:
         """Every live worker by its name: its kind, and whether it drains."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from cluster.identity import fingerprints
 from cluster.live import set_log_level
 from cluster.sources import backend_options, draft_source, target_source
 from cluster.startup import startup
+from deployments.figures import Asked
 from deployments.live import LiveKeys
 from deployments.metrics.families import Part
 from deployments.metrics.replica import Measured, ReplicaMetrics, Report
@@ -153,6 +156,21 @@ class DraftServer(_Worker):
             applications=applications,
         )
         self._measure("draft", machine, report)
+        # Those of each application are told of its own targets alone.
+        self._routers = [Asked(partial(_routers, name), "exposed_draft_share", 1.0) for name in applications or ("",)]
+
+    async def wake(self) -> None:
+        """A router wants a drafter where there is none; the call itself has made Serve start this one."""
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve's hook: this replica's load, and how late all drafts are."""
+        shares = await asyncio.gather(*(asked.get() for asked in self._routers))
+        late = max((share for of_application in shares for share in of_application), default=0.0)
+        return await super().record_autoscaling_stats() | {"late": late}
+
+
+def _routers(application: str) -> Any:
+    return serve.get_deployment_handle(ROUTER, application or serve.get_replica_context().app_name)
 
 
 def _listeners(report: StepReport, recorder: Recorder | None) -> list[Listener]:

@@ -154,6 +154,22 @@ REPORTED = (
         "Whether the controller has failed, so that nothing is drafted, 1 or 0.",
         name="controller_failed",
     ),
+    _gauge(
+        _TARGET, "num_waiting_sequences", "Sequences that wait for room at the target.", name="target_sequences_waiting"
+    ),
+    _gauge(
+        _ROUTER,
+        "num_undrafted",
+        "Sequences that would have a drafter, by their plan or by what was chosen before, if one were there.",
+        name="undrafted_sequences",
+    ),
+    _gauge(
+        _ROUTER,
+        "exposed_draft_share",
+        "Share of their time that targets would have saved had every planned draft been there.",
+    ),
+    _gauge(_ALL, "loop_lag_s", "Time by which the event loop was late, once a second.", name="loop_lag_seconds"),
+    _gauge(_ALL, "loop_busy_share", "Share of a core that the event loop's thread uses, from 0 to 1."),
     # Steps.
     _counter(_WORKERS, "num_steps", "Steps of a worker."),
     _counter(_WORKERS, "busy_s", "Seconds that a worker's steps took.", name="busy_seconds"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -13,6 +15,7 @@ from prometheus_client.registry import Collector
 from ray import serve
 from ray.serve import metrics as ray_metrics
 
+from deployments.autoscaling import Load, load_of
 from deployments.metrics.families import PREFIX, REPORTED, Family, Part
 from deployments.metrics.page import ReplicaPage
 from deployments.transport.endpoints import Endpoint, replica_id
@@ -68,11 +71,17 @@ class ReplicaMetrics:
         part: Whose they are.
         model_name: Label of every sample of the machine's report.
         ask: Asks the machine for its report.
+
+    Attributes:
+        load: What the replica had to do within the last second.
     """
 
     def __init__(self, part: Part, model_name: str, ask: Ask) -> None:
         self.registry = CollectorRegistry()
+        self.load = Load()
+        self._part = part
         self._ask = ask
+        self._loop: Report = {}
         self._machine = MachineReport(part, model_name)
         self.registry.register(self._machine)
         self._task: asyncio.Task[None] | None = None
@@ -98,14 +107,23 @@ class ReplicaMetrics:
     async def _refresh(self) -> None:
         try:
             async with asyncio.timeout(PATIENCE_S):
-                self._machine.report = await self._ask()
+                self._machine.report = {**await self._ask(), **self._loop}
         except Exception as error:  # a machine in a long step, or one that has failed
             logger.debug("The machine's figures are those of before: %r", error)
 
     async def _hand_on(self, export: RayExport) -> None:
+        began_s, cpu_s, before = time.monotonic(), time.thread_time(), self._machine.report
         while True:
+            slept_s = time.monotonic()
             await asyncio.sleep(PERIOD_S)
+            now_s, now_cpu_s = time.monotonic(), time.thread_time()
+            self._loop = {
+                "loop_lag_s": now_s - slept_s - PERIOD_S,
+                "loop_busy_share": (now_cpu_s - cpu_s) / (now_s - began_s),
+            }
             await self._refresh()
+            self.load = load_of(self._part, self._machine.report, before, now_s - began_s)
+            began_s, cpu_s, before = now_s, now_cpu_s, self._machine.report
             self._try(export)
 
     def _try(self, export: RayExport) -> None:
@@ -173,6 +191,10 @@ class Measured(Endpoint):
         self._replica_metrics = metrics
         metrics.start()
         self._closers.append(metrics.close)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve's hook: what its autoscaler is told of this replica, where the number of replicas is a range."""
+        return asdict(self._replica_metrics.load)
 
     async def metrics_page(self) -> ReplicaPage:
         """What this replica has counted."""

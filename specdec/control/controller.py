@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -173,16 +173,32 @@ class Controller:
         return sum(one.bound > 0 for one in self._sequences.values())
 
     @property
+    def _num_undrafted(self) -> int:
+        if self._drafters:
+            return 0
+        able = Counter(one.target or "" for one in self._sequences.values() if one.bound)
+        return sum(count for target, count in able.items() if self._would_draft(target, count))
+
+    def _would_draft(self, target: str, num_rows: int) -> bool:
+        group, figures = self._groups.get(target), self._workers.get(target)
+        num_rows = max(num_rows, 0 if figures is None else figures.num_sequences)
+        return group is None or group.would_draft(num_rows)
+
+    @property
     def _drafters(self) -> list[WorkerFigures]:
         return [one for one in self._workers.values() if one.kind == "drafter"]
 
     def figures(self) -> dict[str, float]:
-        """Choices and estimates by name; what belongs to one target, or one way, is named ``name/<target>``."""
+        """Choices and estimates by name; what belongs to one target, or one way, is named ``name/<target>``.
+
+        ``num_undrafted``: sequences for which there is no drafter, at a load where drafts were chosen, or nothing yet.
+        """
         plans = [one.plan for one in self._sequences.values()]
         drafting = [plan for plan in plans if plan.num_draft_tokens]
         count, groups = max(1, len(drafting)), self._groups.values()
         rates = [group.acceptance_rate for group in groups] or [PRIOR_RATE]
         overall = {
+            "num_undrafted": float(self._num_undrafted),
             "planned_draft_tokens": sum(plan.num_draft_tokens for plan in drafting) / count,
             "planned_branches": sum(plan.num_branches for plan in drafting) / count,
             "estimated_acceptance_rate": sum(rates) / len(rates),

@@ -51,6 +51,10 @@ class Group:
         """What was chosen last with about so many rows, before a review has seen them."""
         return self._choices.get(num_rows.bit_length(), self.choice)
 
+    def would_draft(self, num_rows: int) -> bool:
+        """Whether drafts were chosen last with about so many rows, or nothing was chosen yet."""
+        return self._choices.get(num_rows.bit_length()) != OFF
+
     @property
     def guess_rate(self) -> float:
         """How often the draft's next guess is right; a half until it is measured."""

@@ -105,8 +105,10 @@ class RouterMachine:
 
     def figures(self) -> dict[str, float]:
         """The router's counters, and the controller's choices and estimates, by name."""
+        planned = self._controller.figures()
+        undrafted = sum(session.is_undrafted for session in self._sessions) + planned.get("num_undrafted", 0.0)
         own = {"num_sessions": float(len(self._sessions)), "is_draining": float(self.is_draining)}
-        return {**self._controller.figures(), **own, **self.counters.report()}
+        return {**planned, **own, **self.counters.report(), "num_undrafted": undrafted}
 
     @property
     def num_sessions(self) -> int:

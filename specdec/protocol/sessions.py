@@ -105,6 +105,11 @@ class Session(Row):
         return (self.target, self.drafter) if self.plan.num_draft_tokens else (self.target,)
 
     @property
+    def is_undrafted(self) -> bool:
+        """Whether it needs a drafter, and none is to be had."""
+        return any(link.kind == "drafter" and link.worker is None for link in self.links)
+
+    @property
     def is_planned(self) -> bool:
         """Whether anything may be drafted for it."""
         return self.finish is None and self.spec.model == "target"

@@ -97,6 +97,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
         self._last_interval = last_interval
         self._max_model_len = backend.max_model_len
         self._groups = StepGroups()
+        self._num_waiting = 0
         self.counters = TargetCounters()
 
     def step(self, now_s: float) -> bool:
@@ -107,14 +108,19 @@ class TargetMachine(WorkerMachine[TargetRow]):
         """
         self._expire(now_s)
         rows = sorted((row for row in self._rows if self._may_go_on(row)), key=attrgetter("place"))
+        self._num_waiting = 0
         worked = any(self._verify(batch, now_s) for batch in self._groups.batches(rows))
         self._repeat(now_s)
         self.counters.num_steps += worked
         return worked
 
     def report(self) -> dict[str, float]:
-        """Counters and gauges for the router; per-position counts are named ``num_accepted_tokens_per_pos/<i>``."""
+        """Counters and gauges for the router; per-position counts are named ``num_accepted_tokens_per_pos/<i>``.
+
+        ``num_waiting_sequences`` found no room in the last step.
+        """
         figures = super().report()
+        figures["num_waiting_sequences"] = float(self._num_waiting)
         for item in fields(self.counters):
             value = getattr(self.counters, item.name)
             if isinstance(value, int | float):
@@ -165,6 +171,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
                 self._commit(row, result, now_s)
             elif result.status is Status.FAILED:
                 self._end_with_error(row, result.reason)
+        self._num_waiting += sum(result.status is Status.WAITING for result in results)
         return any(result.status is not Status.WAITING for result in results)
 
     def _commit(self, row: TargetRow, result: Verification, now_s: float) -> None:

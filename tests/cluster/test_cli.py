@@ -79,7 +79,7 @@ EXAMPLES = {
     "protocol.silence_s": 12,
     "protocol.credit_tokens": 64,
     "replicas.target": 2,
-    "replicas.draft": 3,
+    "replicas.draft": {"min": 0, "max": 3},
     "replicas.router": 4,
     "replicas.ingress": 5,
     "actors.target.num_gpus": 0.5,

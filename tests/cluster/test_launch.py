@@ -194,8 +194,8 @@ def test_own_processes_are_those_started_since():
 
 
 class Deployment:
-    def __init__(self, message):
-        self.message = message
+    def __init__(self, message, status="UPDATING"):
+        self.message, self.status = message, status
 
 
 class Application:
@@ -236,6 +236,13 @@ def test_a_deployment_in_a_few_words(states, message, words):
     deployment = Deployment(message)
     deployment.replica_states = states
     assert describe(deployment) == words
+
+
+def test_a_deployment_may_need_no_replica():
+    for status, words in (("UPDATING", "starting (loads the model)"), ("HEALTHY", "none is needed now")):
+        deployment = Deployment("", status)
+        deployment.replica_states = {"STOPPING": 1}
+        assert describe(deployment, loads_model=True) == words
 
 
 SERVES = "Deployment 'TargetServer' in application 'specdec' has 1 replicas that have taken more than 30s to "

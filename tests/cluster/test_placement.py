@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.config import Actors, Replicas
+from cluster.config import Actors
 from cluster.placement import Devices, plan_placement
+from cluster.replicas import Replicas
 from specdec.engine.shares import equal_share
 
 
@@ -51,6 +52,9 @@ def test_a_worker_asks_for_a_core_where_no_node_is_up_yet():
 def test_replicas_count():
     placement = plan_placement(Devices(2, 8), Replicas(target=1, draft=2))
     assert placement.target.ray_actor_options["num_gpus"] == 0.5
+    ranges = Replicas.model_validate({"target": {"min": 1, "max": 3}, "draft": {"min": 0, "max": 1}})
+    placement = plan_placement(Devices(2, 8), ranges)
+    assert placement.target.ray_actor_options["num_gpus"] == 0.5, "there is room for the most of them"
 
 
 def test_a_target_alone_has_the_gpu_to_itself():

@@ -157,6 +157,7 @@ def test_suspects_that_find_no_room_leave_the_step_to_others():
     machine._groups.divide([row for row in machine._rows if row.seq == "b"])
     assert machine.step(0.0)
     assert keys(machine) == [("b",), ("a",)]
+    assert machine.report()["num_waiting_sequences"] == 1
 
 
 def test_a_lost_device_fails_the_machine():

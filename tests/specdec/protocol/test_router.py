@@ -113,6 +113,18 @@ def test_without_workers_a_sequence_waits_for_one_of_each_kind():
     assert machine.take_outbox() == {"T0": [opened()]}
 
 
+def test_sequences_without_the_drafter_of_their_plan_are_counted():
+    machine = router("T0")
+    submit(machine, "a")
+    machine.receive(Submit("b", 1, "I", PROMPT, replace(SPEC, model="draft")), 0.0)
+    assert machine.figures()["num_undrafted"] == 2, "b asks the draft model itself"
+    join(machine, "D0")
+    assert machine.figures()["num_undrafted"] == 0
+    submit(machine, "c")
+    machine.worker_lost("D0", 0.0)
+    assert machine.figures()["num_undrafted"] == 3
+
+
 def test_a_verdict_is_acknowledged_committed_and_told():
     machine = submitted("T0", "D0")
     machine.receive(verdict(0, (0, 1)), 0.0)
