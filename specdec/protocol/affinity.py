@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from zlib import crc32
 
 from specdec.protocol.marks import TokenLog
 
@@ -13,6 +14,8 @@ MOST_BLOCKS = 1 << 16
 """That many of a worker are remembered. Whether it still has them only it knows: a wrong guess costs time alone."""
 MOST_COMPARED = 1 << 10
 """So many blocks of a sequence are looked at, its first: a longer prompt goes where these are."""
+ROUTER_BLOCKS = (8, 1)
+"""By so many first blocks of a prompt its router is chosen: by as many as it has of these."""
 LEAST_SHARE = 0.5
 """Less of a prompt than this is not worth a worker that is not the least loaded."""
 
@@ -68,3 +71,22 @@ def choose(loads: Mapping[str, int], num_cached: Mapping[str, int], num_blocks: 
     able = [name for name, load in loads.items() if load <= most]
     worth = {name: count if (count := num_cached.get(name, 0)) >= least_cached else 0 for name in able}
     return min(able, key=lambda name: (-worth[name], loads[name], name))
+
+
+def choose_router(loads: Mapping[str, int], log: TokenLog, salt: str, seq: str, slack: int) -> str:
+    """The router for a sequence: the same for prompts that begin alike, as it knows what it gave its workers to read.
+
+    All ingresses choose alike. A router with over ``slack`` sequences more of an ingress than another is left out.
+
+    Args:
+        loads: Sequences of this ingress by router; at least one router.
+        log: The sequence's.
+        salt: Prefixes are shared only under the same.
+        seq: Its name, by which a prompt is placed that has not even a block.
+        slack: At least 0.
+    """
+    lengths = (BLOCK_TOKENS * count for count in ROUTER_BLOCKS)
+    key = next((str(log.mark(length).digest) for length in lengths if length <= len(log)), seq)
+    most = min(loads.values()) + slack
+    able = [name for name, load in loads.items() if load <= most]
+    return max(able, key=lambda name: (crc32(f"{salt}/{key}/{name}".encode()), name))

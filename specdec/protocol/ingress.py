@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from specdec.protocol.affinity import choose_router
 from specdec.protocol.labels import label
 from specdec.protocol.leases import Outbox, Times
 from specdec.protocol.marks import Extension, TokenLog
@@ -16,6 +18,8 @@ from specdec.types import UNKNOWN, Fingerprints, Finish, Tokens
 
 logger = logging.getLogger(__name__)
 
+ROUTER_SLACK = 2
+"""Sequences."""
 DRAINING = "the service is about to stop; send the request again"
 MODEL_REPLACED = "the model was replaced by another; send the request again"
 
@@ -85,7 +89,7 @@ class IngressMachine:
         self._times = times
         self._requests: dict[str, Request] = {}
         self._routers: dict[str, set[str]] = {}  # each with what it refuses: "draining" is all, else of which model
-        self._turn = 0
+        self._num_held: Counter[str] = Counter()
         self._outbox = Outbox()
         self._deliveries: list[Delivery] = []
         self.num_resubmitted = 0
@@ -236,7 +240,7 @@ class IngressMachine:
             logger.info("The sequence %s is submitted again, with %d tokens", label(request), len(request.log))
         request.attempt += 1
         request.heard_s = request.wanted_s = now_s
-        request.router = self._next_router(model)
+        self._hold(request, self._choose_router(request))
         if request.router is not None:
             tokens = request.log.tail(0)
             decision = self.fingerprints.deciding(model)
@@ -246,10 +250,19 @@ class IngressMachine:
     def _able_routers(self, model: str) -> list[str]:
         return [name for name, refused in self._routers.items() if refused.isdisjoint(("draining", model))]
 
-    def _next_router(self, model: str) -> str | None:
-        able = self._able_routers(model)
-        self._turn += 1
-        return able[self._turn % len(able)] if able else None
+    def _choose_router(self, request: Request) -> str | None:
+        """Another than the last one, where there is another."""
+        able = self._able_routers(request.spec.model)
+        loads = {name: self._num_held[name] for name in able if name != request.router or len(able) == 1}
+        if not loads:
+            return None
+        return choose_router(loads, request.log, request.spec.cache_salt, request.seq, ROUTER_SLACK)
+
+    def _hold(self, request: Request, router: str | None) -> None:
+        for name, change in ((request.router, -1), (router, 1)):
+            if name is not None:
+                self._num_held[name] += change
+        request.router = router
 
     def _want(self, request: Request, now_s: float) -> None:
         request.wanted_s = now_s
@@ -266,3 +279,4 @@ class IngressMachine:
         request = self._requests.pop(seq, None)
         if request is not None and request.router is not None:
             self._outbox.put(request.router, Cancel(seq, request.attempt))
+            self._hold(request, None)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from specdec.protocol.affinity import BLOCK_TOKENS, CachedPrefixes, block_digests, choose
+from specdec.protocol.affinity import BLOCK_TOKENS, CachedPrefixes, block_digests, choose, choose_router
 from specdec.protocol.leases import Times
 from specdec.protocol.marks import TokenLog
 from specdec.protocol.messages import Cancel, Inc, Notes, Open, Submit, Verdict
@@ -118,6 +118,22 @@ def test_the_next_turn_of_a_conversation_goes_where_the_last_one_was() -> None:
     assert counted["num_placements/none"] == 5
     assert counted["num_reusable_prompt_tokens"] == 2 * 5 * BLOCK_TOKENS, "of d and e: the four blocks and the answer"
     assert counted["num_reused_prompt_tokens"] == 5 * BLOCK_TOKENS
+
+
+def test_prompts_that_begin_alike_have_one_router_unless_it_holds_more_than_slack() -> None:
+    loads = dict.fromkeys(("R0", "R1", "R2"), 1)
+    first = {seed: choose_router(loads, log_of(seed, 8), "", "s", 2) for seed in range(60)}
+    for name in loads:
+        assert 10 <= list(first.values()).count(name) <= 30
+    for seed, name in first.items():
+        longer = TokenLog([*log_of(seed, 8).tail(0), *log_of(100, 3).tail(0)])
+        assert choose_router(loads, longer, "", "t", 2) == name
+        assert choose_router({**loads, name: 3}, longer, "", "t", 2) == name
+        assert choose_router({**loads, name: 4}, longer, "", "t", 2) != name
+        fewer = {other: load for other, load in loads.items() if other != name}
+        assert choose_router(fewer, longer, "", "t", 2) != name
+    assert len({choose_router(loads, log_of(0, 8), salt, "s", 2) for salt in "abcdefgh"}) > 1
+    assert len({choose_router(loads, TokenLog((1, 2)), "", seq, 2) for seq in "abcdefgh"}) > 1, "by its name"
 
 
 def test_what_the_only_target_has_read_is_known_when_another_comes() -> None:
