@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import specdec.demo
 from cluster.config import AppArgs
 from cluster.identity import fingerprints
 from deployments import router, workers
 from deployments.metrics.replica import Measured
+from specdec.protocol.messages import Alive, Submit
+from specdec.sampling.params import SamplingParams, SequenceSpec
+
+DEMO = Path(specdec.demo.__path__[0])
 
 
 @pytest.fixture
@@ -58,3 +64,44 @@ def test_a_target_says_how_far_its_step_is(started: dict[str, Any]) -> None:
     args = AppArgs.model_validate({"num_speculative_tokens": 2, "target": {"kv_memory": "64MiB"}})
     workers.TargetServer(args, 1, 1.0)
     assert isinstance(started["last_progress"](), float)
+
+
+@pytest.mark.parametrize(
+    ("keys", "may_be_none"),
+    [
+        ({}, False),
+        ({"replicas": {"draft": {"min": 1, "max": 2}}}, False),
+        ({"replicas": {"draft": {"min": 0, "max": 2}}}, True),
+        ({"draft": {"pool": "drafts"}}, True),
+    ],
+)
+def test_a_router_calls_for_a_drafter_where_there_may_be_none(
+    started: dict[str, Any], monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], may_be_none: bool
+) -> None:
+    asked: list[Any] = []
+
+    class Waker:
+        def __init__(self, is_wanted: Any, call: Any) -> None:
+            asked.append(is_wanted)
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(router, "Waker", Waker)
+    monkeypatch.setattr(router.SpeculationRouter, "_closers", [], raising=False)
+    target = {"target": {"model": str(DEMO / "target")}} if "draft" in keys else {}
+    router.SpeculationRouter(AppArgs.model_validate({"num_speculative_tokens": 2, **target, **keys}))
+    assert len(asked) == may_be_none
+    if not may_be_none:
+        return
+    machine, (is_wanted,) = started["machine"], asked
+    machine.worker_joined("T", "target", 0.0)
+    assert not is_wanted()
+    machine.receive(Submit("s", 1, "I", (1, 2), SequenceSpec(SamplingParams(), 1, 2, 9)), 0.0)
+    assert is_wanted()
+    machine.worker_joined("D", "drafter", 0.0)
+    assert not is_wanted()
+    machine.receive(Submit("t", 1, "I", (1, 2), SequenceSpec(SamplingParams(), 1, 2, 9)), 0.0)
+    machine.receive(Alive("D", {"is_draining": 1.0}), 0.0)
+    machine.receive(Submit("u", 1, "I", (1, 2), SequenceSpec(SamplingParams(), 1, 2, 9)), 0.0)
+    assert is_wanted(), "it takes nothing new"
