@@ -57,9 +57,11 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
         self._router_host = self.start_router(
             self._machine, workers=groups, fingerprints=own, recorder=recorder, heard=self._machine.worker_heard
         )
+        drafters = 0 if args.draft.pool else least(args.replicas.draft)
+        self._least: dict[WorkerKind, int] = {"target": least(args.replicas.target), "drafter": drafters}
         self._exposed = ExposedDrafts()
         self.start_metrics(ReplicaMetrics("router", args.model_name, self._report))
-        if args.has_draft and (args.draft.pool or not least(args.replicas.draft)):
+        if args.has_draft and not drafters:
             self._closers.append(Waker(self._lacks_drafter, self._call_drafter).close)
 
     def _go_by(self, args: AppArgs) -> None:
@@ -79,6 +81,7 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
         reports = self._machine.reports()
         linked = [kind for kind, _ in reports.values()]
         workers = {f"num_workers/{kind}": float(linked.count(kind)) for kind in self._kinds}
+        workers |= {f"least_workers/{kind}": float(self._least[kind]) for kind in self._kinds}
         targets = {name: report for name, (kind, report) in reports.items() if kind == "target"}
         exposed = {"exposed_draft_share": self._exposed.update(targets, time.monotonic())}
         return self._machine.figures() | workers | exposed | self.config_report()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deployments.metrics import families as f
-from k8s.monitoring.charts import WHOSE, WORKER, Board, Chart, chosen, named, rare, rate, ratio, total
+from k8s.monitoring.charts import WHOSE, WORKER, Board, Chart, chosen, mean, named, rare, rate, ratio, total
 
 NODES = "ray_node_mem_used", "ray_node_mem_total", "ray_node_gram_used", "ray_node_gpus_utilization"
 """Series of Ray's own that the dashboard shows; they come from its exporters alone."""
@@ -104,6 +104,38 @@ BOARD = Board(
                     "sequences of targets": rate(named("worker_errors")),
                     "sequences of drafters": rate(named("skipped_sequences")),
                     "put apart": rate(named("suspects")),
+                },
+            ),
+        ),
+        "Scaling": (
+            Chart(
+                "Exposed draft time",
+                "Share of their time that targets would have saved had every planned draft been there.",
+                "percentunit",
+                {"exposed": f"max ({chosen(named('exposed_draft_share'))})"},
+            ),
+            Chart(
+                "Wanted in vain",
+                "Sequences that wait for a target's room, and sequences that would have a drafter if one were there.",
+                "none",
+                {
+                    "wait for room": total(named("target_sequences_waiting")),
+                    "without a drafter": total(named("undrafted_sequences")),
+                },
+            ),
+            Chart(
+                "Event loops",
+                "Time by which each router's and ingress' event loop was late.",
+                "s",
+                {WHOSE: mean(named("loop_lag_seconds"), WORKER, 'deployment=~"SpeculationRouter|OpenAIIngress"')},
+            ),
+            Chart(
+                "Reuse by placement",
+                "Tokens that some target was known to have cached, and those that the chosen one had.",
+                "ops",
+                {
+                    "some target had": rate(named("placement_reusable_tokens")),
+                    "the chosen one had": rate(named("placement_reused_tokens")),
                 },
             ),
         ),

@@ -73,14 +73,14 @@ def _missing_parts() -> Iterator[Rule]:
         "No router of any service tells anything: all of them are down, or nobody scrapes them",
         "See whether Prometheus has the targets of the PodMonitor, and whether the RayService's pods run.",
     )
-    workers = "max by (namespace, ray_io_cluster, application, kind) (specdec_router_workers)"
+    by_kind = "max by (namespace, ray_io_cluster, application, kind)"
     yield _alert(
         "SpecdecFewerWorkers",
-        f"{workers} < max_over_time({workers}[1h:1m])",
+        f"{by_kind} (specdec_router_workers) < {by_kind} (specdec_least_workers)",
         "15m",
         "warning",
-        "Routers have fewer workers of a kind than within the last hour",
-        "After a scale-in this is as it should be; else look for a replica that does not come up in Serve's status.",
+        "Routers have fewer workers of a kind than the configuration wants in any case",
+        "Look for a replica that does not come up in Serve's status.",
     )
     yield _alert(
         "SpecdecTargetDown",
@@ -93,7 +93,9 @@ def _missing_parts() -> Iterator[Rule]:
     )
     yield _alert(
         "SpecdecDraftDown",
-        f'max {SERVICE} (specdec_router_workers{{kind="drafter"}}) == 0',
+        f'max {SERVICE} (specdec_router_workers{{kind="drafter"}}) == 0 and {ON_SERVICE}'
+        f' (max {SERVICE} (specdec_least_workers{{kind="drafter"}}) > 0'
+        f" or sum {SERVICE} (specdec_undrafted_sequences) > 0)",
         "1m",
         "warning",
         "No router has a drafter: answers are the same, but slower",

@@ -116,7 +116,7 @@ BOARD = Board(
                 },
             ),
             Chart(
-                "Exposed draft time",
+                "Held back for drafts",
                 "Mean time that a target's round was held back for its draft.",
                 "s",
                 {"{{replica}}": ratio(named("draft_wait_seconds"), named("rounds"), "replica")},

@@ -114,7 +114,7 @@ def test_machines_report_what_the_list_names() -> None:
     names = {part: {figure.partition("/")[0] for figure in report} for part, report in reported.items()}
     by_events = {"decode_steps", "decode_step_s", "num_resyncs", "num_refused", "num_config_errors", "num_workers"}
     by_backends = {"kv_cache_usage_perc", "num_evictions", "num_reused_tokens", "num_reread_tokens", "num_fallbacks"}
-    by_replicas = {"loop_lag_s", "loop_busy_share", "exposed_draft_share"}
+    by_replicas = {"loop_lag_s", "loop_busy_share", "exposed_draft_share", "least_workers"}
     by_backends |= {"num_emulated_steps", "num_overruns", "is_scripted"}
     by_groups = {"estimated_guess_rate", "estimated_gain", "measured_gain"}
     for family in REPORTED:

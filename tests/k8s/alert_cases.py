@@ -55,6 +55,13 @@ def _slow(name: str, bound: str, share: float, minutes: int) -> dict[str, str]:
     }
 
 
+def _least(targets: int, drafters: int) -> dict[str, str]:
+    counts = {"target": targets, "drafter": drafters}
+    return {f'specdec_least_workers{{kind="{kind}"}}': held((count, 120)) for kind, count in counts.items()}
+
+
+_TARGETS = {"kind": "target"}
+_WANTED = {"specdec_undrafted_sequences{}": held((0, 10), (2, 20), (0, 10))}
 _GONE = ((1, 5), (0, 10), (1, 10))
 _MODEL = {"model_name": "m"}
 _TTFT, _ITL = ("time_to_first_token", "2.5"), ("inter_token_latency", "0.2")
@@ -95,11 +102,16 @@ _ANSWERS = {
 
 CASES = (
     Case("SpecdecNothingTells", {"specdec_router_workers{}": "1+0x4 _x20 1+0x15"}, 20, 35, is_of_none=True),
-    Case("SpecdecFewerWorkers", _linked("target", "r", (3, 20), (2, 90)), *(40, 105), {"kind": "target"}),
+    Case("SpecdecFewerWorkers", _linked("target", "r", (2, 20), (1, 30), (2, 20)) | _least(2, 0), *(40, 60), _TARGETS),
+    # Some have gone, and there are as many as there are to be in any case.
+    Case("SpecdecFewerWorkers", _linked("target", "r", (3, 20), (2, 90)) | _least(2, 0), None, 90),
     Case("SpecdecErrors", _ANSWERS, 15, 40),
     Case("SpecdecTargetDown", _linked("target", "r", *_GONE), 10, 20),
     Case("SpecdecTargetDown", _linked("target", "r", *_GONE) | _linked("target", "s", (1, 25)), None, 10),
-    Case("SpecdecDraftDown", _linked("drafter", "r", *_GONE) | _linked("target", "r", (1, 25)), 10, 20),
+    Case("SpecdecDraftDown", _linked("drafter", "r", *_GONE) | _least(1, 1), 10, 20),
+    # A pool that may be empty: while nobody wants a draft, and while somebody does.
+    Case("SpecdecDraftDown", _linked("drafter", "r", *_GONE) | _least(1, 0), None, 10),
+    Case("SpecdecDraftDown", _linked("drafter", "r", (0, 40)) | _least(1, 0) | _WANTED, 15, 35),
     # A service without a draft.
     Case("SpecdecDraftDown", _linked("target", "r", (1, 25)), None, 20),
     Case("SpecdecAcceptanceCollapse", _DRAFTED, 330, 360, _MODEL),
