@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray import cloudpickle
+from ray.serve._private.autoscaling_state import DeploymentAutoscalingState
+from ray.serve._private.common import DeploymentID, HandleMetricReport, ReplicaID, ReplicaMetricReport, TimeStampedValue
+from ray.serve._private.config import DeploymentConfig
+from ray.serve._private.deployment_info import DeploymentInfo
 
 from cluster.config import AppArgs
 from cluster.replicas import ReplicaRange
@@ -162,3 +167,33 @@ def test_every_deployment_can_have_a_range() -> None:
     for part in ("target", "draft", "router", "ingress"):
         options = replica_options(getattr(args.replicas, part), part)  # type: ignore[arg-type]
         assert options["autoscaling_config"].max_replicas == 3
+
+
+@pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("part", "busy", "grown"), [("target", Load(16, 8, 1.0), 3), ("draft", Load(9, used=0.9, late=0.3), 2)]
+)
+def test_serve_follows_the_policy_up_and_down_and_from_nothing(part: Any, busy: Load, grown: int) -> None:
+    """Serve's own autoscaling state, as its controller has it, with no delays."""
+    name = DeploymentID("D", "a")
+    count = ReplicaRange(min=0, max=4, upscale_delay_s=0, downscale_delay_s=0)
+    config = DeploymentConfig.from_proto_bytes(DeploymentConfig(**replica_options(count, part)).to_proto_bytes())
+    state = DeploymentAutoscalingState(name)
+    assert state.register(DeploymentInfo(config, None, 0, ""), 0) == 0
+    assert state.get_decision_num_replicas(0) == 0, "nobody wants one"
+    now_s = time.time()
+    waiting = HandleMetricReport(name, "h", "", None, [TimeStampedValue(now_s - 1, 1.0)], {}, now_s)
+    state.record_request_metrics_for_handle(waiting)
+    assert state.get_decision_num_replicas(0) == 1, "a call waits"
+
+    def told(*loads: Load) -> None:
+        replicas = [ReplicaID(str(i), name) for i in range(len(loads))]
+        state.update_running_replica_ids(replicas)
+        for replica, load in zip(replicas, loads, strict=True):
+            metrics = {key: [TimeStampedValue(time.time() - 1, value)] for key, value in asdict(load).items()}
+            state.record_request_metrics_for_replica(ReplicaMetricReport(replica, metrics, time.time()))
+
+    told(busy)
+    assert state.get_decision_num_replicas(1) == grown
+    told(*[Load(1, used=0.1)] * grown)
+    assert state.get_decision_num_replicas(grown) == 1

@@ -136,6 +136,40 @@ def test_prompts_that_begin_alike_have_one_router_unless_it_holds_more_than_slac
     assert len({choose_router(loads, TokenLog((1, 2)), "", seq, 2) for seq in "abcdefgh"}) > 1, "by its name"
 
 
+def found_share(seed: int, *, by_prompt: bool) -> float:
+    """Of the tokens that some target has, those that the chosen one has: three routers, each knows what it gave."""
+    rng, routers, targets = random.Random(seed), ("R0", "R1", "R2"), [f"T{i}" for i in range(4)]
+    held: list[tuple[float, str, str]] = []
+    known = {(router, name): CachedPrefixes() for router in routers for name in targets}
+    really = {name: CachedPrefixes() for name in targets}
+    said = {talk: log_of(1000 * seed + talk, rng.randrange(1, 4)) for talk in range(60)}
+    num_reusable = num_found = 0
+    for now_s, talk in sorted((rng.uniform(0, 600), talk) for talk in range(60) for _ in range(8)):
+        held = [one for one in held if one[0] > now_s]
+        loads = {router: sum(one[1] == router for one in held) for router in routers}
+        chosen = choose_router(loads, said[talk], "", str(now_s), 2)
+        router = chosen if by_prompt else rng.choice(routers)
+        digests = block_digests(said[talk], "")
+        of_router = {name: sum(one[1:] == (router, name) for one in held) for name in targets}
+        cached = {name: known[router, name].num_cached(digests) for name in targets}
+        name = choose(of_router, cached, len(digests), SLACK)
+        had = {name: prefixes.num_cached(digests) for name, prefixes in really.items()}
+        num_reusable += max(had.values())
+        num_found += had[name]
+        held.append((now_s + rng.expovariate(1 / 8), router, name))
+        said[talk].extend(log_of(rng.randrange(1 << 30), rng.randrange(1, 5)).tail(0))
+        for prefixes in (known[router, name], really[name]):
+            prefixes.add(block_digests(said[talk], ""))
+    return num_found / num_reusable
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_conversations_find_their_tokens_with_several_routers(seed: int) -> None:
+    by_prompt, by_chance = (found_share(seed, by_prompt=choice) for choice in (True, False))
+    assert by_prompt > by_chance + 0.05
+    assert by_prompt >= 0.85
+
+
 def test_what_the_only_target_has_read_is_known_when_another_comes() -> None:
     machine = RouterMachine("R", fixed_plan(0, "off"), Times())
     machine.worker_joined("T1", "target", 0.0)
