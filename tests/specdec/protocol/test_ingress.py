@@ -126,6 +126,19 @@ def test_only_the_lost_routers_requests_are_submitted_again():
     assert {message.seq for message in messages} == {seq for seq, router in home.items() if router == home["s"]}
 
 
+def test_requests_that_have_ended_count_for_no_router():
+    """Prompts that begin alike have one router, for as long as it holds at most two more than the other."""
+    machine, prompt = IngressMachine("I", TIMES), tuple(range(100))
+    for name in ("R", "Q"):
+        machine.router_joined(name, 0.0)
+    chosen = set()
+    for i in range(20):
+        machine.start(str(i), prompt, SPEC, 0.0)
+        chosen |= {name for name, sent in machine.take_outbox().items() if isinstance(sent[-1], Submit)}
+        machine.cancel(str(i))
+    assert len(chosen) == 1
+
+
 def test_a_router_that_joined_twice_is_lost_at_once():
     machine = ingress("R", "R")
     machine.take_outbox()
