@@ -40,6 +40,7 @@ class Asked:
         self._fresh_s = fresh_s
         self._asked_s = self._answered_s = float("-inf")
         self._lock = asyncio.Lock()
+        self._silence = ""
         self.answers: list[Any] = []
         self.num_failures = 0
 
@@ -60,9 +61,11 @@ class Asked:
             if time.monotonic() - self._answered_s > STALE_S:
                 self.answers = []
         except Exception as error:  # no application, no replica
-            logger.info("Nobody answers %s: %r", self._method, error)
+            is_news, self._silence = repr(error) != self._silence, repr(error)
+            logger.log(logging.INFO if is_news else logging.DEBUG, "Nobody answers %s: %r", self._method, error)
             self.answers = []
         else:
+            self._silence = ""
             failed = [answer for answer in answers if isinstance(answer, BaseException)]
             if failed:
                 logger.warning("A replica did not answer %s: %r", self._method, failed[0])

@@ -17,6 +17,7 @@ from typing import Any, Generic
 
 import ray
 from ray import serve
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from deployments.transport.discovery import Discovery
 from deployments.transport.host import DRAIN_POLL_S, Host, LoopHost, M, WorkerHost
@@ -252,7 +253,8 @@ class RouterEndpoint(_DrainingEndpoint):
         found = [await self.recorded()]
         for group in self._groups.values():
             handle = serve.get_deployment_handle(group.deployment, group.application or app_name)
-            found += await handle.broadcast("recorded").results_async()
+            with suppress(DeploymentUnavailableError):  # a pool of drafters may be empty
+                found += await handle.broadcast("recorded").results_async()
         return [trace for trace in found if trace is not None]
 
     async def link(self, first: bytes) -> AsyncGenerator[bytes, None]:

@@ -92,3 +92,21 @@ async def test_however_many_ask_replicas_are_asked_once() -> None:
     ingresses = asked(handle, 60.0)
     assert await asyncio.gather(*(ingresses.get() for _ in range(20))) == [[""]] * 20
     assert handle.num_asked == 1
+
+
+async def test_that_nobody_answers_is_said_once_until_somebody_does(caplog: pytest.LogCaptureFixture) -> None:
+    handles = iter([None, None, Handle(""), None])
+
+    def find() -> Handle:
+        handle = next(handles)
+        if handle is None:
+            raise RuntimeError("no replica")
+        return handle
+
+    replicas = Asked(find, "refusal", 0.0)
+    with caplog.at_level("INFO", logger="ray.serve"):
+        for _ in range(4):
+            await replicas.get()
+    assert [record.getMessage() for record in caplog.records if "Nobody" in record.getMessage()] == [
+        "Nobody answers refusal: RuntimeError('no replica')"
+    ] * 2
