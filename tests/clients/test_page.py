@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,19 +19,33 @@ NUM_TOKENS = 400
 """Asked for by ``browse.py``, and long enough to look at what comes while it comes."""
 
 
-def test_a_person_sees_how_an_answer_comes_about(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("SPECDEC_API_KEYS", f"me={KEY}")
-    service = RunningService("--num-speculative-tokens", "4")
+def browse(*flags: str, key: str, folder: Path) -> tuple[RunningService, dict[str, Any]]:
+    """Start a service, go to its page, and end it; gives what was seen."""
+    service = RunningService(*flags)
     assert any(f"{service.url}/ui" in line for line in service.lines)
-    command = [PROGRAMS / "python", BROWSE, service.url, KEY, tmp_path]
+    command = [PROGRAMS / "python", BROWSE, service.url, key, folder]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert service.stop() == 0
     assert ran.returncode == 0, ran.stderr
-    seen = json.loads(ran.stdout)
+    return service, json.loads(ran.stdout)
+
+
+def test_without_keys_nobody_is_asked_for_one(tmp_path: Path) -> None:
+    _service, seen = browse(key="", folder=tmp_path)
+    assert not seen["asks_for_a_key"]
+    assert seen["verdict"].startswith("The texts are the same. ")
+    assert seen["stopped"].startswith("Stopped after ")
+    assert [line for line in seen["console"] if "400" not in line] == []
+
+
+def test_a_person_sees_how_an_answer_comes_about(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SPECDEC_API_KEYS", f"me={KEY}")
+    service, seen = browse("--num-speculative-tokens", "4", key=KEY, folder=tmp_path)
     # The key.
     without, wrong = seen["keys"]
     assert without == "This service asks for an API key."
     assert wrong.startswith("This key is refused")
+    assert not seen["asks_for_a_key"]
     # Both answers, and what is said of them.
     assert seen["model"].startswith("specdec-demo")
     assert seen["verdict"].startswith("The texts are the same. ")

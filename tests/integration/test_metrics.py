@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,13 +14,15 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.integration.kills import processes_of
+from tests.integration.kills import kill_one, processes_of
 from tests.integration.running import RunningService, eventually
 
-TWO_OF_EACH = [flag for part in ("target", "draft", "router", "ingress") for flag in (f"--replicas-{part}", "2")]
+PARTS = ("target", "draft", "router", "ingress")
+TWO_OF_EACH = [flag for part in PARTS for flag in (f"--replicas-{part}", "2")]
 LIMITS = ("--limits-max-concurrent-requests", "8", "--limits-max-queued-requests", "4")
 DRAFTS = ("--num-speculative-tokens", "4", "--mode", "in_turn")
 NUM_REQUESTS = 500
+NUM_KILL_REQUESTS = 150
 AT_ONCE = 24
 EXPORTED_S = 120.0
 
@@ -59,16 +61,18 @@ def exporter(service: RunningService) -> str:
 
 @pytest.fixture(scope="module")
 def counted(service: RunningService) -> Counted:
-    return asyncio.run(mixed(service))
+    counted = Counted()
+    asyncio.run(mixed(service, counted, range(NUM_REQUESTS)))
+    return counted
 
 
-async def mixed(service: RunningService) -> Counted:
-    counted, gate = Counted(), asyncio.Semaphore(AT_ONCE)
+async def mixed(service: RunningService, counted: Counted, numbers: Iterable[int]) -> None:
+    """Send requests of all kinds, and count what their answers say."""
+    gate = asyncio.Semaphore(AT_ONCE)
     async with httpx.AsyncClient(base_url=service.url, timeout=300, trust_env=False) as client:
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
         counted.statuses["/v1/models", "200"] += 1
-        await asyncio.gather(*(ask(client, gate, model, i, counted) for i in range(NUM_REQUESTS)))
-    return counted
+        await asyncio.gather(*(ask(client, gate, model, i, counted) for i in numbers))
 
 
 async def ask(client: httpx.AsyncClient, gate: asyncio.Semaphore, model: str, i: int, counted: Counted) -> None:
@@ -171,12 +175,38 @@ def test_the_same_series_by_both_ways(service: RunningService, counted: Counted,
     eventually(lambda: ours <= series(of_ray(exporter)), EXPORTED_S, f"{sorted(ours - series(of_ray(exporter)))[:3]}")
 
 
+def test_kills_under_load_make_no_counter_of_a_survivor_wrong(
+    service: RunningService, counted: Counted, exporter: str
+) -> None:
+    """Requests are opened again by others, and what clients counted is counted once; the ingresses survive."""
+    killed = []
+
+    async def kill_some() -> None:
+        for victim in ("target", "draft", "router"):
+            seen = sum(counted.statuses.values())
+            while sum(counted.statuses.values()) < seen + NUM_KILL_REQUESTS // 6:
+                await asyncio.sleep(0.05)
+            killed.append(kill_one(service, victim))
+
+    async def both() -> None:
+        numbers = range(NUM_REQUESTS, NUM_REQUESTS + NUM_KILL_REQUESTS)
+        await asyncio.gather(mixed(service, counted, numbers), kill_some())
+
+    asyncio.run(both())
+    assert len(killed) == 3
+    assert None not in killed
+    assert of_service(service).differing(counted) == {}
+    eventually(lambda: not of_ray(exporter).differing(counted), EXPORTED_S, f"{of_ray(exporter).differing(counted)}")
+    eventually(service.is_ready, 240, "ready again")
+    eventually(lambda: all(len(processes_of(service, one)) == 2 for one in PARTS), 240, "two of each again")
+
+
 def test_what_dead_replicas_counted_stays_with_rays_exporter(
     service: RunningService, counted: Counted, exporter: str
 ) -> None:
     """All that clients counted had been exported when they died."""
-    for victim in ("ingress", "target", "draft", "router"):
-        processes_of(service, victim)[0].kill()
+    for victim in PARTS:
+        kill_one(service, victim)
     eventually(service.is_ready, 240, "ready again")
     eventually(lambda: len(processes_of(service, "ingress")) == 2, 240, "two ingresses again")
     assert of_ray(exporter).differing(counted) == {}
