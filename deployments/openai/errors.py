@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 from specdec.errors import (
     InvalidParameterError,
@@ -59,7 +60,19 @@ class ApiError(Exception):
 
     def response(self) -> JSONResponse:
         """The whole answer."""
-        return JSONResponse(self.body, self.status, self.headers)
+        return _ErrorResponse(self)
+
+
+class _ErrorResponse(JSONResponse):
+    """Notes the error's code for whoever counts errors."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error.body, error.status, error.headers)
+        self._code = error.code or error.kind
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.setdefault("state", {})["error_code"] = self._code
+        await super().__call__(scope, receive, send)
 
 
 def api_error(error: Exception, retry_after_s: int, request_id: str) -> ApiError:

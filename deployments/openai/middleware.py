@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import re
@@ -62,12 +61,10 @@ class Arrivals:
         span = RequestSpan(tracer, headers) if tracer is not None and is_told else None
         arrival = self._arrival(headers, "" if span is None else span.label)
         scope.setdefault("state", {})["arrival"] = arrival
-        status, code = 0, ""
+        status = 0
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status, code
-            if status >= 400:
-                code = code or _error_code(message.get("body", b""))
+            nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 if self._settings.send_request_id:
@@ -78,7 +75,7 @@ class Arrivals:
             await self._app(scope, receive, send_with_id)
         finally:
             route = getattr(scope.get("route"), "path", "none")  # of what was refused before it was looked for
-            self._observer.answered(route, status, code)
+            self._observer.answered(route, status, scope["state"].get("error_code", ""))
             if is_told:
                 told = _log(arrival, quote(scope["path"]), status)
                 if span is not None:
@@ -125,15 +122,6 @@ def _wanted_timeout_s(header: str) -> float:
     if not wanted_s > 0:
         return math.inf
     return wanted_s - min(_SERVES_HEAD_START_S, wanted_s / 2)
-
-
-def _error_code(body: bytes) -> str:
-    """The code in the body of an error, or else its type; all errors have such a body, and it comes in one piece."""
-    try:
-        error = json.loads(body)["error"]
-        return str(error["code"] or error["type"])
-    except (ValueError, LookupError, TypeError):
-        return ""
 
 
 def _log(arrival: Arrival, path: str, status: int) -> dict[str, Any]:
