@@ -12,7 +12,6 @@ import urllib.request
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
 
@@ -90,13 +89,14 @@ def deploy(text, node, folder):
 
 
 def replicas():
-    """The service's replicas: process ids, and the deployment that each is of."""
+    """This node's replicas: process ids, and the deployment that each is of."""
+    from ray.util.state import list_actors
+
     found = {}
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            title, _, rest = (child.cmdline() or [""])[0].partition("ServeReplica:")
-            if title == "ray::":
-                found[child.pid] = rest.split(":")[1].partition(".")[0]
+    for actor in list_actors(filters=[("state", "=", "ALIVE")]):
+        kind, _, name = actor.class_name.partition(":")
+        if kind == "ServeReplica":
+            found[actor.pid] = name.split(":")[1]
     return found
 
 
@@ -182,7 +182,7 @@ def test_an_update_that_restarts_every_replica_breaks_no_stream(manifest, node, 
 
     with suppress(AssertionError):
         eventually(lambda: unchanged() <= STATUS_DEPLOYMENTS, 120, "every replica is another")
-    assert unchanged() == STATUS_DEPLOYMENTS
+    assert unchanged() == STATUS_DEPLOYMENTS, application_status()
     eventually(lambda: application_status()[0] == "RUNNING", DEPLOY_TIMEOUT_S, "the update is done")
 
 
