@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from specdec.engine.results import CancellationToken, GenerationResult, TokenEvent
     from specdec.engine.stats import SpecStats
     from specdec.models.loading import ModelSource
+    from specdec.sampling.grammar import Grammar
     from specdec.sampling.params import SamplingParams
     from specdec.sampling.pipeline import LogitsProcessor
     from specdec.types import TokenLogprobs
@@ -22,6 +23,7 @@ __all__ = [
     "BackendOptions",
     "CancellationToken",
     "GenerationResult",
+    "Grammar",
     "LogitsProcessor",
     "ModelSource",
     "SamplingParams",
@@ -35,6 +37,7 @@ _MODULES = {
     "BackendOptions": "specdec.engine.build",
     "CancellationToken": "specdec.engine.results",
     "GenerationResult": "specdec.engine.results",
+    "Grammar": "specdec.sampling.grammar",
     "LogitsProcessor": "specdec.sampling.pipeline",
     "ModelSource": "specdec.models.loading",
     "SamplingParams": "specdec.sampling.params",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,12 +16,15 @@ from specdec.errors import MemoryPlanError, ModelLoadError
 from specdec.models.admission import AdmissionReport, check_admission
 from specdec.models.allocation import allocation
 from specdec.models.compat import check_width
-from specdec.models.loading import LoadedModel, ModelSource, Progress, load_model
+from specdec.models.loading import LoadedModel, ModelSource, Progress, load_model, load_tokenizer
 from specdec.models.memory import MemoryPlan, choose_window_of, plan_memory
 from specdec.models.recurrent.slots import DEFAULT_WINDOW_TOKENS, Route
 from specdec.models.runner import ModelRunner
 from specdec.models.snapshot_runner import SnapshotRunner
+from specdec.sampling.grammars import Grammars
 from specdec.sampling.pipeline import LogitsProcessor, Sampler
+
+logger = logging.getLogger(__name__)
 
 _CHUNK_TOKENS = {"cpu": 256, "cuda": 2048}
 """Tokens of a forward pass that keep a device busy, and no more: others wait for no more than one chunk of a prompt."""
@@ -95,7 +99,7 @@ def build_target(
     runner = built.runner
     backend = ModelTarget(
         runner,
-        Sampler(runner.vocab_size, options.logits_processors),
+        _sampler(source, built, options),
         max_model_len=built.memory.max_model_len,
         max_batch_tokens=_max_batch_tokens(built, options),
     )
@@ -112,13 +116,23 @@ def build_drafter(
     """
     built = _build(source, options, None, progress)
     runner, states = built.runner, SequenceStates(built.runner)
-    sampler = Sampler(runner.vocab_size, options.logits_processors)
+    sampler = _sampler(source, built, options)
     lengths = {
         "max_model_len": built.memory.max_model_len,
         "max_batch_tokens": _max_batch_tokens(built, options),
     }
     drafter = ModelDrafter(runner, sampler, states=states, **lengths)
     return drafter, ModelTarget(runner, sampler, states=states, **lengths), built
+
+
+def _sampler(source: ModelSource, built: Built, options: BackendOptions) -> Sampler:
+    """From logits to tokens; grammars are taken where the model has a tokenizer that can be compiled for."""
+    try:
+        grammars = Grammars(load_tokenizer(source), built.runner.vocab_size, built.loaded.eos_token_ids)
+    except (ModelLoadError, ValueError) as error:
+        logger.info("%s takes no grammars: %s", built.loaded.name, error)
+        grammars = None
+    return Sampler(built.runner.vocab_size, options.logits_processors, grammars=grammars)
 
 
 def _build(source: ModelSource, options: BackendOptions, max_model_len: int | None, progress: Progress | None) -> Built:

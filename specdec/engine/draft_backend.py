@@ -92,7 +92,7 @@ class ModelDrafter:
                     deciding.append(i)
         if rows:
             logits = self._runner.forward(rows)
-            groups = [RowGroup(jobs[i].spec, jobs[i].tokens) for i in deciding]
+            groups = self._sampler.masked([RowGroup(jobs[i].spec, jobs[i].tokens) for i in deciding])
             num_guesses = max((jobs[i].num_guesses for i in deciding), default=0)
             proposed = propose(self._sampler, logits, groups, num_guesses)
             failures = self._sampler.take_failures()
@@ -106,7 +106,7 @@ class ModelDrafter:
         return results
 
     def _place(self, job: DraftJob, budget: int) -> RowInput | None:
-        if not self._can_begin(job):
+        if not self._can_begin(job) or not self._sampler.is_ready(job.spec):
             return None
         rank = rank_of(job.key, job.spec, is_branch=job.fork_of is not None)
         sequence = self._states.prepare(job.key, job.tokens, job.agreed, prefix_salt(job.spec), rank, job.fork_of)

@@ -22,6 +22,7 @@ from specdec.models.describe import describe_model
 from specdec.models.loading import ModelSource, load_tokenizer
 from specdec.protocol.backends import DraftBackend, TargetBackend
 from specdec.protocol.ingress import Delivery
+from specdec.sampling.grammars import Grammars
 from specdec.sampling.params import PLAIN_DEFAULTS, GenerationDefaults, SamplingParams, SequenceSpec
 from specdec.sampling.philox import derive_seed
 from specdec.sampling.validation import (
@@ -85,6 +86,7 @@ class SpeculativeEngine:
         self._names = itertools.count()
         self._stats = SpecStats()
         self._deliveries: dict[str, deque[Delivery]] = {}
+        self._grammars: Grammars | None = None
 
     @classmethod
     def from_pretrained(
@@ -263,6 +265,9 @@ class SpeculativeEngine:
             raise InvalidParameterError("sampling", f"sampling must be SamplingParams, not {type(sampling).__name__}")
         sampling = self.default_sampling if sampling is None else sampling
         sampling = validated(sampling, self._vocab_size, self._eos_token_ids)
+        if sampling.grammar is not None:
+            self._grammars = self._grammars or Grammars(self._tokenizer, self._vocab_size, self._eos_token_ids)
+            self._grammars.check(sampling.grammar, self._eos_token_ids)
         num_speculative_tokens = validated_num_speculative_tokens(num_speculative_tokens)
         seed = secrets.randbits(63) if seed is None else validated_seed(seed)
         stops = validated_stop(stop)

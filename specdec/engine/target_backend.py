@@ -88,7 +88,13 @@ class ModelTarget:
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         """One step over a ragged batch; see :meth:`specdec.protocol.backends.TargetBackend.verify`."""
         with device_losses():
-            return self._verify(jobs)
+            return self._verify([self._allowed(job) if job.spec.sampling.grammar else job for job in jobs])
+
+    def _allowed(self, job: VerifyJob) -> VerifyJob:
+        """The job without what its grammar forbids of the draft: no row is wasted on that."""
+        if not self._sampler.is_ready(job.spec):
+            return job  # it has to wait
+        return job._replace(draft=self._sampler.allowed(job.spec, job.log.tokens, job.draft))
 
     def _verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         results = [_WAITING] * len(jobs)
@@ -156,10 +162,12 @@ class ModelTarget:
         return scheduled
 
     def _make_room(self, job: VerifyJob) -> CachedSequence | None:
-        """The state of a job with blocks for its whole log; None if it must wait.
+        """The state of a job with blocks for its whole log; None if it must wait for them, or for its grammar.
 
         A prompt is not begun that could not be finished.
         """
+        if not self._sampler.is_ready(job.spec):
+            return None
         rank = rank_of(job.key, job.spec)
         return self._states.prepare(job.key, job.log.tokens, self._agreed(job), prefix_salt(job.spec), rank)
 
@@ -188,6 +196,7 @@ class ModelTarget:
         """Run the acceptance rule over all rows that have logits, in the order in which they were forwarded."""
         groups = [RowGroup(jobs[i].spec, jobs[i].log.tokens, draft) for i, _, draft in scheduled]
         candidates = [jobs[i].candidates[: len(draft)] for i, _, draft in scheduled]
+        groups = self._sampler.masked(groups)
         verified = verify(self._sampler, logits, groups, candidates)
         failures = self._sampler.take_failures()
         logprobs = self._sampler.logprobs(logits, groups, [result.run for result in verified])

@@ -67,7 +67,7 @@ class History:
     def move_to(self, log: list[int]) -> None:
         """Become the history of ``log``, which has the same prompt, by the tokens in which the two outputs differ."""
         output = log[len(self._prompt) :]
-        kept = _agreeing(self._output, output)
+        kept = agreeing(self._output, output)
         for token in reversed(self._output[kept:]):
             self._pop(token)
         for token in output[kept:]:
@@ -150,7 +150,7 @@ class Histories:
         return history.counted(group.draft)
 
 
-def _agreeing(a: list[int], b: list[int]) -> int:
+def agreeing(a: list[int], b: list[int]) -> int:
     """Length of the longest common prefix, by comparing slices: about twice the time of one comparison."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from specdec.sampling.grammar import Grammar
+
 Acceptance = Literal["coupled", "rejection"]
 
 LEAST_TEMPERATURE = 1e-5
@@ -36,6 +38,8 @@ class SamplingParams:
         logprobs: Number of most likely tokens to report per output token, beside the chosen one; None reports nothing.
         prompt_logprobs: The same for the prompt's tokens.
         acceptance: Rule by which draft tokens are kept; both give the target's own distribution.
+        grammar: What the output must match from its first token on; None takes any. It can end only where it matches.
+            It goes before every other field: where those leave nothing of what it allows, they do not count in a row.
     """
 
     repetition_penalty: float = 1.0
@@ -54,6 +58,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     acceptance: Acceptance = "coupled"
+    grammar: Grammar | None = None
 
     @property
     def is_greedy(self) -> bool:

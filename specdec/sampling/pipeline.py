@@ -12,13 +12,15 @@ from torch import Tensor
 from specdec.device_errors import is_device_lost
 from specdec.sampling.bans import AllowedTokens, apply_bad_words
 from specdec.sampling.edits import apply_logit_bias, apply_min_tokens, apply_penalties, uses_penalties
+from specdec.sampling.grammars import Grammars
 from specdec.sampling.histories import Histories
 from specdec.sampling.logprobs import token_logprobs
+from specdec.sampling.matchers import Matchers, apply_masks
 from specdec.sampling.noise import NoiseCache
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.rows import RowGroup, Rows, VerifiedRun
 from specdec.sampling.truncation import thresholds, uses_truncation
-from specdec.types import TokenLogprobs
+from specdec.types import TokenLogprobs, Tokens
 
 __all__ = ["LogitsProcessor", "RowGroup", "Sampler", "VerifiedRun"]
 
@@ -73,14 +75,15 @@ class Sampler:
     """Applies a batch's parameters to its logits, row by row exactly, drafted or not.
 
     Order, as in transformers: logit_bias, repetition, frequency and presence penalties, allowed_token_ids, min_tokens,
-    bad_words, processors, temperature, top_k, top_p, min_p. Temperature 0, and any below 1e-5, takes the lowest id
-    among the largest logits before the temperature.
+    bad_words, processors, grammar, temperature, top_k, top_p, min_p. Temperature 0, and any below 1e-5, takes the
+    lowest id among the largest logits before the temperature.
     What nobody in the batch uses costs nothing. Not safe for several threads at once.
 
     Args:
         vocab_size: V, the tokens both models know; logits may have more columns (padding), which are never chosen.
         processors: Hooks, applied in their order to every row.
         noise_cache_bytes: Memory for Gumbel noise kept between steps.
+        grammars: Compiles grammars; where there are none, a sequence with one fails.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class Sampler:
         vocab_size: int,
         processors: Sequence[LogitsProcessor] = (),
         noise_cache_bytes: int = _DEFAULT_NOISE_CACHE_BYTES,
+        grammars: Grammars | None = None,
     ) -> None:
         self.vocab_size = vocab_size
         self._processors = tuple(processors)
@@ -95,9 +99,36 @@ class Sampler:
         self._histories = Histories()
         self._allowed = AllowedTokens(vocab_size)
         self._failures: dict[int, Exception] = {}
+        self.matchers = None if grammars is None else Matchers(grammars)
+
+    def is_ready(self, spec: SequenceSpec) -> bool:
+        """Whether a sequence's rows can be sampled now: its grammar, if it has one, is compiled beside the step."""
+        return spec.sampling.grammar is None or self.matchers is None or self.matchers.is_ready(spec)
+
+    def allowed(self, spec: SequenceSpec, tokens: list[int], draft: Tokens) -> Tokens:
+        """The part of a draft after ``tokens`` that is worth a row: see :meth:`Matchers.allowed`."""
+        if spec.sampling.grammar is None or not draft:
+            return draft
+        return () if self.matchers is None else self.matchers.allowed(spec, tokens, draft)
+
+    def masked(self, groups: Sequence[RowGroup]) -> list[RowGroup]:
+        """The groups of a step, those with a grammar with the masks of their rows: one call for all of them.
+
+        Every other method does so by itself for groups without; to call this first saves a second call.
+        """
+        if all(group.spec.sampling.grammar is None or group.mask is not None for group in groups):
+            return list(groups)
+        if self.matchers is None:
+            error = ValueError("this model's tokenizer does not take grammars")
+            masked = list(groups)
+            failed: dict[int, Exception] = {i: error for i, g in enumerate(groups) if g.spec.sampling.grammar}
+        else:
+            masked, failed = self.matchers.masked(groups)
+        self._failures |= {id(masked[i]): error for i, error in failed.items()}
+        return masked
 
     def take_failures(self) -> dict[int, Exception]:
-        """What processors have raised since the last call, by the ``id`` of the group whose row they were given.
+        """What processors and grammars have raised since the last call, by the ``id`` of the group that it concerns.
 
         What was chosen for such a group means nothing.
         """
@@ -199,7 +230,7 @@ class Sampler:
         return reports
 
     def _laid_out(self, logits: Tensor, groups: Sequence[RowGroup]) -> Rows:
-        rows = Rows(groups)
+        rows = Rows(self.masked(groups))
         assert logits.dtype == torch.float32, "logits are brought to float32 before sampling"
         assert logits.shape[0] == rows.num_rows, f"{logits.shape[0]} rows of logits for {rows.num_rows} rows of groups"
         assert logits.shape[1] >= self.vocab_size, "fewer logits than tokens in the vocabulary"
@@ -207,7 +238,7 @@ class Sampler:
 
     def _edited(self, logits: Tensor, rows: Rows) -> Tensor:
         """Everything before the temperature: [N, V], a copy if anything changes."""
-        logits = logits[:, : self.vocab_size]
+        unedited = logits = logits[:, : self.vocab_size]
         if not self._processors and not rows.using(_is_edited):
             return logits
         logits = logits.clone()
@@ -216,7 +247,9 @@ class Sampler:
         self._allowed.apply(logits, rows)
         apply_min_tokens(logits, rows)
         apply_bad_words(logits, rows)
-        return self._processed(logits, rows) if self._processors else logits
+        if self._processors:
+            logits = self._processed(logits, rows)
+        return apply_masks(logits, unedited, rows)
 
     def _processed(self, logits: Tensor, rows: Rows) -> Tensor:
         """What the processors make of [N, V], but for rows of which they leave nothing to draw from: a new tensor."""
@@ -276,4 +309,5 @@ def _is_random(params: SamplingParams) -> bool:
 
 def _is_edited(params: SamplingParams) -> bool:
     is_banned = bool(params.allowed_token_ids or params.bad_words)
+    is_banned = is_banned or params.grammar is not None
     return is_banned or bool(params.logit_bias) or params.min_tokens > 0 or uses_penalties(params)

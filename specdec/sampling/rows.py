@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, chain, repeat
 from typing import NamedTuple, TypeVar
 
@@ -26,11 +26,14 @@ class RowGroup:
         spec: The sequence's parameters.
         tokens: Prompt and output before the first row. Never changed, never kept.
         draft: Draft tokens under verification; empty for plain decoding and for drafting.
+        mask: int32 [1 + len(draft), V / 32], a bit for each token that the sequence's grammar allows in each row; None
+            where it has none, or where that is not known yet.
     """
 
     spec: SequenceSpec
     tokens: list[int]
     draft: Tokens = ()
+    mask: Tensor | None = field(default=None, compare=False)
 
     @property
     def num_output_tokens(self) -> int:

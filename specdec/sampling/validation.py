@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import NoReturn
+from typing import NoReturn, get_args
 
 from specdec.errors import InvalidParameterError
+from specdec.sampling.grammar import Grammar, GrammarKind
 from specdec.sampling.params import LEAST_TEMPERATURE, Acceptance, SamplingParams
 
 MAX_TEMPERATURE = 2.0
@@ -56,6 +57,7 @@ def validated(params: SamplingParams, vocab_size: int, eos_token_ids: Iterable[i
         logprobs=_optional_integer("logprobs", params.logprobs, 0, min(MAX_LOGPROBS, vocab_size)),
         prompt_logprobs=_optional_integer("prompt_logprobs", params.prompt_logprobs, 0, min(MAX_LOGPROBS, vocab_size)),
         acceptance=_acceptance(params.acceptance),
+        grammar=_grammar(params.grammar),
     )
     ending = {*checked.stop_token_ids, *(() if checked.ignore_eos else eos_token_ids)}
     possible = checked.allowed_token_ids or range(vocab_size)
@@ -159,6 +161,12 @@ def _flag(parameter: str, value: object) -> bool:
 def _acceptance(value: object) -> Acceptance:
     if value != "coupled" and value != "rejection":
         _refuse("acceptance", "'coupled' or 'rejection'", value)
+    return value
+
+
+def _grammar(value: object) -> Grammar | None:
+    if value is not None and not (isinstance(value, Grammar) and value.kind in get_args(GrammarKind)):
+        _refuse("grammar", f"None or a Grammar of a kind among {', '.join(get_args(GrammarKind))}", value)
     return value
 
 

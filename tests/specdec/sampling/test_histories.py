@@ -79,8 +79,8 @@ def test_what_was_counted_is_not_counted_again(monkeypatch: pytest.MonkeyPatch) 
 def test_the_common_prefix_is_found_wherever_it_ends(length: int) -> None:
     a = list(range(length))
     for end in {0, 1, length // 3, length - 1, length} & set(range(length + 1)):
-        assert module._agreeing(a, [*a[:end], -1, *a[end + 1 :]]) == end
-        assert module._agreeing(a, a[:end]) == module._agreeing(a[:end], a) == end
+        assert module.agreeing(a, [*a[:end], -1, *a[end + 1 :]]) == end
+        assert module.agreeing(a, a[:end]) == module.agreeing(a[:end], a) == end
 
 
 def test_one_sampler_over_many_steps_penalises_like_plain_python() -> None:

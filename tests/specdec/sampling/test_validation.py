@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from specdec.errors import InvalidParameterError
+from specdec.sampling.grammar import Grammar
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.validation import (
     validated,
@@ -49,6 +50,7 @@ REFUSED: dict[str, list[Any]] = {
     "logprobs": [-1, 21, 1.0, NAN, "5", True],
     "prompt_logprobs": [-1, 21, 1.0, "5", False],
     "acceptance": ["Coupled", "", None, 1, "typical"],
+    "grammar": ["start: /a/", {"kind": "regex", "text": "a"}, Grammar("yaml", "a")],  # type: ignore[arg-type]
 }
 
 

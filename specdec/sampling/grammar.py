@@ -1,0 +1,90 @@
+"""What a text must match, as a request says it: plain data, which travels with its sequence."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from llguidance import LLMatcher, StructTag, grammar_from
+
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]
+MAX_GRAMMAR_BYTES = 1 << 16
+"""Longest text of a grammar: it travels with its sequence, and whoever holds one compiles it."""
+
+_JSON: Any = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+"""JSON on one line: no model can go on with blanks without end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A grammar that an output must match from its first token on.
+
+    Attributes:
+        kind: What ``text`` is: ``json_schema``, a JSON schema; ``json_object``, nothing: any JSON object; ``regex``, a
+            regular expression in the syntax of Rust's ``regex``; ``choice``, a JSON list of strings; ``grammar``, a
+            grammar in Lark's or llama.cpp's (GBNF) syntax; ``structural_tag``, a JSON object with ``structures``
+            (each with ``begin``, ``schema`` and ``end``) and ``triggers``: free text, in which whatever begins like a
+            trigger must be one of the structures.
+    """
+
+    kind: GrammarKind
+    text: str = ""
+
+
+def llguidance_grammar(grammar: Grammar, special_tokens: frozenset[str] = frozenset()) -> str:
+    """A grammar in llguidance's own form; most mistakes in it are found only when that is compiled.
+
+    Args:
+        grammar: As a request says it.
+        special_tokens: Texts that are single tokens and cannot be written otherwise.
+
+    Raises:
+        ValueError: It is too long, or not of the form that its kind asks for.
+    """
+    num_bytes = len(grammar.text.encode())
+    if num_bytes > MAX_GRAMMAR_BYTES:
+        raise ValueError(f"it has {num_bytes} bytes, at most {MAX_GRAMMAR_BYTES} are taken")
+    match grammar.kind:
+        case "json_schema":
+            return _json(grammar.text)
+        case "json_object":
+            return _json('{"type": "object"}')
+        case "choice":
+            return _choice(json.loads(grammar.text))
+        case "structural_tag":
+            return _structural_tag(json.loads(grammar.text), special_tokens)
+    return grammar_from(grammar.kind, grammar.text)
+
+
+def _json(schema: str) -> str:
+    return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON)
+
+
+def _choice(choices: Any) -> str:
+    if not isinstance(choices, list) or not choices or not all(isinstance(one, str) and one for one in choices):
+        raise ValueError("choices must be a list of strings, none of them empty")
+    return grammar_from("choice", json.dumps(choices))
+
+
+def _structural_tag(tag: Any, special_tokens: frozenset[str]) -> str:
+    try:
+        triggers = [str(trigger) for trigger in tag["triggers"]]
+        structures = [(str(one["begin"]), one.get("schema", {}), str(one["end"])) for one in tag["structures"]]
+    except (AttributeError, KeyError, TypeError):
+        raise ValueError("a structural tag has 'structures' with 'begin', 'schema' and 'end', and 'triggers'") from None
+    tags = []
+    for begin, schema, end in structures:
+        trigger = next((trigger for trigger in triggers if trigger and begin.startswith(trigger)), None)
+        if trigger is None:
+            raise ValueError(f"{begin!r} begins with none of the triggers")
+        tags.append(StructTag(trigger=trigger, begin=begin, grammar=_on_one_line(schema), end=end))
+    if not tags:
+        raise ValueError("a structural tag has at least one structure")
+    return StructTag.to_grammar(tags, assume_special=all(tag.trigger in special_tokens for tag in tags))
+
+
+def _on_one_line(schema: Any) -> dict[str, Any]:
+    if not isinstance(schema, dict):
+        raise ValueError("the 'schema' of a structure is an object")
+    return schema | {"x-guidance": schema.get("x-guidance", {}) | _JSON}

@@ -1,0 +1,97 @@
+"""Grammars compiled for one tokenizer, beside whoever needs them, and kept."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.hf import from_tokenizer
+
+from specdec.errors import InvalidParameterError
+from specdec.sampling.grammar import Grammar, llguidance_grammar
+from specdec.types import Tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MOST_KEPT = 128
+_MOST_MESSAGE_CHARACTERS = 500
+_LIMITS = LLParserLimits(max_grammar_size=100_000, verbose_errors=False)
+"""Bounds on time and memory, to compile as well as to find a mask; the rest is llguidance's own."""
+
+Key = tuple[Grammar, Tokens]
+
+
+class Grammars:
+    """Compiles grammars in a thread of its own, and keeps the newest 128. For any thread.
+
+    Args:
+        tokenizer: A fast one.
+        vocab_size: V, the tokens that a mask tells of.
+        eos_token_ids: The model's; what is needed for them is made now, as it takes a second for a large vocabulary.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: Tokens = ()) -> None:
+        self.vocab_size = vocab_size
+        self._tokenizer = tokenizer
+        self._special_tokens = frozenset(tokenizer.get_added_vocab())
+        self._tokenizers: dict[Tokens, LLTokenizer] = {}
+        self._compiled: OrderedDict[Key, Future[LLMatcher]] = OrderedDict()
+        self._lock = Lock()
+        self._thread = ThreadPoolExecutor(1, "grammars")
+        if eos_token_ids:
+            self._tokens(eos_token_ids)
+
+    def compiled(self, grammar: Grammar, eos_token_ids: Tokens) -> Future[LLMatcher]:
+        """A matcher at the grammar's beginning, to be copied; it is begun now, or was before.
+
+        Its exception is an InvalidParameterError for ``grammar``, which says what is wrong with it.
+        """
+        key = grammar, eos_token_ids
+        with self._lock:
+            future = self._compiled.pop(key, None)
+            if future is None:
+                future = self._thread.submit(self._compile, grammar, eos_token_ids)
+            self._compiled[key] = future
+            while len(self._compiled) > _MOST_KEPT:
+                self._compiled.popitem(last=False)
+        return future
+
+    def check(self, grammar: Grammar, eos_token_ids: Tokens) -> None:
+        """Compile it, if that was not done yet.
+
+        Raises:
+            InvalidParameterError: It cannot be compiled, within what it may cost.
+        """
+        self.compiled(grammar, eos_token_ids).result()
+
+    def _compile(self, grammar: Grammar, eos_token_ids: Tokens) -> LLMatcher:
+        if not eos_token_ids:
+            raise _invalid("the model has no end-of-sequence token, with which a text could end")
+        try:
+            text = llguidance_grammar(grammar, self._special_tokens)
+            matcher = LLMatcher(self._tokens(eos_token_ids), text, log_level=0, limits=_LIMITS)
+        except ValueError as error:
+            raise _invalid(str(error)) from error
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # the first mask may ask for more than the limits allow
+        if matcher.is_error():
+            raise _invalid(matcher.get_error())
+        return matcher
+
+    def _tokens(self, eos_token_ids: Tokens) -> LLTokenizer:
+        made = self._tokenizers.get(eos_token_ids)
+        if made is None:
+            made = from_tokenizer(self._tokenizer, n_vocab=self.vocab_size, eos_token=list(eos_token_ids))
+            self._tokenizers[eos_token_ids] = made
+        return made
+
+
+def _invalid(reason: str) -> InvalidParameterError:
+    reason = reason.strip()
+    if len(reason) > _MOST_MESSAGE_CHARACTERS:
+        reason = f"{reason[:_MOST_MESSAGE_CHARACTERS]}..."
+    return InvalidParameterError("grammar", f"the grammar cannot be used: {reason}")

@@ -1,0 +1,233 @@
+"""Which tokens a grammar allows after a log: state like the cache, brought to each log by longest common prefix."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from llguidance import LLExecutor, LLMatcher
+from llguidance.numpy import fill_next_token_bitmask_par_with_draft_tokens
+from torch import Tensor
+
+from specdec.sampling.grammar import Grammar
+from specdec.sampling.grammars import Grammars
+from specdec.sampling.histories import agreeing
+from specdec.sampling.params import SequenceSpec
+from specdec.sampling.rows import RowGroup, Rows
+from specdec.types import Tokens
+
+_MOST_KEPT = 512
+_BITS = 32
+_ALL = -1
+"""A part of a mask that allows all of its tokens."""
+
+Key = tuple[Grammar, Tokens, int, int]
+"""Grammar, ending tokens, seed, where the output starts: it finds matchers, whose tokens are then compared."""
+
+
+class _Matcher:
+    """A matcher, and the output that it has read: up to the first end-of-sequence token, which it is never given."""
+
+    def __init__(self, inner: LLMatcher, read: list[int]) -> None:
+        self.inner = inner
+        self._read = read
+
+    def copy(self) -> _Matcher:
+        """Another, at the same place."""
+        return _Matcher(self.inner.deep_copy(), self._read)
+
+    def follow(self, output: list[int], start: LLMatcher) -> None:
+        """Become the matcher of ``output``; from ``start``, where it cannot be brought back.
+
+        Raises:
+            ValueError: The grammar does not allow it.
+        """
+        kept = agreeing(self._read, output)
+        is_back = kept == len(self._read) or self.inner.rollback(len(self._read) - kept)
+        if not is_back or self.inner.is_error():
+            self.inner, kept = start.deep_copy(), 0
+        new = output[kept:]
+        num_read = self.inner.try_consume_tokens(new) if new else 0
+        self._read = output[: kept + num_read]
+        if num_read < len(new):
+            raise ValueError(self.inner.get_error() or f"the grammar does not allow the token {new[num_read]} there")
+
+
+class Matchers:
+    """The matchers of one model's sequences; one mask call a step, for all rows of it.
+
+    A mask depends on the log and the draft tokens before it, and on nothing else: what is found here is compared token
+    by token, and what is lost is made again from the log. Not safe for several threads at once.
+
+    Args:
+        grammars: Compiles them.
+    """
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars = grammars
+        # A drafter has several for a sequence: the chain's, then one for each branch that grows.
+        self._kept: OrderedDict[Key, list[_Matcher]] = OrderedDict()
+        self._executor: LLExecutor | None = None
+        self._width = -(-grammars.vocab_size // _BITS)
+        self.num_mask_calls = 0
+        self.num_forbidden_draft_tokens = 0
+
+    def is_ready(self, spec: SequenceSpec) -> bool:
+        """Whether a sequence's grammar is compiled, or found to be wrong; else that is on its way."""
+        grammar = spec.sampling.grammar
+        return grammar is None or self._grammars.compiled(grammar, spec.eos_token_ids).done()
+
+    def allowed(self, spec: SequenceSpec, tokens: list[int], draft: Tokens) -> Tokens:
+        """A draft up to the first token that the grammar forbids, and not beyond an end-of-sequence token.
+
+        Under the rejection rule that token stays, as the last: it is refused by its probability, which is 0, and what
+        is drawn in its place depends on what it was drawn from.
+        """
+        draft = _to_end(draft, spec.eos_token_ids)
+        count = self._num_allowed(spec, tokens, draft)
+        self.num_forbidden_draft_tokens += count < len(draft)
+        return draft[: count + (spec.sampling.acceptance == "rejection")]
+
+    def _num_allowed(self, spec: SequenceSpec, tokens: list[int], draft: Tokens) -> int:
+        output = tokens[spec.output_start :]
+        if _has_ended(output, spec.eos_token_ids):
+            return int(draft[0] in spec.eos_token_ids)
+        try:
+            matcher = self._matcher(spec, 0, output)
+        except ValueError:
+            return 0  # the row that is left says so
+        if matcher.is_stopped() and not matcher.is_error():
+            return int(draft[0] in spec.eos_token_ids)  # it says no to every token, to those too
+        return matcher.validate_tokens(list(draft))
+
+    def masked(self, groups: Sequence[RowGroup]) -> tuple[list[RowGroup], dict[int, Exception]]:
+        """Give groups with a grammar the masks of their rows, found in one call.
+
+        Args:
+            groups: Of a step; drafts are as :meth:`allowed` gives them.
+
+        Returns:
+            The groups, and what went wrong, by place; the mask of such a group allows everything.
+        """
+        masked, failures = list(groups), dict[int, Exception]()
+        chosen = [i for i, group in enumerate(groups) if group.spec.sampling.grammar is not None]
+        rows = Rows([groups[i] for i in chosen])
+        # A row more for each: llguidance asks for at least one draft token, and writes what would follow it.
+        bitmask = torch.full((rows.num_rows + len(chosen), self._width), _ALL, dtype=torch.int32)
+        jobs: list[tuple[LLMatcher, int, list[int]]] = []
+        places: list[int] = []
+        used: Counter[Key] = Counter()
+        for number, (i, group) in enumerate(zip(chosen, rows.groups, strict=True)):
+            spec, output, start = group.spec, group.tokens[group.spec.output_start :], rows.starts[number] + number
+            own = bitmask[start : start + rows.counts[number]]
+            masked[i] = replace(group, mask=own)
+            if _has_ended(output, spec.eos_token_ids):
+                own[:] = self._only(spec.eos_token_ids)
+                continue
+            draft = list(group.draft)
+            if draft and draft[-1] in spec.eos_token_ids:
+                own[-1] = self._only(spec.eos_token_ids)
+            else:
+                draft.append(spec.eos_token_ids[0])
+            key = _key(spec)
+            try:
+                jobs.append((self._matcher(spec, used[key], output), start, draft))
+            except ValueError as error:
+                failures[i] = error
+                continue
+            used[key] += 1
+            places.append(i)
+        self._fill(jobs, bitmask)
+        for i, (matcher, start, _) in zip(places, jobs, strict=True):
+            if matcher.is_error():
+                failures[i] = ValueError(matcher.get_error())
+                bitmask[start : start + 1 + len(groups[i].draft)] = _ALL
+        self._forget(used)
+        return masked, failures
+
+    def _fill(self, jobs: list[tuple[LLMatcher, int, list[int]]], bitmask: Tensor) -> None:
+        """Write the masks at each matcher's place and after each of its draft tokens, from a row on."""
+        if not jobs:
+            return
+        if self._executor is None:
+            self._executor = LLExecutor()
+        self.num_mask_calls += 1
+        fill_next_token_bitmask_par_with_draft_tokens(self._executor, jobs, bitmask.numpy())
+
+    def _only(self, tokens: Tokens) -> Tensor:
+        """The mask, int32 [V / 32], that allows these tokens alone."""
+        bits = np.zeros(self._width * _BITS, dtype=np.uint8)
+        bits[list(tokens)] = 1
+        return torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32))
+
+    def _matcher(self, spec: SequenceSpec, number: int, output: list[int]) -> LLMatcher:
+        """The sequence's matcher of that number, after ``output``.
+
+        Raises:
+            ValueError: The grammar does not allow that, or cannot be compiled.
+        """
+        assert spec.sampling.grammar is not None
+        start = self._grammars.compiled(spec.sampling.grammar, spec.eos_token_ids).result()
+        key = _key(spec)
+        own = self._kept.pop(key, [])
+        self._kept[key] = own
+        if number == len(own):
+            own.append(own[0].copy() if own else _Matcher(start.deep_copy(), []))
+        own[number].follow(output, start)
+        return own[number].inner
+
+    def _forget(self, used: Counter[Key]) -> None:
+        """Drop what was used longest ago where there are too many; never what this step has used."""
+        num_kept = sum(map(len, self._kept.values()))
+        for key in list(self._kept):
+            if num_kept <= _MOST_KEPT or key in used:
+                break
+            num_kept -= len(self._kept.pop(key))
+
+
+def apply_masks(logits: Tensor, unedited: Tensor, rows: Rows) -> Tensor:
+    """Forbid what grammars forbid, whatever else holds for a row.
+
+    Where other rules of a request have forbidden everything that its grammar allows, those give way: all rows have
+    something to choose that the grammar allows.
+
+    Args:
+        logits: float32 [N, V], edited, and changed in place.
+        unedited: float32 [N, V], as the model gave them.
+        rows: The layout of the N rows; groups with a grammar have their masks.
+    """
+    chosen = [i for i, group in enumerate(rows.groups) if group.mask is not None]
+    if not chosen:
+        return logits
+    device = logits.device
+    bitmask = torch.cat([mask for mask in (rows.groups[i].mask for i in chosen) if mask is not None]).to(device)
+    bits = bitmask.view(torch.uint8).unsqueeze(2) >> torch.arange(8, dtype=torch.uint8, device=device)
+    forbidden = (bits & 1).view(len(bitmask), -1)[:, : logits.shape[1]] == 0
+    if len(chosen) == len(rows.groups):
+        return _masked(logits, unedited, forbidden)
+    numbers = torch.tensor(rows.numbers(chosen), device=device)
+    return logits.index_copy_(0, numbers, _masked(logits[numbers], unedited[numbers], forbidden))
+
+
+def _masked(logits: Tensor, unedited: Tensor, forbidden: Tensor) -> Tensor:
+    logits = logits.masked_fill_(forbidden, -torch.inf)
+    is_left = logits.amax(1, keepdim=True).isfinite()
+    return torch.where(is_left, logits, unedited.masked_fill(forbidden, -torch.inf))
+
+
+def _key(spec: SequenceSpec) -> Key:
+    assert spec.sampling.grammar is not None
+    return spec.sampling.grammar, spec.eos_token_ids, spec.seed, spec.output_start
+
+
+def _has_ended(output: list[int], eos_token_ids: Tokens) -> bool:
+    """Whether an end-of-sequence token is in an output that goes on: ``ignore_eos`` or ``min_tokens`` asked for it."""
+    return any(token in output for token in eos_token_ids)
+
+
+def _to_end(draft: Tokens, eos_token_ids: Tokens) -> Tokens:
+    """A draft up to its first end-of-sequence token, that included."""
+    return next((draft[: i + 1] for i, token in enumerate(draft) if token in eos_token_ids), draft)

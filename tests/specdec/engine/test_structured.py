@@ -1,0 +1,208 @@
+"""Outputs match their grammars, and are what plain decoding gives: whatever is drafted, verified and lost."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from transformers import AutoTokenizer
+
+import specdec.demo
+from specdec import BackendOptions, GenerationResult, Grammar, ModelSource, SamplingParams, SpeculativeEngine
+from specdec.errors import InvalidParameterError
+from specdec.sampling import matchers as matchers_module
+from specdec.sampling.grammars import Grammars
+from specdec.sampling.matchers import Matchers
+from tests.specdec.engine.schemas import grammar_of, make_schemas
+
+DEMO = Path(specdec.demo.__file__).parent
+OPTIONS = BackendOptions(max_model_len=512, max_num_sequences=20)
+PROMPTS = ("def parse(text):\n    return ", "A record in JSON: ")
+TEMPERATURES, DRAFT_LENGTHS, PAIRS, SIZES = (0.0, 1.0), (0, 1, 4, 8), ("plain", "hybrid"), (1, 16)
+MAX_TOKENS = 96
+NUM_FAST, NUM_ALL = 24, 208
+
+Cell = tuple[float, int, str, int]
+"""Temperature, draft length, pair, sequences at a time."""
+
+
+@lru_cache(maxsize=4)
+def engine_of(pair: str) -> SpeculativeEngine:
+    target = "hybrid" if pair == "hybrid" else "target"
+    return SpeculativeEngine.from_pretrained(
+        ModelSource(str(DEMO / target)), ModelSource(str(DEMO / "draft")), options=OPTIONS
+    )
+
+
+@cache
+def matcher_source() -> Grammars:
+    tokenizer = AutoTokenizer.from_pretrained(DEMO / "target")
+    return Grammars(tokenizer, len(tokenizer), (tokenizer.eos_token_id,))
+
+
+def matchers_of(engine: SpeculativeEngine) -> tuple[Matchers, Matchers]:
+    """Those of the target, and of the draft."""
+    service = engine._service
+    assert service.drafter is not None
+    found = service.target._backend._sampler.matchers, service.drafter._backend._sampler.matchers
+    assert all(found)
+    return found
+
+
+def generate(schema: dict[str, Any], cell: Cell, seed: int, acceptance: str = "coupled") -> list[GenerationResult]:
+    temperature, num_draft_tokens, pair, size = cell
+    sampling = SamplingParams(temperature=temperature, grammar=grammar_of(schema), acceptance=acceptance)
+    prompts = [PROMPTS[i % 2] for i in range(size)]
+    return engine_of(pair).generate_batch(
+        prompts, sampling, seed=seed, max_tokens=MAX_TOKENS, num_speculative_tokens=num_draft_tokens
+    )
+
+
+def check(schema: dict[str, Any], result: GenerationResult) -> None:
+    """What ended parses and is valid; what was cut off is a beginning that the grammar accepts."""
+    assert result.finish_reason in ("stop", "length"), result.error
+    if result.finish_reason == "stop":
+        jsonschema.validate(json.loads(result.text), schema)
+        return
+    matcher = matcher_source().compiled(grammar_of(schema), (0,)).result().deep_copy()
+    assert matcher.try_consume_tokens(list(result.token_ids)) == len(result.token_ids)
+
+
+def run_cells(number: int, schema: dict[str, Any], cells: Sequence[Cell]) -> Counter[str]:
+    """Check a schema in some cells, and that no token depends on how much was drafted."""
+    plain: dict[tuple[float, str, int], list[tuple[int, ...]]] = {}
+    finishes: Counter[str] = Counter()
+    for cell in cells:
+        temperature, _, pair, size = cell
+        key = temperature, pair, size
+        results = generate(schema, cell, seed=number)
+        if key not in plain:
+            plain[key] = [one.token_ids for one in generate(schema, (temperature, 0, pair, size), seed=number)]
+        assert [one.token_ids for one in results] == plain[key], cell
+        for result in results:
+            check(schema, result)
+            finishes[result.finish_reason] += 1
+    return finishes
+
+
+def test_a_small_corpus_is_valid_and_independent_of_drafts() -> None:
+    rng = random.Random(3)
+    cells = list(itertools.product(TEMPERATURES, DRAFT_LENGTHS[1:], PAIRS, (1,)))
+    finishes: Counter[str] = Counter()
+    for number, schema in enumerate(make_schemas(NUM_FAST)):
+        finishes += run_cells(number, schema, [rng.choice(cells)])
+    assert finishes["stop"] >= 0.9 * finishes.total(), finishes
+
+
+@pytest.mark.soak
+def test_a_large_corpus_in_all_cells() -> None:
+    finishes: Counter[str] = Counter()
+    cells = list(itertools.product(TEMPERATURES, DRAFT_LENGTHS, PAIRS, SIZES))
+    for number, schema in enumerate(make_schemas(NUM_ALL)):
+        finishes += run_cells(number, schema, cells)
+    print(f"{NUM_ALL} schemas in {len(cells)} cells: {dict(finishes)}")
+    assert finishes["stop"] >= 0.9 * finishes.total(), finishes
+
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_masks_in_both_models_waste_no_draft(
+    acceptance: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against masks in the target alone: the same texts, where the rule promises that, and fewer drafts refused."""
+    cell = temperature, 4, "plain", 6
+    engine = engine_of("plain")
+    in_target, in_draft = matchers_of(engine)
+    engine.reset_stats()
+    before = in_target.num_forbidden_draft_tokens
+    both, with_both = generate(PERSON, cell, 1, acceptance), engine.stats
+    assert in_target.num_forbidden_draft_tokens == before
+    engine.reset_stats()
+    monkeypatch.setattr(engine._service.drafter._backend._sampler, "masked", list)
+    alone, with_one = generate(PERSON, cell, 1, acceptance), engine.stats
+    assert in_target.num_forbidden_draft_tokens > before
+    for result in both + alone:
+        check(PERSON, result)
+    if acceptance == "coupled" or not temperature:
+        assert [one.token_ids for one in both] == [one.token_ids for one in alone]
+    assert with_both.num_tokens / with_both.num_rounds > with_one.num_tokens / with_one.num_rounds
+    assert in_draft.num_forbidden_draft_tokens == 0
+
+
+def test_one_mask_call_a_step_and_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of("plain")
+    backends = engine._service.target._backend, engine._service.drafter._backend
+    forwards = Counter[str]()
+    for name, backend in zip(("target", "draft"), backends, strict=True):
+
+        def forward(rows: Any, name: str = name, work: Any = backend._runner.forward) -> Any:
+            forwards[name] += any(row.num_logits for row in rows)
+            return work(rows)
+
+        monkeypatch.setattr(backend._runner, "forward", forward)
+    before = [one.num_mask_calls for one in matchers_of(engine)]
+    generate(PERSON, (1.0, 4, "plain", 6), 2)
+    after = [one.num_mask_calls for one in matchers_of(engine)]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [forwards["target"], forwards["draft"]]
+    before = [one.num_mask_calls for one in matchers_of(engine)]
+    engine.generate(PROMPTS[0], SamplingParams(temperature=0.0), max_tokens=8)
+    assert [one.num_mask_calls for one in matchers_of(engine)] == before
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_matcher_that_is_not_brought_back_is_noticed(pair: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a drafter has read of a chain that was refused must go, or its masks are those of another text."""
+    monkeypatch.setattr(matchers_module, "agreeing", lambda read, output: min(len(read), len(output)))
+    engine = engine_of(pair)
+    in_target, _ = matchers_of(engine)
+    before = in_target.num_forbidden_draft_tokens
+    generate(PERSON, (1.0, 8, pair, 4), 5)
+    assert in_target.num_forbidden_draft_tokens > before
+
+
+def test_what_cannot_be_compiled_is_refused_before_anything_is_begun() -> None:
+    with pytest.raises(InvalidParameterError, match="unclosed group"):
+        engine_of("plain").generate("a", SamplingParams(grammar=Grammar("regex", "(")), max_tokens=2)
+
+
+def test_a_worker_refuses_what_it_cannot_compile_by_an_error_of_that_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ingress has checked it; a worker of another version may still see it otherwise."""
+    engine = engine_of("plain")
+    monkeypatch.setattr(Grammars, "check", lambda *_: None)
+    (result,) = engine.generate_batch(["a"], SamplingParams(grammar=Grammar("regex", "(")), max_tokens=2)
+    assert result.finish_reason == "error"
+    assert "unclosed group" in result.error
+
+
+def test_every_kind_of_grammar_is_followed() -> None:
+    sampling = SamplingParams(temperature=1.0)
+    engine = engine_of("plain")
+
+    def text(grammar: Grammar) -> str:
+        return engine.generate("It is ", replace(sampling, grammar=grammar), seed=3, max_tokens=40).text
+
+    assert text(Grammar("choice", '["yes", "no"]')) in ("yes", "no")
+    assert text(Grammar("regex", "[a-c]{3}-[0-9]{2}"))[3] == "-"
+    assert isinstance(json.loads(text(Grammar("json_schema", '{"type": "array", "maxItems": 2}'))), list)
+    assert text(Grammar("grammar", 'start: "<" ("a" | "b") ">"')) in ("<a>", "<b>")
