@@ -18,6 +18,8 @@ from deployments.openai.observer import Observer
 from deployments.openai.routes import admin, completions, models, pages, tokens, ui
 from deployments.openai.service import TokenService
 from deployments.openai.settings import ApiSettings
+from specdec.models.compat import tokenizer_width
+from specdec.sampling.grammars import Grammars
 from specdec.text.pieces import TokenTexts
 
 if TYPE_CHECKING:
@@ -47,7 +49,9 @@ def create_app(
     app = FastAPI(title="specdec", docs_url=None, redoc_url=None, redirect_slashes=False, telemetry=telemetry)
     observer = observer if observer is not None else Observer(CollectorRegistry())
     ignored = IgnoredFields(settings.unknown_fields, observer)
-    app.state.api = Api(service, tokenizer, settings, observer, TokenTexts(tokenizer), ignored)
+    eos_token_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    grammars = Grammars(tokenizer, tokenizer_width(tokenizer), eos_token_ids)
+    app.state.api = Api(service, tokenizer, settings, observer, TokenTexts(tokenizer), ignored, grammars)
     add_error_handlers(app, settings.limits.retry_after_s)
     if admission is None:
         admission = Admission(settings.limits)

@@ -16,6 +16,7 @@ from deployments.openai.ignored import IgnoredFields
 from deployments.openai.observer import Observer
 from deployments.openai.service import ServedModel, TokenService
 from deployments.openai.settings import ApiSettings
+from specdec.sampling.grammars import Grammars
 from specdec.text.pieces import TokenTexts
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Api:
         tokenizer: The pair's, a fast one; used from several threads, and not changed.
         texts: What its single tokens say.
         ignored: Takes note of fields without effect.
+        grammars: Compiles what requests bring, to refuse what cannot be.
     """
 
     service: TokenService
@@ -46,6 +48,7 @@ class Api:
     observer: Observer
     texts: TokenTexts
     ignored: IgnoredFields
+    grammars: Grammars
 
     def model(self, name: str | None) -> ServedModel:
         """The served model of that name; the target where there is none.

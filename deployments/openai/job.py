@@ -15,7 +15,9 @@ from deployments.openai.schemas.chat import ChatBody, ChatMessage, TemplatedBody
 from deployments.openai.schemas.common import GenerationBody
 from deployments.openai.schemas.completions import CompletionBody
 from deployments.openai.service import SequenceRequest, ServedModel
+from deployments.openai.structured import checked_grammar
 from specdec.errors import InvalidParameterError, UnsupportedParameterError
+from specdec.sampling.grammar import Grammar
 from specdec.sampling.params import SequenceSpec
 from specdec.sampling.philox import derive_seed
 from specdec.text.chat import encode_chat
@@ -74,7 +76,8 @@ async def completion_job(api: Api, body: CompletionBody, arrival: Arrival) -> Jo
             output_limit(body, model, len(prompt), _DEFAULT_COMPLETION_TOKENS)
     await api.admit(arrival, model, len(body.prompt) * (body.n or 1))
     prompts = await api.encode(sum(map(len, body.prompt)), lambda: _encode_prompts(api, body, model))
-    job = _job(api, body, arrival, model, prompts, _DEFAULT_COMPLETION_TOKENS)
+    grammar = await checked_grammar(api, body)
+    job = _job(api, body, arrival, model, prompts, _DEFAULT_COMPLETION_TOKENS, grammar)
     return replace(job, echoes=await _echoes(api, body, prompts)) if body.echo else job
 
 
@@ -89,7 +92,8 @@ async def chat_job(api: Api, body: ChatBody, arrival: Arrival) -> Job:
     _check_count(api, body, 1)
     await api.admit(arrival, model, body.n or 1)
     prompt = await conversation_tokens(api, body.messages, body)
-    return _job(api, body, arrival, model, [_truncated(body, tuple(prompt), model)], model.defaults.max_tokens)
+    prompts, grammar = [_truncated(body, tuple(prompt), model)], await checked_grammar(api, body)
+    return _job(api, body, arrival, model, prompts, model.defaults.max_tokens, grammar)
 
 
 async def _echoes(api: Api, body: CompletionBody, prompts: Sequence[Tokens]) -> tuple[Echo, ...]:
@@ -192,13 +196,14 @@ def _job(
     model: ServedModel,
     prompts: Sequence[Tokens],
     default_tokens: int | None,
+    grammar: Grammar | None,
 ) -> Job:
     """Check everything else, and give each sequence its seed and its name."""
     body.check_together()
     info = api.service.model_info()
     _check_spaces(api, body)
     bad_words = encode_bad_words(api.tokenizer, body.bad_words or ())
-    sampling = sampling_params(body, model, info, api.settings, bad_words)
+    sampling = sampling_params(body, model, info, api.settings, bad_words, grammar)
     limits = [output_limit(body, model, len(prompt), default_tokens) for prompt in prompts]
     if arrival.account.ticket is not None:
         lengths = (len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))

@@ -9,6 +9,7 @@ from deployments.openai.schemas.common import GenerationBody
 from deployments.openai.service import ModelInfo, ServedModel
 from deployments.openai.settings import ApiSettings
 from specdec.errors import InvalidParameterError, UnsupportedParameterError
+from specdec.sampling.grammar import Grammar
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.validation import MAX_LOGPROBS, validated, validated_num_speculative_tokens, validated_seed
 from specdec.types import Tokens
@@ -22,8 +23,9 @@ def sampling_params(
     info: ModelInfo,
     settings: ApiSettings,
     bad_words: tuple[Tokens, ...] = (),
+    grammar: Grammar | None = None,
 ) -> SamplingParams:
-    """How a request's tokens are chosen; its bad words come as tokens.
+    """How a request's tokens are chosen; its bad words come as tokens, its grammar compiled once already.
 
     Raises:
         InvalidParameterError: A value is not allowed; it names the parameter as the request does.
@@ -47,6 +49,7 @@ def sampling_params(
         logprobs=body.num_logprobs,
         prompt_logprobs=body.num_prompt_logprobs,
         acceptance=_or(body.acceptance, info.acceptance),
+        grammar=grammar,
     )
     return validated(params, model.vocab_size, model.eos_token_ids)
 

@@ -267,7 +267,7 @@ class SpeculativeEngine:
         sampling = validated(sampling, self._vocab_size, self._eos_token_ids)
         if sampling.grammar is not None:
             self._grammars = self._grammars or Grammars(self._tokenizer, self._vocab_size, self._eos_token_ids)
-            self._grammars.check(sampling.grammar, self._eos_token_ids)
+            self._grammars.check(sampling.grammar)
         num_speculative_tokens = validated_num_speculative_tokens(num_speculative_tokens)
         seed = secrets.randbits(63) if seed is None else validated_seed(seed)
         stops = validated_stop(stop)

@@ -17,7 +17,7 @@ from specdec.types import Tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_MOST_KEPT = 128
+_MOST_KEPT = 512
 _MOST_MESSAGE_CHARACTERS = 500
 _LIMITS = LLParserLimits(max_grammar_size=100_000, verbose_errors=False)
 """Bounds on time and memory, to compile as well as to find a mask; the rest is llguidance's own."""
@@ -26,7 +26,7 @@ Key = tuple[Grammar, Tokens]
 
 
 class Grammars:
-    """Compiles grammars in a thread of its own, and keeps the newest 128. For any thread.
+    """Compiles grammars in a thread of its own, and keeps the newest 512. For any thread.
 
     Args:
         tokenizer: A fast one.
@@ -36,6 +36,7 @@ class Grammars:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: Tokens = ()) -> None:
         self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
         self._tokenizer = tokenizer
         self._special_tokens = frozenset(tokenizer.get_added_vocab())
         self._tokenizers: dict[Tokens, LLTokenizer] = {}
@@ -60,13 +61,13 @@ class Grammars:
                 self._compiled.popitem(last=False)
         return future
 
-    def check(self, grammar: Grammar, eos_token_ids: Tokens) -> None:
+    def check(self, grammar: Grammar) -> None:
         """Compile it, if that was not done yet.
 
         Raises:
             InvalidParameterError: It cannot be compiled, within what it may cost.
         """
-        self.compiled(grammar, eos_token_ids).result()
+        self.compiled(grammar, self.eos_token_ids).result()
 
     def _compile(self, grammar: Grammar, eos_token_ids: Tokens) -> LLMatcher:
         if not eos_token_ids:
@@ -74,7 +75,7 @@ class Grammars:
         try:
             text = llguidance_grammar(grammar, self._special_tokens)
             matcher = LLMatcher(self._tokens(eos_token_ids), text, log_level=0, limits=_LIMITS)
-        except ValueError as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise _invalid(str(error)) from error
         if not matcher.is_error():
             matcher.compute_bitmask()  # the first mask may ask for more than the limits allow

@@ -59,6 +59,9 @@ class GenerationBody(Body):
             conversations, whose template has its own, do not.
         truncate_prompt_tokens: Keep only so many of a prompt's last tokens; -1 keeps as many as there is room for.
         return_tokens_as_token_ids: Write tokens as ``token_id:7`` in ``logprobs``.
+        response_format: What the output must be: OpenAI's object, also with vLLM's ``structural_tag``.
+        structured_outputs: The same in vLLM's words: one of ``json``, ``json_object``, ``regex``, ``choice``,
+            ``grammar``, ``structural_tag``; ``guided_json`` and its like are its older names.
         request_id: Of the answer and in log lines, in place of the ``x-request-id`` that came with the request.
     """
 
@@ -98,6 +101,13 @@ class GenerationBody(Body):
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     return_tokens_as_token_ids: bool | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_json_object: bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")] | None = None
 
     def check_together(self) -> None:

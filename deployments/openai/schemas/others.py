@@ -15,7 +15,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none",),
     "functions": ([],),
     "function_call": ("none",),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "reasoning_effort": ("none",),
@@ -31,12 +30,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "logprob_token_ids": ([],),
     "prompt_embeds": (),
     "documents": ([],),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": ([],),
-    "guided_grammar": ("",),
-    "guided_json_object": (False,),
+    "guided_whitespace_pattern": ("",),
     "regex": ("",),
     "ebnf": ("",),
     "thinking_token_budget": (),
@@ -60,7 +54,15 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 """Fields that would change the answer, each with the values that change nothing; null is always one of them."""
 
-REPLACED: dict[str, str] = {"n_predict": "max_tokens", "n_probs": "logprobs", "repeat_penalty": "repetition_penalty"}
+REPLACED: dict[str, str] = {
+    "n_predict": "max_tokens",
+    "n_probs": "logprobs",
+    "repeat_penalty": "repetition_penalty",
+    "regex": "guided_regex",
+    "ebnf": "guided_grammar",
+    "grammar": "guided_grammar",
+    "json_schema": "response_format",
+}
 """Refused fields that are another server's name of a field that is served."""
 
 TAKEN: frozenset[str] = frozenset(
@@ -69,7 +71,7 @@ TAKEN: frozenset[str] = frozenset(
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction", "verbosity"),
         *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "parallel_tool_calls"),
         # vLLM: they steer what is not on, or what has no effect on the answer
-        *("guided_decoding_backend", "guided_whitespace_pattern", "include_reasoning", "separate_reasoning"),
+        *("guided_decoding_backend", "include_reasoning", "separate_reasoning"),
         *("mm_processor_kwargs", "kv_transfer_params", "vllm_xargs", "detokenize"),
         # llama.cpp: parameters of samplers that are refused unless they are off, and of its own cache and slots
         *("mirostat_tau", "mirostat_eta", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),

@@ -138,9 +138,9 @@ COMPLETIONS: dict[str, Sent] = {
     "vllm: ids out": Sent({"return_token_ids": True, "detokenize": True}),
     "vllm: benchmark": Sent({"ignore_eos": True, "temperature": 0.0, "repetition_penalty": 1.0, **USAGE}),
     "vllm: truncation": Sent({"truncate_prompt_tokens": 2, "add_special_tokens": False}),
-    "vllm: guided choice": Sent({"guided_choice": ["yes", "no"]}, "guided_choice"),
-    "vllm: guided regex": Sent({"guided_regex": "[a-z]+"}, "guided_regex"),
-    "vllm: structured outputs": Sent({"structured_outputs": {"json": SCHEMA}}, "structured_outputs"),
+    "vllm: guided choice": Sent({"guided_choice": ["yes", "no"]}),
+    "vllm: guided regex": Sent({"guided_regex": "[a-z]+"}),
+    "vllm: structured outputs": Sent({"structured_outputs": {"json": SCHEMA}}),
     "vllm: priority": Sent({"priority": 5}, "priority"),
     "vllm: disaggregated": Sent({"kv_transfer_params": {"do_remote_decode": True}}),
     "sglang: defaults": Sent({"regex": "", "ebnf": "", "no_stop_trim": False, "rid": "1", "lora_path": None}),
@@ -199,9 +199,9 @@ CHATS: dict[str, Sent] = {
     "openai: obfuscation": Sent({"stream": True, "stream_options": {"include_obfuscation": False}}),
     "openai: tools": Sent({"tools": [TOOL], "tool_choice": "auto"}, "tools"),
     "openai: functions": Sent({"functions": [TOOL["function"]]}, "functions"),
-    "openai: JSON mode": Sent({"response_format": {"type": "json_object"}}, "response_format"),
+    "openai: JSON mode": Sent({"response_format": {"type": "json_object"}}),
     "openai: JSON schema": Sent(
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}}, "response_format"
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": SCHEMA}}}
     ),
     "openai: a call sent back": Sent(
         {"messages": [MESSAGES[1], {"role": "assistant", "content": "", "tool_calls": [CALL]}]},
@@ -239,7 +239,7 @@ CHATS: dict[str, Sent] = {
         }
     ),
     "vllm: thinking off": Sent({"chat_template_kwargs": {"enable_thinking": False}}),
-    "vllm: guided JSON": Sent({"guided_json": SCHEMA}, "guided_json"),
+    "vllm: guided JSON": Sent({"guided_json": SCHEMA}),
     "llama.cpp: the page in the browser": Sent({**LLAMA_DEFAULTS, "stream": True, "reasoning_format": "auto"}),
     "llama.cpp: grammar": Sent({"grammar": 'root ::= "a"'}, "grammar"),
     "llama.cpp: xtc": Sent({"xtc_probability": 0.5}, "xtc_probability"),

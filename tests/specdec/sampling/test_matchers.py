@@ -319,7 +319,7 @@ def test_kinds(grammar: Grammar, good: tuple[str, ...], bad: tuple[str, ...]) ->
 def test_what_cannot_be_compiled_is_refused_with_the_reason(grammar: Grammar, reason: str) -> None:
     for _ in range(2):
         with pytest.raises(InvalidParameterError, match=r"^the grammar cannot be used: ") as caught:
-            GRAMMARS.check(grammar, EOS)
+            GRAMMARS.check(grammar)
         assert reason in str(caught.value)
         assert len(str(caught.value)) < 600
         assert caught.value.parameter == "grammar"
@@ -328,18 +328,19 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(grammar: Grammar, re
 def test_what_takes_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specdec.sampling.grammars._LIMITS", LLParserLimits(max_grammar_size=20))
     with pytest.raises(InvalidParameterError, match="grammar size"):
-        Grammars(TOKENIZER, V).check(PERSON, EOS)
+        Grammars(TOKENIZER, V, EOS).check(PERSON)
 
 
 def test_without_an_ending_token_nothing_could_end() -> None:
     with pytest.raises(InvalidParameterError, match="no end-of-sequence token"):
-        GRAMMARS.check(DIGITS, ())
+        Grammars(TOKENIZER, V).check(DIGITS)
 
 
 def test_each_grammar_is_compiled_once_and_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec.sampling.grammars._MOST_KEPT", 128)
     grammars, compiled = Grammars(TOKENIZER, V, EOS), []
     work = grammars._compile
     monkeypatch.setattr(grammars, "_compile", lambda *key: compiled.append(key) or work(*key))
     for i in (*range(140), 139, 12, 0):
-        grammars.check(Grammar("regex", f"a{i}"), EOS)
+        grammars.check(Grammar("regex", f"a{i}"))
     assert len(compiled) == 141, "the first was dropped, the others were there"
