@@ -21,7 +21,7 @@ help:
 	@echo "make serve            the service with the demo pair on 127.0.0.1:8000, until Ctrl-C"
 	@echo "make test-fast        what a developer runs between two changes: no services, nothing slow"
 	@echo "make test             the test suite, with services on this machine"
-	@echo "make test-cluster     several Ray nodes on this machine; needs redis-server"
+	@echo "make test-cluster     several Ray nodes on this machine, and the image; needs redis-server, buildah and mmdebstrap"
 	@echo "make test-clients     schemathesis, guidellm, the openai client and a browser; needs chromium"
 	@echo "make test-monitoring  alerts and dashboards on a real Prometheus; needs Debian's prometheus"
 	@echo "make soak             the long tests"
@@ -44,7 +44,8 @@ test-fast: $(DEV)
 	@$(PYTEST) $(TWO) -m "not soak and not cluster and not clients and not monitoring and not service and not slow" $(ARGS)
 
 test-cluster: $(DEV)
-	@command -v redis-server >/dev/null || { echo "Install redis-server first (Debian, Ubuntu: apt install redis-server)" >&2; exit 1; }
+	@for program in redis-server buildah mmdebstrap; do command -v $$program >/dev/null \
+		|| { echo "Install $$program first (Debian, Ubuntu: apt install $$program)" >&2; exit 1; }; done
 	@$(PYTEST) -m "cluster and not soak" $(ARGS)
 
 test-clients: $(DEV) $(CLIENTS)

@@ -1,0 +1,30 @@
+"""What can be said of the Dockerfile without building it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+
+
+def test_hadolint_finds_nothing() -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    done = subprocess.run([hadolint, ROOT / "Dockerfile"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_label_has_the_packages_version() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f'org.opencontainers.image.version="{version}"' in DOCKERFILE
+
+
+def test_both_variants_are_built_by_the_same_stages() -> None:
+    stages = re.findall(r"^FROM (\S+) AS (\S+)$", DOCKERFILE, flags=re.MULTILINE)
+    assert len(stages) == DOCKERFILE.count("\nFROM ")
+    assert stages[-1] == ("base", "service")
+    assert not [name for stage in stages for name in stage if "cuda" in name or "cpu" in name or "VARIANT" in name]
