@@ -47,6 +47,7 @@ class HostileService:
         processors: Hooks on the logits of both models.
         max_batch_tokens: Of both models.
         restart_rate: How likely a worker is to restart in a step; a sequence gives up after several.
+        sampler: Makes each of their lives' way from logits to tokens.
     """
 
     def __init__(
@@ -57,9 +58,10 @@ class HostileService:
         processors: Sequence[LogitsProcessor] = (),
         max_batch_tokens: int = LENGTHS["max_batch_tokens"],
         restart_rate: float = 0.05,
+        sampler: Callable[[], Sampler] | None = None,
     ) -> None:
         self._restart_rate = restart_rate
-        self._sampler = Sampler(VOCAB_SIZE, processors)
+        self._make_sampler = sampler or partial(Sampler, VOCAB_SIZE, processors)
         self._lengths = {**LENGTHS, "max_batch_tokens": max_batch_tokens}
         self._rng = random.Random(seed)
         self._net = Network(self._rng)
@@ -122,11 +124,11 @@ class HostileService:
                 self._net.send(ROUTER, machine.name, update, self._now)
 
     def _begin(self, name: str) -> None:
-        runner = self._make[name]()
+        runner, sampler = self._make[name](), self._make_sampler()
         if name == TARGET:
-            self._target = TargetMachine(name, ModelTarget(runner, self._sampler, **self._lengths), TIMES)
+            self._target = TargetMachine(name, ModelTarget(runner, sampler, **self._lengths), TIMES)
         else:
-            self._drafter = DrafterMachine(name, ModelDrafter(runner, self._sampler, **self._lengths), TIMES)
+            self._drafter = DrafterMachine(name, ModelDrafter(runner, sampler, **self._lengths), TIMES)
         self._router.worker_joined(name, "target" if name == TARGET else "drafter", self._now)
 
     def _plan(self, spec: SequenceSpec) -> Plan:

@@ -8,21 +8,26 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import specdec.demo
 from specdec import BackendOptions, GenerationResult, Grammar, ModelSource, SamplingParams, SpeculativeEngine
 from specdec.errors import InvalidParameterError
+from specdec.models.loading import LoadedModel, load_model
+from specdec.models.runner import ModelRunner
 from specdec.sampling import matchers as matchers_module
 from specdec.sampling.grammars import Grammars
 from specdec.sampling.matchers import Matchers
+from specdec.sampling.pipeline import Sampler
+from tests.specdec.engine.pairs import Case, collect
 from tests.specdec.engine.schemas import grammar_of, make_schemas
+from tests.specdec.engine.test_hostile_network import DRAFTER, TARGET, HostileService
 
 DEMO = Path(specdec.demo.__file__).parent
 OPTIONS = BackendOptions(max_model_len=512, max_num_sequences=20)
@@ -44,9 +49,28 @@ def engine_of(pair: str) -> SpeculativeEngine:
 
 
 @cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(DEMO / "target")
+
+
+@cache
 def matcher_source() -> Grammars:
-    tokenizer = AutoTokenizer.from_pretrained(DEMO / "target")
-    return Grammars(tokenizer, len(tokenizer), (tokenizer.eos_token_id,))
+    return Grammars(tokenizer(), len(tokenizer()), (tokenizer().eos_token_id,))
+
+
+def make_sampler() -> Sampler:
+    """With matchers of its own."""
+    return Sampler(len(tokenizer()), grammars=matcher_source())
+
+
+@cache
+def model_of(name: str) -> LoadedModel:
+    return load_model(ModelSource(str(DEMO / name)))
+
+
+def runner_of(name: str) -> ModelRunner:
+    """A model of the pair with empty caches."""
+    return ModelRunner(model_of(name), num_blocks=300, block_size=4, num_state_slots=16)
 
 
 def matchers_of(engine: SpeculativeEngine) -> tuple[Matchers, Matchers]:
@@ -58,12 +82,16 @@ def matchers_of(engine: SpeculativeEngine) -> tuple[Matchers, Matchers]:
     return found
 
 
+def sampling(temperature: float, schema: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(temperature=temperature, grammar=grammar_of(schema))
+
+
 def generate(schema: dict[str, Any], cell: Cell, seed: int, acceptance: str = "coupled") -> list[GenerationResult]:
     temperature, num_draft_tokens, pair, size = cell
-    sampling = SamplingParams(temperature=temperature, grammar=grammar_of(schema), acceptance=acceptance)
+    params = replace(sampling(temperature, schema), acceptance=acceptance)
     prompts = [PROMPTS[i % 2] for i in range(size)]
     return engine_of(pair).generate_batch(
-        prompts, sampling, seed=seed, max_tokens=MAX_TOKENS, num_speculative_tokens=num_draft_tokens
+        prompts, params, seed=seed, max_tokens=MAX_TOKENS, num_speculative_tokens=num_draft_tokens
     )
 
 
@@ -94,25 +122,6 @@ def run_cells(number: int, schema: dict[str, Any], cells: Sequence[Cell]) -> Cou
     return finishes
 
 
-def test_a_small_corpus_is_valid_and_independent_of_drafts() -> None:
-    rng = random.Random(3)
-    cells = list(itertools.product(TEMPERATURES, DRAFT_LENGTHS[1:], PAIRS, (1,)))
-    finishes: Counter[str] = Counter()
-    for number, schema in enumerate(make_schemas(NUM_FAST)):
-        finishes += run_cells(number, schema, [rng.choice(cells)])
-    assert finishes["stop"] >= 0.9 * finishes.total(), finishes
-
-
-@pytest.mark.soak
-def test_a_large_corpus_in_all_cells() -> None:
-    finishes: Counter[str] = Counter()
-    cells = list(itertools.product(TEMPERATURES, DRAFT_LENGTHS, PAIRS, SIZES))
-    for number, schema in enumerate(make_schemas(NUM_ALL)):
-        finishes += run_cells(number, schema, cells)
-    print(f"{NUM_ALL} schemas in {len(cells)} cells: {dict(finishes)}")
-    assert finishes["stop"] >= 0.9 * finishes.total(), finishes
-
-
 PERSON: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -123,6 +132,66 @@ PERSON: dict[str, Any] = {
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
 }
+
+
+def test_a_small_corpus_is_valid_and_independent_of_drafts() -> None:
+    rng = random.Random(3)
+    cells = list(itertools.product(TEMPERATURES, DRAFT_LENGTHS[1:], PAIRS, (1,)))
+    finishes: Counter[str] = Counter()
+    for number, schema in enumerate(make_schemas(NUM_FAST)):
+        finishes += run_cells(number, schema, [rng.choice(cells)])
+    assert finishes["stop"] >= 0.9 * finishes.total(), finishes
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_nothing_that_a_network_or_a_death_does_changes_a_token(pair: str, temperature: float) -> None:
+    """Messages are lost, doubled and late, chains become branches, and workers begin again with nothing."""
+    names = {"plain": ("target", "draft"), "hybrid": ("hybrid", "draft")}[pair]
+    makers = [partial(runner_of, name) for name in names]
+    schemas = [*make_schemas(8, seed=5), PERSON]
+    cases = [
+        Case(tuple(tokenizer().encode(PROMPTS[i % 2])), 60, sampling(temperature, schema), i, eos_token_ids=(0,))
+        for i, schema in enumerate(schemas)
+    ]
+    service = engine_of(pair)._service
+    wanted = [output.tokens for output in collect(service, [replace(case, num_speculative_tokens=0) for case in cases])]
+    counts: Counter[str] = Counter()
+    for seed in (1, 2):
+        hostile = HostileService(*makers, seed, sampler=make_sampler)
+        assert [output.tokens for output in collect(hostile, cases)] == wanted, f"seed {seed}"
+        for worker in (TARGET, DRAFTER):
+            hostile.count(worker)
+        counts += hostile.counts
+    for what in ("promoted", "accepted", "stale", "T restarted", "D restarted"):
+        assert counts[what] > 0, f"the schedules are too kind: nothing {what}"
+
+
+ALL_CELLS = list(itertools.product(TEMPERATURES, DRAFT_LENGTHS, PAIRS, SIZES))
+NUM_PARTS = 8
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_each_schema_of_a_large_corpus_in_four_cells(part: int) -> None:
+    """Three of them with one sequence, and one with 16."""
+    rng = random.Random(part)
+    few, many = ([cell for cell in ALL_CELLS if cell[3] == size] for size in SIZES)
+    finishes: Counter[str] = Counter()
+    for number, schema in list(enumerate(make_schemas(NUM_ALL)))[part::NUM_PARTS]:
+        finishes += run_cells(number, schema, [*rng.sample(few, 3), rng.choice(many)])
+    print(f"part {part}: {dict(finishes)}")
+    assert finishes["stop"] >= 0.9 * finishes.total(), finishes
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(4 * 3600)
+def test_a_large_corpus_in_all_cells() -> None:
+    finishes: Counter[str] = Counter()
+    for number, schema in enumerate(make_schemas(NUM_ALL)):
+        finishes += run_cells(number, schema, ALL_CELLS)
+    print(f"{NUM_ALL} schemas in {len(ALL_CELLS)} cells: {dict(finishes)}")
+    assert finishes["stop"] >= 0.9 * finishes.total(), finishes
 
 
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
@@ -196,11 +265,10 @@ def test_a_worker_refuses_what_it_cannot_compile_by_an_error_of_that_sequence(mo
 
 
 def test_every_kind_of_grammar_is_followed() -> None:
-    sampling = SamplingParams(temperature=1.0)
-    engine = engine_of("plain")
+    params, engine = SamplingParams(temperature=1.0), engine_of("plain")
 
     def text(grammar: Grammar) -> str:
-        return engine.generate("It is ", replace(sampling, grammar=grammar), seed=3, max_tokens=40).text
+        return engine.generate("It is ", replace(params, grammar=grammar), seed=3, max_tokens=40).text
 
     assert text(Grammar("choice", '["yes", "no"]')) in ("yes", "no")
     assert text(Grammar("regex", "[a-c]{3}-[0-9]{2}"))[3] == "-"
