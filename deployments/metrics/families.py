@@ -219,6 +219,7 @@ REPORTED = (
         "Draft tokens in whose place another was decided, under the coupled rule.",
         name="draft_tokens_wrong",
     ),
+    _counter(_TARGET, "num_forbidden_draft_tokens", "Draft tokens that a grammar forbids, none of which is verified."),
     # Caches.
     _counter(_WORKERS, "num_evictions", "Sequences or branches that lost their cache to another."),
     _counter(_WORKERS, "num_reused_tokens", "Tokens that were found in the cache as a sequence began."),

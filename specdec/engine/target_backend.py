@@ -15,12 +15,15 @@ from specdec.models.blocks import CachedSequence
 from specdec.models.runner import ModelRunner, RowInput
 from specdec.protocol.backends import Status, Verification, VerifyJob
 from specdec.protocol.marks import Mark
+from specdec.protocol.messages import Candidates
 from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.types import Tokens
 
 Scheduled = list[tuple[int, RowInput, Tokens]]
 """Rows of a step: index of the job, row, draft that is in it."""
 
+_MOST_FORCED = 8
+"""Most tokens drafted from a grammar alone, where a request does not say how many it takes."""
 _WAITING = Verification(Status.WAITING)
 _PREFILLING = Verification(Status.PREFILLING)
 
@@ -74,6 +77,8 @@ class ModelTarget:
     def gauges(self) -> dict[str, float]:
         """What is held now, for the worker's report."""
         figures = self._states.gauges()
+        if self._sampler.matchers is not None:
+            figures["num_forbidden_draft_tokens"] = float(self._sampler.matchers.num_forbidden_draft_tokens)
         if self._runner.no_speculation is not None:
             figures[f"num_fallbacks/{self._runner.no_speculation}"] = float(self._num_fallbacks)
         return figures
@@ -91,10 +96,19 @@ class ModelTarget:
             return self._verify([self._allowed(job) if job.spec.sampling.grammar else job for job in jobs])
 
     def _allowed(self, job: VerifyJob) -> VerifyJob:
-        """The job without what its grammar forbids of the draft: no row is wasted on that."""
+        """The job without what its grammar forbids of the draft; where nothing is left, with what must follow.
+
+        What is forced is drafted for nothing, and verified like any draft: there may be several ways to write it.
+        """
         if not self._sampler.is_ready(job.spec):
             return job  # it has to wait
-        return job._replace(draft=self._sampler.allowed(job.spec, job.log.tokens, job.draft))
+        draft = self._sampler.allowed(job.spec, job.log.tokens, job.draft)
+        bound = job.spec.num_speculative_tokens
+        most = min(job.room, _MOST_FORCED if bound is None else bound)
+        if draft or most <= 0:
+            return job._replace(draft=draft)
+        draft = self._sampler.forced(job.spec, job.log.tokens, most)
+        return job._replace(draft=draft, candidates=tuple(Candidates((token,), (1.0,)) for token in draft))
 
     def _verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         results = [_WAITING] * len(jobs)

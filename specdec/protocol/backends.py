@@ -38,6 +38,7 @@ class VerifyJob(NamedTuple):
         draft: Proposed tokens, not longer than the worker wants committed at most, less one.
         candidates: Under the rejection rule, what each draft token was drawn from; else empty.
         source: What of an offer the draft is: ``chain`` or ``branch``; empty where there is no draft.
+        room: How many tokens a backend that knows without a draft model what comes next may draft by itself.
     """
 
     key: str
@@ -46,6 +47,7 @@ class VerifyJob(NamedTuple):
     spec: SequenceSpec
     candidates: tuple[Candidates, ...] = ()
     source: DraftSource = ""
+    room: int = 0
 
 
 @dataclass(frozen=True, slots=True)

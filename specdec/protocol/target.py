@@ -156,7 +156,8 @@ class TargetMachine(WorkerMachine[TargetRow]):
             draft = NO_DRAFT if row.suspects else self._draft(row)
             if draft.tokens or row.suspects or not self._waits(row, now_s):
                 deciding.append(row)
-                jobs.append(VerifyJob(row.seq, row.log, draft.tokens, row.spec, draft.candidates, draft.source))
+                room = 0 if row.suspects else self._room(row)
+                jobs.append(VerifyJob(row.seq, row.log, draft.tokens, row.spec, draft.candidates, draft.source, room))
         if not jobs:
             return False
         try:
@@ -331,16 +332,20 @@ class TargetMachine(WorkerMachine[TargetRow]):
                 best, chosen = rest, kept
         if chosen is None:
             return best
-        most = min(row.plan.num_draft_tokens, self._credit(row) - 1, row.ending.most_length - len(row.log) - 1)
+        most = min(row.plan.num_draft_tokens, self._room(row))
         self.counters.num_used_offers += most > 0 and not chosen.is_used
         chosen.is_used |= most > 0
         return best.first(max(most, 0))
+
+    def _room(self, row: TargetRow) -> int:
+        """Draft tokens that may be committed, and the one after them."""
+        return min(self._credit(row), row.ending.most_length - len(row.log)) - 1
 
     def _wants_draft(self, row: TargetRow) -> bool:
         """Whether a draft is planned for a row's next round, and of any use: not for the first, nor the last."""
         if row.suspects or row.round_start == len(row.log):
             return False
-        return min(row.plan.num_draft_tokens, self._credit(row) - 1, row.ending.most_length - len(row.log) - 1) > 0
+        return min(row.plan.num_draft_tokens, self._room(row)) > 0
 
     def _waits(self, row: TargetRow, now_s: float) -> bool:
         """Whether a row is held back for an offer: only in turn, never before its first token, in vain only once."""

@@ -91,6 +91,17 @@ class Matchers:
         self.num_forbidden_draft_tokens += count < len(draft)
         return draft[: count + (spec.sampling.acceptance == "rejection")]
 
+    def forced(self, spec: SequenceSpec, tokens: list[int], most: int) -> Tokens:
+        """The tokens in which what must follow is usually written, ``most`` at most: a draft that costs no model."""
+        output = tokens[spec.output_start :]
+        if _has_ended(output, spec.eos_token_ids):
+            return ()
+        try:
+            matcher = self._matcher(spec, 0, output)
+        except ValueError:
+            return ()
+        return () if matcher.is_stopped() else tuple(matcher.compute_ff_tokens()[:most])
+
     def _num_allowed(self, spec: SequenceSpec, tokens: list[int], draft: Tokens) -> int:
         output = tokens[spec.output_start :]
         if _has_ended(output, spec.eos_token_ids):

@@ -111,6 +111,12 @@ class Sampler:
             return draft
         return () if self.matchers is None else self.matchers.allowed(spec, tokens, draft)
 
+    def forced(self, spec: SequenceSpec, tokens: list[int], most: int) -> Tokens:
+        """What the grammar leaves no choice about after ``tokens``: see :meth:`Matchers.forced`."""
+        if spec.sampling.grammar is None or self.matchers is None:
+            return ()
+        return self.matchers.forced(spec, tokens, most)
+
     def masked(self, groups: Sequence[RowGroup]) -> list[RowGroup]:
         """The groups of a step, those with a grammar with the masks of their rows: one call for all of them.
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -80,12 +80,14 @@ class Streams:
         model: Its name in the API.
         count: How many.
         max_tokens: Of each; end-of-sequence tokens are ignored.
+        fields: Others of the body.
     """
 
     url: str
     model: str
     count: int = 16
     max_tokens: int = 400
+    fields: Mapping[str, object] = field(default_factory=dict)
     num_chunks: dict[int, int] = field(default_factory=dict)
     _futures: list[Future[Stream]] = field(default_factory=list)
 
@@ -101,6 +103,7 @@ class Streams:
             "stream": True,
             "stream_options": {"include_usage": True},
             "ignore_eos": True,
+            **self.fields,
         }
         try:
             with httpx.stream(

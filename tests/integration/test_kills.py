@@ -48,6 +48,30 @@ def test_a_killed_process_changes_no_stream(
     assert compared.is_exact
 
 
+RECORDS = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 12}, "sizes": {"type": "array", "maxItems": 3}},
+        "required": ["name", "sizes"],
+        "additionalProperties": False,
+    },
+    "minItems": 60,
+}
+
+
+@pytest.mark.parametrize("victim", ["target", "draft"])
+def test_a_killed_worker_changes_no_structured_output(service: RunningService, victim: str) -> None:
+    """Whoever takes a sequence over makes its matcher again from the log."""
+    streams = Streams(service.url, service.model, count=6, max_tokens=300, fields={"guided_json": RECORDS})
+    with streams.running() as wait:
+        undisturbed = wait()
+    assert all(stream.text.startswith('[{"name":') for stream in undisturbed)
+    compared = Comparison.of(under_kill(service, streams, victim).streams, undisturbed)
+    assert not compared.broken
+    assert compared.is_exact
+
+
 @pytest.mark.parametrize("victim", TAKE_CONNECTIONS)
 def test_a_killed_ingress_or_proxy_takes_its_own_connections_only(
     service: RunningService, streams: Streams, undisturbed: list[Stream], victim: str

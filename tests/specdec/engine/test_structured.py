@@ -219,6 +219,28 @@ def test_masks_in_both_models_waste_no_draft(
     assert in_draft.num_forbidden_draft_tokens == 0
 
 
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_what_a_grammar_forces_is_drafted_without_a_draft_model(acceptance: str, temperature: float) -> None:
+    """Every token has its forward pass, and is the one it would have been: there are fewer steps."""
+    engine = SpeculativeEngine.from_pretrained(ModelSource(str(DEMO / "target")), options=OPTIONS)
+    params = replace(sampling(temperature, PERSON), acceptance=acceptance)
+    plain, bounded, forced = (
+        engine.generate_batch(PROMPTS, params, seed=3, max_tokens=MAX_TOKENS, num_speculative_tokens=count)
+        for count in (0, 1, None)
+    )
+    for one, two, three in zip(plain, bounded, forced, strict=True):
+        if acceptance == "coupled" or not temperature:
+            assert one.token_ids == two.token_ids == three.token_ids
+        check(PERSON, three)
+        assert one.stats.num_draft_tokens == 0
+        assert two.stats.num_draft_tokens == two.stats.num_drafts > 0
+        assert three.stats.num_rounds < 0.8 * len(three.token_ids)
+    short = engine.generate(PROMPTS[0], params, seed=3, max_tokens=3)
+    assert len(short.token_ids) == 3
+    assert short.stats.num_draft_tokens <= 2
+
+
 def test_one_mask_call_a_step_and_model(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of("plain")
     backends = engine._service.target._backend, engine._service.drafter._backend
