@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Literal
 
 import httpx
 import openai
 import pytest
 from openai import OpenAI
+from pydantic import BaseModel, Field
 
 from tests.integration.running import RunningService, eventually, nothing_held
 
@@ -38,6 +40,46 @@ def test_the_draft_is_a_model_of_its_own(client: OpenAI) -> None:
     answers = [client.completions.create(model=name, **options) for name in (target, draft, draft)]
     assert answers[1].choices[0].text == answers[2].choices[0].text != answers[0].choices[0].text
     assert answers[1].model == draft
+
+
+class Tag(BaseModel):
+    """Of an order."""
+
+    name: Annotated[str, Field(max_length=8)]
+    weight: Annotated[int, Field(ge=0, le=99)]
+
+
+class Order(BaseModel):
+    """What the model is to write."""
+
+    kind: Literal["new", "old"]
+    tags: Annotated[list[Tag], Field(max_length=2)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_structured_output_by_the_clients_own_helpers(client: OpenAI, model: str, temperature: float) -> None:
+    """Whatever is drafted; in a stream as well."""
+    messages = [{"role": "user", "content": "Describe an order as JSON."}]
+    options = {"model": model, "messages": messages, "max_tokens": 120, "temperature": temperature, "seed": 5}
+    orders = []
+    for num_speculative_tokens in (0, 4, 8):
+        extra = {"num_speculative_tokens": num_speculative_tokens}
+        answer = client.chat.completions.parse(**options, response_format=Order, extra_body=extra)
+        assert answer.choices[0].finish_reason == "stop"
+        orders.append(answer.choices[0].message.parsed)
+    with client.chat.completions.stream(**options, response_format=Order) as stream:
+        orders.append(stream.get_final_completion().choices[0].message.parsed)
+    assert isinstance(orders[0], Order)
+    assert all(order == orders[0] for order in orders)
+
+
+def test_a_grammar_that_cannot_be_compiled_is_the_clients_error(client: OpenAI, model: str) -> None:
+    wrong = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "objec"}}}
+    with pytest.raises(openai.BadRequestError, match="Invalid type: objec") as caught:
+        client.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": "a"}], response_format=wrong, max_tokens=4
+        )
+    assert caught.value.body["param"] == "response_format.json_schema.schema"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -241,6 +241,36 @@ def test_what_a_grammar_forces_is_drafted_without_a_draft_model(acceptance: str,
     assert short.stats.num_draft_tokens <= 2
 
 
+def test_with_all_else_at_once_no_token_changes() -> None:
+    """Penalties, bias, truncation, log probabilities, prompts in chunks that begin alike, too few blocks for all."""
+    params = SamplingParams(
+        temperature=0.9,
+        top_p=0.95,
+        top_k=400,
+        frequency_penalty=0.4,
+        repetition_penalty=1.1,
+        logit_bias=((93, -3.0), (95, 1.0)),
+        min_tokens=12,
+        logprobs=2,
+        grammar=grammar_of(PERSON),
+    )
+    prompts = ["x = 1\n" * 30 + f"record_{i} = " for i in range(5)]
+    options = replace(OPTIONS, max_model_len=256, max_batch_tokens=24, max_num_sequences=2)
+    target, draft = (ModelSource(str(DEMO / name)) for name in ("target", "draft"))
+    short = SpeculativeEngine.from_pretrained(target, draft, options=options, num_speculative_tokens=4)
+    wanted = engine_of("plain").generate_batch(prompts, params, seed=9, max_tokens=60, num_speculative_tokens=0)
+    results = short.generate_batch(prompts, params, seed=9, max_tokens=60)
+    gauges = short._service.target._backend.gauges()
+    assert gauges["num_evictions"] > 0
+    assert gauges["num_reused_tokens"] > 0
+    for one, plain in zip(results, wanted, strict=True):
+        assert one.token_ids == plain.token_ids
+        assert [entry.rank for entry in one.logprobs or ()] == [entry.rank for entry in plain.logprobs or ()]
+        assert len(one.logprobs or ()) == len(one.token_ids)
+        check(PERSON, one)
+    assert sum(one.stats.num_accepted_tokens for one in results) > 20
+
+
 def test_one_mask_call_a_step_and_model(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of("plain")
     backends = engine._service.target._backend, engine._service.drafter._backend
