@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ class Grammars:
     """Compiles grammars in a thread of its own, and keeps the newest 512. For any thread.
 
     Args:
-        tokenizer: A fast one.
+        tokenizer: A fast one; with another every grammar is refused.
         vocab_size: V, the tokens that a mask tells of.
         eos_token_ids: The model's; what is needed for them is made now, as it takes a second for a large vocabulary.
     """
@@ -44,7 +45,8 @@ class Grammars:
         self._lock = Lock()
         self._thread = ThreadPoolExecutor(1, "grammars")
         if eos_token_ids:
-            self._tokens(eos_token_ids)
+            with suppress(ValueError):  # the tokenizer is not a fast one: whoever asks for a grammar is told so
+                self._tokens(eos_token_ids)
 
     def compiled(self, grammar: Grammar, eos_token_ids: Tokens) -> Future[LLMatcher]:
         """A matcher at the grammar's beginning, to be copied; it is begun now, or was before.

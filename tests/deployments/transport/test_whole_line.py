@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from deployments.names import DRAFT, TARGET
 from deployments.requests import RoutedTokens
 from deployments.router import _group
 from deployments.transport import endpoints
@@ -47,13 +48,13 @@ class Line:
         name, times = f"r{id(self)}", Times()
         machine = RouterMachine(name, fixed_plan(4, "in_turn", draft_wait_s=5.0), times)
         self._as("Router", name)
-        groups = [_group(machine, "Target", "target"), _group(machine, "Draft", "drafter")]
+        groups = [_group(machine, "target", None), _group(machine, "drafter", None)]
         self.router.start_router(machine, workers=groups, fingerprints=PRINTS)
         self.name, self.routers = name, machine
-        self._as("Target", "t")
+        self._as(TARGET, "t")
         steps = TargetMachine("t", ScriptedTarget(SCRIPT, 2000), times)
         self.worker.start_worker(steps, routers="Router", stall_s=30.0, fingerprints=target)
-        self._as("Draft", "d")
+        self._as(DRAFT, "d")
         solo = TargetMachine("d", ScriptedTarget(SCRIPT, 2000), times)
         both = DraftWorkerMachine(DrafterMachine("d", ScriptedDrafter(SCRIPT, 2000), times), solo)
         self.drafter.start_worker(
