@@ -7,6 +7,7 @@ SERVE := $(VENV)/.serve-$(SUM)
 DEV := $(VENV)/.dev-$(SUM)
 # Programs of others, which tests run against the service: their libraries stay apart from ours.
 CLIENTS := $(VENV)/clients
+CHECKOV := $(VENV)/checkov
 PIP = $(BIN)/python -m pip install --disable-pip-version-check --no-input --constraint constraints.txt
 PYTEST = $(BIN)/python -m pytest
 TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
@@ -43,7 +44,7 @@ test: $(DEV)
 test-fast: $(DEV)
 	@$(PYTEST) $(TWO) -m "not soak and not cluster and not clients and not monitoring and not service and not slow" $(ARGS)
 
-test-cluster: $(DEV)
+test-cluster: $(DEV) $(CHECKOV)
 	@for program in redis-server buildah mmdebstrap; do command -v $$program >/dev/null \
 		|| { echo "Install $$program first (Debian, Ubuntu: apt install $$program)" >&2; exit 1; }; done
 	@$(PYTEST) -m "cluster and not soak" $(ARGS)
@@ -103,6 +104,12 @@ $(DEV): $(SERVE)
 	@echo "[setup] tools for tests and checks"
 	@$(PIP) --quiet -e '.[dev]'
 	@rm -f $(VENV)/.dev-*
+	@touch $@
+
+$(CHECKOV): tests/k8s/requirements.txt
+	@echo "[setup] checkov"
+	@$(BIN)/python -m venv $@
+	@$@/bin/python -m pip install --disable-pip-version-check --no-input --quiet --requirement $<
 	@touch $@
 
 $(CLIENTS): tests/clients/requirements.txt

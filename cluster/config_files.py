@@ -43,9 +43,19 @@ def load_config(
     ):
         data = merged(ServiceConfig, data, _read_texts(values, source))
     config = validated(ServiceConfig, merged(ServiceConfig, data, overrides or {}))
-    if path is not None and config.is_demo and "demo" not in config.model_fields_set:
-        raise InvalidParameterError("target", f"{path}: target: names no model; {NAME_A_MODEL}")
+    if path is not None:
+        check_named(path, config)
     return config
+
+
+def check_named(path: str | Path, config: ServiceConfig) -> None:
+    """Refuse a file that leaves open whether the demo pair is wanted.
+
+    Raises:
+        InvalidParameterError: It names neither a target nor the demo pair.
+    """
+    if config.is_demo and "demo" not in config.model_fields_set:
+        raise InvalidParameterError("target", f"{path}: target: names no model; {NAME_A_MODEL}")
 
 
 def config_keys(model: type[StrictModel] = ServiceConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -292,13 +292,15 @@ def load_builder(import_string: str) -> Callable[[AppArgs], Any]:
 def status_applications(config: AppArgs) -> dict[str, Any]:
     """The small applications that tell whether the service is ready, and how it does; by the path of each."""
     module = importlib.import_module(STATUS)
-    access = config.access
-    args = module.StatusArgs(
-        application=APPLICATION_NAME,
-        metrics_need_key=access.metrics_need_key,
-        api_keys_file=access.api_keys_file,
-    )
+    args = module.StatusArgs(**status_args(config))
     return {part: getattr(module, f"build_{part}")(args) for part in STATUS_PARTS}
+
+
+def status_args(config: AppArgs) -> dict[str, Any]:
+    """What the builders of the status applications take, where it is not as they have it anyway."""
+    keys = ("metrics_need_key", "api_keys_file")
+    given = config.access.model_dump(include=set(keys), exclude_unset=True)
+    return {"application": APPLICATION_NAME, **given}
 
 
 def preload(import_string: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import argcomplete
 
-from cluster.cli import bench, config, doctor, generate, serve
+from cluster.cli import bench, config, doctor, generate, render, serve
 from cluster.cli.failures import exit_code
 from cluster.cli.flags import Parser
 
@@ -16,6 +16,7 @@ COMMANDS = {
     "generate": (generate, "continue a prompt in this process, without a service"),
     "bench": (bench, "compare modes on the same work, on services or in this process"),
     "config": (config, "print the configuration that is in force"),
+    "render": (render, "write Serve's YAML and a kustomization for KubeRay from a configuration"),
     "doctor": (doctor, "say what there is, and whether the pair fits together and into memory"),
 }
 

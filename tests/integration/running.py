@@ -10,11 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from urllib.request import urlopen
 
 import psutil
 from openai import OpenAI
 
+ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 240.0
 ROLES = {"TargetServer": "target", "DraftServer": "drafter"}
 STOP_TIMEOUT_S = 60.0
@@ -118,6 +120,21 @@ class RunningService:
             self.lines.append(line)
             if "Try it:" in line:
                 self._ready.set()
+
+
+def serve_deploy(text: str, address: str, folder: Path) -> None:
+    """Hand Serve's configuration to a Ray cluster, as ``serve deploy`` does.
+
+    Args:
+        text: YAML.
+        address: Of Ray's dashboard.
+        folder: For a file with the text.
+    """
+    config = folder / "serve.yaml"
+    config.write_text(text)
+    command = [str(Path(sys.executable).parent / "serve"), "deploy", str(config), "--address", address]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def free_port() -> int:

@@ -1,11 +1,9 @@
-"""The manifest's ``serveConfigV2``, run as it stands by ``serve deploy`` on a local Ray node."""
+"""What ``specdec render`` writes for the demo pair, run by ``serve deploy`` on a local Ray node."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -15,40 +13,29 @@ from pathlib import Path
 import pytest
 import yaml
 
+from cluster.cli.render import render
 from cluster.launch import check_port
 from cluster.settings import prepare_for_ray
 from tests.integration.kills import Comparison, Streams
-from tests.integration.running import eventually
+from tests.integration.running import eventually, serve_deploy
 
 ROOT = Path(__file__).resolve().parents[2]
-MANIFEST = ROOT / "k8s" / "base" / "rayservice.yaml"
+SERVICE = ROOT / "k8s" / "overlays" / "dev" / "service.yaml"
 DEPLOY_TIMEOUT_S = 180
 STATUS_DEPLOYMENTS = {"Health", "Live", "Metrics"}
 """What answers ``/health``, ``/live`` and ``/metrics``; an update of the models leaves it alone."""
 
 
 @pytest.fixture(scope="module")
-def manifest():
-    return yaml.safe_load(MANIFEST.read_text())
-
-
-@pytest.fixture(scope="module")
-def node(manifest):
-    """A Ray node that offers what the manifest's worker groups offer; yields the address of its dashboard.
-
-    The GPUs are Ray's book-keeping only: the models run on a CPU where there is no GPU.
-    """
+def node():
+    """A Ray node; yields the address of its dashboard."""
     before = dict(os.environ)
     prepare_for_ray()
     import ray
 
-    cluster = manifest["spec"]["rayClusterConfig"]
-    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
     context = ray.init(
         address="local",
         num_cpus=2,
-        num_gpus=2,
-        resources={name: float(amount) for group in groups for name, amount in group["resources"].items()},
         include_dashboard=True,
         dashboard_host="127.0.0.1",
         dashboard_port=check_port("127.0.0.1", 0),
@@ -63,13 +50,12 @@ def node(manifest):
 
 
 @pytest.fixture(scope="module")
-def url(node):
-    """Where Serve listens: on this machine alone, and not on the port that a pod would have to itself."""
-    from ray import serve
-
+def rendered():
+    """Serve's configuration; it listens on this machine alone, and not on the port that a pod would have to itself."""
+    text = render(SERVICE)["serve.yaml"]
+    assert "host: 0.0.0.0\n  port: 8000" in text
     port = check_port("127.0.0.1", 0)
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
-    return f"http://127.0.0.1:{port}"
+    return text.replace("host: 0.0.0.0\n  port: 8000", f"host: 127.0.0.1\n  port: {port}")
 
 
 def get(url, body=None, timeout_s=60):
@@ -77,15 +63,6 @@ def get(url, body=None, timeout_s=60):
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=timeout_s) as answer:
         return answer.read().decode()
-
-
-def deploy(text, node, folder):
-    """Hand Serve's configuration to the node, as ``serve deploy`` does."""
-    config = folder / "serve.yaml"
-    config.write_text(text)
-    command = [Path(sys.executable).parent / "serve", "deploy", str(config), "--address", node]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def replicas():
@@ -111,15 +88,16 @@ def application_status():
 
 
 @pytest.fixture(scope="module")
-def deployed(manifest, node, url, tmp_path_factory):
-    deploy(manifest["spec"]["serveConfigV2"], node, tmp_path_factory.mktemp("serve"))
+def deployed(rendered, node, tmp_path_factory):
+    """The service, running; yields where it listens."""
+    serve_deploy(rendered, node, tmp_path_factory.mktemp("serve"))
     deadline_s = time.monotonic() + DEPLOY_TIMEOUT_S
     status, messages = application_status()
     while status not in ("RUNNING", "DEPLOY_FAILED") and time.monotonic() < deadline_s:
         time.sleep(0.5)
         status, messages = application_status()
     assert status == "RUNNING", messages
-    return url
+    return f"http://127.0.0.1:{yaml.safe_load(rendered)['http_options']['port']}"
 
 
 def test_ray_asks_for_a_token(node):
@@ -146,30 +124,31 @@ def status_of(url, body):
     return 200
 
 
-def test_a_limit_changes_without_a_restart(manifest, node, deployed, tmp_path):
+def test_a_limit_changes_without_a_restart(rendered, node, deployed, tmp_path):
     before = replicas()
     body = {"model": "specdec-demo", "prompt": "x", "max_tokens": 1, "n": 3}
     assert status_of(deployed, body) == 200
-    text = manifest["spec"]["serveConfigV2"]
-    limited = text.replace("retry_after_s: 1", "max_sequences: 2")
-    for changed, status in ((limited, 400), (text, 200)):
-        deploy(changed, node, tmp_path)
+    limited = yaml.safe_load(rendered)
+    for deployment in limited["applications"][0]["deployments"]:
+        deployment["user_config"] = {"limits": {"max_sequences": 2}}
+    for changed, status in ((yaml.safe_dump(limited), 400), (rendered, 200)):
+        serve_deploy(changed, node, tmp_path)
         eventually(lambda status=status: status_of(deployed, body) == status, 60, "the limit has changed")
     assert application_status()[0] == "RUNNING"
     assert before
     assert replicas() == before
 
 
-def test_an_update_that_restarts_every_replica_breaks_no_stream(manifest, node, deployed, tmp_path):
+def test_an_update_that_restarts_every_replica_breaks_no_stream(rendered, node, deployed, tmp_path):
     streams = Streams(deployed, "specdec-demo", count=4, max_tokens=1200)
     with streams.running() as wait:
         undisturbed = wait()
-    before, text = replicas(), manifest["spec"]["serveConfigV2"]
+    before = replicas()
     with streams.running() as wait:
         eventually(streams.have_begun, 60, "all streams have begun")
-        changed = yaml.safe_load(text)
+        changed = yaml.safe_load(rendered)
         changed["applications"][0]["args"]["block_size"] = 32
-        deploy(yaml.safe_dump(changed), node, tmp_path)
+        serve_deploy(yaml.safe_dump(changed), node, tmp_path)
         eventually(lambda: application_status()[0] == "DEPLOYING", 60, "the update has begun")
         assert streams.are_running(), "they had ended before the update began"
         ended = wait()
@@ -184,14 +163,3 @@ def test_an_update_that_restarts_every_replica_breaks_no_stream(manifest, node, 
         eventually(lambda: unchanged() <= STATUS_DEPLOYMENTS, 120, "every replica is another")
     assert unchanged() == STATUS_DEPLOYMENTS, application_status()
     eventually(lambda: application_status()[0] == "RUNNING", DEPLOY_TIMEOUT_S, "the update is done")
-
-
-def test_both_models_run_where_the_manifest_puts_them(deployed):
-    import ray
-
-    free = ray.available_resources()
-    assert {name: free.get(name, 0) for name in ("GPU", "specdec_target", "specdec_draft")} == {
-        "GPU": 0,
-        "specdec_target": 0,
-        "specdec_draft": 0,
-    }

@@ -1,0 +1,134 @@
+"""``specdec render``: one configuration as Serve's YAML, and as a kustomization for KubeRay."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.config import ServiceConfig
+from cluster.config_files import check_named, read_yaml
+from cluster.serve_config import node_environment, serve_config
+from cluster.strict import validated
+from specdec.errors import InvalidParameterError
+
+USAGE = "CONFIG.yaml [--overlay OVERLAY] [--out FOLDER]"
+OVERLAYS = Path(__file__).resolve().parents[2] / "k8s" / "overlays"
+KUSTOMIZATION = "kustomization.yaml"
+_POD_PORT = 8000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``specdec render``."""
+    parser.add_argument("config", metavar="CONFIG.yaml", help="the configuration that specdec serve takes")
+    parser.add_argument(
+        "--overlay", help="folder of an overlay for Kubernetes, or the name of one in k8s/overlays, such as prod"
+    )
+    parser.add_argument("--out", metavar="FOLDER", type=Path, help="where to write; without it Serve's YAML is printed")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the files, or print Serve's YAML. Returns the exit code."""
+    overlay = None if arguments.overlay is None else find_overlay(arguments.overlay)
+    files = render(Path(arguments.config), overlay)
+    if arguments.out is None:
+        print(files["serve.yaml"], end="")
+        return 0
+    if overlay is not None and not (arguments.out / KUSTOMIZATION).exists():  # it may be the user's by now
+        files[KUSTOMIZATION] = kustomization(overlay, arguments.out)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (arguments.out / name).write_text(text, encoding="utf-8")
+        print(arguments.out / name)
+    return 0
+
+
+def find_overlay(name: str) -> Path:
+    """The folder of an overlay, by its path or its name.
+
+    Raises:
+        InvalidParameterError: There is none.
+    """
+    for folder in (Path(name), OVERLAYS / name):
+        if (folder / KUSTOMIZATION).is_file():
+            return folder.resolve()
+    raise InvalidParameterError(
+        "overlay", f"overlay: {name} is no folder with a {KUSTOMIZATION}, and not in {OVERLAYS}"
+    )
+
+
+def render(path: Path, overlay: Path | None = None) -> dict[str, str]:
+    """The texts of ``serve.yaml``, for ``serve deploy``, and of ``environment.env``, for every node of the cluster.
+
+    Neither flags nor this machine's variables and secrets have a say.
+
+    Args:
+        path: The service's configuration.
+        overlay: Folder whose ``placement.yaml`` says where replicas run; what the configuration itself says wins.
+
+    Raises:
+        InvalidParameterError: The configuration is wrong, or has a key that no cluster can follow.
+    """
+    data = read_yaml(path)
+    if overlay is not None and (overlay / "placement.yaml").exists():
+        data = laid_over(read_yaml(overlay / "placement.yaml"), data)
+    config = validated(ServiceConfig, data, f"{path}: ")
+    check_named(path, config)
+    if overlay is not None:
+        _check_pods(config)
+    head = f"# Written by: specdec render {path.name}\n"
+    environment = "".join(f"{name}={value}\n" for name, value in sorted(node_environment(config).items()))
+    return {"serve.yaml": head + _yaml(serve_config(config)), "environment.env": head + environment}
+
+
+def kustomization(overlay: Path, folder: Path) -> str:
+    """The kustomization that puts the rendered files, and further patches, in the place of an overlay's own."""
+    above = os.path.relpath(overlay, folder.resolve())
+    repeated = read_yaml(overlay / KUSTOMIZATION).get("transformers", [])
+    return _yaml(
+        {
+            "apiVersion": "kustomize.config.k8s.io/v1beta1",
+            "kind": "Kustomization",
+            "resources": [above],
+            "configMapGenerator": [
+                {"name": "specdec-serve", "behavior": "replace", "files": ["serve.yaml"]},
+                {"name": "specdec-environment", "behavior": "replace", "envs": ["environment.env"]},
+            ],
+            "transformers": [os.path.normpath(os.path.join(above, path)) for path in repeated],
+        }
+    )
+
+
+def laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Both mappings in one; where both have a key, ``above`` counts, section by section."""
+    result = dict(below)
+    for key, value in above.items():
+        old = below.get(key)
+        result[key] = laid_over(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return result
+
+
+def _check_pods(config: ServiceConfig) -> None:
+    """Refuse what the pods' ports and probes could not follow."""
+    if config.port != _POD_PORT:
+        raise InvalidParameterError("port", f"port: the pods' port is {_POD_PORT}: leave it out; a Service may map it")
+    if config.tls.model_fields_set:
+        raise InvalidParameterError(
+            "tls", "tls: KubeRay and the probes speak HTTP: leave it out, and end TLS at the gateway"
+        )
+
+
+def _yaml(content: dict[str, Any]) -> str:
+    return yaml.dump(content, Dumper=_WithoutAliases, sort_keys=False, width=118, allow_unicode=True)
+
+
+class _WithoutAliases(yaml.SafeDumper):
+    """Writes what occurs twice, twice."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Never an alias."""
+        return True

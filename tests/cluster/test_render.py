@@ -1,0 +1,147 @@
+"""``specdec render``: one file for a laptop, a Ray cluster and Kubernetes."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from cluster.cli.main import main
+from cluster.cli.render import OVERLAYS, laid_over
+from cluster.config import AppArgs, ServiceConfig
+from cluster.launch import status_args
+from cluster.live import LIVE_KEYS, reconfigured
+from cluster.serve_config import serve_config
+from cluster.settings import RAY_SETTINGS
+from deployments.names import DEPLOYMENTS
+from deployments.status import StatusArgs
+from tests.cluster.test_cli import EXAMPLES, as_yaml
+
+NOT_ON_A_CLUSTER = ("target.token", "draft.token", "draft.pool")
+
+
+@pytest.fixture
+def service(tmp_path):
+    """Writes a configuration; gives its path."""
+
+    def write(**keys):
+        path = tmp_path / "service.yaml"
+        path.write_text(yaml.safe_dump(keys))
+        return str(path)
+
+    return write
+
+
+def printed(capsys, *words, code=0):
+    assert main(["render", *words]) == code
+    captured = capsys.readouterr()
+    return yaml.safe_load(captured.out) if code == 0 else captured.err
+
+
+def test_what_serve_is_told_is_what_the_file_says(service, capsys):
+    rendered = printed(
+        capsys, service(target="t", draft="d", block_size=32, limits={"retry_after_s": 7}, mode="overlap")
+    )
+    application = rendered["applications"][0]
+    assert application["args"] == {"target": {"model": "t"}, "draft": {"model": "d"}, "block_size": 32}
+    live = {"limits": {"retry_after_s": 7}, "mode": "overlap"}
+    assert {one["name"]: one["user_config"] for one in application["deployments"]} == dict.fromkeys(DEPLOYMENTS, live)
+    assert rendered["http_options"] == {"host": "0.0.0.0", "port": 8000}
+
+
+def test_no_key_is_lost(tmp_path):
+    examples = {key: value for key, value in EXAMPLES.items() if key not in NOT_ON_A_CLUSTER}
+    path = as_yaml(examples | {"host": "0.0.0.0", "port": 9000}, tmp_path / "service.yaml")
+    config = ServiceConfig.model_validate(yaml.safe_load(path.read_text()))
+    rendered = serve_config(config)
+    application, *status = rendered["applications"]
+    args = AppArgs.model_validate(application["args"])
+    assert not set(LIVE_KEYS) & args.model_fields_set
+    assert reconfigured(args, application["deployments"][0]["user_config"]) == config.app_args()
+    assert rendered["http_options"] == {"host": "0.0.0.0", "port": 9000, **config.tls.http_options()}
+    assert rendered["logging_config"]["encoding"] == config.log_format.upper()
+    for one in status:
+        assert StatusArgs.model_validate(one["args"]).api_keys_file == config.access.api_keys_file
+
+
+def test_a_draftless_service_has_no_deployment_of_drafts(service, capsys):
+    application = printed(capsys, service(target="t"))["applications"][0]
+    assert [one["name"] for one in application["deployments"]] == ["OpenAIIngress", "SpeculationRouter", "TargetServer"]
+
+
+def test_status_replicas_are_where_the_ingress_is(service, capsys):
+    labels = {"role": "front"}
+    rendered = printed(capsys, service(demo="plain", actors={"ingress": {"label_selector": labels}}))
+    assert [one["deployments"][0]["ray_actor_options"] for one in rendered["applications"][1:]] == [
+        {"num_cpus": 0, "label_selector": labels}
+    ] * 3
+    assert "deployments" not in printed(capsys, service(demo="plain"))["applications"][1]
+
+
+def test_status_applications_have_the_same_arguments_on_a_laptop():
+    config = AppArgs.model_validate({"access": {"api_keys_file": "keys", "metrics_need_key": False}})
+    assert status_args(config) == {"application": "specdec", "api_keys_file": "keys", "metrics_need_key": False}
+    assert StatusArgs(**status_args(AppArgs())) == StatusArgs()
+
+
+def test_traces_need_variables_on_every_node(service, tmp_path, capsys):
+    config = service(demo="plain", tracing={"exporter": "otlp", "endpoint": "http://collector:4318"})
+    assert main(["render", config, "--out", str(tmp_path / "out")]) == 0
+    lines = (tmp_path / "out" / "environment.env").read_text().splitlines()
+    assert {f"{name}={value}" for name, value in RAY_SETTINGS.items()} < set(lines)
+    assert "OTEL_EXPORTER_OTLP_ENDPOINT=http://collector:4318" in lines
+    assert "tracing" not in (tmp_path / "out" / "serve.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("keys", "flags", "words"),
+    [
+        ({"target": {"model": "t", "token": "hf_0123"}}, (), "target.token: a cluster would show it"),
+        ({"target": "t", "draft": {"model": "d", "token": "hf_0123"}}, (), "draft.token: a cluster would show it"),
+        ({"demo": "plain", "host": "127.0.0.1"}, (), "host: 127.0.0.1: nobody else reaches it"),
+        ({"demo": "plain", "host": "10.0.0.7"}, (), "host: 10.0.0.7: every node would listen on it"),
+        ({"demo": "plain", "port": 0}, (), "port: 0 takes any port"),
+        ({"demo": "plain", "port": 9000}, ("--overlay", "dev"), "port: the pods' port is 8000"),
+        ({"demo": "plain", "tls": {"ssl_certfile": "c", "ssl_keyfile": "k"}}, ("--overlay", "dev"), "tls: "),
+        ({"demo": "plain", "tls": {"ssl_certfile": "c"}}, (), "tls: ssl_certfile and ssl_keyfile need each other"),
+        ({"target": "t", "draft": {"pool": "p"}}, (), "draft.pool: this is one application"),
+        ({"demo": "plain"}, ("--overlay", "nowhere"), "overlay: nowhere is no folder"),
+        ({"limits": {}}, (), "target: names no model"),
+        ({"demo": "plain", "prot": 1}, (), "unknown key 'prot'; the nearest known key is 'port'"),
+    ],
+)
+def test_what_a_cluster_cannot_follow_is_refused_by_name(service, capsys, keys, flags, words):
+    error = printed(capsys, service(**keys), *flags, code=2)
+    assert words in error
+    assert "hf_0123" not in error
+
+
+def test_this_machines_variables_have_no_say(service, capsys, monkeypatch):
+    config = service(target="t")
+    before = printed(capsys, config)
+    monkeypatch.setenv("SPECDEC__TARGET__TOKEN", "secret")
+    monkeypatch.setenv("SPECDEC__BLOCK_SIZE", "64")
+    assert printed(capsys, config) == before
+
+
+def test_an_overlay_says_where_and_the_file_what(service, capsys):
+    config = service(target="t", draft="d", replicas={"target": 3})
+    application = printed(capsys, config, "--overlay", "prod")["applications"][0]
+    args = AppArgs.model_validate(application["args"])
+    assert (args.target.model, args.replicas.target, args.replicas.router.max) == ("t", 3, 4)
+    assert args.actors.target.label_selector == {"role": "target"}
+    assert printed(capsys, config)["applications"][0]["args"].keys() == {"target", "draft", "replicas"}
+
+
+def test_a_kustomization_of_ones_own_stays_as_it_is(service, tmp_path, capsys):
+    config, out = service(demo="plain"), tmp_path / "mine"
+    assert main(["render", config, "--overlay", str(OVERLAYS / "dev"), "--out", str(out)]) == 0
+    assert {path.name for path in out.iterdir()} == {"serve.yaml", "environment.env", "kustomization.yaml"}
+    (out / "kustomization.yaml").write_text("mine")
+    assert main(["render", config, "--overlay", "dev", "--out", str(out)]) == 0
+    assert (out / "kustomization.yaml").read_text() == "mine"
+
+
+def test_one_mapping_over_another():
+    below = {"a": {"x": 1, "y": {"z": 2}}, "b": 3}
+    assert laid_over(below, {"a": {"y": {"z": 4}}, "c": 5}) == {"a": {"x": 1, "y": {"z": 4}}, "b": 3, "c": 5}
+    assert laid_over(below, {"a": "text"}) == {"a": "text", "b": 3}

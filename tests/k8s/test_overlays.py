@@ -1,0 +1,327 @@
+"""Every object of every overlay against its schema, and what a schema does not say."""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+from collections import Counter
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from cluster.cli.render import OVERLAYS
+from cluster.config import AppArgs
+from cluster.config_files import load_config
+from cluster.launch import APPLICATION, APPLICATION_NAME, STATUS, STATUS_PARTS
+from cluster.live import reconfigured
+from cluster.replicas import least, most
+from cluster.settings import RAY_SETTINGS
+from deployments.names import DEPLOYMENTS
+from k8s.__main__ import files
+from tests.k8s.crd_schema import load_definition, problems, schema_of
+from tests.k8s.overlays import NAMES, built, groups, of_kind, pods, ray_service, selects, serve_text
+
+K8S = Path(__file__).resolve().parents[2] / "k8s"
+CRDS = {
+    (one["spec"]["group"], one["spec"]["names"]["kind"]): one
+    for one in map(load_definition, (Path(__file__).parent / "crds").glob("*.yaml"))
+}
+OLDEST_KUBERNETES = "1.32"
+PROD_KINDS = {
+    "ConfigMap": 2,
+    "NetworkPolicy": 2,
+    "PersistentVolumeClaim": 1,
+    "PodDisruptionBudget": 2,
+    "PodMonitor": 1,
+    "PrometheusRule": 1,
+    "RayService": 1,
+    "Service": 1,
+    "StatefulSet": 1,
+}
+overlays = pytest.mark.parametrize("overlay", NAMES)
+
+
+def what_is_wrong(one):
+    """Problems of an object by its own schema, unknown fields among them."""
+    group, _, version = one["apiVersion"].rpartition("/")
+    if (group, one["kind"]) in CRDS:
+        return problems(schema_of(CRDS[group, one["kind"]], version), one)
+    try:
+        kubernetes_validate.validate(one, OLDEST_KUBERNETES, strict=True)
+    except kubernetes_validate.ValidationError as error:
+        return [f"{'.'.join(map(str, error.path))}: {error.message}"]
+    return []
+
+
+def serve_config(overlay):
+    return yaml.safe_load(serve_text(overlay))
+
+
+def app_args(overlay):
+    application = serve_config(overlay)["applications"][0]
+    args = AppArgs.model_validate(application["args"])
+    return reconfigured(args, application["deployments"][0]["user_config"])
+
+
+def container(pod):
+    (found,) = pod["spec"]["containers"]
+    return found
+
+
+def test_the_overlays_are_these():
+    assert NAMES == ["dev", "prod", "single-gpu", "two-gpu"]
+
+
+@overlays
+def test_every_object_is_valid(overlay):
+    assert [(one["kind"], what_is_wrong(one)) for one in built(overlay) if what_is_wrong(one)] == []
+    kinds = Counter(one["kind"] for one in built(overlay))
+    assert kinds == (PROD_KINDS if overlay == "prod" else {"ConfigMap": 1, "RayService": 1})
+
+
+@overlays
+def test_every_pod_is_valid(overlay):
+    assert [(name, what_is_wrong(pod)) for name, pod in pods(overlay) if what_is_wrong(pod)] == []
+
+
+@pytest.mark.parametrize(
+    ("break_it", "named"),
+    [
+        (lambda spec: spec.update(serveConfigV3="x"), "serveConfigV3"),
+        (lambda spec: spec["rayClusterConfig"]["headGroupSpec"]["template"]["spec"].update(container=[]), "container"),
+        (lambda spec: spec["rayClusterConfig"]["workerGroupSpecs"][0].update(replicas="one"), "replicas"),
+        (lambda spec: spec["rayClusterConfig"]["workerGroupSpecs"][0].pop("groupName"), "groupName"),
+        (lambda spec: spec["rayClusterConfig"]["authOptions"].update(mode="tokens"), "mode"),
+    ],
+)
+def test_what_is_wrong_with_a_ray_service_is_found(break_it, named):
+    broken = copy.deepcopy(ray_service("prod"))
+    break_it(broken["spec"])
+    assert any(named in problem for problem in what_is_wrong(broken))
+
+
+@pytest.mark.parametrize(
+    ("kind", "break_it", "named"),
+    [
+        ("NetworkPolicy", lambda spec: spec.update(ingres=[]), "ingres"),
+        ("PodDisruptionBudget", lambda spec: spec.update(selector=[]), "selector"),
+        ("StatefulSet", lambda spec: spec.pop("template"), "template"),
+        ("PersistentVolumeClaim", lambda spec: spec.update(accessModes="x"), "accessModes"),
+    ],
+)
+def test_what_is_wrong_with_a_core_object_is_found(kind, break_it, named):
+    broken = copy.deepcopy(of_kind(built("prod"), kind)[0])
+    break_it(broken["spec"])
+    assert any(named in problem for problem in what_is_wrong(broken))
+
+
+@overlays
+def test_what_the_operator_checks_beyond_the_schema(overlay):
+    spec = ray_service(overlay)["spec"]
+    cluster = spec["rayClusterConfig"]
+    for group in cluster["workerGroupSpecs"]:
+        assert 0 < group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+    for group in groups(overlay).values():
+        assert not {"labels", "resources"} & set(group["rayStartParams"])
+        assert group["template"]["spec"].get("restartPolicy", "Never") == "Never"
+    upgrade = spec.get("upgradeStrategy", {})
+    if upgrade.get("type") == "NewClusterWithIncrementalUpgrade":
+        assert cluster["enableInTreeAutoscaling"]
+        options = upgrade["clusterUpgradeOptions"]
+        assert 0 < options["stepSizePercent"] <= options["maxSurgePercent"] <= 100
+        assert "serveService" not in spec
+    assert len(ray_service(overlay)["metadata"]["name"]) <= 41
+
+
+def test_generated_files_are_up_to_date():
+    assert [path for path, text in files().items() if path.read_text() != text] == [], "run: python -m k8s"
+
+
+@overlays
+def test_serves_configuration_is_serves(overlay):
+    from ray.serve.schema import ServeDeploySchema
+
+    application, *status = ServeDeploySchema.model_validate(serve_config(overlay)).applications
+    assert (application.import_path, application.name) == (APPLICATION, APPLICATION_NAME)
+    assert {deployment.name for deployment in application.deployments} == set(DEPLOYMENTS)
+    assert [(one.route_prefix, one.import_path) for one in status] == [
+        (f"/{part}", f"{STATUS}:build_{part}") for part in STATUS_PARTS
+    ]
+    assert app_args(overlay).is_demo == (overlay == "dev")
+
+
+@overlays
+def test_the_same_file_serves_on_a_laptop(overlay):
+    config = load_config(OVERLAYS / overlay / "service.yaml")
+    args = app_args(overlay)
+    assert (config.target, config.draft, config.limits) == (args.target, args.draft, args.limits)
+    assert {"actors", "replicas", "access"}.isdisjoint(config.model_fields_set)
+
+
+@overlays
+def test_pods_have_the_settings_of_the_local_service(overlay):
+    (environment,) = [one for one in of_kind(built(overlay), "ConfigMap") if "RAY_worker_niceness" in one["data"]]
+    assert environment["data"] == RAY_SETTINGS
+    for _, pod in pods(overlay):
+        assert container(pod)["envFrom"] == [{"configMapRef": {"name": environment["metadata"]["name"]}}]
+
+
+@overlays
+def test_versions_are_the_installed_ones(overlay):
+    version = importlib.metadata.version("specdec")
+    assert ray_service(overlay)["spec"]["rayClusterConfig"]["rayVersion"] == importlib.metadata.version("ray")
+    for _, pod in pods(overlay):
+        asks_for_gpu = "nvidia.com/gpu" in container(pod)["resources"]["limits"]
+        assert container(pod)["image"] == f"specdec:{version}" + ("-cuda" if asks_for_gpu else "")
+
+
+@overlays
+def test_replicas_fit_into_the_pods_that_they_are_meant_for(overlay):
+    args = app_args(overlay)
+    for role in ("target", "draft", "router", "ingress"):
+        asked = getattr(args.actors, role)
+        fitting = [
+            group
+            for group in groups(overlay).values()
+            if asked.label_selector and asked.label_selector.items() <= group.get("labels", {}).items()
+        ]
+        assert len(fitting) == 1, role
+        assert room(fitting[0], args, least, "minReplicas") >= 0, role
+        assert room(fitting[0], args, most, "maxReplicas") >= 0, role
+
+
+def room(group, args, bound, pods_key):
+    """What is left of a group's scarcest resource when as many replicas as may be run in as many pods."""
+    limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+    has = {
+        "num_cpus": float(group["rayStartParams"].get("num-cpus", limits["cpu"])),
+        "num_gpus": float(limits.get("nvidia.com/gpu", 0)),
+    }
+    asked = dict.fromkeys(has, 0.0)
+    for role in ("target", "draft", "router", "ingress"):
+        actor, count = getattr(args.actors, role), getattr(args.replicas, role)
+        if actor.label_selector.items() <= group.get("labels", {}).items():
+            for name in asked:
+                asked[name] += bound(count) * (getattr(actor, name) or 0)
+    return min(group.get(pods_key, 1) * has[name] - asked[name] for name in has)
+
+
+@overlays
+def test_ingress_router_and_status_run_where_no_model_does(overlay):
+    args = app_args(overlay)
+    models = {args.actors.target.label_selector["role"], args.actors.draft.label_selector["role"]}
+    assert args.actors.ingress.label_selector == args.actors.router.label_selector == {"role": "front"}
+    assert "front" not in models
+    for application in serve_config(overlay)["applications"][1:]:
+        (deployment,) = application["deployments"]
+        assert deployment["ray_actor_options"] == {"num_cpus": 0, "label_selector": {"role": "front"}}
+    front = groups(overlay)["front" if overlay == "prod" else "headgroup"]
+    assert front["labels"] == {"role": "front"}
+    assert "labels" not in groups("prod")["headgroup"]
+    assert groups(overlay)["headgroup"]["rayStartParams"]["num-cpus"] == "0"
+
+
+@overlays
+def test_no_pod_goes_before_its_streams(overlay):
+    args = app_args(overlay)
+    assert ray_service(overlay)["spec"]["rayClusterDeletionDelaySeconds"] > args.drain_timeout_s
+    if overlay == "prod":
+        assert args.limits.request_timeout_s <= args.drain_timeout_s
+    for _, pod in pods(overlay):
+        _sleep, seconds = container(pod)["lifecycle"]["preStop"]["exec"]["command"]
+        assert args.drain_timeout_s < float(seconds) < pod["spec"]["terminationGracePeriodSeconds"]
+
+
+@overlays
+def test_the_heads_readiness_is_rays_and_workers_have_raylets_and_proxys(overlay):
+    for name, pod in pods(overlay):
+        probes = {key: probe["httpGet"]["path"] for key, probe in container(pod).items() if key.endswith("Probe")}
+        worker = {"livenessProbe": "/api/local_raylet_healthz", "readinessProbe": "/-/healthz"}
+        gate = {"startupProbe": "/health"} if name == "front" else {}
+        assert probes == ({} if name == "headgroup" else worker | gate)
+        assert {"name": "serve", "containerPort": 8000} in container(pod)["ports"]
+
+
+@overlays
+def test_pods_are_locked_down_and_write_only_where_it_is_said(overlay):
+    for name, pod in pods(overlay):
+        spec, main = pod["spec"], container(pod)
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert main["securityContext"]["readOnlyRootFilesystem"] is True
+        assert main["securityContext"]["allowPrivilegeEscalation"] is False
+        assert main["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        mounts = {mount["mountPath"]: mount["name"] for mount in main["volumeMounts"] if not mount.get("readOnly")}
+        assert mounts == {"/tmp": "tmp", "/home/specdec": "home", "/models": "models"}
+        kinds = {volume["name"]: set(volume) - {"name"} for volume in spec["volumes"]}
+        assert {mount["name"] for mount in main["volumeMounts"]} == set(kinds)
+        assert kinds["tmp"] == kinds["home"] == {"emptyDir"}
+        assert kinds["models"] == ({"persistentVolumeClaim"} if overlay == "prod" else {"emptyDir"}), name
+        # Only the head's autoscaler talks to the API server.
+        assert spec["automountServiceAccountToken"] is (overlay == "prod" and name == "headgroup")
+    options = ray_service(overlay)["spec"]["rayClusterConfig"].get("autoscalerOptions")
+    assert options is None or options["securityContext"] == main["securityContext"]
+
+
+def test_selectors_of_prod_choose_pods():
+    every = dict(pods("prod"))
+
+    def chosen(selector):
+        return {name for name, pod in every.items() if selects(selector, pod)}
+
+    budgets = of_kind(built("prod"), "PodDisruptionBudget")
+    assert [chosen(budget["spec"]["selector"]) for budget in budgets] == [{"front"}, {"target"}]
+    # A budget of pods that no Deployment owns can say minAvailable alone, as a number.
+    assert all(isinstance(budget["spec"]["minAvailable"], int) for budget in budgets)
+    for budget, name in zip(budgets, ("front", "target"), strict=True):
+        assert budget["spec"]["minAvailable"] < groups("prod")[name]["minReplicas"]
+    policy, redis = of_kind(built("prod"), "NetworkPolicy")
+    assert chosen(policy["spec"]["podSelector"]) == set(every)
+    assert chosen(policy["spec"]["ingress"][0]["from"][0]["podSelector"]) == set(every)
+    assert chosen(policy["spec"]["egress"][0]["to"][0]["podSelector"]) == set(every)
+    assert chosen(redis["spec"]["ingress"][0]["from"][0]["podSelector"]) == {"headgroup"}
+    (monitor,) = of_kind(built("prod"), "PodMonitor")
+    assert chosen(monitor["spec"]["selector"]) == set(every)
+    for name in ("front", "target"):
+        for spread in every[name]["spec"]["topologySpreadConstraints"]:
+            assert chosen(spread["labelSelector"]) == {name}
+
+
+def test_redis_is_the_one_that_the_head_is_told_of():
+    options = ray_service("prod")["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]
+    (service,), (redis,) = of_kind(built("prod"), "Service"), of_kind(built("prod"), "StatefulSet")
+    (port,) = service["spec"]["ports"]
+    assert options["redisAddress"] == f"{service['metadata']['name']}:{port['port']}"
+    template = redis["spec"]["template"]
+    assert service["spec"]["selector"] == template["metadata"]["labels"] == redis["spec"]["selector"]["matchLabels"]
+    (variable,) = template["spec"]["containers"][0]["env"]
+    assert options["redisPassword"] == {"valueFrom": variable["valueFrom"]}
+
+
+@overlays
+def test_secrets_are_named_and_explained(overlay):
+    named = set(_named(built(overlay), {"secretKeyRef": "name", "secret": "secretName"}))
+    assert named == {"specdec-hub"} | ({"specdec-api-keys", "specdec-redis"} if overlay == "prod" else set())
+    text = (K8S / "README.md").read_text()
+    assert all(f"secret generic {name}" in text for name in named)
+
+
+def _named(value, keys):
+    for key, part in (
+        value.items() if isinstance(value, dict) else enumerate(value) if not isinstance(value, str) else ()
+    ):
+        if key in keys:
+            yield part[keys[key]]
+        elif isinstance(part, dict | list):
+            yield from _named(part, keys)
+
+
+def test_no_block_is_written_three_times():
+    seen = Counter()
+    for path in K8S.rglob("*.yaml"):
+        if path.name == "serve.yaml" or "monitoring" in path.parts:  # generated
+            continue
+        lines = [line.strip() for line in path.read_text().splitlines() if line.strip() and "#" not in line]
+        seen.update({tuple(lines[at : at + 6]) for at in range(len(lines) - 5)})
+    assert [block for block, count in seen.items() if count > 2] == []

@@ -1,0 +1,72 @@
+"""Values of one's own on top of an overlay, and the commands of ``k8s/README.md`` in a clean clone."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+from cluster.cli.main import main
+from tests.k8s.overlays import kubectl, ray_service
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "k8s" / "README.md").read_text()
+
+
+def indented(text: str) -> list[str]:
+    """Each block of lines that are indented by four."""
+    found = re.findall(r"(?:^ {4}.*\n)+", text, flags=re.MULTILINE)
+    return ["".join(line.removeprefix("    ") for line in block.splitlines(keepends=True)) for block in found]
+
+
+def test_the_patches_that_the_readme_shows(tmp_path: Path) -> None:
+    (shown,) = [block for block in indented(README) if block.startswith("images:")]
+    service = tmp_path / "service.yaml"
+    service.write_text("target: my/target\ndraft: my/draft\ntracing: {exporter: file}\n")
+    assert main(["render", str(service), "--overlay", "prod", "--out", str(tmp_path / "mine")]) == 0
+    with (tmp_path / "mine" / "kustomization.yaml").open("a") as file:
+        file.write(shown)
+    spec = ray_service(tmp_path / "mine")["spec"]
+    front, target, draft = spec["rayClusterConfig"]["workerGroupSpecs"]
+    assert target["template"]["spec"]["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-A100-SXM4-80GB"}
+    assert draft["template"]["spec"]["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-L4"}
+    assert (front["maxReplicas"], target["maxReplicas"]) == (4, 8)
+    images = [group["template"]["spec"]["containers"][0]["image"] for group in (front, target)]
+    assert images == ["registry.example.org/specdec:0.1.0", "registry.example.org/specdec:0.1.0-cuda"]
+    args = yaml.safe_load(spec["serveConfigV2"])["applications"][0]["args"]
+    assert args["target"] == {"model": "my/target"}
+    assert args["actors"]["target"]["label_selector"] == {"role": "target"}
+
+
+def test_variables_of_ones_own_make_another_cluster(tmp_path: Path) -> None:
+    names = []
+    for tracing in ({}, {"exporter": "file"}):
+        service = tmp_path / "service.yaml"
+        service.write_text(yaml.safe_dump({"demo": "plain", "tracing": tracing}))
+        out = tmp_path / f"mine{len(names)}"
+        assert main(["render", str(service), "--overlay", "dev", "--out", str(out)]) == 0
+        head = ray_service(out)["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]
+        names += [source["configMapRef"]["name"] for source in head["spec"]["containers"][0]["envFrom"]]
+    assert len(set(names)) == 2
+
+
+def test_commands_that_need_no_cluster_run_in_a_clean_clone(tmp_path: Path) -> None:
+    lines = [line for block in indented(README) for line in block.splitlines()]
+    commands = [
+        line for line in lines if re.match(r"(kubectl|specdec|cp|serve) ", line) and "# on a cluster" not in line
+    ]
+    assert len(commands) == 6
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "--quiet", "--depth", "1", f"file://{ROOT}", clone], check=True, timeout=240)
+    programs = [str(Path(kubectl()).parent), str(Path(sys.executable).parent)]
+    environment = os.environ | {"PYTHONPATH": str(clone), "PATH": os.pathsep.join([*programs, os.environ["PATH"]])}
+    script = "\n".join(["set -e", *commands, "test $(kubectl kustomize mine | grep -c '^kind: ') -eq 12"])
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=clone, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "serveConfigV2" in done.stdout
