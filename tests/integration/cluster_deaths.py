@@ -1,7 +1,8 @@
-"""A node's death and the GCS' under seeded streams, on a Ray cluster of several nodes on this machine.
+"""Deaths under seeded streams on a Ray cluster of several nodes on this machine: of the GCS, the head, a node.
 
-``python -m tests.integration.cluster_deaths node`` prints a row as JSON; the suite asserts its counts. It runs as a
-process of its own, as Ray reads its environment when it is imported.
+``python -m tests.integration.cluster_deaths gcs node head`` prints a row for each as JSON, with its times; the suite
+asserts its counts and where replicas run. It runs as a process of its own, as Ray reads its environment when it is
+imported. ``restart`` is the death of every ingress and router, with no streams: where do the next ones run?
 """
 
 from __future__ import annotations
@@ -9,126 +10,150 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import secrets
-import shutil
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
-from urllib.request import ProxyHandler, build_opener
 
-import psutil
-
-from cluster.settings import prepare_for_ray
+from deployments.names import INGRESS, ROUTER
 from tests.integration.kills import Comparison, Stream, Streams
-from tests.integration.running import eventually, free_port
+from tests.integration.nodes import (
+    ROLE,
+    LocalCluster,
+    is_ready,
+    is_running,
+    is_served,
+    kill_replicas,
+    placement,
+    prepare,
+    redis,
+)
+from tests.integration.running import eventually
 
-EVENTS = ("node", "gcs")
-WORKERS_ON_A_NODE = {"specdec_target": 1.0, "specdec_draft": 1.0}
-GCS_DOWN_S = 3.0
+EVENTS = ("gcs", "node", "restart", "head")
+APPLICATION, MODEL = "specdec", "specdec-demo"
+DOWN_S = 3.0
+"""How long the GCS or the head stays dead."""
+TIMEOUT_S = 120.0
+
+_ON_FRONT = {"label_selector": {ROLE: "front"}}
+ARGS = {
+    "num_speculative_tokens": 4,
+    "replicas": {"target": 2, "draft": 2, "router": 2},
+    "actors": {
+        "target": {"num_cpus": 1, "resources": {"specdec_target": 1}},
+        "draft": {"num_cpus": 1, "resources": {"specdec_draft": 1}},
+        "router": _ON_FRONT,
+        "ingress": _ON_FRONT,
+    },
+}
+
+
+@dataclass
+class Service:
+    """The demo pair: ingress and routers on a node of their own, two nodes with a target and a draft each.
+
+    Attributes:
+        cluster: Its nodes; the head has Serve's controller and a proxy alone.
+        front: The node of ingress and routers.
+        models: Those of the models.
+    """
+
+    cluster: LocalCluster
+    front: Any
+    models: list[Any]
+
+    @property
+    def url(self) -> str:
+        """Through the proxy of the front node."""
+        return self.cluster.url(self.front)
 
 
 @contextmanager
-def redis() -> Iterator[str]:
-    """A Redis server of our own, which keeps what the GCS must not forget; gives its address."""
-    program = shutil.which("redis-server")
-    if program is None:
-        raise RuntimeError("redis-server is not installed (Debian: apt install redis-server)")
-    port = free_port()
-    with tempfile.TemporaryDirectory() as folder:
-        command = [program, "--bind", "127.0.0.1", "--port", str(port), "--dir", folder, "--save", ""]
-        server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        try:
-            yield f"127.0.0.1:{port}"
-        finally:
-            server.terminate()
-            server.wait(10)
-
-
-@contextmanager
-def service() -> Iterator[tuple[Any, Any, str]]:
-    """The demo pair on a head node and two worker nodes, each with a target and a draft; gives cluster, node, URL."""
-    import ray
+def service() -> Iterator[Service]:
+    """A service that is ready."""
     from ray import serve
-    from ray.cluster_utils import Cluster
 
     from cluster.config import AppArgs
     from deployments.app import build_app
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "resources": {"text": 8.0}})
-    nodes = [cluster.add_node(num_cpus=2, resources=WORKERS_ON_A_NODE) for _ in range(2)]
-    cluster.wait_for_nodes()
-    ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
+    cluster = LocalCluster({"num_cpus": 0})
     try:
-        port = free_port()
-        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-        args = AppArgs.model_validate(
-            {
-                "num_speculative_tokens": 4,
-                "replicas": {"target": 2, "draft": 2, "router": 2},
-                "actors": {
-                    "target": {"num_cpus": 1, "resources": {"specdec_target": 1}},
-                    "draft": {"num_cpus": 1, "resources": {"specdec_draft": 1}},
-                    "router": {"resources": {"text": 1}},
-                    "ingress": {"resources": {"text": 1}},
-                },
-            }
-        )
-        serve.run(build_app(args), name="specdec")
-        url = f"http://127.0.0.1:{port}"
-        eventually(lambda: is_ready(url), 120, "the service is ready")
-        yield cluster, nodes[1], url
+        front = cluster.add("front", num_cpus=2)
+        resources = {"specdec_target": 1.0, "specdec_draft": 1.0}
+        models = [cluster.add("models", num_cpus=2, resources=resources) for _ in range(2)]
+        cluster.connect()
+        cluster.start_serve()
+        serve.run(build_app(AppArgs.model_validate(ARGS)), name=APPLICATION)
+        running = Service(cluster, front, models)
+        eventually(lambda: is_ready(running.url), TIMEOUT_S, "the service is ready")
+        yield running
     finally:
-        ray.shutdown()
         cluster.shutdown()
 
 
-def is_ready(url: str) -> bool:
-    """Whether ``/health`` says so."""
-    try:
-        with build_opener(ProxyHandler({})).open(f"{url}/health", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
-
-
-def kill_node(cluster: Any, node: Any) -> None:
-    """End every process of a node at once, as a power cut would."""
-    raylet = next(info.process for info in node.all_processes["raylet"])
-    processes = psutil.Process(raylet.pid).children(recursive=True)
-    for process in [psutil.Process(raylet.pid), *processes]:
-        if process.is_running():
-            process.kill()
-    cluster.remove_node(node, allow_graceful=False)
-
-
-def kill_gcs(cluster: Any) -> None:
+def gcs_dies(running: Service) -> dict[str, float]:
     """End the GCS, leave it dead for a while, and start it again."""
-    cluster.head_node.kill_gcs_server()
-    time.sleep(GCS_DOWN_S)
-    cluster.head_node.start_gcs_server()
+    head = running.cluster.ray.head_node
+    head.kill_gcs_server()
+    unserved_s = until_served(running.url)
+    time.sleep(DOWN_S)
+    head.start_gcs_server()
+    return {"unserved_s": unserved_s}
 
 
-def under(event: str, num_streams: int, max_tokens: int) -> Comparison:
-    """Run streams undisturbed, then under one death, and compare."""
-    with service() as (cluster, node, url):
-        streams = Streams(url, "specdec-demo", num_streams, max_tokens)
-        undisturbed = run(streams)
-        with streams.running() as wait:
-            eventually(streams.have_begun, 120, "all streams have begun")
-            if event == "node":
-                kill_node(cluster, node)
-            else:
-                kill_gcs(cluster)
-            ended = wait()
-        after = Comparison.of(run(streams), undisturbed)
-        assert after.is_exact, after
-        assert not after.broken, after
-        return Comparison.of(ended, undisturbed)
+def head_dies(running: Service) -> dict[str, float]:
+    """End all of the head, leave it dead for a while, and start another; gives when its proxy served again, too."""
+    started_s = time.monotonic()
+    running.cluster.kill_head()
+    unserved_s = until_served(running.url)
+    time.sleep(DOWN_S)
+    running.cluster.start_head()
+    running.cluster.connect()
+    eventually(lambda: is_running(APPLICATION), TIMEOUT_S, "the controller has recovered")
+    recovered_s = time.monotonic() - started_s
+    until_served(running.cluster.url())
+    return {"unserved_s": unserved_s, "recovered_s": recovered_s, "head_unserved_s": time.monotonic() - started_s}
+
+
+def node_dies(running: Service) -> dict[str, float]:
+    """End a node with a target and a draft; nothing takes its place."""
+    running.cluster.kill(running.models.pop())
+    return {"unserved_s": until_served(running.url)}
+
+
+def until_served(url: str) -> float:
+    """Seconds until a new request is answered."""
+    return eventually(lambda: is_served(url, MODEL), TIMEOUT_S, f"a new request is answered at {url}")
+
+
+DEATHS = {"gcs": gcs_dies, "head": head_dies, "node": node_dies}
+
+
+def under(event: str, running: Service, streams: Streams, undisturbed: Sequence[Stream]) -> dict[str, Any]:
+    """Run streams under one death, and again after it; compare both, and say where replicas run."""
+    row: dict[str, Any] = {"event": event}
+    if event == "restart":
+        kill_replicas(APPLICATION, INGRESS, ROUTER)
+        eventually(lambda: is_ready(running.url), TIMEOUT_S, "the service is ready again")
+    else:
+        row |= under_death(event, running, streams, undisturbed)
+    after = Comparison.of(run(streams), undisturbed)
+    assert after.is_exact, after
+    assert not after.broken, after
+    return row | {"placement": placement(APPLICATION)}
+
+
+def under_death(event: str, running: Service, streams: Streams, undisturbed: Sequence[Stream]) -> dict[str, Any]:
+    """What became of streams that ran when it happened, and its times."""
+    with streams.running() as wait:
+        eventually(streams.have_begun, TIMEOUT_S, "all streams have begun")
+        assert streams.are_running(), "they had ended before anything died"
+        times = DEATHS[event](running)
+        ended = wait()
+    return asdict(Comparison.of(ended, undisturbed)) | times
 
 
 def run(streams: Streams) -> list[Stream]:
@@ -138,19 +163,21 @@ def run(streams: Streams) -> list[Stream]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print what became of the streams, as JSON."""
+    """Print what became of the streams, a row of JSON for each event."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("event", choices=EVENTS)
+    parser.add_argument("events", nargs="+", choices=EVENTS)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=400)
     options = parser.parse_args(arguments)
-    prepare_for_ray()
-    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
+    prepare()
     with redis() as address:
         os.environ["RAY_REDIS_ADDRESS"] = address
-        compared = under(options.event, options.streams, options.max_tokens)
-    sys.stdout.write(json.dumps(asdict(compared)) + "\n")
+        with service() as running:
+            streams = Streams(running.url, MODEL, options.streams, options.max_tokens)
+            undisturbed = run(streams)
+            for event in options.events:
+                print(json.dumps(under(event, running, streams, undisturbed)), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -290,7 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=400)
     parser.add_argument("--random-kills", type=int, default=10, help="kills, 5 s apart, with two replicas; 0: none")
-    parser.add_argument("--cluster", default="", help="node, gcs, or both with a comma; needs redis-server")
+    parser.add_argument("--cluster", default="", help="gcs, head, node, separated by commas; needs redis-server")
     options = parser.parse_args(arguments)
     titles = ["pair", "of each", "killed", "T", "streams", "broken", "tokens compared", "lost", "doubled", "changed"]
     print("| " + " | ".join([*titles, "longest pause, s", "unreachable, s"]) + " |")

@@ -1,23 +1,25 @@
-"""A whole node and the GCS die under seeded streams: no stream breaks or changes, and the service goes on."""
+"""The GCS, the head and a node die under seeded streams: none breaks or changes; replicas stay where they belong."""
 
 from __future__ import annotations
-
-import json
-import subprocess
-import sys
 
 import pytest
 
 from tests.integration.cluster_deaths import EVENTS
+from tests.integration.nodes import rows_of
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 
-@pytest.mark.cluster
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("event", EVENTS)
-def test_a_death_in_the_cluster_changes_no_stream(event: str) -> None:
-    command = [sys.executable, "-m", "tests.integration.cluster_deaths", event]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800)
-    assert done.returncode == 0, done.stdout + done.stderr
-    compared = json.loads(done.stdout.splitlines()[-1])
-    assert not any(compared[what] for what in ("broken", "lost", "doubled", "changed")), compared
-    assert compared["num_tokens"] > 0
+def test_deaths_in_the_cluster_change_no_stream_and_no_place() -> None:
+    rows = rows_of("cluster_deaths", *EVENTS)
+    assert [row["event"] for row in rows] == list(EVENTS)
+    for row in rows:
+        assert row["placement"] == {
+            "OpenAIIngress": ["front"],
+            "SpeculationRouter": ["front"],
+            "TargetServer": ["models"],
+            "DraftServer": ["models"],
+        }, row
+    for row in (row for row in rows if row["event"] != "restart"):
+        assert not any(row[what] for what in ("broken", "lost", "doubled", "changed")), row
+        assert row["num_tokens"] > 0
