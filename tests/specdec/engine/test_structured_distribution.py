@@ -108,7 +108,6 @@ def p_value(counts: Counter[Tokens]) -> float:
 
 @pytest.mark.parametrize("masks_drafts", [True, False], ids=["masked drafts", "drafts without masks"])
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
-@pytest.mark.slow
 @pytest.mark.parametrize("count", [2_000, pytest.param(60_000, marks=pytest.mark.soak)])
 def test_texts_follow_the_target(acceptance: Acceptance, masks_drafts: bool, count: int) -> None:
     counts = texts(acceptance, count, masks_drafts=masks_drafts)
@@ -118,7 +117,6 @@ def test_texts_follow_the_target(acceptance: Acceptance, masks_drafts: bool, cou
     assert p_value(counts) > 1e-3
 
 
-@pytest.mark.slow
 def test_to_forget_a_forbidden_draft_under_the_rejection_rule_is_found_out() -> None:
     """Where one is cut away, its position must not be drawn as if nothing had been drafted there."""
     matchers = Sampler(V, grammars=grammars()).matchers
