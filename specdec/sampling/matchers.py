@@ -29,29 +29,43 @@ Key = tuple[Grammar, Tokens, int, int]
 
 
 class _Matcher:
-    """A matcher, and the output that it has read: up to the first end-of-sequence token, which it is never given."""
+    """A matcher, and the output that it has read: up to the first end-of-sequence token, which it is never given.
+
+    llguidance's own ``rollback`` is not used: after a mask was computed further on, what it brings back allows too much
+    (1.7.6 to 1.9.1). What is taken back is read again from the place at which the logs parted the last time, of which
+    a copy is kept; masks are computed on copies.
+    """
 
     def __init__(self, inner: LLMatcher, read: list[int]) -> None:
         self.inner = inner
         self._read = read
+        self._parted = inner.deep_copy(), read
 
     def copy(self) -> _Matcher:
         """Another, at the same place."""
         return _Matcher(self.inner.deep_copy(), self._read)
 
     def follow(self, output: list[int], start: LLMatcher) -> None:
-        """Become the matcher of ``output``; from ``start``, where it cannot be brought back.
+        """Become the matcher of ``output``; from ``start``, where nothing is known of its beginning.
 
         Raises:
             ValueError: The grammar does not allow it.
         """
         kept = agreeing(self._read, output)
-        is_back = kept == len(self._read) or self.inner.rollback(len(self._read) - kept)
-        if not is_back or self.inner.is_error():
-            self.inner, kept = start.deep_copy(), 0
-        new = output[kept:]
+        if kept < len(self._read) or self.inner.is_error():
+            parted, known = self._parted
+            if agreeing(known, output) < len(known):
+                parted, known = start, []
+            self.inner, self._read = parted.deep_copy(), known
+            self._consume(output[:kept])
+            self._parted = self.inner.deep_copy(), self._read
+        self._consume(output)
+
+    def _consume(self, output: list[int]) -> None:
+        """Read on to the end of ``output``, which begins with what was read."""
+        new = output[len(self._read) :]
         num_read = self.inner.try_consume_tokens(new) if new else 0
-        self._read = output[: kept + num_read]
+        self._read = output[: len(self._read) + num_read]
         if num_read < len(new):
             raise ValueError(self.inner.get_error() or f"the grammar does not allow the token {new[num_read]} there")
 
@@ -100,7 +114,7 @@ class Matchers:
             matcher = self._matcher(spec, 0, output)
         except ValueError:
             return ()
-        return () if matcher.is_stopped() else tuple(matcher.compute_ff_tokens()[:most])
+        return () if matcher.is_stopped() else tuple(matcher.deep_copy().compute_ff_tokens()[:most])
 
     def _num_allowed(self, spec: SequenceSpec, tokens: list[int], draft: Tokens) -> int:
         output = tokens[spec.output_start :]
@@ -145,7 +159,7 @@ class Matchers:
                 draft.append(spec.eos_token_ids[0])
             key = _key(spec)
             try:
-                jobs.append((self._matcher(spec, used[key], output), start, draft))
+                jobs.append((self._matcher(spec, used[key], output).deep_copy(), start, draft))
             except ValueError as error:
                 failures[i] = error
                 continue

@@ -67,10 +67,11 @@ def get(url, body=None, timeout_s=60):
 
 def replicas():
     """This node's replicas: process ids, and the deployment that each is of."""
+    import ray
     from ray.util.state import list_actors
 
-    found = {}
-    for actor in list_actors(filters=[("state", "=", "ALIVE")]):
+    found, node = {}, ray.get_runtime_context().gcs_address
+    for actor in list_actors(node, filters=[("state", "=", "ALIVE")]):
         kind, _, name = actor.class_name.partition(":")
         if kind == "ServeReplica":
             found[actor.pid] = name.split(":")[1]

@@ -106,6 +106,21 @@ def test_masks_follow_logs_that_grow_shrink_and_change() -> None:
     assert matchers.num_mask_calls == 60
 
 
+def test_a_refused_draft_leaves_nothing_behind() -> None:
+    """A draft opens an array and has a comma in it; in its place an empty one is closed, so that no number may follow.
+
+    By its own ``rollback`` llguidance 1.7.6 to 1.9.1 allow one.
+    """
+    grammar = Grammar("json_schema", json.dumps({"type": "array", "items": {"type": "object"}}))
+    before, draft, instead = (TOKENIZER.encode(text) for text in ('[{"list', '": [4,', '": [],'))
+    matchers = Matchers(GRAMMARS)
+    for output, drafted in ((before, draft), (before + instead, [])):
+        (group,), failures = matchers.masked([RowGroup(spec_of(grammar), [*PROMPT, *output], tuple(drafted))])
+        assert not failures
+        assert group.mask is not None
+        assert allowed_ids(group.mask)[0] == fresh(grammar, output)
+
+
 def test_that_a_matcher_goes_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above is worth something: a matcher that only reads on fails it."""
     monkeypatch.setattr(module, "agreeing", lambda read, output: min(len(read), len(output)))
