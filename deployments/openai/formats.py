@@ -8,6 +8,7 @@ from deployments.openai.context import Api
 from deployments.openai.generation import Generation, SampleDelta
 from deployments.openai.job import Job
 from deployments.openai.logprobs import TokenIdNames, TokenNames, chat_logprobs, completion_logprobs, prompt_logprobs
+from deployments.openai.messages import Message
 from deployments.openai.schemas.completions import CompletionBody
 from deployments.openai.tally import how_it_came, speculation_metrics
 from specdec.text.pieces import TokenTexts
@@ -114,6 +115,7 @@ class ChatFormat:
     def __init__(self, api: Api, job: Job) -> None:
         self._job = job
         self._texts, self._prompt_texts = _names(api, job), api.texts
+        self._messages = [Message(job.new_parser()) for _ in job.sequences]
 
     def opening(self, index: int) -> Json | None:
         """Who speaks."""
@@ -121,18 +123,22 @@ class ChatFormat:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} | self._prompt_token_ids()
 
     def chunk(self, delta: SampleDelta) -> Json:
-        """New text."""
-        return self._choice(delta, {"delta": {"content": delta.text} if delta.text else {}})
+        """What is new in the message."""
+        message = self._messages[delta.index]
+        new = message.read(delta.text, delta.finish)
+        return self._choice(delta, {"delta": message.delta(new)}, message)
 
     def whole(self, delta: SampleDelta) -> Json:
         """The whole message."""
-        message = {"role": "assistant", "content": delta.text, "refusal": None}
-        return self._choice(delta, {"message": message}) | self._prompt_token_ids()
+        message = self._messages[delta.index]
+        message.read(delta.text, delta.finish)
+        return self._choice(delta, {"message": message.whole()}, message) | self._prompt_token_ids()
 
-    def _choice(self, delta: SampleDelta, said: Json) -> Json:
+    def _choice(self, delta: SampleDelta, said: Json, message: Message) -> Json:
         logprobs = chat_logprobs(self._texts, delta)
         choice = {"index": delta.index, **said, "logprobs": logprobs}
-        return choice | _ending(self._job, delta) | _prompt_logprobs(self._job, self._prompt_texts, delta)
+        choice |= _ending(self._job, delta) | _prompt_logprobs(self._job, self._prompt_texts, delta)
+        return choice | ({"finish_reason": "tool_calls"} if delta.finish == "stop" and message.calls else {})
 
     def _prompt_token_ids(self) -> Json:
         return {"prompt_token_ids": list(self._job.prompts[0])} if self._job.body.return_token_ids else {}

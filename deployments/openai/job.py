@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from specdec.sampling.grammar import Grammar
 from specdec.sampling.params import SequenceSpec
 from specdec.sampling.philox import derive_seed
 from specdec.text.chat import encode_chat
+from specdec.text.parsing.events import AnswerParser, PlainParser
 from specdec.text.prompts import check_token_ids, encode_text
 from specdec.text.words import encode_bad_words, separates_special_tokens
 from specdec.types import Tokens
@@ -43,6 +44,7 @@ class Job:
         num_speculative_tokens: Bound on draft tokens per round.
         fingerprint: Of what decides its tokens.
         echoes: For each prompt, what its choices begin with; none where nothing is echoed.
+        new_parser: Makes what reads one choice of a conversation.
     """
 
     body: GenerationBody
@@ -55,6 +57,7 @@ class Job:
     num_speculative_tokens: int
     fingerprint: str
     echoes: tuple[Echo, ...] = ()
+    new_parser: Callable[[], AnswerParser] = PlainParser
 
     @property
     def num_prompt_tokens(self) -> int:
