@@ -16,12 +16,13 @@ ARGS ?=
 # A Python 3.11 to make .venv with, where the one found is not the one wanted.
 PYTHON ?=
 
-.PHONY: help setup serve test test-fast test-cluster test-clients test-monitoring check format bench soak clean
+.PHONY: help setup serve test test-fast test-faults test-cluster test-clients test-monitoring check format bench soak clean
 
 help:
 	@echo "make serve            the service with the demo pair on 127.0.0.1:8000, until Ctrl-C"
 	@echo "make test-fast        what a developer runs between two changes: no services, nothing slow"
 	@echo "make test             the test suite, with services on this machine"
+	@echo "make test-faults      services that are killed, stalled and updated under load"
 	@echo "make test-cluster     several Ray nodes on this machine, and the image; needs redis-server, buildah and mmdebstrap"
 	@echo "make test-clients     schemathesis, guidellm, the openai client and a browser; needs chromium"
 	@echo "make test-monitoring  alerts and dashboards on a real Prometheus; needs Debian's prometheus"
@@ -39,10 +40,13 @@ serve: $(SERVE)
 # What starts Ray has the machine to itself: two services at once would be slow, and late for each other.
 test: $(DEV)
 	@$(PYTEST) $(TWO) -m "not soak and not cluster and not clients and not monitoring and not service" $(ARGS)
-	@$(PYTEST) -m "service and not soak and not cluster and not clients and not monitoring" $(ARGS)
+	@$(PYTEST) -m "service and not faults and not soak and not cluster and not clients and not monitoring" $(ARGS)
 
 test-fast: $(DEV)
 	@$(PYTEST) $(TWO) -m "not soak and not cluster and not clients and not monitoring and not service and not slow" $(ARGS)
+
+test-faults: $(DEV)
+	@$(PYTEST) -m "faults and not soak and not cluster and not clients and not monitoring" $(ARGS)
 
 test-cluster: $(DEV) $(CHECKOV)
 	@for program in redis-server buildah mmdebstrap; do command -v $$program >/dev/null \

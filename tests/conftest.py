@@ -14,6 +14,15 @@ WITH_SERVICES = (
 )
 """What starts Ray; ``make test`` runs it after all others, one test at a time."""
 
+FAULTS = (
+    "tests/integration/test_kills.py",
+    "tests/integration/test_metrics.py",
+    "tests/integration/test_poison.py",
+    "tests/integration/test_serve_deploy.py",
+    "tests/integration/test_stalls.py",
+)
+"""What kills, stalls and updates services of its own; behind ``make test-faults``."""
+
 SLOW = (
     "tests/specdec/protocol/",
     "tests/specdec/engine/",
@@ -45,6 +54,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item, path in paths.items():
         if path.startswith(WITH_SERVICES):
             item.add_marker(pytest.mark.service)
+        if path.startswith(FAULTS):
+            item.add_marker(pytest.mark.faults)
         if path.startswith(SLOW):
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: not paths[item].startswith(SLOW))
