@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from specdec.sampling.grammar import Grammar
     from specdec.sampling.params import SamplingParams
     from specdec.sampling.pipeline import LogitsProcessor
+    from specdec.sampling.rows import RowGroup
     from specdec.types import TokenLogprobs
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Grammar",
     "LogitsProcessor",
     "ModelSource",
+    "RowGroup",
     "SamplingParams",
     "SpecStats",
     "SpeculativeEngine",
@@ -40,6 +42,7 @@ _MODULES = {
     "Grammar": "specdec.sampling.grammar",
     "LogitsProcessor": "specdec.sampling.pipeline",
     "ModelSource": "specdec.models.loading",
+    "RowGroup": "specdec.sampling.rows",
     "SamplingParams": "specdec.sampling.params",
     "SpecStats": "specdec.engine.stats",
     "SpeculativeEngine": "specdec.engine.engine",

@@ -30,29 +30,30 @@ _DEFAULT_NOISE_CACHE_BYTES = 64 << 20
 
 
 class LogitsProcessor(Protocol):
-    """A hook that may change the logits of single rows, such as a grammar's mask.
+    """A hook that may change the logits of a step, such as a mask: it is called once for all rows of the batch.
 
-    It must be a pure function of its arguments: the same row is computed again by later rounds, by the other model and
-    after a crash. It sees rows after draft tokens that may yet be refused.
+    What it makes of a row must depend on that row alone, on ``spec`` and on the tokens before it: the same row is
+    computed again by later rounds in another batch, by the other model and after a crash. It sees rows after draft
+    tokens that may yet be refused.
 
     A row whose largest logit is not finite after all processors (every token forbidden, or a NaN or +inf among them) is
     drawn as if none had been called: biases, penalties and min_tokens stay. So it is in both models and under both
     rules. Who wants such a sequence to end leaves it an ending token.
 
-    An error that it raises ends the sequence of its row, with an error; all other rows are as they would have been.
+    Where it raises it is called again for each sequence alone. An error that it raises then ends that sequence, with an
+    error; all other rows are as they would have been.
     """
 
-    def __call__(self, spec: SequenceSpec, tokens: Sequence[int], position: int, logits: Tensor) -> Tensor | None:
-        """Process one row.
+    def __call__(self, groups: Sequence[RowGroup], logits: Tensor) -> Tensor | None:
+        """Process the rows of a batch.
 
         Args:
-            spec: The sequence.
-            tokens: All tokens before ``position``, drafts included; not to be changed, nor kept after the call.
-            position: Absolute position of the token that the row chooses: ``len(tokens)``.
-            logits: float32 [V], after penalties, biases and min_tokens; may be changed in place.
+            groups: The sequences of the N rows, in order; at least one. Row i of a group follows
+                ``[*group.tokens, *group.draft[:i]]``. Neither they nor their lists may be changed, or kept.
+            logits: float32 [N, V], after penalties, biases and min_tokens; may be changed in place.
 
         Returns:
-            The new logits [V], or None to leave them as they are now. Forbidden tokens have -inf.
+            The new logits [N, V], or None to leave them as they are now. Forbidden tokens have -inf.
         """
         ...
 
@@ -81,7 +82,7 @@ class Sampler:
 
     Args:
         vocab_size: V, the tokens both models know; logits may have more columns (padding), which are never chosen.
-        processors: Hooks, applied in their order to every row.
+        processors: Hooks, applied in their order to all rows at once.
         noise_cache_bytes: Memory for Gumbel noise kept between steps.
         grammars: Compiles grammars; where there are none, a sequence with one fails.
     """
@@ -253,35 +254,42 @@ class Sampler:
         self._allowed.apply(logits, rows)
         apply_min_tokens(logits, rows)
         apply_bad_words(logits, rows)
-        if self._processors:
+        if self._processors and rows.groups:
             logits = self._processed(logits, rows)
         return apply_masks(logits, unedited, rows)
 
     def _processed(self, logits: Tensor, rows: Rows) -> Tensor:
         """What the processors make of [N, V], but for rows of which they leave nothing to draw from: a new tensor."""
-        processed = logits.clone()
-        for start, group in zip(rows.starts, rows.groups, strict=True):
-            end = start + 1 + len(group.draft)
-            try:
-                self._process(processed[start:end], group)
-            except Exception as error:
-                if is_device_lost(error):
-                    raise
-                logger.error("A logits processor failed; request %s", group.spec.request_id, exc_info=error)
-                self._failures[id(group)] = error
-                processed[start:end] = logits[start:end]
+        try:
+            processed = self._process(logits, rows.groups)
+        except Exception as error:
+            if is_device_lost(error):
+                raise
+            own = zip(logits.split_with_sizes(rows.counts), rows.groups, strict=True)
+            processed = torch.cat([self._processed_alone(part, group) for part, group in own])
         return torch.where(processed.amax(1, keepdim=True).isfinite(), processed, logits)
 
-    def _process(self, own: Tensor, group: RowGroup) -> None:
-        """Have the processors change a group's rows, [1 + draft tokens, V], in place."""
-        tokens = [*group.tokens] if group.draft else group.tokens
-        for row, drafted in zip(own, (*group.draft, None), strict=True):
-            for processor in self._processors:
-                changed = processor(group.spec, tokens, len(tokens), row)
-                if changed is not None:
-                    row.copy_(changed)
-            if drafted is not None:
-                tokens.append(drafted)
+    def _processed_alone(self, own: Tensor, group: RowGroup) -> Tensor:
+        """What the processors make of a group's rows, [1 + drafts, V]; where one raises, they stay as they are."""
+        try:
+            return self._process(own, [group])
+        except Exception as error:
+            if is_device_lost(error):
+                raise
+            logger.error("A logits processor failed; request %s", group.spec.request_id, exc_info=error)
+            self._failures[id(group)] = error
+            return own
+
+    def _process(self, logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
+        processed = logits.clone()
+        for processor in self._processors:
+            changed = processor(groups, processed)
+            if changed is None:
+                continue
+            if changed.shape != logits.shape:
+                raise ValueError(f"a logits processor gave {list(changed.shape)} for {list(logits.shape)}")
+            processed = changed.to(logits)
+        return processed
 
     def _scaled(self, logits: Tensor, rows: Rows) -> Tensor:
         """Logits over temperature, -inf where truncated, each row's maximum 0: a new [N, V].

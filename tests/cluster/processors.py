@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec.sampling.params import SequenceSpec
+from specdec.sampling.rows import RowGroup
 
 NEWLINE = 201
 """The demo pair's token."""
@@ -18,8 +18,8 @@ class Forbid:
     def __init__(self, token: int) -> None:
         self._token = token
 
-    def __call__(self, spec: SequenceSpec, tokens: Sequence[int], position: int, logits: Tensor) -> None:
-        logits[self._token] = -torch.inf
+    def __call__(self, groups: Sequence[RowGroup], logits: Tensor) -> None:
+        logits[:, self._token] = -torch.inf
 
 
 no_newline = Forbid(NEWLINE)

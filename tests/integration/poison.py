@@ -25,6 +25,7 @@ import torch
 from specdec.sampling.params import SequenceSpec
 from tests.integration.kills import Comparison, Stream, Streams, processes_of
 from tests.integration.running import RunningService, eventually
+from tests.specdec.hooks import by_row
 
 KINDS = {"raise": 4001, "memory": 4002, "die": 4003}
 """What a poisonous request does, and the token whose bias asks for it."""
@@ -34,7 +35,8 @@ NUM_HARMLESS_TOKENS = 4
 PATIENCE_S = 240.0
 
 
-def hook(spec: SequenceSpec, tokens: Sequence[int], position: int, logits: torch.Tensor) -> None:
+@by_row
+def hook(spec: SequenceSpec, tokens: list[int], logits: torch.Tensor) -> None:
     """A logits processor that does what a request's bias asks for.
 
     Raises:
@@ -44,7 +46,7 @@ def hook(spec: SequenceSpec, tokens: Sequence[int], position: int, logits: torch
     asked = {token for token, _ in spec.sampling.logit_bias}
     if KINDS["die"] in asked:
         os.kill(os.getpid(), signal.SIGKILL)
-    if position < spec.output_start + NUM_HARMLESS_TOKENS:
+    if len(tokens) < spec.output_start + NUM_HARMLESS_TOKENS:
         return
     if KINDS["raise"] in asked:
         raise ValueError("this hook raises")

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from specdec.sampling.params import SequenceSpec
+from tests.specdec.hooks import by_row
 
 HOOK = "tests.integration.stalls:hook"
 STALL_S = 5.0
@@ -28,10 +29,11 @@ PAUSES_S = {
 BLOCK, TWENTY_SECONDS = PAUSES_S
 
 
-def hook(spec: SequenceSpec, tokens: Sequence[int], position: int, logits: torch.Tensor) -> None:
+@by_row
+def hook(spec: SequenceSpec, tokens: list[int], logits: torch.Tensor) -> None:
     """A logits processor after whose call for the fifth token the layers of one step wait."""
     for token, _ in spec.sampling.logit_bias:
-        if token in PAUSES_S and position == spec.output_start + 4:
+        if token in PAUSES_S and len(tokens) == spec.output_start + 4:
             _wait_in_layers(PAUSES_S[token])
 
 

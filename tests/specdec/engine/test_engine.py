@@ -10,6 +10,8 @@ import specdec.demo
 from specdec import BackendOptions, CancellationToken, ModelSource, SamplingParams, SpeculativeEngine, TokenEvent
 from specdec.errors import CancelledError, IncompatiblePairError, InvalidParameterError, SequenceFailedError
 from specdec.models.loading import load_tokenizer
+from specdec.sampling.params import SequenceSpec
+from tests.specdec.hooks import by_row
 
 DEMO = Path(specdec.demo.__file__).parent
 GREEDY = SamplingParams(temperature=0.0)
@@ -141,9 +143,9 @@ def test_a_logits_processor_is_applied_to_every_position() -> None:
     target, draft = (ModelSource(str(DEMO / role), dtype="float32") for role in ("target", "draft"))
     newline = 201
 
-    def no_newline(spec: object, tokens: list[int], position: int, logits: torch.Tensor) -> torch.Tensor:
+    def no_newline(groups: object, logits: torch.Tensor) -> torch.Tensor:
         logits = logits.clone()
-        logits[newline] = float("-inf")
+        logits[:, newline] = float("-inf")
         return logits
 
     outputs = set()
@@ -158,8 +160,9 @@ def test_a_logits_processor_is_applied_to_every_position() -> None:
 def test_a_sequence_that_fails_is_named_and_the_others_are_returned(engine: SpeculativeEngine) -> None:
     sampler = engine._service.target._backend._sampler
 
-    def raising(spec, tokens, position, logits):  # type: ignore[no-untyped-def]
-        if spec.output_start == position - 2 and tokens[0] == PROMPT_IDS[0]:
+    @by_row
+    def raising(spec: SequenceSpec, tokens: list[int], logits: torch.Tensor) -> None:
+        if spec.output_start == len(tokens) - 2 and tokens[0] == PROMPT_IDS[0]:
             raise ValueError("no such state")
 
     sampler._processors = (raising,)

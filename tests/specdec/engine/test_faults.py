@@ -15,6 +15,7 @@ from specdec.errors import DeviceLostError
 from specdec.models.runner import ModelRunner, RowInput
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from tests.specdec.engine.pairs import Case, Output, add_noise, backend, collect, make_model
+from tests.specdec.hooks import by_row
 
 POISON_SEED = 13
 PROMPTS = ((5, 9, 77, 31), tuple(range(30, 63)), (8,), (11, 12))
@@ -25,9 +26,10 @@ def cases(temperature: float, acceptance: str = "coupled") -> list[Case]:
     return [Case(prompt, 20, params, seed=POISON_SEED - 1 + i) for i, prompt in enumerate(PROMPTS)]
 
 
-def raising(spec: SequenceSpec, tokens: Sequence[int], position: int, logits: Tensor) -> None:
+@by_row
+def raising(spec: SequenceSpec, tokens: list[int], logits: Tensor) -> None:
     """Fails for one sequence, from its sixth token on, having spoilt its row."""
-    if spec.seed == POISON_SEED and position >= spec.output_start + 5:
+    if spec.seed == POISON_SEED and len(tokens) >= spec.output_start + 5:
         logits.fill_(float("nan"))
         raise ValueError("no such state")
 

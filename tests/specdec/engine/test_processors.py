@@ -1,6 +1,7 @@
 """The hook for logits processors: what it does to the target's rows is part of the target's own distribution."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -9,26 +10,30 @@ from torch import Tensor
 from specdec.engine.draft_backend import ModelDrafter
 from specdec.engine.local import LocalService
 from specdec.engine.target_backend import ModelTarget
+from specdec.models.runner import RowInput
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.pipeline import LogitsProcessor
+from specdec.sampling.rows import RowGroup
 from tests.specdec.engine.pairs import Case, add_noise, backend, make_model, run
+from tests.specdec.hooks import by_row
 from tests.specdec.models.families import VOCAB_SIZE
 
 PROMPTS = ((5, 9, 77, 31), tuple(range(30, 63)), (8,))
 
 
-def no_echo(spec: SequenceSpec, tokens: Sequence[int], position: int, logits: Tensor) -> Tensor:
+@by_row
+def no_echo(spec: SequenceSpec, tokens: list[int], logits: Tensor) -> Tensor:
     """Bans by sequence (its seed), position (its parity) and history (the last four tokens): a new tensor."""
-    assert position == len(tokens)
     changed = logits.clone()
-    changed[(position + spec.seed) % 2 :: 2] -= 4.0
+    changed[(len(tokens) + spec.seed) % 2 :: 2] -= 4.0
     changed[list(tokens[-4:])] = -torch.inf
     return changed
 
 
-def rising(spec: SequenceSpec, tokens: Sequence[int], position: int, logits: Tensor) -> None:
-    """Prefers tokens above the newest one: in place."""
-    logits[: tokens[-1] + 1] -= 3.0
+def rising(groups: Sequence[RowGroup], logits: Tensor) -> Tensor:
+    """Prefers tokens above the newest one: for all rows at once, a new tensor."""
+    newest = torch.tensor([token for group in groups for token in (group.tokens[-1], *group.draft)])
+    return logits - 3.0 * (torch.arange(logits.shape[1]) <= newest.unsqueeze(1))
 
 
 BOTH: tuple[LogitsProcessor, ...] = (no_echo, rising)
@@ -66,12 +71,39 @@ def test_a_processor_changes_what_is_chosen_and_drafts_do_not(temperature: float
     assert [run(make_service(BOTH, BOTH, 4), [case])[0][0] for case in cases] == plain
 
 
+def test_a_processor_is_called_once_a_step_and_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all rows of it, of the drafts under verification too."""
+    calls: dict[str, list[int]] = {"target": [], "draft": []}
+
+    def seen(name: str) -> LogitsProcessor:
+        return lambda groups, logits: calls[name].append(len(logits))
+
+    service = make_service((seen("target"),), (seen("draft"),), 4)
+    assert service.drafter is not None
+    wanted: dict[str, list[int]] = {"target": [], "draft": []}
+    for name, machine in (("target", service.target), ("draft", service.drafter)):
+        runner = machine._backend._runner
+        forward = runner.forward
+
+        def count(rows: Sequence[RowInput], name: str = name, forward: Any = forward) -> Tensor:
+            logits = forward(rows)
+            if len(logits):
+                wanted[name].append(len(logits))
+            return logits
+
+        monkeypatch.setattr(runner, "forward", count)
+    run(service, make_cases(1.0))
+    assert calls == wanted
+    assert max(calls["target"]) > 5, "the rows of several sequences come together"
+
+
 def test_a_processor_acts_under_the_rejection_rule_too() -> None:
     """A row that leaves one token decides it, whatever was drafted."""
 
-    def counts_up(spec: SequenceSpec, tokens: Sequence[int], position: int, logits: Tensor) -> Tensor:
+    @by_row
+    def counts_up(spec: SequenceSpec, tokens: list[int], logits: Tensor) -> Tensor:
         only = torch.full_like(logits, -torch.inf)
-        only[3 + (spec.seed + position) % (VOCAB_SIZE - 3)] = 0.0
+        only[3 + (spec.seed + len(tokens)) % (VOCAB_SIZE - 3)] = 0.0
         return only
 
     cases = make_cases(1.0, acceptance="rejection")

@@ -185,8 +185,8 @@ def test_a_grammar_goes_before_all_else_that_is_forbidden() -> None:
     spec = spec_of(DIGITS, temperature=0.0, logit_bias=((digits[3], 100.0),), allowed_token_ids=(70, digits[3]))
     assert sampler.choose(logits, [RowGroup(spec, PROMPT)]).tolist() == [digits[3]]
 
-    def nothing(spec: SequenceSpec, tokens: Sequence[int], position: int, row: torch.Tensor) -> None:
-        row[digits] = -torch.inf
+    def nothing(groups: Sequence[RowGroup], logits: torch.Tensor) -> None:
+        logits[:, digits] = -torch.inf
 
     sampler = Sampler(V, [nothing], grammars=GRAMMARS)
     assert sampler.choose(logits, [RowGroup(spec_of(DIGITS, temperature=0.0), PROMPT)]).tolist() == [best]

@@ -13,6 +13,7 @@ from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.sampling.rejection import propose_truncated, verify_rejection
 from specdec.sampling.validation import validated
+from tests.specdec.hooks import by_row
 
 from .reference import make_spec
 
@@ -74,8 +75,8 @@ class Forbids:
         self.value = value
         self.everywhere = everywhere
 
-    def __call__(self, spec: SequenceSpec, tokens: Sequence[int], position: int, logits: Tensor) -> None:
-        logits[: None if self.everywhere else 1] = self.value
+    def __call__(self, groups: Sequence[RowGroup], logits: Tensor) -> None:
+        logits[:, : None if self.everywhere else 1] = self.value
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -92,9 +93,10 @@ def test_a_row_that_processors_leave_nothing_of_is_drawn_without_them(processor:
 
 
 def test_only_the_row_with_nothing_left_is_drawn_without_processors() -> None:
-    def only_token_4_then_nothing(spec: SequenceSpec, tokens: Sequence[int], position: int, logits: Tensor) -> Tensor:
+    @by_row
+    def only_token_4_then_nothing(spec: SequenceSpec, tokens: list[int], logits: Tensor) -> Tensor:
         allowed = torch.full_like(logits, -torch.inf)
-        allowed[4] = 0.0 if position < 2 else -torch.inf
+        allowed[4] = 0.0 if len(tokens) < 2 else -torch.inf
         return allowed
 
     group = RowGroup(make_spec(), [0], (4, 4))

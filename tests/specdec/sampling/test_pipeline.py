@@ -23,6 +23,7 @@ from specdec.sampling import truncation
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.philox import gumbel
 from specdec.sampling.pipeline import RowGroup, Sampler
+from tests.specdec.hooks import by_row
 
 from .reference import TableModel, edited_row, make_spec, random_params, row_probs
 
@@ -202,25 +203,28 @@ class EvenPositionsOnly:
     """Allows the even half of the vocabulary at even positions, and records what it was called with."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[list[int], int]] = []
+        self.calls: list[tuple[list[RowGroup], tuple[int, ...]]] = []
 
-    def __call__(self, spec: SequenceSpec, tokens: Sequence[int], position: int, logits: Tensor) -> Tensor | None:
-        self.calls.append((list(tokens), position))
+    def __call__(self, groups: Sequence[RowGroup], logits: Tensor) -> Tensor | None:
+        self.calls.append((list(groups), tuple(logits.shape)))
+        return by_row(self._process)(groups, logits)
+
+    def _process(self, spec: SequenceSpec, tokens: list[int], logits: Tensor) -> Tensor | None:
         if spec.seed == 99:
             return None
-        if position % 2:
+        if len(tokens) % 2:
             logits[: VOCAB // 2] = -torch.inf  # in place
             return None
         return logits.masked_fill(torch.arange(VOCAB) % 2 == 1, -torch.inf)
 
 
-def test_processors_see_each_row_and_change_only_that() -> None:
+def test_processors_see_all_rows_at_once() -> None:
     processor = EvenPositionsOnly()
     groups = [RowGroup(make_spec(seed=1), [4, 5], (6, 7)), RowGroup(make_spec(seed=99), [8], (9,))]
     logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(1))
     before = logits.clone()
     probs = Sampler(VOCAB, [processor]).probs(logits, groups)
-    assert processor.calls == [([4, 5], 2), ([4, 5, 6], 3), ([4, 5, 6, 7], 4), ([8], 1), ([8, 9], 2)]
+    assert processor.calls == [(groups, (5, VOCAB))]
     assert torch.equal(logits, before)
     even = torch.arange(VOCAB) % 2 == 0
     assert (probs[[0, 2]] > 0).equal(even.expand(2, -1))
@@ -228,17 +232,27 @@ def test_processors_see_each_row_and_change_only_that() -> None:
     torch.testing.assert_close(probs[3:], before[3:].softmax(1))
 
 
+def test_what_a_processor_gives_must_be_of_the_shape_of_what_it_got() -> None:
+    """One row would fit all by broadcasting; each sequence is told, and its rows are as without a processor."""
+    groups = [RowGroup(make_spec(seed=seed), [4, 5], (6,)) for seed in range(2)]
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(1))
+    sampler = Sampler(VOCAB, [lambda groups, logits: logits[:1].clone()])
+    torch.testing.assert_close(sampler.probs(logits, groups), logits.softmax(1))
+    failures = sampler.take_failures()
+    assert [str(failures[id(group)]) for group in groups] == ["a logits processor gave [1, 12] for [2, 12]"] * 2
+
+
 def test_processors_come_after_penalties_and_before_truncation() -> None:
     seen: list[Tensor] = []
 
-    def mask_best(spec: SequenceSpec, tokens: Sequence[int], position: int, logits: Tensor) -> Tensor:
+    def mask_best(groups: Sequence[RowGroup], logits: Tensor) -> Tensor:
         seen.append(logits.clone())
-        return logits.index_fill(0, logits.argmax().unsqueeze(0), -torch.inf)
+        return logits.index_fill(1, logits[0].argmax(), -torch.inf)
 
     params = SamplingParams(presence_penalty=2.0, logit_bias=((2, 1.0),), top_k=2)
     logits = torch.tensor([[3.0, 2.5, 1.0, 0.0]])
     probs = Sampler(4, [mask_best]).probs(logits, [RowGroup(make_spec(params, output_start=0), [0])])
-    assert seen[0].tolist() == [1.0, 2.5, 2.0, 0.0]
+    assert seen[0].tolist() == [[1.0, 2.5, 2.0, 0.0]]
     assert (probs[0] > 0).tolist() == [True, False, True, False]
 
 
