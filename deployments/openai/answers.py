@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
@@ -15,9 +15,9 @@ from starlette.types import Receive, Scope, Send
 
 from deployments.openai.context import Api
 from deployments.openai.errors import api_error
-from deployments.openai.formats import Envelope, Format, Json
 from deployments.openai.generation import Generation, SampleDelta
 from deployments.openai.job import Job
+from deployments.openai.writing import Event, Writer
 
 _T = TypeVar("_T")
 _CLIENT_CLOSED_REQUEST = 499
@@ -27,17 +27,17 @@ class ClientGoneError(Exception):
     """The client has closed its connection."""
 
 
-async def answer(api: Api, job: Job, format_: Format, request: Request) -> Response:
+async def answer(api: Api, job: Job, writer: Writer, request: Request) -> Response:
     """The answer to a job: a stream if it asks for one. Nothing is sent before every sequence was taken in."""
     if job.body.stream:
-        return StreamedAnswer(api, job, format_)
+        return StreamedAnswer(api, job, writer)
     try:
-        return await while_connected(request.receive, _whole(api, job, format_))
+        return await while_connected(request.receive, _whole(api, job, writer))
     except ClientGoneError:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
 
-async def _whole(api: Api, job: Job, format_: Format) -> Response:
+async def _whole(api: Api, job: Job, writer: Writer) -> Response:
     """Generate everything, then write it down."""
     choices: dict[int, SampleDelta] = {}
     async with Generation(api, job) as generation:
@@ -46,8 +46,7 @@ async def _whole(api: Api, job: Job, format_: Format) -> Response:
             choices[delta.index] = delta if before is None else before + delta
 
         def write() -> Response:
-            written = [format_.whole(choices[index]) for index in range(len(job.sequences))]
-            return JSONResponse(Envelope(job, format_).whole(written, generation))
+            return JSONResponse(writer.whole([choices[index] for index in range(len(job.sequences))], generation))
 
         response = await api.write(sum(_num_prompt_logprobs(job, delta) for delta in choices.values()), write)
         for index, choice in choices.items():
@@ -60,18 +59,17 @@ def _num_prompt_logprobs(job: Job, delta: SampleDelta) -> int:
 
 
 class StreamedAnswer(Response):
-    """Server-sent events, one per delta; cancelled as soon as the client is gone."""
+    """Server-sent events, some per delta; cancelled as soon as the client is gone."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, api: Api, job: Job, format_: Format) -> None:
+    def __init__(self, api: Api, job: Job, writer: Writer) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._api = api
         self._job = job
-        self._format = format_
-        self._envelope = Envelope(job, format_)
+        self._writer = writer
         self._num_sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,29 +85,22 @@ class StreamedAnswer(Response):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
                 await self._events(send, generation)
-                await self._send(send, b"data: [DONE]\n\n")
             except ClientGoneError:
                 raise
             except Exception as error:
-                await self._send_json(
-                    send, api_error(error, self._api.settings.limits.retry_after_s, self._job.arrival.label).body
-                )
+                told = api_error(error, self._api.settings.limits.retry_after_s, self._job.arrival.label)
+                await self._send(send, _encoded(self._writer.failed(told)))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self, send: Send, generation: Generation) -> None:
-        for index in range(len(self._job.sequences)):
-            opening = self._format.opening(index)
-            if opening is not None:
-                await self._send_json(send, self._envelope.chunk(opening, generation, 0))
+        await self._send(send, _encoded(self._writer.opening(generation)))
         async with aclosing(self._gathered(generation)) as deltas:
             async for delta in deltas:
                 self._num_sent += len(delta.token_ids)
                 count = _num_prompt_logprobs(self._job, delta)
                 await self._send(send, await self._api.write(count, partial(self._written, delta, generation)))
                 generation.delivered(delta.index, len(delta.token_ids))
-        last = self._envelope.last_chunk(generation)
-        if last is not None:
-            await self._send_json(send, last)
+        await self._send(send, _encoded(self._writer.closing(generation)) + self._writer.end_mark)
 
     async def _gathered(self, generation: Generation) -> AsyncGenerator[SampleDelta]:
         """What is worth an event: a choice's first news, then as many tokens as events shall hold, and its end."""
@@ -119,9 +110,9 @@ class StreamedAnswer(Response):
             async for delta in generation:
                 delta = held.pop(delta.index) + delta if delta.index in held else delta
                 is_enough = delta.finish or len(delta.token_ids) >= self._api.settings.stream_interval
-                if delta.index in begun and not is_enough:
+                if (delta.index in begun and not is_enough) or not self._is_news(delta):
                     held[delta.index] = delta
-                elif self._is_news(delta):
+                else:
                     begun.add(delta.index)
                     yield delta
         except Exception:
@@ -135,21 +126,24 @@ class StreamedAnswer(Response):
         return bool(delta.text or delta.finish or told or self._job.body.return_token_ids)
 
     def _written(self, delta: SampleDelta, generation: Generation) -> bytes:
-        return _event(self._envelope.chunk(self._format.chunk(delta), generation, self._num_sent))
+        return _encoded(self._writer.news(delta, generation, self._num_sent))
 
-    async def _send_json(self, send: Send, body: Json) -> None:
-        await self._send(send, _event(body))
-
-    async def _send(self, send: Send, event: bytes) -> None:
+    async def _send(self, send: Send, events: bytes) -> None:
+        if not events:
+            return
         try:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": events, "more_body": True})
         except OSError as error:
             raise ClientGoneError from error
 
 
-def _event(body: Json) -> bytes:
-    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
-    return f"data: {text}\n\n".encode()
+def _encoded(events: Sequence[Event]) -> bytes:
+    """Events as they are sent."""
+    return b"".join(
+        (f"event: {event.name}\n" if event.name else "").encode()
+        + f"data: {json.dumps(event.data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+        for event in events
+    )
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:

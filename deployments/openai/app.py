@@ -15,7 +15,7 @@ from deployments.openai.ignored import IgnoredFields
 from deployments.openai.keys import ApiKeys, CheckKeys
 from deployments.openai.middleware import Admit, Arrivals, BodyLimit, CatchErrors
 from deployments.openai.observer import Observer
-from deployments.openai.routes import admin, completions, models, pages, tokens, ui
+from deployments.openai.routes import admin, completions, models, pages, responses, tokens, ui
 from deployments.openai.service import TokenService
 from deployments.openai.settings import ApiSettings
 from specdec.models.compat import tokenizer_width
@@ -72,6 +72,6 @@ def create_app(
             expose_headers=["x-request-id", "retry-after"],
         )
     app.add_middleware(Arrivals, settings=settings, observer=observer)
-    for group in (completions, models, tokens, admin, pages, *((ui,) if settings.ui else ())):
+    for group in (completions, responses, models, tokens, admin, pages, *((ui,) if settings.ui else ())):
         app.include_router(group.router)
     return app

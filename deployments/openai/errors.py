@@ -24,6 +24,9 @@ _logger = logging.getLogger("ray.serve")
 UNSUPPORTED = "unsupported_parameter"
 INVALID = "invalid_value"
 _UNION_LABELS = frozenset({"str", "int", "float", "bool", "dict", "list"})
+"""Pydantic's for the members of a union; labels of ours begin with ``<``."""
+_MOST_SHOWN = 64
+"""Characters of a field's name."""
 
 
 class ApiError(Exception):
@@ -133,11 +136,11 @@ def _http_error(error: HTTPException) -> ApiError:
 def _invalid_body(errors: Sequence[Any]) -> ApiError:
     """The first thing that is wrong with a body, with the name of the field."""
     first = errors[0]
-    path = [part for part in first["loc"][1:] if part not in _UNION_LABELS]
+    path = [part for part in first["loc"][1:] if part not in _UNION_LABELS and not str(part).startswith("<")]
     if first["type"] == "unknown_field":
         name = dotted([*path, first["ctx"]["field"]])
         return ApiError(400, f"unknown field {name!r}{first['msg']}", param=name, code="unknown_parameter")
-    if first["type"] == "refused_field":
+    if "field" in first.get("ctx", {}):
         path.append(first["ctx"]["field"])
     param = dotted(path) if path else None
     if param is None:
@@ -151,8 +154,8 @@ def _invalid_body(errors: Sequence[Any]) -> ApiError:
 
 
 def dotted(path: Sequence[str | int]) -> str:
-    """``("messages", 0, "role")`` as ``messages[0].role``."""
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    """``("messages", 0, "role")`` as ``messages[0].role``; names that clients invent are cut."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part[:_MOST_SHOWN]}" for part in path)
     return text.removeprefix(".")
 
 

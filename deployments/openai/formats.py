@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 from deployments.openai.context import Api
+from deployments.openai.errors import ApiError
 from deployments.openai.generation import Generation, SampleDelta
 from deployments.openai.job import Job
 from deployments.openai.logprobs import TokenIdNames, TokenNames, chat_logprobs, completion_logprobs, prompt_logprobs
 from deployments.openai.messages import Message
 from deployments.openai.schemas.completions import CompletionBody
-from deployments.openai.tally import how_it_came, speculation_metrics
+from deployments.openai.tally import answer_metrics, how_it_came
+from deployments.openai.writing import Event, Json
 from specdec.text.pieces import TokenTexts
 from specdec.types import PromptLogprobs
-
-Json = dict[str, Any]
 
 
 class Format(Protocol):
@@ -145,10 +146,13 @@ class ChatFormat:
 
 
 class Envelope:
-    """What stands around the choices: the same in every chunk of an answer."""
+    """Writes answers of choices: what stands around them is the same in every chunk of an answer."""
+
+    end_mark = b"data: [DONE]\n\n"
 
     def __init__(self, job: Job, format_: Format) -> None:
         self._job = job
+        self._format = format_
         self._head = {
             "id": f"{format_.prefix}-{job.arrival.label}",
             "created": int(job.arrival.wall_s),
@@ -157,30 +161,38 @@ class Envelope:
         self._kinds = format_.kinds
         self._beside = format_.beside_choices
 
-    def whole(self, choices: list[Json], generation: Generation) -> Json:
+    def whole(self, choices: Sequence[SampleDelta], generation: Generation) -> Json:
         """A whole answer."""
-        return self._body(self._kinds[0], choices) | {"usage": self._usage(generation)} | self._metrics(generation)
+        body = self._body(self._kinds[0], [self._format.whole(choice) for choice in choices])
+        return body | {"usage": self._usage(generation)} | self._metrics(generation)
 
-    def chunk(self, choice: Json, generation: Generation, num_sent: int) -> Json:
-        """One chunk; its usage is that so far where it is wanted, or null where a later one has it.
+    def opening(self, generation: Generation) -> list[Event]:
+        """The beginning of each choice that has one."""
+        openings = (self._format.opening(index) for index in range(len(self._job.sequences)))
+        return [self._chunk(opening, generation, 0) for opening in openings if opening is not None]
 
-        Args:
-            choice: What is new.
-            generation: Of it.
-            num_sent: Output tokens that were sent up to the chunk, those in it included.
-        """
-        body = self._body(self._kinds[1], [choice])
-        if self._job.body.wants_continuous_usage:
-            return body | {"usage": self._usage(generation, num_sent)}
-        return body | ({"usage": None} if self._job.body.wants_usage_chunk else {})
+    def news(self, delta: SampleDelta, generation: Generation, num_sent: int) -> list[Event]:
+        """One chunk."""
+        return [self._chunk(self._format.chunk(delta), generation, num_sent)]
 
-    def last_chunk(self, generation: Generation) -> Json | None:
+    def closing(self, generation: Generation) -> list[Event]:
         """The chunk without choices that ends a stream, if it was asked for."""
         metrics = self._metrics(generation)
         if not metrics and not self._job.body.wants_usage_chunk:
-            return None
+            return []
         usage = self._usage(generation) if self._job.body.wants_usage_chunk else None
-        return self._body(self._kinds[1], []) | {"usage": usage} | metrics
+        return [Event(self._body(self._kinds[1], []) | {"usage": usage} | metrics)]
+
+    def failed(self, error: ApiError) -> list[Event]:
+        """The error."""
+        return [Event(error.body)]
+
+    def _chunk(self, choice: Json, generation: Generation, num_sent: int) -> Event:
+        """A chunk; its usage is that so far where it is wanted, or null where a later one has it."""
+        body = self._body(self._kinds[1], [choice])
+        if self._job.body.wants_continuous_usage:
+            return Event(body | {"usage": self._usage(generation, num_sent)})
+        return Event(body | ({"usage": None} if self._job.body.wants_usage_chunk else {}))
 
     def _body(self, kind: str, choices: list[Json]) -> Json:
         first = [choice for choice in choices if choice["index"] == 0]
@@ -200,16 +212,8 @@ class Envelope:
         }
 
     def _metrics(self, generation: Generation) -> Json:
-        """What speculation did, if it was asked for; for several choices there is no one answer to that."""
-        detail = self._job.body.per_request_spec_decode_metrics or "none"
-        if detail == "none":
-            return {}
-        if len(generation.tallies) > 1:
-            return {"metrics": {"speculative_decoding": None}}
-        bound = self._job.num_speculative_tokens
-        return {
-            "metrics": {"speculative_decoding": speculation_metrics(generation.tallies[0], bound, detail == "detailed")}
-        }
+        detail = self._job.body.per_request_spec_decode_metrics
+        return answer_metrics(generation.tallies, self._job.num_speculative_tokens, detail)
 
 
 def _names(api: Api, job: Job) -> TokenNames:

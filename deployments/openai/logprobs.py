@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from deployments.openai.generation import SampleDelta
+from deployments.openai.generation import SampleDelta, ShownToken
 from specdec.text.pieces import TokenTexts
 from specdec.types import PromptLogprobs, TokenLogprobs
 
@@ -80,13 +80,16 @@ def prompt_logprobs(
 
 def chat_logprobs(texts: TokenNames, delta: SampleDelta) -> dict[str, Any] | None:
     """The ``logprobs`` object of a chat completion."""
-    if delta.logprobs is None:
-        return None
-    content = []
-    for shown in delta.logprobs:
-        top = [_chat_entry(texts, other, logprob) for other, logprob in shown.entry.top]
-        content.append(_chat_entry(texts, shown.token, shown.entry.logprob) | {"top_logprobs": top})
-    return {"content": content, "refusal": None}
+    return None if delta.logprobs is None else {"content": chat_entries(texts, delta.logprobs), "refusal": None}
+
+
+def chat_entries(texts: TokenNames, shown: Sequence[ShownToken]) -> list[dict[str, Any]]:
+    """For each token an object, as in chat completions."""
+    entries = []
+    for one in shown:
+        top = [_chat_entry(texts, other, logprob) for other, logprob in one.entry.top]
+        entries.append(_chat_entry(texts, one.token, one.entry.logprob) | {"top_logprobs": top})
+    return entries
 
 
 def _chat_entry(texts: TokenNames, token: int, logprob: float) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from specdec.protocol.messages import Notes, Plan
@@ -54,6 +55,21 @@ class RoundTally:
     def num_accepted_tokens(self) -> int:
         """Draft tokens kept."""
         return sum(kind.num_accepted_tokens * count for kind, count in self.rounds.items())
+
+
+def answer_metrics(tallies: Sequence[RoundTally], num_spec_tokens: int, detail: str | None) -> dict[str, Any]:
+    """The ``metrics`` of an answer, if they were asked for; for several choices there is no one answer to that.
+
+    Args:
+        tallies: By choice.
+        num_spec_tokens: Bound on draft tokens per round.
+        detail: What the request says: ``none``, ``summary`` or ``detailed``.
+    """
+    if detail in (None, "none"):
+        return {}
+    one = tallies[0] if len(tallies) == 1 else None
+    told = None if one is None else speculation_metrics(one, num_spec_tokens, detail == "detailed")
+    return {"metrics": {"speculative_decoding": told}}
 
 
 def speculation_metrics(tally: RoundTally, num_spec_tokens: int, detailed: bool) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 
 import specdec.demo
 from tests.clients.fuzz import PROGRAMS, by_status, fuzz
-from tests.deployments.openai.test_hostile_bodies import JSON, RAW
+from tests.deployments.openai.test_hostile_bodies import JSON, RAW, paths_of
 from tests.integration.running import RunningService, eventually, nothing_held
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(900)]
@@ -45,7 +45,7 @@ def test_thousands_of_made_up_requests_cause_no_server_error(service: RunningSer
 @pytest.mark.parametrize("name", RAW)
 def test_a_hostile_body_is_answered(service: RunningService, name: str) -> None:
     body = RAW[name].replace(b'"model": "demo"', f'"model": "{service.model}"'.encode())
-    for path in ["/v1/chat/completions"] if b"messages" in body else ["/v1/completions", "/tokenize", "/detokenize"]:
+    for path in paths_of(body):
         answer = httpx.post(f"{service.url}{path}", content=body, headers=JSON, timeout=60)
         assert answer.status_code < 500, answer.text
         assert answer.is_success or set(answer.json()["error"]) == {"message", "type", "param", "code"}

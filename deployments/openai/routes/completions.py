@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from deployments.openai.answers import answer
 from deployments.openai.context import ApiOf, ArrivalOf
-from deployments.openai.formats import ChatFormat, CompletionFormat
+from deployments.openai.formats import ChatFormat, CompletionFormat, Envelope
 from deployments.openai.ignored import with_ignored
 from deployments.openai.job import chat_job, completion_job
 from deployments.openai.schemas.chat import ChatBody
@@ -21,7 +21,7 @@ async def completions(body: CompletionBody, request: Request, api: ApiOf, arriva
     """Go on with a text."""
     ignored = api.ignored.names(body)
     job = await completion_job(api, body, arrival)
-    return with_ignored(await answer(api, job, CompletionFormat(api, job), request), ignored)
+    return with_ignored(await answer(api, job, Envelope(job, CompletionFormat(api, job)), request), ignored)
 
 
 @router.post("/chat/completions", response_model=None)
@@ -29,4 +29,4 @@ async def chat_completions(body: ChatBody, request: Request, api: ApiOf, arrival
     """Go on with a conversation."""
     ignored = api.ignored.names(body)
     job = await chat_job(api, body, arrival)
-    return with_ignored(await answer(api, job, ChatFormat(api, job), request), ignored)
+    return with_ignored(await answer(api, job, Envelope(job, ChatFormat(api, job)), request), ignored)

@@ -1,4 +1,4 @@
-"""What completions and chat completions have in common."""
+"""What the bodies of all generating endpoints have in common, and what those of completions and chat completions."""
 
 from __future__ import annotations
 
@@ -32,44 +32,30 @@ class StreamOptions(Body):
     include_speculation: bool | None = None
 
 
-class GenerationBody(Body):
-    """How to generate; null and absent mean the same: the model's default, or OpenAI's.
-
-    Both kinds of body have all fields of :mod:`deployments.openai.schemas.others` in common.
+class SamplingBody(Body):
+    """How tokens are chosen; null and absent mean the same: the model's default, or OpenAI's.
 
     Attributes:
         model: Name of the target or the draft.
-        n: Samples per prompt.
         seed: Makes the answer reproducible; drawn where absent.
         stop: Strings that end the text; they are not part of it.
-        max_tokens: Most output tokens.
         num_speculative_tokens: Bound on draft tokens per round; 0 is plain decoding.
         disable_spec_decode: True is another way to write ``num_speculative_tokens: 0``.
         acceptance: Rule by which draft tokens are kept.
-        return_token_ids: Send the tokens' ids too.
         per_request_spec_decode_metrics: Send what speculation did, as ``metrics.speculative_decoding``.
         cache_salt: Share cached prefixes only among requests with the same salt (and the same API key, in any case).
-        prompt_logprobs: Alternatives to report per prompt token, as vLLM does.
         allowed_token_ids: The only tokens that may be chosen.
         bad_words: Words that the output must not hold.
         skip_special_tokens: Leave special tokens out of the text; by default they are.
         spaces_between_special_tokens: False is refused where the tokenizer would write some.
         include_stop_str_in_output: Stop strings and ending tokens are part of the text.
-        add_special_tokens: Whether prompts get those that the tokenizer adds by itself; by default texts do, and
-            conversations, whose template has its own, do not.
         truncate_prompt_tokens: Keep only so many of a prompt's last tokens; -1 keeps as many as there is room for.
-        return_tokens_as_token_ids: Write tokens as ``token_id:7`` in ``logprobs``.
-        response_format: What the output must be: OpenAI's object, also with vLLM's ``structural_tag``.
-        structured_outputs: The same in vLLM's words: one of ``json``, ``json_object``, ``regex``, ``choice``,
-            ``grammar``, ``structural_tag``; ``guided_json`` and its like are its older names.
+        structured_outputs: What the output must be, in vLLM's words: one of ``json``, ``json_object``, ``regex``,
+            ``choice``, ``grammar``, ``structural_tag``; ``guided_json`` and its like are its older names.
         request_id: Of the answer and in log lines, in place of the ``x-request-id`` that came with the request.
     """
 
-    refused_unless: ClassVar[dict[str, tuple[Any, ...]]] = REFUSED
-    taken: ClassVar[frozenset[str]] = TAKEN
-
     model: Annotated[str, Field(min_length=1, max_length=256)]
-    n: Annotated[int, Field(ge=1)] | None = None
     seed: Integer | None = None
     stop: Stops | None = None
     stop_token_ids: Integers | None = None
@@ -83,25 +69,18 @@ class GenerationBody(Body):
     frequency_penalty: float | None = None
     logit_bias: Bias | None = None
     min_tokens: Integer | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
     num_speculative_tokens: Integer | None = None
     disable_spec_decode: bool | None = None
     acceptance: Acceptance | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = None
     per_request_spec_decode_metrics: MetricsDetail | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    prompt_logprobs: Integer | None = None
     allowed_token_ids: Annotated[list[Integer], Field(min_length=1, fail_fast=True)] | None = None
     bad_words: Annotated[list[Word], Field(max_length=MOST_BAD_WORDS, fail_fast=True)] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    return_tokens_as_token_ids: bool | None = None
-    response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_json_object: bool | None = None
@@ -109,6 +88,35 @@ class GenerationBody(Body):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")] | None = None
+
+
+class GenerationBody(SamplingBody):
+    """A request for completions or chat completions.
+
+    Both kinds of body have all fields of :mod:`deployments.openai.schemas.others` in common.
+
+    Attributes:
+        n: Samples per prompt.
+        max_tokens: Most output tokens.
+        return_token_ids: Send the tokens' ids too.
+        prompt_logprobs: Alternatives to report per prompt token, as vLLM does.
+        add_special_tokens: Whether prompts get those that the tokenizer adds by itself; by default texts do, and
+            conversations, whose template has its own, do not.
+        return_tokens_as_token_ids: Write tokens as ``token_id:7`` in ``logprobs``.
+        response_format: What the output must be: OpenAI's object, also with vLLM's ``structural_tag``.
+    """
+
+    refused_unless: ClassVar[dict[str, tuple[Any, ...]]] = REFUSED
+    taken: ClassVar[frozenset[str]] = TAKEN
+
+    n: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    prompt_logprobs: Integer | None = None
+    add_special_tokens: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    response_format: dict[str, Any] | None = None
 
     def check_together(self) -> None:
         """Check what concerns several fields.

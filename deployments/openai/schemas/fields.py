@@ -33,6 +33,8 @@ class Body(BaseModel):
 
     refused_unless: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """Fields that are refused, each with the values that are taken, since they change nothing."""
+    replaced: ClassVar[dict[str, str]] = REPLACED
+    """Refused fields, and the field to send in their place."""
     taken: ClassVar[frozenset[str]] = frozenset()
     """Fields that are known and ignored."""
 
@@ -40,11 +42,12 @@ class Body(BaseModel):
     @classmethod
     def _refuse_what_would_matter(cls, data: Any) -> Any:
         """Stop at the first field that is refused: a large body could have more of them than one wants to list."""
+        served = _served(cls)
         for name, value in data.items() if isinstance(data, dict) else ():
-            if name in cls.model_fields or name in cls.taken:
+            if name in served or name in cls.taken:
                 continue
             if name in cls.refused_unless:
-                _check_neutral(name, value, cls.refused_unless[name])
+                _check_neutral(name, value, cls.refused_unless[name], cls.replaced.get(name))
                 continue
             near = _names(cls).nearest(name)
             if near is not None:
@@ -54,17 +57,23 @@ class Body(BaseModel):
         return data
 
 
-def _check_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
+def _check_neutral(name: str, value: Any, neutral: tuple[Any, ...], instead: str | None) -> None:
     if is_neutral(value, neutral):
         return
     but = f"; only {' or '.join(repr(one) for one in neutral)} is taken" if neutral else ""
-    but += f"; the field to send is {REPLACED[name]}" if name in REPLACED else ""
+    but += f"; the field to send is {instead}" if instead else ""
     raise PydanticCustomError("refused_field", "is not supported{but}", {"field": name, "but": but})
 
 
 @cache
+def _served(body: type[Body]) -> frozenset[str]:
+    """Fields by the names that requests give them."""
+    return frozenset(field.alias or name for name, field in body.model_fields.items())
+
+
+@cache
 def _names(body: type[Body]) -> Names:
-    return Names(frozenset(body.model_fields) | frozenset(body.refused_unless) | body.taken)
+    return Names(_served(body) | frozenset(body.refused_unless) | body.taken)
 
 
 def ignored_fields(body: Body, path: str = "") -> Iterator[tuple[str, bool]]:

@@ -92,6 +92,48 @@ REFUSED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
 }
 TAKEN_IN_MESSAGES = frozenset({"annotations", "reasoning", "reasoning_content"})
 
+REFUSED_IN_RESPONSES: dict[str, tuple[Any, ...]] = {
+    **REFUSED,
+    # they need a store of responses
+    "store": (False,),
+    "previous_response_id": (),
+    "conversation": (),
+    "background": (False,),
+    # what only OpenAI has
+    "prompt": (),
+    "context_management": ([],),
+    "access_programs": (),
+    "image": (),
+    # of completions and chat completions
+    "messages": (),
+    "n": (1,),
+    "max_tokens": (),
+    "max_completion_tokens": (),
+    "response_format": ({"type": "text"},),
+    "logprobs": (False,),
+    "prompt_logprobs": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "echo": (False,),
+}
+"""The same for ``/v1/responses``."""
+
+REPLACED_IN_RESPONSES: dict[str, str] = {
+    **REPLACED,
+    "n_predict": "max_output_tokens",
+    "n_probs": "top_logprobs",
+    "json_schema": "text",
+    "prompt": "input",
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text",
+    "logprobs": "include",
+    "reasoning_effort": "reasoning",
+}
+
+TAKEN_IN_RESPONSES = (TAKEN - {"metadata", "store"}) | {"max_tool_calls"}
+
 
 def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
     """Whether a value is null or one of those that change nothing; 1 and 1.0 are the same, 1 and true are not."""

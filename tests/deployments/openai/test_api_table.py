@@ -8,9 +8,19 @@ from collections import Counter
 from pathlib import Path
 
 import deployments
-from deployments.openai.schemas.chat import ChatBody
+from deployments.openai.schemas.chat import ChatBody, TemplatedBody
+from deployments.openai.schemas.common import SamplingBody
 from deployments.openai.schemas.completions import CompletionBody
-from deployments.openai.schemas.others import REFUSED, REFUSED_IN_MESSAGES, TAKEN, TAKEN_IN_MESSAGES, is_neutral
+from deployments.openai.schemas.others import (
+    REFUSED,
+    REFUSED_IN_MESSAGES,
+    REFUSED_IN_RESPONSES,
+    TAKEN,
+    TAKEN_IN_MESSAGES,
+    TAKEN_IN_RESPONSES,
+    is_neutral,
+)
+from deployments.openai.schemas.responses import ResponsesBody
 from deployments.openai.schemas.tokens import DetokenizeBody, TokenizeBody
 
 from .conftest import Bench
@@ -49,6 +59,21 @@ def test_a_field_of_one_kind_of_body_says_so() -> None:
     for name, kind, rest in rows("Completions and chat"):
         if kind == "served" and (name in completion) != (name in chat):
             assert rest.startswith("completions:" if name in completion else "chat:"), name
+
+
+def test_a_response_has_rows_for_what_is_its_own() -> None:
+    table = rows("Responses")
+    assert max(Counter(name for name, _, _ in table).values()) == 1
+    kinds = {kind: {name for name, its, _ in table if its == kind} for kind in ("served", "taken", "refused")}
+    shared = set(SamplingBody.model_fields) | set(TemplatedBody.model_fields)
+    assert kinds["served"] == set(ResponsesBody.model_fields) - shared
+    assert kinds["taken"] == TAKEN_IN_RESPONSES - TAKEN
+    assert kinds["refused"] == set(REFUSED_IN_RESPONSES) - set(REFUSED)
+    for name, kind, rest in table:
+        if kind == "refused":
+            told = [json.loads(value) for value in VALUE.findall(rest)]
+            assert len(told) == len(REFUSED_IN_RESPONSES[name]), name
+            assert all(is_neutral(value, REFUSED_IN_RESPONSES[name]) for value in told), name
 
 
 def test_messages_and_tokens() -> None:

@@ -197,11 +197,11 @@ async def test_unknown_paths_and_methods(http: httpx2.AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
 async def test_internal_errors_tell_nothing(bench: Bench, http: httpx2.AsyncClient, path: str, stream: bool) -> None:
     bench.script = lambda request: [KeyError("secret of the house")]
-    body = (COMPLETION if path == "/v1/completions" else CHAT) | {"stream": stream}
-    answer = await http.post(path, json=body)
+    body = {"/v1/completions": COMPLETION, "/v1/chat/completions": CHAT}.get(path, {"model": "demo", "input": "x"})
+    answer = await http.post(path, json=body | {"stream": stream})
     assert body_of(answer, 500)["code"] == "internal_error"
     assert "secret" not in answer.text
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel, field_validator
 
 from deployments.openai.schemas.chat import ChatBody
 from deployments.openai.schemas.completions import CompletionBody
+from deployments.openai.schemas.responses import ResponsesBody
 from deployments.openai.strict_json import StrictJsonRoute
 
 from .conftest import Bench
@@ -21,6 +22,12 @@ from .conftest import Bench
 JSON = {"content-type": "application/json"}
 PROMPT = b'{"model": "demo", "prompt": "x", '
 CHAT = b'{"model": "demo", "messages": [{"role": "user", "content": "x"}], '
+RESPONSE = b'{"model": "demo", "input": "x", '
+BEGINNINGS = {
+    CompletionBody: ("/v1/completions", PROMPT),
+    ChatBody: ("/v1/chat/completions", CHAT),
+    ResponsesBody: ("/v1/responses", RESPONSE),
+}
 DEEP = b"[" * 100_000
 OBJECTS = b'{"a":' * 100_000
 LONG = b"x" * (1 << 20)
@@ -56,11 +63,25 @@ RAW: dict[str, bytes] = {
     "a hundred thousand parts": b'{"model": "demo", "messages": [{"role": "user", "content": ['
     + b'{"type": "text", "text": ""},' * 100_000
     + b'{"type": "text", "text": ""}]}]}',
+    "a hundred thousand items": b'{"model": "demo", "input": [' + b"{}," * 100_000 + b"{}]}",
+    "eight thousand good items": b'{"model": "demo", "input": ['
+    + b'{"role":"user","content":"x"},' * 8_000
+    + b'{"role":"user","content":"x"}]}',
+    "deep items": b'{"model": "demo", "input": [{"role": "user", "content": ' + DEEP,
+    "an item's type of 1 MB": b'{"model": "demo", "input": [{"type": "' + LONG + b'"}]}',
+    "metadata's name of 1 MB": RESPONSE + b'"metadata": {"' + LONG + b'": "x"}}',
     "a hundred thousand unknown fields": PROMPT + b",".join(b'"f%d": 1' % i for i in range(100_000)) + b"}",
     "a hundred thousand allowed ids": PROMPT + b'"allowed_token_ids": [' + b"7," * 100_000 + b"7]}",
     "one field twice": PROMPT + b'"n": 1, "n": 2}',
 }
 WRONG: list[Any] = [True, -1, 2**70, 1e308, "", "x", [], [[]], [None], {}, {"a": {}}, [1, "x"], {"1": None}]
+
+
+def paths_of(content: bytes) -> list[str]:
+    """Where a raw body is sent."""
+    if b'"input"' in content:
+        return ["/v1/responses"]
+    return ["/v1/chat/completions"] if b"messages" in content else ["/v1/completions", "/tokenize", "/detokenize"]
 
 
 async def answered(bench: Bench, http: httpx2.AsyncClient, path: str, content: bytes) -> None:
@@ -79,19 +100,17 @@ async def answered(bench: Bench, http: httpx2.AsyncClient, path: str, content: b
 async def test_a_raw_body_is_answered(bench: Bench, http: httpx2.AsyncClient, name: str) -> None:
     bench.says("ok")
     content = RAW[name]
-    paths = ["/v1/chat/completions"] if b"messages" in content else ["/v1/completions", "/tokenize", "/detokenize"]
-    for path in paths:
+    for path in paths_of(content):
         await answered(bench, http, path, content)
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
+@pytest.mark.parametrize("kind", [CompletionBody, ChatBody, ResponsesBody])
 async def test_every_field_takes_every_wrong_type(bench: Bench, http: httpx2.AsyncClient, kind: Any) -> None:
     """Alone, and some fields at once."""
     bench.says("ok")
-    is_chat = kind is ChatBody
-    path = "/v1/chat/completions" if is_chat else "/v1/completions"
-    base = json.loads((CHAT if is_chat else PROMPT)[:-2] + b"}")
+    path, begin = BEGINNINGS[kind]
+    base = json.loads(begin[:-2] + b"}")
     rng = random.Random(7)
     bodies = [{name: value} for name in kind.model_fields for value in rng.sample(WRONG, 5)]
     for _ in range(100):

@@ -68,23 +68,27 @@ async def test_choices_are_interleaved(bench: Bench, live: AsyncOpenAI) -> None:
 
 @pytest.mark.parametrize("admitted", [True, False], ids=["admitted", "waiting"])
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
 async def test_edge_17_a_client_that_goes_away_cancels_everything(
     bench: Bench, url: str, path: str, stream: bool, admitted: bool
 ) -> None:
     never = asyncio.Event()
     said = [_unfinished(step) for step in bench.say("one two")]
     bench.script = lambda request: [*(said if admitted else []), never]
-    prompt = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+    prompt, count = {
+        "/v1/completions": ({"prompt": "x", "n": 3}, 3),
+        "/v1/chat/completions": ({"messages": [{"role": "user", "content": "x"}], "n": 3}, 3),
+        "/v1/responses": ({"input": "x"}, 1),
+    }[path]
     async with httpx2.AsyncClient(base_url=url) as http:
-        sending = asyncio.create_task(_read(http, path, {"model": "demo", "n": 3, "stream": stream, **prompt}))
+        sending = asyncio.create_task(_read(http, path, {"model": "demo", "stream": stream, **prompt}))
         state = "num_requests_running" if admitted else "num_requests_waiting"
-        await eventually(lambda: bench.metric(state) == 3)
+        await eventually(lambda: bench.metric(state) == count)
         assert not bench.service.cancelled
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)
-    await eventually(lambda: len(bench.service.cancelled) == 3)
-    await eventually(lambda: bench.metric("request_success_total", finished_reason="abort") == 3)
+    await eventually(lambda: len(bench.service.cancelled) == count)
+    await eventually(lambda: bench.metric("request_success_total", finished_reason="abort") == count)
     assert bench.metric("num_requests_running") == bench.metric("num_requests_waiting") == 0
 
 

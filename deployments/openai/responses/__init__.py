@@ -1,0 +1,1 @@
+"""``/v1/responses``, as a form of chat completions."""

@@ -1,0 +1,116 @@
+"""The items of a conversation, as ``/v1/responses`` writes them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from deployments.openai.schemas.fields import Body
+
+_TEXTS = ("input_text", "output_text")
+_MOST_SHOWN = 64
+
+
+def _only_text(kind: Any) -> Any:
+    if kind not in _TEXTS:
+        raise PydanticCustomError(
+            "unsupported_parameter", "must be 'input_text' or 'output_text': other parts are not supported"
+        )
+    return kind
+
+
+class TextPart(Body):
+    """A piece of a message."""
+
+    taken: ClassVar[frozenset[str]] = frozenset({"annotations", "logprobs"})
+
+    type: Annotated[Any, AfterValidator(_only_text), WithJsonSchema({"enum": list(_TEXTS)})]
+    text: str
+
+
+def _kind_of_content(content: Any) -> str | None:
+    return "str" if isinstance(content, str) else "list" if isinstance(content, list) else None
+
+
+Content = Annotated[
+    Annotated[str, Tag("str")] | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), Tag("list")],
+    Discriminator(
+        _kind_of_content,
+        custom_error_type="content_type",
+        custom_error_message='must be a string or a list of parts {"type": "input_text", "text": ...}',
+    ),
+]
+
+
+def text_of(content: str | list[TextPart]) -> str:
+    """A content as one string."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+class MessageItem(Body):
+    """What somebody said; the only kind of item that needs no ``type``."""
+
+    taken: ClassVar[frozenset[str]] = frozenset({"id", "status", "phase"})
+
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+
+    @property
+    def text(self) -> str:
+        """The content as one string."""
+        return text_of(self.content)
+
+
+class ReasoningPart(Body):
+    """A piece of what was thought."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(Body):
+    """What the assistant thought before its answer."""
+
+    taken: ClassVar[frozenset[str]] = frozenset({"id", "status", "summary", "encrypted_content"})
+
+    type: Literal["reasoning"]
+    content: Annotated[list[ReasoningPart], Field(fail_fast=True)] | None = None
+
+    @property
+    def text(self) -> str:
+        """The content as one string."""
+        return "".join(part.text for part in self.content or ())
+
+
+ITEMS = ("message", "reasoning")
+
+
+def _known(item: Any) -> Any:
+    """Refuse items that are not served, by their type."""
+    kind = _kind_of_item(item)
+    if kind is not None and kind[1:-1] not in ITEMS:
+        told = {"field": "type", "kinds": ", ".join(ITEMS), "kind": kind[1:-1][:_MOST_SHOWN]}
+        raise PydanticCustomError("unsupported_parameter", "must be one of {kinds}: {kind} is not supported", told)
+    return item
+
+
+def _kind_of_item(item: Any) -> str | None:
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", "")
+    return f"<{kind if isinstance(kind, str) else 'message'}>" if isinstance(item, (dict, Body)) else None
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("<message>")] | Annotated[ReasoningItem, Tag("<reasoning>")],
+    Discriminator(_kind_of_item, custom_error_type="item_type", custom_error_message="must be an object"),
+    BeforeValidator(_known),
+]
+
+Input = Annotated[
+    Annotated[str, Tag("str")] | Annotated[list[Item], Field(min_length=1, fail_fast=True), Tag("list")],
+    Discriminator(
+        _kind_of_content, custom_error_type="input_type", custom_error_message="must be a string or a list of items"
+    ),
+]
