@@ -1,8 +1,9 @@
 """Deaths under seeded streams on a Ray cluster of several nodes on this machine: of the GCS, the head, a node.
 
-``python -m tests.integration.cluster_deaths gcs node head`` prints a row for each as JSON, with its times; the suite
-asserts its counts and where replicas run. It runs as a process of its own, as Ray reads its environment when it is
-imported. ``restart`` is the death of every ingress and router, with no streams: where do the next ones run?
+``python -m tests.integration.cluster_deaths gcs restart head node`` prints a row for each as JSON, with its times; the
+suite asserts its counts and where replicas run. A node that died is not replaced: its death comes last. It runs as a
+process of its own, as Ray reads its environment when it is imported. ``restart`` is the death of every ingress and
+router, with no streams: where do the next ones run?
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from tests.integration.nodes import (
 )
 from tests.integration.running import eventually
 
-EVENTS = ("gcs", "node", "restart", "head")
+EVENTS = ("gcs", "restart", "head", "node")
 APPLICATION, MODEL = "specdec", "specdec-demo"
 DOWN_S = 3.0
 """How long the GCS or the head stays dead."""
