@@ -20,6 +20,7 @@ from deployments.openai.service import TokenService
 from deployments.openai.settings import ApiSettings
 from specdec.models.compat import tokenizer_width
 from specdec.sampling.grammars import Grammars
+from specdec.text.parsing.selection import AnswerForms
 from specdec.text.pieces import TokenTexts
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ def create_app(
     ignored = IgnoredFields(settings.unknown_fields, observer)
     eos_token_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     grammars = Grammars(tokenizer, tokenizer_width(tokenizer), eos_token_ids)
-    app.state.api = Api(service, tokenizer, settings, observer, TokenTexts(tokenizer), ignored, grammars)
+    answers = AnswerForms(tokenizer, settings.tool_parser, settings.reasoning_tags)
+    app.state.api = Api(service, tokenizer, settings, observer, TokenTexts(tokenizer), ignored, grammars, answers)
     add_error_handlers(app, settings.limits.retry_after_s)
     if admission is None:
         admission = Admission(settings.limits)

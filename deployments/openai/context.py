@@ -17,6 +17,7 @@ from deployments.openai.observer import Observer
 from deployments.openai.service import ServedModel, TokenService
 from deployments.openai.settings import ApiSettings
 from specdec.sampling.grammars import Grammars
+from specdec.text.parsing.selection import AnswerForms
 from specdec.text.pieces import TokenTexts
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Api:
         texts: What its single tokens say.
         ignored: Takes note of fields without effect.
         grammars: Compiles what requests bring, to refuse what cannot be.
+        answers: How the model's answers are written.
     """
 
     service: TokenService
@@ -49,6 +51,7 @@ class Api:
     texts: TokenTexts
     ignored: IgnoredFields
     grammars: Grammars
+    answers: AnswerForms
 
     def model(self, name: str | None) -> ServedModel:
         """The served model of that name; the target where there is none.

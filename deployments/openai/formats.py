@@ -11,6 +11,7 @@ from deployments.openai.generation import Generation, SampleDelta
 from deployments.openai.job import Job
 from deployments.openai.logprobs import TokenIdNames, TokenNames, chat_logprobs, completion_logprobs, prompt_logprobs
 from deployments.openai.messages import Message
+from deployments.openai.schemas.chat import ChatBody
 from deployments.openai.schemas.completions import CompletionBody
 from deployments.openai.tally import answer_metrics, how_it_came
 from deployments.openai.writing import Event, Json
@@ -117,6 +118,8 @@ class ChatFormat:
         self._job = job
         self._texts, self._prompt_texts = _names(api, job), api.texts
         self._messages = [Message(job.new_parser()) for _ in job.sequences]
+        # As OpenAI does it: who names a function knows that it is called.
+        self._names_function = isinstance(job.body, ChatBody) and job.body.choice == "named"
 
     def opening(self, index: int) -> Json | None:
         """Who speaks."""
@@ -139,7 +142,8 @@ class ChatFormat:
         logprobs = chat_logprobs(self._texts, delta)
         choice = {"index": delta.index, **said, "logprobs": logprobs}
         choice |= _ending(self._job, delta) | _prompt_logprobs(self._job, self._prompt_texts, delta)
-        return choice | ({"finish_reason": "tool_calls"} if delta.finish == "stop" and message.calls else {})
+        calls = delta.finish == "stop" and message.calls and not self._names_function
+        return choice | ({"finish_reason": "tool_calls"} if calls else {})
 
     def _prompt_token_ids(self) -> Json:
         return {"prompt_token_ids": list(self._job.prompts[0])} if self._job.body.return_token_ids else {}
@@ -204,12 +208,15 @@ class Envelope:
         """The usage of all choices, or of what was sent of them so far."""
         prompt = self._job.num_prompt_tokens
         completion = generation.num_completion_tokens if num_sent is None else num_sent
-        return {
+        usage: Json = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": generation.num_cached_tokens},
         }
+        if self._job.new_counter is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": generation.num_reasoning_tokens}
+        return usage
 
     def _metrics(self, generation: Generation) -> Json:
         detail = self._job.body.per_request_spec_decode_metrics

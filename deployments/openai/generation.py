@@ -95,6 +95,7 @@ class Generation:
         self.num_completion_tokens = 0
         self.num_cached_tokens = 0
         self.tallies = [RoundTally() for _ in job.sequences]
+        self._counters = [job.new_counter() for _ in job.sequences] if job.new_counter is not None else []
         self._api = api
         self._num_open = len(job.sequences)
         self._has_begun = False
@@ -102,6 +103,11 @@ class Generation:
         self._tasks: list[asyncio.Task[None]] = []
         self._observers: dict[int, SequenceObserver] = {}
         self._prompts_read: list[asyncio.Future[PromptLogprobs]] = []
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Those of the tokens billed that are reasoning."""
+        return sum(counter.num_tokens for counter in self._counters)
 
     async def __aenter__(self) -> Generation:
         loop = asyncio.get_running_loop()
@@ -148,6 +154,8 @@ class Generation:
             raise item
         self._num_open -= item.finish is not None
         self.num_completion_tokens += len(item.token_ids)
+        if self._counters:
+            self._counters[item.index].push(item.token_ids)
         return item
 
     async def _cancel(self) -> None:
@@ -196,6 +204,7 @@ class Generation:
             self.job.body.skip_special_tokens is not False,
             tells_offsets=with_offsets,
             includes_stop=bool(self.job.body.include_stop_str_in_output),
+            kept=self.job.kept,
         )
         unshown: deque[ShownToken] = deque()
         tells_of_prompt = self.job.body.num_prompt_logprobs is not None

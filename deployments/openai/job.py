@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from deployments.openai.arrival import Arrival
+from deployments.openai.assistant import Assistant
 from deployments.openai.context import Api
+from deployments.openai.conversation import conversation_tokens
 from deployments.openai.echo import Echo, make_echo
 from deployments.openai.sampling import output_limit, request_seed, sampling_params, speculation_bound
-from deployments.openai.schemas.chat import ChatBody, ChatMessage, TemplatedBody
+from deployments.openai.schemas.chat import ChatBody
 from deployments.openai.schemas.common import GenerationBody
 from deployments.openai.schemas.completions import CompletionBody
 from deployments.openai.service import SequenceRequest, ServedModel
@@ -20,16 +21,13 @@ from specdec.errors import InvalidParameterError, UnsupportedParameterError
 from specdec.sampling.grammar import Grammar
 from specdec.sampling.params import SequenceSpec
 from specdec.sampling.philox import derive_seed
-from specdec.text.chat import encode_chat
 from specdec.text.parsing.events import AnswerParser, PlainParser
+from specdec.text.parsing.reasoning import ReasoningCounter
 from specdec.text.prompts import check_token_ids, encode_text
 from specdec.text.words import encode_bad_words, separates_special_tokens
 from specdec.types import Tokens
 
 _DEFAULT_COMPLETION_TOKENS = 16
-_CHARACTERS_PER_TURN = 16
-"""About as many are tokenized in the time that a template takes for an empty message."""
-_LONG = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +43,8 @@ class Job:
         fingerprint: Of what decides its tokens.
         echoes: For each prompt, what its choices begin with; none where nothing is echoed.
         new_parser: Makes what reads one choice of a conversation.
+        kept: Special tokens that stand in the text that it reads.
+        new_counter: Makes what counts the tokens of a choice's reasoning; None where there is none.
     """
 
     body: GenerationBody
@@ -58,6 +58,8 @@ class Job:
     fingerprint: str
     echoes: tuple[Echo, ...] = ()
     new_parser: Callable[[], AnswerParser] = PlainParser
+    kept: frozenset[int] = frozenset()
+    new_counter: Callable[[], ReasoningCounter] | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -93,10 +95,13 @@ async def chat_job(api: Api, body: ChatBody, arrival: Arrival) -> Job:
     arrival.account.request_id = body.request_id or ""
     model = api.model(body.model)
     _check_count(api, body, 1)
+    body.check_tools()
     await api.admit(arrival, model, body.n or 1)
-    prompt = await conversation_tokens(api, body.messages, body)
-    prompts, grammar = [_truncated(body, tuple(prompt), model)], await checked_grammar(api, body)
-    return _job(api, body, arrival, model, prompts, model.defaults.max_tokens, grammar)
+    prompt = _truncated(body, tuple(await conversation_tokens(api, body.messages, body)), model)
+    assistant = Assistant(api, body, prompt)
+    job = _job(api, body, arrival, model, [prompt], model.defaults.max_tokens, await assistant.grammar())
+    reading = assistant.reading()
+    return replace(job, new_parser=reading.new_parser, kept=reading.kept, new_counter=reading.new_counter)
 
 
 async def _echoes(api: Api, body: CompletionBody, prompts: Sequence[Tokens]) -> tuple[Echo, ...]:
@@ -108,49 +113,6 @@ async def _echoes(api: Api, body: CompletionBody, prompts: Sequence[Tokens]) -> 
         return tuple(make_echo(api.tokenizer, sent, tokens, with_offsets) for sent, tokens in pairs)
 
     return await api.write(sum(map(len, prompts)), work)
-
-
-async def conversation_tokens(api: Api, messages: Sequence[ChatMessage], body: TemplatedBody) -> list[int]:
-    """Tokens of a conversation, through the request's template, the service's, or the tokenizer's.
-
-    Raises:
-        InvalidParameterError: The template refuses, or there is none.
-        UnsupportedParameterError: The request brings a template, and the service does not trust it.
-    """
-    body.check_template()
-    template = body.chat_template
-    if template is not None and not api.settings.trust_request_chat_template:
-        raise UnsupportedParameterError("chat_template", "chat_template is not taken from requests by this service")
-    template = template if template is not None else api.settings.chat_template
-    turns = [_turn(message) for message in messages]
-    num_characters = _CHARACTERS_PER_TURN * len(turns) + sum(len(turn["content"]) for turn in turns)
-    num_characters += _num_characters(body.chat_template_kwargs or {})
-
-    def work() -> list[int]:
-        return encode_chat(
-            api.tokenizer,
-            turns,
-            template,
-            body.chat_template_kwargs,
-            add_generation_prompt=not body.continue_final_message and body.add_generation_prompt is not False,
-            continue_final_message=bool(body.continue_final_message),
-            add_special_tokens=bool(body.add_special_tokens),
-        )
-
-    return await api.encode(num_characters, work)
-
-
-def _num_characters(variables: Mapping[str, Any]) -> int:
-    """About how long a template's variables are; what has parts is not measured, and counts as long."""
-    sizes = (len(v) if isinstance(v, str) else _LONG if isinstance(v, (list, dict)) else 1 for v in variables.values())
-    return _CHARACTERS_PER_TURN * len(variables) + sum(sizes)
-
-
-def _turn(message: ChatMessage) -> dict[str, str]:
-    """A message as templates know it; ``developer`` is OpenAI's newer name of ``system``."""
-    role = "system" if message.role == "developer" else message.role
-    turn = {"role": role, "content": message.text}
-    return turn if message.name is None else turn | {"name": message.name}
 
 
 def _check_count(api: Api, body: GenerationBody, num_prompts: int) -> None:

@@ -23,6 +23,9 @@ class ApiSettings:
         chat_template: Jinja template in place of the tokenizer's own; None keeps that.
         trust_request_chat_template: Let requests bring a ``chat_template``. A template is a program: it can keep a
             thread and memory busy without end, so only those who may do that should reach the API.
+        tool_parser: How the model writes tool calls: ``auto``, or as :func:`specdec.text.parsing.selection.answer_form`
+            says.
+        reasoning_tags: Around its reasoning: ``auto``, ``off``, or both with a comma between them.
         unknown_fields: What becomes of fields that nobody knows: ``ignore`` names them in a header, ``refuse``
             answers 400.
         allowed_origins: Web pages that may call from a browser.
@@ -35,6 +38,8 @@ class ApiSettings:
     stream_interval: int = 1
     chat_template: str | None = None
     trust_request_chat_template: bool = False
+    tool_parser: str = "auto"
+    reasoning_tags: str = "auto"
     unknown_fields: UnknownFields = "ignore"
     allowed_origins: tuple[str, ...] = ()
     ui: bool = False

@@ -60,12 +60,21 @@ async def checked_grammar(api: Api, body: GenerationBody) -> Grammar | None:
     asked = asked_grammar(body)
     if asked is None:
         return None
+    await check_compiled(api, asked)
+    return asked.grammar
+
+
+async def check_compiled(api: Api, asked: Asked) -> None:
+    """Compile a grammar beside the event loop.
+
+    Raises:
+        InvalidParameterError: It cannot be compiled; it names the field.
+    """
     compiled = asyncio.wrap_future(api.grammars.compiled(asked.grammar, api.grammars.eos_token_ids))
     try:
         await asyncio.shield(compiled)  # others may wait for the same
     except InvalidParameterError as error:
         raise InvalidParameterError(asked.param, f"{asked.param}: {error}") from error
-    return asked.grammar
 
 
 def _response_format(asked: dict[str, Any]) -> Iterator[Asked]:

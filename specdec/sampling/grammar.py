@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from llguidance import LLMatcher, StructTag, grammar_from
 
-GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag", "llguidance"]
 MAX_GRAMMAR_BYTES = 1 << 16
 """Longest text of a grammar: it travels with its sequence, and whoever holds one compiles it."""
+_MOST_COMPOSED_BYTES = 2 * MAX_GRAMMAR_BYTES
 
 _JSON: Any = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 """JSON on one line: no model can go on with blanks without end."""
@@ -25,7 +27,8 @@ class Grammar:
             regular expression in the syntax of Rust's ``regex``; ``choice``, a JSON list of strings; ``grammar``, a
             grammar in Lark's or llama.cpp's (GBNF) syntax; ``structural_tag``, a JSON object with ``structures``
             (each with ``begin``, ``schema`` and ``end``) and ``triggers``: free text, in which whatever begins like a
-            trigger must be one of the structures.
+            trigger must be one of the structures; ``llguidance``, llguidance's own form, which is what grammars of tool
+            calls and reasoning are composed in (:mod:`specdec.text.constraints`).
     """
 
     kind: GrammarKind
@@ -43,9 +46,12 @@ def llguidance_grammar(grammar: Grammar, special_tokens: frozenset[str] = frozen
         ValueError: It is too long, or not of the form that its kind asks for.
     """
     num_bytes = len(grammar.text.encode())
-    if num_bytes > MAX_GRAMMAR_BYTES:
-        raise ValueError(f"it has {num_bytes} bytes, at most {MAX_GRAMMAR_BYTES} are taken")
+    most = _MOST_COMPOSED_BYTES if grammar.kind == "llguidance" else MAX_GRAMMAR_BYTES
+    if num_bytes > most:
+        raise ValueError(f"it has {num_bytes} bytes, at most {most} are taken")
     match grammar.kind:
+        case "llguidance":
+            return grammar.text
         case "json_schema":
             return _json(grammar.text)
         case "json_object":
@@ -78,13 +84,18 @@ def _structural_tag(tag: Any, special_tokens: frozenset[str]) -> str:
         trigger = next((trigger for trigger in triggers if trigger and begin.startswith(trigger)), None)
         if trigger is None:
             raise ValueError(f"{begin!r} begins with none of the triggers")
-        tags.append(StructTag(trigger=trigger, begin=begin, grammar=_on_one_line(schema), end=end))
+        tags.append(StructTag(trigger=trigger, begin=begin, grammar=on_one_line(schema), end=end))
     if not tags:
         raise ValueError("a structural tag has at least one structure")
     return StructTag.to_grammar(tags, assume_special=all(tag.trigger in special_tokens for tag in tags))
 
 
-def _on_one_line(schema: Any) -> dict[str, Any]:
-    if not isinstance(schema, dict):
+def on_one_line(schema: Any) -> dict[str, Any]:
+    """A schema within another grammar, whose JSON is written as everywhere here.
+
+    Raises:
+        ValueError: It is no object.
+    """
+    if not isinstance(schema, Mapping):
         raise ValueError("the 'schema' of a structure is an object")
-    return schema | {"x-guidance": schema.get("x-guidance", {}) | _JSON}
+    return {**schema, "x-guidance": schema.get("x-guidance", {}) | _JSON}

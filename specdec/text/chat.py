@@ -20,6 +20,7 @@ def encode_chat(
     chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     *,
+    tools: Sequence[Mapping[str, Any]] = (),
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     add_special_tokens: bool = False,
@@ -28,9 +29,10 @@ def encode_chat(
 
     Args:
         tokenizer: Any tokenizer of transformers.
-        messages: Turns with ``role`` and ``content``, both strings.
+        messages: Turns with ``role`` and ``content``, both strings, and what else templates know of them.
         chat_template: A Jinja template in place of the tokenizer's own, or the name of one of its templates.
         chat_template_kwargs: Variables for the template.
+        tools: What may be called, as objects with ``type`` and ``function``.
         add_generation_prompt: End with what an answer of the assistant begins with.
         continue_final_message: End within the last message, which is to be gone on with.
         add_special_tokens: Add those that the tokenizer puts around a text to those of the template.
@@ -53,7 +55,7 @@ def encode_chat(
             "chat_template_missing",
         )
     ends = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-    text = _apply(tokenizer, messages, chat_template, variables | ends)
+    text = _apply(tokenizer, messages, chat_template, variables | ends | ({"tools": list(tools)} if tools else {}))
     token_ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     if not token_ids:
         raise InvalidParameterError("messages", "the chat template made an empty prompt of messages")

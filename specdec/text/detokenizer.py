@@ -35,13 +35,18 @@ class Detokenizer:
         tokenizer: Any fast tokenizer of transformers.
         prompt: Tokens that come before; their end gives the context, and is not part of the text.
         skip_special_tokens: Leave special tokens out of the text.
+        kept: But not these.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int] = (), skip_special_tokens: bool = True
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        kept: frozenset[int] = frozenset(),
     ) -> None:
         self._tokenizer = tokenizer
-        self._skipped = special_token_ids(tokenizer) if skip_special_tokens else frozenset()
+        self._skipped = special_token_ids(tokenizer) - kept if skip_special_tokens else frozenset()
         self._window = [token for token in prompt[-_CONTEXT:] if token not in self._skipped]
         self._before = self._decode(self._window)
         self._shown = self._before[: len(self._before) - _num_held(self._before)]

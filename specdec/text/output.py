@@ -56,6 +56,7 @@ class OutputText:
         skip_special_tokens: Leave special tokens out of the text.
         tells_offsets: Say where each token's text begins, and how many are shown.
         includes_stop: Stop strings, and the tokens that end a sequence, are part of the text.
+        kept: Special tokens that are part of the text in any case.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class OutputText:
         skip_special_tokens: bool = True,
         tells_offsets: bool = True,
         includes_stop: bool = False,
+        kept: frozenset[int] = frozenset(),
     ) -> None:
         self._spec = spec
         self._walks = bool(stops) or tells_offsets
@@ -75,7 +77,7 @@ class OutputText:
         self._includes_stop = includes_stop
         self._unshown: deque[int] = deque()
         self._num_sent = 0
-        self._detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens)
+        self._detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens, kept)
         self._scanner = StopScanner(stops)
         self._num_tokens = 0
         self._num_characters = 0

@@ -7,8 +7,8 @@ from typing import Any
 from fastapi import APIRouter, Response
 
 from deployments.openai.context import Api, ApiOf
+from deployments.openai.conversation import conversation_tokens
 from deployments.openai.ignored import with_ignored
-from deployments.openai.job import conversation_tokens
 from deployments.openai.schemas.tokens import DetokenizeBody, TokenizeBody
 from deployments.openai.strict_json import StrictJsonRoute
 from specdec.text.prompts import check_token_ids

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from deployments.openai.schemas.common import GenerationBody
 from deployments.openai.schemas.fields import Prompts
+from deployments.openai.schemas.others import REFUSED, REFUSED_IN_COMPLETIONS, TAKEN, TAKEN_IN_COMPLETIONS
 from specdec.errors import InvalidParameterError
 
 
@@ -20,6 +21,9 @@ class CompletionBody(GenerationBody):
         logprobs: Alternatives to report per token; with ``echo`` per token of the prompt too.
         max_tokens: Most output tokens; 0, which takes ``echo``, only scores the prompt.
     """
+
+    refused_unless: ClassVar[dict[str, tuple[Any, ...]]] = REFUSED | REFUSED_IN_COMPLETIONS
+    taken: ClassVar[frozenset[str]] = TAKEN | TAKEN_IN_COMPLETIONS
 
     prompt: Prompts
     echo: bool | None = None

@@ -11,13 +11,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     # OpenAI
     "best_of": (1,),
     "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none",),
     "functions": ([],),
     "function_call": ("none",),
     "modalities": (["text"],),
     "audio": (),
-    "reasoning_effort": ("none",),
     "web_search_options": (),
     "moderation": (),
     # vLLM and SGLang
@@ -33,7 +30,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "guided_whitespace_pattern": ("",),
     "regex": ("",),
     "ebnf": ("",),
-    "thinking_token_budget": (),
     "repetition_detection": (),
     "priority": (0,),
     # llama.cpp
@@ -69,9 +65,9 @@ TAKEN: frozenset[str] = frozenset(
     {
         # OpenAI
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction", "verbosity"),
-        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "parallel_tool_calls"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
         # vLLM: they steer what is not on, or what has no effect on the answer
-        *("guided_decoding_backend", "include_reasoning", "separate_reasoning"),
+        *("guided_decoding_backend", "separate_reasoning"),
         *("mm_processor_kwargs", "kv_transfer_params", "vllm_xargs", "detokenize"),
         # llama.cpp: parameters of samplers that are refused unless they are off, and of its own cache and slots
         *("mirostat_tau", "mirostat_eta", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
@@ -84,13 +80,20 @@ TAKEN: frozenset[str] = frozenset(
 """Fields that are ignored under every configuration: they promise nothing about the text."""
 
 REFUSED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
-    "tool_calls": ([],),
-    "tool_call_id": (),
     "function_call": (),
     "refusal": ("",),
     "audio": (),
 }
-TAKEN_IN_MESSAGES = frozenset({"annotations", "reasoning", "reasoning_content"})
+TAKEN_IN_MESSAGES = frozenset({"annotations", "reasoning"})
+
+REFUSED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "reasoning_effort": ("none",),
+    "thinking_token_budget": (),
+}
+"""Fields of conversations alone."""
+TAKEN_IN_COMPLETIONS = frozenset({"parallel_tool_calls", "include_reasoning"})
 
 REFUSED_IN_RESPONSES: dict[str, tuple[Any, ...]] = {
     **REFUSED,

@@ -6,6 +6,11 @@ from deployments.openai.schemas.chat import Messages, TemplatedBody
 from deployments.openai.schemas.fields import Body, Integers
 from specdec.errors import InvalidParameterError
 
+_OF_TEMPLATES = (
+    *("chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
+    *("tools", "reasoning_effort"),
+)
+
 
 class TokenizeBody(TemplatedBody):
     """A text or a conversation whose tokens are asked for.
@@ -31,7 +36,7 @@ class TokenizeBody(TemplatedBody):
         if (self.prompt is None) == (self.messages is None):
             raise InvalidParameterError("prompt", "send either prompt or messages")
         self.check_template()
-        for name in ("chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"):
+        for name in _OF_TEMPLATES:
             if self.prompt is not None and getattr(self, name) is not None:
                 raise InvalidParameterError(name, f"{name} needs messages; a prompt has no template")
 

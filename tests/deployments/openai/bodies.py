@@ -197,7 +197,16 @@ CHATS: dict[str, Sent] = {
     "openai: prediction": Sent({"prediction": {"type": "content", "content": "def add"}}),
     "openai: stream": Sent({**USAGE, "logprobs": True, "top_logprobs": 3}),
     "openai: obfuscation": Sent({"stream": True, "stream_options": {"include_obfuscation": False}}),
-    "openai: tools": Sent({"tools": [TOOL], "tool_choice": "auto"}, "tools"),
+    "openai: tools": Sent({"tools": [TOOL], "tool_choice": "auto"}),
+    "openai: strict tools": Sent(
+        {"tools": [{"type": "function", "function": TOOL["function"] | {"strict": True}}], "parallel_tool_calls": False}
+    ),
+    "openai: a choice among no tools": Sent({"tool_choice": "required"}, "tool_choice"),
+    "openai: allowed tools": Sent(
+        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
+        "tool_choice.type",
+    ),
+    "openai: a tool of another kind": Sent({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
     "openai: functions": Sent({"functions": [TOOL["function"]]}, "functions"),
     "openai: JSON mode": Sent({"response_format": {"type": "json_object"}}),
     "openai: JSON schema": Sent(
@@ -205,10 +214,16 @@ CHATS: dict[str, Sent] = {
     ),
     "openai: a call sent back": Sent(
         {"messages": [MESSAGES[1], {"role": "assistant", "content": "", "tool_calls": [CALL]}]},
-        "messages[1].tool_calls",
     ),
     "openai: a tool's answer": Sent(
-        {"messages": [{"role": "tool", "content": "3", "tool_call_id": "1"}]}, "messages[0].tool_call_id"
+        {
+            "messages": [
+                MESSAGES[1],
+                {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                {"role": "tool", "content": "3", "tool_call_id": "1"},
+            ],
+            "tools": [TOOL],
+        }
     ),
     "openai: an image": Sent(
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
@@ -222,7 +237,7 @@ CHATS: dict[str, Sent] = {
     ),
     "langchain: stream": Sent({**USAGE, "temperature": 0.7, "extra_headers": None}),
     "langchain: with_structured_output": Sent(
-        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tools"
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}
     ),
     "llama-index": Sent({"temperature": 0.1, "max_tokens": None, "stream": False}),
     "vllm: all at their default": Sent(

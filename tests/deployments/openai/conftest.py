@@ -56,9 +56,10 @@ class Bench:
     defaults: GenerationDefaults = GenerationDefaults(top_p=0.9, repetition_penalty=1.1)  # noqa: RUF009 - it is frozen
     acceptance: Acceptance = "coupled"
     acceptance_rules: tuple[Acceptance, ...] = ("coupled",)
+    max_model_len: int = MAX_MODEL_LEN
 
     def __post_init__(self) -> None:
-        target = ServedModel("demo", "target", MAX_MODEL_LEN, VOCAB_SIZE, (0,), self.defaults)
+        target = ServedModel("demo", "target", self.max_model_len, VOCAB_SIZE, (0,), self.defaults)
         draft = ServedModel("demo-draft", "draft", 64, VOCAB_SIZE, (0,))
         info = ModelInfo(target, draft, 4, self.acceptance_rules, self.acceptance, created_s=7)
         self.registry = CollectorRegistry()

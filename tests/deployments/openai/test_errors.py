@@ -12,6 +12,7 @@ from openai import AsyncOpenAI
 from deployments.openai import ApiSettings, TokenDelta
 from specdec.errors import ServiceUnavailableError
 
+from .bodies import CALL
 from .conftest import Bench, limits
 
 COMPLETION = {"model": "demo", "prompt": "x"}
@@ -35,8 +36,6 @@ async def test_completion_fields_that_cannot_be_honoured(refused: Callable[..., 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function"}]),
-        ("tool_choice", "auto"),
         ("functions", [{"name": "f"}]),
         ("function_call", "auto"),
         ("modalities", ["text", "audio"]),
@@ -53,14 +52,28 @@ async def test_chat_fields_that_cannot_be_honoured(refused: Callable[..., Any], 
 @pytest.mark.parametrize(
     ("message", "param"),
     [
-        ({"role": "tool", "content": "x"}, "messages[0].role"),
+        ({"role": "function", "content": "x"}, "messages[0].role"),
+        ({"role": "tool", "content": "x"}, "messages[0].tool_call_id"),
+        ({"role": "tool", "tool_call_id": "1"}, "messages[0].content"),
+        ({"role": "user", "content": "x", "tool_call_id": "1"}, "messages[0].tool_call_id"),
+        ({"role": "user", "content": "x", "tool_calls": [CALL]}, "messages[0].tool_calls"),
+        ({"role": "assistant", "tool_calls": []}, "messages[0].content"),
+        ({"role": "assistant", "tool_calls": [CALL] * 129}, "messages[0].tool_calls"),
+        (
+            {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": "[1]"}}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": "{"}}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
         ({"role": "user"}, "messages[0].content"),
         ({"role": "user", "content": None}, "messages[0].content"),
         ({"role": "user", "content": []}, "messages[0].content"),
         ({"role": "user", "content": 7}, "messages[0].content"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0].type"),
         ({"role": "user", "content": [{"type": "text", "text": 1}]}, "messages[0].content[0].text"),
-        ({"role": "assistant", "content": "", "tool_calls": [{}]}, "messages[0].tool_calls"),
+        ({"role": "assistant", "content": "", "tool_calls": [{}]}, "messages[0].tool_calls[0].id"),
         ({"role": "user", "content": "x", "nane": "y"}, "messages[0].nane"),
         ({"role": "user", "content": [{"type": "text", "text": "x", "texxt": 1}]}, "messages[0].content[0].texxt"),
         ("x", "messages[0]"),

@@ -11,7 +11,13 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from deployments.openai import ApiSettings
-from deployments.openai.schemas.others import REFUSED, REFUSED_IN_MESSAGES, TAKEN, is_neutral
+from deployments.openai.schemas.others import (
+    REFUSED,
+    REFUSED_IN_COMPLETIONS,
+    REFUSED_IN_MESSAGES,
+    TAKEN,
+    is_neutral,
+)
 
 from .conftest import Bench
 
@@ -93,6 +99,16 @@ async def test_what_would_change_the_answer_is_refused_unless_neutral(
         assert name in error["message"]
         for value in (None, *REFUSED[name]):
             assert named(await http.post(path, json=body | {name: value})) == ([] if value is None else [name])
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED_IN_COMPLETIONS))
+async def test_what_conversations_alone_have_is_refused_elsewhere(
+    http: httpx2.AsyncClient, refused: Callable[..., Any], name: str
+) -> None:
+    assert (await refused("/v1/completions", COMPLETION | {name: MATTERS}))["param"] == name
+    for value in (None, *REFUSED_IN_COMPLETIONS[name]):
+        for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
+            assert set(named(await http.post(path, json=body | {name: value}))) <= {name}
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED_IN_MESSAGES))
