@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deployments.openai.context import Api
-from deployments.openai.schemas.chat import ChatMessage, TemplatedBody
+from deployments.openai.schemas.chat import ChatMessage, ConversationBody
 from deployments.openai.schemas.tools import ToolSpec
 from specdec.errors import InvalidParameterError, UnsupportedParameterError
 from specdec.text.chat import encode_chat
@@ -20,7 +20,7 @@ _LONG = 1 << 20
 _NO_ARGUMENTS: Json = {"type": "object", "properties": {}}
 
 
-async def conversation_tokens(api: Api, messages: Sequence[ChatMessage], body: TemplatedBody) -> list[int]:
+async def conversation_tokens(api: Api, messages: Sequence[ChatMessage], body: ConversationBody) -> list[int]:
     """Tokens of a conversation, through the request's template, the service's, or the tokenizer's.
 
     Raises:
@@ -51,7 +51,7 @@ async def conversation_tokens(api: Api, messages: Sequence[ChatMessage], body: T
     return await api.encode(num_characters, work)
 
 
-def template_of(api: Api, body: TemplatedBody) -> str | None:
+def template_of(api: Api, body: ConversationBody) -> str | None:
     """The request's template, or the service's; None for the tokenizer's own.
 
     Raises:
@@ -72,7 +72,7 @@ def written_tool(tool: ToolSpec) -> Json:
     return {"type": "function", "function": function | {"parameters": tool.function.parameters or _NO_ARGUMENTS}}
 
 
-def _reasoning_variables(api: Api, body: TemplatedBody) -> Json:
+def _reasoning_variables(api: Api, body: ConversationBody) -> Json:
     """How much is to be thought, in the words of the template."""
     effort = body.reasoning_effort
     if effort is None:

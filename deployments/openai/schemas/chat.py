@@ -97,8 +97,6 @@ class TemplatedBody(Body):
         add_generation_prompt: End with what an answer begins with; by default, unless the last message is gone on with.
         continue_final_message: Go on with the last message instead of answering it.
         add_special_tokens: Add those that the tokenizer puts around a text.
-        tools: What may be called.
-        reasoning_effort: A variable of the template; ``none`` also switches thinking off where the template can.
     """
 
     chat_template: str | None = None
@@ -106,13 +104,6 @@ class TemplatedBody(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
-    tools: Tools | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-
-    @property
-    def shown_tools(self) -> list[ToolSpec]:
-        """The tools that the prompt tells of."""
-        return self.tools or []
 
     def check_template(self) -> None:
         """Refuse two ends of one prompt.
@@ -126,7 +117,24 @@ class TemplatedBody(Body):
             )
 
 
-class ChatBody(TemplatedBody, GenerationBody):
+class ConversationBody(TemplatedBody):
+    """What a conversation's prompt is made of, beside its messages.
+
+    Attributes:
+        tools: What may be called.
+        reasoning_effort: A variable of the template; ``none`` also switches thinking off where the template can.
+    """
+
+    tools: Tools | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+    @property
+    def shown_tools(self) -> list[ToolSpec]:
+        """The tools that the prompt tells of."""
+        return self.tools or []
+
+
+class ChatBody(ConversationBody, GenerationBody):
     """A conversation to go on with.
 
     Attributes:

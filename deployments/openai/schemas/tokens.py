@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deployments.openai.schemas.chat import Messages, TemplatedBody
+from deployments.openai.schemas.chat import ConversationBody, Messages
 from deployments.openai.schemas.fields import Body, Integers
 from specdec.errors import InvalidParameterError
 
@@ -12,7 +12,7 @@ _OF_TEMPLATES = (
 )
 
 
-class TokenizeBody(TemplatedBody):
+class TokenizeBody(ConversationBody):
     """A text or a conversation whose tokens are asked for.
 
     Attributes:

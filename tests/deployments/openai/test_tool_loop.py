@@ -78,7 +78,7 @@ async def test_a_loop_of_two_calls_and_an_answer(
         assert not choice.message.content
         (call,) = choice.message.tool_calls
         messages += [choice.message.model_dump(exclude_none=True, exclude={"parsed", "refusal"}), run(call)]
-    choice = await turn(client, messages, stream, tool_choice="none", temperature=temperature, max_tokens=20)
+    choice = await turn(client, messages, False, tool_choice="none", temperature=temperature, max_tokens=12)
     assert choice.message.content
     assert not choice.message.tool_calls
 
