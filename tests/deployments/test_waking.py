@@ -60,6 +60,25 @@ async def test_one_call_waits_for_a_replica_while_one_is_wanted(monkeypatch: pyt
     await until(lambda: calls[2].is_cancelled)
 
 
+async def test_what_is_wanted_for_a_moment_alone_calls_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waking, "PERIOD_S", 0.001)
+    looks, calls = 0, list[Response]()
+
+    def look() -> bool:
+        nonlocal looks
+        looks += 1
+        return looks % 2 == 0
+
+    def call() -> Response:
+        calls.append(Response())
+        return calls[-1]
+
+    waker = Waker(look, call)
+    await until(lambda: looks > 10)
+    waker.close()
+    assert calls == []
+
+
 async def test_a_call_that_nobody_answers_is_given_up_and_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waking, "PERIOD_S", 0.002)
     monkeypatch.setattr(waking, "PATIENCE_S", 0.01)

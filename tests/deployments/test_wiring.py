@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import specdec.demo
 from cluster.config import AppArgs
 from cluster.identity import fingerprints
 from deployments import router, workers
+from deployments.autoscaling import Load
 from deployments.metrics.replica import Measured
 from specdec.protocol.messages import Alive, Submit
 from specdec.sampling.params import SamplingParams, SequenceSpec
@@ -105,3 +108,43 @@ def test_a_router_calls_for_a_drafter_where_there_may_be_none(
     machine.receive(Alive("D", {"is_draining": 1.0}), 0.0)
     machine.receive(Submit("u", 1, "I", (1, 2), SequenceSpec(SamplingParams(), 1, 2, 9)), 0.0)
     assert is_wanted(), "it takes nothing new"
+
+
+async def test_drafters_tell_serve_how_late_drafts_are_for_the_application_that_waits_most(
+    started: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = AppArgs.model_validate({"scripted": {"acceptance_rate": 0.5}})
+    pool, own = workers.DraftServer(args, 1, 1.0, ("chat", "code")), workers.DraftServer(args, 1, 1.0)
+    shares = {"chat": [0.1], "code": [0.3, 0.2], "mine": []}
+    monkeypatch.setattr(workers.serve, "get_replica_context", lambda: SimpleNamespace(app_name="mine"))
+    monkeypatch.setattr(workers.serve, "get_deployment_handle", lambda name, application: Shares(shares[application]))
+    for server, late in ((pool, 0.3), (own, 0.0)):
+        server._replica_metrics = SimpleNamespace(load=Load(4, used=0.9))  # type: ignore[assignment]
+        assert await server.record_autoscaling_stats() == asdict(Load(4, used=0.9, late=late))
+
+
+class Shares:
+    """Stands for the handle of an application's routers."""
+
+    def __init__(self, shares: list[float]) -> None:
+        self._shares = shares
+
+    def broadcast(self, method: str) -> Shares:
+        assert hasattr(router.SpeculationRouter, method)
+        return self
+
+    async def results_async(self, return_exceptions: bool) -> list[float]:
+        return self._shares
+
+
+async def test_a_router_tells_how_late_the_drafts_of_its_targets_are(started: dict[str, Any]) -> None:
+    server = router.SpeculationRouter(AppArgs.model_validate({"num_speculative_tokens": 2}))
+    machine = started["machine"]
+    machine.worker_joined("T", "target", 0.0)
+    told = {"num_late_rounds": 0.0, "num_committed_tokens": 0.0, "num_drafts": 0.0, "num_accepted_tokens": 0.0}
+    for num_late, num_committed in ((0.0, 0.0), (20.0, 60.0)):
+        report = told | {"num_late_rounds": num_late, "num_committed_tokens": num_committed}
+        machine.receive(Alive("T", report), 0.0)
+        server._exposed._at_s = float("-inf")  # a second later
+        await server._report()
+    assert await server.exposed_draft_share() == pytest.approx(0.25)

@@ -194,18 +194,37 @@ def test_replicas_fit_into_the_pods_that_they_are_meant_for(overlay):
 
 def room(group, args, bound, pods_key):
     """What is left of a group's scarcest resource when as many replicas as may be run in as many pods."""
-    limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
-    has = {
-        "num_cpus": float(group["rayStartParams"].get("num-cpus", limits["cpu"])),
-        "num_gpus": float(limits.get("nvidia.com/gpu", 0)),
-    }
+    has = offered(group)
     asked = dict.fromkeys(has, 0.0)
     for role in ("target", "draft", "router", "ingress"):
         actor, count = getattr(args.actors, role), getattr(args.replicas, role)
         if actor.label_selector.items() <= group.get("labels", {}).items():
-            for name in asked:
-                asked[name] += bound(count) * (getattr(actor, name) or 0)
+            for name, amount in wanted(actor).items():
+                asked[name] += bound(count) * amount
     return min(group.get(pods_key, 1) * has[name] - asked[name] for name in has)
+
+
+def offered(group):
+    """What Ray counts in a pod of a group."""
+    limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+    return {
+        "num_cpus": float(group["rayStartParams"].get("num-cpus", limits["cpu"])),
+        "num_gpus": float(limits.get("nvidia.com/gpu", 0)),
+    } | {name: float(amount) for name, amount in group.get("resources", {}).items()}
+
+
+def wanted(actor):
+    """What one replica takes of it."""
+    kind = {f"accelerator_type:{actor.accelerator_type}": 0.001} if actor.accelerator_type else {}
+    return {"num_cpus": actor.num_cpus or 0.0, "num_gpus": actor.num_gpus or 0.0} | actor.resources | kind
+
+
+def test_no_pod_of_prod_has_two_replicas_of_a_deployment():
+    """A pod that goes, or is evicted, would take all of them."""
+    args, by_name = app_args("prod"), groups("prod")
+    for role, name in (("target", "target"), ("draft", "draft"), ("router", "front"), ("ingress", "front")):
+        has, takes = offered(by_name[name]), wanted(getattr(args.actors, role))
+        assert any(has[resource] < 2 * amount for resource, amount in takes.items()), role
 
 
 @overlays
@@ -240,6 +259,8 @@ def test_the_heads_readiness_is_rays_and_workers_have_raylets_and_proxys(overlay
         probes = {key: probe["httpGet"]["path"] for key, probe in container(pod).items() if key.endswith("Probe")}
         worker = {"livenessProbe": "/api/local_raylet_healthz", "readinessProbe": "/-/healthz"}
         gate = {"startupProbe": "/health"} if name == "front" else {}
+        if name != "headgroup":  # a pod that hangs does not first sleep
+            assert container(pod)["livenessProbe"]["terminationGracePeriodSeconds"] < 30
         assert probes == ({} if name == "headgroup" else worker | gate)
         assert {"name": "serve", "containerPort": 8000} in container(pod)["ports"]
 

@@ -15,6 +15,7 @@ from tests.k8s.overlays import kubectl, ray_service
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "k8s" / "README.md").read_text()
+FROM_A_LAPTOP = (ROOT / "README.md").read_text().partition("\n## From a laptop to a cluster\n")[2].partition("\n## ")[0]
 
 
 def indented(text: str) -> list[str]:
@@ -54,19 +55,47 @@ def test_variables_of_ones_own_make_another_cluster(tmp_path: Path) -> None:
     assert len(set(names)) == 2
 
 
-def test_commands_that_need_no_cluster_run_in_a_clean_clone(tmp_path: Path) -> None:
-    lines = [line for block in indented(README) for line in block.splitlines()]
-    commands = [
-        line for line in lines if re.match(r"(kubectl|specdec|cp|serve) ", line) and "# on a cluster" not in line
+def commands(text: str) -> list[str]:
+    """The lines to type that need no cluster."""
+    lines = [line for block in indented(text) for line in block.splitlines()]
+    return [
+        line for line in lines if re.match(r"(kubectl|specdec|cp|serve|helm) ", line) and "# on a cluster" not in line
     ]
-    assert len(commands) == 6
-    clone = tmp_path / "clone"
+
+
+def ran(clone: Path, *lines: str) -> str:
+    """What lines that are typed in a clean clone print; each must end well."""
     subprocess.run(["git", "clone", "--quiet", "--depth", "1", f"file://{ROOT}", clone], check=True, timeout=240)
     programs = [str(Path(kubectl()).parent), str(Path(sys.executable).parent)]
     environment = os.environ | {"PYTHONPATH": str(clone), "PATH": os.pathsep.join([*programs, os.environ["PATH"]])}
-    script = "\n".join(["set -e", *commands, "test $(kubectl kustomize mine | grep -c '^kind: ') -eq 12"])
+    script = "\n".join(["set -e", *lines])
     done = subprocess.run(
         ["bash", "-c", script], cwd=clone, env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert "serveConfigV2" in done.stdout
+    return done.stdout
+
+
+def test_commands_that_need_no_cluster_run_in_a_clean_clone(tmp_path: Path) -> None:
+    typed = commands(README)
+    assert len(typed) == 6
+    printed = ran(tmp_path / "clone", *typed, "test $(kubectl kustomize mine | grep -c '^kind: ') -eq 12")
+    assert "serveConfigV2" in printed
+
+
+def test_one_file_goes_from_a_laptop_to_a_cluster_in_a_clean_clone(tmp_path: Path) -> None:
+    (file,) = re.findall(r"^```yaml\n(.*?)^```", FROM_A_LAPTOP, flags=re.MULTILINE | re.DOTALL)
+    serve, *typed = commands(FROM_A_LAPTOP)
+    assert serve == "specdec serve --config service.yaml", "it loads models: what it would serve is printed here"
+    assert len(typed) == 2
+    write = f"cat > service.yaml <<'END'\n{file}END"
+    printed = ran(
+        tmp_path / "clone",
+        write,
+        "specdec config --config service.yaml",
+        *typed,
+        "cat files/serve.yaml",
+        "kubectl kustomize mine",
+    )
+    assert printed.count("Qwen/Qwen3-8B") == 3
+    assert "nvidia.com/gpu: 2" in printed
