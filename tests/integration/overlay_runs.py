@@ -65,15 +65,25 @@ def nodes(folder: Path) -> Iterator[tuple[LocalCluster, str, list[str]]]:
         cluster.shutdown()
 
 
+def applications(dashboard_address: str) -> dict[str, Any]:
+    """What Serve's controller tells of each application."""
+    headers = {"Authorization": f"Bearer {os.environ['RAY_AUTH_TOKEN']}"}
+    answer = httpx.get(f"{dashboard_address}/api/serve/applications/", headers=headers, timeout=30, trust_env=False)
+    return dict(answer.json()["applications"])
+
+
+def all_run(dashboard_address: str) -> bool:
+    """Whether Serve's controller says that every application runs; a target may serve before that."""
+    return all(one["status"] == "RUNNING" for one in applications(dashboard_address).values())
+
+
 def placed(dashboard_address: str) -> dict[str, list[str]]:
     """The role of the node of each running replica, by deployment, as Serve's controller tells."""
     import ray
 
     roles = {one["NodeID"]: one["Labels"].get("role", "head") for one in ray.nodes()}
-    headers = {"Authorization": f"Bearer {os.environ['RAY_AUTH_TOKEN']}"}
-    answer = httpx.get(f"{dashboard_address}/api/serve/applications/", headers=headers, timeout=30, trust_env=False)
     found: dict[str, list[str]] = {}
-    for application in answer.json()["applications"].values():
+    for application in applications(dashboard_address).values():
         for name, deployment in application["deployments"].items():
             running = [one for one in deployment["replicas"] if one["state"] == "RUNNING"]
             found[name] = sorted(roles[one["node_id"]] for one in running)
@@ -100,6 +110,7 @@ def run(overlay: str) -> dict[str, Any]:
             config["http_options"] = {"host": "127.0.0.1", "port": httpx.URL(cluster.url()).port}
             serve_deploy(yaml.safe_dump(config), dashboard, Path(name))
             eventually(lambda: is_ready(cluster.url()), START_TIMEOUT_S, "the service is ready")
+            eventually(lambda: all_run(dashboard), 120, "all applications run")
             eventually(lambda: is_ready(workers[0]), 60, "a worker's proxy has the service")
             return {
                 "nodes": 1 + len(workers),
