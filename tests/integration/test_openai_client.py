@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import httpx
 import openai
@@ -71,6 +71,31 @@ def test_structured_output_by_the_clients_own_helpers(client: OpenAI, model: str
         orders.append(stream.get_final_completion().choices[0].message.parsed)
     assert isinstance(orders[0], Order)
     assert all(order == orders[0] for order in orders)
+
+
+def test_responses_by_the_clients_own_helpers(client: OpenAI, model: str) -> None:
+    """Created, parsed and streamed; a tool's result sent back."""
+    options = {"model": model, "max_output_tokens": 120, "temperature": 1.0, "extra_body": {"seed": 5}}
+    asked: list[Any] = [{"role": "user", "content": "Describe an order as JSON."}]
+    whole = client.responses.create(input=asked, **options)
+    with client.responses.stream(input=asked, **options) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        assert text == whole.output_text
+    assert whole.usage.output_tokens <= 120
+    answer = client.responses.parse(input=asked, text_format=Order, **options)
+    with client.responses.stream(input=asked, text_format=Order, **options) as stream:
+        streamed = stream.get_final_response()
+    assert answer.output_parsed == streamed.output_parsed
+    assert isinstance(answer.output_parsed, Order)
+    tools: Any = [openai.pydantic_function_tool(Order)]
+    called = client.responses.parse(
+        input=asked, tools=tools, tool_choice="required", parallel_tool_calls=False, **options
+    )
+    (call,) = called.output
+    assert isinstance(call.parsed_arguments, Order)
+    sent = call.model_dump(exclude={"parsed_arguments"}, exclude_none=True)
+    items = [*asked, sent, {"type": "function_call_output", "call_id": call.call_id, "output": "Done."}]
+    assert client.responses.parse(input=items, tools=tools, tool_choice="none", **options).output_text
 
 
 def test_a_grammar_that_cannot_be_compiled_is_the_clients_error(client: OpenAI, model: str) -> None:

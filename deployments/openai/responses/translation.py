@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 from deployments.openai.errors import ApiError
 from deployments.openai.schemas.chat import ChatBody, ChatMessage, TemplatedBody
 from deployments.openai.schemas.common import SamplingBody
 from deployments.openai.schemas.responses import ResponsesBody, TextFormat
-from deployments.openai.schemas.responses_input import Item, MessageItem
+from deployments.openai.schemas.responses_input import CallItem, Item, MessageItem, ReasoningItem, ResultItem
+from deployments.openai.schemas.responses_tools import Choice, FunctionChoice, FunctionTool
+from deployments.openai.schemas.tools import CalledFunction, CallSpec, FunctionSpec, NamedChoice, ToolSpec
+from deployments.openai.schemas.tools import FunctionChoice as ChatChoice
 from specdec.errors import InvalidParameterError
 
-_OF_BOTH = tuple(SamplingBody.model_fields | TemplatedBody.model_fields)
-_RENAMED = {
-    "response_format.json_schema": "text.format",
-    "response_format": "text.format",
-    "max_tokens": "max_output_tokens",
-    "messages": "input",
-}
-_MESSAGE = re.compile(r"messages\[(\d+)\]")
+_OF_BOTH = (
+    *(SamplingBody.model_fields | TemplatedBody.model_fields),
+    *("thinking_token_budget", "include_reasoning", "parallel_tool_calls"),
+)
+_RENAMED = (
+    (re.compile(r"^response_format(\.json_schema)?(?!\w)"), "text.format"),
+    (re.compile(r"^max_tokens$"), "max_output_tokens"),
+    (re.compile(r"^reasoning_effort$"), "reasoning.effort"),
+    (re.compile(r"^(tools\[\d+\])\.function(?!\w)"), r"\1"),
+    (re.compile(r"^messages$"), "input"),
+)
+_MESSAGE = re.compile(r"^messages\[\d+\](\.tool_calls\[\d+\])?(\.function)?")
 
 
 class ResponseChat(ChatBody):
@@ -38,36 +46,72 @@ class ResponseChat(ChatBody):
         return "input"
 
 
-class Turns(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Turns:
     """A conversation.
 
     Attributes:
-        places: For each message, where the request has it.
+        places: For messages, and calls in them, by the names that chat has for them: where the request has them.
     """
 
     messages: list[ChatMessage]
-    places: list[str]
+    places: dict[str, str]
 
 
 def turns_of(body: ResponsesBody) -> Turns:
-    """The conversation that a request goes on with."""
-    turns = Turns([], [])
+    """The conversation that a request goes on with.
 
-    def add(place: str, **fields: Any) -> None:
-        turns.messages.append(ChatMessage(**fields))
-        turns.places.append(place)
-
+    Raises:
+        InvalidParameterError: It says nothing.
+    """
+    turns = _Turns()
     if body.instructions is not None:
-        add("instructions", role="system", content=body.instructions)
-    items: Sequence[Item] = body.input if isinstance(body.input, list) else ()
-    for index, item in enumerate(items):
-        if isinstance(item, MessageItem):
-            add(f"input[{index}]", role=item.role, content=item.text)
+        turns.add("instructions", role="system", content=body.instructions)
     if isinstance(body.input, str):
-        add("input", role="user", content=body.input)
+        turns.add("input", role="user", content=body.input)
+    else:
+        for index, item in enumerate(body.input):
+            turns.take(f"input[{index}]", item)
     if not turns.messages:
         raise InvalidParameterError("input", "input must hold a message")
-    return turns
+    return Turns([ChatMessage(**message) for message in turns.messages], turns.places)
+
+
+@dataclass(slots=True)
+class _Turns:
+    """Items become messages: what the assistant thinks, says and then calls is one."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    places: dict[str, str] = field(default_factory=dict)
+    _thought: str = ""
+
+    def add(self, place: str, **fields: Any) -> None:
+        """Add a message; what was thought goes with it if it is the assistant's, and is of no use else."""
+        if self._thought and fields["role"] == "assistant":
+            fields["reasoning_content"] = self._thought
+        self._thought = ""
+        self.places[f"messages[{len(self.messages)}]"] = place
+        self.messages.append(fields)
+
+    def take(self, place: str, item: Item) -> None:
+        """Take the next item."""
+        match item:
+            case MessageItem():
+                self.add(place, role=item.role, content=item.text)
+            case ReasoningItem():
+                self._thought += item.text
+            case ResultItem():
+                self.add(place, role="tool", content=item.text, tool_call_id=item.call_id)
+            case CallItem():
+                self._call(place, item)
+
+    def _call(self, place: str, item: CallItem) -> None:
+        if self._thought or not self.messages or self.messages[-1]["role"] != "assistant":
+            self.add(place, role="assistant", content=None)
+        calls = self.messages[-1].setdefault("tool_calls", [])
+        self.places[f"messages[{len(self.messages) - 1}].tool_calls[{len(calls)}]"] = place
+        function = CalledFunction(name=item.name, arguments=item.arguments)
+        calls.append(CallSpec(id=item.call_id, type="function", function=function))
 
 
 def as_chat(body: ResponsesBody, turns: Turns) -> ResponseChat:
@@ -79,6 +123,9 @@ def as_chat(body: ResponsesBody, turns: Turns) -> ResponseChat:
         "logprobs": body.wants_logprobs or None,
         "top_logprobs": body.top_logprobs if body.wants_logprobs else None,
         "response_format": None if body.text is None else _response_format(body.text.format),
+        "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
+        "tools": None if body.tools is None else [_tool(tool) for tool in body.tools],
+        "tool_choice": _tool_choice(body.tool_choice) if body.tools or body.tool_choice != "auto" else None,
     }
     return ResponseChat.model_construct(**shared, **asked)
 
@@ -87,6 +134,19 @@ def _response_format(format_: TextFormat | None) -> dict[str, Any] | None:
     if format_ is None or format_.type != "json_schema":
         return None if format_ is None else {"type": format_.type}
     return {"type": "json_schema", "json_schema": {"name": format_.name, "schema": format_.json_schema}}
+
+
+def _tool(tool: FunctionTool) -> ToolSpec:
+    function = FunctionSpec(
+        name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+    )
+    return ToolSpec(type="function", function=function)
+
+
+def _tool_choice(choice: Choice | None) -> NamedChoice | str | None:
+    if isinstance(choice, FunctionChoice):
+        return NamedChoice(type="function", function=ChatChoice(name=choice.name))
+    return choice
 
 
 @contextmanager
@@ -108,11 +168,9 @@ def named_as_sent(turns: Turns) -> Iterator[None]:
 
 def _as_sent(param: str, text: str, turns: Turns) -> tuple[str, str]:
     """A parameter and a text that may name it, in the request's words."""
-    sent = _MESSAGE.sub(lambda found: turns.places[int(found[1])], param)
-    for name, own in _RENAMED.items():
-        if sent == name or sent.startswith((f"{name}.", f"{name}[")):
-            sent = own + sent.removeprefix(name)
-            break
+    sent = _MESSAGE.sub(lambda found: turns.places[found[0].removesuffix(".function")], param)
+    for pattern, own in _RENAMED:
+        sent = pattern.sub(own, sent)
     if param and sent != param:
         text = re.sub(rf"(?<!\w){re.escape(param)}(?!\w)", lambda _: sent, text)
     return sent, text.replace("response_format", "text.format")

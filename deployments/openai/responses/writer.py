@@ -14,6 +14,7 @@ from deployments.openai.logprobs import chat_entries
 from deployments.openai.messages import Message
 from deployments.openai.responses.output import Output
 from deployments.openai.schemas.responses import ResponsesBody
+from deployments.openai.schemas.responses_tools import FunctionChoice
 from deployments.openai.tally import answer_metrics
 from deployments.openai.writing import Event, Json
 from specdec.types import Finish
@@ -102,10 +103,10 @@ class ResponseWriter:
             "top_p": sampling.top_p,
             "top_logprobs": body.top_logprobs or 0,
             "text": {"format": _text_format(body)},
-            "reasoning": {"effort": None, "summary": None},
-            "tools": [],
-            "tool_choice": "auto",
-            "parallel_tool_calls": True,
+            "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
+            "tools": [tool.model_dump() for tool in body.tools or ()],
+            "tool_choice": _tool_choice(body),
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "truncation": "disabled",
             "previous_response_id": None,
             "store": False,
@@ -122,7 +123,7 @@ class ResponseWriter:
             # Nothing is charged for what is cached for later.
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
             "output_tokens": output,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": generation.num_reasoning_tokens},
             "total_tokens": prompt + output,
         }
 
@@ -142,3 +143,8 @@ def _text_format(body: ResponsesBody) -> Json:
         "strict": format_.strict,
         "description": format_.description,
     }
+
+
+def _tool_choice(body: ResponsesBody) -> Json | str:
+    choice = body.tool_choice
+    return choice.model_dump() if isinstance(choice, FunctionChoice) else choice or "auto"

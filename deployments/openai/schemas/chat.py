@@ -85,6 +85,7 @@ class ChatMessage(Body):
         return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
 
 
@@ -126,7 +127,7 @@ class ConversationBody(TemplatedBody):
     """
 
     tools: Tools | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
 
     @property
     def shown_tools(self) -> list[ToolSpec]:

@@ -109,6 +109,7 @@ REFUSED_IN_RESPONSES: dict[str, tuple[Any, ...]] = {
     "image": (),
     # of completions and chat completions
     "messages": (),
+    "reasoning_effort": (),
     "n": (1,),
     "max_tokens": (),
     "max_completion_tokens": (),

@@ -7,11 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from deployments.openai.schemas.chat import TemplatedBody
+from deployments.openai.schemas.chat import Effort, TemplatedBody
 from deployments.openai.schemas.common import SamplingBody
 from deployments.openai.schemas.fields import Body
 from deployments.openai.schemas.others import REFUSED_IN_RESPONSES, REPLACED_IN_RESPONSES, TAKEN_IN_RESPONSES
 from deployments.openai.schemas.responses_input import Input
+from deployments.openai.schemas.responses_tools import Choice, FunctionTools
 from specdec.errors import InvalidParameterError
 
 LOGPROBS = "message.output_text.logprobs"
@@ -69,10 +70,11 @@ class TextConfig(Body):
 
 
 class Reasoning(Body):
-    """How much is thought before the answer."""
+    """What is thought before the answer; it is shown as it is, without a summary."""
 
-    refused_unless: ClassVar[dict[str, tuple[Any, ...]]] = {"effort": ("none",)}
     taken: ClassVar[frozenset[str]] = frozenset({"summary", "generate_summary", "context", "mode"})
+
+    effort: Effort | None = None
 
 
 class ResponseStreamOptions(Body):
@@ -92,6 +94,12 @@ class ResponsesBody(TemplatedBody, SamplingBody):
         include: What else the answer shall have.
         metadata: Is sent back.
         text: What the text must be.
+        reasoning: How much is thought before the answer.
+        thinking_token_budget: Most tokens of that.
+        include_reasoning: False leaves it out of the answer.
+        tools: What may be called.
+        tool_choice: Whether something is called; by default the model chooses where there are tools.
+        parallel_tool_calls: Whether an answer may hold several calls; by default it may.
         truncation: ``disabled``: what is too long is refused.
     """
 
@@ -107,6 +115,11 @@ class ResponsesBody(TemplatedBody, SamplingBody):
     metadata: Metadata | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    include_reasoning: bool | None = None
+    tools: FunctionTools | None = None
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
     truncation: Literal["disabled"] | None = None
     stream_options: ResponseStreamOptions | None = None
 

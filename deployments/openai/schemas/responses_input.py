@@ -44,6 +44,9 @@ Content = Annotated[
 ]
 
 
+CallId = Annotated[str, Field(max_length=256)]
+
+
 def text_of(content: str | list[TextPart]) -> str:
     """A content as one string."""
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
@@ -85,7 +88,43 @@ class ReasoningItem(Body):
         return "".join(part.text for part in self.content or ())
 
 
-ITEMS = ("message", "reasoning")
+class CallItem(Body):
+    """A call of an earlier answer.
+
+    Attributes:
+        call_id: By which its result names it.
+        arguments: JSON text.
+    """
+
+    taken: ClassVar[frozenset[str]] = frozenset({"id", "status"})
+
+    type: Literal["function_call"]
+    call_id: CallId
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arguments: str
+
+    @property
+    def text(self) -> str:
+        """The arguments."""
+        return self.arguments
+
+
+class ResultItem(Body):
+    """What a call gave."""
+
+    taken: ClassVar[frozenset[str]] = frozenset({"id", "status"})
+
+    type: Literal["function_call_output"]
+    call_id: CallId
+    output: Content
+
+    @property
+    def text(self) -> str:
+        """The output as one string."""
+        return text_of(self.output)
+
+
+ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 
 
 def _known(item: Any) -> Any:
@@ -103,7 +142,10 @@ def _kind_of_item(item: Any) -> str | None:
 
 
 Item = Annotated[
-    Annotated[MessageItem, Tag("<message>")] | Annotated[ReasoningItem, Tag("<reasoning>")],
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")]
+    | Annotated[CallItem, Tag("<function_call>")]
+    | Annotated[ResultItem, Tag("<function_call_output>")],
     Discriminator(_kind_of_item, custom_error_type="item_type", custom_error_message="must be an object"),
     BeforeValidator(_known),
 ]

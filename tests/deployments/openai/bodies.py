@@ -274,3 +274,64 @@ CHATS: dict[str, Sent] = {
         }
     ),
 }
+
+_ITEM: Json = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Add."}]}
+_FUNCTION: Json = {"type": "function", "name": "f", "parameters": SCHEMA, "strict": True, "description": "Adds."}
+_CALLED: list[Json] = [
+    _ITEM,
+    {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": "x"},
+    {"type": "function_call", "id": "fc_1", "call_id": "1", "name": "f", "arguments": "{}", "status": "completed"},
+    {"type": "function_call_output", "call_id": "1", "output": "3"},
+]
+
+RESPONSES: dict[str, Sent] = {
+    "openai: text": Sent({"input": "Add.", "max_output_tokens": 20, "temperature": 0}),
+    "openai: items": Sent({"input": [_ITEM], "instructions": "Be short.", "metadata": {"a": "b"}, "user": "me"}),
+    "openai: stream": Sent({"stream": True, "stream_options": {"include_obfuscation": False}}),
+    "openai: JSON schema": Sent(
+        {"text": {"format": {"type": "json_schema", "name": "a", "strict": True, "schema": SCHEMA}}}
+    ),
+    "openai: tools": Sent({"tools": [_FUNCTION], "tool_choice": "auto", "parallel_tool_calls": False}),
+    "openai: a tool's answer": Sent({"input": _CALLED, "tools": [_FUNCTION]}),
+    "openai: web search": Sent({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    "openai: stored": Sent({"store": True}, "store"),
+    "openai: the next turn": Sent({"previous_response_id": "resp_1"}, "previous_response_id"),
+    "openai: an image": Sent(
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        "input[0].content[0].type",
+    ),
+    "openai: reasoning": Sent({"reasoning": {"effort": "high", "summary": "auto"}}, "reasoning.effort"),
+    "codex": Sent(
+        {
+            "instructions": "You are an agent.",
+            "input": _CALLED,
+            "tools": [_FUNCTION],
+            "tool_choice": "auto",
+            "parallel_tool_calls": False,
+            "reasoning": None,
+            "store": False,
+            "stream": True,
+            "include": ["reasoning.encrypted_content"],
+            "prompt_cache_key": "k",
+            "text": {"verbosity": "medium"},
+        }
+    ),
+    "openai-agents": Sent(
+        {
+            "input": [{"role": "user", "content": "Add."}],
+            "include": [],
+            "tools": [_FUNCTION],
+            "metadata": None,
+            "truncation": None,
+            "previous_response_id": None,
+            "conversation": None,
+            "prompt": None,
+            "top_logprobs": None,
+            "text": None,
+        }
+    ),
+    "langchain: ChatOpenAI(use_responses_api)": Sent(
+        {"input": [{"role": "user", "content": "Add.", "type": "message"}], "temperature": 0.7, "stream": False}
+    ),
+    "vllm: extras": Sent({"top_k": 5, "repetition_penalty": 1.1, "seed": 3, "ignore_eos": False, "request_id": "r"}),
+}

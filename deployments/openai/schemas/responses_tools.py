@@ -1,0 +1,66 @@
+"""Functions that a response may call, as ``/v1/responses`` writes them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from deployments.openai.schemas.fields import Body
+from deployments.openai.schemas.tools import MOST_TOOLS, FunctionName, IsFunction
+
+
+class FunctionTool(Body):
+    """A function.
+
+    Attributes:
+        parameters: JSON schema of its arguments, an object; absent, it takes none.
+        strict: Calls have arguments by that schema, under ``tool_choice: auto`` too; by default not.
+    """
+
+    refused_unless: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "async": (False,),
+        "defer_loading": (False,),
+        "allowed_callers": (["direct"],),
+    }
+    taken: ClassVar[frozenset[str]] = frozenset({"output_schema"})
+
+    type: IsFunction
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionChoice(Body):
+    """The choice of one function."""
+
+    type: IsFunction
+    name: FunctionName
+
+
+def _kind_of_choice(choice: Any) -> str | None:
+    return "str" if isinstance(choice, str) else "dict" if isinstance(choice, dict) else None
+
+
+Choice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("str")] | Annotated[FunctionChoice, Tag("dict")],
+    Discriminator(
+        _kind_of_choice,
+        custom_error_type="choice_type",
+        custom_error_message='must be "none", "auto", "required" or {"type": "function", "name": ...}',
+    ),
+]
+
+
+def _different(tools: list[FunctionTool]) -> list[FunctionTool]:
+    names: set[str] = set()
+    for tool in tools:
+        if tool.name in names:
+            raise PydanticCustomError("same_name", "two tools have the name {name}", {"name": repr(tool.name)})
+        names.add(tool.name)
+    return tools
+
+
+FunctionTools = Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS, fail_fast=True), AfterValidator(_different)]
