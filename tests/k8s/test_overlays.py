@@ -37,7 +37,7 @@ PROD_KINDS = {
     "PodMonitor": 1,
     "PrometheusRule": 1,
     "RayService": 1,
-    "Service": 1,
+    "Service": 2,
     "StatefulSet": 1,
 }
 overlays = pytest.mark.parametrize("overlay", NAMES)
@@ -302,6 +302,8 @@ def test_selectors_of_prod_choose_pods():
     assert chosen(policy["spec"]["ingress"][0]["from"][0]["podSelector"]) == set(every)
     assert chosen(policy["spec"]["egress"][0]["to"][0]["podSelector"]) == set(every)
     assert chosen(redis["spec"]["ingress"][0]["from"][0]["podSelector"]) == {"headgroup"}
+    (front,) = (one for one in of_kind(built("prod"), "Service") if one["metadata"]["name"] == "specdec-front")
+    assert chosen({"matchLabels": front["spec"]["selector"]}) == {"front"}
     (monitor,) = of_kind(built("prod"), "PodMonitor")
     assert chosen(monitor["spec"]["selector"]) == set(every)
     for name in ("front", "target"):
@@ -311,7 +313,8 @@ def test_selectors_of_prod_choose_pods():
 
 def test_redis_is_the_one_that_the_head_is_told_of():
     options = ray_service("prod")["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]
-    (service,), (redis,) = of_kind(built("prod"), "Service"), of_kind(built("prod"), "StatefulSet")
+    (redis,) = of_kind(built("prod"), "StatefulSet")
+    (service,) = (one for one in of_kind(built("prod"), "Service") if one["metadata"]["name"] == "specdec-redis")
     (port,) = service["spec"]["ports"]
     assert options["redisAddress"] == f"{service['metadata']['name']}:{port['port']}"
     template = redis["spec"]["template"]
