@@ -23,6 +23,7 @@ from specdec.sampling.pipeline import Sampler
 from tests.specdec.engine.pairs import Case, collect
 from tests.specdec.engine.schemas import grammar_of, is_valid, make_schemas
 from tests.specdec.engine.test_hostile_network import DRAFTER, TARGET, HostileService
+from tests.specdec.operators import Operators
 
 DEMO = Path(specdec.demo.__file__).parent
 OPTIONS = BackendOptions(max_model_len=512, max_num_sequences=20)
@@ -199,6 +200,24 @@ def test_one_mask_call_a_step_and_model(monkeypatch: pytest.MonkeyPatch) -> None
     before = [one.num_mask_calls for one in matchers_of(engine)]
     engine.generate(PROMPTS[0], SamplingParams(temperature=0.0), max_tokens=8)
     assert [one.num_mask_calls for one in matchers_of(engine)] == before
+
+
+def test_steps_without_a_grammar_are_as_if_there_were_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same operators in the same order, in both models, for a batch that comes after one with a grammar."""
+    engine = engine_of("plain")
+    engine.generate(PROMPTS[0], sampling(1.0, PERSON), seed=1, max_tokens=12)
+
+    def operators() -> list[str]:
+        with Operators() as counted:
+            engine.generate_batch(PROMPTS, SamplingParams(temperature=1.0, top_p=0.9), seed=1, max_tokens=12)
+        return counted.names
+
+    operators()  # what is kept from step to step is there
+    able = operators()
+    for machine in (engine._service.target, engine._service.drafter):
+        monkeypatch.setattr(machine._backend._sampler, "matchers", None)
+    assert able == operators()
+    assert len(able) > 100
 
 
 def test_what_cannot_be_compiled_is_refused_before_anything_is_begun() -> None:

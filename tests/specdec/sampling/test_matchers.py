@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import pytest
 import torch
 from llguidance import LLMatcher, LLParserLimits
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoTokenizer
 
 import specdec.demo
@@ -25,6 +26,7 @@ from specdec.sampling.matchers import Matchers
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.types import Tokens
+from tests.specdec.operators import Operators
 
 TOKENIZER = AutoTokenizer.from_pretrained(Path(specdec.demo.__file__).parent / "target")
 V = len(TOKENIZER)
@@ -216,19 +218,9 @@ def test_rows_with_and_without_a_grammar_share_a_batch() -> None:
     assert sampler.matchers.num_mask_calls == 2, "masks are found once a step"
 
 
-class _Counted(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def operators(sampler: Sampler, groups: list[RowGroup]) -> list[str]:
     logits = torch.randn(sum(1 + len(group.draft) for group in groups), V)
-    with _Counted() as counted:
+    with Operators() as counted:
         sampler.choose(logits, groups)
     return counted.names
 
@@ -250,6 +242,29 @@ def test_operators_do_not_grow_with_the_rows(num_drafts: int) -> None:
         return len([name for name in names if "slice" not in name])
 
     assert count(2) == count(16)
+
+
+def test_no_python_runs_for_single_rows() -> None:
+    """What is called to find masks depends on the sequences, and not on how many drafts they have."""
+
+    def calls(num_drafts: int) -> int:
+        rng, matchers = random.Random(1), Matchers(GRAMMARS)
+        groups = [RowGroup(spec_of(PERSON, seed), PROMPT, tuple(walk(PERSON, rng, num_drafts))) for seed in range(6)]
+        matchers.masked(groups)  # what is made once is made
+        count = 0
+
+        def seen(frame: FrameType, event: str, argument: object) -> None:
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        sys.setprofile(seen)
+        try:
+            matchers.masked(groups)
+        finally:
+            sys.setprofile(None)
+        return count
+
+    assert 0 < calls(8) == calls(1)
 
 
 def test_what_was_dropped_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
