@@ -51,7 +51,7 @@ def create_app(
     observer = observer if observer is not None else Observer(CollectorRegistry())
     ignored = IgnoredFields(settings.unknown_fields, observer)
     eos_token_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    grammars = Grammars(tokenizer, tokenizer_width(tokenizer), eos_token_ids)
+    grammars = Grammars(tokenizer, tokenizer_width(tokenizer), eos_token_ids, tries_first=True)
     answers = AnswerForms(tokenizer, settings.tool_parser, settings.reasoning_tags)
     app.state.api = Api(service, tokenizer, settings, observer, TokenTexts(tokenizer), ignored, grammars, answers)
     add_error_handlers(app, settings.limits.retry_after_s)

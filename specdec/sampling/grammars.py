@@ -13,6 +13,7 @@ from llguidance.hf import from_tokenizer
 
 from specdec.errors import InvalidParameterError
 from specdec.sampling.grammar import Grammar, llguidance_grammar
+from specdec.sampling.trial import takes_too_much
 from specdec.types import Tokens
 
 if TYPE_CHECKING:
@@ -33,12 +34,21 @@ class Grammars:
         tokenizer: A fast one; with another every grammar is refused.
         vocab_size: V, the tokens that a mask tells of.
         eos_token_ids: The model's; what is needed for them is made now, as it takes a second for a large vocabulary.
+        tries_first: Whether grammars are of strangers: each is first compiled in a process whose time is bounded.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: Tokens = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        vocab_size: int,
+        eos_token_ids: Tokens = (),
+        *,
+        tries_first: bool = False,
+    ) -> None:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self._tokenizer = tokenizer
+        self._tries_first = tries_first
         self._special_tokens = frozenset(tokenizer.get_added_vocab())
         self._tokenizers: dict[Tokens, LLTokenizer] = {}
         self._compiled: OrderedDict[Key, Future[LLMatcher]] = OrderedDict()
@@ -74,6 +84,8 @@ class Grammars:
     def _compile(self, grammar: Grammar, eos_token_ids: Tokens) -> LLMatcher:
         if not eos_token_ids:
             raise _invalid("the model has no end-of-sequence token, with which a text could end")
+        if self._tries_first and self._takes_too_much(grammar):
+            raise _invalid("it takes too much time or memory to compile")
         try:
             text = llguidance_grammar(grammar, self._special_tokens)
             matcher = LLMatcher(self._tokens(eos_token_ids), text, log_level=0, limits=_LIMITS)
@@ -84,6 +96,14 @@ class Grammars:
         if matcher.is_error():
             raise _invalid(matcher.get_error())
         return matcher
+
+    def _takes_too_much(self, grammar: Grammar) -> bool:
+        if grammar.kind in ("json_object", "choice"):
+            return False
+        try:
+            return takes_too_much(llguidance_grammar(grammar))
+        except (ValueError, TypeError, RecursionError):
+            return False  # it is wrong, which is told by whoever compiles it
 
     def _tokens(self, eos_token_ids: Tokens) -> LLTokenizer:
         made = self._tokenizers.get(eos_token_ids)

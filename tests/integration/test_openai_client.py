@@ -98,9 +98,15 @@ def test_responses_by_the_clients_own_helpers(client: OpenAI, model: str) -> Non
     assert client.responses.parse(input=items, tools=tools, tool_choice="none", **options).output_text
 
 
-def test_a_grammar_that_cannot_be_compiled_is_the_clients_error(client: OpenAI, model: str) -> None:
-    wrong = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "objec"}}}
-    with pytest.raises(openai.BadRequestError, match="Invalid type: objec") as caught:
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [({"type": "objec"}, "Invalid type: objec"), ({"type": "integer", "multipleOf": 99999989}, "too much time")],
+)
+def test_a_grammar_that_cannot_be_compiled_is_the_clients_error(
+    client: OpenAI, model: str, schema: dict[str, Any], reason: str
+) -> None:
+    wrong = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    with pytest.raises(openai.BadRequestError, match=reason) as caught:
         client.chat.completions.create(
             model=model, messages=[{"role": "user", "content": "a"}], response_format=wrong, max_tokens=4
         )

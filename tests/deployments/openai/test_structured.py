@@ -98,6 +98,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_grammar": "x"}, "guided_grammar", "cannot be used"),
     ({"guided_json": "{"}, "guided_json", "EOF"),
     ({"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json", "uniqueItems"),
+    ({"guided_json": {"type": "integer", "multipleOf": 99999989}}, "guided_json", "too much time"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": True}}}, "json_schema", "an object"),
     ({"structured_outputs": {"json": True}}, "structured_outputs.json", "object"),
     ({"guided_choice": [""]}, "guided_choice", "none of them empty"),
