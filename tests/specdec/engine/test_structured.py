@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from functools import cache, lru_cache, partial
@@ -232,6 +233,35 @@ def test_a_worker_refuses_what_it_cannot_compile_by_an_error_of_that_sequence(mo
     (result,) = engine.generate_batch(["a"], SamplingParams(grammar=Grammar("regex", "(")), max_tokens=2)
     assert result.finish_reason == "error"
     assert "unclosed group" in result.error
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar("json_object"),
+        Grammar(
+            "structural_tag",
+            json.dumps({"triggers": ["e"], "structures": [{"begin": "e[", "schema": {"enum": [1, 2]}, "end": "]"}]}),
+        ),
+    ],
+    ids=lambda grammar: grammar.kind,
+)
+def test_texts_without_a_bound_are_followed_too(grammar: Grammar) -> None:
+    """Whatever is drafted; both models' masks are those of the whole text before it."""
+    params, engine, texts = SamplingParams(temperature=1.0, grammar=grammar), engine_of("plain"), list[str]()
+    for seed in range(4):
+        plain, drafted = (
+            engine.generate("It is ", params, seed=seed, max_tokens=40, num_speculative_tokens=count)
+            for count in (0, 4)
+        )
+        assert plain.token_ids == drafted.token_ids
+        matcher = matcher_source().compiled(grammar, (0,)).result().deep_copy()
+        tokens = [token for token in plain.token_ids if token]
+        assert matcher.try_consume_tokens(tokens) == len(tokens)
+        texts.append(plain.text)
+    if grammar.kind == "structural_tag":
+        assert all(re.fullmatch(r"([^e]|e\[[12]\])*(e(\[[12]?)?)?", text) for text in texts)
+        assert any("e[" in text for text in texts)
 
 
 def test_every_kind_of_grammar_is_followed() -> None:
