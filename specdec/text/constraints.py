@@ -155,7 +155,9 @@ def short_reasoning(reasoning: ReasoningTags, has_begun: bool, most_tokens: int,
     for tag in (reasoning.end,) if has_begun else (reasoning.begin, reasoning.end):
         if not tags.is_token(tag):
             raise ValueError(f"tokens of reasoning cannot be counted: {tag} is not one token of this model")
-    rules = f"thought: {_thought(reasoning, most_tokens, tags)} ({tags.written(reasoning.end)} <[*]>*)?"
+    # An answer may end within its reasoning, but where that is as long as it may be the tag comes.
+    ended = f"| {_thought(reasoning, most_tokens - 1, tags)}" if most_tokens else ""
+    rules = f"thought: {_thought(reasoning, most_tokens, tags)} {tags.written(reasoning.end)} <[*]>* {ended}"
     if has_begun:
         return _composed(f"start: thought\n{rules}")
     other = f"({tags.without(reasoning.begin, or_end=True)} <[*]>*)?"

@@ -1,0 +1,135 @@
+"""A grammar begins where the reasoning ends, in the middle of a draft too: the same tokens for any draft."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from functools import partial
+
+import jsonschema
+import pytest
+
+from specdec import Grammar, SamplingParams
+from specdec.text.constraints import HERMES, Tags, Tool, after_reasoning, only_calls, short_reasoning
+from specdec.text.parsing.hermes import HermesParser
+from specdec.text.parsing.reasoning import ReasoningTags
+from tests.specdec.engine.pairs import Case, collect
+from tests.specdec.engine.schemas import grammar_of
+from tests.specdec.engine.test_hostile_network import DRAFTER, TARGET, HostileService
+from tests.specdec.engine.test_structured import (
+    PERSON,
+    engine_of,
+    make_sampler,
+    matcher_source,
+    matchers_of,
+    runner_of,
+    tokenizer,
+    undrafted,
+)
+
+PROMPT = "def parse(text):\n    "
+AS_TEXT = ReasoningTags("<think>", "(")
+"""What the demo models write sooner or later, and often as the end of a token."""
+AS_TOKENS = ReasoningTags("<|im_start|>", "<|im_end|>")
+BUDGET, MAX_TOKENS = 7, 90
+END = 2
+"""The token of the second tag."""
+
+
+def tags() -> Tags:
+    return Tags(tokenizer().get_added_vocab(), (0,))
+
+
+def person() -> Grammar:
+    return grammar_of(PERSON)
+
+
+REASONED = {
+    "by text": after_reasoning(AS_TEXT, True, None, tags(), person()),
+    "by tokens": after_reasoning(AS_TOKENS, True, BUDGET, tags(), person()),
+    "calls": after_reasoning(
+        AS_TOKENS, True, BUDGET, tags(), only_calls(HERMES, [Tool("person", PERSON)], False, tags())
+    ),
+}
+
+
+def check(name: str, tokens: tuple[int, ...]) -> None:
+    """What follows the reasoning is whole and valid."""
+    if name == "by text":
+        if tokens[-1] != 0:
+            return  # it was cut off
+        answer = tokenizer().decode(tokens).partition(AS_TEXT.end)[2]
+    else:
+        assert tokens[BUDGET] == END
+        assert END not in tokens[:BUDGET]
+        answer = tokenizer().decode(tokens[BUDGET + 1 :])
+    answer = answer.removesuffix("<|endoftext|>").lstrip("\n")
+    if name == "calls":
+        parser = HermesParser()
+        name_of, *pieces = [*parser.push(answer), *parser.finish()]
+        assert name_of.name == "person"
+        answer = "".join(piece.arguments for piece in pieces)
+    jsonschema.validate(json.loads(answer), PERSON)
+
+
+@pytest.mark.parametrize("name", REASONED)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_draft_changes_a_token(name: str, temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, grammar=REASONED[name], logit_bias=((0, 4.0),))
+    prompts = [PROMPT] * (3 if temperature else 1)
+    found = [
+        [
+            one.token_ids
+            for one in engine.generate_batch(
+                prompts, params, seed=2, max_tokens=MAX_TOKENS, num_speculative_tokens=count
+            )
+        ]
+        for engine, count in (
+            (undrafted(), 0),
+            (undrafted(), None),
+            *((engine_of(pair), count) for pair, count in (("plain", 1), ("plain", 4), ("plain", 8))),
+        )
+    ]
+    assert all(one == found[0] for one in found)
+    for tokens in found[0]:
+        check(name, tokens)
+    assert not temperature or any(tokens[-1] == 0 for tokens in found[0])
+    in_target, in_draft = matchers_of(engine_of("plain"))
+    assert in_draft.num_forbidden_draft_tokens == in_target.num_forbidden_draft_tokens == 0
+
+
+@pytest.mark.parametrize("name", ["by text", "by tokens"])
+def test_reasoning_ends_in_the_middle_of_a_draft_whatever_is_lost(name: str) -> None:
+    params = SamplingParams(temperature=1.0, grammar=REASONED[name])
+    matcher_source().check(REASONED[name])  # time passes by steps there, and not while a grammar is compiled
+    prompt = tuple(tokenizer().encode(PROMPT))
+    cases = [Case(prompt, 60, params, seed, 4, (0,)) for seed in range(9)]
+    plain = [Case(prompt, 60, params, seed, 0, (0,)) for seed in range(9)]
+    service = engine_of("plain")._service
+    wanted = [output.tokens for output in collect(service, plain)]
+    found = collect(service, cases)
+    assert [output.tokens for output in found] == wanted
+    crossed = 0
+    for output in found:
+        ends = [AS_TEXT.end in tokenizer().decode(token) or token == END for token in output.tokens]
+        place = ends.index(True) if True in ends[:-1] else 0
+        crossed += output.notes.how[place : place + 2].startswith("a") and output.notes.how[place + 1] != "p"
+    assert crossed > 0, "no draft went on after the end of the reasoning"
+    counts: Counter[str] = Counter()
+    for seed in (1, 2):
+        hostile = HostileService(*(partial(runner_of, one) for one in ("target", "draft")), seed, sampler=make_sampler)
+        assert [output.tokens for output in collect(hostile, cases)] == wanted
+        for worker in (TARGET, DRAFTER):
+            hostile.count(worker)
+        counts += hostile.counts
+    for what in ("accepted", "stale", "T restarted", "D restarted"):
+        assert counts[what] > 0, f"the schedule is too kind: nothing {what}"
+
+
+def test_a_budget_alone_ends_the_reasoning_and_bounds_nothing_else() -> None:
+    grammar = short_reasoning(AS_TOKENS, True, BUDGET, tags())
+    params = SamplingParams(temperature=1.0, grammar=grammar, ignore_eos=True)
+    for count in (0, 4):
+        result = engine_of("plain").generate(PROMPT, params, seed=4, max_tokens=24, num_speculative_tokens=count)
+        assert result.token_ids[BUDGET] == END
+        assert len(result.token_ids) == 24
