@@ -54,6 +54,36 @@ def switch(value: Any) -> Any:
 
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(switch)]
 
+TOOL_PARSERS = ("auto", "hermes", "llama3", "response_template")
+
+
+def tool_parser(value: Any) -> str:
+    """Read the name of a parser of tool calls, or its import string.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if isinstance(value, str) and (value in TOOL_PARSERS or _IMPORT_STRING.fullmatch(value)):
+        return value
+    raise ValueError(f"must be one of {', '.join(TOOL_PARSERS)}, or an import string, 'package.module:name'")
+
+
+def reasoning_tags(value: Any) -> str:
+    """Read the tags around reasoning, with a comma between them, ``auto`` or ``none``.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    if isinstance(value, str):
+        begin, comma, end = (part.strip() for part in value.partition(","))
+        if value in ("auto", "none") or (begin and comma and end and "," not in end):
+            return value
+    raise ValueError("must be 'auto', 'none', or two tags with a comma between them, as in '<think>,</think>'")
+
+
+ToolParser = Annotated[str, BeforeValidator(tool_parser)]
+ReasoningTags = Annotated[str, BeforeValidator(reasoning_tags)]
+
 MOST_DRAFT_TOKENS = 16
 """Longest draft that ``auto`` chooses; a whole number may be larger."""
 
@@ -208,6 +238,16 @@ class AppArgs(StrictModel):
     )
     chat_template: str | None = Field(
         None, min_length=1, description="Jinja file with a chat template in place of the tokenizer's own"
+    )
+    tool_parser: ToolParser = Field(
+        "auto",
+        description="how the model writes tool calls: hermes, llama3, response_template (the tokenizer's own), or as "
+        "package.module:name what makes a parser; auto: as its tokenizer or its chat template shows",
+    )
+    reasoning_tags: ReasoningTags = Field(
+        "auto",
+        description="the two tags around reasoning, with a comma between them; auto: those of the chat template; none: "
+        "reasoning is content",
     )
     unknown_fields: Literal["ignore", "refuse"] = Field(
         "ignore",

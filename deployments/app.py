@@ -31,6 +31,7 @@ from deployments.workers import DraftServer, TargetServer
 from specdec.models.compat import check_pair
 from specdec.models.describe import describe_model
 from specdec.models.loading import load_tokenizer
+from specdec.text.parsing.selection import AnswerForms
 
 logger = logging.getLogger("ray.serve")
 
@@ -121,6 +122,7 @@ def check_files(args: AppArgs) -> None:
     if not all(Path(source.path).expanduser().is_dir() for source in (target, draft) if source is not None):
         return
     model_info(args, fingerprints(args))
+    AnswerForms(load_tokenizer(target), args.tool_parser, args.reasoning_tags)
     if draft is not None:
         check_pair(describe_model(target), load_tokenizer(target), describe_model(draft), load_tokenizer(draft))
 

@@ -96,6 +96,8 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
             limits=limits,
             stream_interval=args.stream_interval,
             chat_template=read_template(args.chat_template),
+            tool_parser=args.tool_parser,
+            reasoning_tags=args.reasoning_tags,
             unknown_fields=args.unknown_fields,
             trust_request_chat_template=args.trust_request_chat_template,
             allowed_origins=access.allowed_origins,

@@ -25,7 +25,7 @@ class ApiSettings:
             thread and memory busy without end, so only those who may do that should reach the API.
         tool_parser: How the model writes tool calls: ``auto``, or as :func:`specdec.text.parsing.selection.answer_form`
             says.
-        reasoning_tags: Around its reasoning: ``auto``, ``off``, or both with a comma between them.
+        reasoning_tags: Around its reasoning: ``auto``, ``none``, or both with a comma between them.
         unknown_fields: What becomes of fields that nobody knows: ``ignore`` names them in a header, ``refuse``
             answers 400.
         allowed_origins: Web pages that may call from a browser.

@@ -106,6 +106,8 @@ EXAMPLES = {
     "stream_interval": 8,
     "ui": "off",
     "chat_template": "template.jinja",
+    "tool_parser": "my.parsers:Parser",
+    "reasoning_tags": "<think>, </think>",
     "unknown_fields": "refuse",
     "trust_request_chat_template": True,
     "emulate_step_ms": "target=30,draft=3",

@@ -94,6 +94,11 @@ def test_an_unknown_key_is_refused_in_serves_own_arguments_too():
         ("logits_processors", [3], "a list of import strings"),
         ("logits_processors", "", "a list of import strings"),
         ("limits", 3, "must hold keys and values"),
+        ("tool_parser", "qwen", "auto, hermes, llama3, response_template, or an import string"),
+        ("tool_parser", "my.parsers:", "an import string"),
+        ("reasoning_tags", "<think>", "two tags with a comma between them"),
+        ("reasoning_tags", "a,b,c", "two tags"),
+        ("reasoning_tags", True, "true and false are not allowed"),
     ],
 )
 def test_a_value_out_of_range_is_refused_with_what_is_allowed(key, value, allowed):

@@ -51,6 +51,19 @@ def test_a_file_that_cannot_be_read_fails(tmp_path: Path, key: str) -> None:
         check(**({key: str(file)} if key == "chat_template" else {"access": {key: str(file)}}))
 
 
+@pytest.mark.parametrize(
+    ("parser", "words"),
+    [
+        ("no_such_module:Parser", "cannot import"),
+        ("specdec.text.parsing.hermes:BEGIN", "must be callable"),
+        ("response_template", "no response template"),
+    ],
+)
+def test_a_parser_that_cannot_be_had_fails(parser: str, words: str) -> None:
+    with pytest.raises(SpecdecError, match=f"tool_parser.*{words}"):
+        check(tool_parser=parser)
+
+
 def test_the_build_checks_them_before_anything_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(app, "check_ray", lambda _: None)
     monkeypatch.setattr(app, "ray_devices", lambda: pytest.fail("too late"))

@@ -76,7 +76,7 @@ class AnswerForms:
     Args:
         tokenizer: Its response template goes before what its chat template looks like.
         tool_parser: ``auto``, ``hermes``, ``llama3``, ``response_template``, or the import string of a ``NewParser``.
-        reasoning_tags: ``auto``, ``off``, or both tags with a comma between them.
+        reasoning_tags: ``auto``, ``none``, or both tags with a comma between them.
 
     Raises:
         InvalidParameterError: The parser cannot be had; it names ``tool_parser``.
@@ -128,7 +128,7 @@ def _call_form(template: str) -> CallForm | None:
 
 
 def _reasoning(template: str, tags: str) -> ReasoningTags | None:
-    if tags == "off":
+    if tags == "none":
         return None
     if tags == "auto":
         return next((one for one in _REASONING_TAGS if one.end in template), None)
@@ -150,4 +150,6 @@ def _imported(name: str) -> NewParser:
     except Exception as error:  # the module's own code runs here, and may raise anything
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise InvalidParameterError("tool_parser", f"tool_parser: cannot import {name}: {reason}") from error
+    if not callable(found):
+        raise InvalidParameterError("tool_parser", f"tool_parser: {name} must be callable, as a NewParser is")
     return found

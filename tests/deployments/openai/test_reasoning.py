@@ -123,7 +123,7 @@ async def test_reasoning_can_be_left_out(bench: Bench, http: httpx2.AsyncClient)
 
 async def test_the_tags_are_a_matter_of_configuration(tokenizer: PreTrainedTokenizerFast) -> None:
     for tags, text, reasoning, content in (
-        ("off", "<think>a</think>b", None, "<think>a</think>b"),
+        ("none", "<think>a</think>b", None, "<think>a</think>b"),
         ("auto", "[THINK]a[/THINK]b", None, "[THINK]a[/THINK]b"),
         ("[THINK], [/THINK]", "[THINK]a[/THINK]b", "a", "b"),
     ):
