@@ -302,8 +302,15 @@ class AppArgs(StrictModel):
             raise refused_key("demo", f"demo: {self.demo} is a target itself: give no other target with it")
         if self.draft.model is not None and self.target.model is None:
             raise refused_key("draft.model", "draft.model: a draft model needs a target: give target too")
-        if self.acceptance != "coupled" and not self.has_draft:
-            raise refused_key("acceptance", f"acceptance: {self.acceptance} needs a draft model: give draft too")
+        if self.draft.method == "lookup+model" and not self.has_draft:
+            raise refused_key(
+                "draft.method", "draft.method: lookup+model needs a draft model: give draft too, or say lookup"
+            )
+        if self.acceptance != "coupled" and not self.speculates:
+            raise refused_key(
+                "acceptance",
+                f"acceptance: {self.acceptance} needs drafts: give draft too, a model or draft.method: lookup",
+            )
         return self
 
     @property
@@ -328,13 +335,25 @@ class AppArgs(StrictModel):
 
     @property
     def has_draft(self) -> bool:
-        """Whether anybody drafts at all."""
+        """Whether a draft model drafts, wherever it is."""
         return self.has_own_draft or self.draft.pool is not None
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether drafts are looked up in the text itself."""
+        return self.draft.method != "model"
+
+    @property
+    def speculates(self) -> bool:
+        """Whether there are drafts at all."""
+        return self.has_draft or self.looks_up
 
     @property
     def has_own_draft(self) -> bool:
         """Whether a draft model is deployed with the target; a pool is an application of its own."""
-        return self.draft.pool is None and (self.is_demo or self.draft.model is not None)
+        if self.draft.pool is not None or self.draft.method == "lookup":
+            return False
+        return self.is_demo or self.draft.model is not None
 
     @property
     def step_costs(self) -> dict[str, StepCost]:

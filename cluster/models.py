@@ -76,9 +76,22 @@ class ModelConfig(StrictModel):
         return self
 
 
-class DraftConfig(ModelConfig):
-    """The draft model, or in its place the drafters of another application."""
+DraftMethod = Literal["model", "lookup", "lookup+model"]
 
+
+def draft_method(value: Any) -> Any:
+    """Read a list of methods, in order of preference, as their names with a plus between them."""
+    return "+".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+
+
+class DraftConfig(ModelConfig):
+    """How drafts are made: by the draft model, or in its place the drafters of another application; by look-up."""
+
+    method: Annotated[DraftMethod, BeforeValidator(draft_method)] = Field(
+        "model",
+        description="model: a draft model; lookup: what followed where the end of the text occurred before, without a "
+        "draft model; lookup+model: look-up where a long match is found, else the draft model",
+    )
     pool: str | None = Field(
         None,
         min_length=1,
@@ -88,7 +101,11 @@ class DraftConfig(ModelConfig):
 
     @model_validator(mode="after")
     def _of_one_kind(self) -> DraftConfig:
-        if self.pool is not None and len(self.model_fields_set) > 1:
-            others = ", ".join(sorted(self.model_fields_set - {"pool"}))
+        others = ", ".join(sorted(self.model_fields_set - {"pool", "method"}))
+        if self.method == "lookup" and (others or self.pool):
+            raise ValueError(
+                "method lookup has no draft model: leave out all else of draft, or say lookup+model to have both"
+            )
+        if self.pool is not None and others:
             raise ValueError(f"a pool has a draft model of its own: pool and {others} exclude each other")
         return self

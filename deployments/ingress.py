@@ -132,7 +132,7 @@ def model_info(args: AppArgs, own: Fingerprints) -> ModelInfo:
     """
     vocab_size = tokenizer_width(load_tokenizer(target_source(args)))
     target = _served(args, target_source(args), args.model_name, "target", vocab_size, own)
-    if not args.has_draft:
+    if not args.speculates:
         return ModelInfo(target, created_s=int(time.time()))
     source, name = draft_source(args), f"{args.model_name}-draft"
     return ModelInfo(

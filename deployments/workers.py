@@ -38,6 +38,7 @@ from specdec.models.loading import Progress, load_tokenizer
 from specdec.protocol.backends import DraftBackend, TargetBackend
 from specdec.protocol.draft_worker import DraftWorkerMachine
 from specdec.protocol.drafter import DrafterMachine
+from specdec.protocol.lookup import LookUpOptions
 from specdec.protocol.target import TargetMachine
 
 logger = logging.getLogger("ray.serve")
@@ -95,6 +96,7 @@ class TargetServer(_Worker):
             lambda: observed.gauges() | report.gauges() | self.config_report(),
             fingerprint=own.decision,
             last_interval=last_step.interval,
+            lookup=LookUpOptions(args.most_draft_tokens, args.looks_up) if args.speculates else None,
         )
         machine.tracer = sequence_tracer("target", name)
         self._worker_host = self.start_worker(

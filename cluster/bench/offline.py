@@ -121,6 +121,7 @@ def load_pair(args: AppArgs, report: Callable[[str], None] | None = None, clock:
         eos_token_ids=describe_model(source).eos_token_ids,
         vocab_size=width,
         num_speculative_tokens=0 if args.num_speculative_tokens == "auto" else args.num_speculative_tokens,
+        num_lookup_tokens=args.most_draft_tokens if args.looks_up else None,
         on_message=partial(_record, recorders) if recorders else None,
     )
     emulated = [backend for backend in (target, drafter) if isinstance(backend, EmulatedTarget | EmulatedDrafter)]
@@ -151,7 +152,8 @@ def _backends(
     args: AppArgs, vocab_size: int, report: Callable[[str], None] | None
 ) -> tuple[TargetBackend, DraftBackend | None]:
     if args.is_scripted:
-        return scripted_pair(args)
+        scripted, script_drafter = scripted_pair(args)
+        return scripted, script_drafter if args.has_draft else None
     source, draft = target_source(args), draft_source(args)
     share = pair_share(source, draft)
     options = replace(backend_options(args, args.target, vocab_size), device_share=share)

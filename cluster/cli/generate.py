@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 CONFIG_KEYS = (
     "demo",
     *(f"{role}.{name}" for role in ("target", "draft") for name in ("model", "revision", "token", "dtype", "device")),
+    "draft.method",
     "target.device_map",
     "draft.device_map",
     "target.kv_memory",
@@ -109,6 +110,7 @@ def build_engine(config: ServiceConfig) -> SpeculativeEngine:
         num_speculative_tokens=_IN_TURN_TOKENS
         if config.num_speculative_tokens == "auto"
         else config.num_speculative_tokens,
+        num_lookup_tokens=config.most_draft_tokens if config.looks_up else None,
         options=backend_options(config, config.target),
         draft_options=backend_options(config, config.draft),
         progress=lambda line: print(line, file=sys.stderr, flush=True),

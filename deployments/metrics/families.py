@@ -219,6 +219,9 @@ REPORTED = (
         "Draft tokens in whose place another was decided, under the coupled rule.",
         name="draft_tokens_wrong",
     ),
+    _counter(_TARGET, "num_lookup_drafts", "Drafts of a round that were looked up in the text or in a prediction."),
+    _counter(_TARGET, "num_lookup_draft_tokens", "Draft tokens of these."),
+    _counter(_TARGET, "num_lookup_accepted_tokens", "Draft tokens of these that were accepted."),
     _counter(_TARGET, "num_forbidden_draft_tokens", "Draft tokens that a grammar forbids, none of which is verified."),
     # Caches.
     _counter(_WORKERS, "num_evictions", "Sequences or branches that lost their cache to another."),

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from specdec.protocol.messages import Notes, Plan
+from specdec.protocol.messages import ACCEPTED, Notes, Plan
 
 
 class Round(NamedTuple):
@@ -33,10 +33,10 @@ class RoundTally:
         """Take the notes of the next tokens and return the rounds that are now complete."""
         complete = []
         for letter, num_drafted in zip(notes.how, notes.num_drafted, strict=True):
-            self._num_accepted += letter == "a"
+            self._num_accepted += letter in ACCEPTED
             if num_drafted:
                 complete.append(Round(num_drafted, self._num_accepted))
-            if num_drafted or letter != "a":
+            if num_drafted or letter not in ACCEPTED:
                 self._num_accepted = 0
         self.rounds.update(complete)
         return complete

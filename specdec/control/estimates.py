@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from specdec.protocol.messages import ACCEPTED
+
 MEMORY = 256.0
 """Trials after which a trial counts 1/e."""
 
@@ -34,14 +36,16 @@ def tally(how: str, num_drafted: Sequence[int]) -> tuple[int, int, int]:
     """Count the notes of some tokens (:class:`specdec.protocol.messages.Notes`); the last token ends a round.
 
     Returns:
-        Rounds of a sequence; accepted draft tokens; and those that were judged, not what follows a refused one.
+        Rounds of a sequence; accepted tokens of a draft model; and those that were judged, not what follows a refused
+        one. Rounds whose draft was looked up say nothing of a draft model.
         Accepted over judged estimates the acceptance rate per token whatever the draft length (it is the
         maximum-likelihood estimate for a geometric run cut at K); accepted over drafted would fall as K grows.
     """
     num_rounds = num_judged = accepted = 0
     for letter, drafted in zip(how, num_drafted, strict=True):
         accepted += letter == "a"
-        if drafted or letter != "a":
-            num_rounds, num_judged = num_rounds + 1, num_judged + accepted + (accepted < drafted)
+        if drafted or letter not in ACCEPTED:
+            num_rounds += 1
+            num_judged += accepted + (accepted < drafted) if letter in "acb" else 0
             accepted = 0
     return num_rounds, how.count("a"), num_judged

@@ -22,6 +22,7 @@ from specdec.models.describe import describe_model
 from specdec.models.loading import ModelSource, load_tokenizer
 from specdec.protocol.backends import DraftBackend, TargetBackend
 from specdec.protocol.ingress import Delivery
+from specdec.protocol.lookup import LookUpOptions
 from specdec.sampling.grammars import Grammars
 from specdec.sampling.params import PLAIN_DEFAULTS, GenerationDefaults, SamplingParams, SequenceSpec
 from specdec.sampling.philox import derive_seed
@@ -57,6 +58,8 @@ class SpeculativeEngine:
         eos_token_ids: Tokens that end a text.
         vocab_size: Number of tokens.
         num_speculative_tokens: Draft tokens per round where a call names none.
+        num_lookup_tokens: The same for drafts that are looked up in the text itself, with or without a draft model;
+            None looks nothing up.
         defaults: What holds for calls that do not say.
         fallback: Why the target runs without speculation, in a word; None where it does not.
         on_message: Told of each message between the parts, with the names of its sender and receiver.
@@ -71,13 +74,16 @@ class SpeculativeEngine:
         eos_token_ids: tuple[int, ...],
         vocab_size: int,
         num_speculative_tokens: int = 4,
+        num_lookup_tokens: int | None = None,
         defaults: GenerationDefaults = PLAIN_DEFAULTS,
         fallback: str | None = None,
         on_message: OnMessage | None = None,
     ) -> None:
-        self._fallback = fallback if draft is not None else None
+        most_looked_up = validated_num_speculative_tokens(num_lookup_tokens, "num_lookup_tokens")
+        lookup = None if most_looked_up is None else LookUpOptions(most_looked_up)
+        self._fallback = fallback if draft is not None or lookup is not None else None
         num_draft_tokens = validated_num_speculative_tokens(num_speculative_tokens) or 0
-        self._service = LocalService(target, draft, num_draft_tokens, on_message=on_message)
+        self._service = LocalService(target, draft, num_draft_tokens, on_message=on_message, lookup=lookup)
         self._defaults = defaults
         self._max_model_len = target.max_model_len
         self._tokenizer = tokenizer
@@ -95,6 +101,7 @@ class SpeculativeEngine:
         draft: ModelSource | None = None,
         *,
         num_speculative_tokens: int = 4,
+        num_lookup_tokens: int | None = None,
         options: BackendOptions | None = None,
         draft_options: BackendOptions | None = None,
         progress: Callable[[str], None] | None = None,
@@ -105,6 +112,7 @@ class SpeculativeEngine:
             target: The model that decides.
             draft: The model that proposes; None decodes plainly.
             num_speculative_tokens: Draft tokens per round where a call names none.
+            num_lookup_tokens: The same for look-up; None looks nothing up.
             options: How the target is run. Where both models are on one GPU, each gets an equal share of it, unless its
                 options name another.
             draft_options: How the draft is run; by default like the target.
@@ -138,6 +146,7 @@ class SpeculativeEngine:
             eos_token_ids=built.loaded.eos_token_ids,
             vocab_size=built.runner.vocab_size,
             num_speculative_tokens=num_speculative_tokens,
+            num_lookup_tokens=num_lookup_tokens,
             defaults=defaults,
             fallback=built.runner.no_speculation,
         )

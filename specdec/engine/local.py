@@ -9,6 +9,7 @@ from specdec.protocol.backends import DraftBackend, TargetBackend
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import Delivery, IngressMachine
 from specdec.protocol.leases import Times
+from specdec.protocol.lookup import LookUpOptions
 from specdec.protocol.messages import Message
 from specdec.protocol.plans import fixed_plan, no_drafts
 from specdec.protocol.router import RouterMachine
@@ -23,7 +24,8 @@ class LocalService:
 
     Args:
         num_draft_tokens: Draft length where the request names none.
-        drafter: None where there is no draft model; everything is then decoded plainly.
+        drafter: None where there is no draft model.
+        lookup: Of the target; None for none.
         on_message: Told of each message with the names of its sender and receiver.
         clock: Seconds, only for leases, which nobody lets run out here.
     """
@@ -35,6 +37,7 @@ class LocalService:
         num_draft_tokens: int,
         clock: Callable[[], float] = time.monotonic,
         on_message: OnMessage | None = None,
+        lookup: LookUpOptions | None = None,
     ) -> None:
         times = Times(lease_s=1e6, silence_s=1e6)
         planner = fixed_plan(num_draft_tokens, "in_turn") if drafter is not None else no_drafts
@@ -42,7 +45,7 @@ class LocalService:
         self._on_message = on_message
         self.ingress = IngressMachine("ingress", times)
         self.router = RouterMachine("router", planner, times)
-        self.target = TargetMachine("target", target, times)
+        self.target = TargetMachine("target", target, times, lookup=lookup)
         self.drafter = DrafterMachine("drafter", drafter, times) if drafter is not None else None
         self.router.worker_joined("target", "target", clock())
         if drafter is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from specdec.protocol.messages import Notes
+from specdec.protocol.messages import ACCEPTED, Notes
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,7 @@ class SpecStats:
         num_drafted = [n for note in notes for n in note.num_drafted]
         drafts = [n for n in num_drafted if n]
         # A round that ends in an accepted token was cut there by the end of the sequence.
-        num_rounds = sum(letter != "a" for letter in how) + how.endswith("a")
+        num_accepted = sum(letter in ACCEPTED for letter in how)
+        num_rounds = len(how) - num_accepted + (how[-1:] in ACCEPTED)
         fallbacks = {} if fallback is None else {fallback: 1}
-        return SpecStats(len(how), num_rounds, len(drafts), sum(drafts), how.count("a"), fallbacks)
+        return SpecStats(len(how), num_rounds, len(drafts), sum(drafts), num_accepted, fallbacks)

@@ -14,8 +14,8 @@ from specdec.errors import reason_of
 from specdec.models.blocks import CachedSequence
 from specdec.models.runner import ModelRunner, RowInput
 from specdec.protocol.backends import Status, Verification, VerifyJob
+from specdec.protocol.lookup import point_mass
 from specdec.protocol.marks import Mark
-from specdec.protocol.messages import Candidates
 from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.types import Tokens
 
@@ -108,7 +108,7 @@ class ModelTarget:
         if draft or most <= 0:
             return job._replace(draft=draft)
         draft = self._sampler.forced(job.spec, job.log.tokens, most)
-        return job._replace(draft=draft, candidates=tuple(Candidates((token,), (1.0,)) for token in draft))
+        return job._replace(draft=draft, candidates=tuple(map(point_mass, draft)), source="")
 
     def _verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         results = [_WAITING] * len(jobs)
@@ -223,6 +223,7 @@ class ModelTarget:
                 reported,
                 self._prompts.take(jobs[i]),
                 self._num_cached.pop(jobs[i].key, 0),
+                is_forced=jobs[i].source == "" and len(group.draft) > 0,
             )
             if id(group) not in failures
             else Verification(Status.FAILED, reason=reason_of(failures[id(group)]))

@@ -26,7 +26,8 @@ class Status(Enum):
     """It raised an error of its own, and of no other job of the step; it must not be given again."""
 
 
-DraftSource = Literal["", "chain", "branch"]
+DraftSource = Literal["", "chain", "branch", "lookup", "prediction"]
+"""What a draft is: none; the chain or a branch of an offer; looked up in the sequence's own text or its prediction."""
 
 
 class VerifyJob(NamedTuple):
@@ -37,7 +38,7 @@ class VerifyJob(NamedTuple):
         log: All committed tokens. Must not be changed by the backend.
         draft: Proposed tokens, not longer than the worker wants committed at most, less one.
         candidates: Under the rejection rule, what each draft token was drawn from; else empty.
-        source: What of an offer the draft is: ``chain`` or ``branch``; empty where there is no draft.
+        source: What the draft is; empty where there is none.
         room: How many tokens a backend that knows without a draft model what comes next may draft by itself.
     """
 
@@ -61,6 +62,7 @@ class Verification:
         logprobs: One entry per token of ``run``, if the request asked for them.
         prompt_logprobs: With the first output token, if the request asked for them.
         num_cached_tokens: With the first output token, how many of the prompt's tokens were not read for it.
+        is_forced: Whether the draft was not the job's but the backend's own.
         reason: What went wrong, if the job has failed.
     """
 
@@ -71,6 +73,7 @@ class Verification:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: PromptLogprobs | None = None
     num_cached_tokens: int = 0
+    is_forced: bool = False
     reason: str = ""
 
 

@@ -44,11 +44,16 @@ class RoundTimes(NamedTuple):
     draft: tuple[Interval, ...] = ()
 
 
+ACCEPTED, LOOKED_UP, PREDICTED = frozenset("aAx"), frozenset("ACB"), frozenset("xyz")
+"""Letters of accepted draft tokens; of rounds whose draft was looked up in the text; of those from a prediction."""
+
+
 class Notes(Struct, frozen=True, array_like=True):
     """How tokens came: one entry of each field per token.
 
     Attributes:
-        how: A letter a token: ``a`` accepted, ``c`` corrected, ``b`` bonus, ``p`` plain.
+        how: A letter a token: ``a`` accepted, ``c`` corrected, ``b`` bonus, ``p`` plain; ``A``, ``C`` and ``B`` where
+            the draft was looked up in the sequence's own text, ``x``, ``y`` and ``z`` where in its prediction.
         num_drafted: At the last token of a round, the draft tokens verified in it; 0 at all others. So sums over any
             part of a log count rounds and draft tokens exactly, however often a message was repeated.
         logprobs: Log probabilities, where the request asked for them.

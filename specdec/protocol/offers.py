@@ -21,7 +21,7 @@ class Draft(NamedTuple):
     Attributes:
         tokens: Proposed tokens after the log.
         candidates: Under the rejection rule, what each of them was drawn from; else empty.
-        source: What of the offer it is.
+        source: What it is.
     """
 
     tokens: Tokens = ()

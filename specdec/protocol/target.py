@@ -4,74 +4,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from operator import attrgetter
 
 from specdec.errors import DeviceLostError, reason_of
-from specdec.protocol.backends import Status, TargetBackend, Verification, VerifyJob
+from specdec.protocol.backends import DraftSource, Status, TargetBackend, Verification, VerifyJob
 from specdec.protocol.labels import label, labels
 from specdec.protocol.leases import Times
+from specdec.protocol.lookup import LookUpOptions
 from specdec.protocol.messages import Ack, Message, Notes, Offer, Open, RoundTimes, Verdict
 from specdec.protocol.offers import NO_DRAFT, OFFERS_KEPT, Draft, awaits_token, remaining_draft
 from specdec.protocol.spans import microseconds
 from specdec.protocol.suspects import FORGIVEN_TOKENS, MOST_ALONE_FAILURES, StepGroups
+from specdec.protocol.target_counters import TargetCounters
 from specdec.protocol.target_row import KeptOffer, TargetRow
 from specdec.protocol.worker import Gauges, LastInterval, WorkerMachine
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(slots=True)
-class TargetCounters:
-    """What a target has done since it started.
-
-    Attributes:
-        num_drafts: Rounds that verified at least one draft token.
-        num_accepted_per_position: Accepted tokens by their place in the draft, first to last.
-        num_stale_offers: Offers dropped before anything of them was verified: they did not fit the log, or had to make
-            room for newer ones.
-        num_used_offers: Offers of which something was verified.
-        num_late_rounds: Rounds without a draft though one was planned, and was not the first.
-        draft_wait_s: Seconds for which rows were held back for a draft.
-        num_branch_hits: Rounds whose outcome was among those prepared, in an offer with branches that was there when
-            the next draft was chosen. Counted when the next round is decided; the last one of a sequence is not.
-        num_branch_misses: Rounds for which there were such offers, and none of them for the outcome.
-        num_failed_steps: Steps that failed as a whole, and were contained.
-        num_suspects: Sequences that were put apart because a step with them had failed, here or elsewhere.
-        num_errors: Sequences that ended with an error.
-    """
-
-    num_steps: int = 0
-    num_rounds: int = 0
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_committed_tokens: int = 0
-    num_offers: int = 0
-    num_used_offers: int = 0
-    num_stale_offers: int = 0
-    num_late_rounds: int = 0
-    draft_wait_s: float = 0.0
-    num_branch_hits: int = 0
-    num_branch_misses: int = 0
-    num_failed_steps: int = 0
-    num_suspects: int = 0
-    num_errors: int = 0
-    num_accepted_per_position: list[int] = field(default_factory=list)
-
-    def count_round(self, num_drafted: int, num_accepted: int, num_committed: int) -> None:
-        """Count one verification; ``num_accepted`` are those that were committed."""
-        self.num_rounds += 1
-        self.num_committed_tokens += num_committed
-        if not num_drafted:
-            return
-        self.num_drafts += 1
-        self.num_draft_tokens += num_drafted
-        self.num_accepted_tokens += num_accepted
-        per_position = self.num_accepted_per_position
-        per_position.extend([0] * (num_accepted - len(per_position)))
-        for i in range(num_accepted):
-            per_position[i] += 1
+_LETTERS: dict[DraftSource, tuple[str, str, str]] = {"lookup": ("A", "C", "B"), "prediction": ("x", "y", "z")}
+"""Letters for accepted, corrected and bonus tokens in :class:`Notes`, where they are not those of a draft model."""
 
 
 class TargetMachine(WorkerMachine[TargetRow]):
@@ -91,10 +43,12 @@ class TargetMachine(WorkerMachine[TargetRow]):
         *,
         fingerprint: str = "",
         last_interval: LastInterval | None = None,
+        lookup: LookUpOptions | None = None,
     ) -> None:
         super().__init__(name, times, gauges, fingerprint=fingerprint)
         self._backend = backend
         self._last_interval = last_interval
+        self._lookup = lookup
         self._max_model_len = backend.max_model_len
         self._groups = StepGroups()
         self._num_waiting = 0
@@ -153,8 +107,8 @@ class TargetMachine(WorkerMachine[TargetRow]):
         deciding: list[TargetRow] = []
         jobs: list[VerifyJob] = []
         for row in rows:
-            draft = NO_DRAFT if row.suspects else self._draft(row)
-            if draft.tokens or row.suspects or not self._waits(row, now_s):
+            draft = self._draft(row, now_s)
+            if draft is not None:
                 deciding.append(row)
                 room = 0 if row.suspects else self._room(row)
                 jobs.append(VerifyJob(row.seq, row.log, draft.tokens, row.spec, draft.candidates, draft.source, room))
@@ -167,15 +121,16 @@ class TargetMachine(WorkerMachine[TargetRow]):
         except Exception as error:
             self._contain(deciding, error)
             return True
-        for row, result in zip(deciding, results, strict=True):
+        for row, job, result in zip(deciding, jobs, results, strict=True):
             if result.status is Status.DECIDED:
-                self._commit(row, result, now_s)
+                source: DraftSource = "chain" if result.is_forced else job.source
+                self._commit(row, result, source, now_s)
             elif result.status is Status.FAILED:
                 self._end_with_error(row, result.reason)
         self._num_waiting += sum(result.status is Status.WAITING for result in results)
         return any(result.status is not Status.WAITING for result in results)
 
-    def _commit(self, row: TargetRow, result: Verification, now_s: float) -> None:
+    def _commit(self, row: TargetRow, result: Verification, source: DraftSource, now_s: float) -> None:
         start, run = len(row.log), result.run
         self.counters.num_late_rounds += not result.num_drafted and self._wants_draft(row)
         if row.held_s is not None:
@@ -189,10 +144,15 @@ class TargetMachine(WorkerMachine[TargetRow]):
             self._backend.release(row.seq)
         self._groups.passed(row)
         num_accepted = min(result.num_accepted, count)
-        how, num_drafted = "a" * num_accepted, [0] * (count - 1) + [result.num_drafted]
+        num_drafted = [0] * (count - 1) + [result.num_drafted]
+        accepted, corrected, bonus = _LETTERS.get(source, ("a", "c", "b"))
+        how = accepted * num_accepted
         if count > num_accepted:
             full = num_accepted == result.num_drafted
-            how += "p" if not result.num_drafted else "b" if full else "c"
+            how += "p" if not result.num_drafted else bonus if full else corrected
+        is_looked_up = source in _LETTERS and result.num_drafted > 0
+        if is_looked_up and row.lookup is not None:
+            row.lookup.judge(result.num_drafted, result.num_accepted)
         logprobs = None if result.logprobs is None else result.logprobs[:count]
         row.notes = row.notes + Notes(
             how,
@@ -202,7 +162,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
             result.num_cached_tokens,
             self._round_times(row, count),
         )
-        self.counters.count_round(result.num_drafted, num_accepted, count)
+        self.counters.count_round(result.num_drafted, num_accepted, count, is_looked_up=is_looked_up)
         if row.span is not None:
             row.span.add(
                 num_rounds=1,
@@ -255,7 +215,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
     # Messages.
 
     def _new_row(self, message: Open, now_s: float) -> TargetRow:
-        row = TargetRow(message, self._max_model_len)
+        row = TargetRow(message, self._max_model_len, self._lookup)
         if message.suspects:
             self.counters.num_suspects += 1
             self._groups.suspect(row, message.suspects)
@@ -318,8 +278,27 @@ class TargetMachine(WorkerMachine[TargetRow]):
         row.offers.remove(kept)
         self.counters.num_stale_offers += not kept.is_used
 
-    def _draft(self, row: TargetRow) -> Draft:
-        """The longest usable draft of the kept offers, cut to what may be committed (rule 6)."""
+    def _draft(self, row: TargetRow, now_s: float) -> Draft | None:
+        """What a row has verified in this step: of a long match what follows it, else of an offer, else of any match.
+
+        None where it is held back for an offer.
+        """
+        if row.suspects:
+            return NO_DRAFT
+        found, is_long = NO_DRAFT, False
+        if row.lookup is not None:
+            found = row.lookup.draft(row.log, self._room(row))
+            is_long = row.lookup.is_long and bool(found.tokens)
+        offered = self._offered(row, at_least=len(found.tokens) if is_long else 0)
+        if offered.tokens:
+            return offered
+        return None if not is_long and self._waits(row, now_s) else found
+
+    def _offered(self, row: TargetRow, at_least: int) -> Draft:
+        """The longest usable draft of the kept offers, cut to what may be committed (rule 6).
+
+        None of them where it would not be longer than ``at_least``.
+        """
         best, chosen = NO_DRAFT, None
         for kept in reversed([*row.offers]):
             rest = self._rest(row, kept.offer)
@@ -330,12 +309,12 @@ class TargetMachine(WorkerMachine[TargetRow]):
                 self._drop_offer(row, kept)
             elif len(rest.tokens) > len(best.tokens):
                 best, chosen = rest, kept
-        if chosen is None:
-            return best
         most = min(row.plan.num_draft_tokens, self._room(row))
-        self.counters.num_used_offers += most > 0 and not chosen.is_used
-        chosen.is_used |= most > 0
-        return best.first(max(most, 0))
+        if chosen is None or min(most, len(best.tokens)) <= at_least:
+            return NO_DRAFT
+        self.counters.num_used_offers += not chosen.is_used
+        chosen.is_used = True
+        return best.first(most)
 
     def _room(self, row: TargetRow) -> int:
         """Draft tokens that may be committed, and the one after them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from specdec.protocol.lookup import LookUpOptions, look_up_for
 from specdec.protocol.messages import Interval, Notes, Offer, Open
 from specdec.protocol.offers import foresees
 from specdec.protocol.worker import MOST_INTERVALS, WorkerRow
@@ -34,6 +35,7 @@ class TargetRow(WorkerRow):
     Args:
         message: Opens it.
         max_model_len: Longest log of the model, in tokens.
+        options: Of its look-up; None for none.
 
     Attributes:
         place: Those with the least are decided first, and yield last where room is short.
@@ -54,15 +56,16 @@ class TargetRow(WorkerRow):
         is_patient: Whether it waits for offers at all: not since it waited in vain, until the next one comes.
         round_start: Length of the log before its newest round.
         foreseen: Whether an offer with branches had foreseen the newest round's outcome; None where there was none.
+        lookup: Its own drafts; None where it has none.
     """
 
     __slots__ = (
         *("acked", "announced_s", "ending", "failed_length", "finish", "foreseen", "held_s", "is_cleared"),
-        *("is_patient", "needs_candidates", "notes", "num_failures", "offers"),
+        *("is_patient", "lookup", "needs_candidates", "notes", "num_failures", "offers"),
         *("draft_intervals", "place", "reason", "round_start", "told_s"),
     )
 
-    def __init__(self, message: Open, max_model_len: int) -> None:
+    def __init__(self, message: Open, max_model_len: int, options: LookUpOptions | None = None) -> None:
         super().__init__(message)
         self.place = self.spec.arrival_s, self.seq
         self.ending = Ending.of(self.spec, max_model_len)
@@ -81,6 +84,7 @@ class TargetRow(WorkerRow):
         self.is_patient = True
         self.round_start = len(self.log)
         self.foreseen: bool | None = None
+        self.lookup = look_up_for(self.spec, options)
 
     def end_span(self) -> None:
         """It is held no more."""

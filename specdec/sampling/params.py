@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from specdec.sampling.grammar import Grammar
+from specdec.types import Tokens
 
 Acceptance = Literal["coupled", "rejection"]
 
@@ -123,6 +124,7 @@ class SequenceSpec:
         num_speculative_tokens: The request's bound on draft tokens per round; 0 switches speculation off, None leaves
             it to the service.
         cache_salt: Cached prefixes are shared only among sequences with the same salt.
+        prediction: What the client expects the output to be like: a text to draft from. Nothing else depends on it.
         model: Which of the pair decides the tokens; the draft does so without speculation.
         request_id: Of the client's request, for log lines; nothing depends on it.
         trace: Label of the request's trace, W3C's ``traceparent``; empty where nobody traces it. Nothing depends on it.
@@ -137,6 +139,7 @@ class SequenceSpec:
     arrival_s: float = 0.0
     num_speculative_tokens: int | None = None
     cache_salt: str = ""
+    prediction: Tokens = ()
     model: Literal["target", "draft"] = "target"
     request_id: str = ""
     trace: str = ""

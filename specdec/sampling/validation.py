@@ -119,13 +119,13 @@ def validated_seed(value: object) -> int:
     return value % 2**64
 
 
-def validated_num_speculative_tokens(value: object) -> int | None:
+def validated_num_speculative_tokens(value: object, parameter: str = "num_speculative_tokens") -> int | None:
     """A request's bound on draft tokens per round: an integer from 0 to 64, or None.
 
     Raises:
         InvalidParameterError: Otherwise.
     """
-    return _optional_integer("num_speculative_tokens", value, 0, MAX_NUM_SPECULATIVE_TOKENS)
+    return _optional_integer(parameter, value, 0, MAX_NUM_SPECULATIVE_TOKENS)
 
 
 def _refuse(parameter: str, allowed: str, value: object) -> NoReturn:

@@ -114,7 +114,7 @@ def test_a_value_out_of_range_is_refused_with_what_is_allowed(key, value, allowe
         ({"demo": "hybrid", "target.model": "x"}, "demo: hybrid is a target itself: give no other target with it"),
         ({"target.revision": "main"}, "need a model"),
         ({"target.model": "x", "target.device": "cpu", "target.device_map": "auto"}, "exclude each other"),
-        ({"target.model": "x", "acceptance": "rejection"}, "acceptance: rejection needs a draft model"),
+        ({"target.model": "x", "acceptance": "rejection"}, "acceptance: rejection needs drafts"),
         ({"protocol.renew_s": 4, "protocol.lease_s": 5}, "at most a third of lease_s"),
     ],
 )
@@ -161,6 +161,43 @@ def test_a_string_stands_for_a_model_and_flags_win_over_the_file(tmp_path):
 
 def test_a_target_alone_has_no_draft():
     assert not load_config(None, {"target.model": "x"}).has_draft
+
+
+@pytest.mark.parametrize(
+    ("draft", "found"),
+    [
+        ({}, (True, True, False, True)),
+        ({"method": "model"}, (True, True, False, True)),
+        ({"method": "lookup"}, (False, False, True, False)),
+        ({"method": ["lookup"]}, (False, False, True, False)),
+        ({"method": ["lookup", "model"]}, (True, True, True, True)),
+        ({"method": "lookup+model", "pool": "drafts"}, (True, False, True, True)),
+    ],
+)
+def test_the_method_says_who_drafts(draft, found):
+    config = AppArgs.model_validate({"draft": draft})
+    assert (config.has_draft, config.has_own_draft, config.looks_up, config.is_auto) == found
+    assert config.speculates
+    assert (draft_source(config) is not None) == config.has_own_draft
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        ({"target": "t", "draft": {"method": "lookup+model"}}, "lookup\\+model needs a draft model"),
+        ({"target": "t", "draft": {"method": "lookup", "model": "d"}}, "method lookup has no draft model"),
+        ({"draft": {"method": "lookup", "pool": "drafts"}}, "method lookup has no draft model"),
+        ({"draft": {"method": "lookup", "kv_memory": 0.5}}, "method lookup has no draft model"),
+        ({"draft": {"method": ["model", "lookup"]}}, "must be|should be|Input"),
+    ],
+)
+def test_a_method_that_cannot_be_is_refused(data, named):
+    with pytest.raises(ValueError, match=named):
+        AppArgs.model_validate(data)
+
+
+def test_look_up_alone_takes_both_rules():
+    assert AppArgs.model_validate({"draft": {"method": "lookup"}, "acceptance": "rejection"}).speculates
 
 
 @pytest.mark.parametrize(

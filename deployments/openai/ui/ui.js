@@ -1,6 +1,9 @@
 // The page behind /ui. What a model says reaches the document as text only.
 const byId = (id) => document.getElementById(id);
 const KINDS = { a: "accepted", c: "corrected", b: "bonus", p: "plain" };
+const LOOKED_UP = { A: "a", C: "c", B: "b" }, PREDICTED = { x: "a", y: "c", z: "b" };
+const kindOf = (letter) => LOOKED_UP[letter] ?? PREDICTED[letter] ?? letter;
+const sourceOf = (letter) => (LOOKED_UP[letter] ? ", looked up in the text" : PREDICTED[letter] ? ", looked up in the prediction" : "");
 const NEWEST = 18; // rounds in the lanes
 const SAY_EVERY_MS = 4000; // to screen readers, while a stream runs
 const REDRAW_EVERY_MS = matchMedia("(prefers-reduced-motion: reduce)").matches ? 1000 : 0;
@@ -78,8 +81,9 @@ class Answer {
 
   takeToken(letter, drafted, times) {
     this.how += letter;
-    this.open += letter === "a";
-    if (letter === "a" && !drafted) return; // its round goes on
+    const isAccepted = kindOf(letter) === "a";
+    this.open += isAccepted;
+    if (isAccepted && !drafted) return; // its round goes on
     this.rounds.push({ drafted, accepted: this.open, times });
     this.numAccepted += this.open;
     this.numDrafted += drafted;
@@ -92,7 +96,7 @@ class Answer {
     const first = Math.max(0, this.spans.length - 1); // the last one's text may have grown
     for (let i = first; i < this.offsets.length; i++) {
       if (!this.spans[i]) {
-        this.spans[i] = element("span", `t ${this.how[i]}`);
+        this.spans[i] = element("span", `t ${kindOf(this.how[i])}${sourceOf(this.how[i]) && " found"}`);
         this.spans[i].dataset.i = i;
         this.box.append(this.spans[i]);
       }
@@ -121,7 +125,7 @@ class Answer {
     tip.style.left = tip.style.top = 0;
     if (!span || !this.box.contains(span)) return;
     const i = Number(span.dataset.i), text = span.textContent.replaceAll("\n", "⏎");
-    tip.textContent = `${i + 1}: “${text}”, ${KINDS[this.how[i]]}; the target gave it ${percent(Math.exp(this.logprobs[i]))}`;
+    tip.textContent = `${i + 1}: “${text}”, ${KINDS[kindOf(this.how[i])]}${sourceOf(this.how[i])}; the target gave it ${percent(Math.exp(this.logprobs[i]))}`;
     const place = span.getClientRects()[0] ?? this.box.getBoundingClientRect();
     tip.style.left = `${Math.max(4, Math.min(place.left, innerWidth - tip.offsetWidth - 12)) + scrollX}px`;
     tip.style.top = `${place.bottom + 6 + scrollY}px`;
@@ -227,7 +231,7 @@ async function connect() {
   const models = (await (await call("v1/models")).json()).data;
   model = models[0].id;
   hasDraft = models.length > 1;
-  byId("model").textContent = hasDraft ? `${model}, with a draft` : `${model}, without a draft: nothing is speculated`;
+  byId("model").textContent = hasDraft ? `${model}, with a draft` : `${model}, without a draft model`;
   byId("access").hidden = true;
 }
 

@@ -39,6 +39,7 @@ class Case:
     seed: int = 0
     num_speculative_tokens: int | None = None
     eos_token_ids: tuple[int, ...] = (EOS,)
+    prediction: tuple[int, ...] = ()
 
     def spec(self, arrival_s: float = 0.0) -> SequenceSpec:
         """What the service is told of it."""
@@ -50,6 +51,7 @@ class Case:
             self.eos_token_ids,
             arrival_s=arrival_s,
             num_speculative_tokens=self.num_speculative_tokens,
+            prediction=self.prediction,
         )
 
 

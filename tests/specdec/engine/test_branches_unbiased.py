@@ -10,16 +10,19 @@ from scipy.stats import chi2
 from torch import Tensor
 
 from specdec.engine.rules import propose, verify
+from specdec.protocol import lookup as lookup_module
 from specdec.protocol import target as target_module
 from specdec.protocol.backends import DraftJob, Proposal, Status, Verification, VerifyJob
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.leases import Times
+from specdec.protocol.lookup import LookUpOptions
 from specdec.protocol.marks import TokenLog
-from specdec.protocol.messages import Ack, Commit, Inc, Message, Offer, Open, Plan, Verdict
+from specdec.protocol.messages import Ack, Candidates, Commit, Inc, Message, Offer, Open, Plan, Verdict
 from specdec.protocol.offers import Draft, remaining_draft
 from specdec.protocol.target import TargetMachine
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.pipeline import RowGroup, Sampler
+from specdec.types import Tokens
 
 VOCAB, NUM_TOKENS, DRAFT_STEPS = 6, 12, 3
 PROMPT = (0,)
@@ -89,13 +92,21 @@ class BonusTestedAgain(Backend):
 class Line:
     """A target, and a drafter that hears of its verdicts a step late, without anybody between them."""
 
-    def __init__(self, target: Backend, draft: Backend, acceptance: str, seeds: range) -> None:
-        self.target = TargetMachine("T", target, Times(lease_s=1e6))
+    def __init__(
+        self,
+        target: Backend,
+        draft: Backend,
+        acceptance: str,
+        seeds: range,
+        lookup: LookUpOptions | None = None,
+        prediction: Tokens = (),
+    ) -> None:
+        self.target = TargetMachine("T", target, Times(lease_s=1e6), lookup=lookup)
         self.drafter = DrafterMachine("D", draft, Times(lease_s=1e6), branches_in_all=1 << 16)
         self.logs: dict[str, TokenLog] = {}
         sampling = SamplingParams(acceptance=acceptance)
         for seed in seeds:
-            spec = SequenceSpec(sampling, seed, len(PROMPT), NUM_TOKENS)
+            spec = SequenceSpec(sampling, seed, len(PROMPT), NUM_TOKENS, prediction=prediction)
             opening = Open(str(seed), Inc(0, 0), "R", PROMPT, spec, PLAN, 1e6)
             self.target.receive(opening, 0.0)
             self.drafter.receive(opening, 0.0)
@@ -126,22 +137,31 @@ class Line:
             self.target.receive(message, 0.0)
 
 
-def p_value(kind: Callable[[Tensor], Backend], acceptance: str, num_sequences: int) -> float:
+def p_value(
+    kind: Callable[[Tensor], Backend],
+    acceptance: str,
+    num_sequences: int,
+    lookup: LookUpOptions | None = None,
+    prediction: Tokens = (),
+) -> float:
     """Chi-square over all transitions: each token was drawn from the target's row of the one before."""
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(VOCAB, VOCAB, generator=generator)
     draft = Backend(logits + 0.8 * torch.randn(VOCAB, VOCAB, generator=generator))
     counts = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
-    num_hits = num_promoted = 0
+    num_hits = num_promoted = num_looked_up = 0
     for start in range(0, num_sequences, 2000):
-        line = Line(kind(logits), draft, acceptance, range(start, min(start + 2000, num_sequences)))
+        seeds = range(start, min(start + 2000, num_sequences))
+        line = Line(kind(logits), draft, acceptance, seeds, lookup, prediction)
         outputs = torch.tensor([[*PROMPT, *output] for output in line.run()])
         pairs = torch.stack((outputs[:, :-1].flatten(), outputs[:, 1:].flatten()))
         counts += torch.bincount(pairs[0] * VOCAB + pairs[1], minlength=VOCAB * VOCAB).view(VOCAB, VOCAB)
         num_hits += line.target.counters.num_branch_hits
+        num_looked_up += line.target.counters.num_lookup_drafts
         num_promoted += line.drafter.counters.num_promoted
     assert counts.sum() == num_sequences * NUM_TOKENS
     assert min(num_hits, num_promoted) > num_sequences / 2
+    assert lookup is None or num_looked_up > num_sequences
     expected = counts.sum(1, keepdim=True) * logits.double().softmax(1)
     statistic = float(((counts - expected) ** 2 / expected).sum())
     return float(chi2.sf(statistic, VOCAB * (VOCAB - 1)))
@@ -157,6 +177,30 @@ def p_value(kind: Callable[[Tensor], Backend], acceptance: str, num_sequences: i
 )
 def test_output_is_the_targets_in_distribution(acceptance: str, num_draws: int) -> None:
     assert p_value(Backend, acceptance, num_draws // NUM_TOKENS + 1) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "num_draws"),
+    [
+        ("rejection", 25_000),
+        ("coupled", 20_000),
+        pytest.param("rejection", 250_000, marks=pytest.mark.soak),
+    ],
+)
+def test_with_drafts_by_look_up_among_them_it_is_so_as_well(acceptance: str, num_draws: int) -> None:
+    """A prediction is drafted at every sequence's beginning, and matches of the few kinds of tokens later on."""
+    lookup, prediction = LookUpOptions(4), (1, 2, 3, 4, 5, 0, 2, 4)
+    assert p_value(Backend, acceptance, num_draws // NUM_TOKENS + 1, lookup, prediction) > 1e-3
+
+
+def test_a_looked_up_token_that_is_kept_too_often_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A point mass that is told as less is kept more often than the target says it."""
+
+    def biased(token: int) -> Candidates:
+        return Candidates((token, (token + 1) % VOCAB), (0.6, 0.4))
+
+    monkeypatch.setattr(lookup_module, "point_mass", biased)
+    assert p_value(Backend, "rejection", 5_000, LookUpOptions(4), (1, 2, 3, 4, 5, 0, 2, 4)) < 1e-6
 
 
 def test_a_bonus_that_chooses_the_branch_and_is_tested_again_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:

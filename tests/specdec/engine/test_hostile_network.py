@@ -20,6 +20,7 @@ from specdec.models.recurrent.slots import Route
 from specdec.models.runner import ModelRunner
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import Delivery, IngressMachine
+from specdec.protocol.lookup import LookUpOptions
 from specdec.protocol.messages import Plan, PlanUpdate
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.target import TargetMachine
@@ -48,6 +49,7 @@ class HostileService:
         max_batch_tokens: Of both models.
         restart_rate: How likely a worker is to restart in a step; a sequence gives up after several.
         sampler: Makes each of their lives' way from logits to tokens.
+        lookup: Of the target; None for none.
     """
 
     def __init__(
@@ -59,7 +61,9 @@ class HostileService:
         max_batch_tokens: int = LENGTHS["max_batch_tokens"],
         restart_rate: float = 0.05,
         sampler: Callable[[], Sampler] | None = None,
+        lookup: LookUpOptions | None = None,
     ) -> None:
+        self._lookup = lookup
         self._restart_rate = restart_rate
         self._make_sampler = sampler or partial(Sampler, VOCAB_SIZE, processors)
         self._lengths = {**LENGTHS, "max_batch_tokens": max_batch_tokens}
@@ -108,6 +112,7 @@ class HostileService:
         self.counts["evicted"] += int(gauges["num_evictions"])
         self.counts["reused"] += int(gauges["num_reused_tokens"])
         self.counts["accepted"] += self._target.counters.num_accepted_tokens
+        self.counts["looked up"] += self._target.counters.num_lookup_accepted_tokens
         self.counts["stale"] += self._target.counters.num_stale_offers
 
     def _disturb(self) -> None:
@@ -126,7 +131,9 @@ class HostileService:
     def _begin(self, name: str) -> None:
         runner, sampler = self._make[name](), self._make_sampler()
         if name == TARGET:
-            self._target = TargetMachine(name, ModelTarget(runner, sampler, **self._lengths), TIMES)
+            self._target = TargetMachine(
+                name, ModelTarget(runner, sampler, **self._lengths), TIMES, lookup=self._lookup
+            )
         else:
             self._drafter = DrafterMachine(name, ModelDrafter(runner, sampler, **self._lengths), TIMES)
         self._router.worker_joined(name, "target" if name == TARGET else "drafter", self._now)

@@ -1,0 +1,182 @@
+"""Drafts by look-up, alone and beside a draft model: fewer steps, and no token changes."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from specdec import ModelSource, SpeculativeEngine
+from specdec.engine.draft_backend import ModelDrafter
+from specdec.engine.local import LocalService
+from specdec.engine.stats import SpecStats
+from specdec.engine.target_backend import ModelTarget
+from specdec.models.runner import ModelRunner
+from specdec.protocol.lookup import LookUpOptions
+from specdec.protocol.messages import ACCEPTED, LOOKED_UP, PREDICTED
+from specdec.sampling.params import SamplingParams
+from specdec.sampling.pipeline import Sampler
+from tests.specdec.engine.pairs import MAX_MODEL_LEN, Case, Output, backend, collect, greedy, make_model, run
+from tests.specdec.engine.test_hostile_network import DRAFTER, TARGET, HostileService, runner
+from tests.specdec.engine.test_recurrent import NOISE, make_cases, make_runner
+from tests.specdec.engine.test_structured import DEMO, MAX_TOKENS, OPTIONS, PERSON, check, sampling
+from tests.specdec.models.recurrent_families import VOCAB_SIZE, make_recurrent
+
+LENGTHS = {"max_model_len": MAX_MODEL_LEN, "max_batch_tokens": 64}
+FAMILIES = ("llama", "qwen3_5")
+
+
+def looking_up(
+    family: str, most: int = 16, draft: Callable[[], ModelRunner] | None = None, num_draft_tokens: int = 4
+) -> LocalService:
+    """A target that looks up, without a draft model or with one."""
+    target = ModelTarget(runner(family, 0.0, "states"), Sampler(VOCAB_SIZE), **LENGTHS)
+    drafter = None if draft is None else ModelDrafter(draft(), Sampler(VOCAB_SIZE), **LENGTHS)
+    return LocalService(target, drafter, num_draft_tokens, lookup=LookUpOptions(most))
+
+
+def plainly(family: str, cases: list[Case]) -> list[list[int]]:
+    undrafted = [replace(case, num_speculative_tokens=0) for case in cases]
+    return run(looking_up(family), undrafted)[0]
+
+
+def edited(output: list[int], rng: random.Random) -> tuple[int, ...]:
+    """An output with a token changed, one left out and one put in."""
+    other = list(output)
+    for place in sorted(rng.sample(range(len(other)), 3), reverse=True):
+        other[place : place + 1] = [[3], [], [3, other[place]]][place % 3]
+    return tuple(other)
+
+
+def predicted_cases(family: str, sampling: SamplingParams, *, of: list[list[int]] | None = None) -> list[Case]:
+    """Prompts whose outputs are known, with predictions that are nearly right."""
+    rng = random.Random(3)
+    cases = [replace(case, max_tokens=40) for case in make_cases(sampling)]
+    outputs = plainly(family, cases) if of is None else of
+    return [replace(case, prediction=edited(output, rng)) for case, output in zip(cases, outputs, strict=True)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tokens_are_those_without_drafts(family: str, temperature: float) -> None:
+    """Alone and beside a draft model that is right now and then, whatever the lengths of drafts."""
+    sampling = SamplingParams(temperature=temperature, top_p=0.95)
+    cases = predicted_cases(family, sampling)
+    wanted = plainly(family, cases)
+    for most in (1, 3, 16):
+        outputs, stats = run(looking_up(family, most), cases)
+        assert outputs == wanted
+        assert stats.num_accepted_tokens > 10
+        assert stats.num_draft_tokens <= most * stats.num_drafts
+    for num_draft_tokens in (1, 5):
+        service = looking_up(family, draft=partial(runner, family, NOISE, "rescan"), num_draft_tokens=num_draft_tokens)
+        both = collect(service, cases)
+        assert [output.tokens for output in both] == wanted
+        letters = Counter("".join(output.notes.how for output in both))
+        assert min(letters["a"], letters["x"]) > 0, letters
+    bounded = [replace(case, num_speculative_tokens=i) for i, case in enumerate(cases)]
+    assert run(looking_up(family, 16), bounded)[0] == wanted
+
+
+def test_greedy_output_is_that_of_transformers() -> None:
+    stock = make_model("llama")
+    cases = [replace(case, prompt=case.prompt * 2, max_tokens=60) for case in make_cases()]
+    outputs, stats = run(looking_up("llama"), cases)
+    assert outputs == [greedy(stock, case) for case in cases]
+    assert stats.num_accepted_tokens > 10  # tiny models repeat themselves
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("target", "draft"), [("llama", "llama"), ("qwen3_5", "llama")])
+def test_nothing_that_a_network_or_a_death_does_changes_a_token(target: str, draft: str, temperature: float) -> None:
+    cases = predicted_cases(target, SamplingParams(temperature=temperature, top_p=0.95))
+    wanted = plainly(target, cases)
+    makers = partial(runner, target, 0.0, "states"), partial(runner, draft, NOISE, "rescan")
+    counts: Counter[str] = Counter()
+    for seed in (1, 2):
+        service = HostileService(*makers, seed, lookup=LookUpOptions(8))
+        assert [output.tokens for output in collect(service, cases)] == wanted, f"seed {seed}"
+        service.count(TARGET)
+        service.count(DRAFTER)
+        counts += service.counts
+    for what in ("looked up", "accepted", "stale", "T restarted", "D restarted"):
+        assert counts[what] > 0, f"the schedules are too kind: nothing {what}"
+
+
+def test_scarce_blocks_and_short_steps_change_no_token() -> None:
+    cases = predicted_cases("llama", SamplingParams(temperature=1.0))
+    target = backend(ModelTarget, make_model("llama"), num_blocks=42)
+    service = LocalService(target, None, 0, lookup=LookUpOptions(16))
+    assert run(service, cases)[0] == plainly("llama", cases)
+    assert target.gauges()["num_evictions"] > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_grammar_cuts_what_it_forbids_and_no_token_changes(temperature: float) -> None:
+    """The prompt has records like the one that is asked for, and text that the grammar forbids after them."""
+    record = '{"name": "ab", "age": 7, "tags": ["red", "blue"]}'
+    prompt, params = f"{record} then {record} then ", sampling(temperature, PERSON)
+    engine = SpeculativeEngine.from_pretrained(ModelSource(str(DEMO / "target")), options=OPTIONS, num_lookup_tokens=16)
+    found, plain = (
+        engine.generate(prompt, params, seed=4, max_tokens=MAX_TOKENS, num_speculative_tokens=count)
+        for count in (None, 0)
+    )
+    assert found.token_ids == plain.token_ids
+    check(PERSON, found)
+    assert found.stats.num_accepted_tokens > 0
+    assert engine._service.target.counters.num_lookup_drafts > 0
+
+
+def letters_of(outputs: list[Output]) -> Counter[str]:
+    return Counter("".join(output.notes.how for output in outputs))
+
+
+def test_notes_and_counters_tell_where_drafts_are_from() -> None:
+    cases = predicted_cases("llama", SamplingParams(temperature=1.0))
+    without = [replace(case, prediction=()) for case in cases]
+    service = looking_up("llama")
+    outputs = collect(service, cases)
+    letters = letters_of(outputs)
+    stats = sum((SpecStats.of([output.notes]) for output in outputs), SpecStats())
+    counters = service.target.counters
+    assert set(letters) <= {"p", *PREDICTED, *LOOKED_UP}
+    assert letters["x"] > 20
+    assert stats.num_accepted_tokens == sum(letters[letter] for letter in ACCEPTED)
+    assert stats.num_rounds == counters.num_rounds
+    for name in ("drafts", "draft_tokens", "accepted_tokens"):
+        assert getattr(counters, f"num_lookup_{name}") == getattr(counters, f"num_{name}") > 0
+    assert stats.num_draft_tokens == counters.num_draft_tokens
+    mixed = looking_up("llama", draft=partial(runner, "llama", 0.0, "rescan"))
+    assert not set(letters_of(collect(mixed, without))) & PREDICTED
+    assert 0 < mixed.target.counters.num_lookup_drafts + 1 <= mixed.target.counters.num_drafts
+
+
+def test_a_long_match_goes_before_the_draft_models_offer_and_a_short_one_after_it() -> None:
+    """The draft model here is always right, and says less than is found."""
+    cases = [replace(case, max_tokens=60) for case in make_cases(SamplingParams(temperature=1.0))]
+    outputs = plainly("llama", cases)
+    exact = [replace(case, prediction=tuple(output)) for case, output in zip(cases, outputs, strict=True)]
+    right = partial(runner, "llama", 0.0, "rescan")
+    letters = letters_of(collect(looking_up("llama", draft=right, num_draft_tokens=2), exact))
+    assert letters["x"] > 0.8 * sum(letters.values())
+    model_alone = letters_of(collect(looking_up("llama", draft=right, num_draft_tokens=2), cases))
+    assert model_alone["a"] > 0.6 * sum(model_alone.values())
+
+
+def test_on_a_text_in_which_nothing_is_found_hardly_a_row_has_a_draft() -> None:
+    cases = [replace(case, max_tokens=100) for case in make_cases(SamplingParams(temperature=1.0))]
+    _, stats = run(looking_up("llama"), cases)
+    assert stats.num_rounds > 200
+    assert stats.num_drafts <= 0.02 * stats.num_rounds
+
+
+def test_a_state_that_cannot_go_back_so_far_gets_a_shorter_draft() -> None:
+    target = make_runner(make_recurrent("qwen3_5"), "states")
+    cases = predicted_cases("qwen3_5", SamplingParams(temperature=0.0))
+    outputs, stats = run(looking_up("qwen3_5", most=64), cases)
+    assert outputs == plainly("qwen3_5", cases)
+    assert stats.num_draft_tokens <= target.max_rollback * stats.num_drafts

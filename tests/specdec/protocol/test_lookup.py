@@ -1,0 +1,192 @@
+"""Look-up against a search of the whole text, and what it learns from wrong drafts."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+from dataclasses import replace
+
+import pytest
+
+from specdec.protocol.lookup import LEAST_MATCH, LONG_MATCH, LookUp, LookUpOptions, TextIndex, look_up_for
+from specdec.protocol.marks import TokenLog
+from specdec.sampling.params import SamplingParams, SequenceSpec
+
+SPEC = SequenceSpec(SamplingParams(), 0, 4, 1000)
+FEW_PLACES = 32
+
+
+def longest_match(text: list[int], end: int) -> int:
+    """Length of the longest run before ``end`` that occurs earlier in the text as well, by trying all."""
+    for length in range(end - 1, 0, -1):
+        if any(text[i : i + length] == text[end - length : end] for i in range(end - length)):
+            return length
+    return 0
+
+
+@pytest.mark.parametrize("num_kinds", [2, 3, 5, 12])
+@pytest.mark.parametrize("seed", range(6))
+def test_it_finds_the_longest_match_and_what_followed_it(num_kinds: int, seed: int) -> None:
+    """Short texts: no run of tokens has more places than are compared."""
+    rng = random.Random(seed)
+    text, index = [], TextIndex()
+    while len(text) < FEW_PLACES:
+        new = [rng.randrange(num_kinds) for _ in range(rng.choice((1, 1, 2, 5)))]
+        if len(text) > 6 and rng.random() < 0.5:  # as an accepted draft comes
+            start = rng.randrange(len(text))
+            new = text[start : start + 6]
+        index.extend(new)
+        text += new
+        if rng.random() < 0.7:
+            index.find()
+            wanted = longest_match(text, len(text))
+            assert index.length == (wanted if wanted >= LEAST_MATCH else 0)
+            if index.length:
+                place, count = index.place, index.length
+                assert place < len(text)
+                assert text[place - count : place] == text[len(text) - count :]
+                copied = text[place:] * 10
+                assert list(index.following(7)) == copied[:7]
+
+
+def test_in_a_long_text_a_match_that_is_followed_is_not_lost_among_newer_places() -> None:
+    line = [1, 2, 3]  # begins every line, as an indent does
+    file = [token for i in range(200) for token in (*line, 1000 + i)]
+    index = TextIndex()
+    index.extend([*file, -2, *file[:40]])
+    for i in range(40, 120):
+        index.find()
+        assert index.following(4) == tuple(file[i : i + 4])
+        index.extend([file[i]])
+
+
+def test_a_text_that_repeats_itself_is_drafted_on_and_on() -> None:
+    index = TextIndex()
+    index.extend([7, 1, 2, 3, 1, 2, 3])
+    index.find()
+    assert (index.length, index.following(8)) == (3, (1, 2, 3, 1, 2, 3, 1, 2))
+
+
+def test_the_texts_do_not_run_into_each_other() -> None:
+    index = TextIndex([1, 2, 3, 4])
+    index.extend([9, 9, 2, 3, 4])
+    index.find()
+    assert index.length == 0  # nothing follows there
+    index = TextIndex([1, 2, 3, 4])
+    index.extend([1, 2, 3])
+    index.find()
+    assert (index.place, index.following(5)) == (3, (4,))
+
+
+def drafted(lookup: LookUp, log: TokenLog, room: int = 100) -> tuple[int, ...]:
+    return lookup.draft(log, room).tokens
+
+
+def test_it_drafts_as_far_as_the_match_is_long_and_within_its_bounds() -> None:
+    text = [*range(10, 40), *range(10, 15)]
+    lookup = LookUp(SPEC, 16)
+    assert drafted(lookup, TokenLog(text)) == (15, 16, 17, 18, 19)
+    assert drafted(lookup, TokenLog(text), room=2) == (15, 16)
+    assert drafted(lookup, TokenLog(text), room=0) == ()
+    assert drafted(LookUp(SPEC, 4), TokenLog(text)) == (15, 16, 17, 18)
+    log = TokenLog([*text, *range(15, 20)])
+    assert drafted(lookup, log) == tuple(range(20, 30))
+    assert lookup.is_long
+    ending = replace(SPEC, eos_token_ids=(22,))
+    assert drafted(LookUp(ending, 16), log) == (20, 21, 22)
+
+
+def test_no_look_up_where_none_is_wanted() -> None:
+    with_prediction = replace(SPEC, prediction=(1, 2))
+    for_all, for_some = LookUpOptions(16), LookUpOptions(16, for_all=False)
+    assert look_up_for(SPEC, for_all) is not None
+    assert look_up_for(with_prediction, for_some) is not None
+    assert look_up_for(SPEC, for_some) is None
+    assert look_up_for(with_prediction, None) is None
+    assert look_up_for(replace(SPEC, num_speculative_tokens=0), for_all) is None
+    assert look_up_for(SPEC, LookUpOptions(0)) is None
+
+
+def test_wrong_drafts_make_it_ask_for_longer_matches_and_a_right_one_for_short_ones_again() -> None:
+    lookup = LookUp(SPEC, 16)
+    text = list(range(100, 200))
+
+    def starts_at(length: int) -> bool:
+        """Whether a match of this length is enough."""
+        probe = LookUp(SPEC, 16)
+        probe._needed = lookup._needed
+        return drafted(probe, TokenLog([*text, *range(120, 120 + length)])) != ()
+
+    assert [starts_at(n) for n in (2, 3)] == [False, True]
+    lookup.judge(3, 1)
+    assert [starts_at(n) for n in (5, 6)] == [False, True]
+    lookup.judge(6, 0)
+    assert [starts_at(n) for n in (11, 12)] == [False, True]
+    for _ in range(10):
+        lookup.judge(8, 3)
+    assert [starts_at(n) for n in (63, 64)] == [False, True]
+    lookup.judge(16, 8)
+    assert starts_at(3)
+
+
+def test_the_prediction_is_drafted_at_the_outputs_beginning_and_where_the_output_returns_to_it() -> None:
+    prediction = tuple(range(50, 90))
+    lookup = LookUp(replace(SPEC, prediction=prediction), 16)
+    log = TokenLog([1, 2, 3, 4])
+    first = lookup.draft(log, 100)
+    assert (first.tokens, first.source) == (prediction[:LONG_MATCH], "prediction")
+    log.extend([*prediction[:5], 7])  # the sixth is another
+    assert drafted(lookup, log) == ()
+    log.extend(prediction[6:9])
+    again = lookup.draft(log, 100)
+    assert (again.tokens, again.source) == (prediction[9:12], "prediction")
+
+
+def test_what_is_in_the_prediction_and_in_the_text_counts_as_the_predictions() -> None:
+    text = tuple(range(50, 60))
+    lookup = LookUp(replace(SPEC, output_start=13, prediction=text), 16)
+    log = TokenLog([*text, 1, 2, 3, 9, *text[:4]])
+    found = lookup.draft(log, 100)
+    assert (found.tokens, found.source) == (text[4:8], "prediction")
+    found = LookUp(SPEC, 16).draft(log, 100)
+    assert (found.tokens, found.source) == (text[4:8], "lookup")
+
+
+def test_under_the_rejection_rule_a_draft_is_a_point_mass_each() -> None:
+    spec = replace(SPEC, sampling=SamplingParams(acceptance="rejection"))
+    log = TokenLog([1, 2, 3, 4, 5, 1, 2, 3])
+    found = LookUp(spec, 16).draft(log, 100)
+    assert found.tokens == (4, 5, 1)
+    assert found.candidates == tuple(((token,), (1.0,)) for token in found.tokens)
+    assert LookUp(SPEC, 16).draft(log, 100).candidates == ()
+
+
+def test_a_long_prompt_is_indexed_a_part_a_step_and_its_memory_is_bounded() -> None:
+    rng = random.Random(0)
+    text = [rng.randrange(100_000) for _ in range(20_000)]
+    log, lookup = TokenLog([*text, *text[5:10]]), LookUp(SPEC, 16)
+    tracemalloc.start()
+    steps = next(i for i in range(100) if drafted(lookup, log))
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert steps == len(log) // 4096
+    assert size / len(log) < 250
+
+
+@pytest.mark.parametrize("num_kinds", [2, 4, 10, 100])
+def test_where_what_is_found_says_nothing_it_falls_silent(num_kinds: int) -> None:
+    """Tokens at random, of few kinds: nearly every end has occurred before, and nothing follows from it."""
+    rng = random.Random(num_kinds)
+    log, lookup = TokenLog(rng.randrange(num_kinds) for _ in range(1000)), LookUp(SPEC, 16)
+    num_rounds, num_drafts = 2000, 0
+    for _ in range(num_rounds):
+        draft = drafted(lookup, log)
+        if draft:
+            truth = [rng.randrange(num_kinds) for _ in range(len(draft) + 1)]
+            count = next((i for i, (a, b) in enumerate(zip(draft, truth, strict=False)) if a != b), len(draft))
+            lookup.judge(len(draft), count)
+            log.extend(truth[: count + 1])
+        else:
+            log.extend([rng.randrange(num_kinds)])
+        num_drafts += bool(draft)
+    assert 0 < num_drafts <= 0.02 * num_rounds
