@@ -214,9 +214,14 @@ class Envelope:
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": generation.num_cached_tokens},
         }
+        details: Json = {}
         if self._job.new_counter is not None:
-            usage["completion_tokens_details"] = {"reasoning_tokens": generation.num_reasoning_tokens}
-        return usage
+            details["reasoning_tokens"] = generation.num_reasoning_tokens
+        if self._job.has_prediction:
+            tallies = generation.tallies
+            details["accepted_prediction_tokens"] = sum(tally.num_predicted for tally in tallies)
+            details["rejected_prediction_tokens"] = sum(tally.num_mispredicted for tally in tallies)
+        return usage | ({"completion_tokens_details": details} if details else {})
 
     def _metrics(self, generation: Generation) -> Json:
         detail = self._job.body.per_request_spec_decode_metrics

@@ -11,6 +11,7 @@ from deployments.openai.assistant import Assistant
 from deployments.openai.context import Api
 from deployments.openai.conversation import conversation_tokens
 from deployments.openai.echo import Echo, make_echo
+from deployments.openai.prediction import predicted_tokens
 from deployments.openai.sampling import output_limit, request_seed, sampling_params, speculation_bound
 from deployments.openai.schemas.chat import ChatBody
 from deployments.openai.schemas.common import GenerationBody
@@ -44,6 +45,7 @@ class Job:
         echoes: For each prompt, what its choices begin with; none where nothing is echoed.
         new_parser: Makes what reads one choice of a conversation.
         kept: Special tokens that stand in the text that it reads.
+        has_prediction: Whether the request brings a text that the answer is expected to be like.
         new_counter: Makes what counts the tokens of a choice's reasoning; None where there is none.
     """
 
@@ -60,6 +62,7 @@ class Job:
     new_parser: Callable[[], AnswerParser] = PlainParser
     kept: frozenset[int] = frozenset()
     new_counter: Callable[[], ReasoningCounter] | None = None
+    has_prediction: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -99,9 +102,16 @@ async def chat_job(api: Api, body: ChatBody, arrival: Arrival) -> Job:
     await api.admit(arrival, model, body.n or 1)
     prompt = _truncated(body, tuple(await conversation_tokens(api, body.messages, body)), model)
     assistant = Assistant(api, body, prompt)
-    job = _job(api, body, arrival, model, [prompt], model.defaults.max_tokens, await assistant.grammar())
-    reading = assistant.reading()
-    return replace(job, new_parser=reading.new_parser, kept=reading.kept, new_counter=reading.new_counter)
+    grammar, prediction = await assistant.grammar(), await predicted_tokens(api, body, model)
+    job = _job(api, body, arrival, model, [prompt], model.defaults.max_tokens, grammar, prediction)
+    reading, has_prediction = assistant.reading(), body.prediction is not None
+    return replace(
+        job,
+        new_parser=reading.new_parser,
+        kept=reading.kept,
+        new_counter=reading.new_counter,
+        has_prediction=has_prediction,
+    )
 
 
 async def _echoes(api: Api, body: CompletionBody, prompts: Sequence[Tokens]) -> tuple[Echo, ...]:
@@ -162,6 +172,7 @@ def _job(
     prompts: Sequence[Tokens],
     default_tokens: int | None,
     grammar: Grammar | None,
+    prediction: Tokens = (),
 ) -> Job:
     """Check everything else, and give each sequence its seed and its name."""
     body.check_together()
@@ -171,7 +182,7 @@ def _job(
     sampling = sampling_params(body, model, info, api.settings, bad_words, grammar)
     limits = [output_limit(body, model, len(prompt), default_tokens) for prompt in prompts]
     if arrival.account.ticket is not None:
-        lengths = (len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
+        lengths = (len(prompt) + len(prediction) + limit for prompt, limit in zip(prompts, limits, strict=True))
         arrival.account.ticket.add_tokens(sum(lengths) * (body.n or 1))
     seed, name, num_samples = request_seed(body), uuid.uuid4().hex, body.n or 1
     bound = speculation_bound(body, model)
@@ -189,6 +200,7 @@ def _job(
                 request_id=arrival.label,
                 trace=arrival.trace,
                 num_speculative_tokens=bound,
+                prediction=prediction,
                 wants_times=body.wants_speculation,
             )
             seq = f"{name}-{len(sequences)}"

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from specdec.protocol.messages import ACCEPTED, Notes, Plan
+from specdec.protocol.messages import ACCEPTED, PREDICTED, Notes, Plan
 
 
 class Round(NamedTuple):
@@ -22,11 +22,14 @@ class RoundTally:
     Attributes:
         rounds: How often each kind of round came; only those that verified a draft.
         plan: The newest that was told of.
+        num_predicted: Draft tokens of the request's prediction that were kept.
+        num_mispredicted: Those that were verified and not kept.
     """
 
     def __init__(self) -> None:
         self.rounds: Counter[Round] = Counter()
         self.plan: Plan | None = None
+        self.num_predicted = self.num_mispredicted = 0
         self._num_accepted = 0
 
     def add(self, notes: Notes) -> list[Round]:
@@ -36,6 +39,9 @@ class RoundTally:
             self._num_accepted += letter in ACCEPTED
             if num_drafted:
                 complete.append(Round(num_drafted, self._num_accepted))
+                if letter in PREDICTED:
+                    self.num_predicted += self._num_accepted
+                    self.num_mispredicted += num_drafted - self._num_accepted
             if num_drafted or letter not in ACCEPTED:
                 self._num_accepted = 0
         self.rounds.update(complete)

@@ -135,6 +135,18 @@ class ConversationBody(TemplatedBody):
         return self.tools or []
 
 
+class Prediction(Body):
+    """What the answer is expected to be like: a file that is to be edited, say."""
+
+    type: Literal["content"]
+    content: Content
+
+    @property
+    def text(self) -> str:
+        """The content as one string: its parts one after the other."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatBody(ConversationBody, GenerationBody):
     """A conversation to go on with.
 
@@ -147,6 +159,7 @@ class ChatBody(ConversationBody, GenerationBody):
         parallel_tool_calls: Whether an answer may hold several calls; by default it may.
         thinking_token_budget: Most tokens of reasoning; then it ends, and the answer begins.
         include_reasoning: False leaves the reasoning out of the answer.
+        prediction: A text to draft from; it changes no token.
     """
 
     messages: Messages
@@ -157,6 +170,7 @@ class ChatBody(ConversationBody, GenerationBody):
     parallel_tool_calls: bool | None = None
     thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     include_reasoning: bool | None = None
+    prediction: Prediction | None = None
 
     def check_together(self) -> None:
         """Refuse two limits, and alternatives of nothing."""

@@ -64,7 +64,7 @@ REPLACED: dict[str, str] = {
 TAKEN: frozenset[str] = frozenset(
     {
         # OpenAI
-        *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction", "verbosity"),
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"),
         *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
         # vLLM: they steer what is not on, or what has no effect on the answer
         *("guided_decoding_backend", "separate_reasoning"),
@@ -93,7 +93,7 @@ REFUSED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (),
 }
 """Fields of conversations alone."""
-TAKEN_IN_COMPLETIONS = frozenset({"parallel_tool_calls", "include_reasoning"})
+TAKEN_IN_COMPLETIONS = frozenset({"parallel_tool_calls", "include_reasoning", "prediction"})
 
 REFUSED_IN_RESPONSES: dict[str, tuple[Any, ...]] = {
     **REFUSED,
@@ -136,7 +136,7 @@ REPLACED_IN_RESPONSES: dict[str, str] = {
     "reasoning_effort": "reasoning",
 }
 
-TAKEN_IN_RESPONSES = (TAKEN - {"metadata", "store"}) | {"max_tool_calls"}
+TAKEN_IN_RESPONSES = (TAKEN - {"metadata", "store"}) | {"max_tool_calls", "prediction"}
 
 
 def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
