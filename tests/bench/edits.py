@@ -1,0 +1,99 @@
+"""What look-up gains where a text is written again: ``python -m tests.bench.edits --target FOLDER [--dtype bfloat16]``.
+
+Each row generates the same tokens with look-up and plainly, by turns, one stream, and names the ratio of their times. A
+prediction is the output itself with every sixteenth token left out, as a small edit leaves the rest of a file; a copy
+is the head of a file again after it; text at temperature 1 has nothing to be found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast, get_args
+
+import torch
+
+from cluster.bench.prompts import CODE, CODE_LONG
+from cluster.models import Dtype
+from specdec.engine.build import BackendOptions, build_target
+from specdec.engine.local import LocalService
+from specdec.engine.stats import SpecStats
+from specdec.models.compat import tokenizer_width
+from specdec.models.loading import ModelSource, load_tokenizer
+from specdec.protocol.lookup import LookUpOptions
+from specdec.sampling.params import SamplingParams
+from tests.specdec.engine.pairs import Case, run
+
+EDIT_EVERY = 16
+MOST = 16
+
+
+def edited(output: Sequence[int]) -> tuple[int, ...]:
+    """An output with every sixteenth token left out."""
+    return tuple(token for i, token in enumerate(output, 1) if i % EDIT_EVERY)
+
+
+def measure(service: LocalService, cases: Sequence[Case], rounds: int) -> tuple[list[float], SpecStats, bool]:
+    """Time without look-up over time with it, by round; what look-up did; whether all tokens were the same."""
+    ratios, stats, same = [], SpecStats(), True
+    for number in range(rounds + 1):
+        times, outputs = [], []
+        for bound in (0, None):
+            started_s = time.perf_counter()
+            told = [run(service, [replace(case, num_speculative_tokens=bound)]) for case in cases]
+            times.append(time.perf_counter() - started_s)
+            outputs.append([tokens for tokens, _ in told])
+            stats = sum((stat for _, stat in told), SpecStats())
+        same = same and outputs[0] == outputs[1]
+        if number:  # the first warms up
+            ratios.append(times[0] / times[1])
+    return ratios, stats, same
+
+
+def main() -> None:
+    """Measure, and print a row of Markdown for each kind of work."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", required=True, help="folder of the target")
+    parser.add_argument("--dtype", default="float32", choices=get_args(Dtype))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    source = ModelSource(arguments.target, dtype=cast(Dtype, arguments.dtype))
+    tokenizer = load_tokenizer(source)
+    options = BackendOptions(vocab_size=tokenizer_width(tokenizer), max_num_sequences=4)
+    target, _ = build_target(source, options)
+    service = LocalService(target, None, 0, lookup=LookUpOptions(MOST))
+
+    def cases(prompts: Sequence[str], temperature: float) -> list[Case]:
+        sampling = SamplingParams(temperature=temperature)
+        encoded = (tuple(tokenizer.encode(prompt)) for prompt in prompts)
+        return [Case(prompt, arguments.max_tokens, sampling, i, None, ()) for i, prompt in enumerate(encoded)]
+
+    def predicted(some: Sequence[Case]) -> list[Case]:
+        known = [run(service, [replace(case, num_speculative_tokens=0)])[0][0] for case in some]
+        return [replace(case, prediction=edited(output)) for case, output in zip(some, known, strict=True)]
+
+    copies = [f"{file}\n\n\n{file[:400]}" for file in CODE_LONG]
+    works = {
+        "prediction, T=0": predicted(cases(CODE[:4], 0.0)),
+        "prediction, T=1": predicted(cases(CODE[:4], 1.0)),
+        "copy of a file in the prompt, T=0": cases(copies, 0.0),
+        "nothing to find, T=1": cases(CODE, 1.0),
+    }
+    print("| work | over plain (least, median, most) | tokens a round | rows with drafts | accepted |")
+    print("|---|---|---|---|---|")
+    for name, some in works.items():
+        ratios, stats, same = measure(service, some, arguments.rounds)
+        low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
+        share = f"{stats.num_drafts / stats.num_rounds:.1%} | {stats.acceptance_rate:.0%}"
+        per_round = stats.num_tokens / stats.num_rounds
+        note = "" if same else " (tokens differ: near-ties)"
+        print(f"| {name}{note} | {low:.2f}, {middle:.2f}, {high:.2f} | {per_round:.2f} | {share} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
