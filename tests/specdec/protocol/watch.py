@@ -217,6 +217,14 @@ class Watch:
             expect(is_at_fault, "an error of another sequence")
 
 
+KINDS = dict(zip("acbpACBxyz", "acbpacbacb", strict=True))
+
+
+def source_of(letter: str) -> int:
+    """A number for where a round's draft was from."""
+    return next(i for i, letters in enumerate(("acb", "ACB", "xyz", "p")) if letter in letters)
+
+
 def check_notes(client: Client, script: Script) -> None:
     """Notes name each token, and are made of rounds: accepted ones, then a corrected, bonus or plain one.
 
@@ -225,12 +233,14 @@ def check_notes(client: Client, script: Script) -> None:
     notes, accepted = client.notes, 0
     expect(len(notes.how) == len(notes.num_drafted) == len(client.tokens), "notes are not one for each token")
     for i, (letter, num_drafted) in enumerate(zip(notes.how, notes.num_drafted, strict=True)):
-        accepted += letter == "a"
-        if letter == "a" and not num_drafted:
+        kind = KINDS[letter]
+        accepted += kind == "a"
+        if kind == "a" and not num_drafted:
             expect(i + 1 < len(notes.how), "a round without an end")
+            expect(source_of(notes.how[i + 1]) == source_of(letter), "a round whose draft is from two sources")
             continue
         fits = {"a": accepted <= num_drafted, "b": accepted <= num_drafted, "c": accepted < num_drafted}
-        expect(fits.get(letter, letter == "p" and num_drafted == accepted == 0), "a round that cannot be")
+        expect(fits.get(kind, kind == "p" and num_drafted == accepted == 0), "a round that cannot be")
         accepted = 0
     if script.spec.sampling.logprobs is None:
         expect(not notes.logprobs, "log probabilities that nobody asked for")

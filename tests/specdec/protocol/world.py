@@ -13,7 +13,8 @@ from specdec.protocol.draft_worker import DraftWorkerMachine
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import IngressMachine
 from specdec.protocol.leases import Times
-from specdec.protocol.messages import Message, Plan, PlanUpdate
+from specdec.protocol.lookup import LookUpOptions
+from specdec.protocol.messages import ACCEPTED, Message, Plan, PlanUpdate
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.target import TargetMachine
 from specdec.sampling.params import SequenceSpec
@@ -178,7 +179,13 @@ class World:
                 self.watch.follow(router)
             case "T":
                 node.backends = (self._target_backend(),)
-                node.machine = TargetMachine(name, node.backends[0], TIMES, fingerprint=_fingerprints(model).decision)
+                node.machine = TargetMachine(
+                    name,
+                    node.backends[0],
+                    TIMES,
+                    fingerprint=_fingerprints(model).decision,
+                    lookup=LookUpOptions(5),
+                )
             case "D":
                 drafter = ScriptedDraft(self.draft_model, room=self.draft_room, max_model_len=self.draft_max_model_len)
                 solo, draft = self._target_backend(), _fingerprints(model).draft
@@ -327,7 +334,9 @@ class World:
             self.counts[client.state] += 1
             self.counts["errors"] += client.finish == "error"
             self.counts["tokens"] += len(client.tokens)
-            self.counts["accepted"] += client.notes.how.count("a")
+            how = client.notes.how
+            self.counts["accepted"] += sum(letter in ACCEPTED for letter in how)
+            self.counts["predicted"] += how.count("x")
         for node in self.nodes.values():
             if isinstance(node.machine, DraftWorkerMachine):
                 self.counts["promoted"] += node.machine.drafter.counters.num_promoted
