@@ -1,0 +1,48 @@
+"""A service without a draft model, whose drafts are looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.integration.running import RunningService, eventually
+
+COMPLETION = {"prompt": "x = 1\nx = 1\nx = 1\nx = 1\n", "max_tokens": 40, "temperature": 0}
+CHAT = {"messages": [{"role": "user", "content": "def f(a):"}], "max_tokens": 60, "temperature": 1, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[RunningService]:
+    service = RunningService("--draft-method", "lookup")
+    yield service
+    assert service.stop() == 0
+
+
+def test_drafts_are_looked_up_and_change_no_token(running: RunningService) -> None:
+    client = running.client()
+    assert len(client.models.list().data) == 1
+    texts = {
+        client.completions.create(
+            model=running.model, extra_body={"ignore_eos": True, "num_speculative_tokens": bound}, **COMPLETION
+        )
+        .choices[0]
+        .text
+        for bound in (0, 3, None)
+    }
+    assert len(texts) == 1
+    eventually(lambda: running.count("lookup_accepted_tokens") > 0, 30, "accepted tokens that were looked up")
+    assert running.count("spec_decode_num_accepted_tokens") > 0
+
+
+def test_a_prediction_that_is_right_is_accepted(running: RunningService) -> None:
+    client = running.client()
+
+    def answer(**fields: Any) -> Any:
+        return client.chat.completions.create(model=running.model, **CHAT, **fields)
+
+    plain = answer(extra_body={"num_speculative_tokens": 0}).choices[0].message.content
+    told = answer(prediction={"type": "content", "content": plain})
+    assert told.choices[0].message.content == plain
+    assert told.usage.completion_tokens_details.accepted_prediction_tokens > told.usage.completion_tokens / 2
