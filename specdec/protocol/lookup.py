@@ -169,8 +169,11 @@ class LookUp:
         return Draft(tokens, candidates, "prediction" if index.place < index.num_apart else "lookup")
 
     def judge(self, num_drafted: int, num_accepted: int) -> None:
-        """Learn from a round: a draft of which less than half was right doubles what a match must have."""
-        is_right = 2 * num_accepted >= num_drafted
+        """Learn from a round: a draft of which little was right doubles what a match must have.
+
+        Little is less than half of it, and less than so many tokens as a match must have at the least.
+        """
+        is_right = num_accepted >= min(LEAST_MATCH, num_drafted / 2)
         self._needed = LEAST_MATCH if is_right else min(2 * self._needed, _MOST_NEEDED)
 
     def _cut(self, tokens: Tokens) -> Tokens:

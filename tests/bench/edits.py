@@ -82,7 +82,7 @@ def main() -> None:
         "prediction, T=0": predicted(cases(CODE[:4], 0.0)),
         "prediction, T=1": predicted(cases(CODE[:4], 1.0)),
         "copy of a file in the prompt, T=0": cases(copies, 0.0),
-        "nothing to find, T=1": cases(CODE, 1.0),
+        "nothing to find, T=1": cases(CODE[4:], 1.0),
     }
     print("| work | over plain (least, median, most) | tokens a round | rows with drafts | accepted |")
     print("|---|---|---|---|---|")

@@ -123,9 +123,9 @@ def test_wrong_drafts_make_it_ask_for_longer_matches_and_a_right_one_for_short_o
     lookup.judge(6, 0)
     assert [starts_at(n) for n in (11, 12)] == [False, True]
     for _ in range(10):
-        lookup.judge(8, 3)
+        lookup.judge(8, 2)
     assert [starts_at(n) for n in (63, 64)] == [False, True]
-    lookup.judge(16, 8)
+    lookup.judge(16, 3)
     assert starts_at(3)
 
 
