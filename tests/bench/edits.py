@@ -60,6 +60,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=get_args(Dtype))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--only", default="", help="kinds of work whose name begins so")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     source = ModelSource(arguments.target, dtype=cast(Dtype, arguments.dtype))
@@ -87,6 +88,8 @@ def main() -> None:
     print("| work | over plain (least, median, most) | tokens a round | rows with drafts | accepted |")
     print("|---|---|---|---|---|")
     for name, some in works.items():
+        if not name.startswith(arguments.only):
+            continue
         ratios, stats, same = measure(service, some, arguments.rounds)
         low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
         share = f"{stats.num_drafts / stats.num_rounds:.1%} | {stats.acceptance_rate:.0%}"
