@@ -71,7 +71,7 @@ class Assistant:
 
         def new_parser() -> AnswerParser:
             parser: AnswerParser = self._new_tool_parser() if self._tools else PlainParser()
-            if reasoning is not None:
+            if reasoning is not None and not (self._tools and self._is_free and form.tells_reasoning):
                 parser = ReasoningParser(reasoning, has_begun, parser)
             return WithoutReasoning(parser) if hides else parser
 

@@ -73,6 +73,42 @@ def test_structured_output_by_the_clients_own_helpers(client: OpenAI, model: str
     assert all(order == orders[0] for order in orders)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_loop_of_tools_by_the_clients_own_helpers(client: OpenAI, model: str, stream: bool) -> None:
+    """Well-formed, not wise: two calls whose arguments are valid, with their results sent back, then an answer."""
+    kinds: dict[str, type[BaseModel]] = {"Tag": Tag, "Order": Order}
+    tools = [openai.pydantic_function_tool(kind) for kind in kinds.values()]
+    options = {"model": model, "tools": tools, "max_tokens": 160, "temperature": 1.0, "seed": 5}
+    messages: list[Any] = [{"role": "user", "content": "Order two things."}]
+    for choice in ("required", {"type": "function", "function": {"name": "Tag"}}):
+        asked = options | {"messages": messages, "tool_choice": choice, "parallel_tool_calls": False}
+        if stream:
+            with client.chat.completions.stream(**asked) as events:
+                answer = events.get_final_completion()
+        else:
+            answer = client.chat.completions.parse(**asked)
+        assert answer.choices[0].finish_reason == ("tool_calls" if choice == "required" else "stop")
+        message = answer.choices[0].message
+        (call,) = message.tool_calls
+        assert isinstance(call.function.parsed_arguments, kinds[call.function.name])
+        messages += [
+            {
+                "role": "assistant",
+                "tool_calls": [
+                    {
+                        "id": call.id,
+                        "type": "function",
+                        "function": {"name": call.function.name, "arguments": call.function.arguments},
+                    }
+                ],
+            },
+            {"role": "tool", "tool_call_id": call.id, "content": "Done."},
+        ]
+    last = client.chat.completions.create(**options | {"messages": messages, "tool_choice": "none", "max_tokens": 16})
+    assert last.choices[0].message.content
+    assert not last.choices[0].message.tool_calls
+
+
 def test_responses_by_the_clients_own_helpers(client: OpenAI, model: str) -> None:
     """Created, parsed and streamed; a tool's result sent back."""
     options = {"model": model, "max_output_tokens": 120, "temperature": 1.0, "extra_body": {"seed": 5}}

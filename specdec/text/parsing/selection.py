@@ -35,7 +35,8 @@ class AnswerForm:
         calls: How it writes calls; None where that is not known.
         new_parser: Reads answers of a free choice; None where no calls can be found in them.
         keeps_special_tokens: That parser reads the text with all special tokens.
-        reasoning: Tags around its reasoning; None where it has none, or that parser finds it.
+        reasoning: Tags around its reasoning; None where it has none.
+        tells_reasoning: That parser finds it.
         variables: Names in its chat template, of those that are asked for here.
     """
 
@@ -43,6 +44,7 @@ class AnswerForm:
     new_parser: NewParser | None = None
     keeps_special_tokens: bool = False
     reasoning: ReasoningTags | None = None
+    tells_reasoning: bool = False
     variables: frozenset[str] = frozenset()
 
     @property
@@ -108,11 +110,10 @@ class AnswerForms:
         new_parser = self._new_parser
         if new_parser is None and calls is not None:
             new_parser = _hermes if calls == HERMES else _llama3
-        reasoning = _reasoning(template, self._reasoning_tags)
-        if new_parser is ResponseTemplateParser and self._tells_reasoning:
-            reasoning = None
+        tells_reasoning = new_parser is ResponseTemplateParser and self._tells_reasoning
         known = frozenset(name for name in ("tools", "reasoning_effort", "enable_thinking") if name in template)
-        return AnswerForm(calls, new_parser, self._new_parser is not None, reasoning, known)
+        reasoning, keeps_special_tokens = _reasoning(template, self._reasoning_tags), self._new_parser is not None
+        return AnswerForm(calls, new_parser, keeps_special_tokens, reasoning, tells_reasoning, known)
 
 
 def _template_text(tokenizer: PreTrainedTokenizerBase) -> str:

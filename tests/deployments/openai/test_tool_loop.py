@@ -83,13 +83,15 @@ async def test_a_loop_of_two_calls_and_an_answer(
     assert not choice.message.tool_calls
 
 
-async def test_drafts_change_nothing(client: AsyncOpenAI, service: EngineService) -> None:
+@pytest.mark.parametrize("choice", ["required", "auto"])
+async def test_drafts_change_nothing(client: AsyncOpenAI, service: EngineService, choice: str) -> None:
     del service.outputs[:]
     for count in (0, 4):
         extra = {"num_speculative_tokens": count}
-        await turn(client, [ASK], False, tool_choice="required", max_tokens=60, temperature=1.0, extra_body=extra)
+        await turn(client, [ASK], False, tool_choice=choice, max_tokens=50, temperature=1.0, extra_body=extra)
     assert len(service.outputs) == 2
     assert len(set(service.outputs)) == 1
+    assert service.opened[-1].spec.sampling.grammar is not None
 
 
 async def test_several_calls_of_several_choices(client: AsyncOpenAI) -> None:

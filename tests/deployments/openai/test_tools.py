@@ -316,6 +316,49 @@ async def test_tags_that_are_tokens(tokenizer: PreTrainedTokenizerFast, is_speci
         assert accepts(bench, f'<|python_tag|>{{"name": "weather", "parameters": {A}}}')
 
 
+async def test_a_tokenizer_with_a_response_template(tokenizer: PreTrainedTokenizerFast) -> None:
+    """It goes before the chat template, for answers of a free choice; the prompt may have begun a part of them."""
+    own = deepcopy(tokenizer)
+    own.response_template = {
+        "start_anchor": "assistant:",
+        "fields": {
+            "thinking": {"open": "<think>", "close": "</think>"},
+            "content": {},
+            "tool_calls": {
+                "open": "CALL",
+                "close": "END",
+                "repeats": True,
+                "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+            },
+        },
+    }
+    bench = Bench(own, ApiSettings(chat_template=f"{NO_TOOLS}assistant:<think>{{# </think> #}}"), max_model_len=1024)
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=bench.app), base_url="http://api") as http:
+        bench.says(f'Hm.</think>Yes.CALL{{"name": "weather", "arguments": {A}}}END')
+        for choice in (await post(http, n=2, tools=[WEATHER]))["choices"]:
+            message = choice["message"]
+            assert (message["content"], message["reasoning_content"]) == ("Yes.", "Hm.")
+            assert (calls_of(message), choice["finish_reason"]) == ([("weather", A)], "tool_calls")
+        deltas = [choice["delta"] for choice in await streamed(http, tools=[WEATHER])]
+        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm."
+        assert [call["function"] for delta in deltas for call in delta.get("tool_calls", [])] == [
+            {"name": "weather", "arguments": A}
+        ]
+        bench.says(f"Hm.</think>{CALL_A}")
+        (choice,) = (await post(http, tools=[WEATHER], tool_choice="required"))["choices"]
+        assert choice["message"]["reasoning_content"] == "Hm."
+        assert calls_of(choice["message"]) == [("weather", A)]
+        assert accepts(bench, f"Hm.</think>{CALL_A}")
+        assert not accepts(bench, CALL_A)
+        strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}  # type: ignore[operator]
+        answer = await http.post("/v1/chat/completions", json=BODY | {"tools": [strict]})
+        assert answer.json()["error"]["param"] == "tools[0].function.strict"
+        asked = {"tools": [WEATHER], "response_format": {"type": "json_object"}}
+        answer = await http.post("/v1/chat/completions", json=BODY | asked)
+        assert answer.json()["error"]["param"] == "response_format"
+
+
 @pytest.mark.parametrize(
     ("key", "text", "calls"),
     [
