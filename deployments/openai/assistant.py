@@ -163,6 +163,8 @@ class Assistant:
 
     def _with_reasoning(self, answer: Grammar | None, asked: Asked | None) -> Grammar | None:
         reasoning, budget = self._form.reasoning, self._body.thinking_token_budget
+        if budget is not None:
+            budget = min(budget, self._api.model(self._body.model).max_model_len)
         if reasoning is None or self._has_ended or (answer is None and budget is None):
             return answer
         try:

@@ -124,7 +124,7 @@ def _template_text(tokenizer: PreTrainedTokenizerBase) -> str:
 def _call_form(template: str) -> CallForm | None:
     if HERMES.begin in template:
         return None if any(other in template for other in _OTHER_FORMS) else HERMES
-    looks_like_llama = "tools" in template and '"parameters"' in template and '"name"' in template
+    looks_like_llama = all(part in template for part in ("tools", '"name": ', '"parameters": ', "dictionary"))
     return LLAMA3 if looks_like_llama else None
 
 

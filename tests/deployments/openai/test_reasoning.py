@@ -203,6 +203,8 @@ async def test_a_budget_of_reasoning(tokenizer: PreTrainedTokenizerFast, is_spec
         assert accepts(bench, ' a b c</think>{"a": 1}')
         for text in (' a b c d</think>{"a": 1}', " a b c</think>Yes", " a"):
             assert not accepts(bench, text), text
+        await post(http, chat_template=BEGUN, thinking_token_budget=2**31 - 1)
+        assert accepts(bench, " a b c d</think> Yes")
         await post(http, chat_template=BEGUN, thinking_token_budget=0)
         assert accepts(bench, "</think> Yes")
         assert not accepts(bench, " a")

@@ -33,7 +33,7 @@ CALL_A = f'<tool_call>\n{{"name": "weather", "arguments": {A}}}\n</tool_call>'
 CALL_B = f'<tool_call>\n{{"name": "now", "arguments": {B}}}\n</tool_call>'
 NAMED = {"type": "function", "function": {"name": "weather"}}
 HERMES_LIKE = "{% for m in messages %}{{ m.content }}{% endfor %}{# tools: <tool_call> #}"
-LLAMA_LIKE = '{% for m in messages %}{{ m.content }}{% endfor %}{# tools: {"name": ..., "parameters": ...} #}'
+LLAMA_LIKE = '{% for m in messages %}{{ m.content }}{% endfor %}{# tools: {"name": ..., "parameters": dictionary} #}'
 NO_TOOLS = "{% for m in messages %}{{ m.content }}{% endfor %}"
 OTHER_TOOLS = "{% for m in messages %}{{ m.content }}{% endfor %}{# tools: <tool_call>f<arg_key> #}"
 
