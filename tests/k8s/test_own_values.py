@@ -79,7 +79,7 @@ def ran(clone: Path, *lines: str) -> str:
 def test_commands_that_need_no_cluster_run_in_a_clean_clone(tmp_path: Path) -> None:
     typed = commands(README)
     assert len(typed) == 6
-    printed = ran(tmp_path / "clone", *typed, "test $(kubectl kustomize mine | grep -c '^kind: ') -eq 12")
+    printed = ran(tmp_path / "clone", *typed, "test $(kubectl kustomize mine | grep -c '^kind: ') -eq 13")
     assert "serveConfigV2" in printed
 
 
