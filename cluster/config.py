@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from cluster.limits import Access, Limits, Tls
+from cluster.limits import Access, Limits, ResponsesStore, Tls
 from cluster.models import DraftConfig, ModelConfig
 from cluster.replicas import Replicas
 from cluster.strict import StrictModel, refused_key
@@ -231,6 +231,9 @@ class AppArgs(StrictModel):
     )
     limits: Limits = Field(default_factory=Limits, description="what is taken in at once")
     access: Access = Field(default_factory=Access, description="who may call")
+    responses_store: ResponsesStore = Field(
+        default_factory=ResponsesStore, description="responses that are kept for later; none, unless it is enabled"
+    )
     protocol: ProtocolTimes = Field(default_factory=ProtocolTimes, description="leases and repeats")
     replicas: Replicas = Field(default_factory=Replicas, description="copies of each deployment")
     actors: Actors = Field(

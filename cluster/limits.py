@@ -65,6 +65,21 @@ class Limits(StrictModel):
     retry_after_s: int = Field(1, ge=1, le=3600, description="what Retry-After says with a 429 or 503")
 
 
+class ResponsesStore(StrictModel):
+    """What is kept of responses, in the memory of a process of its own, for as long as that lives."""
+
+    enabled: bool = Field(
+        False,
+        description="keep the responses of /v1/responses but those that say store: false, for previous_response_id "
+        "and GET; each API key sees its own",
+    )
+    max_responses: int = Field(
+        10_000, ge=1, le=10_000_000, description="responses at most; then the oldest of the API key go that has most"
+    )
+    max_bytes: int = Field(256 << 20, ge=1 << 10, le=1 << 40, description="of all of them; then the same")
+    max_age_s: float = Field(86400.0, gt=0, le=31_536_000, description="how long a response is kept")
+
+
 def origins(value: Any) -> Any:
     """Read a list of origins; on a command line they are separated by commas.
 

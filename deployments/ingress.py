@@ -24,6 +24,7 @@ from deployments.openai.observer import Observer
 from deployments.openai.service import ModelInfo, Role, ServedModel
 from deployments.openai.settings import ApiSettings
 from deployments.requests import RoutedTokens
+from deployments.response_store import RemoteResponses
 from deployments.trace import add_trace_route
 from deployments.tracing import serve_tracer
 from deployments.transport.endpoints import IngressEndpoint, PeerGroup, replica_id
@@ -48,13 +49,15 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
     Args:
         args: The service's configuration.
         router: Handle of the routers' deployment, so that Serve deploys it too.
+        store: Handle of what keeps responses; None where they are not kept.
     """
 
-    def __init__(self, args: AppArgs, router: Any) -> None:
+    def __init__(self, args: AppArgs, router: Any, store: Any = None) -> None:
         self._args = self._in_force = args
         set_log_level(args)
         self._keys_file = WatchedFile(args.access.api_keys_file)
         self._router = router
+        self._store = None if store is None else RemoteResponses(store)
         own = fingerprints(args)
         self._service = RoutedTokens(model_info(args, own))
         machine = IngressMachine(replica_id(), args.protocol.times(), fingerprints=own)
@@ -105,7 +108,7 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
             send_request_id=False,  # Serve's proxy sends it
             tracer=serve_tracer(),
         )
-        app = create_app(self._service, settings, self._tokenizer, self._observer, keys, self._admission)
+        app = create_app(self._service, settings, self._tokenizer, self._observer, keys, self._admission, self._store)
         if args.trace:
             add_trace_route(app, self._router)
         return app

@@ -1,7 +1,9 @@
-"""Names of the four deployments; they find each other by them."""
+"""Names of the deployments; they find each other by them."""
 
 INGRESS = "OpenAIIngress"
 ROUTER = "SpeculationRouter"
 DRAFT = "DraftServer"
 TARGET = "TargetServer"
 DEPLOYMENTS = (INGRESS, ROUTER, DRAFT, TARGET)
+STORE = "ResponseStore"
+"""It is there only where responses are kept."""

@@ -49,6 +49,7 @@ async def _whole(api: Api, job: Job, writer: Writer) -> Response:
             return JSONResponse(writer.whole([choices[index] for index in range(len(job.sequences))], generation))
 
         response = await api.write(sum(_num_prompt_logprobs(job, delta) for delta in choices.values()), write)
+        await writer.settle(generation)
         for index, choice in choices.items():
             generation.delivered(index, len(choice.token_ids))
     return response
@@ -100,6 +101,7 @@ class StreamedAnswer(Response):
                 count = _num_prompt_logprobs(self._job, delta)
                 await self._send(send, await self._api.write(count, partial(self._written, delta, generation)))
                 generation.delivered(delta.index, len(delta.token_ids))
+        await self._writer.settle(generation)
         await self._send(send, _encoded(self._writer.closing(generation)) + self._writer.end_mark)
 
     async def _gathered(self, generation: Generation) -> AsyncGenerator[SampleDelta]:

@@ -15,6 +15,7 @@ from deployments.openai.ignored import IgnoredFields
 from deployments.openai.keys import ApiKeys, CheckKeys
 from deployments.openai.middleware import Admit, Arrivals, BodyLimit, CatchErrors
 from deployments.openai.observer import Observer
+from deployments.openai.responses.store import ResponseStore
 from deployments.openai.routes import admin, completions, models, pages, responses, tokens, ui
 from deployments.openai.service import TokenService
 from deployments.openai.settings import ApiSettings
@@ -34,6 +35,7 @@ def create_app(
     observer: Observer | None = None,
     keys: ApiKeys | None = None,
     admission: Admission | None = None,
+    store: ResponseStore | None = None,
 ) -> FastAPI:
     """Build the OpenAI-style API over a token service.
 
@@ -44,6 +46,7 @@ def create_app(
         observer: Told what happens to requests; by default nobody listens.
         keys: Who may call; by default everybody.
         admission: The book of an application that this one takes the place of, whose requests go on counting.
+        store: Keeps responses; by default nothing is kept.
     """
     # FastAPI's own spans would stand between Serve's and ours, and its counters beside ours.
     telemetry: Any = {"tracing": False, "metrics": False, "logs": False}
@@ -53,7 +56,8 @@ def create_app(
     eos_token_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     grammars = Grammars(tokenizer, tokenizer_width(tokenizer), eos_token_ids, tries_first=True)
     answers = AnswerForms(tokenizer, settings.tool_parser, settings.reasoning_tags)
-    app.state.api = Api(service, tokenizer, settings, observer, TokenTexts(tokenizer), ignored, grammars, answers)
+    texts = TokenTexts(tokenizer)
+    app.state.api = Api(service, tokenizer, settings, observer, texts, ignored, grammars, answers, store)
     add_error_handlers(app, settings.limits.retry_after_s)
     if admission is None:
         admission = Admission(settings.limits)
@@ -69,7 +73,7 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.allowed_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )

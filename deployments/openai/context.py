@@ -14,6 +14,7 @@ from deployments.openai.arrival import Arrival
 from deployments.openai.errors import ApiError
 from deployments.openai.ignored import IgnoredFields
 from deployments.openai.observer import Observer
+from deployments.openai.responses.store import ResponseStore
 from deployments.openai.service import ServedModel, TokenService
 from deployments.openai.settings import ApiSettings
 from specdec.sampling.grammars import Grammars
@@ -42,6 +43,7 @@ class Api:
         ignored: Takes note of fields without effect.
         grammars: Compiles what requests bring, to refuse what cannot be.
         answers: How the model's answers are written.
+        store: Keeps responses; None where the service keeps none.
     """
 
     service: TokenService
@@ -52,6 +54,7 @@ class Api:
     ignored: IgnoredFields
     grammars: Grammars
     answers: AnswerForms
+    store: ResponseStore | None = None
 
     def model(self, name: str | None) -> ServedModel:
         """The served model of that name; the target where there is none.

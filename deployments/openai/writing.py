@@ -48,6 +48,14 @@ class Writer(Protocol):
         """
         ...
 
+    async def settle(self, generation: Generation) -> None:
+        """Do what must be done before a client knows that the answer has ended.
+
+        Raises:
+            ServiceUnavailableError: It cannot be done.
+        """
+        ...
+
     def closing(self, generation: Generation) -> Sequence[Event]:
         """What a stream ends with, when all choices have ended."""
         ...

@@ -1,4 +1,4 @@
-"""What the operator and the checkpoint decide: rule, processors, defaults, vocabulary; API keys, TLS, two ingresses."""
+"""What operator and checkpoint decide: rule, processors, defaults, vocabulary, API keys, TLS, ingresses, a store."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ DRAFTS = ("--num-speculative-tokens", "4", "--mode", "in_turn")
 KEYS = {"alice": "sk-alice-0123456789", "bob": "sk-bob-0123456789"}
 SERVED = r'^specdec_request_success_total{.*replica="([^"]+)".*} [1-9]'
 """The ingresses that have served a request, on the metrics page."""
+RETRIEVED = r'^specdec_http_requests_total{(?=.*path="/v1/responses/{response_id}").*replica="([^"]+)".*} [1-9]'
 CERTIFICATE = (
     *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=specdec"),
     *("-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "key.pem", "-out", "cert.pem"),
@@ -46,6 +47,7 @@ def access(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("access")
     subprocess.run(CERTIFICATE, cwd=folder, check=True, capture_output=True)
     (folder / "keys").write_text("".join(f"{name}: {key}\n" for name, key in KEYS.items()))
+    (folder / "template").write_text("{% for message in messages %}{{ message.content }} {% endfor %}")
     return folder
 
 
@@ -53,7 +55,8 @@ def access(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def service(folders: dict[str, Path], access: Path) -> Iterator[RunningService]:
     flags = [part for role, folder in folders.items() for part in (f"--{role}", str(folder))]
     flags += ["--tls-ssl-certfile", f"{access}/cert.pem", "--tls-ssl-keyfile", f"{access}/key.pem"]
-    flags += ["--access-api-keys-file", f"{access}/keys", "--replicas-ingress", "2"]
+    flags += ["--access-api-keys-file", f"{access}/keys", "--replicas-ingress", "2", "--responses-store-enabled"]
+    flags += ["--chat-template", f"{access}/template"]
     running = RunningService(*flags, "--acceptance", "rejection", "--logits-processors", NO_A, "--trace", *DRAFTS)
     yield running
     assert running.stop() == 0
@@ -125,6 +128,32 @@ def test_the_operator_may_have_steps_and_messages_recorded(
     assert len({trace.clock.boot_id for trace in traces.values()}) == 1
     assert traces["target"].target_steps
     assert traces["drafter"].draft_steps
+
+
+def test_responses_are_kept_for_both_ingresses_and_for_their_key(
+    client: OpenAI, http: httpx.Client, folders: dict[str, Path]
+) -> None:
+    options = {"model": str(folders["target"]), "max_output_tokens": 9, "extra_body": {"seed": 4}}
+    first = client.responses.create(input="a b", **options)
+    headers = {"authorization": f"Bearer {KEYS['bob']}"}
+    for _ in range(10 * MOST_ANSWERS):
+        assert client.responses.retrieve(first.id).output_text == first.output_text
+        asked = re.findall(RETRIEVED, http.get("/metrics", headers=headers).text, re.MULTILINE)
+        if len(set(asked)) == 2:
+            break
+    else:
+        raise AssertionError("one of the two ingresses was not asked")
+    items = [*client.responses.input_items.list(first.id, order="asc"), *first.output]
+    whole = [item.to_dict() for item in items]
+    told = client.responses.create(input=[*whole, {"role": "user", "content": "a"}], **options)
+    later = client.responses.create(input="a", previous_response_id=first.id, **options)
+    assert (later.output_text, later.usage.input_tokens) == (told.output_text, told.usage.input_tokens)
+    bob = client.with_options(api_key=KEYS["bob"])
+    with pytest.raises(openai.NotFoundError):
+        bob.responses.retrieve(first.id)
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
 
 
 def test_only_who_has_a_key_is_served_and_over_tls_alone(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,8 +58,12 @@ class Turns:
     places: dict[str, str]
 
 
-def turns_of(body: ResponsesBody) -> Turns:
+def turns_of(body: ResponsesBody, earlier: Sequence[Item] = ()) -> Turns:
     """The conversation that a request goes on with.
+
+    Args:
+        body: The request.
+        earlier: What was said up to the response that it names.
 
     Raises:
         InvalidParameterError: It says nothing.
@@ -67,6 +71,8 @@ def turns_of(body: ResponsesBody) -> Turns:
     turns = _Turns()
     if body.instructions is not None:
         turns.add("instructions", role="system", content=body.instructions)
+    for item in earlier:
+        turns.take("previous_response_id", item)
     if isinstance(body.input, str):
         turns.add("input", role="user", content=body.input)
     else:

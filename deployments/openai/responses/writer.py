@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Sequence
 from functools import partial
 
@@ -12,6 +13,7 @@ from deployments.openai.generation import Generation, SampleDelta
 from deployments.openai.job import Job
 from deployments.openai.logprobs import chat_entries
 from deployments.openai.messages import Message
+from deployments.openai.responses.kept import Kept
 from deployments.openai.responses.output import Output
 from deployments.openai.schemas.responses import ResponsesBody
 from deployments.openai.schemas.responses_tools import FunctionChoice
@@ -27,22 +29,28 @@ class ResponseWriter:
         api: Its parts.
         job: The chat completion that the response is made of.
         body: What was asked for.
+        kept: The response is kept there; None keeps it nowhere.
     """
 
     end_mark = b""
 
-    def __init__(self, api: Api, job: Job, body: ResponsesBody) -> None:
+    def __init__(self, api: Api, job: Job, body: ResponsesBody, kept: Kept | None = None) -> None:
         self._job = job
         self._body = body
         self._output = Output(Message(job.new_parser()), partial(chat_entries, api.texts))
+        self._kept = kept
+        # Whoever keeps responses lets no client name them: it could choose the name of another.
+        self._id = f"resp_{job.arrival.label if kept is None else uuid.uuid4().hex}"
         self._finish: Finish | None = None
+        self._end: Json | None = None
         self._num_events = 0
 
     def whole(self, choices: Sequence[SampleDelta], generation: Generation) -> Json:
         """The response, at its end."""
         (choice,) = choices
         self._output.read(choice)
-        return self._ended(choice.finish, generation)
+        self._finish = choice.finish
+        return self._ended(generation)
 
     def opening(self, generation: Generation) -> list[Event]:
         """A response without output."""
@@ -54,9 +62,14 @@ class ResponseWriter:
         self._finish = delta.finish
         return [self._event(event) for event in self._output.read(delta)]
 
+    async def settle(self, generation: Generation) -> None:
+        """Keep the response."""
+        if self._kept is not None:
+            await self._kept.keep(self._id, self._ended(generation))
+
     def closing(self, generation: Generation) -> list[Event]:
         """The response, at its end."""
-        response = self._ended(self._finish, generation)
+        response = self._ended(generation)
         return [self._event({"type": f"response.{response['status']}", "response": response})]
 
     def failed(self, error: ApiError) -> list[Event]:
@@ -70,22 +83,25 @@ class ResponseWriter:
         self._num_events += 1
         return event
 
-    def _ended(self, finish: Finish | None, generation: Generation) -> Json:
-        is_whole = finish == "stop"
-        return self._response(
-            "completed" if is_whole else "incomplete",
-            completed_at=int(time.time()) if is_whole else None,
-            incomplete_details=None if is_whole else {"reason": "max_output_tokens"},
-            usage=self._usage(generation),
-            **self._metrics(generation),
-        )
+    def _ended(self, generation: Generation) -> Json:
+        """The response at its end: the same to whoever asks for it."""
+        is_whole = self._finish == "stop"
+        if self._end is None:
+            self._end = self._response(
+                "completed" if is_whole else "incomplete",
+                completed_at=int(time.time()) if is_whole else None,
+                incomplete_details=None if is_whole else {"reason": "max_output_tokens"},
+                usage=self._usage(generation),
+                **self._metrics(generation),
+            )
+        return self._end
 
     def _response(self, status: str, **of_status: object) -> Json:
         """The response with what it was asked for."""
         body, job = self._body, self._job
         sampling = job.sequences[0].spec.sampling
         response: Json = {
-            "id": f"resp_{job.arrival.label}",
+            "id": self._id,
             "object": "response",
             "created_at": int(job.arrival.wall_s),
             "completed_at": None,
@@ -108,8 +124,8 @@ class ResponseWriter:
             "tool_choice": _tool_choice(body),
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "truncation": "disabled",
-            "previous_response_id": None,
-            "store": False,
+            "previous_response_id": body.previous_response_id,
+            "store": self._kept is not None,
             "background": False,
             "service_tier": "default",
         }

@@ -1,17 +1,25 @@
-"""``POST /v1/responses``."""
+"""``POST /v1/responses``, and what becomes of responses that are kept."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+import json
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request, Response
 
 from deployments.openai.answers import answer
-from deployments.openai.context import ApiOf, ArrivalOf
+from deployments.openai.arrival import Arrival
+from deployments.openai.context import Api, ApiOf, ArrivalOf
+from deployments.openai.errors import ApiError
 from deployments.openai.ignored import with_ignored
 from deployments.openai.job import chat_job
-from deployments.openai.responses.translation import as_chat, named_as_sent, turns_of
+from deployments.openai.responses.kept import Kept, earlier_items, owner_of, read_items, written_items
+from deployments.openai.responses.store import Record, ResponseStore
+from deployments.openai.responses.translation import Turns, as_chat, named_as_sent, turns_of
 from deployments.openai.responses.writer import ResponseWriter
 from deployments.openai.schemas.responses import ResponsesBody
 from deployments.openai.strict_json import StrictJsonRoute
+from deployments.openai.writing import Json
 
 router = APIRouter(prefix="/v1", route_class=StrictJsonRoute)
 
@@ -20,9 +28,75 @@ router = APIRouter(prefix="/v1", route_class=StrictJsonRoute)
 async def responses(body: ResponsesBody, request: Request, api: ApiOf, arrival: ArrivalOf) -> Response:
     """Go on with a conversation, in the words of OpenAI's newer API."""
     ignored = api.ignored.names(body)
-    body.check_together()
-    turns = await api.encode(body.num_characters, lambda: turns_of(body))
+    body.check_together(has_store=api.store is not None)
+    earlier = await earlier_items(api, arrival, body)
+
+    def work() -> tuple[Turns, Kept | None]:
+        turns = turns_of(body, read_items(earlier))
+        if api.store is None or body.store is False:
+            return turns, None
+        return turns, Kept(api, api.store, owner_of(arrival), earlier + written_items(body))
+
+    turns, kept = await api.encode(body.num_characters + sum(len(str(item)) for item in earlier), work)
     with named_as_sent(turns):
         job = await chat_job(api, as_chat(body, turns), arrival)
-        answered = await answer(api, job, ResponseWriter(api, job, body), request)
+        answered = await answer(api, job, ResponseWriter(api, job, body, kept), request)
     return with_ignored(answered, ignored)
+
+
+@router.get("/responses/{response_id}", response_model=None)
+async def kept_response(response_id: str, api: ApiOf, arrival: ArrivalOf, stream: bool = False) -> Response:
+    """A response that is kept."""
+    if stream:
+        raise ApiError(400, "stream: a kept response is not streamed", param="stream", code="unsupported_parameter")
+    record = await _record(api, arrival, response_id)
+    return Response(record.response, media_type="application/json")
+
+
+@router.delete("/responses/{response_id}")
+async def forget_response(response_id: str, api: ApiOf, arrival: ArrivalOf) -> dict[str, Any]:
+    """Keep a response no longer."""
+    if not await _store(api, response_id).delete(owner_of(arrival), response_id):
+        raise _not_found(response_id)
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+@router.get("/responses/{response_id}/input_items")
+async def input_items(
+    response_id: str,
+    api: ApiOf,
+    arrival: ArrivalOf,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+) -> dict[str, Any]:
+    """The items of the conversation up to a response, the newest first."""
+    record = await _record(api, arrival, response_id)
+    items: list[Json] = json.loads(record.input_items)
+    if order == "desc":
+        items.reverse()
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise ApiError(400, "after: there is no such item", param="after", code="invalid_value")
+    start = 0 if after is None else ids.index(after) + 1
+    page = items[start : start + limit]
+    ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
+    return {"object": "list", "data": page, **ends, "has_more": start + limit < len(items)}
+
+
+def _store(api: Api, response_id: str) -> ResponseStore:
+    if api.store is None:
+        raise _not_found(response_id)
+    return api.store
+
+
+async def _record(api: Api, arrival: Arrival, response_id: str) -> Record:
+    record = await _store(api, response_id).get(owner_of(arrival), response_id)
+    if record is None:
+        raise _not_found(response_id)
+    return record
+
+
+def _not_found(response_id: str) -> ApiError:
+    text = f"there is no response {response_id[:64]!r}, or none any more"
+    return ApiError(404, text, param="response_id", code="response_not_found")

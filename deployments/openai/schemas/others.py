@@ -97,12 +97,9 @@ TAKEN_IN_COMPLETIONS = frozenset({"parallel_tool_calls", "include_reasoning", "p
 
 REFUSED_IN_RESPONSES: dict[str, tuple[Any, ...]] = {
     **REFUSED,
-    # they need a store of responses
-    "store": (False,),
-    "previous_response_id": (),
+    # what only OpenAI has
     "conversation": (),
     "background": (False,),
-    # what only OpenAI has
     "prompt": (),
     "context_management": ([],),
     "access_programs": (),

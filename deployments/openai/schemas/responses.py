@@ -13,7 +13,7 @@ from deployments.openai.schemas.fields import Body
 from deployments.openai.schemas.others import REFUSED_IN_RESPONSES, REPLACED_IN_RESPONSES, TAKEN_IN_RESPONSES
 from deployments.openai.schemas.responses_input import Input
 from deployments.openai.schemas.responses_tools import Choice, FunctionTools
-from specdec.errors import InvalidParameterError
+from specdec.errors import InvalidParameterError, UnsupportedParameterError
 
 LOGPROBS = "message.output_text.logprobs"
 """What ``include`` says to have log probabilities."""
@@ -87,6 +87,8 @@ class ResponsesBody(TemplatedBody, SamplingBody):
     """A conversation to go on with, in the words of ``/v1/responses``.
 
     Attributes:
+        store: Keep the response for later; absent, it is kept where the service has a store.
+        previous_response_id: Of a response that was kept, and whose conversation goes on.
         input: What the user says, or the items of the conversation so far.
         instructions: A system message that stands before it.
         max_output_tokens: Most output tokens.
@@ -108,6 +110,8 @@ class ResponsesBody(TemplatedBody, SamplingBody):
     taken: ClassVar[frozenset[str]] = TAKEN_IN_RESPONSES
 
     input: Input
+    store: bool | None = None
+    previous_response_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
@@ -135,12 +139,21 @@ class ResponsesBody(TemplatedBody, SamplingBody):
             return len(self.input)
         return sum(_ITEM_CHARACTERS + len(item.text) for item in self.input)
 
-    def check_together(self) -> None:
-        """Check what concerns several fields.
+    def check_together(self, *, has_store: bool) -> None:
+        """Check what concerns several fields, or depends on the service.
+
+        Args:
+            has_store: Whether the service keeps responses.
 
         Raises:
             InvalidParameterError: Two fields contradict each other.
+            UnsupportedParameterError: One needs a store.
         """
+        for name in ("store", "previous_response_id"):
+            if not has_store and getattr(self, name):
+                raise UnsupportedParameterError(
+                    name, f"{name} is not supported: this service keeps no responses (responses_store.enabled)"
+                )
         if self.top_logprobs and not self.wants_logprobs:
             raise InvalidParameterError("top_logprobs", f'top_logprobs needs "{LOGPROBS}" in include')
         if self.stream_options is not None and not self.stream:

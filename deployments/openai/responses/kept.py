@@ -1,0 +1,117 @@
+"""From responses to what is kept of them, and back to the conversation that they are part of."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import TypeAdapter
+
+from deployments.openai.arrival import Arrival
+from deployments.openai.context import Api
+from deployments.openai.errors import ApiError
+from deployments.openai.responses.store import Record, ResponseStore
+from deployments.openai.schemas.responses import ResponsesBody
+from deployments.openai.schemas.responses_input import CallItem, Item, MessageItem, ReasoningItem, ResultItem
+from deployments.openai.writing import Json
+
+_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
+
+
+def owner_of(arrival: Arrival) -> str:
+    """Whose responses a request may see: those of its API key, by name; where none is asked for, of what it sends."""
+    account = arrival.account
+    return f"key {account.key}" if account.key else f"caller {arrival.caller}"
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Where a response goes when it has ended.
+
+    Attributes:
+        items: Of the conversation up to it, as they are kept.
+    """
+
+    api: Api
+    store: ResponseStore
+    owner: str
+    items: list[Json]
+
+    async def keep(self, name: str, response: Json) -> None:
+        """Keep it.
+
+        Raises:
+            ApiError: It is larger than the store.
+            ServiceUnavailableError: The store does not answer.
+        """
+
+        def work() -> Record:
+            return Record(_written(response), _written(self.items))
+
+        record = await self.api.encode(sum(len(str(item)) for item in self.items), work)
+        if not await self.store.put(self.owner, name, record):
+            raise ApiError(
+                400, "store: the response is larger than responses_store.max_bytes", param="store", code="invalid_value"
+            )
+
+
+async def earlier_items(api: Api, arrival: Arrival, body: ResponsesBody) -> list[Json]:
+    """The items of the conversation up to the end of the response that a request goes on from.
+
+    Raises:
+        ApiError: There is no such response.
+        ServiceUnavailableError: The store does not answer.
+    """
+    name = body.previous_response_id
+    if name is None or api.store is None:
+        return []
+    record = await api.store.get(owner_of(arrival), name)
+    if record is None:
+        text = f"previous_response_id: there is no response {name!r}, or none any more"
+        raise ApiError(400, text, param="previous_response_id", code="previous_response_not_found")
+    items: list[Json] = json.loads(record.input_items) + json.loads(record.response)["output"]
+    return items
+
+
+def read_items(items: Sequence[Json]) -> list[Item]:
+    """Kept items as those of a request."""
+    return _ITEMS.validate_python(items)
+
+
+def written_items(body: ResponsesBody) -> list[Json]:
+    """The items of a request as they are kept, each with an id."""
+    if isinstance(body.input, str):
+        return [_message("user", body.input)]
+    return [_item(item) for item in body.input]
+
+
+def _item(item: Item) -> Json:
+    match item:
+        case MessageItem():
+            return _message(item.role, item.text)
+        case ReasoningItem():
+            content = [{"type": "reasoning_text", "text": item.text}]
+            return {"id": _id("rs"), "type": "reasoning", "summary": [], "content": content}
+        case CallItem():
+            call = {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
+            return {"id": _id("fc"), "type": "function_call", **call, "status": "completed"}
+        case ResultItem():
+            result = {"call_id": item.call_id, "output": item.text}
+            return {"id": _id("fco"), "type": "function_call_output", **result, "status": "completed"}
+
+
+def _message(role: str, text: str) -> Json:
+    part: Json = {"type": "input_text", "text": text}
+    if role == "assistant":
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"id": _id("msg"), "type": "message", "role": role, "content": [part], "status": "completed"}
+
+
+def _id(kind: str) -> str:
+    return f"{kind}_{uuid.uuid4().hex}"
+
+
+def _written(value: object) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()

@@ -1,0 +1,278 @@
+"""Responses that are kept: conversations that go on from them, for their owner alone, on any ingress."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from openai import AsyncOpenAI
+from openai.types.responses import ResponseItemList
+from transformers import PreTrainedTokenizerFast
+
+from cluster.limits import ResponsesStore
+from deployments.openai import ApiSettings, create_app
+from deployments.openai.keys import ApiKeys
+from deployments.openai.responses.store import Record, Shelf
+from deployments.response_store import RemoteResponses, ResponseKeeper
+
+from .conftest import Bench
+from .responses_client import ASK, PATH, checked, events
+from .test_tools import BODY as CHAT
+from .test_tools import CALL_A
+
+KEYS = {"alice": "sk-alice-0123456789", "bob": "sk-bob-0123456789"}
+
+
+class Near:
+    """A handle of a deployment that is in this process."""
+
+    def __init__(self, deployed: object) -> None:
+        self._deployed = deployed
+
+    def __getattr__(self, name: str) -> Any:
+        class Method:
+            remote = getattr(self._deployed, name)
+
+        return Method
+
+
+class Gone:
+    """A handle of a deployment that is not there."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("the replica is dead")
+
+
+@pytest.fixture
+def bench(tokenizer: PreTrainedTokenizerFast) -> Bench:
+    return Bench(tokenizer, max_model_len=1024)
+
+
+def app_of(bench: Bench, store: RemoteResponses, keys: dict[str, str] | None = None) -> Any:
+    """An ingress of the service."""
+    settings = ApiSettings(trust_request_chat_template=True)
+    return create_app(bench.service, settings, bench.tokenizer, None, ApiKeys(keys or {}), store=store)
+
+
+@pytest.fixture
+async def ingresses(bench: Bench) -> AsyncIterator[list[httpx2.AsyncClient]]:
+    """Two, with keys, and one store."""
+    store = RemoteResponses(Near(ResponseKeeper(ResponsesStore(enabled=True))))
+    async with AsyncExitStack() as stack:
+        apps = [app_of(bench, store, KEYS) for _ in range(2)]
+        clients = (httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://api") for app in apps)
+        yield [await stack.enter_async_context(client) for client in clients]
+
+
+@pytest.fixture
+def clients(ingresses: list[httpx2.AsyncClient]) -> Callable[[str, int], AsyncOpenAI]:
+    def client(key: str, ingress: int) -> AsyncOpenAI:
+        return AsyncOpenAI(api_key=KEYS[key], base_url="http://api/v1", http_client=ingresses[ingress], max_retries=0)
+
+    return client
+
+
+Clients = Callable[[str, int], AsyncOpenAI]
+
+
+def prompt_of(bench: Bench) -> str:
+    return str(bench.tokenizer.decode(bench.service.opened[-1].prompt))
+
+
+async def test_a_conversation_goes_on_at_another_ingress(bench: Bench, clients: Clients) -> None:
+    """With the output and all input, but without the instructions."""
+    bench.says("x = 1")
+    first = await clients("alice", 0).responses.create(**ASK, instructions="Be kind.")
+    assert first.store
+    bench.says("y = 2")
+    second = await clients("alice", 1).responses.create(model="demo", input="More.", previous_response_id=first.id)
+    assert prompt_of(bench) == "<|endoftext|># Add.\nx = 1\n\n\n# More.\n"
+    assert second.previous_response_id == first.id
+    third = await clients("alice", 0).responses.create(
+        model="demo", input="Last.", previous_response_id=second.id, instructions="Be brief."
+    )
+    assert prompt_of(bench) == "<|endoftext|># Be brief.\n# Add.\nx = 1\n\n\n# More.\ny = 2\n\n\n# Last.\n"
+    assert len({first.id, second.id, third.id}) == 3
+    # It branches where it is asked to.
+    await clients("alice", 0).responses.create(model="demo", input="Other.", previous_response_id=first.id)
+    assert prompt_of(bench) == "<|endoftext|># Add.\nx = 1\n\n\n# Other.\n"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_response_is_there_as_it_was_sent_until_it_is_deleted(
+    bench: Bench, clients: Clients, ingresses: list[httpx2.AsyncClient], stream: bool
+) -> None:
+    bench.says("x = 1", 2)
+    here, there = clients("alice", 0), clients("alice", 1)
+    if stream:
+        async with here.responses.stream(**ASK) as streamed:
+            # Whoever hears of its end can ask for it.
+            async for event in streamed:
+                if event.type == "response.completed":
+                    assert (await there.responses.retrieve(event.response.id)).output_text == "x = 1"
+            sent = await streamed.get_final_response()
+    else:
+        sent = await here.responses.create(**ASK)
+    headers = {"Authorization": f"Bearer {KEYS['alice']}"}
+    answer = await ingresses[1].get(f"{PATH}/{sent.id}", headers=headers)
+    assert stream or checked(answer.json()).to_dict() == sent.to_dict()
+    assert (answer.json()["usage"], answer.json()["status"]) == (sent.usage.to_dict(), "completed")
+    assert (await there.responses.retrieve(sent.id)).output_text == sent.output_text
+    await there.responses.delete(sent.id)
+    for ask in (here.responses.retrieve, here.responses.delete, here.responses.input_items.list):
+        with pytest.raises(openai.NotFoundError) as caught:
+            await ask(sent.id)
+        assert caught.value.body["code"] == "response_not_found"
+
+
+async def test_each_key_has_its_own(bench: Bench, clients: Clients) -> None:
+    bench.says("x = 1")
+    kept = await clients("alice", 0).responses.create(**ASK)
+    bob = clients("bob", 0)
+    for ask in (bob.responses.retrieve, bob.responses.delete, bob.responses.input_items.list):
+        with pytest.raises(openai.NotFoundError):
+            await ask(kept.id)
+    with pytest.raises(openai.BadRequestError) as caught:
+        await bob.responses.create(**ASK, previous_response_id=kept.id)
+    assert caught.value.body["code"] == "previous_response_not_found"
+    assert caught.value.body["param"] == "previous_response_id"
+    assert len(bench.service.opened) == 1
+    assert (await clients("alice", 1).responses.retrieve(kept.id)).output_text == "x = 1"
+
+
+async def test_what_says_so_is_not_kept_and_what_fails_neither(bench: Bench, clients: Clients) -> None:
+    bench.says("x = 1")
+    client = clients("alice", 0)
+    response = await client.responses.create(**ASK, store=False, extra_headers={"x-request-id": "mine"})
+    assert (response.id, response.store) == ("resp_mine", False)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(response.id)
+    # No client names what is kept.
+    kept = await client.responses.create(**ASK, extra_headers={"x-request-id": "mine"})
+    assert "mine" not in kept.id
+
+
+async def test_an_answer_that_was_cut_off_is_kept(bench: Bench, clients: Clients) -> None:
+    bench.says("x = 1", finish="length")
+    kept = await clients("alice", 0).responses.create(**ASK)
+    assert (await clients("alice", 1).responses.retrieve(kept.id)).status == "incomplete"
+
+
+async def test_calls_and_results_go_on(bench: Bench, clients: Clients) -> None:
+    tools: Any = [{"type": "function", **tool["function"]} for tool in CHAT["tools"]]
+    bench.says(f"I look.\n{CALL_A}")
+    first = await clients("alice", 0).responses.create(model="demo", input="What weather?", tools=tools)
+    call = first.output[1]
+    bench.says("ok")
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "Sun."}
+    second = await clients("alice", 1).responses.create(
+        model="demo", input=[result], previous_response_id=first.id, tools=tools
+    )
+    assert prompt_of(bench).endswith(
+        f"# What weather?\nI look.\n\n\n{CALL_A}\n# <tool_response>\n# Sun.\n# </tool_response>\n".replace("  ", " ")
+    )
+    page = await clients("alice", 0).responses.input_items.list(second.id, order="asc")
+    kinds = [item.type for item in page.data]
+    assert kinds == ["message", "message", "function_call", "function_call_output"]
+
+
+async def test_the_items_of_its_input_page_by_page(
+    bench: Bench, clients: Clients, ingresses: list[httpx2.AsyncClient]
+) -> None:
+    bench.says("ok")
+    items: Any = [{"role": "assistant" if i % 2 else "user", "content": f"{i}"} for i in range(7)]
+    kept = await clients("alice", 0).responses.create(model="demo", input=items)
+    client = clients("alice", 1)
+    for order, wanted in (("asc", "0123456"), ("desc", "6543210")):
+        found = [item async for item in client.responses.input_items.list(kept.id, limit=3, order=order)]
+        assert "".join(item.content[0].text for item in found) == wanted
+    headers = {"Authorization": f"Bearer {KEYS['alice']}"}
+    answer = (await ingresses[0].get(f"{PATH}/{kept.id}/input_items?limit=3", headers=headers)).json()
+    ResponseItemList.model_validate(answer)
+    assert (answer["has_more"], len(answer["data"]), answer["last_id"]) == (True, 3, answer["data"][-1]["id"])
+    for query, param in (("limit=0", "limit"), ("order=up", "order"), ("after=none", "after")):
+        answer = await ingresses[0].get(f"{PATH}/{kept.id}/input_items?{query}", headers=headers)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    answer = await ingresses[0].get(f"{PATH}/{kept.id}?stream=true", headers=headers)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
+
+
+async def test_without_keys_whoever_sends_the_same_is_the_same(bench: Bench) -> None:
+    bench.says("ok")
+    app = app_of(bench, RemoteResponses(Near(ResponseKeeper(ResponsesStore(enabled=True)))))
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://api") as http:
+        name = (await http.post(PATH, json=ASK)).json()["id"]
+        assert (await http.get(f"{PATH}/{name}")).status_code == 200
+        assert (await http.get(f"{PATH}/{name}", headers={"Authorization": "Bearer x"})).status_code == 404
+
+
+async def test_a_store_that_is_gone_is_said(bench: Bench) -> None:
+    bench.says("ok")
+    async with httpx2.AsyncClient(
+        transport=httpx2.ASGITransport(app=app_of(bench, RemoteResponses(Gone()))), base_url="http://api"
+    ) as http:
+        for stored in (await http.post(PATH, json=ASK), await http.get(f"{PATH}/resp_1")):
+            assert (stored.status_code, stored.json()["error"]["code"]) == (503, "service_unavailable")
+        found = await events(http)
+        assert [event["type"] for event in found[-2:]] == ["error", "response.failed"]
+        assert found[-2]["code"] == "service_unavailable"
+        assert (await http.post(PATH, json=ASK | {"store": False})).status_code == 200
+
+
+async def test_a_response_that_no_store_could_hold(bench: Bench) -> None:
+    bench.says("ok")
+    keeper = ResponseKeeper(ResponsesStore(enabled=True, max_bytes=1024))
+    app = app_of(bench, RemoteResponses(Near(keeper)))
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://api") as http:
+        answer = await http.post(PATH, json=ASK | {"metadata": {"a": "x" * 500}, "instructions": "x " * 200})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "store")
+
+
+async def test_without_a_store_there_is_nothing(bench: Bench, http: httpx2.AsyncClient) -> None:
+    for answer in (
+        await http.get(f"{PATH}/resp_1"),
+        await http.delete(f"{PATH}/resp_1"),
+        await http.get(f"{PATH}/resp_1/input_items"),
+    ):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "response_not_found")
+
+
+def record(size: int) -> Record:
+    return Record(b"x" * (size - 2), b"[]")
+
+
+def test_the_oldest_go_where_there_are_too_many() -> None:
+    now = [0.0]
+    shelf = Shelf(3, 100, 10.0, clock=lambda: now[0])
+    for name in "abcd":
+        assert shelf.put("o", name, record(10))
+    assert [name for name in "abcd" if shelf.get("o", name)] == ["b", "c", "d"]
+    assert (len(shelf), shelf.num_bytes) == (3, 30)
+    assert shelf.put("o", "e", record(85))
+    assert [name for name in "bcde" if shelf.get("o", name)] == ["d", "e"]
+    assert (len(shelf), shelf.num_bytes) == (2, 95)
+    assert not shelf.put("o", "f", record(101))
+    assert shelf.num_bytes == 95
+    now[0] = 6.0
+    assert shelf.put("o", "d", record(15))
+    now[0] = 10.0
+    assert shelf.get("o", "e") is None
+    assert (len(shelf), shelf.num_bytes) == (1, 15)
+    assert not shelf.delete("p", "d")
+    assert shelf.delete("o", "d")
+    assert (len(shelf), shelf.num_bytes) == (0, 0)
+
+
+def test_nobody_makes_anothers_go_by_keeping_many() -> None:
+    shelf = Shelf(100, 100, 10.0)
+    assert shelf.put("alice", "a", record(20))
+    for number in range(30):
+        assert shelf.put("bob", str(number), record(10))
+    assert shelf.get("alice", "a")
+    assert [number for number in range(30) if shelf.get("bob", str(number))] == list(range(22, 30))
+    assert shelf.put("carol", "c", record(95))
+    assert (len(shelf), shelf.num_bytes) == (1, 95)
