@@ -7,6 +7,7 @@ SERVE := $(VENV)/.serve-$(SUM)
 DEV := $(VENV)/.dev-$(SUM)
 # Programs of others, which tests run against the service: their libraries stay apart from ours.
 CLIENTS := $(VENV)/clients
+LIBRARIES := $(VENV)/openai2 $(VENV)/openai3
 CHECKOV := $(VENV)/checkov
 PIP = $(BIN)/python -m pip install --disable-pip-version-check --no-input --constraint constraints.txt
 PYTEST = $(BIN)/python -m pytest
@@ -24,7 +25,7 @@ help:
 	@echo "make test             the test suite, with services on this machine"
 	@echo "make test-faults      services that are killed, stalled and updated under load"
 	@echo "make test-cluster     several Ray nodes on this machine, and the image; needs redis-server, buildah and mmdebstrap"
-	@echo "make test-clients     schemathesis, guidellm, the openai client and a browser; needs chromium"
+	@echo "make test-clients     schemathesis, guidellm, a browser, and the clients of tests/clients; needs chromium"
 	@echo "make test-monitoring  alerts and dashboards on a real Prometheus; needs Debian's prometheus"
 	@echo "make soak             the long tests"
 	@echo "make check            format, lint, types, import layers"
@@ -53,7 +54,7 @@ test-cluster: $(DEV) $(CHECKOV)
 		|| { echo "Install $$program first (Debian, Ubuntu: apt install $$program)" >&2; exit 1; }; done
 	@$(PYTEST) -m "cluster and not soak" $(ARGS)
 
-test-clients: $(DEV) $(CLIENTS)
+test-clients: $(DEV) $(CLIENTS) $(LIBRARIES)
 	@command -v chromium >/dev/null || { echo "Install chromium first (Debian, Ubuntu: apt install chromium)" >&2; exit 1; }
 	@$(PYTEST) -m "clients or service" tests/clients tests/integration/test_openai_client.py $(ARGS)
 
@@ -118,6 +119,12 @@ $(CHECKOV): tests/k8s/requirements.txt
 
 $(CLIENTS): tests/clients/requirements.txt
 	@echo "[setup] schemathesis, guidellm and playwright"
+	@$(BIN)/python -m venv $@
+	@$@/bin/python -m pip install --disable-pip-version-check --no-input --quiet --requirement $<
+	@touch $@
+
+$(LIBRARIES): $(VENV)/%: tests/clients/%.txt
+	@echo "[setup] what $< lists"
 	@$(BIN)/python -m venv $@
 	@$@/bin/python -m pip install --disable-pip-version-check --no-input --quiet --requirement $<
 	@touch $@

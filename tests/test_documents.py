@@ -135,3 +135,13 @@ def test_files_that_are_named_exist(path: Path) -> None:
         return
     named = re.findall(r"`((?:specdec|cluster|deployments|tests|k8s)/[\w./-]+)`", path.read_text())
     assert [file for file in named if not (ROOT / file).exists()] == []
+
+
+def test_clients_are_listed_at_the_versions_that_are_tested() -> None:
+    table = (ROOT / "deployments/README.md").read_text().split("\n## Clients\n")[1].split("\n## ")[0]
+    listed = dict(re.findall(r"^\| `([^`]+)` \| (\d[\d.]*) \|", table, flags=re.MULTILINE))
+    files = [ROOT / f"tests/clients/{name}.txt" for name in ("requirements", "openai3", "openai2")]
+    tested = [line.partition(">=") for file in files for line in file.read_text().splitlines() if ">=" in line]
+    lowest = {name: version for name, _, rest in reversed(tested) for version in [rest.split(",")[0]]}
+    assert listed
+    assert [name for name, version in listed.items() if not f"{lowest.get(name)}.".startswith(f"{version}.")] == []

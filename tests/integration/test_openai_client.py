@@ -129,7 +129,7 @@ def test_responses_by_the_clients_own_helpers(client: OpenAI, model: str) -> Non
     )
     (call,) = called.output
     assert isinstance(call.parsed_arguments, Order)
-    sent = call.model_dump(exclude={"parsed_arguments"}, exclude_none=True)
+    sent = call.model_dump()
     items = [*asked, sent, {"type": "function_call_output", "call_id": call.call_id, "output": "Done."}]
     assert client.responses.parse(input=items, tools=tools, tool_choice="none", **options).output_text
 

@@ -84,7 +84,8 @@ REFUSED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
     "refusal": ("",),
     "audio": (),
 }
-TAKEN_IN_MESSAGES = frozenset({"annotations", "reasoning"})
+TAKEN_IN_MESSAGES = frozenset({"annotations", "reasoning", "parsed"})
+"""``parsed``, here and elsewhere, is what the official client's helpers have added to the answer that is sent back."""
 
 REFUSED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {
     "tools": ([],),

@@ -11,6 +11,8 @@ from deployments.openai.schemas.fields import Body
 
 _TEXTS = ("input_text", "output_text")
 _MOST_SHOWN = 64
+_BY_PROGRAMS: dict[str, tuple[Any, ...]] = {"caller": ({"type": "direct"},), "namespace": ()}
+"""Of calls that only OpenAI has; the official client's objects have them as null."""
 
 
 def _only_text(kind: Any) -> Any:
@@ -24,7 +26,7 @@ def _only_text(kind: Any) -> Any:
 class TextPart(Body):
     """A piece of a message."""
 
-    taken: ClassVar[frozenset[str]] = frozenset({"annotations", "logprobs"})
+    taken: ClassVar[frozenset[str]] = frozenset({"annotations", "logprobs", "parsed"})
 
     type: Annotated[Any, AfterValidator(_only_text), WithJsonSchema({"enum": list(_TEXTS)})]
     text: str
@@ -96,7 +98,8 @@ class CallItem(Body):
         arguments: JSON text.
     """
 
-    taken: ClassVar[frozenset[str]] = frozenset({"id", "status"})
+    refused_unless: ClassVar[dict[str, tuple[Any, ...]]] = {**_BY_PROGRAMS, "async": (False,), "async_": (False,)}
+    taken: ClassVar[frozenset[str]] = frozenset({"id", "status", "parsed_arguments"})
 
     type: Literal["function_call"]
     call_id: CallId
@@ -112,7 +115,8 @@ class CallItem(Body):
 class ResultItem(Body):
     """What a call gave."""
 
-    taken: ClassVar[frozenset[str]] = frozenset({"id", "status"})
+    refused_unless: ClassVar[dict[str, tuple[Any, ...]]] = _BY_PROGRAMS
+    taken: ClassVar[frozenset[str]] = frozenset({"id", "status", "name"})
 
     type: Literal["function_call_output"]
     call_id: CallId

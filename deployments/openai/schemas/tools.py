@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -88,12 +88,16 @@ Tools = Annotated[list[ToolSpec], Field(max_length=MOST_TOOLS, fail_fast=True), 
 class CalledFunction(Body):
     """A function and the JSON text of its arguments."""
 
+    taken: ClassVar[frozenset[str]] = frozenset({"parsed_arguments"})
+
     name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: str
 
 
 class CallSpec(Body):
     """A call of an earlier answer."""
+
+    taken: ClassVar[frozenset[str]] = frozenset({"index"})
 
     id: Annotated[str, Field(max_length=256)]
     type: IsFunction

@@ -44,7 +44,7 @@ def service() -> EngineService:
 
 @pytest.fixture
 async def client(service: EngineService, tokenizer: PreTrainedTokenizerFast) -> AsyncIterator[AsyncOpenAI]:
-    app = create_app(service, ApiSettings(), tokenizer)
+    app = create_app(service, ApiSettings(unknown_fields="refuse"), tokenizer)
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://api") as http:
         yield AsyncOpenAI(api_key="none", base_url="http://api/v1", http_client=http, max_retries=0)
 
@@ -77,7 +77,7 @@ async def test_a_loop_of_two_calls_and_an_answer(
         assert choice.finish_reason == "tool_calls"
         assert not choice.message.content
         (call,) = choice.message.tool_calls
-        messages += [choice.message.model_dump(exclude_none=True, exclude={"parsed", "refusal"}), run(call)]
+        messages += [choice.message.model_dump(), run(call)]
     choice = await turn(client, messages, False, tool_choice="none", temperature=temperature, max_tokens=12)
     assert choice.message.content
     assert not choice.message.tool_calls
