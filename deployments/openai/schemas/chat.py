@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, WithJsonSchema, 
 from pydantic_core import PydanticCustomError
 
 from deployments.openai.schemas.common import GenerationBody
-from deployments.openai.schemas.fields import Body
+from deployments.openai.schemas.fields import Body, kind_of
 from deployments.openai.schemas.others import REFUSED_IN_MESSAGES, TAKEN_IN_MESSAGES
 from deployments.openai.schemas.tools import Calls, NamedChoice, ToolChoice, Tools, ToolSpec
 from specdec.errors import InvalidParameterError
@@ -27,14 +27,10 @@ class TextPart(Body):
     text: str
 
 
-def _kind_of_content(content: Any) -> str | None:
-    return "str" if isinstance(content, str) else "list" if isinstance(content, list) else None
-
-
 Content = Annotated[
     Annotated[str, Tag("str")] | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), Tag("list")],
     Discriminator(
-        _kind_of_content,
+        kind_of,
         custom_error_type="content_type",
         custom_error_message='must be a string or a list of parts {"type": "text", "text": ...}',
     ),

@@ -93,6 +93,12 @@ def ignored_fields(body: Body, path: str = "") -> Iterator[tuple[str, bool]]:
             yield from ignored_fields(part, f"{path}{name}.")
 
 
+def kind_of(value: Any) -> str | None:
+    """What a value is, for fields that take several kinds: ``str``, ``list`` or ``dict``; None for all else."""
+    kinds: dict[str, type | tuple[type, ...]] = {"str": str, "list": list, "dict": (dict, Body)}
+    return next((name for name, types in kinds.items() if isinstance(value, types)), None)
+
+
 def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from deployments.openai.schemas.fields import Body
+from deployments.openai.schemas.fields import Body, kind_of
 
 _TEXTS = ("input_text", "output_text")
 _MOST_SHOWN = 64
@@ -32,14 +32,10 @@ class TextPart(Body):
     text: str
 
 
-def _kind_of_content(content: Any) -> str | None:
-    return "str" if isinstance(content, str) else "list" if isinstance(content, list) else None
-
-
 Content = Annotated[
     Annotated[str, Tag("str")] | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), Tag("list")],
     Discriminator(
-        _kind_of_content,
+        kind_of,
         custom_error_type="content_type",
         custom_error_message='must be a string or a list of parts {"type": "input_text", "text": ...}',
     ),
@@ -156,7 +152,5 @@ Item = Annotated[
 
 Input = Annotated[
     Annotated[str, Tag("str")] | Annotated[list[Item], Field(min_length=1, fail_fast=True), Tag("list")],
-    Discriminator(
-        _kind_of_content, custom_error_type="input_type", custom_error_message="must be a string or a list of items"
-    ),
+    Discriminator(kind_of, custom_error_type="input_type", custom_error_message="must be a string or a list of items"),
 ]

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
-from pydantic_core import PydanticCustomError
 
-from deployments.openai.schemas.fields import Body
-from deployments.openai.schemas.tools import MOST_TOOLS, FunctionName, IsFunction
+from deployments.openai.schemas.fields import Body, kind_of
+from deployments.openai.schemas.tools import MOST_TOOLS, FunctionName, IsFunction, check_different
 
 
 class FunctionTool(Body):
@@ -40,14 +39,10 @@ class FunctionChoice(Body):
     name: FunctionName
 
 
-def _kind_of_choice(choice: Any) -> str | None:
-    return "str" if isinstance(choice, str) else "dict" if isinstance(choice, dict) else None
-
-
 Choice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("str")] | Annotated[FunctionChoice, Tag("dict")],
     Discriminator(
-        _kind_of_choice,
+        kind_of,
         custom_error_type="choice_type",
         custom_error_message='must be "none", "auto", "required" or {"type": "function", "name": ...}',
     ),
@@ -55,11 +50,7 @@ Choice = Annotated[
 
 
 def _different(tools: list[FunctionTool]) -> list[FunctionTool]:
-    names: set[str] = set()
-    for tool in tools:
-        if tool.name in names:
-            raise PydanticCustomError("same_name", "two tools have the name {name}", {"name": repr(tool.name)})
-        names.add(tool.name)
+    check_different(tool.name for tool in tools)
     return tools
 
 

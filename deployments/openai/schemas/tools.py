@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from deployments.openai.schemas.fields import Body
+from deployments.openai.schemas.fields import Body, kind_of
 
 MOST_TOOLS = 128
 MOST_CALLS = 128
@@ -59,26 +61,29 @@ class NamedChoice(Body):
     function: FunctionChoice
 
 
-def _kind_of_choice(choice: Any) -> str | None:
-    return "str" if isinstance(choice, str) else "dict" if isinstance(choice, (dict, NamedChoice)) else None
-
-
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("str")] | Annotated[NamedChoice, Tag("dict")],
     Discriminator(
-        _kind_of_choice,
+        kind_of,
         custom_error_type="choice_type",
         custom_error_message='must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
     ),
 ]
 
 
+def check_different(names: Iterable[str]) -> None:
+    """Refuse two tools of one name.
+
+    Raises:
+        PydanticCustomError: There are two; it tells the name.
+    """
+    name = next((name for name, count in Counter(names).items() if count > 1), None)
+    if name is not None:
+        raise PydanticCustomError("same_name", "two tools have the name {name}", {"name": repr(name)})
+
+
 def _different(tools: list[ToolSpec]) -> list[ToolSpec]:
-    names: set[str] = set()
-    for tool in tools:
-        if tool.function.name in names:
-            raise PydanticCustomError("same_name", "two tools have the name {name}", {"name": repr(tool.function.name)})
-        names.add(tool.function.name)
+    check_different(tool.function.name for tool in tools)
     return tools
 
 
