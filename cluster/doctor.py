@@ -13,10 +13,8 @@ from specdec.engine.shares import on_one_gpu
 from specdec.errors import SpecdecError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from specdec.engine.build import Built
-    from specdec.models.loading import LoadedModel, ModelSource, Progress
+    from specdec.models.loading import ModelSource, Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +84,7 @@ def examine(args: AppArgs, progress: Progress | None = None) -> Findings:
     source = target_source(args)
     target = _examined(source, args, args.target, shares[0], findings, progress)
     if target is not None:
-        findings.target = _findings(target[1])
+        findings.target = _findings(target)
     draft_model = draft_source(args)
     if draft_model is None:
         return findings
@@ -94,9 +92,9 @@ def examine(args: AppArgs, progress: Progress | None = None) -> Findings:
         draft_model = replace(draft_model, device="cuda:1")  # a GPU of its own, as it will have in the service
     draft = _examined(draft_model, args, args.draft, shares[1], findings, progress)
     if draft is not None:
-        findings.draft = _findings(draft[1])
+        findings.draft = _findings(draft)
     if target is not None and draft is not None:
-        _examine_pair(findings, (target[0], target[1].loaded), (draft[0], draft[1].loaded))
+        _examine_pair(findings, source, draft_model, args)
     return findings
 
 
@@ -107,32 +105,30 @@ def _examined(
     gpu_share: float,
     findings: Findings,
     progress: Progress | None,
-) -> tuple[PreTrainedTokenizerBase, Built] | None:
+) -> Built | None:
     from cluster.sources import backend_options
     from specdec.engine.build import build_target
     from specdec.models.compat import tokenizer_width
     from specdec.models.loading import load_tokenizer
 
     try:
-        tokenizer = load_tokenizer(source)
-        options = replace(backend_options(args, config, tokenizer_width(tokenizer)), device_share=gpu_share)
-        return tokenizer, build_target(source, options, progress)[1]
+        width = tokenizer_width(load_tokenizer(source))
+        options = replace(backend_options(args, config, width), device_share=gpu_share)
+        return build_target(source, options, progress)[1]
     except SpecdecError as error:
         findings.problems.append(str(error))
         return None
 
 
-def _examine_pair(
-    findings: Findings,
-    target: tuple[PreTrainedTokenizerBase, LoadedModel],
-    draft: tuple[PreTrainedTokenizerBase, LoadedModel],
-) -> None:
-    from specdec.models.compat import check_pair
+def _examine_pair(findings: Findings, target: ModelSource, draft: ModelSource, args: AppArgs) -> None:
+    from specdec.models.describe import describe_pair
 
     try:
-        findings.pair = asdict(check_pair(target[1], target[0], draft[1], draft[0]))
+        pair = describe_pair(target, draft, other_vocabulary=args.draft.other_vocabulary)
     except SpecdecError as error:
         findings.problems.append(str(error))
+    else:
+        findings.pair = asdict(replace(pair, translation=None))
 
 
 def _findings(built: Built) -> ModelFindings:

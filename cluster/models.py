@@ -92,6 +92,11 @@ class DraftConfig(ModelConfig):
         description="model: a draft model; lookup: what followed where the end of the text occurred before, without a "
         "draft model; lookup+model: look-up where a long match is found, else the draft model",
     )
+    other_vocabulary: bool = Field(
+        False,
+        description="take a draft model of another vocabulary than the target's: tokens that both have are drafted; "
+        "the draft model cannot be asked by its own name then",
+    )
     pool: str | None = Field(
         None,
         min_length=1,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cluster.config import AppArgs
 from cluster.identity import draft_path, model_dtype, target_path
-from cluster.models import ModelConfig
+from cluster.models import DraftConfig, ModelConfig
 from specdec.engine.build import BackendOptions
 from specdec.errors import InvalidParameterError
 from specdec.models.loading import ModelSource
@@ -52,6 +52,7 @@ def backend_options(args: AppArgs, model: ModelConfig, vocab_size: int | None = 
         kv_memory=model.kv_memory,
         max_num_sequences=args.max_num_sequences,
         skip_admission_check=args.skip_admission_check,
+        other_vocabulary=isinstance(model, DraftConfig) and model.other_vocabulary,
         rollback_tokens=max(DEFAULT_WINDOW_TOKENS, 2 * (args.most_draft_tokens + 1)),
         logits_processors=load_processors(args.logits_processors),
     )

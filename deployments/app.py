@@ -29,8 +29,7 @@ from deployments.response_store import response_keeper
 from deployments.router import SpeculationRouter
 from deployments.transport.options import pinned_options
 from deployments.workers import DraftServer, TargetServer
-from specdec.models.compat import check_pair
-from specdec.models.describe import describe_model
+from specdec.models.describe import describe_pair
 from specdec.models.loading import load_tokenizer
 from specdec.text.parsing.selection import AnswerForms
 
@@ -125,7 +124,7 @@ def check_files(args: AppArgs) -> None:
     model_info(args, fingerprints(args))
     AnswerForms(load_tokenizer(target), args.tool_parser, args.reasoning_tags)
     if draft is not None:
-        check_pair(describe_model(target), load_tokenizer(target), describe_model(draft), load_tokenizer(draft))
+        describe_pair(target, draft, other_vocabulary=args.draft.other_vocabulary)
 
 
 def replica_options(count: int | ReplicaRange, part: Part) -> dict[str, Any]:

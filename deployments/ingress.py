@@ -137,7 +137,9 @@ def model_info(args: AppArgs, own: Fingerprints) -> ModelInfo:
     target = _served(args, target_source(args), args.model_name, "target", vocab_size, own)
     if not args.speculates:
         return ModelInfo(target, created_s=int(time.time()))
-    source, name = draft_source(args), f"{args.model_name}-draft"
+    # A draft model of another vocabulary cannot read what the service's tokenizer writes.
+    source = None if args.draft.other_vocabulary else draft_source(args)
+    name = f"{args.model_name}-draft"
     return ModelInfo(
         target,
         None if source is None else _served(args, source, name, "draft", vocab_size, own),

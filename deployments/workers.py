@@ -32,8 +32,7 @@ from specdec.engine.observed import Listener, ObservedDrafter, ObservedTarget
 from specdec.engine.profile import profile_drafter, profile_target
 from specdec.engine.timing import LastStep, StepReport
 from specdec.engine.trace import Recorder
-from specdec.models.compat import check_pair, tokenizer_width
-from specdec.models.describe import describe_model
+from specdec.models.compat import tokenizer_width
 from specdec.models.loading import Progress, load_tokenizer
 from specdec.protocol.backends import DraftBackend, TargetBackend
 from specdec.protocol.draft_worker import DraftWorkerMachine
@@ -212,13 +211,8 @@ def _draft_backends(
         return drafter, target, None
     source = draft_source(args)
     assert source is not None, "deployed without a draft model"
-    target_model = target_source(args)
-    tokenizer = load_tokenizer(target_model)
-    pair = check_pair(describe_model(target_model), tokenizer, describe_model(source), load_tokenizer(source))
-    for note in pair.notes:
-        logger.info(note)
-    options = replace(backend_options(args, args.draft, pair.vocab_size), device_share=gpu_share)
-    model_drafter, model_solo, built = build_drafter(source, options, say)
+    options = replace(backend_options(args, args.draft), device_share=gpu_share)
+    model_drafter, model_solo, built = build_drafter(source, options, target_source(args), say)
     _report(built)
     return model_drafter, model_solo, model_drafter.last_progress
 

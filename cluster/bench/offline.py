@@ -21,7 +21,7 @@ from specdec.engine.observed import Listener, ObservedDrafter, ObservedTarget, S
 from specdec.engine.results import TokenEvent
 from specdec.engine.shares import pair_share
 from specdec.engine.trace import Recorder, Role, WorkerTrace
-from specdec.models.compat import check_pair, tokenizer_width
+from specdec.models.compat import tokenizer_width
 from specdec.models.describe import describe_model
 from specdec.models.loading import load_tokenizer
 from specdec.protocol.backends import DraftBackend, TargetBackend
@@ -157,10 +157,9 @@ def _backends(
     source, draft = target_source(args), draft_source(args)
     share = pair_share(source, draft)
     options = replace(backend_options(args, args.target, vocab_size), device_share=share)
-    target, built = build_target(source, options, report)
+    target, _ = build_target(source, options, report)
     if draft is None:
         return target, None
-    check_pair(built.loaded, load_tokenizer(source), describe_model(draft), load_tokenizer(draft))
-    options = replace(backend_options(args, args.draft, vocab_size), device_share=share)
-    drafter, _, _ = build_drafter(draft, options, report)
+    options = replace(backend_options(args, args.draft), device_share=share)
+    drafter, _, _ = build_drafter(draft, options, source, report)
     return target, drafter

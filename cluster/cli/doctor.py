@@ -53,7 +53,7 @@ def report(findings: Findings) -> Iterator[str]:
         if model is not None:
             yield from model_lines(role, model)
     if findings.pair is not None:
-        yield _line("pair", f"fits together: {findings.pair['vocab_size']} tokens in common")
+        yield _line("pair", f"fits together: {findings.pair['num_shared_tokens']} tokens in common")
         yield from (_line("", note) for note in findings.pair["notes"])
     yield from (_line("problem", problem) for problem in findings.problems)
     yield _line("verdict", "cannot be served" if findings.problems else "can be served")

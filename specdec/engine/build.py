@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -12,10 +12,12 @@ import torch
 from specdec.engine.draft_backend import ModelDrafter
 from specdec.engine.states import SequenceStates
 from specdec.engine.target_backend import ModelTarget
+from specdec.engine.translator import Translator
 from specdec.errors import MemoryPlanError, ModelLoadError
 from specdec.models.admission import AdmissionReport, check_admission
 from specdec.models.allocation import allocation
 from specdec.models.compat import check_width
+from specdec.models.describe import describe_model, describe_pair
 from specdec.models.loading import LoadedModel, ModelSource, Progress, load_model, load_tokenizer
 from specdec.models.memory import MemoryPlan, choose_window_of, plan_memory
 from specdec.models.recurrent.slots import DEFAULT_WINDOW_TOKENS, Route
@@ -23,6 +25,7 @@ from specdec.models.runner import ModelRunner
 from specdec.models.snapshot_runner import SnapshotRunner
 from specdec.sampling.grammars import Grammars
 from specdec.sampling.pipeline import LogitsProcessor, Sampler
+from specdec.types import Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +73,7 @@ class BackendOptions:
         rollback_tokens: How many tokens recurrent states can be brought back for sure without reading anew; a draft to
             be verified is no longer. A drafter that runs ahead of the target needs twice a draft's length and 1.
         skip_admission_check: Serve a model without comparing its cached forward with its plain one.
+        other_vocabulary: Whether a draft may have a vocabulary that is not its target's; shared tokens are drafted.
         logits_processors: Hooks that may change the logits of every position, drafted or not, before it is sampled.
     """
 
@@ -83,6 +87,7 @@ class BackendOptions:
     rollback: Route | Literal["auto"] = "auto"
     rollback_tokens: int = DEFAULT_WINDOW_TOKENS
     skip_admission_check: bool = False
+    other_vocabulary: bool = False
     logits_processors: tuple[LogitsProcessor, ...] = ()
 
 
@@ -107,32 +112,48 @@ def build_target(
 
 
 def build_drafter(
-    source: ModelSource, options: BackendOptions, progress: Progress | None = None
+    source: ModelSource, options: BackendOptions, target: ModelSource, progress: Progress | None = None
 ) -> tuple[ModelDrafter, ModelTarget, Built]:
     """Load a model and make a drafter of it, and a target over the same caches, for those who ask the model itself.
 
     A draft model that reads less than ``options.max_model_len`` drafts as far as it reads. Raises like
-    :func:`build_target`.
+    :func:`build_target`, and:
+
+    Raises:
+        IncompatiblePairError: It cannot draft for the target.
     """
-    built = _build(source, options, None, progress)
+    pair = describe_pair(target, source, other_vocabulary=options.other_vocabulary)
+    if progress is not None:
+        for note in pair.notes:
+            progress(note)
+    built = _build(source, replace(options, vocab_size=pair.draft_vocab_size), None, progress)
     runner, states = built.runner, SequenceStates(built.runner)
     sampler = _sampler(source, built, options)
     lengths = {
         "max_model_len": built.memory.max_model_len,
         "max_batch_tokens": _max_batch_tokens(built, options),
     }
-    drafter = ModelDrafter(runner, sampler, states=states, **lengths)
-    return drafter, ModelTarget(runner, sampler, states=states, **lengths), built
+    solo = ModelTarget(runner, sampler, states=states, **lengths)
+    translator = None
+    if pair.translation is not None:
+        translator = Translator(pair.translation)
+        sampler = _sampler_for(target, pair.vocab_size, describe_model(target).eos_token_ids, options)
+    drafter = ModelDrafter(runner, sampler, states=states, translator=translator, **lengths)
+    return drafter, solo, built
 
 
 def _sampler(source: ModelSource, built: Built, options: BackendOptions) -> Sampler:
+    return _sampler_for(source, built.runner.vocab_size, built.loaded.eos_token_ids, options)
+
+
+def _sampler_for(source: ModelSource, vocab_size: int, eos_token_ids: Tokens, options: BackendOptions) -> Sampler:
     """From logits to tokens; grammars are taken where the model has a tokenizer that can be compiled for."""
     try:
-        grammars = Grammars(load_tokenizer(source), built.runner.vocab_size, built.loaded.eos_token_ids)
+        grammars = Grammars(load_tokenizer(source), vocab_size, eos_token_ids)
     except (ModelLoadError, ValueError) as error:
-        logger.info("%s takes no grammars: %s", built.loaded.name, error)
+        logger.info("%s takes no grammars: %s", source.path, error)
         grammars = None
-    return Sampler(built.runner.vocab_size, options.logits_processors, grammars=grammars)
+    return Sampler(vocab_size, options.logits_processors, grammars=grammars)
 
 
 def _build(source: ModelSource, options: BackendOptions, max_model_len: int | None, progress: Progress | None) -> Built:

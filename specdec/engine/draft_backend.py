@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from specdec.device_errors import device_losses
 from specdec.engine.rules import propose
 from specdec.engine.states import SequenceStates, prefix_salt, rank_of
+from specdec.engine.translator import Translator
 from specdec.models.runner import ModelRunner, RowInput
 from specdec.protocol.backends import DraftJob, Proposal, Status
 from specdec.sampling.pipeline import RowGroup, Sampler
@@ -28,6 +29,7 @@ class ModelDrafter:
         max_model_len: Longest sequence in tokens that the model can read.
         max_batch_tokens: Most tokens forwarded per step, where no more than half as many have a job: each gets one.
         states: Of the runner, where another backend uses it too; by default there is none.
+        translator: Where the model's vocabulary is not the target's, which the sampler and all jobs speak.
     """
 
     def __init__(
@@ -38,10 +40,12 @@ class ModelDrafter:
         max_model_len: int,
         max_batch_tokens: int,
         states: SequenceStates | None = None,
+        translator: Translator | None = None,
     ) -> None:
         self._runner = runner
         self._sampler = sampler
         self._states = states if states is not None else SequenceStates(runner)
+        self._translator = translator
         self._max_model_len = max_model_len
         self._max_batch_tokens = max_batch_tokens
 
@@ -64,10 +68,14 @@ class ModelDrafter:
     def rename(self, key: str, new_key: str) -> None:
         """What is held for a branch is its sequence's from now on."""
         self._states.rename(key, new_key)
+        if self._translator is not None:
+            self._translator.rename(key, new_key)
 
     def release(self, key: str) -> None:
         """Free everything held for a sequence or branch."""
         self._states.release(key)
+        if self._translator is not None:
+            self._translator.release(key)
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         """One step over a ragged batch; see :meth:`specdec.protocol.backends.DraftBackend.propose`."""
@@ -80,7 +88,10 @@ class ModelDrafter:
         deciding: list[int] = []
         # A prompt leaves the others a token each, as a branch that waits is late, and gets half a chunk at the least.
         budget = max(self._max_batch_tokens, len(jobs) - 1 + max(1, self._max_batch_tokens // 2))
-        for i, job in enumerate(jobs):
+        for i, job in enumerate(jobs if self._translator is None else map(self._translator.translated, jobs)):
+            if self._translator is not None and len(job.tokens) > self._max_model_len:
+                results[i] = _FAILED  # the model's own spelling of it is longer than the model can read
+                continue
             num_after = len(jobs) - i - 1
             row = self._place(job, budget - num_after)
             if row is not None:
@@ -92,6 +103,8 @@ class ModelDrafter:
                     deciding.append(i)
         if rows:
             logits = self._runner.forward(rows)
+            if self._translator is not None:
+                logits = self._translator.logits(logits)
             groups = self._sampler.masked([RowGroup(jobs[i].spec, jobs[i].tokens) for i in deciding])
             num_guesses = max((jobs[i].num_guesses for i in deciding), default=0)
             proposed = propose(self._sampler, logits, groups, num_guesses)

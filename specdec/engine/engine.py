@@ -17,8 +17,7 @@ from specdec.engine.results import CancellationToken, GenerationResult, RunningS
 from specdec.engine.shares import pair_share
 from specdec.engine.stats import SpecStats
 from specdec.errors import CancelledError, InvalidParameterError, SequenceFailedError
-from specdec.models.compat import check_pair, tokenizer_width
-from specdec.models.describe import describe_model
+from specdec.models.compat import tokenizer_width
 from specdec.models.loading import ModelSource, load_tokenizer
 from specdec.protocol.backends import DraftBackend, TargetBackend
 from specdec.protocol.ingress import Delivery
@@ -131,10 +130,8 @@ class SpeculativeEngine:
         target_backend, built = build_target(target, options, progress)
         draft_backend = None
         if draft is not None:
-            check_pair(built.loaded, tokenizer, describe_model(draft), load_tokenizer(draft))
-            draft_share = draft_options.device_share or share
-            draft_options = replace(draft_options, vocab_size=options.vocab_size, device_share=draft_share)
-            draft_backend, _, _ = build_drafter(draft, draft_options, progress)
+            draft_options = replace(draft_options, device_share=draft_options.device_share or share)
+            draft_backend, _, _ = build_drafter(draft, draft_options, target, progress)
         defaults = built.loaded.generation_defaults
         remark = defaults.remark(target.path)
         if remark is not None:

@@ -8,6 +8,7 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from specdec.errors import IncompatiblePairError, ModelLoadError
+from specdec.models.vocabulary import Translation, translate
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token")
 
@@ -36,14 +37,20 @@ class PairReport:
     """What holds for a pair that fits together.
 
     Attributes:
-        vocab_size: Width that both models' logits are cut to: one more than the highest token id.
+        vocab_size: Width that the target's logits are cut to: one more than its highest token id.
+        draft_vocab_size: The same for the draft's.
+        num_shared_tokens: Tokens that mean the same to both.
         draft_max_model_len: Sequences longer than this are decoded without drafts.
         notes: What differs without harm, a sentence each.
+        translation: Between the two vocabularies, where the draft has another.
     """
 
     vocab_size: int
+    draft_vocab_size: int
+    num_shared_tokens: int
     draft_max_model_len: int
     notes: tuple[str, ...] = ()
+    translation: Translation | None = None
 
 
 def tokenizer_width(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -71,27 +78,47 @@ def check_pair(
     target_tokenizer: PreTrainedTokenizerBase,
     draft: PairMember,
     draft_tokenizer: PreTrainedTokenizerBase,
+    *,
+    other_vocabulary: bool = False,
 ) -> PairReport:
-    """Check that a draft's tokens mean the same to the target.
+    """Check that a draft's tokens mean the same to the target, or can be translated.
 
     Args:
         target: The model whose output is served.
         target_tokenizer: Its tokenizer.
         draft: The model that proposes.
         draft_tokenizer: Its tokenizer.
+        other_vocabulary: Whether the draft may have another vocabulary: then tokens that both have are drafted.
 
     Raises:
         IncompatiblePairError: naming the first difference.
     """
-    _check_vocabulary(target_tokenizer.get_vocab(), draft_tokenizer.get_vocab())
-    _check_special_tokens(target_tokenizer, draft_tokenizer)
-    vocab_size = tokenizer_width(target_tokenizer)
-    for what, model in (("target", target), ("draft", draft)):
-        if model.vocab_size < vocab_size:
+    notes = _length_notes(target, draft)
+    translation = None
+    try:
+        _check_vocabulary(target_tokenizer.get_vocab(), draft_tokenizer.get_vocab())
+        _check_special_tokens(target_tokenizer, draft_tokenizer)
+    except IncompatiblePairError as error:
+        if not other_vocabulary:
+            raise IncompatiblePairError(f"{error}; see draft.other_vocabulary") from None
+        translation = translate(target_tokenizer, draft_tokenizer)
+        notes.append(
+            f"the vocabularies differ: of the target's {translation.vocab_size} tokens the draft has "
+            f"{len(translation.shared)}, and only those are drafted"
+        )
+    vocab_size = draft_vocab_size = tokenizer_width(target_tokenizer)
+    num_shared_tokens = len(target_tokenizer)
+    if translation is not None:
+        draft_vocab_size, num_shared_tokens = tokenizer_width(draft_tokenizer), len(translation.shared)
+    for what, model, width in (("target", target, vocab_size), ("draft", draft, draft_vocab_size)):
+        if model.vocab_size < width:
             raise IncompatiblePairError(
-                f"the {what} {model.name} has {model.vocab_size} logits, but its vocabulary goes up to {vocab_size - 1}"
+                f"the {what} {model.name} has {model.vocab_size} logits, but its vocabulary goes up to {width - 1}"
             )
-    return PairReport(vocab_size, min(target.max_model_len, draft.max_model_len), _notes(target, draft, vocab_size))
+        if model.vocab_size > width:
+            notes.append(f"the {what}'s logits are padded from {width} to {model.vocab_size}; the padding is cut")
+    draft_max_model_len = min(target.max_model_len, draft.max_model_len)
+    return PairReport(vocab_size, draft_vocab_size, num_shared_tokens, draft_max_model_len, tuple(notes), translation)
 
 
 def _check_vocabulary(target: dict[str, int], draft: dict[str, int]) -> None:
@@ -128,17 +155,13 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     return added | set(tokenizer.all_special_ids)
 
 
-def _notes(target: PairMember, draft: PairMember, vocab_size: int) -> tuple[str, ...]:
-    notes = []
-    if draft.max_model_len < target.max_model_len:
-        notes.append(
-            f"the draft reads {draft.max_model_len} tokens, the target {target.max_model_len}: "
-            "longer sequences go on without drafts"
-        )
-    for what, model in (("target", target), ("draft", draft)):
-        if model.vocab_size > vocab_size:
-            notes.append(f"the {what}'s logits are padded from {vocab_size} to {model.vocab_size}; the padding is cut")
-    return tuple(notes)
+def _length_notes(target: PairMember, draft: PairMember) -> list[str]:
+    if draft.max_model_len >= target.max_model_len:
+        return []
+    return [
+        f"the draft reads {draft.max_model_len} tokens, the target {target.max_model_len}: "
+        "longer sequences go on without drafts"
+    ]
 
 
 def _shown(token: str | list[str] | None) -> str:

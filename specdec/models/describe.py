@@ -8,8 +8,9 @@ from pathlib import Path
 from transformers import GenerationConfig
 
 from specdec.errors import ModelLoadError
+from specdec.models.compat import PairReport, check_pair
 from specdec.models.configuration import eos_token_ids, generation_defaults, max_model_len
-from specdec.models.loading import ModelSource, load_config, quiet
+from specdec.models.loading import ModelSource, load_config, load_tokenizer, quiet
 from specdec.sampling.params import GenerationDefaults
 
 
@@ -46,6 +47,23 @@ def describe_model(source: ModelSource) -> ModelDescription:
         eos_token_ids=eos_token_ids(generation, text),
         max_model_len=max_model_len(text, source.path),
         generation_defaults=generation_defaults(generation, source.path),
+    )
+
+
+def describe_pair(target: ModelSource, draft: ModelSource, *, other_vocabulary: bool = False) -> PairReport:
+    """What holds for a pair, by its configurations and tokenizers; see :func:`specdec.models.compat.check_pair`.
+
+    Raises:
+        ModelLoadError: A configuration or a tokenizer cannot be read.
+        IncompatiblePairError: The two do not fit together.
+    """
+    tokenizers = load_tokenizer(target), load_tokenizer(draft)
+    return check_pair(
+        describe_model(target),
+        tokenizers[0],
+        describe_model(draft),
+        tokenizers[1],
+        other_vocabulary=other_vocabulary,
     )
 
 

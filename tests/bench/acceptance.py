@@ -83,7 +83,7 @@ class Pair:
         options = BackendOptions(vocab_size=len(tokenizer))
         self._vocab_size = len(tokenizer)
         self._prompts = [list(tokenizer.encode(prompt)) for prompt in CODE]
-        self._service = LocalService(build_target(target, options)[0], build_drafter(draft, options)[0], 1)
+        self._service = LocalService(build_target(target, options)[0], build_drafter(draft, options, target)[0], 1)
         self._models: list[PreTrainedModel] = [
             AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32) for source in (target, draft)
         ]

@@ -35,6 +35,7 @@ EXAMPLES = {
     "draft.revision": "v1",
     "draft.token": "hf_other",
     "draft.dtype": "float16",
+    "draft.other_vocabulary": True,
     "draft.device_map": {"": 0, "lm_head": "cpu"},
     "draft.compile": True,
     "draft.kv_memory": 0.25,
