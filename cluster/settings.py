@@ -38,6 +38,17 @@ RAY_SETTINGS = {
     "OTEL_SERVICE_NAME": "specdec",
 }
 
+VLLM_SETTINGS = {
+    # Its runner V2 takes neither our proposer nor our drafts.
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    # The engine runs in our process, and with one worker the model does too.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Which cores a replica has is Ray's matter.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+"""What a process with vLLM in it is started with."""
 
 KEY_PREFIX = "SPECDEC__"
 """Variables that begin so are keys of the configuration: ``SPECDEC__TARGET__DTYPE`` is ``target.dtype``.

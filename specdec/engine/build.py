@@ -29,13 +29,12 @@ from specdec.types import Tokens
 
 logger = logging.getLogger(__name__)
 
-_CHUNK_TOKENS = {"cpu": 256, "cuda": 2048}
+CHUNK_TOKENS = {"cpu": 256, "cuda": 2048}
 """Tokens of a forward pass that keep a device busy, and no more: others wait for no more than one chunk of a prompt."""
 
-
-_CPU_KV_FRACTION = 0.25
+CPU_KV_FRACTION = 0.25
 """Part of a machine's free memory that the cache may take: others need it too."""
-_GPU_KV_FRACTION = 0.9
+GPU_KV_FRACTION = 0.9
 """Part of what a GPU has left for a model that its cache may take; the rest is for what a step computes."""
 _MIB = 1 << 20
 
@@ -104,7 +103,7 @@ def build_target(
     runner = built.runner
     backend = ModelTarget(
         runner,
-        _sampler(source, built, options),
+        make_sampler(source, built.runner.vocab_size, built.loaded.eos_token_ids, options),
         max_model_len=built.memory.max_model_len,
         max_batch_tokens=_max_batch_tokens(built, options),
     )
@@ -128,7 +127,7 @@ def build_drafter(
             progress(note)
     built = _build(source, replace(options, vocab_size=pair.draft_vocab_size), None, progress)
     runner, states = built.runner, SequenceStates(built.runner)
-    sampler = _sampler(source, built, options)
+    sampler = make_sampler(source, built.runner.vocab_size, built.loaded.eos_token_ids, options)
     lengths = {
         "max_model_len": built.memory.max_model_len,
         "max_batch_tokens": _max_batch_tokens(built, options),
@@ -137,16 +136,12 @@ def build_drafter(
     translator = None
     if pair.translation is not None:
         translator = Translator(pair.translation)
-        sampler = _sampler_for(target, pair.vocab_size, describe_model(target).eos_token_ids, options)
+        sampler = make_sampler(target, pair.vocab_size, describe_model(target).eos_token_ids, options)
     drafter = ModelDrafter(runner, sampler, states=states, translator=translator, **lengths)
     return drafter, solo, built
 
 
-def _sampler(source: ModelSource, built: Built, options: BackendOptions) -> Sampler:
-    return _sampler_for(source, built.runner.vocab_size, built.loaded.eos_token_ids, options)
-
-
-def _sampler_for(source: ModelSource, vocab_size: int, eos_token_ids: Tokens, options: BackendOptions) -> Sampler:
+def make_sampler(source: ModelSource, vocab_size: int, eos_token_ids: Tokens, options: BackendOptions) -> Sampler:
     """From logits to tokens; grammars are taken where the model has a tokenizer that can be compiled for."""
     try:
         grammars = Grammars(load_tokenizer(source), vocab_size, eos_token_ids)
@@ -230,9 +225,9 @@ def _cache_room(loaded: LoadedModel, wanted: Literal["auto"] | float | int, shar
     if isinstance(wanted, float):
         return None, wanted
     if loaded.device.type != "cuda":
-        return None, _CPU_KV_FRACTION
+        return None, CPU_KV_FRACTION
     if len({parameter.device for parameter in loaded.model.parameters()}) > 1:
-        return None, _GPU_KV_FRACTION * share
+        return None, GPU_KV_FRACTION * share
     free_bytes, total_bytes = torch.cuda.mem_get_info(loaded.device)
     return gpu_budget_bytes(total_bytes, free_bytes, loaded.weights_bytes, share), 1.0
 
@@ -242,8 +237,8 @@ def gpu_budget_bytes(total_bytes: int, free_bytes: int, weights_bytes: int, devi
 
     Whoever loads first must not take what the other models on the device were promised.
     """
-    return int(_GPU_KV_FRACTION * max(0, min(free_bytes, total_bytes * device_share - weights_bytes)))
+    return int(GPU_KV_FRACTION * max(0, min(free_bytes, total_bytes * device_share - weights_bytes)))
 
 
 def _max_batch_tokens(built: Built, options: BackendOptions) -> int:
-    return options.max_batch_tokens or _CHUNK_TOKENS[built.loaded.device.type]
+    return options.max_batch_tokens or CHUNK_TOKENS[built.loaded.device.type]

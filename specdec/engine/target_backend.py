@@ -93,22 +93,7 @@ class ModelTarget:
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         """One step over a ragged batch; see :meth:`specdec.protocol.backends.TargetBackend.verify`."""
         with device_losses():
-            return self._verify([self._allowed(job) if job.spec.sampling.grammar else job for job in jobs])
-
-    def _allowed(self, job: VerifyJob) -> VerifyJob:
-        """The job without what its grammar forbids of the draft; where nothing is left, with what must follow.
-
-        What is forced is drafted for nothing, and verified like any draft: there may be several ways to write it.
-        """
-        if not self._sampler.is_ready(job.spec):
-            return job  # it has to wait
-        draft = self._sampler.allowed(job.spec, job.log.tokens, job.draft)
-        bound = job.spec.num_speculative_tokens
-        most = min(job.room, _MOST_FORCED if bound is None else bound)
-        if draft or most <= 0:
-            return job._replace(draft=draft)
-        draft = self._sampler.forced(job.spec, job.log.tokens, most)
-        return job._replace(draft=draft, candidates=tuple(map(point_mass, draft)), source="")
+            return self._verify([with_allowed_draft(self._sampler, job) for job in jobs])
 
     def _verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         results = [_WAITING] * len(jobs)
@@ -229,3 +214,19 @@ class ModelTarget:
             else Verification(Status.FAILED, reason=reason_of(failures[id(group)]))
             for (i, _, _), result, group, reported in zip(scheduled, verified, groups, logprobs, strict=True)
         ]
+
+
+def with_allowed_draft(sampler: Sampler, job: VerifyJob) -> VerifyJob:
+    """The job without what its grammar forbids of the draft; where nothing is left, with what must follow.
+
+    What is forced is drafted for nothing, and verified like any draft: there may be several ways to write it.
+    """
+    if job.spec.sampling.grammar is None or not sampler.is_ready(job.spec):
+        return job  # one without a grammar, or one that has to wait
+    draft = sampler.allowed(job.spec, job.log.tokens, job.draft)
+    bound = job.spec.num_speculative_tokens
+    most = min(job.room, _MOST_FORCED if bound is None else bound)
+    if draft or most <= 0:
+        return job._replace(draft=draft)
+    draft = sampler.forced(job.spec, job.log.tokens, most)
+    return job._replace(draft=draft, candidates=tuple(map(point_mass, draft)), source="")

@@ -215,7 +215,7 @@ def _find_layers(
     try:
         attention_layers, recurrent_layers = find_layers(model, longest)
     except ModelLoadError:
-        if not _is_recurrent(model.config, type(model)):
+        if not is_recurrent(model.config, type(model)):
             raise
         if model._can_set_attn_implementation():
             model.set_attn_implementation(before)
@@ -225,7 +225,7 @@ def _find_layers(
     return attention_layers, recurrent_layers, None
 
 
-def _is_recurrent(config: PretrainedConfig, model_class: type[PreTrainedModel]) -> bool:
+def is_recurrent(config: PretrainedConfig, model_class: type[PreTrainedModel] | None = None) -> bool:
     """Whether some layers keep another state than keys and values, by what the model says of itself."""
     layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
     return bool(getattr(model_class, "_is_stateful", False) or set(layer_types) & _RECURRENT_KINDS)
@@ -243,7 +243,7 @@ def _check_layers(config: PretrainedConfig, model_class: type[PreTrainedModel], 
     """Refuse layers that keep a state of which nothing is known here, by what the model says of itself."""
     layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
     kinds = set(layer_types) - _ATTENTION_KINDS - _RECURRENT_KINDS
-    if kinds and not _is_recurrent(config, model_class):
+    if kinds and not is_recurrent(config, model_class):
         raise ModelLoadError(f"{name} has layers of the kind {min(kinds)!r}, which are not supported")
 
 

@@ -1,0 +1,64 @@
+"""The contract of a target, held by those that need no other environment; vLLM's is in ``tests/vllm``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from specdec.engine.forwarding import ForwardingTarget
+from specdec.engine.scripted import Script, ScriptedTarget
+from specdec.engine.target_backend import ModelTarget
+from specdec.protocol.backends import Status, TargetBackend, Verification, VerifyJob
+from tests.specdec.engine.contract import SAMPLINGS, Soak
+from tests.specdec.engine.pairs import backend
+from tests.specdec.models.families import VOCAB_SIZE, make_model
+
+PROMPTS = tuple(tuple((7 * i + j) % VOCAB_SIZE for j in range(40)) for i in range(4))
+PLAIN = tuple(replace(one, logit_bias=(), prompt_logprobs=None, logprobs=None) for one in SAMPLINGS.values())
+
+
+class WrongAtTimes(ForwardingTarget):
+    """Says another token in the 20th decision."""
+
+    num_decided = 0
+
+    def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
+        results = self._inner.verify(jobs)
+        for i, result in enumerate(results):
+            self.num_decided += result.status is Status.DECIDED
+            if self.num_decided == 20:
+                results[i] = replace(result, run=(*result.run[:-1], (result.run[-1] + 1) % VOCAB_SIZE))
+        return results
+
+
+def own(**options: int) -> ModelTarget:
+    return backend(ModelTarget, make_model("llama"), **options)
+
+
+def test_a_scripted_target() -> None:
+    script = Script(0.8, 0.95, tuple(range(VOCAB_SIZE)))
+    soak = Soak(
+        ScriptedTarget(script, 160), ScriptedTarget(script, 160), PROMPTS, vocab_size=VOCAB_SIZE, samplings=PLAIN
+    )
+    seen = soak.run(2_000)
+    assert seen["decided"] >= 2_000
+    assert 0 < seen["accepted"] < seen["drafted"]
+
+
+def test_our_own_with_little_room_decides_as_with_much() -> None:
+    soak = Soak(
+        own(num_blocks=60, chunk=16), own(num_blocks=2000, chunk=160), PROMPTS, vocab_size=VOCAB_SIZE, samplings=PLAIN
+    )
+    seen = soak.run(400)
+    assert min(seen["waiting"], seen["prefilling"], seen["released"]) > 0
+    assert 0 < seen["accepted"] < seen["drafted"]
+    assert soak.shadow.gauges()["num_evictions"] > 0
+
+
+@pytest.mark.parametrize("make", [own, lambda: ScriptedTarget(Script(0.8, 0.95, tuple(range(VOCAB_SIZE))), 160)])
+def test_a_wrong_decision_is_found(make: type[TargetBackend]) -> None:
+    soak = Soak(WrongAtTimes(make()), make(), PROMPTS, vocab_size=VOCAB_SIZE, samplings=PLAIN)
+    with pytest.raises(AssertionError, match="draft"):
+        soak.run(200)

@@ -1,0 +1,43 @@
+"""An engine of vLLM's over the demo target, and our own beside it; in vLLM's environment alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from cluster.settings import VLLM_SETTINGS
+from specdec.engine.target_backend import ModelTarget
+from tests.vllm.models import own_target
+
+if importlib.util.find_spec("vllm") is None:
+    collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before vLLM is imported, which reads them then."""
+    os.environ.update(VLLM_SETTINGS)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "tests/vllm/" in item.path.as_posix():
+            item.add_marker(pytest.mark.vllm)
+
+
+@pytest.fixture(scope="session")
+def reference() -> ModelTarget:
+    """Our own target, with room for everything."""
+    return own_target()
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[object]:
+    """With room for less than is asked of it: 6 places, 24 blocks of 32, 64 tokens a step."""
+    from tests.vllm.engines import make
+
+    target = make(kv_memory=18 << 20)
+    yield target
+    target.close()

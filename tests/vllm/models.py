@@ -1,0 +1,44 @@
+"""The demo models, and prompts for them; nothing of vLLM's."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+import specdec.demo
+from specdec.engine.build import BackendOptions, build_drafter, build_target
+from specdec.engine.draft_backend import ModelDrafter
+from specdec.engine.target_backend import ModelTarget
+from specdec.models.loading import ModelSource
+from specdec.sampling.params import SamplingParams, SequenceSpec
+
+DEMO = Path(specdec.demo.__file__).parent
+TARGET, DRAFT, HYBRID = (ModelSource(str(DEMO / name), dtype="float32") for name in ("target", "draft", "hybrid"))
+VOCAB_SIZE = 4096
+ROOMY = BackendOptions(max_model_len=512, max_batch_tokens=4096, kv_memory=256 << 20, max_num_sequences=32)
+NUM_TOKENS = 48
+
+
+def own_target() -> ModelTarget:
+    return build_target(TARGET, ROOMY)[0]
+
+
+def own_drafter() -> ModelDrafter:
+    return build_drafter(DRAFT, ROOMY, TARGET)[0]
+
+
+def prompts() -> list[list[int]]:
+    """Eight beginnings of Python's own modules, 7 to 182 tokens long."""
+    tokenizer = Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
+    library = Path(json.__file__).parent.parent
+    names = ("json/decoder", "argparse", "heapq", "queue", "shutil", "textwrap", "dataclasses", "statistics")
+    return [tokenizer.encode((library / f"{name}.py").read_text()).ids[: 7 + 25 * i] for i, name in enumerate(names)]
+
+
+def spec_of(sampling: SamplingParams, i: int, **changes: object) -> SequenceSpec:
+    """Of the prompt of that number."""
+    spec = SequenceSpec(sampling, 1000 + i, len(prompts()[i]), NUM_TOKENS, (0,), arrival_s=float(i))
+    return replace(spec, **changes)
