@@ -97,6 +97,12 @@ class DraftConfig(ModelConfig):
         description="take a draft model of another vocabulary than the target's: tokens that both have are drafted; "
         "the draft model cannot be asked by its own name then",
     )
+    lookup_history_tokens: int = Field(
+        0,
+        ge=0,
+        description="with look-up: most tokens of texts served before that a target replica keeps to look in as well, "
+        "apart by API key and cache_salt, some 150 bytes each; the oldest go first; 0: none",
+    )
     pool: str | None = Field(
         None,
         min_length=1,
@@ -106,7 +112,9 @@ class DraftConfig(ModelConfig):
 
     @model_validator(mode="after")
     def _of_one_kind(self) -> DraftConfig:
-        others = ", ".join(sorted(self.model_fields_set - {"pool", "method"}))
+        others = ", ".join(sorted(self.model_fields_set - {"pool", "method", "lookup_history_tokens"}))
+        if self.lookup_history_tokens and self.method == "model":
+            raise ValueError("lookup_history_tokens needs look-up: say method lookup or lookup+model")
         if self.method == "lookup" and (others or self.pool):
             raise ValueError(
                 "method lookup has no draft model: leave out all else of draft, or say lookup+model to have both"

@@ -95,7 +95,9 @@ class TargetServer(_Worker):
             lambda: observed.gauges() | report.gauges() | self.config_report(),
             fingerprint=own.decision,
             last_interval=last_step.interval,
-            lookup=LookUpOptions(args.most_draft_tokens, args.looks_up) if args.speculates else None,
+            lookup=LookUpOptions(args.most_draft_tokens, args.looks_up, args.draft.lookup_history_tokens)
+            if args.speculates
+            else None,
         )
         machine.tracer = sequence_tracer("target", name)
         self._worker_host = self.start_worker(

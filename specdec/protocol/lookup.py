@@ -1,15 +1,18 @@
-"""Look-up: drafts without a model, from the text itself where its end has occurred before.
+"""Look-up: drafts without a model, from where a text's end has occurred before, in itself or in texts served before.
 
 A sequence's log on a target only grows, so its index does as well, and dies with the row: it is made again from the log
-wherever the sequence is opened next.
+wherever the sequence is opened next. It is asked once an outcome is known, and so has no branches for others.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import takewhile
+from operator import attrgetter
 
 from specdec.protocol.marks import TokenLog
 from specdec.protocol.messages import Candidates
@@ -20,7 +23,8 @@ from specdec.types import Tokens
 LEAST_MATCH = 3
 """Tokens that must have occurred before, at the least; vLLM's and llama.cpp's look-ups begin there or near it."""
 LONG_MATCH = 8
-"""From here on a match goes before what a draft model offers."""
+"""From here on a match goes before what a draft model offers. A choice: a draft is as long as its match, so this one
+says more than draft models usually do in a round, and in a text that repeats nothing so long a match hardly occurs."""
 _MOST_NEEDED = 64
 """Where matches were wrong again and again, one that is as long as this is still believed."""
 _MOST_PLACES = 32
@@ -40,29 +44,29 @@ class LookUpOptions:
     Attributes:
         most: Draft tokens of a round, at most, where the request names no bound of its own.
         for_all: For all sequences; else for those that bring a prediction.
+        history_tokens: Most tokens of texts served before that are kept to look in.
     """
 
     most: int
     for_all: bool = True
+    history_tokens: int = 0
 
 
 class TextIndex:
-    """A growing text, and where its end occurred in it before; constant time and some 150 bytes a token.
+    """A growing text, and where each run of ``LEAST_MATCH`` tokens stands in it; some 150 bytes a token.
 
-    Each run of ``LEAST_MATCH`` tokens is found by its newest place, and each place leads to the one before. A match
-    that the text goes on to follow is kept: it stays the longest.
+    A run is found by its newest place, and each place leads to the one before.
 
     Args:
         text: What goes before all that is added, apart from it.
 
     Attributes:
-        length: Tokens of the newest match; 0 where there is none.
-        place: Where what followed the match begins.
+        tokens: The text; callers must not change it.
+        num_apart: Tokens of what goes before.
     """
 
     def __init__(self, text: Sequence[int] = ()) -> None:
-        self.place = self.length = 0
-        self._text: list[int] = []
+        self.tokens: list[int] = []
         self._key = 0
         self._newest: dict[int, int] = {}
         self._before = array("q", (0,))
@@ -72,45 +76,128 @@ class TextIndex:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Add tokens at the end."""
-        text, newest, before, key = self._text, self._newest, self._before, self._key
+        text, newest, before, key = self.tokens, self._newest, self._before, self._key
         for token in tokens:
-            if self.length and text[self.place] == token:
-                self.place, self.length = self.place + 1, self.length + 1
-            else:
-                self.length = 0
             text.append(token)
-            key = (key << _KEY_BITS | token + 1) & _KEY_MASK
+            key = _next_key(key, token)
             before.append(newest.get(key, 0))
             newest[key] = len(text)
         self._key = key
 
-    def expect(self, length: int) -> None:
-        """Take the beginning of the text apart for what comes next, as if so many tokens had matched."""
-        self.place, self.length = 0, length
+    def search(self, text: Sequence[int]) -> tuple[int, int]:
+        """The longest match of a text's end, this one's or another's: the place after it, and its length or 0.
 
-    def find(self) -> None:
-        """Look for the longest match of the text's end, where none is followed; the text apart goes first."""
-        if self.length:
-            return
-        text, end, place = self._text, len(self._text), self._before[-1]
-        best = LEAST_MATCH - 1
+        What stands apart goes first. The end itself is no match.
+        """
+        if text is self.tokens:
+            place = self._before[-1]
+        else:
+            place = self._newest.get(reduce(_next_key, text[-LEAST_MATCH:], 0), 0)
+        tokens, end, best, found = self.tokens, len(text), LEAST_MATCH - 1, 0
         for _ in range(_MOST_PLACES):
             if not place:
                 break
-            needed = best if place < self.num_apart and self.length else best + 1
-            is_followed = place != self.num_apart  # by more than the gap
-            if is_followed and needed <= place and text[place - needed : place] == text[end - needed : end]:
-                while needed < min(place, _MOST_NEEDED) and text[place - needed - 1] == text[end - needed - 1]:
+            needed = best if place < self.num_apart and found else best + 1
+            is_followed = place < len(tokens) and tokens[place] != _GAP
+            if is_followed and needed <= place and tokens[place - needed : place] == text[end - needed : end]:
+                while needed < min(place, end, _MOST_NEEDED) and tokens[place - needed - 1] == text[end - needed - 1]:
                     needed += 1
-                best = self.length = needed
-                self.place = place
+                best, found = needed, place
             place = self._before[place]
+        return (found, best) if found else (0, 0)
+
+
+def _next_key(key: int, token: int) -> int:
+    return (key << _KEY_BITS | token + 1) & _KEY_MASK
+
+
+class Match:
+    """Where a text's end stands in an index. A match that the text goes on to follow is kept: it stays the longest.
+
+    Attributes:
+        index: Where it was looked for.
+        place: Where what followed begins.
+        length: Tokens that match; 0 where there is none.
+    """
+
+    __slots__ = ("index", "length", "place")
+
+    def __init__(self, index: TextIndex) -> None:
+        self.index = index
+        self.place = self.length = 0
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """The text has gone on with these."""
+        known = self.index.tokens
+        for token in tokens:
+            if self.length and self.place < len(known) and known[self.place] == token:
+                self.place, self.length = self.place + 1, self.length + 1
+            else:
+                self.length = 0
+
+    def find(self, text: Sequence[int]) -> None:
+        """Look for the text's end, where none is followed."""
+        if not self.length:
+            self.place, self.length = self.index.search(text)
 
     def following(self, count: int) -> Tokens:
-        """What followed the match, ``count`` tokens at most; what reaches the text's end is taken to repeat itself."""
-        text, place = self._text, self.place
-        period = len(text) - place
-        return tuple(takewhile(lambda token: token != _GAP, (text[place + i % period] for i in range(count))))
+        """What followed there, ``count`` tokens at most; what reaches the index's end is taken to repeat itself."""
+        tokens, place = self.index.tokens, self.place
+        period = len(tokens) - place
+        return tuple(takewhile(lambda token: token != _GAP, (tokens[place + i % period] for i in range(count))))
+
+
+class ServedTexts:
+    """Texts served before, to look in, apart by cache salt: nobody is drafted what others with another salt were told.
+
+    They are kept in two halves. When the newer one is full, the older one goes.
+
+    Args:
+        most_tokens: Tokens of all texts that are kept.
+    """
+
+    def __init__(self, most_tokens: int) -> None:
+        self._most = most_tokens // 2
+        self._newer: dict[str, TextIndex] = {}
+        self._older: dict[str, TextIndex] = {}
+        self._num_newer = self._num_older = 0
+        self._unread: deque[tuple[str, list[int]]] = deque()
+        self._num_unread = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are looked in."""
+        return self._num_newer + self._num_older
+
+    def add(self, salt: str, text: Sequence[int]) -> None:
+        """Keep the end of a text, unless too many wait to be read."""
+        tokens = [*text[max(0, len(text) + 1 - self._most) :], _GAP]
+        if self._num_unread + len(tokens) <= self._most:
+            self._unread.append((salt, tokens))
+            self._num_unread += len(tokens)
+
+    def read(self) -> None:
+        """Index some of what was added."""
+        if not self._unread:
+            return
+        salt, tokens = self._unread[0]
+        part = tokens[:_MOST_READ]
+        del tokens[:_MOST_READ]
+        if not tokens:
+            self._unread.popleft()
+        self._num_unread -= len(part)
+        if self._num_newer + len(part) > self._most:
+            self._older, self._num_older = self._newer, self._num_newer
+            self._newer, self._num_newer = {}, 0
+        self._newer.setdefault(salt, TextIndex()).extend(part)
+        self._num_newer += len(part)
+
+    def longest_match(self, salt: str, text: Sequence[int]) -> Match | None:
+        """The longest match of a text's end in what was served with the same salt; None where there is none."""
+        matches = [Match(half[salt]) for half in (self._newer, self._older) if salt in half]
+        for match in matches:
+            match.find(text)
+        return max((match for match in matches if match.length), key=attrgetter("length"), default=None)
 
 
 def point_mass(token: int) -> Candidates:
@@ -118,12 +205,12 @@ def point_mass(token: int) -> Candidates:
     return Candidates((token,), (1.0,))
 
 
-def look_up_for(spec: SequenceSpec, options: LookUpOptions | None) -> LookUp | None:
+def look_up_for(spec: SequenceSpec, options: LookUpOptions | None, served: ServedTexts | None = None) -> LookUp | None:
     """The look-up of a new sequence; None where it has none."""
     if options is None or not (options.for_all or spec.prediction):
         return None
     most = options.most if spec.num_speculative_tokens is None else spec.num_speculative_tokens
-    return LookUp(spec, most) if most else None
+    return LookUp(spec, most, served) if most else None
 
 
 class LookUp:
@@ -132,41 +219,57 @@ class LookUp:
     Args:
         spec: Of the sequence.
         most: Draft tokens of a round, at most.
+        served: Where it looks as well, for what is longer than any match in its own text.
+
+    Attributes:
+        is_long: Whether the newest match is so long that it goes before a draft model's offer.
     """
 
-    __slots__ = ("_ending", "_index", "_most", "_needed", "_num_read", "_spec")
+    __slots__ = ("_ending", "_most", "_needed", "_num_read", "_own", "_served", "_served_match", "_spec", "is_long")
 
-    def __init__(self, spec: SequenceSpec, most: int) -> None:
+    def __init__(self, spec: SequenceSpec, most: int, served: ServedTexts | None = None) -> None:
         self._spec = spec
         self._most = most
         self._ending = spec.ending_token_ids
-        self._index = TextIndex(spec.prediction)
+        self._own = Match(TextIndex(spec.prediction))
+        self._served = served
+        self._served_match: Match | None = None
         self._needed = LEAST_MATCH
         self._num_read = 0
-
-    @property
-    def is_long(self) -> bool:
-        """Whether the newest match is so long that it goes before a draft model's offer."""
-        return self._index.length >= LONG_MATCH
+        self.is_long = False
 
     def draft(self, log: TokenLog, room: int) -> Draft:
         """What may follow a log, which only grows from call to call; ``room`` tokens at most."""
-        index = self._index
         new = log.tokens[self._num_read : self._num_read + _MOST_READ]
-        index.extend(new)
         self._num_read += len(new)
-        if self._num_read < len(log):
+        match = self._longest_match(log, new)
+        self.is_long = match is not None and match.length >= LONG_MATCH
+        if match is None:
             return NO_DRAFT
-        if self._spec.prediction and len(log) == self._spec.output_start:
-            index.expect(LONG_MATCH)
-        index.find()
-        count = min(self._most, room, index.length)
-        if index.length < self._needed or count <= 0:
+        count = min(self._most, room, match.length)
+        if match.length < self._needed or count <= 0:
             return NO_DRAFT
-        tokens = self._cut(index.following(count))
+        tokens = self._cut(match.following(count))
         is_rejection = self._spec.sampling.acceptance == "rejection"
         candidates = tuple(map(point_mass, tokens)) if is_rejection else ()
-        return Draft(tokens, candidates, "prediction" if index.place < index.num_apart else "lookup")
+        return Draft(tokens, candidates, "prediction" if match.place < match.index.num_apart else "lookup")
+
+    def _longest_match(self, log: TokenLog, new: Sequence[int]) -> Match | None:
+        """Of the log's end, after ``new``; None while the log is not read."""
+        own = self._own
+        own.index.extend(new)
+        own.follow(new)
+        if self._served_match is not None:
+            self._served_match.follow(new)
+        if self._num_read < len(log):
+            return None
+        if self._spec.prediction and len(log) == self._spec.output_start:
+            own.place, own.length = 0, LONG_MATCH  # as if so much had matched before its beginning
+        own.find(own.index.tokens)
+        served = self._served_match
+        if self._served is not None and not (served and served.length):
+            served = self._served_match = self._served.longest_match(self._spec.cache_salt, log.tokens)
+        return own if served is None or served.length <= own.length else served
 
     def judge(self, num_drafted: int, num_accepted: int) -> None:
         """Learn from a round: a draft of which little was right doubles what a match must have.

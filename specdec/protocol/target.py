@@ -11,7 +11,7 @@ from specdec.errors import DeviceLostError, reason_of
 from specdec.protocol.backends import DraftSource, Status, TargetBackend, Verification, VerifyJob
 from specdec.protocol.labels import label, labels
 from specdec.protocol.leases import Times
-from specdec.protocol.lookup import LookUpOptions
+from specdec.protocol.lookup import LookUpOptions, ServedTexts, look_up_for
 from specdec.protocol.messages import Ack, Message, Notes, Offer, Open, RoundTimes, Verdict
 from specdec.protocol.offers import NO_DRAFT, OFFERS_KEPT, Draft, awaits_token, remaining_draft
 from specdec.protocol.spans import microseconds
@@ -49,6 +49,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
         self._backend = backend
         self._last_interval = last_interval
         self._lookup = lookup
+        self._served = ServedTexts(lookup.history_tokens) if lookup is not None and lookup.history_tokens else None
         self._max_model_len = backend.max_model_len
         self._groups = StepGroups()
         self._num_waiting = 0
@@ -61,6 +62,8 @@ class TargetMachine(WorkerMachine[TargetRow]):
             DeviceLostError: The backend can no longer be used.
         """
         self._expire(now_s)
+        if self._served is not None:
+            self._served.read()
         rows = sorted((row for row in self._rows if self._may_go_on(row)), key=attrgetter("place"))
         self._num_waiting = 0
         worked = any(self._verify(batch, now_s) for batch in self._groups.batches(rows))
@@ -75,6 +78,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
         """
         figures = super().report()
         figures["num_waiting_sequences"] = float(self._num_waiting)
+        figures["num_lookup_history_tokens"] = 0.0 if self._served is None else float(self._served.num_tokens)
         for item in fields(self.counters):
             value = getattr(self.counters, item.name)
             if isinstance(value, int | float):
@@ -215,7 +219,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
     # Messages.
 
     def _new_row(self, message: Open, now_s: float) -> TargetRow:
-        row = TargetRow(message, self._max_model_len, self._lookup)
+        row = TargetRow(message, self._max_model_len, look_up_for(message.spec, self._lookup, self._served))
         if message.suspects:
             self.counters.num_suspects += 1
             self._groups.suspect(row, message.suspects)
@@ -242,6 +246,8 @@ class TargetMachine(WorkerMachine[TargetRow]):
     def _dropped(self, row: TargetRow | None) -> None:
         if row is not None:
             self._backend.release(row.seq)
+            if self._served is not None:
+                self._served.add(row.spec.cache_salt, row.log.tokens)
 
     def _repeat(self, now_s: float) -> None:
         """Rule: a verdict is repeated until acknowledged, by a paused row too, and with its finish until Close."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from specdec.protocol.lookup import LookUpOptions, look_up_for
+from specdec.protocol.lookup import LookUp
 from specdec.protocol.messages import Interval, Notes, Offer, Open
 from specdec.protocol.offers import foresees
 from specdec.protocol.worker import MOST_INTERVALS, WorkerRow
@@ -35,7 +35,7 @@ class TargetRow(WorkerRow):
     Args:
         message: Opens it.
         max_model_len: Longest log of the model, in tokens.
-        options: Of its look-up; None for none.
+        lookup: Its own drafts; None where it has none.
 
     Attributes:
         place: Those with the least are decided first, and yield last where room is short.
@@ -56,7 +56,6 @@ class TargetRow(WorkerRow):
         is_patient: Whether it waits for offers at all: not since it waited in vain, until the next one comes.
         round_start: Length of the log before its newest round.
         foreseen: Whether an offer with branches had foreseen the newest round's outcome; None where there was none.
-        lookup: Its own drafts; None where it has none.
     """
 
     __slots__ = (
@@ -65,7 +64,7 @@ class TargetRow(WorkerRow):
         *("draft_intervals", "place", "reason", "round_start", "told_s"),
     )
 
-    def __init__(self, message: Open, max_model_len: int, options: LookUpOptions | None = None) -> None:
+    def __init__(self, message: Open, max_model_len: int, lookup: LookUp | None = None) -> None:
         super().__init__(message)
         self.place = self.spec.arrival_s, self.seq
         self.ending = Ending.of(self.spec, max_model_len)
@@ -84,7 +83,7 @@ class TargetRow(WorkerRow):
         self.is_patient = True
         self.round_start = len(self.log)
         self.foreseen: bool | None = None
-        self.lookup = look_up_for(self.spec, options)
+        self.lookup = lookup
 
     def end_span(self) -> None:
         """It is held no more."""

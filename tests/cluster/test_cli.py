@@ -32,6 +32,7 @@ EXAMPLES = {
     "target.kv_memory": "512MiB",
     "draft.model": "some/draft",
     "draft.method": "lookup+model",
+    "draft.lookup_history_tokens": 100000,
     "draft.revision": "v1",
     "draft.token": "hf_other",
     "draft.dtype": "float16",
@@ -245,6 +246,8 @@ def test_flags_and_yaml_say_the_same(tmp_path):
 @pytest.mark.parametrize("key", EXAMPLES | NOT_TOGETHER)
 def test_each_flag_sets_its_key_and_no_other(tmp_path, key):
     needed = {"target.model": "t"} if key == "draft.pool" else {"target.model": "t", "draft.model": "d"}
+    if key == "draft.lookup_history_tokens":
+        needed["draft.method"] = "lookup+model"
     value = (EXAMPLES | NOT_TOGETHER)[key]
     file = load_config(as_yaml(needed | {key: value}, tmp_path / "service.yaml"))
     assert from_flags(needed | {key: value}) == file
@@ -297,6 +300,7 @@ def test_the_command_line_as_a_process():
         (["serve", "--draft", "x"], "needs a target"),
         (["serve", "t", "--draft-method", "lookup+model"], "lookup+model needs a draft model"),
         (["serve", "t", "--draft", "d", "--draft-method", "lookup"], "method lookup has no draft model"),
+        (["serve", "t", "--draft", "d", "--draft-lookup-history-tokens", "9"], "lookup_history_tokens needs look-up"),
         (["serve", "t", "--draft-method", "model+lookup"], "'model', 'lookup' or 'lookup+model'"),
         (["generate", "x", "--max-tokens", "0"], "--max-tokens must be at least 1"),
         (["generate", "x", "--temperature", "-1"], "--temperature must be a number from 0 to 2"),

@@ -196,6 +196,11 @@ def test_a_method_that_cannot_be_is_refused(data, named):
         AppArgs.model_validate(data)
 
 
+def test_look_up_alone_may_look_in_texts_served_before():
+    draft = AppArgs.model_validate({"draft": {"method": "lookup", "lookup_history_tokens": 1000}}).draft
+    assert draft.lookup_history_tokens == 1000
+
+
 def test_look_up_alone_takes_both_rules():
     assert AppArgs.model_validate({"draft": {"method": "lookup"}, "acceptance": "rejection"}).speculates
 

@@ -40,6 +40,7 @@ class Case:
     num_speculative_tokens: int | None = None
     eos_token_ids: tuple[int, ...] = (EOS,)
     prediction: tuple[int, ...] = ()
+    cache_salt: str = ""
 
     def spec(self, arrival_s: float = 0.0) -> SequenceSpec:
         """What the service is told of it."""
@@ -52,6 +53,7 @@ class Case:
             arrival_s=arrival_s,
             num_speculative_tokens=self.num_speculative_tokens,
             prediction=self.prediction,
+            cache_salt=self.cache_salt,
         )
 
 

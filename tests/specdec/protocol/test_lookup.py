@@ -4,16 +4,36 @@ from __future__ import annotations
 
 import random
 import tracemalloc
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from specdec.protocol.lookup import LEAST_MATCH, LONG_MATCH, LookUp, LookUpOptions, TextIndex, look_up_for
+from specdec.protocol.lookup import (
+    LEAST_MATCH,
+    LONG_MATCH,
+    LookUp,
+    LookUpOptions,
+    Match,
+    ServedTexts,
+    TextIndex,
+    look_up_for,
+)
 from specdec.protocol.marks import TokenLog
 from specdec.sampling.params import SamplingParams, SequenceSpec
 
 SPEC = SequenceSpec(SamplingParams(), 0, 4, 1000)
 FEW_PLACES = 32
+
+
+def extend(match: Match, tokens: Sequence[int]) -> None:
+    """A text that is looked for in itself goes on."""
+    match.index.extend(tokens)
+    match.follow(tokens)
+
+
+def find(match: Match) -> None:
+    match.find(match.index.tokens)
 
 
 def longest_match(text: list[int], end: int) -> int:
@@ -29,53 +49,53 @@ def longest_match(text: list[int], end: int) -> int:
 def test_it_finds_the_longest_match_and_what_followed_it(num_kinds: int, seed: int) -> None:
     """Short texts: no run of tokens has more places than are compared."""
     rng = random.Random(seed)
-    text, index = [], TextIndex()
+    text, match = [], Match(TextIndex())
     while len(text) < FEW_PLACES:
         new = [rng.randrange(num_kinds) for _ in range(rng.choice((1, 1, 2, 5)))]
         if len(text) > 6 and rng.random() < 0.5:  # as an accepted draft comes
             start = rng.randrange(len(text))
             new = text[start : start + 6]
-        index.extend(new)
+        extend(match, new)
         text += new
         if rng.random() < 0.7:
-            index.find()
+            find(match)
             wanted = longest_match(text, len(text))
-            assert index.length == (wanted if wanted >= LEAST_MATCH else 0)
-            if index.length:
-                place, count = index.place, index.length
+            assert match.length == (wanted if wanted >= LEAST_MATCH else 0)
+            if match.length:
+                place, count = match.place, match.length
                 assert place < len(text)
                 assert text[place - count : place] == text[len(text) - count :]
                 copied = text[place:] * 10
-                assert list(index.following(7)) == copied[:7]
+                assert list(match.following(7)) == copied[:7]
 
 
 def test_in_a_long_text_a_match_that_is_followed_is_not_lost_among_newer_places() -> None:
     line = [1, 2, 3]  # begins every line, as an indent does
     file = [token for i in range(200) for token in (*line, 1000 + i)]
-    index = TextIndex()
-    index.extend([*file, -2, *file[:40]])
+    match = Match(TextIndex())
+    extend(match, [*file, -2, *file[:40]])
     for i in range(40, 120):
-        index.find()
-        assert index.following(4) == tuple(file[i : i + 4])
-        index.extend([file[i]])
+        find(match)
+        assert match.following(4) == tuple(file[i : i + 4])
+        extend(match, [file[i]])
 
 
 def test_a_text_that_repeats_itself_is_drafted_on_and_on() -> None:
-    index = TextIndex()
-    index.extend([7, 1, 2, 3, 1, 2, 3])
-    index.find()
-    assert (index.length, index.following(8)) == (3, (1, 2, 3, 1, 2, 3, 1, 2))
+    match = Match(TextIndex())
+    extend(match, [7, 1, 2, 3, 1, 2, 3])
+    find(match)
+    assert (match.length, match.following(8)) == (3, (1, 2, 3, 1, 2, 3, 1, 2))
 
 
 def test_the_texts_do_not_run_into_each_other() -> None:
-    index = TextIndex([1, 2, 3, 4])
-    index.extend([9, 9, 2, 3, 4])
-    index.find()
-    assert index.length == 0  # nothing follows there
-    index = TextIndex([1, 2, 3, 4])
-    index.extend([1, 2, 3])
-    index.find()
-    assert (index.place, index.following(5)) == (3, (4,))
+    match = Match(TextIndex([1, 2, 3, 4]))
+    extend(match, [9, 9, 2, 3, 4])
+    find(match)
+    assert match.length == 0  # nothing follows there
+    match = Match(TextIndex([1, 2, 3, 4]))
+    extend(match, [1, 2, 3])
+    find(match)
+    assert (match.place, match.following(5)) == (3, (4,))
 
 
 def drafted(lookup: LookUp, log: TokenLog, room: int = 100) -> tuple[int, ...]:
@@ -190,3 +210,74 @@ def test_where_what_is_found_says_nothing_it_falls_silent(num_kinds: int) -> Non
             log.extend([rng.randrange(num_kinds)])
         num_drafts += bool(draft)
     assert 0 < num_drafts <= 0.02 * num_rounds
+
+
+def served(most_tokens: int, *texts: tuple[str, Sequence[int]]) -> ServedTexts:
+    """Texts by salt, all read."""
+    kept = ServedTexts(most_tokens)
+    for salt, text in texts:
+        kept.add(salt, text)
+        kept.read()
+    return kept
+
+
+def test_a_text_that_was_served_is_found_by_who_has_its_salt_and_by_no_other() -> None:
+    kept = served(1000, ("a", range(10, 40)), ("b", (*range(10, 16), *range(50, 80))))
+
+    def found(salt: str) -> tuple[int, ...]:
+        log = TokenLog([1, *range(10, 16)])
+        return LookUp(replace(SPEC, cache_salt=salt), 16, kept).draft(log, 100).tokens
+
+    assert found("a") == tuple(range(16, 22))
+    assert found("b") == tuple(range(50, 56))
+    assert found("c") == found("") == ()
+
+
+def test_the_longest_of_all_matches_is_taken_and_the_texts_own_of_two_that_are_alike() -> None:
+    kept = served(1000, ("", (1, 2, 3, 4, 50, 51)), ("", (2, 3, 4, 60, 61)))
+    assert drafted(LookUp(SPEC, 16, kept), TokenLog([2, 3, 4, 70, 9, 1, 2, 3, 4])) == (50, 51)
+    assert drafted(LookUp(SPEC, 16, kept), TokenLog([1, 2, 3, 4, 70, 9, 1, 2, 3, 4])) == (70, 9, 1, 2)
+    assert drafted(LookUp(SPEC, 16, kept), TokenLog([9, 2, 3, 4])) == (60, 61)  # the newest, up to that text's end
+
+
+def test_a_match_in_a_served_text_is_followed_while_newer_ones_come() -> None:
+    line = [1, 2, 3]
+    file = [token for i in range(100) for token in (*line, 1000 + i)]
+    kept = served(4000, ("", file))
+    log, lookup = TokenLog([9, *file[:20]]), LookUp(SPEC, 16, kept)
+    for i in range(20, 300):
+        assert drafted(lookup, log) == tuple(file[i : i + 16])
+        log.extend([file[i]])
+        kept.add("", [*line, 7])
+        kept.read()
+
+
+def test_what_is_kept_of_served_texts_is_bounded_and_the_oldest_go_first() -> None:
+    kept = ServedTexts(200)
+    for i in range(50):
+        kept.add(f"salt {i % 3}", range(100 * i, 100 * i + 20))
+        kept.read()
+        assert kept.num_tokens <= 200
+
+    def is_kept(i: int) -> bool:
+        return kept.longest_match(f"salt {i % 3}", [*range(100 * i, 100 * i + 5)]) is not None
+
+    assert [is_kept(i) for i in (49, 46, 45, 30)] == [True, True, True, False]
+    kept.add("long", range(10_000))
+    for _ in range(3):
+        kept.read()
+    assert kept.num_tokens <= 200
+    assert kept.longest_match("long", [9990, 9991, 9992]) is not None
+    assert kept.longest_match("long", [1, 2, 3]) is None
+
+
+def test_texts_that_come_faster_than_they_are_read_are_not_heaped_up() -> None:
+    kept = ServedTexts(100_000)
+    for i in range(100):
+        kept.add("", range(10_000 * i, 10_000 * (i + 1)))
+    assert kept._num_unread <= 50_000
+    for _ in range(200):
+        kept.read()
+    assert kept._num_unread == 0
+    assert kept.num_tokens <= 50_000
+    assert kept.longest_match("", [9_000, 9_001, 9_002]) is not None

@@ -184,7 +184,7 @@ class World:
                     node.backends[0],
                     TIMES,
                     fingerprint=_fingerprints(model).decision,
-                    lookup=LookUpOptions(5),
+                    lookup=LookUpOptions(5, history_tokens=100),
                 )
             case "D":
                 drafter = ScriptedDraft(self.draft_model, room=self.draft_room, max_model_len=self.draft_max_model_len)
