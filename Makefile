@@ -58,10 +58,14 @@ test-fast: $(DEV)
 test-faults: $(DEV)
 	@$(PYTEST) -m "faults and not soak and not cluster and not clients and not monitoring and not vllm" $(ARGS)
 
+# The service's tests find its engine in keys that the environment sets.
 test-vllm: $(DEV) $(VLLM_READY)
 	@$(VLLM)/bin/python -m pytest -m "vllm and not soak" tests/vllm $(ARGS)
 	@$(VLLM)/bin/python -m pytest tests/specdec/sampling/test_corpus_masks.py $(ARGS)
 	@$(PYTEST) -m vllm tests/integration/test_vllm.py $(ARGS)
+	@SPECDEC__TARGET__ENGINE=vllm SPECDEC__TARGET__PYTHON=$(VLLM)/bin/python SPECDEC__TARGET__ENGINE_ARGS='{enforce_eager: true}' \
+		SPECDEC__TARGET__KV_MEMORY=128MiB $(PYTEST) -m "service and not soak" -k "openai_client or curl or poisonous or sigterm or (kills and target)" \
+		tests/integration/test_{openai_client,readme,poison,as_served,kills}.py $(ARGS)
 
 test-cluster: $(DEV) $(CHECKOV)
 	@for program in redis-server buildah mmdebstrap; do command -v $$program >/dev/null \

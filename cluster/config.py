@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from cluster.limits import Access, Limits, ResponsesStore, Tls
-from cluster.models import DraftConfig, ModelConfig
+from cluster.models import DraftConfig, TargetConfig
 from cluster.replicas import Replicas
 from cluster.strict import StrictModel, refused_key
 from cluster.tracing import Tracing
@@ -166,7 +166,7 @@ class AppArgs(StrictModel):
     demo: Demo = Field(
         "plain", description="demo target where no target is given: attention alone, or recurrent layers and attention"
     )
-    target: ModelConfig = Field(default_factory=ModelConfig, description="the model that answers")
+    target: TargetConfig = Field(default_factory=TargetConfig, description="the model that answers")
     draft: DraftConfig = Field(default_factory=DraftConfig, description="the model that proposes; none: no speculation")
     served_model_name: str | None = Field(None, min_length=1, description="the model's name in the API")
     max_model_len: int | None = Field(None, ge=2, le=1 << 24, description="prompt and output together, in tokens")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.config import AppArgs
 from cluster.machine import Machine, this_machine
 from cluster.models import ModelConfig
-from cluster.placement import Devices, Placement, plan_placement
+from cluster.placement import Devices, Placement, placement_of
 from specdec.engine.shares import on_one_gpu
 from specdec.errors import SpecdecError
 
@@ -58,6 +58,7 @@ class Findings:
         target: None where there is a problem with it.
         draft: The same; also None where there is no draft.
         pair: What holds for both together: see :class:`specdec.models.compat.PairReport`.
+        engine: Of a target under vLLM, in place of what is found by loading it: what its environment has.
         problems: Why the pair cannot be served, a line each; empty where it can.
     """
 
@@ -66,6 +67,7 @@ class Findings:
     target: ModelFindings | None = None
     draft: ModelFindings | None = None
     pair: dict[str, Any] | None = None
+    engine: str | None = None
     problems: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
@@ -79,12 +81,14 @@ def examine(args: AppArgs, progress: Progress | None = None) -> Findings:
 
     machine = this_machine()
     devices = Devices(len(machine.gpus), machine.num_cpus)
-    findings = Findings(machine, plan_placement(devices, args.replicas, args.actors, has_draft=args.has_own_draft))
+    findings = Findings(machine, placement_of(args, devices))
     shares = findings.placement.target.gpu_share, findings.placement.draft.gpu_share
     source = target_source(args)
-    target = _examined(source, args, args.target, shares[0], findings, progress)
-    if target is not None:
-        findings.target = _findings(target)
+    if args.target.engine == "vllm":
+        _examine_engine(args, findings)
+    else:
+        target = _examined(source, args, args.target, shares[0], findings, progress)
+        findings.target = None if target is None else _findings(target)
     draft_model = draft_source(args)
     if draft_model is None:
         return findings
@@ -93,7 +97,7 @@ def examine(args: AppArgs, progress: Progress | None = None) -> Findings:
     draft = _examined(draft_model, args, args.draft, shares[1], findings, progress)
     if draft is not None:
         findings.draft = _findings(draft)
-    if target is not None and draft is not None:
+    if (findings.target is not None or findings.engine is not None) and draft is not None:
         _examine_pair(findings, source, draft_model, args)
     return findings
 
@@ -118,6 +122,16 @@ def _examined(
     except SpecdecError as error:
         findings.problems.append(str(error))
         return None
+
+
+def _examine_engine(args: AppArgs, findings: Findings) -> None:
+    """Of a target under vLLM what can be said without loading it."""
+    from cluster.vllm import check_engine
+
+    try:
+        findings.engine = check_engine(args) or "vLLM is in the image of the target's replicas, which was not asked"
+    except SpecdecError as error:
+        findings.problems.append(str(error))
 
 
 def _examine_pair(findings: Findings, target: ModelSource, draft: ModelSource, args: AppArgs) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from importlib.metadata import version
 from pathlib import Path
 
 import specdec.demo
 from cluster.config import AppArgs, Demo
-from cluster.models import Dtype, ModelConfig
+from cluster.models import Dtype, ModelConfig, TargetConfig
+from specdec.engine.vllm.checks import VERSION
 from specdec.models.fingerprint import digest, model_fingerprint, vocabulary_fingerprint
 from specdec.types import Fingerprints
 
@@ -74,6 +76,10 @@ def _deciding(args: AppArgs, model: ModelConfig, path: str, vocabulary: str) -> 
 def _engine(args: AppArgs, model: ModelConfig) -> list[str]:
     """What rounds otherwise in another version; in float32 the tokens are the same for all."""
     dtype = model_dtype(args, model)
+    if isinstance(model, TargetConfig) and model.engine == "vllm":
+        # The other processes have no vLLM, and other versions of torch and transformers.
+        of_engine = [f"vllm {VERSION}", json.dumps(model.engine_args, sort_keys=True, default=str)]
+        return [] if dtype == "float32" and not model.engine_args else of_engine
     if dtype == "float32" or (dtype == "auto" and model.device == "cpu"):
         return []
     device = "cpu" if model.device == "cpu" else "any"

@@ -19,7 +19,7 @@ import psutil
 
 from cluster.config import AppArgs, ServiceConfig
 from cluster.drain import INGRESS, drain_ingress
-from cluster.placement import plan_placement, ray_devices
+from cluster.placement import placement_of, ray_devices
 from cluster.processes import OwnProcesses, is_alive
 from cluster.settings import prepare_for_ray
 from cluster.startup import starting
@@ -144,7 +144,7 @@ class LocalService:
         )
         self._report("Serve is up")
         args = self._config.app_args()
-        placement = plan_placement(ray_devices(), args.replicas, args.actors, has_draft=args.has_own_draft)
+        placement = placement_of(args, ray_devices())
         for remark in placement.remarks:
             self._report(remark)
         app = load_builder(self._application)(args)

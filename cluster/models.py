@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, SecretStr, model_validator
 
 from cluster.strict import StrictModel
+from specdec.engine.vllm.checks import refused_argument
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 MIN_KV_BYTES = 1 << 20
@@ -74,6 +75,47 @@ class ModelConfig(StrictModel):
         if self.device_map is not None and self.device != "auto":
             raise ValueError("device and device_map exclude each other")
         return self
+
+
+class TargetConfig(ModelConfig):
+    """The model that answers, and the engine that runs it."""
+
+    engine: Literal["transformers", "vllm"] = Field(
+        "transformers", description="transformers: our own; vllm: vLLM's, in an environment that has it"
+    )
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="with engine vllm: arguments of vLLM's EngineArgs, as quantization and tensor_parallel_size, but "
+        "for those that keys here say",
+    )
+    python: str | None = Field(
+        None,
+        min_length=1,
+        description="with engine vllm: the Python of its environment, as .venv-vllm/bin/python; none: the one that "
+        "runs Ray there, as in an image of its own",
+    )
+    allow_untested: bool = Field(False, description="with engine vllm: take another version of it than the tested one")
+
+    @model_validator(mode="after")
+    def _of_one_engine(self) -> TargetConfig:
+        if self.engine == "transformers":
+            if self.engine_args or self.python is not None or self.allow_untested:
+                raise ValueError("engine_args, python and allow_untested need engine: vllm")
+            return self
+        if self.device != "auto" or self.device_map is not None:
+            raise ValueError("device and device_map are not for engine vllm: it takes the GPUs that its replica has")
+        if self.compile:
+            raise ValueError("compile is not for engine vllm: it compiles unless engine_args has enforce_eager")
+        refused = refused_argument(self.engine_args)
+        if refused:
+            raise ValueError(f"engine_args: {refused}")
+        return self
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that one replica spreads the model over."""
+        size = self.engine_args.get("tensor_parallel_size", 1)
+        return size if isinstance(size, int) else 1
 
 
 DraftMethod = Literal["model", "lookup", "lookup+model"]

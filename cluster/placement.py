@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.config import ActorOptions, Actors
+from cluster.config import ActorOptions, Actors, AppArgs
 from cluster.replicas import Replicas, most
 from specdec.engine.shares import equal_share
 
@@ -56,6 +56,7 @@ def plan_placement(
     *,
     has_target: bool = True,
     has_draft: bool = True,
+    gpus_per_target: int = 1,
 ) -> Placement:
     """Share the devices out among the replicas of target and draft; router and ingress ask for no core unless told to.
 
@@ -70,15 +71,19 @@ def plan_placement(
         actors: Explicit options by deployment.
         has_target: Whether targets are deployed.
         has_draft: Whether drafts are.
+        gpus_per_target: GPUs that one target's model is spread over; several are each wholly its own.
     """
     replicas = replicas or Replicas()
     actors = actors or Actors()
     num_workers = most(replicas.target) * has_target + most(replicas.draft) * has_draft
-    num_gpus = equal_share(devices.num_gpus, num_workers)
+    num_gpus = target_gpus = equal_share(devices.num_gpus, num_workers)
+    if devices.num_gpus and gpus_per_target > 1 and has_target:
+        target_gpus = gpus_per_target
+        num_gpus = equal_share(devices.num_gpus - target_gpus * most(replicas.target), most(replicas.draft))
     # Where no node is up yet, a worker still asks for a core: it must not land on a head node that has none.
     num_cpus = equal_share(devices.num_cpus, num_workers) or 1.0
     none = ActorShare({"num_cpus": 0})
-    target = _share(actors.target, num_gpus, num_cpus) if has_target else none
+    target = _share(actors.target, target_gpus, num_cpus) if has_target else none
     draft = _share(actors.draft, num_gpus, num_cpus) if has_draft else none
     remarks = [*_gpu_remarks({"target": target, "draft": draft})]
     if num_cpus < 1:
@@ -89,6 +94,14 @@ def plan_placement(
         router=_share(actors.router, 0, 0),
         ingress=_share(actors.ingress, 0, 0),
         remarks=tuple(remarks),
+    )
+
+
+def placement_of(args: AppArgs, devices: Devices) -> Placement:
+    """What :func:`plan_placement` gives for a configuration."""
+    gpus_per_target = args.target.num_gpus
+    return plan_placement(
+        devices, args.replicas, args.actors, has_draft=args.has_own_draft, gpus_per_target=gpus_per_target
     )
 
 

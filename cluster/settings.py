@@ -50,6 +50,12 @@ VLLM_SETTINGS = {
 }
 """What a process with vLLM in it is started with."""
 
+
+def with_vllm_settings(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment of a process with vLLM in it."""
+    return {**environment, **VLLM_SETTINGS}
+
+
 KEY_PREFIX = "SPECDEC__"
 """Variables that begin so are keys of the configuration: ``SPECDEC__TARGET__DTYPE`` is ``target.dtype``.
 

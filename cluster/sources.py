@@ -38,6 +38,16 @@ def read_template(file: str | None) -> str | None:
         raise InvalidParameterError("chat_template", f"chat_template: {file}: {error}") from None
 
 
+def check_one_process(args: AppArgs) -> None:
+    """Refuse to run both models in one process where vLLM is to run one: it changes the process it is in.
+
+    Raises:
+        InvalidParameterError: So it is.
+    """
+    if args.target.engine == "vllm":
+        raise InvalidParameterError("target.engine", "target.engine: vllm is for the service: it needs its own process")
+
+
 def backend_options(args: AppArgs, model: ModelConfig, vocab_size: int | None = None) -> BackendOptions:
     """How a model is run.
 

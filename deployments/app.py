@@ -5,7 +5,9 @@ No postponed annotations here: Serve makes the builder's argument by the class t
 
 import logging
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import Field, model_validator
@@ -16,11 +18,12 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from cluster.config import AppArgs
 from cluster.download import check_models
 from cluster.identity import fingerprints
-from cluster.placement import ActorShare, plan_placement, ray_devices
+from cluster.placement import ActorShare, placement_of, plan_placement, ray_devices
 from cluster.replicas import ReplicaRange
 from cluster.settings import api_keys, check_ray
 from cluster.sources import draft_source, read_template, target_source
 from cluster.strict import refused_key
+from cluster.vllm import check_engine, runtime_env
 from deployments.autoscaling import Autoscaler
 from deployments.ingress import OpenAIIngress, model_info
 from deployments.metrics.families import Part
@@ -52,10 +55,11 @@ def build_app(args: AppArgs) -> Application:
     """
     check_ray(args.access.allow_unauthenticated_ray)
     check_files(args)
-    placement = plan_placement(ray_devices(), args.replicas, args.actors, has_draft=args.has_own_draft)
+    placement = placement_of(args, ray_devices())
     for remark in placement.remarks:
         logger.info(remark)
-    workers = [_worker(TargetServer, TARGET, "target", args, placement.target)]
+    environment = runtime_env(args, placement.target.num_torch_threads)
+    workers = [_worker(TargetServer, TARGET, "target", args, placement.target, environment=environment)]
     if args.has_own_draft:
         workers.append(_worker(DraftServer, DRAFT, "draft", args, placement.draft))
     router = serve.deployment(SpeculationRouter, name=ROUTER).options(
@@ -121,6 +125,9 @@ def check_files(args: AppArgs) -> None:
     target, draft = target_source(args), draft_source(args)
     if not all(Path(source.path).expanduser().is_dir() for source in (target, draft) if source is not None):
         return
+    line = check_engine(args)
+    if line is not None:
+        logger.info(line)
     model_info(args, fingerprints(args))
     AnswerForms(load_tokenizer(target), args.tool_parser, args.reasoning_tags)
     if draft is not None:
@@ -148,10 +155,19 @@ def replica_options(count: int | ReplicaRange, part: Part) -> dict[str, Any]:
     return {"autoscaling_config": config}
 
 
-def _worker(cls: type[Any], name: str, part: Part, args: AppArgs, share: ActorShare, *more: Any) -> Application:
+def _worker(
+    cls: type[Any],
+    name: str,
+    part: Part,
+    args: AppArgs,
+    share: ActorShare,
+    *more: Any,
+    environment: Mapping[str, Any] = MappingProxyType({}),
+) -> Application:
+    ray_options = share.ray_actor_options | ({"runtime_env": dict(environment)} if environment else {})
     deployment = serve.deployment(cls, name=name).options(
         **replica_options(getattr(args.replicas, part), part),
-        ray_actor_options=share.ray_actor_options,
+        ray_actor_options=ray_options,
         **pinned_options(args.drain_timeout_s),
     )
     return deployment.bind(args, share.num_torch_threads, share.gpu_share, *more)

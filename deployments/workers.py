@@ -19,6 +19,7 @@ from cluster.identity import fingerprints
 from cluster.live import set_log_level
 from cluster.sources import backend_options, draft_source, target_source
 from cluster.startup import startup
+from cluster.vllm import vllm_options
 from deployments.figures import Asked
 from deployments.live import LiveKeys
 from deployments.metrics.families import Part
@@ -199,6 +200,10 @@ def _target_backend(args: AppArgs, gpu_share: float, say: Progress) -> tuple[Tar
     source = target_source(args)
     width = tokenizer_width(load_tokenizer(source))
     options = replace(backend_options(args, args.target, width), device_share=gpu_share)
+    if args.target.engine == "vllm":
+        from specdec.engine.vllm.build import build_vllm_target
+
+        return build_vllm_target(source, options, vllm_options(args), say), None
     backend, built = build_target(source, options, say)
     _report(built)
     return backend, backend.last_progress

@@ -13,7 +13,7 @@ from cluster.bench.load import Workload, fresh_salt
 from cluster.bench.measures import Arrival, DeviceUse, Run, Stream, device_use
 from cluster.config import AppArgs
 from cluster.doubles import emulated_drafter, emulated_target, scripted_pair
-from cluster.sources import backend_options, draft_source, target_source
+from cluster.sources import backend_options, check_one_process, draft_source, target_source
 from specdec.engine.build import build_drafter, build_target
 from specdec.engine.emulation import Clock, EmulatedDrafter, EmulatedTarget, RealClock
 from specdec.engine.engine import SpeculativeEngine
@@ -154,6 +154,7 @@ def _backends(
     if args.is_scripted:
         scripted, script_drafter = scripted_pair(args)
         return scripted, script_drafter if args.has_draft else None
+    check_one_process(args)
     source, draft = target_source(args), draft_source(args)
     share = pair_share(source, draft)
     options = replace(backend_options(args, args.target, vocab_size), device_share=share)

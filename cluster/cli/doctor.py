@@ -52,6 +52,8 @@ def report(findings: Findings) -> Iterator[str]:
     for role, model in (("target", findings.target), ("draft", findings.draft)):
         if model is not None:
             yield from model_lines(role, model)
+    if findings.engine is not None:
+        yield _line("target", findings.engine)
     if findings.pair is not None:
         yield _line("pair", f"fits together: {findings.pair['num_shared_tokens']} tokens in common")
         yield from (_line("", note) for note in findings.pair["notes"])

@@ -101,9 +101,10 @@ def sampling_params(defaults: SamplingParams, arguments: argparse.Namespace, con
 
 def build_engine(config: ServiceConfig) -> SpeculativeEngine:
     """Load both models into this process; progress goes to stderr."""
-    from cluster.sources import backend_options, draft_source, target_source
+    from cluster.sources import backend_options, check_one_process, draft_source, target_source
     from specdec.engine.engine import SpeculativeEngine
 
+    check_one_process(config)
     return SpeculativeEngine.from_pretrained(
         target_source(config),
         draft_source(config),

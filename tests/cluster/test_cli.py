@@ -126,7 +126,17 @@ EXAMPLES = {
     "host": "localhost",
     "port": 1234,
 }
-NOT_TOGETHER = {"target.device_map": "auto", "draft.device": "cpu", "draft.pool": "drafts"}
+OF_VLLM = {
+    "target.engine_args": {"quantization": "fp8"},
+    "target.python": "some/python",
+    "target.allow_untested": True,
+}
+NOT_TOGETHER = OF_VLLM | {
+    "target.engine": "vllm",
+    "target.device_map": "auto",
+    "draft.device": "cpu",
+    "draft.pool": "drafts",
+}
 
 
 def as_yaml(values, path):
@@ -248,6 +258,7 @@ def test_each_flag_sets_its_key_and_no_other(tmp_path, key):
     needed = {"target.model": "t"} if key == "draft.pool" else {"target.model": "t", "draft.model": "d"}
     if key == "draft.lookup_history_tokens":
         needed["draft.method"] = "lookup+model"
+    needed |= {"target.engine": "vllm"} if key in OF_VLLM else {}
     value = (EXAMPLES | NOT_TOGETHER)[key]
     file = load_config(as_yaml(needed | {key: value}, tmp_path / "service.yaml"))
     assert from_flags(needed | {key: value}) == file

@@ -1,0 +1,126 @@
+"""What is said of a target under vLLM where there is no vLLM: keys, environments, placement, fingerprints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.cli.main import main
+from cluster.config import AppArgs
+from cluster.identity import fingerprints
+from cluster.placement import Devices, plan_placement
+from cluster.strict import validated
+from cluster.vllm import check_engine, runtime_env, versions, vllm_options
+from specdec.errors import InvalidParameterError
+
+
+def args_of(**target: Any) -> AppArgs:
+    return validated(AppArgs, {"target": {"engine": "vllm", **target}})
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ({"engine": "transformers", "engine_args": {"quantization": "fp8"}}, "need engine: vllm"),
+        ({"engine": "transformers", "python": "p"}, "need engine: vllm"),
+        ({"engine": "transformers", "allow_untested": True}, "need engine: vllm"),
+        ({"device": "cuda:1"}, "device and device_map are not for engine vllm"),
+        ({"device_map": "auto"}, "device and device_map are not for engine vllm"),
+        ({"compile": True}, "compile is not for engine vllm"),
+        ({"engine_args": {"max_model_len": 4}}, "max_model_len is said by max_model_len"),
+        ({"engine_args": {"trust_remote_code": True}}, "trust_remote_code is set by specdec"),
+        ({"engine_args": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size is not tested"),
+        ({"engine_args": {"enable_lora": True}}, "enable_lora is not tested"),
+        ({"engine": "sglang"}, "must be 'transformers' or 'vllm'"),
+    ],
+)
+def test_keys_that_do_not_go_together(target: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidParameterError, match=message):
+        args_of(**target)
+
+
+def test_what_the_replica_is_started_with() -> None:
+    assert runtime_env(validated(AppArgs, {}), 2) == {}
+    assert "py_executable" not in runtime_env(args_of(), 2)
+    started = runtime_env(args_of(python="some/python"), 2)
+    assert started["py_executable"] == str(Path("some/python").absolute())
+    assert started["env_vars"]["OMP_NUM_THREADS"] == "2"
+    assert started["env_vars"]["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+
+
+def python_that_says(path: Path, answer: dict[str, Any]) -> str:
+    """A Python of another environment: a program in its place."""
+    path.write_text(f"#!{sys.executable}\nprint('a log line')\nprint({json.dumps(answer)!r})\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["python", "ray", "llguidance"])
+def test_another_version_there_is_refused(tmp_path: Path, name: str) -> None:
+    answer = {"versions": versions() | {name: "0.1"}, "parameter": "target", "problem": ""}
+    python = python_that_says(tmp_path / "python", answer)
+    with pytest.raises(InvalidParameterError, match=f"has {name} 0.1, this one .*must be the same") as caught:
+        check_engine(args_of(python=python))
+    assert caught.value.parameter == "target.python"
+
+
+def test_what_is_wrong_there_is_told(tmp_path: Path) -> None:
+    answer = {"versions": versions(), "parameter": "target.engine_args", "problem": "no such argument"}
+    with pytest.raises(InvalidParameterError, match="no such argument") as caught:
+        check_engine(args_of(python=python_that_says(tmp_path / "python", answer)))
+    assert caught.value.parameter == "target.engine_args"
+
+
+def test_what_is_there_is_told(tmp_path: Path) -> None:
+    answer = {"versions": versions() | {"torch": "9", "vllm": "0.32.0"}, "parameter": "target", "problem": ""}
+    line = check_engine(args_of(python=python_that_says(tmp_path / "python", answer)))
+    assert line is not None
+    assert "torch 9" in line
+    assert "vllm 0.32.0" in line
+    assert check_engine(validated(AppArgs, {})) is None
+
+
+@pytest.mark.parametrize("python", ["/no/such/python", "/bin/false", "/bin/true"])
+def test_no_python_there(python: str) -> None:
+    with pytest.raises(InvalidParameterError, match="make setup-vllm"):
+        check_engine(args_of(python=python))
+
+
+def test_this_python_has_no_vllm() -> None:
+    with pytest.raises(InvalidParameterError, match="No module named 'vllm'"):
+        check_engine(args_of(python=sys.executable))
+
+
+def test_one_process_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "pair.yaml").write_text("demo: plain\ntarget: {engine: vllm}\n")
+    assert main(["generate", "text", "--config", str(tmp_path / "pair.yaml")]) == 2
+    assert "needs its own process" in capsys.readouterr().err
+
+
+def test_a_target_over_two_gpus_has_them_for_itself() -> None:
+    placed = plan_placement(Devices(4, 8), gpus_per_target=2)
+    assert placed.target.ray_actor_options["num_gpus"] == 2
+    assert placed.draft.ray_actor_options["num_gpus"] == 1
+    assert args_of(engine_args={"tensor_parallel_size": 2}).target.num_gpus == 2
+    without = plan_placement(Devices(0, 2), gpus_per_target=2)
+    assert "num_gpus" not in without.target.ray_actor_options
+
+
+def test_the_engine_decides_tokens_but_in_float32() -> None:
+    own, plain = fingerprints(validated(AppArgs, {})), fingerprints(args_of())
+    assert plain.decision == own.decision
+    found = {
+        fingerprints(args_of(dtype="bfloat16")).decision,
+        fingerprints(args_of(engine_args={"quantization": "fp8"})).decision,
+        fingerprints(args_of(dtype="bfloat16", engine_args={"kv_cache_dtype": "fp8"})).decision,
+    }
+    assert len(found - {own.decision}) == 3
+
+
+def test_a_draft_of_one_token_has_room_where_nobody_drafts() -> None:
+    assert vllm_options(validated(AppArgs, {"num_speculative_tokens": 0})).max_draft == 1
+    assert vllm_options(validated(AppArgs, {"num_speculative_tokens": 6})).max_draft == 6
