@@ -165,7 +165,16 @@ class Controller:
             return None, 0
         drafter, num_draft_rows = known[0], max(1, -(-self._num_able // len(known)))  # drafters are alike
         num_rows, trips_s = max(num_rows, figures.num_sequences), figures.round_trip_s + drafter.round_trip_s
-        found = Conditions(figures.profile, figures.steps, drafter.steps, num_rows, num_draft_rows, trips_s, guess_rate)
+        found = Conditions(
+            figures.profile,
+            figures.steps,
+            drafter.steps,
+            num_rows,
+            num_draft_rows,
+            trips_s,
+            guess_rate,
+            drafter.num_step_tokens,
+        )
         return found, drafter.branches_each(num_draft_rows)
 
     @property

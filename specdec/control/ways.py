@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from math import ceil, floor
 from typing import NamedTuple, get_args
 
 from specdec.control.steptimes import StepTimes
@@ -68,6 +69,7 @@ class Conditions:
         num_draft_rows: Sequences that share its drafter's steps.
         round_trip_s: ``2 delta``.
         guess_rate: How often the draft's next guess is right where its token and the guesses before were wrong.
+        num_step_tokens: Tokens in a row that a step of its drafter gives each sequence or branch.
     """
 
     alone: StepTimes
@@ -77,6 +79,7 @@ class Conditions:
     num_draft_rows: int
     round_trip_s: float
     guess_rate: float
+    num_step_tokens: int = 1
 
     def target_s(self, num_draft_tokens: float) -> float:
         """A step that verifies so many draft tokens per row."""
@@ -85,7 +88,12 @@ class Conditions:
     def draft_s(self, num_branches: int) -> float:
         """A draft step with so many branches per sequence."""
         rows = self.num_draft_rows * (1 + num_branches)
-        return self.draft.at(rows, rows)
+        return self.draft.at(rows, rows * self.num_step_tokens)
+
+    def num_fitting(self, seconds: float, draft_s: float) -> float:
+        """Draft tokens that are there in time; a part of a step that gives several gives none of them."""
+        num_steps = max(0.0, seconds / draft_s)
+        return num_steps if self.num_step_tokens == 1 else self.num_step_tokens * floor(num_steps)
 
 
 def pace(choice: Choice, conditions: Conditions, acceptance_rate: float) -> float:
@@ -94,7 +102,8 @@ def pace(choice: Choice, conditions: Conditions, acceptance_rate: float) -> floa
     if choice.way == "off":
         return 1 / min(conditions.alone.at(conditions.num_rows, conditions.num_rows), conditions.target_s(0))
     if choice.way == "in_turn":
-        round_s = conditions.target_s(length) + length * conditions.draft_s(0) + conditions.round_trip_s
+        num_steps = ceil(length / conditions.num_step_tokens)
+        round_s = conditions.target_s(length) + num_steps * conditions.draft_s(0) + conditions.round_trip_s
         return expected_tokens(acceptance_rate, length) / round_s
     return ahead(choice, conditions, acceptance_rate)
 
@@ -110,9 +119,9 @@ def ahead(choice: Choice, conditions: Conditions, acceptance_rate: float) -> flo
     length, branches = choice.num_draft_tokens, choice.num_branches
     a, guess_rate, draft_s = acceptance_rate, conditions.guess_rate, conditions.draft_s(branches)
     plain_s = conditions.target_s(0)
-    fit_plain = max(0.0, (plain_s - conditions.round_trip_s) / draft_s)
+    fit_plain = conditions.num_fitting(plain_s - conditions.round_trip_s, draft_s)
     step_s = conditions.target_s(min(length, fit_plain))
-    fit = max(0.0, min(length, (step_s - conditions.round_trip_s) / draft_s))
+    fit = min(length, conditions.num_fitting(step_s - conditions.round_trip_s, draft_s))
     found = hit_rate(a, fit, branches, guess_rate) * min(1.0, fit)
     found_after_plain = hit_rate(a, 0, branches, guess_rate) * max(0.0, min(1.0, fit_plain - 1))
     share = found_after_plain / (1 - found + found_after_plain) if found_after_plain else 0.0

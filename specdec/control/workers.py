@@ -47,6 +47,11 @@ class WorkerFigures:
         """As reported: other routers' are among them."""
         return int(self.report.get("num_sequences", 0))
 
+    @property
+    def num_step_tokens(self) -> int:
+        """Tokens in a row that a drafter's step gives."""
+        return max(1, int(self.report.get("num_step_tokens", 1)))
+
     def branches_each(self, num_sequences: int) -> int:
         """Most branches that a drafter has room for, of each of its sequences; recurrent states take a slot each."""
         rows, num_slots = max(1, num_sequences, self.num_sequences), int(self.report.get("num_state_slots", 0))

@@ -72,6 +72,8 @@ class BackendOptions:
         rollback_tokens: How many tokens recurrent states can be brought back for sure without reading anew; a draft to
             be verified is no longer. A drafter that runs ahead of the target needs twice a draft's length and 1.
         skip_admission_check: Serve a model without comparing its cached forward with its plain one.
+        num_step_tokens: Tokens that a draft model gives in one pass; more than one where it was taught to read mask
+            tokens, which its configuration names.
         other_vocabulary: Whether a draft may have a vocabulary that is not its target's; shared tokens are drafted.
         logits_processors: Hooks that may change the logits of every position, drafted or not, before it is sampled.
     """
@@ -86,6 +88,7 @@ class BackendOptions:
     rollback: Route | Literal["auto"] = "auto"
     rollback_tokens: int = DEFAULT_WINDOW_TOKENS
     skip_admission_check: bool = False
+    num_step_tokens: int = 1
     other_vocabulary: bool = False
     logits_processors: tuple[LogitsProcessor, ...] = ()
 
@@ -137,8 +140,31 @@ def build_drafter(
     if pair.translation is not None:
         translator = Translator(pair.translation)
         sampler = make_sampler(target, pair.vocab_size, describe_model(target).eos_token_ids, options)
-    drafter = ModelDrafter(runner, sampler, states=states, translator=translator, **lengths)
+    drafter = ModelDrafter(
+        runner,
+        sampler,
+        states=states,
+        translator=translator,
+        mask_token_id=None if options.num_step_tokens == 1 else _mask_token_id(built.loaded),
+        num_step_tokens=options.num_step_tokens,
+        **lengths,
+    )
     return drafter, solo, built
+
+
+def _mask_token_id(loaded: LoadedModel) -> int:
+    """As vLLM's ``parallel_drafting`` finds it.
+
+    Raises:
+        ModelLoadError: The model was not taught to read one.
+    """
+    for name in ("pard_token", "ptd_token_id"):
+        token = getattr(loaded.config, name, None)
+        if token is not None:
+            return int(token)
+    raise ModelLoadError(
+        f"{loaded.name} gives a token a pass: its config.json names no mask token (pard_token or ptd_token_id)"
+    )
 
 
 def make_sampler(source: ModelSource, vocab_size: int, eos_token_ids: Tokens, options: BackendOptions) -> Sampler:

@@ -1,11 +1,14 @@
-"""The draft model behind the drafter's state machine: one more token for every chain, in one batch."""
+"""The draft model behind the drafter's state machine: more tokens for every chain and branch, in one batch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from specdec.device_errors import device_losses
-from specdec.engine.rules import propose
+from specdec.engine.rules import Drawn, propose
 from specdec.engine.states import SequenceStates, prefix_salt, rank_of
 from specdec.engine.translator import Translator
 from specdec.models.runner import ModelRunner, RowInput
@@ -15,6 +18,40 @@ from specdec.sampling.pipeline import RowGroup, Sampler
 _WAITING = Proposal(Status.WAITING)
 _PREFILLING = Proposal(Status.PREFILLING)
 _FAILED = Proposal(Status.FAILED)
+
+
+@dataclass(slots=True)
+class _Deciding:
+    """A job whose tokens are all read, and what is drawn for it.
+
+    Attributes:
+        place: Of the job among all.
+        tokens: The job's, and what was drawn after them.
+        start: Of its first row among the logits.
+        num_tokens: Rows, each of which gives a token.
+        has_failed: Whether an error of its own has ended the drawing.
+    """
+
+    place: int
+    job: DraftJob
+    tokens: list[int]
+    start: int
+    num_tokens: int
+    has_failed: bool = False
+    drawn: list[Proposal] = field(default_factory=list)
+
+    def append(self, drawn: Drawn) -> None:
+        count = self.job.num_guesses
+        guesses, likelihoods = drawn.guesses[:count], drawn.likelihoods[: 1 + count]
+        if self.num_tokens > 1:
+            self.tokens = [*self.tokens, drawn.token]
+        self.drawn.append(Proposal(Status.DECIDED, drawn.token, drawn.candidates, guesses, likelihoods))
+
+    def proposal(self) -> Proposal:
+        """What was drawn; of an error after the first token nothing is said, as it may never come to that place."""
+        if not self.drawn:
+            return _FAILED
+        return self.drawn[0]._replace(further=tuple(self.drawn[1:])) if self.num_tokens > 1 else self.drawn[0]
 
 
 class ModelDrafter:
@@ -30,6 +67,10 @@ class ModelDrafter:
         max_batch_tokens: Most tokens forwarded per step, where no more than half as many have a job: each gets one.
         states: Of the runner, where another backend uses it too; by default there is none.
         translator: Where the model's vocabulary is not the target's, which the sampler and all jobs speak.
+        mask_token_id: Of a model that was taught to give several tokens in one pass, as PARD does (An et al. 2025,
+            "PARD: Accelerating LLM Inference with Low-Cost PARallel Draft Model Adaptation"): what stands in the place
+            of each token but the first. None drafts a token a step.
+        num_step_tokens: How many tokens such a model gives in a pass, at most.
     """
 
     def __init__(
@@ -41,11 +82,15 @@ class ModelDrafter:
         max_batch_tokens: int,
         states: SequenceStates | None = None,
         translator: Translator | None = None,
+        mask_token_id: int | None = None,
+        num_step_tokens: int = 1,
     ) -> None:
         self._runner = runner
         self._sampler = sampler
         self._states = states if states is not None else SequenceStates(runner)
         self._translator = translator
+        self._mask = [] if mask_token_id is None else [mask_token_id]
+        self._num_step_tokens = num_step_tokens if self._mask else 1
         self._max_model_len = max_model_len
         self._max_batch_tokens = max_batch_tokens
 
@@ -59,8 +104,8 @@ class ModelDrafter:
         return self._runner.progress.newest_s
 
     def gauges(self) -> dict[str, float]:
-        """What is held now, for the worker's report."""
-        return self._states.gauges()
+        """What is held now, and how many tokens a step gives, for the worker's report."""
+        return self._states.gauges() | {"num_step_tokens": float(self._num_step_tokens)}
 
     def rest(self) -> None:
         """Nothing is to be done."""
@@ -85,10 +130,12 @@ class ModelDrafter:
     def _propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         results = [_WAITING] * len(jobs)
         rows: list[RowInput] = []
-        deciding: list[int] = []
+        deciding: list[_Deciding] = []
+        asked = jobs if self._translator is None else [self._translator.translated(job) for job in jobs]
         # A prompt leaves the others a token each, as a branch that waits is late, and gets half a chunk at the least.
         budget = max(self._max_batch_tokens, len(jobs) - 1 + max(1, self._max_batch_tokens // 2))
-        for i, job in enumerate(jobs if self._translator is None else map(self._translator.translated, jobs)):
+        num_logits = 0
+        for i, job in enumerate(asked):
             if self._translator is not None and len(job.tokens) > self._max_model_len:
                 results[i] = _FAILED  # the model's own spelling of it is longer than the model can read
                 continue
@@ -100,35 +147,51 @@ class ModelDrafter:
                 results[i] = _PREFILLING
                 self._states.keep_prefix(job.key, job.num_committed)
                 if row.num_logits:
-                    deciding.append(i)
+                    deciding.append(_Deciding(i, jobs[i], jobs[i].tokens, num_logits, row.num_logits))
+                    num_logits += row.num_logits
         if rows:
             logits = self._runner.forward(rows)
             if self._translator is not None:
                 logits = self._translator.logits(logits)
-            groups = self._sampler.masked([RowGroup(jobs[i].spec, jobs[i].tokens) for i in deciding])
-            num_guesses = max((jobs[i].num_guesses for i in deciding), default=0)
-            proposed = propose(self._sampler, logits, groups, num_guesses)
-            failures = self._sampler.take_failures()
-            for i, group, drawn in zip(deciding, groups, proposed, strict=True):
-                if id(group) in failures:
-                    results[i] = _FAILED
-                    continue
-                count = jobs[i].num_guesses
-                guesses, likelihoods = drawn.guesses[:count], drawn.likelihoods[: 1 + count]
-                results[i] = Proposal(Status.DECIDED, drawn.token, drawn.candidates, guesses, likelihoods)
+            self._draw(logits, deciding)
+            for one in deciding:
+                results[one.place] = one.proposal()
         return results
+
+    def _draw(self, logits: Tensor, deciding: Sequence[_Deciding]) -> None:
+        """Draw all tokens, place by place: those before it count for what may be drawn."""
+        for ahead in range(max((one.num_tokens for one in deciding), default=0)):
+            drawing = [one for one in deciding if one.num_tokens > ahead and not one.has_failed]
+            rows = logits
+            if len(drawing) < len(logits):
+                rows = logits[[one.start + ahead for one in drawing]]
+            groups = self._sampler.masked([RowGroup(one.job.spec, one.tokens) for one in drawing])
+            num_guesses = max((one.job.num_guesses for one in drawing), default=0)
+            proposed = propose(self._sampler, rows, groups, num_guesses)
+            failures = self._sampler.take_failures()
+            for one, group, drawn in zip(drawing, groups, proposed, strict=True):
+                if id(group) in failures:
+                    one.has_failed = True
+                else:
+                    one.append(drawn)
 
     def _place(self, job: DraftJob, budget: int) -> RowInput | None:
         if not self._can_begin(job) or not self._sampler.is_ready(job.spec):
             return None
+        num_ahead = max(0, min(job.num_tokens, self._num_step_tokens, self._max_model_len + 1 - len(job.tokens)) - 1)
         rank = rank_of(job.key, job.spec, is_branch=job.fork_of is not None)
-        sequence = self._states.prepare(job.key, job.tokens, job.agreed, prefix_salt(job.spec), rank, job.fork_of)
+        sequence = self._states.prepare(
+            job.key, job.tokens, job.agreed, prefix_salt(job.spec), rank, job.fork_of, num_ahead
+        )
         if sequence is None:
             return None
         num_cached = len(sequence.tokens)
         tokens = job.tokens[num_cached : num_cached + budget]
-        finishes = num_cached + len(tokens) == len(job.tokens)
-        return RowInput(sequence, tokens, 1 if finishes else 0)
+        if num_cached + len(tokens) < len(job.tokens):
+            return RowInput(sequence, tokens, 0)
+        # The next step's tokens are none of the masks: what is cached of these is cut off then.
+        num_ahead = max(0, min(num_ahead, budget - len(tokens)))
+        return RowInput(sequence, tokens + num_ahead * self._mask, 1 + num_ahead)
 
     def _can_begin(self, job: DraftJob) -> bool:
         """A branch begins with what is held for its sequence; no prompt is read again for it."""

@@ -260,7 +260,7 @@ class EmulatedDrafter(ForwardingDrafter):
                 length = len(job.tokens)
                 if job.fork_of is not None:
                     device.fork(job.key, job.fork_of)
-                num_tokens += device.num_new_tokens(job.key, length, 0, length)
+                num_tokens += device.num_new_tokens(job.key, length, len(result.further), length)
         device.finish(started_s, num_rows, num_tokens)
         return results
 

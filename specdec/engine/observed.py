@@ -182,7 +182,7 @@ class ObservedDrafter(ForwardingDrafter):
             end_ns,
             since_ns,
             num_rows,
-            num_tokens=num_decided,
+            num_tokens=num_decided + sum(len(result.further) for result in results),
             num_draft_tokens=0,
             is_decode=is_decode,
             goes_on=self._rows.go_on(keys),

@@ -50,11 +50,12 @@ def profile_target(backend: TargetBackend, listener: Listener, limit_s: float = 
 def profile_drafter(backend: DraftBackend, listener: Listener, limit_s: float = LIMIT_S) -> None:
     """Draft with few rows and many; see :func:`profile_target`."""
     observed = ObservedDrafter(backend, [listener])
+    num_tokens = int(backend.gauges().get("num_step_tokens", 1))
     for keys in _sizes(backend.max_model_len, limit_s):
         tokens, agreed = [list(_PROMPT) for _ in keys], 0
         for _ in range(1 + NUM_STEPS):
             jobs = [
-                DraftJob(key, said, _spec(i), agreed, len(_PROMPT))
+                DraftJob(key, said, _spec(i), agreed, len(_PROMPT), num_tokens=num_tokens)
                 for i, (key, said) in enumerate(zip(keys, tokens, strict=True))
             ]
             proposals = observed.propose(jobs)

@@ -34,7 +34,14 @@ class SequenceStates:
         return len(self._sequences)
 
     def prepare(
-        self, key: str, tokens: list[int], agreed: int, salt: bytes | None, rank: Rank, fork_of: str | None = None
+        self,
+        key: str,
+        tokens: list[int],
+        agreed: int,
+        salt: bytes | None,
+        rank: Rank,
+        fork_of: str | None = None,
+        num_ahead: int = 0,
     ) -> CachedSequence | None:
         """The state of ``key``, cut back so that it is a proper prefix of ``tokens``, with room for all of them.
 
@@ -51,6 +58,7 @@ class SequenceStates:
             salt: A state that is begun takes its first blocks from what others with this salt left; None takes none.
             rank: Of the key.
             fork_of: A state that is begun is a copy of this one, if there is one.
+            num_ahead: Positions after all tokens for which there must be room, too.
         """
         sequence = self._sequences.get(key)
         parent = None if fork_of is None else self._sequences.get(fork_of)
@@ -67,7 +75,7 @@ class SequenceStates:
             # Recurrent states do not reach back so far, but a copy kept for others may cover a part, or even more.
             self._runner.reuse_prefix(sequence, tokens)
         self.num_reread_tokens += max(0, keep - len(sequence))
-        if not self._make_room(sequence, len(tokens), rank):
+        if not self._make_room(sequence, len(tokens) + num_ahead, rank):
             if begun:
                 self._runner.free(sequence)
             return None

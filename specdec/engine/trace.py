@@ -235,7 +235,7 @@ class Recorder:
             if job.fork_of is not None:
                 counts[2] += 1
             else:
-                counts[1] = len(job.tokens) - job.num_committed + (proposal.token is not None)
+                counts[1] = len(job.tokens) - job.num_committed + (proposal.token is not None) + len(proposal.further)
         rows = found.items()
         return tuple(DraftedRows(seq, base, ahead, branches, self._mode(seq)) for seq, (base, ahead, branches) in rows)
 

@@ -120,6 +120,7 @@ class DraftJob(NamedTuple):
         fork_of: For a branch, the key of its sequence: where nothing is held for ``key``, it begins with a copy of what
             is held there. Branches yield to sequences where room is short.
         num_guesses: How many of the likeliest next tokens are wanted beside the one drawn.
+        num_tokens: How many tokens in a row are of use.
     """
 
     key: str
@@ -129,6 +130,7 @@ class DraftJob(NamedTuple):
     num_committed: int = 0
     fork_of: str | None = None
     num_guesses: int = 0
+    num_tokens: int = 1
 
 
 class Proposal(NamedTuple):
@@ -139,6 +141,7 @@ class Proposal(NamedTuple):
         guesses: Other tokens that may well come at this place, the likeliest first, without ``token``: ranked with the
             noise under the coupled rule, by probability under the rejection rule. At most as many as were wanted.
         likelihoods: How likely it is that the target says ``token``, and each of ``guesses``; empty if that is unknown.
+        further: Proposals for the places after it, where the step gave several tokens in a row; none has further ones.
     """
 
     status: Status
@@ -146,6 +149,7 @@ class Proposal(NamedTuple):
     candidates: Candidates | None = None
     guesses: Tokens = ()
     likelihoods: tuple[float, ...] = ()
+    further: tuple[Proposal, ...] = ()
 
 
 class DraftBackend(Protocol):
@@ -161,7 +165,7 @@ class DraftBackend(Protocol):
         ...
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
-        """One step over a ragged batch, in order of arrival: one more token for each job, or a part of its prefill.
+        """One step over a ragged batch, in order of arrival: a token or more for each job, or a part of its prefill.
 
         Branches come after all sequences. A key held by the backend that has no job in this call may lose its state
         where room is short; it is rebuilt from the tokens when its next job comes.

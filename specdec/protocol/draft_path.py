@@ -83,9 +83,3 @@ class Branch:
         self.is_waiting = False
         self.tokens: list[int] = []
         self.job: DraftJob | None = None
-
-    def append(self, proposal: Proposal) -> None:
-        """Add the token that a backend proposed."""
-        assert proposal.token is not None, "only what was decided is drafted"
-        self.path.append(proposal)
-        self.tokens.append(proposal.token)

@@ -88,11 +88,19 @@ class DraftRow(WorkerRow):
         """Absolute length of log and chain."""
         return len(self.tokens)
 
-    def append(self, proposal: Proposal) -> None:
-        """Add the token that a backend proposed to the chain."""
-        assert proposal.token is not None, "only what was decided is drafted"
-        self.path.append(proposal)
-        self.tokens.append(proposal.token)
+    def take(self, branch: Branch | None, proposal: Proposal) -> int:
+        """Add to the chain, or to a branch, what a backend proposed, as far as it is of use; gives how many tokens."""
+        path, tokens = (self.path, self.tokens) if branch is None else (branch.path, branch.tokens)
+        room = (self.num_wanted if branch is None else branch.num_useful) - len(path)
+        count = 0
+        for one in (proposal, *proposal.further)[:room]:
+            assert one.token is not None, "only what was decided is drafted"
+            path.append(one)
+            tokens.append(one.token)
+            count += 1
+            if one.token in self.ending_token_ids:
+                break
+        return count
 
     def advance(self, start: int) -> int:
         """Take off the chain, which begins at ``start``, what of it is committed; gives the length to which that is."""
@@ -209,11 +217,14 @@ class DraftRow(WorkerRow):
         return likely_outcomes(places, self.path.guesses(count))
 
     def chain_job(self) -> DraftJob:
-        """To propose the chain's next token."""
-        return DraftJob(self.seq, self.tokens, self.spec, self.agreed, len(self.log), None, self.num_guesses)
+        """To propose what comes next in the chain."""
+        num_tokens = self.num_wanted - len(self.path)
+        return DraftJob(
+            self.seq, self.tokens, self.spec, self.agreed, len(self.log), None, self.num_guesses, num_tokens
+        )
 
     def branch_job(self, branch: Branch) -> DraftJob:
-        """To propose a branch's next token.
+        """To propose what comes next in a branch.
 
         Up to the outcome its tokens are the sequence's. Nothing further is said to agree: where the backend has lost
         the branch, it begins again with a copy of the sequence.
@@ -221,11 +232,14 @@ class DraftRow(WorkerRow):
         job, position, num_committed = branch.job, branch.position, len(self.log.tokens)
         agreed = min(self.agreed, position)
         if job is not None and job.num_committed == num_committed and job.agreed == agreed:
-            return job  # its tokens are the same list, with one more at the end
+            return job  # its tokens are the same list, with more at the end
         if not branch.tokens:
             branch.tokens = self.tokens[:position]
             branch.tokens.append(branch.token)
-        branch.job = DraftJob(branch.key, branch.tokens, self.spec, agreed, num_committed, self.seq, self.num_guesses)
+        num_tokens = branch.num_useful - len(branch.path)
+        branch.job = DraftJob(
+            branch.key, branch.tokens, self.spec, agreed, num_committed, self.seq, self.num_guesses, num_tokens
+        )
         return branch.job
 
     # What is offered.

@@ -59,7 +59,7 @@ Task = tuple[DraftRow, Branch | None, Path, DraftJob]
 
 
 class DrafterMachine(WorkerMachine[DraftRow]):
-    """Extends a chain for every sequence, and branches beside it, all in one batch, a token a step.
+    """Extends a chain for every sequence, and branches beside it, all in one batch, by what the backend gives a step.
 
     In mode ``in_turn`` the chain ends at the draft length. In the others it goes one draft length and a bonus
     token beyond what the target verifies now, along the accepted path; and where the plan has branches, other likely
@@ -179,11 +179,11 @@ class DrafterMachine(WorkerMachine[DraftRow]):
             if proposal.status is Status.FAILED:
                 failed.append(row)
             if proposal.token is not None:
-                self.counters.num_proposed_tokens += 1
+                count = row.take(branch, proposal)
+                self.counters.num_proposed_tokens += count
                 if row.span is not None:
-                    row.span.add(num_proposed_tokens=1)
+                    row.span.add(num_proposed_tokens=count)
                 self._groups.passed(row)
-                (row if branch is None else branch).append(proposal)
         for row in failed:
             self._skip(row)
         if self._last_interval is not None and timed:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from specdec.control.steptimes import StepTime, StepTimes
@@ -40,6 +42,16 @@ def test_ahead_no_more_is_drafted_than_fits_into_a_step():
     assert pace(Choice("overlap", 16), conditions(0.008), 1.0) == pytest.approx((1 + fit) / 0.03)
     assert pace(Choice("overlap", 4), conditions(0.07), 1.0) == pytest.approx(1 / 0.03)
     assert pace(Choice("overlap", 4), conditions(0.003, trip_s=0.04), 1.0) == pytest.approx(1 / 0.03)
+
+
+def test_a_pass_that_gives_several_tokens_is_one_step_or_none():
+    at_once = replace(conditions(0.008), num_step_tokens=8)
+    assert pace(Choice("in_turn", 8), at_once, 0.5) == pytest.approx(expected_tokens(0.5, 8) / (0.03 + 0.008))
+    assert pace(Choice("in_turn", 9), at_once, 0.5) == pytest.approx(expected_tokens(0.5, 9) / (0.03 + 2 * 0.008))
+    assert pace(Choice("overlap", 16), at_once, 1.0) == pytest.approx(17 / 0.03)
+    half_late = replace(conditions(0.02), num_step_tokens=8)
+    assert pace(Choice("overlap", 16), half_late, 1.0) == pytest.approx(9 / 0.03)
+    assert pace(Choice("overlap", 16), replace(conditions(0.04), num_step_tokens=8), 1.0) == pytest.approx(1 / 0.03)
 
 
 def test_over_outcomes_a_miss_costs_a_plain_round():

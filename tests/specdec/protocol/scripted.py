@@ -217,10 +217,13 @@ class DraftModel:
 
 
 class ScriptedDraft:
-    """A drafter's backend with room for ``room`` sequences and branches; what is begun anew takes a step to read."""
+    """A drafter's backend with room for ``room`` sequences and branches; what is begun anew takes a step to read.
 
-    def __init__(self, model: DraftModel, *, room: int, max_model_len: int) -> None:
-        self._model, self._room = model, room
+    A step gives each of them ``num_step_tokens`` tokens, whether they are of use or not.
+    """
+
+    def __init__(self, model: DraftModel, *, room: int, max_model_len: int, num_step_tokens: int = 1) -> None:
+        self._model, self._room, self._num_step_tokens = model, room, num_step_tokens
         self.max_model_len = max_model_len
         self.held: dict[str, list[int]] = {}
 
@@ -262,7 +265,14 @@ class ScriptedDraft:
         self.held[job.key] = list(job.tokens)
         if self._model.poison(job) == "row":
             return Proposal(Status.FAILED)
-        return Proposal(Status.PREFILLING) if base is None else self._draw(job)
+        if base is None:
+            return Proposal(Status.PREFILLING)
+        drawn: list[Proposal] = []
+        for _ in range(self._num_step_tokens):
+            tokens = [*job.tokens, *(one.token for one in drawn)]
+            if len(tokens) < self.max_model_len:
+                drawn.append(self._draw(job._replace(tokens=tokens)))
+        return drawn[0]._replace(further=tuple(drawn[1:]))
 
     def _draw(self, job: DraftJob) -> Proposal:
         seq = job.fork_of or job.key

@@ -98,6 +98,7 @@ class World:
         self.scripts = {seq: Script.random(rng, seq, max_model_len, coupled=self.coupled) for seq in REQUESTS}
         self.draft_model = DraftModel(self.scripts, seed, skill=self.skill)
         self.draft_room = rng.choice((2, 6, 30))
+        self.num_step_tokens = 3 if seed % 3 == 1 else 1
         self.watch = Watch(self.scripts, TIMES, coupled=self.coupled, most_branches=MOST_BRANCHES)
         self.counts: Counter[str] = Counter()
         self.worst = (0, 0, 0)
@@ -187,7 +188,12 @@ class World:
                     lookup=LookUpOptions(5, history_tokens=100),
                 )
             case "D":
-                drafter = ScriptedDraft(self.draft_model, room=self.draft_room, max_model_len=self.draft_max_model_len)
+                drafter = ScriptedDraft(
+                    self.draft_model,
+                    room=self.draft_room,
+                    max_model_len=self.draft_max_model_len,
+                    num_step_tokens=self.num_step_tokens,
+                )
                 solo, draft = self._target_backend(), _fingerprints(model).draft
                 node.backends = drafter, solo
                 machine = DrafterMachine(name, drafter, TIMES)

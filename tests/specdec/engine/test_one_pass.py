@@ -1,0 +1,147 @@
+"""A draft model that gives several tokens in one pass: what it reads in their place leaves no trace."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from specdec.engine.build import BackendOptions, build_drafter, build_target
+from specdec.engine.engine import SpeculativeEngine
+from specdec.errors import ModelLoadError
+from specdec.models.loading import ModelSource, load_tokenizer
+from specdec.protocol.backends import DraftJob, Proposal, Status
+from specdec.protocol.messages import Plan
+from specdec.sampling.grammar import Grammar
+from specdec.sampling.params import SamplingParams, SequenceSpec
+from tests.specdec.engine.overlap import OverlapService
+from tests.specdec.engine.pairs import Case, run
+from tests.specdec.vocabularies import DRAFT
+from tests.training.one_pass import with_mask_token
+
+PROMPTS = ["def fibonacci(n):\n", "import os\n\nclass Reader:\n    def __init__(self", "x = [1, 2, 3, 4, 5, 6"]
+NUM_STEP_TOKENS = 5
+OPTIONS = BackendOptions(max_model_len=256, block_size=4)
+DRAFT_OPTIONS = replace(OPTIONS, num_step_tokens=NUM_STEP_TOKENS)
+
+
+def source(folder: Path) -> ModelSource:
+    return ModelSource(str(folder), device="cpu", dtype="float32")
+
+
+TARGET = source(DRAFT.parent / "target")
+HYBRID = source(DRAFT.parent / "hybrid")
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
+    """The demo draft with a mask token that it was not taught to read."""
+    folder = tmp_path_factory.mktemp("draft") / "masked"
+    shutil.copytree(DRAFT, folder)
+    with_mask_token(AutoModelForCausalLM.from_pretrained(DRAFT, dtype=torch.float32)).save_pretrained(folder)
+    return source(folder)
+
+
+def job(tokens: list[int], num_tokens: int, *, key: str = "a", agreed: int = 0, fork_of: str | None = None) -> DraftJob:
+    spec = SequenceSpec(SamplingParams(temperature=0.0), 0, 3, 99, (0,))
+    return DraftJob(key, tokens, spec, agreed, 3, fork_of, 0, num_tokens)
+
+
+def said(proposal: Proposal) -> list[int | None]:
+    assert proposal.status is Status.DECIDED
+    return [one.token for one in (proposal, *proposal.further)]
+
+
+@torch.inference_mode()
+def reference(folder: str, tokens: list[int], count: int) -> list[int]:
+    """What the plain model says after the tokens and in the place of masks."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    inputs = [*tokens, *[model.config.pard_token] * (count - 1)]
+    logits = model(torch.tensor([inputs]), use_cache=False).logits[0, len(tokens) - 1 :, :4096]
+    return logits.argmax(-1).tolist()
+
+
+def test_a_pass_gives_what_the_plain_model_says_in_the_place_of_masks(draft: ModelSource) -> None:
+    drafter, _, _ = build_drafter(draft, DRAFT_OPTIONS, TARGET)
+    tokens = load_tokenizer(TARGET)(PROMPTS[1]).input_ids
+    (first,) = drafter.propose([job(tokens, 9)])
+    assert said(first) == reference(draft.path, tokens, NUM_STEP_TOKENS)
+    # The tokens are read in the next pass, and the masks are forgotten.
+    longer = [*tokens, *said(first)]
+    (second,) = drafter.propose([job(longer, 3, agreed=len(tokens))])
+    assert said(second) == reference(draft.path, longer, 3)
+    # So are those of the sequence where a branch begins with a copy of it.
+    other = [*tokens, 77]
+    further, branch = drafter.propose(
+        [job([*longer, 5], 2, agreed=len(longer)), job(other, 4, key="a#1", fork_of="a", agreed=len(tokens))]
+    )
+    assert said(further) == reference(draft.path, [*longer, 5], 2)
+    assert said(branch) == reference(draft.path, other, 4)
+
+
+def test_no_pass_reaches_beyond_what_the_model_can_read(draft: ModelSource) -> None:
+    drafter, _, _ = build_drafter(draft, replace(DRAFT_OPTIONS, max_model_len=32), TARGET)
+    for length, count in ((27, 5), (30, 3), (31, 2), (32, 1)):
+        (proposal,) = drafter.propose([job([*range(3, 3 + length)], 9)])
+        assert len(said(proposal)) == count
+        drafter.release("a")
+
+
+def engine(target: ModelSource, draft: ModelSource) -> SpeculativeEngine:
+    return SpeculativeEngine.from_pretrained(target, draft, options=OPTIONS, draft_options=DRAFT_OPTIONS)
+
+
+@pytest.mark.parametrize("target", [TARGET, HYBRID], ids=["plain", "hybrid"])
+def test_texts_are_those_of_plain_decoding(target: ModelSource, draft: ModelSource) -> None:
+    pair = engine(target, draft)
+    grammar = Grammar("regex", r"(yes|no|perhaps)(, (never|always)){20}")
+    for sampling in (
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.0, presence_penalty=0.5),
+        SamplingParams(temperature=0.0, acceptance="rejection"),
+        SamplingParams(temperature=1.0, grammar=grammar),
+    ):
+        plain = pair.generate_batch(PROMPTS, sampling, seed=3, max_tokens=40, num_speculative_tokens=0)
+        for num_draft_tokens in (1, 4, 8):
+            pair.reset_stats()
+            results = pair.generate_batch(
+                PROMPTS, sampling, seed=3, max_tokens=40, num_speculative_tokens=num_draft_tokens
+            )
+            assert [result.text for result in results] == [result.text for result in plain]
+            assert pair.stats.num_accepted_tokens > 10
+
+
+def test_branches_are_drafted_whole_in_one_step(draft: ModelSource) -> None:
+    target, _ = build_target(TARGET, OPTIONS)
+    drafter, _, _ = build_drafter(draft, DRAFT_OPTIONS, TARGET)
+    tokenizer = load_tokenizer(TARGET)
+    cases = [
+        Case(tuple(tokenizer(prompt).input_ids), 50, SamplingParams(temperature=1.0), 5 + i, eos_token_ids=(0,))
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    wanted, _ = run(OverlapService(target, drafter, Plan(0), lambda: 0), cases)
+    service = OverlapService(target, drafter, Plan(3, 8, acceptance_rate=0.5), lambda: 2)
+    outputs, stats = run(service, cases)
+    counters = service.drafter.counters
+    assert outputs == wanted
+    assert stats.num_accepted_tokens > 10
+    assert counters.num_promoted > 5
+    assert counters.num_proposed_tokens > 3 * counters.num_branches_forked, "each branch has three tokens and one more"
+
+
+def test_a_model_without_a_mask_token_is_refused() -> None:
+    with pytest.raises(ModelLoadError, match=r"names no mask token \(pard_token or ptd_token_id\)"):
+        build_drafter(source(DRAFT), DRAFT_OPTIONS, TARGET)
+
+
+def test_the_mask_token_is_found_by_its_other_name(draft: ModelSource, tmp_path: Path) -> None:
+    shutil.copytree(draft.path, tmp_path / "draft")
+    file = tmp_path / "draft" / "config.json"
+    fields = json.loads(file.read_text())
+    fields["ptd_token_id"] = fields.pop("pard_token")
+    file.write_text(json.dumps(fields))
+    drafter, _, _ = build_drafter(source(tmp_path / "draft"), DRAFT_OPTIONS, TARGET)
+    assert drafter.gauges()["num_step_tokens"] == NUM_STEP_TOKENS

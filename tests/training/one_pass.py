@@ -1,0 +1,177 @@
+"""A draft that gives several tokens in one pass: it learns what the target says in the place of mask tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from specdec.sampling.philox import gumbel
+from tests.training import checkpoints, loop, models
+from tests.training.checkpoints import Checkpoint
+from tests.training.decode import generate, scores
+from tests.training.distill import divergence, log_probs
+from tests.training.evaluate import Extent
+from tests.training.loop import LossFunction, Plan
+from tests.training.optimizers import Rates
+from tests.training.tokens import batches
+
+_LATER = 0.9
+"""What each further place's loss counts for, of the one's before."""
+_PADDING = 16
+"""The vocabulary's width stays a multiple of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """Which places learn: after each of ``num_anchors`` tokens of a window, ``num_masks`` mask tokens in a row.
+
+    As An et al. 2025, "PARD: Accelerating LLM Inference with Low-Cost PARallel Draft Model Adaptation", section 3.2:
+    mask tokens after an anchor see the text up to it and one another, and text after it sees none of them.
+    """
+
+    num_masks: int = 7
+    num_anchors: int = 48
+
+    def layout(self, window_tokens: int, offset: int) -> tuple[Tensor, Tensor]:
+        """Anchors and what sees what.
+
+        Args:
+            window_tokens: T, tokens of a window.
+            offset: Moves all anchors; any number.
+
+        Returns:
+            Positions of the anchors, int64 [num_anchors]; whether a row sees a column, bool [T + M, T + M] with
+            M = num_anchors * num_masks.
+        """
+        stride = (window_tokens - self.num_masks) // self.num_anchors
+        anchors = offset % stride + stride * torch.arange(self.num_anchors)
+        size = window_tokens + self.num_anchors * self.num_masks
+        sees = torch.zeros(size, size, dtype=torch.bool)
+        sees[:window_tokens, :window_tokens] = torch.ones(window_tokens, window_tokens).tril().bool()
+        of_anchor = anchors.repeat_interleave(self.num_masks)
+        sees[window_tokens:, :window_tokens] = torch.arange(window_tokens) <= of_anchor[:, None]
+        own = torch.ones(self.num_masks, self.num_masks).tril().bool()
+        sees[window_tokens:, window_tokens:] = torch.block_diag(*[own] * self.num_anchors).bool()
+        return anchors, sees
+
+
+def with_mask_token(draft: PreTrainedModel) -> PreTrainedModel:
+    """A draft with one token more, ``pard_token`` of its configuration, which begins as the mean of the others."""
+    vocab_size = draft.config.vocab_size
+    fields = draft.config.to_dict() | {"vocab_size": vocab_size + _PADDING, "pard_token": vocab_size}
+    model = models.from_fields(fields)
+    state = draft.state_dict()
+    for name in [name for name, tensor in state.items() if len(tensor) == vocab_size]:
+        state[name] = torch.cat((state[name], state[name].mean(0, keepdim=True).expand(_PADDING, -1)))
+    model.load_state_dict(state)
+    return model
+
+
+def one_pass_loss(draft: PreTrainedModel, target: PreTrainedModel, masks: Masks) -> LossFunction:
+    """Forward KL from what the target says at each place, knowing all before it, to what the draft says there.
+
+    Places of the text itself count as one place after an anchor does, so that the draft stays one of single steps.
+    """
+    mask_token, vocab_size = draft.config.pard_token, target.config.vocab_size
+
+    def loss_of(windows: Tensor) -> Tensor:
+        inputs = windows[:, :-1]
+        num_rows, length = inputs.shape
+        anchors, sees = masks.layout(length, int(windows.sum()))
+        with torch.no_grad():
+            of_target = log_probs(target, inputs).unflatten(0, (num_rows, length))
+        ahead = torch.arange(1, 1 + masks.num_masks)
+        places = anchors[:, None] + ahead
+        logits = draft(
+            torch.cat((inputs, inputs.new_full((num_rows, places.numel()), mask_token)), 1),
+            attention_mask=sees.expand(num_rows, 1, -1, -1),
+            position_ids=torch.cat((torch.arange(length), places.flatten())).expand(num_rows, -1),
+            use_cache=False,
+        ).logits[..., :vocab_size]
+        of_draft = functional.log_softmax(logits.float(), -1)
+        loss = divergence(of_draft[:, :length].flatten(0, 1), of_target.flatten(0, 1), 0.0)
+        of_masks = of_draft[:, length:].unflatten(1, (masks.num_anchors, masks.num_masks))
+        for i in range(masks.num_masks):
+            of_place = of_target[:, places[:, i]].flatten(0, 1)
+            loss = loss + _LATER**i * divergence(of_masks[:, :, i].flatten(0, 1), of_place, 0.0)
+        return loss[None]
+
+    return loss_of
+
+
+def train_one_pass(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    text: np.ndarray,
+    masks: Masks,
+    plan: Plan,
+    rates: Rates,
+    path: Path,
+) -> Checkpoint:
+    """Trains, or goes on training, the draft at ``path``.
+
+    Args:
+        target: Gives the distributions.
+        draft: Where the training starts: a draft of single steps.
+        text: Training tokens, uint16 [num_tokens].
+        masks: Which places learn.
+        plan: How long, and how steps are made.
+        rates: Learning rates.
+        path: The checkpoint's file.
+    """
+    target.eval().requires_grad_(False)
+    checkpoint = checkpoints.load(path) if path.exists() else Checkpoint(with_mask_token(draft), {}, 0, 0, 0.0)
+    source = batches(text, plan.window_tokens, plan.batch_size, plan.seed, checkpoint.step * plan.batch_size)
+    loop.train([loop.Student(checkpoint, rates, path)], source, plan, one_pass_loss(checkpoint.model, target, masks))
+    return checkpoint
+
+
+@torch.inference_mode()
+def acceptance(
+    draft: PreTrainedModel, target_folder: Path, text: np.ndarray, masks: Masks, extent: Extent
+) -> dict[float, list[float]]:
+    """By temperature: how often a pass's first, second, ... token and all before it are the target's, on own text.
+
+    Both models draw with the same noise, after anchors in text that the target wrote at this temperature.
+    """
+    target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32).eval()
+    draft.eval()
+    windows = next(batches(text, extent.window_tokens, extent.num_windows, extent.seed))
+    prompts, seeds = windows[:, : extent.num_prompt_tokens], [extent.seed * 1000 + i for i in range(len(windows))]
+    shares: dict[float, list[float]] = {}
+    for temperature in (0.0, 1.0):
+        written = generate(target, prompts, seeds, extent.num_generated_tokens, temperature)
+        matches = [
+            _matches(draft, target, row, seed, masks, extent, temperature)
+            for row, seed in zip(written, seeds, strict=True)
+        ]
+        shares[temperature] = torch.cat(matches).float().cumprod(1).mean(0).tolist()
+    return shares
+
+
+def _matches(
+    draft: PreTrainedModel,
+    target: PreTrainedModel,
+    row: Tensor,
+    seed: int,
+    masks: Masks,
+    extent: Extent,
+    temperature: float,
+) -> Tensor:
+    """Whether each token of a pass after each anchor is the target's: bool [num_anchors, 1 + num_masks]."""
+    vocab_size = target.config.vocab_size
+    noise = gumbel([seed] * len(row), range(1, len(row) + 1), vocab_size, row.device)
+    chosen = scores(target(row[None], use_cache=False).logits[0].float(), noise, temperature).argmax(-1)
+    found = []
+    for anchor in range(extent.num_prompt_tokens, len(row) - masks.num_masks, 4):
+        tokens = torch.cat((row[: anchor + 1], row.new_full((masks.num_masks,), draft.config.pard_token)))
+        logits = draft(tokens[None], use_cache=False).logits[0, anchor:, :vocab_size].float()
+        places = slice(anchor, anchor + 1 + masks.num_masks)
+        found.append(scores(logits, noise[places], temperature).argmax(-1) == chosen[places])
+    return torch.stack(found)
