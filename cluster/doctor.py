@@ -34,6 +34,9 @@ class ModelFindings:
         notes: What whoever runs it should know, a sentence each.
         defaults: What it sets for requests that do not say: see :class:`specdec.sampling.params.GenerationDefaults`.
         remark: What of its generation config is not honoured, if there is anything.
+        quantization: By which key, or by which method the checkpoint is; ``none`` for neither.
+        comparison: With the model unquantized: see
+            :class:`specdec.models.quantization_report.QuantizationReport`; None where no key quantizes it.
     """
 
     name: str
@@ -47,6 +50,8 @@ class ModelFindings:
     defaults: dict[str, Any]
     remark: str | None
     notes: tuple[str, ...] = ()
+    quantization: str = "none"
+    comparison: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)
@@ -60,6 +65,7 @@ class Findings:
         pair: What holds for both together: see :class:`specdec.models.compat.PairReport`.
         engine: Of a target under vLLM, in place of what is found by loading it: what its environment has.
         problems: Why the pair cannot be served, a line each; empty where it can.
+        remarks: What else could not be found out.
     """
 
     machine: Machine
@@ -69,6 +75,7 @@ class Findings:
     pair: dict[str, Any] | None = None
     engine: str | None = None
     problems: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -88,7 +95,8 @@ def examine(args: AppArgs, progress: Progress | None = None) -> Findings:
         _examine_engine(args, findings)
     else:
         target = _examined(source, args, args.target, shares[0], findings, progress)
-        findings.target = None if target is None else _findings(target)
+        if target is not None:
+            findings.target = _findings(target, source, args, findings, progress)
     draft_model = draft_source(args)
     if draft_model is None:
         return findings
@@ -96,7 +104,7 @@ def examine(args: AppArgs, progress: Progress | None = None) -> Findings:
         draft_model = replace(draft_model, device="cuda:1")  # a GPU of its own, as it will have in the service
     draft = _examined(draft_model, args, args.draft, shares[1], findings, progress)
     if draft is not None:
-        findings.draft = _findings(draft)
+        findings.draft = _findings(draft, draft_model, args, findings, progress)
     if (findings.target is not None or findings.engine is not None) and draft is not None:
         _examine_pair(findings, source, draft_model, args)
     return findings
@@ -145,7 +153,12 @@ def _examine_pair(findings: Findings, target: ModelSource, draft: ModelSource, a
         findings.pair = asdict(replace(pair, translation=None))
 
 
-def _findings(built: Built) -> ModelFindings:
+def _findings(
+    built: Built, source: ModelSource, args: AppArgs, findings: Findings, progress: Progress | None
+) -> ModelFindings:
+    from specdec.models.quantization import own_quantization
+
+    own = own_quantization(built.loaded.model.config) or "none"
     return ModelFindings(
         name=built.loaded.name,
         num_parameters=built.loaded.num_parameters,
@@ -158,4 +171,23 @@ def _findings(built: Built) -> ModelFindings:
         notes=built.notes,
         defaults=asdict(built.loaded.generation_defaults),
         remark=built.loaded.generation_defaults.remark(built.loaded.name),
+        quantization=own if source.quantization == "none" else source.quantization,
+        comparison=None if source.quantization == "none" else _comparison(built, source, args, findings, progress),
     )
+
+
+def _comparison(
+    built: Built, source: ModelSource, args: AppArgs, findings: Findings, progress: Progress | None
+) -> dict[str, Any] | None:
+    """A quantized model beside itself as it was; there must be room for both at once."""
+    from specdec.engine.build import BackendOptions, build_target
+    from specdec.models.quantization_report import NUM_TEXTS, NUM_TOKENS, compare
+
+    length = min(NUM_TOKENS, built.memory.max_model_len)
+    options = BackendOptions(length, max_num_sequences=NUM_TEXTS, skip_admission_check=True)
+    try:
+        original = build_target(replace(source, quantization="none", compile=False), options, progress)[1]
+    except SpecdecError as error:
+        findings.remarks.append(f"{source.path} is not compared with itself unquantized: {error}")
+        return None
+    return asdict(compare(built.runner, original.runner))

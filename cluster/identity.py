@@ -10,7 +10,7 @@ import specdec.demo
 from cluster.config import AppArgs, Demo
 from cluster.models import Dtype, ModelConfig, TargetConfig
 from specdec.engine.vllm.checks import VERSION
-from specdec.models.fingerprint import digest, model_fingerprint, vocabulary_fingerprint
+from specdec.models.fingerprint import digest, model_fingerprint, torchao_version, vocabulary_fingerprint
 from specdec.types import Fingerprints
 
 DEMO_TARGETS: dict[Demo, str] = {"plain": "target", "hybrid": "hybrid"}
@@ -43,7 +43,7 @@ def fingerprints(args: AppArgs) -> Fingerprints:
     Placement, limits, plans and all else that decides no token are not in it.
 
     Raises:
-        ModelLoadError: A model cannot be found or read.
+        ModelLoadError: A model cannot be found or read, or is to be quantized without torchao.
     """
     # The draft's vocabulary is checked against the target's before it serves, so that one text stands for both.
     vocabulary = vocabulary_fingerprint(target_path(args), *_where(args.target))
@@ -74,13 +74,15 @@ def _deciding(args: AppArgs, model: ModelConfig, path: str, vocabulary: str) -> 
 
 
 def _engine(args: AppArgs, model: ModelConfig) -> list[str]:
-    """What rounds otherwise in another version; in float32 the tokens are the same for all."""
+    """What quantizes, and what rounds otherwise in another version; in float32 the tokens are the same for all."""
     dtype = model_dtype(args, model)
     if isinstance(model, TargetConfig) and model.engine == "vllm":
         # The other processes have no vLLM, and other versions of torch and transformers.
         of_engine = [f"vllm {VERSION}", json.dumps(model.engine_args, sort_keys=True, default=str)]
         return [] if dtype == "float32" and not model.engine_args else of_engine
+    quantized = [] if model.quantization == "none" else [model.quantization, f"torchao {torchao_version()}"]
     if dtype == "float32" or (dtype == "auto" and model.device == "cpu"):
-        return []
+        return quantized
     device = "cpu" if model.device == "cpu" else "any"
-    return [f"torch {version('torch')}", f"transformers {version('transformers')}", device, f"compile {model.compile}"]
+    versions = [f"torch {version('torch')}", f"transformers {version('transformers')}"]
+    return [*versions, device, f"compile {model.compile}", *quantized]

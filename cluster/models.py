@@ -11,6 +11,7 @@ from cluster.strict import StrictModel
 from specdec.engine.vllm.checks import refused_argument
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["none", "int8", "int4", "fp8"]
 MIN_KV_BYTES = 1 << 20
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
@@ -60,6 +61,11 @@ class ModelConfig(StrictModel):
     compile: bool = Field(
         False,
         description="compile the layers with torch's Inductor: faster steps, a slower start; needs a C++ compiler",
+    )
+    quantization: Quantization = Field(
+        "none",
+        description="weights of linear layers in fewer bits, by torchao: int8, int4 (with dtype bfloat16) or fp8; "
+        "what a checkpoint says of itself holds without it",
     )
     kv_memory: MemoryAmount = Field("auto", description=f"memory for cached keys and values: {_AMOUNT_HELP}")
 

@@ -105,4 +105,5 @@ def _source(args: AppArgs, config: ModelConfig, path: str) -> ModelSource:
         device=config.device,
         device_map=config.device_map,
         compile=config.compile,
+        quantization=config.quantization,
     )

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from specdec.engine.engine import SpeculativeEngine
     from specdec.engine.results import CancellationToken, GenerationResult, TokenEvent
     from specdec.engine.stats import SpecStats
+    from specdec.engine.stepping import Stepper
     from specdec.models.loading import ModelSource
     from specdec.sampling.grammar import Grammar
     from specdec.sampling.params import SamplingParams
@@ -31,6 +32,7 @@ __all__ = [
     "SamplingParams",
     "SpecStats",
     "SpeculativeEngine",
+    "Stepper",
     "TokenEvent",
     "TokenLogprobs",
 ]
@@ -46,6 +48,7 @@ _MODULES = {
     "SamplingParams": "specdec.sampling.params",
     "SpecStats": "specdec.engine.stats",
     "SpeculativeEngine": "specdec.engine.engine",
+    "Stepper": "specdec.engine.stepping",
     "TokenEvent": "specdec.engine.results",
     "TokenLogprobs": "specdec.types",
 }

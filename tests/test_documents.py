@@ -106,14 +106,15 @@ def test_python_compiles(path: Path) -> None:
         compile(block, name(path), "exec")
 
 
-def test_the_librarys_example_runs() -> None:
-    (example,) = blocks((ROOT / "specdec/README.md").read_text(), "python")
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_librarys_examples_run(index: int) -> None:
+    example = blocks((ROOT / "specdec/README.md").read_text(), "python")[index]
     for role in ("target", "draft"):
         example = example.replace(f"path/to/{role}", str(demo_folder(role)))
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(compile(example, "specdec/README.md", "exec"), {})
-    assert printed.getvalue().count("\n") > 2
+    assert printed.getvalue().count("\n") > (2 if index == 0 else 0)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name)

@@ -57,6 +57,7 @@ def report(findings: Findings) -> Iterator[str]:
     if findings.pair is not None:
         yield _line("pair", f"fits together: {findings.pair['num_shared_tokens']} tokens in common")
         yield from (_line("", note) for note in findings.pair["notes"])
+    yield from (_line("remark", remark) for remark in findings.remarks)
     yield from (_line("problem", problem) for problem in findings.problems)
     yield _line("verdict", "cannot be served" if findings.problems else "can be served")
 
@@ -100,9 +101,21 @@ def model_lines(role: str, model: ModelFindings) -> Iterator[str]:
         passed = f"admission check passed in {admission['duration_s']:.2f} s"
         error = f"relative error {admission['relative_error']:.1e} (allowed {admission['tolerance']:g})"
         yield _line("", f"{passed}: {error} over {admission['num_tokens']} tokens")
+    if model.quantization != "none":
+        yield _line("", f"quantized: {model.quantization}")
+    if model.comparison is not None:
+        yield _line("", comparison_line(memory["weights_bytes"], model.comparison))
     yield from (_line("", note) for note in model.notes)
     if model.remark is not None:
         yield _line("warning", model.remark)
+
+
+def comparison_line(weights_bytes: int, comparison: dict[str, Any]) -> str:
+    """A quantized model beside itself as it was."""
+    kl = f"KL {comparison['mean_kl']:.2g} nats in the mean and {comparison['max_kl']:.2g} at most"
+    same = f"the likeliest token is the same at {comparison['same_top']:.1%} of {comparison['num_tokens']} positions"
+    step = f"a step {1e3 * comparison['step_s']:.1f} ms for {1e3 * comparison['original_step_s']:.1f} ms"
+    return f"{mib(weights_bytes)} for {mib(comparison['original_bytes'])}, {step}; {kl}, {same}"
 
 
 def state_line(memory: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,18 @@ def vocabulary_fingerprint(path: str, revision: str | None = None, token: str | 
         return digest({"vocabulary": tokenizer["model"]["vocab"], "added": added})
     except (OSError, ValueError, KeyError) as error:
         raise ModelLoadError(f"the vocabulary of {path} cannot be read: {error}") from error
+
+
+def torchao_version() -> str:
+    """The version of torchao.
+
+    Raises:
+        ModelLoadError: It is not installed.
+    """
+    try:
+        return version("torchao")
+    except PackageNotFoundError:
+        raise ModelLoadError("quantization needs torchao: pip install 'specdec[quantization]'") from None
 
 
 def _found(folder: Path, patterns: Iterable[str]) -> list[Path]:

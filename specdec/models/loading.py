@@ -29,6 +29,7 @@ from specdec.models.configuration import eos_token_ids, generation_defaults, max
 from specdec.models.loaded_bytes import BAR, watched, weights_bytes
 from specdec.models.packed import pack_linear_layers
 from specdec.models.probe import AttentionLayer, find_layers
+from specdec.models.quantization import Quantization, is_quantized, quantizing, stored_bytes
 from specdec.models.recurrent.binding import RecurrentLayer
 from specdec.models.recurrent.opaque import OpaqueState, find_opaque_state
 from specdec.sampling.params import GenerationDefaults
@@ -56,6 +57,7 @@ class ModelSource:
             all on ``device``.
         compile: Compile the decoder layers (:func:`specdec.models.compiled.compile_layers`), for the
             number of threads that torch has at load.
+        quantization: Weights of linear layers in fewer bits: see :func:`specdec.models.quantization.quantizing`.
     """
 
     path: str
@@ -65,6 +67,7 @@ class ModelSource:
     device: str = "auto"
     device_map: str | dict[str, int | str] | None = None
     compile: bool = False
+    quantization: Quantization = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,8 @@ def load_model(source: ModelSource, progress: Progress | None = None) -> LoadedM
     with allocation(ModelLoadError, f"the weights of {source.path} do not fit into the memory of {device}"):
         model = _load_weights(source, config, device, dtype, lambda line: report(f"loading {source.path}: {line}"))
     loaded = prepare_model(model, source.path)
+    if source.quantization != "none" and not any(map(is_quantized, loaded.model.modules())):
+        raise ModelLoadError(f"no layer of {source.path} can be quantized by {source.quantization}")
     if source.compile:
         report(f"compiling the layers of {source.path}")
         report(_compile(loaded))
@@ -197,7 +202,7 @@ def prepare_model(model: PreTrainedModel, name: str) -> LoadedModel:
         eos_token_ids=eos_token_ids(model.generation_config, text),
         max_model_len=longest,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        weights_bytes=model.get_memory_footprint(),
+        weights_bytes=stored_bytes(model),
         attention_layers=attention_layers,
         generation_defaults=generation_defaults(model.generation_config, name),
         recurrent_layers=recurrent_layers,
@@ -298,8 +303,9 @@ def _load_weights(
     device_map = source.device_map
     if device_map is None and device.type != "cpu":
         device_map = {"": str(device)}
+    auto_class = _auto_class(config, source.path)
     model, info = _from_pretrained(
-        _auto_class(config, source.path),
+        auto_class,
         source,
         bar,
         config=config,
@@ -307,6 +313,7 @@ def _load_weights(
         device_map=device_map,
         use_safetensors=True,
         output_loading_info=True,
+        **quantizing(source.quantization, config, auto_class, source.path, device, dtype),
     )
     # transformers fills what a checkpoint lacks with random numbers, and only warns.
     lacking = sorted(info["missing_keys"]) + sorted(str(entry[0]) for entry in info["mismatched_keys"])

@@ -35,20 +35,26 @@ class PackedProduct:
         in_features: Input width.
         packed: All weights.
         bias: All biases, [sum of sizes]; None where there are none.
+        alignment: Layers are multiplied together where each is a multiple of so many rows.
     """
 
+    alignment = 1
+
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        weights = [linear.weight.detach() for linear in linears]
-        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-        self.sizes = [len(weight) for weight in weights]
+        self.sizes = [linear.out_features for linear in linears]
         self.in_features = linears[0].in_features
-        self.packed = torch.ops.mkldnn._reorder_linear_weight.default(
-            torch.cat(weights) if len(weights) > 1 else weights[0]
-        )
+        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         self.bias = torch.cat(biases) if biases else None
-        self._multiply = torch.ops.mkldnn._linear_pointwise.default
         self._inputs: weakref.ref[torch.Tensor] | None = None
         self._parts: dict[int, torch.Tensor] = {}
+        self.packed = self._pack([linear.weight for linear in linears])
+
+    def _pack(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        self._multiply = torch.ops.mkldnn._linear_pointwise.default
+        packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight.default(
+            torch.cat([weight.detach() for weight in weights]) if len(weights) > 1 else weights[0].detach()
+        )
+        return packed
 
     def weight(self, index: int) -> torch.Tensor:
         """Of one layer, [out_features, in_features], a copy."""
@@ -106,8 +112,9 @@ class PackedLinear(nn.Module):
 def pack_linear_layers(model: nn.Module) -> int:
     """Replace linear layers by packed ones, where that is faster and in the end takes no more memory.
 
-    These are layers in bfloat16 on a CPU that multiplies in it (float16 would differ in the last bits), whose weight no
-    other module shares (an embedding, as a rule), and that no library has put hooks on.
+    These are layers in bfloat16 on a CPU that multiplies in it (float16 would differ in the last bits), or in bfloat16
+    with quantized weights, whose weight no other module shares (an embedding, as a rule), and that no library has put
+    hooks on.
 
     Args:
         model: Is changed in place, and cannot be trained or saved afterwards.
@@ -122,13 +129,15 @@ def pack_linear_layers(model: nn.Module) -> int:
         linears = {
             name: child
             for name, child in parent.named_children()
-            if type(child) is nn.Linear and uses[id(child.weight)] == 1 and _is_packable(child)
+            if type(child) is nn.Linear and uses[id(child.weight)] == 1 and packed_product(child) is not None
         }
         names = list(linears)
         num_packed += len(names)
         while names:
             group = _siblings(names[0], linears)
-            product = PackedProduct([linears[name] for name in group])
+            kind = packed_product(linears[group[0]])
+            assert kind is not None
+            product = kind([linears[name] for name in group])
             for index, name in enumerate(group):
                 setattr(parent, name, PackedLinear(linears.pop(name), product, index))
                 names.remove(name)
@@ -140,14 +149,21 @@ def _siblings(name: str, linears: dict[str, nn.Linear]) -> tuple[str, ...]:
     for group in SIBLINGS:
         if name in group and all(other in linears for other in group):
             members = [linears[other] for other in group]
-            if len({(member.in_features, member.bias is None) for member in members}) == 1:
+            kind = packed_product(members[0])
+            are_alike = len({(one.in_features, one.bias is None, packed_product(one)) for one in members}) == 1
+            if are_alike and kind is not None and not any(one.out_features % kind.alignment for one in members):
                 return group
     return (name,)
 
 
-def _is_packable(layer: nn.Linear) -> bool:
+def packed_product(layer: nn.Linear) -> type[PackedProduct] | None:
+    """What multiplies with a layer's weight faster than the layer itself; None where nothing does."""
     weight = layer.weight
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or hasattr(layer, "_hf_hook"):
-        return False
+        return None
+    if type(weight) is not nn.Parameter:  # torchao, which not everybody has
+        from specdec.models.quantized import quantized_product
+
+        return quantized_product(layer)
     has_mkldnn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return PackedProduct if has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported() else None

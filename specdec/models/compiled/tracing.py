@@ -26,6 +26,7 @@ from specdec.models.compiled.graphs import LayerGraphs, Source, cut, lift_weight
 from specdec.models.compiled.operators import operators
 from specdec.models.packed import PackedLinear, PackedProduct
 from specdec.models.probe import ProbeCache
+from specdec.models.quantization import is_quantized
 from specdec.models.recurrent.binding import RecurrentProbe, recurrent_modules
 
 _NAME = "specdec_tracing"
@@ -97,6 +98,8 @@ def trace_layers(model: PreTrainedModel, num_tokens: int) -> Iterator[tuple[nn.M
                 raise TraceError("it keeps a recurrent state")
             if any(hasattr(module, "_hf_hook") for module in layer.modules()):
                 raise TraceError("accelerate brings its inputs to its device")
+            if any(is_quantized(module) for module in layer.modules()):
+                raise TraceError("its weights are quantized")
             with attention_set(model, _NAME, _mark), _stand_ins(layer) as packed, _quiet(), torch.no_grad():
                 trace = _trace(layer, call, packed, num_tokens)
         except TraceError as error:

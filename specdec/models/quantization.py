@@ -1,0 +1,115 @@
+"""Weights in fewer bits: torchao makes them as transformers loads a model, one weight at a time."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel, TorchAoConfig
+
+from specdec.errors import ModelLoadError
+from specdec.models.fingerprint import torchao_version
+from specdec.models.quantized import QuantizedProduct
+
+Quantization = Literal["none", "int8", "int4", "fp8"]
+QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
+
+GROUP_SIZE = 32
+"""Neighbouring weights of a row that share a scale and a zero in int4."""
+_ROWS = 16
+"""The int4 kernels take multiples of so many rows."""
+
+
+def quantizing(
+    quantization: Quantization,
+    config: PretrainedConfig,
+    auto_class: Any,
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype | str,
+) -> dict[str, Any]:
+    """What transformers' ``from_pretrained`` is to be given so that the weights of linear layers are quantized.
+
+    Embeddings and the vocabulary's head keep the model's dtype: the head decides tokens by small differences, and often
+    is the embedding. So do layers whose shape the int4 kernels do not take, and a mixture's experts.
+
+    Args:
+        quantization: ``int8`` has a scale per row, ``fp8`` (e4m3) too, ``int4`` a scale and a zero per 32 weights.
+        config: Of the model.
+        auto_class: Transformers' loader for it.
+        name: Of the model, for messages.
+        device: Where it will run: the int4 kernels of CPUs and GPUs read different layouts.
+        dtype: Of all that is not quantized; ``auto`` is the checkpoint's own.
+
+    Raises:
+        ModelLoadError: The checkpoint is quantized already, its dtype is not one that the kernels take, or torchao is
+            not installed.
+    """
+    if quantization == "none":
+        return {}
+    if quantization not in QUANTIZATIONS:
+        raise ModelLoadError(f"quantization must be one of {', '.join(QUANTIZATIONS)}, got {quantization!r}")
+    own = own_quantization(config)
+    if own is not None:
+        raise ModelLoadError(f"{name} is quantized already ({own}): leave quantization out")
+    if quantization == "int4" and dtype not in (torch.bfloat16, "auto"):
+        raise ModelLoadError(f"int4 needs dtype bfloat16, in which its kernels multiply: {name} is to have {dtype}")
+    torchao_version()
+    kept = None if quantization != "int4" else _not_for_int4(config, auto_class)
+    return {"quantization_config": TorchAoConfig(_weight_config(quantization, device), modules_to_not_convert=kept)}
+
+
+def own_quantization(config: PretrainedConfig) -> str | None:
+    """The method by which a checkpoint is quantized, such as ``gptq``; None where it is not."""
+    own = getattr(config, "quantization_config", None)
+    if own is None:
+        return None
+    return str(own.get("quant_method") if isinstance(own, dict) else own.quant_method)
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Whether a layer multiplies with a weight that torchao has made."""
+    return isinstance(getattr(module, "product", None), QuantizedProduct) or (
+        isinstance(module, nn.Linear) and hasattr(module.weight, "__tensor_flatten__")
+    )
+
+
+def stored_bytes(model: PreTrainedModel) -> int:
+    """Bytes of a model's parameters and buffers as they are in memory, each shared one once."""
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return sum(_tensor_bytes(tensor) for tensor in tensors.values())
+
+
+def _tensor_bytes(tensor: Any) -> int:
+    """A tensor of several, as torchao's are, tells the size that it stands for, not what its parts take."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return int(tensor.nbytes)
+    return sum(_tensor_bytes(getattr(tensor, part)) for part in tensor.__tensor_flatten__()[0])
+
+
+def _not_for_int4(config: PretrainedConfig, auto_class: Any) -> list[str]:
+    """Names of the head and of layers whose shape the kernels do not take, by a model without numbers."""
+    with torch.device("meta"):
+        model: PreTrainedModel = auto_class.from_config(config)
+    head = model.get_output_embeddings()
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and (module is head or module.in_features % GROUP_SIZE or module.out_features % _ROWS)
+    ]
+
+
+def _weight_config(quantization: Quantization, device: torch.device) -> Any:
+    import torchao.quantization as torchao
+
+    if quantization == "int8":
+        return torchao.Int8WeightOnlyConfig()
+    if quantization == "fp8":
+        return torchao.Float8WeightOnlyConfig()
+    if device.type != "cpu":
+        return torchao.Int4WeightOnlyConfig(group_size=GROUP_SIZE, int4_packing_format="tile_packed_to_4d")
+    from torchao.prototype.quantization.int4.inference_workflow import PrototypeInt4WeightOnlyConfig
+
+    return PrototypeInt4WeightOnlyConfig(group_size=GROUP_SIZE, set_inductor_config=False)

@@ -1,0 +1,210 @@
+"""Quantized weights: what is in memory, what multiplies with it, what is left as it was, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from cluster.config import AppArgs
+from cluster.identity import demo_folder, fingerprints
+from specdec.errors import ModelLoadError
+from specdec.models.admission import check_admission
+from specdec.models.loading import LoadedModel, ModelSource, load_model
+from specdec.models.packed import PackedLinear, pack_linear_layers
+from specdec.models.quantization import QUANTIZATIONS, Quantization, is_quantized, stored_bytes
+from specdec.models.quantization_report import compare
+from specdec.models.quantized import FEW_ROWS, Int4Product, Int8Product
+from specdec.models.runner import ModelRunner
+from tests.specdec.models.families import randomize
+from tests.specdec.models.recurrent_families import make_recurrent
+
+pytest.importorskip("torchao", reason="torchao is not installed: pip install 'specdec[quantization]'")
+torchao = pytest.importorskip("torchao.quantization")
+
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+CASES = [
+    (quantization, dtype)
+    for dtype in DTYPES
+    for quantization in QUANTIZATIONS
+    if quantization != "none" and (quantization, dtype) != ("int4", torch.float32)
+]
+BITS = {"int8": 8 + 1, "fp8": 8 + 1, "int4": 4 + 1.5}
+"""Of a weight, with its share of scales."""
+
+
+def load(folder: Path | str, quantization: Quantization, dtype: torch.dtype) -> LoadedModel:
+    return load_model(ModelSource(str(folder), dtype=DTYPES[dtype], device="cpu", quantization=quantization))
+
+
+def runner_of(loaded: LoadedModel) -> ModelRunner:
+    return ModelRunner(loaded, num_blocks=64)
+
+
+@pytest.mark.parametrize(("quantization", "dtype"), CASES)
+@pytest.mark.parametrize("role", ["target", "hybrid"])
+def test_quantized_models_are_admitted_and_near_their_originals(role, quantization, dtype):
+    folder = demo_folder(role)
+    plain, loaded = load(folder, "none", dtype), load(folder, quantization, dtype)
+    runner = runner_of(loaded)
+    report = check_admission(runner)
+    assert report.relative_error <= (1e-4 if dtype == torch.float32 else report.tolerance)
+    found = compare(runner, runner_of(plain))
+    assert 0 < found.mean_kl < {"int8": 3e-3, "fp8": 2e-2, "int4": 0.2}[quantization]
+    assert found.mean_kl <= found.max_kl
+    assert found.same_top > {"int8": 0.97, "fp8": 0.9, "int4": 0.8}[quantization]
+    assert found.original_bytes == plain.weights_bytes
+    assert (runner.pool.num_in_use, found.num_tokens) == (0, 256)
+
+
+@pytest.mark.parametrize(("quantization", "dtype"), CASES)
+def test_memory_is_what_the_parts_of_a_tensor_take(quantization, dtype):
+    loaded = load(demo_folder("target"), quantization, dtype)
+    embedding = loaded.model.get_input_embeddings().weight
+    num_quantized = loaded.num_parameters - embedding.numel()
+    expected = embedding.nbytes + num_quantized * BITS[quantization] / 8
+    assert expected * 0.85 < loaded.weights_bytes <= expected
+    layer = nn.Linear(64, 32, bias=False, dtype=dtype)
+    assert stored_bytes(nn.ModuleList([layer, layer])) == layer.weight.nbytes, "shared"
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_head_and_embeddings_are_left_alone(quantization):
+    model = load(demo_folder("target"), quantization, torch.bfloat16).model
+    assert type(model.lm_head) is nn.Linear
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    assert sum(is_quantized(module) for module in model.modules()) == 12 * 7
+
+
+def test_layers_whose_shape_the_int4_kernels_do_not_take_are_left_alone():
+    model = load(demo_folder("hybrid"), "int4", torch.bfloat16).model
+    left = {
+        name.split(".")[-1] for name, layer in model.named_modules() if is_linear(layer) and not is_quantized(layer)
+    }
+    assert left == {"in_proj_a", "in_proj_b", "lm_head"}
+
+
+def is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | PackedLinear)
+
+
+class Parts(nn.Module):
+    """Layers that read the same inputs."""
+
+    def __init__(self, width: int, heights: tuple[int, ...], has_bias: bool) -> None:
+        super().__init__()
+        for name, height in zip(("q_proj", "k_proj", "v_proj"), heights, strict=True):
+            self.add_module(name, nn.Linear(width, height, bias=has_bias, dtype=torch.bfloat16))
+
+    def forward(self, inputs: torch.Tensor) -> list[torch.Tensor]:
+        return [layer(inputs) for layer in (self.q_proj, self.k_proj, self.v_proj)]
+
+
+def quantized_parts(quantization: str, heights: tuple[int, ...], has_bias: bool) -> Parts:
+    from torchao.prototype.quantization.int4.inference_workflow import PrototypeInt4WeightOnlyConfig
+
+    int4 = PrototypeInt4WeightOnlyConfig(group_size=32, set_inductor_config=False)
+    parts = Parts(96, heights, has_bias)
+    torchao.quantize_(parts, torchao.Int8WeightOnlyConfig() if quantization == "int8" else int4)
+    return parts
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("heights", [(128, 64, 64), (48, 16, 16)])
+@pytest.mark.parametrize(("quantization", "kind"), [("int8", Int8Product), ("int4", Int4Product)])
+def test_products_are_those_of_torchaos_tensors(quantization, kind, heights, has_bias):
+    parts = quantized_parts(quantization, heights, has_bias)
+    inputs = [torch.randn(1, num_rows, 96).bfloat16() for num_rows in (1, 6, FEW_ROWS, FEW_ROWS + 1, 130)]
+    with torch.inference_mode():
+        expected = [parts(rows) for rows in inputs]
+        assert pack_linear_layers(parts) == 3
+        assert {type(layer.product) for layer in parts.children()} == {kind}
+        are_joined = len({id(layer.product) for layer in parts.children()}) == 1
+        assert are_joined == (quantization == "int8" or heights == (128, 64, 64))
+        for rows, results in zip(inputs, expected, strict=True):
+            for got, want, layer in zip(parts(rows), results, parts.children(), strict=True):
+                torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
+                again = functional.linear(rows.float(), layer.weight.float())
+                again += 0 if layer.bias is None else layer.bias
+                torch.testing.assert_close(got.float(), again, rtol=0.02, atol=0.02)
+        assert parts(torch.empty(1, 0, 96, dtype=torch.bfloat16))[0].shape == (1, 0, heights[0])
+
+
+def test_the_fingerprint_knows_what_quantizes_each_model():
+    plain, int8, draft = (
+        fingerprints(AppArgs.model_validate(keys))
+        for keys in ({}, {"target": {"quantization": "int8"}}, {"draft": {"quantization": "int8"}})
+    )
+    assert int8.decision != plain.decision == draft.decision
+    assert int8.draft == plain.draft != draft.draft
+    assert int8.vocabulary == plain.vocabulary == draft.vocabulary
+
+
+def save_gpt2(folder: Path) -> None:
+    randomize(GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2))).save_pretrained(folder)
+
+
+def say_quantized(folder: Path, **config: object) -> Path:
+    shutil.copytree(demo_folder("draft"), folder, dirs_exist_ok=True)
+    values = json.loads((folder / "config.json").read_text()) | {"quantization_config": config}
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def test_what_cannot_be_quantized_is_refused(tmp_path):
+    with pytest.raises(ModelLoadError, match="int4 needs dtype bfloat16"):
+        load(demo_folder("target"), "int4", torch.float32)
+    with pytest.raises(ModelLoadError, match="quantization must be one of none, int8, int4, fp8, got 'int3'"):
+        load(demo_folder("target"), "int3", torch.float32)
+    save_gpt2(tmp_path / "gpt2")
+    with pytest.raises(ModelLoadError, match=r"no layer of .*gpt2 can be quantized by int8"):
+        load(tmp_path / "gpt2", "int8", torch.float32)
+    folder = say_quantized(tmp_path / "gptq", quant_method="gptq", bits=4)
+    with pytest.raises(ModelLoadError, match=r"is quantized already \(gptq\): leave quantization out"):
+        load(folder, "int8", torch.float32)
+
+
+def test_a_recurrent_model_is_quantized_too(tmp_path):
+    make_recurrent("bamba", vocab_size=4096, mamba_d_state=32).save_pretrained(tmp_path)
+    assert check_admission(runner_of(load(tmp_path, "int8", torch.float32))).relative_error < 1e-4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_compiled_layers_are_not_to_be_had_with_it(dtype):
+    source = ModelSource(str(demo_folder("target")), dtype=DTYPES[dtype], device="cpu", compile=True)
+    with pytest.raises(ModelLoadError, match=r"no layer .* can be compiled .*its weights are quantized"):
+        load_model(ModelSource(source.path, dtype=source.dtype, device="cpu", compile=True, quantization="int8"))
+
+
+def test_torchao_is_named_where_it_is_missing(monkeypatch):
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("specdec.models.fingerprint.version", missing)
+    with pytest.raises(ModelLoadError, match=r"quantization needs torchao: pip install 'specdec\[quantization\]'"):
+        load(demo_folder("target"), "int8", torch.float32)
+    with pytest.raises(ModelLoadError, match="quantization needs torchao"):
+        fingerprints(AppArgs.model_validate({"target": {"quantization": "int8"}}))
+
+
+@pytest.mark.parametrize(
+    ("config", "package"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "(?i)optimum|gptq"),
+        ({"quant_method": "awq", "bits": 4}, "(?i)gptqmodel|awq"),
+        ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "compressed"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+    ],
+)
+def test_a_checkpoint_that_needs_a_package_names_it(tmp_path, config, package):
+    if importlib.util.find_spec(config["quant_method"].replace("-", "_")):
+        pytest.skip("the package is here")
+    with pytest.raises(ModelLoadError, match=package):
+        load(say_quantized(tmp_path, **config), "none", torch.float32)
