@@ -94,6 +94,11 @@ def origins(value: Any) -> Any:
     return tuple(names)
 
 
+def names(value: Any) -> Any:
+    """Read a list of names; on a command line they are separated by commas."""
+    return tuple(name.strip() for name in value.split(",")) if isinstance(value, str) else value
+
+
 class Access(StrictModel):
     """Who may call the service. API keys themselves are no part of the configuration: it is stored, and shown."""
 
@@ -103,6 +108,9 @@ class Access(StrictModel):
         description="file with API keys, on every machine with an ingress: a line 'name: key' each, # for comments; "
         "the variable SPECDEC_API_KEYS, 'name=key,name=key', adds to it; without any key everybody may call; a "
         "file that has changed is read again within seconds",
+    )
+    admin_keys: Annotated[tuple[str, ...], BeforeValidator(names)] = Field(
+        (), description="names of the API keys that may quantize the models anew; none: nobody may"
     )
     metrics_need_key: bool = Field(
         True, description="where there are API keys, ask for one at /metrics too; /health and /live never do"

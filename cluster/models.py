@@ -112,6 +112,8 @@ class TargetConfig(ModelConfig):
             raise ValueError("device and device_map are not for engine vllm: it takes the GPUs that its replica has")
         if self.compile:
             raise ValueError("compile is not for engine vllm: it compiles unless engine_args has enforce_eager")
+        if self.quantization != "none":
+            raise ValueError("quantization is not for engine vllm: say it in engine_args")
         refused = refused_argument(self.engine_args)
         if refused:
             raise ValueError(f"engine_args: {refused}")

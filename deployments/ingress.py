@@ -23,6 +23,7 @@ from deployments.openai.keys import ApiKeys
 from deployments.openai.observer import Observer
 from deployments.openai.service import ModelInfo, Role, ServedModel
 from deployments.openai.settings import ApiSettings
+from deployments.requantize import add_quantization_routes
 from deployments.requests import RoutedTokens
 from deployments.response_store import RemoteResponses
 from deployments.trace import add_trace_route
@@ -106,9 +107,11 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
             allowed_origins=access.allowed_origins,
             ui=args.ui == "on",
             send_request_id=False,  # Serve's proxy sends it
+            admin_keys=access.admin_keys,
             tracer=serve_tracer(),
         )
         app = create_app(self._service, settings, self._tokenizer, self._observer, keys, self._admission, self._store)
+        add_quantization_routes(app, self._args)
         if args.trace:
             add_trace_route(app, self._router)
         return app

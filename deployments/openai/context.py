@@ -56,6 +56,16 @@ class Api:
     answers: AnswerForms
     store: ResponseStore | None = None
 
+    def check_admin(self, arrival: Arrival) -> None:
+        """Let on who may administer.
+
+        Raises:
+            ApiError: 403: the request's API key may not.
+        """
+        if arrival.account.key not in self.settings.admin_keys or not arrival.account.key:
+            text = "this needs one of the API keys that access.admin_keys names"
+            raise ApiError(403, text, "permission_error", code="admin_key_needed")
+
     def model(self, name: str | None) -> ServedModel:
         """The served model of that name; the target where there is none.
 

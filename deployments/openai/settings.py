@@ -31,6 +31,7 @@ class ApiSettings:
         allowed_origins: Web pages that may call from a browser.
         ui: Serve the page ``/ui``.
         send_request_id: Send ``x-request-id`` in answers; off where a proxy in front does it.
+        admin_keys: Names of the API keys that may administer.
         tracer: Makes the spans of requests; None where nobody traces.
     """
 
@@ -44,4 +45,5 @@ class ApiSettings:
     allowed_origins: tuple[str, ...] = ()
     ui: bool = False
     send_request_id: bool = True
+    admin_keys: tuple[str, ...] = ()
     tracer: Tracer | None = None

@@ -68,6 +68,7 @@ EXAMPLES = {
     "limits.queue_timeout_s": 20,
     "limits.request_timeout_s": 120,
     "access.api_keys_file": "keys.txt",
+    "access.admin_keys": "alice, bob",
     "access.metrics_need_key": False,
     "access.allowed_origins": "https://a.example, https://b.example:8443",
     "access.allow_unauthenticated_ray": True,

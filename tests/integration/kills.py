@@ -81,6 +81,7 @@ class Streams:
         count: How many.
         max_tokens: Of each; end-of-sequence tokens are ignored.
         fields: Others of the body.
+        headers: Of each request.
     """
 
     url: str
@@ -88,6 +89,7 @@ class Streams:
     count: int = 16
     max_tokens: int = 400
     fields: Mapping[str, object] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
     num_chunks: dict[int, int] = field(default_factory=dict)
     _futures: list[Future[Stream]] = field(default_factory=list)
 
@@ -107,7 +109,12 @@ class Streams:
         }
         try:
             with httpx.stream(
-                "POST", f"{self.url}/v1/completions", json=body, timeout=STREAM_TIMEOUT_S, trust_env=False
+                "POST",
+                f"{self.url}/v1/completions",
+                json=body,
+                headers=dict(self.headers),
+                timeout=STREAM_TIMEOUT_S,
+                trust_env=False,
             ) as answer:
                 if answer.status_code != 200:
                     answer.read()

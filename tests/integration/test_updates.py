@@ -33,3 +33,14 @@ def test_an_update_to_another_model_changes_no_answer_that_was_begun() -> None:
     outcome = under("other")
     assert not any(outcome[what] for what in ("lost", "doubled", "changed")), outcome
     assert set(outcome["statuses"]) <= {200, 404, 503}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_a_target_that_is_quantized_anew_loses_no_stream() -> None:
+    pytest.importorskip("torchao", reason="torchao is not installed: pip install 'specdec[quantization]'")
+    outcome = under("quantized")
+    assert not any(outcome[what] for what in ("lost", "doubled", "changed")), outcome
+    assert not outcome["broken"], outcome["errors"]
+    assert outcome["is_other"], "the fingerprint is as it was"
+    assert set(outcome["statuses"]) <= {200, 503}

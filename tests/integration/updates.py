@@ -1,4 +1,4 @@
-"""A rolling update under seeded streams: of a key that restarts every replica, or of the model.
+"""A rolling update under seeded streams: of a key that restarts every replica, of the model, or of its quantization.
 
 ``python -m tests.integration.updates same`` prints what became of the streams as JSON; the suite asserts its counts. It
 runs as a process of its own, as Ray reads its environment when it is imported.
@@ -24,9 +24,10 @@ from cluster.settings import prepare_for_ray
 from tests.integration.kills import Comparison, Streams
 from tests.integration.running import eventually, free_port
 
-UPDATES: dict[str, dict[str, Any]] = {"same": {"block_size": 32}, "other": {"demo": "hybrid"}}
-"""What an update changes: a key that decides no token but needs a restart, or the target."""
-ARGS = {"num_speculative_tokens": 4, "drain_timeout_s": 600}
+UPDATES: dict[str, dict[str, Any]] = {"same": {"block_size": 32}, "other": {"demo": "hybrid"}, "quantized": {}}
+"""What an update changes: a key that decides no token but needs a restart; the target; over HTTP its quantization."""
+ARGS: dict[str, Any] = {"num_speculative_tokens": 4, "drain_timeout_s": 600, "access": {"admin_keys": ["admin"]}}
+HEADERS = {"Authorization": f"Bearer {secrets.token_hex(8)}"}
 """The old replicas have the time that their streams need while new ones load beside them."""
 TIMEOUT_S = 200.0
 
@@ -59,16 +60,36 @@ def deploy(changes: dict[str, Any]) -> None:
     serve.run(build_app(AppArgs.model_validate({**ARGS, "actors": actors, **changes})), name="specdec")
 
 
-def under_update(url: str, changes: dict[str, Any], num_streams: int, max_tokens: int) -> dict[str, Any]:
+def quantize(url: str) -> None:
+    """Have the target quantized by the service itself, and wait until all of its replicas are."""
+    from ray import serve
+
+    answer = httpx.post(
+        f"{url}/v1/admin/quantization", json={"target": "int8"}, headers=HEADERS, timeout=TIMEOUT_S, trust_env=False
+    )
+    assert answer.status_code == 202, answer.text
+    eventually(lambda: serve.status().applications["specdec"].status == "RUNNING", TIMEOUT_S, "the update has ended")
+    assert fingerprint(url) == answer.json()["target"]["fingerprint"]
+
+
+def fingerprint(url: str) -> str:
+    """Of the target that the service has for new requests."""
+    found = httpx.get(f"{url}/v1/admin/quantization", headers=HEADERS, timeout=TIMEOUT_S, trust_env=False)
+    return str(found.json()["target"]["fingerprint"])
+
+
+def under_update(url: str, kind: str, num_streams: int, max_tokens: int) -> dict[str, Any]:
     """Run streams undisturbed, then under an update, and compare; new requests are sent all the while."""
     eventually(lambda: status_of_a_request(url) == 200, 120, "requests are answered")
-    streams = Streams(url, "specdec-demo", num_streams, max_tokens)
+    streams = Streams(url, "specdec-demo", num_streams, max_tokens, headers=HEADERS)
+    before = fingerprint(url)
     with streams.running() as wait:
         undisturbed = wait()
     statuses: list[int | None] = []
     with streams.running() as wait:
         eventually(streams.have_begun, 120, "all streams have begun")
-        update = threading.Thread(target=deploy, args=(changes,))
+        what, argument = (quantize, url) if kind == "quantized" else (deploy, UPDATES[kind])
+        update = threading.Thread(target=what, args=(argument,))
         update.start()
         while update.is_alive():
             statuses.append(status_of_a_request(url))
@@ -76,15 +97,17 @@ def under_update(url: str, changes: dict[str, Any], num_streams: int, max_tokens
         ended = wait()
     errors = sorted({stream.error for stream in ended if stream.error is not None})
     compared = asdict(Comparison.of(ended, undisturbed))
-    return compared | {"statuses": statuses, "errors": errors, "chunks": list(streams.num_chunks.values())}
+    compared |= {"statuses": statuses, "errors": errors, "chunks": list(streams.num_chunks.values())}
+    return compared | {"is_other": fingerprint(url) != before}
 
 
 def status_of_a_request(url: str) -> int | None:
     """Status of a short request; None where no connection is taken, or it is cut."""
     body = {"prompt": "x", "max_tokens": 1}
     try:
-        model = httpx.get(f"{url}/v1/models", timeout=TIMEOUT_S, trust_env=False).json()["data"][0]["id"]
-        answer = httpx.post(f"{url}/v1/completions", json={"model": model, **body}, timeout=TIMEOUT_S, trust_env=False)
+        options: dict[str, Any] = {"headers": HEADERS, "timeout": TIMEOUT_S, "trust_env": False}
+        model = httpx.get(f"{url}/v1/models", **options).json()["data"][0]["id"]
+        answer = httpx.post(f"{url}/v1/completions", json={"model": model, **body}, **options)
     except (httpx.HTTPError, ValueError, KeyError):
         return None
     return answer.status_code
@@ -99,8 +122,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     prepare_for_ray()
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
+    os.environ["SPECDEC_API_KEYS"] = f"admin={HEADERS['Authorization'].removeprefix('Bearer ')}"
     with service() as url:
-        outcome = under_update(url, UPDATES[options.update], options.streams, options.max_tokens)
+        outcome = under_update(url, options.update, options.streams, options.max_tokens)
     sys.stdout.write(json.dumps(outcome) + "\n")
 
 

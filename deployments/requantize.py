@@ -1,0 +1,109 @@
+"""``/v1/admin/quantization``: another quantization for a service that runs.
+
+The application is deployed again with other keys, and Serve replaces its replicas in turn, as for any update of the
+configuration: new ones load the original weights, old ones drain, and fingerprints keep the two apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from ray import serve
+from ray.serve.context import _get_global_client
+
+from cluster.config import AppArgs
+from cluster.config_files import merged
+from cluster.identity import fingerprints
+from cluster.launch import APPLICATION, load_builder
+from cluster.models import Quantization
+from cluster.strict import validated
+from deployments.openai.context import ApiOf, ArrivalOf
+from deployments.openai.errors import INVALID, ApiError
+from deployments.openai.schemas.fields import Body
+from deployments.openai.strict_json import StrictJsonRoute
+from specdec.errors import SpecdecError
+
+
+class QuantizationBody(Body):
+    """How the models' weights are to be held; what is absent stays as it is."""
+
+    target: Quantization | None = None
+    draft: Quantization | None = None
+
+
+def add_quantization_routes(app: FastAPI, args: AppArgs) -> None:
+    """Tell how the models are quantized, and let administrators change it.
+
+    Args:
+        app: Gets the routes.
+        args: What the service was deployed with.
+    """
+    router = APIRouter(prefix="/v1/admin", route_class=StrictJsonRoute)
+
+    @router.get("/quantization")
+    async def quantization(api: ApiOf, arrival: ArrivalOf) -> dict[str, Any]:
+        api.check_admin(arrival)
+        return await asyncio.to_thread(described, args)
+
+    @router.post("/quantization", status_code=202)
+    async def quantize(body: QuantizationBody, api: ApiOf, arrival: ArrivalOf) -> dict[str, Any]:
+        api.check_admin(arrival)
+        wanted = requantized(args, body.target, body.draft)
+        if wanted != args:
+            await asyncio.to_thread(_deploy, wanted)
+        return await asyncio.to_thread(described, wanted)
+
+    app.include_router(router)
+
+
+def described(args: AppArgs) -> dict[str, Any]:
+    """Of both models the quantization and the fingerprint; of the draft none where no draft model is deployed."""
+    own = fingerprints(args)
+    target = {"quantization": args.target.quantization, "fingerprint": own.decision}
+    draft = {"quantization": args.draft.quantization, "fingerprint": own.draft}
+    return {"target": target, "draft": draft if args.has_own_draft else None}
+
+
+def requantized(args: AppArgs, target: Quantization | None, draft: Quantization | None) -> AppArgs:
+    """The configuration with another quantization.
+
+    Raises:
+        ApiError: 400: none is given, or one for a draft model that is not there.
+    """
+    if target is None and draft is None:
+        raise ApiError(400, "send target or draft, or both", param="target", code=INVALID)
+    if draft is not None and not args.has_own_draft:
+        raise ApiError(400, "no draft model is deployed with this target", param="draft", code=INVALID)
+    given = {"target.quantization": target, "draft.quantization": draft}
+    changes = {key: value for key, value in given.items() if value is not None}
+    data = args.model_dump(exclude_unset=True)
+    try:
+        return validated(AppArgs, merged(AppArgs, data, changes), "")
+    except SpecdecError as error:
+        raise ApiError(400, str(error), param="target", code=INVALID) from None
+
+
+def _deploy(args: AppArgs) -> None:
+    """Hand the application to Serve again, from within a replica of it; does not wait for the new replicas.
+
+    Raises:
+        ApiError: 409: an update is under way, or the application is kept as a file says; 400: it cannot be served.
+    """
+    name = serve.get_replica_context().app_name
+    found = _get_global_client().get_serve_details()["applications"][name]
+    if found["source"] == "declarative":
+        message = "the application is deployed from a Serve configuration: change target.quantization there"
+        raise ApiError(409, message, code="declarative_application")
+    if found["status"] != "RUNNING":
+        raise ApiError(409, f"the application is {found['status']}: try again when it runs", code="update_under_way")
+    try:
+        application = load_builder(APPLICATION)(args)
+    except SpecdecError as error:
+        raise ApiError(400, str(error), code=INVALID) from None
+    serve.run_many(
+        [serve.RunTarget(target=application, name=name, route_prefix=found["route_prefix"])],
+        wait_for_ingress_deployment_creation=False,
+        wait_for_applications_running=False,
+    )
