@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -13,17 +15,18 @@ from cluster.bench.load import fresh_salt
 from cluster.bench.services import Services
 from cluster.cli.serve import serve
 from cluster.config import ServiceConfig
-from cluster.models import DraftConfig, ModelConfig
+from cluster.models import DraftConfig, TargetConfig
 
 REQUEST_TIMEOUT_S = 600
 
 
-def main(*, is_compiled: bool = False) -> None:
-    """Serve the pair as the service does by default, and ask it."""
+def main(*, is_compiled: bool = False, engine: Mapping[str, Any] = MappingProxyType({}), **keys: Any) -> None:
+    """Serve the pair as the service does by default, but for ``engine``'s keys of the target and others; and ask it."""
     given = arguments()
     config = ServiceConfig(
-        target=ModelConfig(model=given.target, dtype=given.dtype, compile=is_compiled),
+        target=TargetConfig(model=given.target, dtype=given.dtype, compile=is_compiled, **engine),
         draft=DraftConfig(model=given.draft, dtype=given.dtype, compile=is_compiled),
+        **keys,
     )
     with Services({"": config}, serve) as services:
         client = httpx.Client(base_url=services.urls[""], timeout=REQUEST_TIMEOUT_S)
@@ -40,6 +43,8 @@ def main(*, is_compiled: bool = False) -> None:
 
         versions = {name: importlib.metadata.version(name) for name in ("specdec", "ray", "torch")}
         settings = "service over HTTP, draft and target in two processes, one thread each; mode and draft length: auto"
+        for name, value in {**engine, **keys}.items():
+            settings += f"; {name}: {value}"
         answer_requests(versions, f"{settings}{'; layers compiled' if is_compiled else ''}", generate)
 
 
