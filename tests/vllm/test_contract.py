@@ -126,29 +126,33 @@ def test_the_longest_sequence(engine: VllmTarget, reference: ModelTarget) -> Non
     assert engine._scheduler.get_num_unfinished_requests() == 0
 
 
-@pytest.mark.parametrize("where", ["_prepare_inputs", "_model_forward", "_update_states_after_model_execute"])
+@pytest.mark.parametrize(
+    "where", ["_prepare_inputs", "_model_forward", "_update_states_after_model_execute", "get_grammar_bitmask"]
+)
 def test_a_step_that_fails_is_forgotten(
     engine: VllmTarget, reference: ModelTarget, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before, in and after the forward pass; nothing of what it left behind is used."""
+    """Before, in and after the forward pass, and before tokens are asked for; nothing that it left behind is used."""
     steps = Steps(engine, reference)
     for key, i in (("a", 3), ("b", 4)):
         steps.open(key, i)
     for _ in range(5):
         steps.step("a", "b", draft=(4, 5))
     runner = engine._core.model_executor.driver_worker.worker.model_runner
+    owner = engine._scheduler if where == "get_grammar_bitmask" else runner
+    steps.open("c", 6)  # of whose blocks two are filled in the step that fails
 
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("injected")
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner, where, fail)
+        patch.setattr(owner, where, fail)
         with pytest.raises(RuntimeError, match="injected"):
-            steps.step("a", "b", draft=(1,))
+            steps.step("a", "b", "c", draft=(1,))
     assert engine.gauges()["kv_blocks_in_use"] == 0
     for _ in range(10):
-        steps.step("a", "b", draft=(1, 2))
-    for key in "ab":
+        steps.step("a", "b", "c", draft=(1, 2))
+    for key in "abc":
         steps.shadow.release(key)
 
 

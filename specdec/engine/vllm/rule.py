@@ -105,7 +105,6 @@ class Rule:
             for i, group, run in zip(places, groups, runs, strict=True):
                 tokens[i, : len(run)] = torch.tensor(run, dtype=torch.int32)
                 group.tokens.extend(run)
-        self.told = {}
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
 
     def _groups(self, req_ids: list[str], counts: list[int]) -> tuple[list[int], list[RowGroup], list[int]]:
