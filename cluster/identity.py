@@ -37,10 +37,11 @@ def model_dtype(args: AppArgs, model: ModelConfig) -> Dtype:
     return "float32" if args.is_demo and model.dtype == "auto" else model.dtype
 
 
-def fingerprints(args: AppArgs) -> Fingerprints:
+def fingerprints(args: AppArgs, *, of_draft: bool = True) -> Fingerprints:
     """What the service's models and their vocabulary are (rule 14); the same in every process of one configuration.
 
-    Placement, limits, plans and all else that decides no token are not in it.
+    Placement, limits, plans and all else that decides no token are not in it. Where the draft model runs with other
+    libraries than this process has, its own fingerprint is left empty, which matches any.
 
     Raises:
         ModelLoadError: A model cannot be found or read, or is to be quantized without torchao.
@@ -50,7 +51,7 @@ def fingerprints(args: AppArgs) -> Fingerprints:
     return Fingerprints(
         decision=_deciding(args, args.target, target_path(args), vocabulary),
         vocabulary=vocabulary,
-        draft=_deciding(args, args.draft, draft_path(args), vocabulary) if args.has_own_draft else "",
+        draft=_deciding(args, args.draft, draft_path(args), vocabulary) if of_draft and args.has_own_draft else "",
     )
 
 

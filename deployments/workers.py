@@ -79,7 +79,8 @@ class TargetServer(_Worker):
         self._args = args
         set_log_level(args)
         torch.set_num_threads(num_torch_threads)
-        name, report, own = replica_id(), StepReport(), fingerprints(args)
+        name, report = replica_id(), StepReport()
+        own = fingerprints(args, of_draft=args.target.engine != "vllm")
         recorder = Recorder(name, "target") if args.trace else None
         with _startup() as say:
             model, last_progress = _target_backend(args, gpu_share, say)
