@@ -55,6 +55,9 @@ def build_app(args: AppArgs) -> Application:
     """
     check_ray(args.access.allow_unauthenticated_ray)
     check_files(args)
+    engine = check_engine(args)
+    if engine is not None:
+        logger.info(engine)
     placement = placement_of(args, ray_devices())
     for remark in placement.remarks:
         logger.info(remark)
@@ -125,9 +128,6 @@ def check_files(args: AppArgs) -> None:
     target, draft = target_source(args), draft_source(args)
     if not all(Path(source.path).expanduser().is_dir() for source in (target, draft) if source is not None):
         return
-    line = check_engine(args)
-    if line is not None:
-        logger.info(line)
     model_info(args, fingerprints(args))
     AnswerForms(load_tokenizer(target), args.tool_parser, args.reasoning_tags)
     if draft is not None:

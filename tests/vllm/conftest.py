@@ -5,19 +5,22 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from cluster.settings import VLLM_SETTINGS
-from specdec.engine.target_backend import ModelTarget
-from tests.vllm.models import own_target
+
+if TYPE_CHECKING:
+    from specdec.engine.target_backend import ModelTarget
+    from specdec.engine.vllm.target import VllmTarget
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before vLLM is imported, which reads them then."""
+    """Before torch and vLLM are imported, which read the environment then."""
     os.environ.update(VLLM_SETTINGS)
 
 
@@ -30,11 +33,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def reference() -> ModelTarget:
     """Our own target, with room for everything."""
+    from tests.vllm.models import own_target
+
     return own_target()
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[object]:
+def engine() -> Iterator[VllmTarget]:
     """With room for less than is asked of it: 6 places, 24 blocks of 32, 64 tokens a step."""
     from tests.vllm.engines import make
 
