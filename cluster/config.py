@@ -305,15 +305,17 @@ class AppArgs(StrictModel):
             raise refused_key("demo", f"demo: {self.demo} is a target itself: give no other target with it")
         if self.draft.model is not None and self.target.model is None:
             raise refused_key("draft.model", "draft.model: a draft model needs a target: give target too")
-        if self.draft.method == "lookup+model" and not self.has_draft:
-            raise refused_key(
-                "draft.method", "draft.method: lookup+model needs a draft model: give draft too, or say lookup"
-            )
+        others = "+".join(part for part in self.draft.methods if part != "model")
+        if others and others != self.draft.method and not self.has_draft:
+            needs = f"draft.method: {self.draft.method} needs a draft model: give draft too, or say {others}"
+            raise refused_key("draft.method", needs)
+        if self.draft.has_heads and self.draft.heads is None and (not self.is_demo or self.demo != "plain"):
+            raise refused_key("draft.heads", "draft.heads: name the target's heads, a hub id or a local folder")
+        if self.draft.has_heads and (self.is_scripted or self.target.engine == "vllm"):
+            raise refused_key("draft.method", "draft.method: scripted tokens and vLLM's engine take no heads")
         if self.acceptance != "coupled" and not self.speculates:
-            raise refused_key(
-                "acceptance",
-                f"acceptance: {self.acceptance} needs drafts: give draft too, a model or draft.method: lookup",
-            )
+            needs = f"acceptance: {self.acceptance} needs drafts: give draft too, a model or draft.method: lookup"
+            raise refused_key("acceptance", needs)
         return self
 
     @property
@@ -344,17 +346,17 @@ class AppArgs(StrictModel):
     @property
     def looks_up(self) -> bool:
         """Whether drafts are looked up in the text itself."""
-        return self.draft.method != "model"
+        return "lookup" in self.draft.methods
 
     @property
     def speculates(self) -> bool:
         """Whether there are drafts at all."""
-        return self.has_draft or self.looks_up
+        return self.has_draft or self.looks_up or self.draft.has_heads
 
     @property
     def has_own_draft(self) -> bool:
         """Whether a draft model is deployed with the target; a pool is an application of its own."""
-        if self.draft.pool is not None or self.draft.method == "lookup":
+        if self.draft.pool is not None or "model" not in self.draft.methods:
             return False
         return self.is_demo or self.draft.model is not None
 

@@ -18,7 +18,7 @@ DEMO_TARGETS: dict[Demo, str] = {"plain": "target", "hybrid": "hybrid"}
 
 
 def demo_folder(name: str) -> Path:
-    """The folder of a demo model: ``target``, ``hybrid`` (another target) or ``draft``."""
+    """The folder of a demo model: ``target``, ``hybrid`` (another target), ``draft``, or ``heads``."""
     return Path(specdec.demo.__file__).parent / name
 
 

@@ -126,7 +126,7 @@ class TargetConfig(ModelConfig):
         return size if isinstance(size, int) else 1
 
 
-DraftMethod = Literal["model", "lookup", "lookup+model"]
+DraftMethod = Literal["model", "lookup", "heads", "lookup+model", "lookup+heads", "model+heads", "lookup+model+heads"]
 
 
 def draft_method(value: Any) -> Any:
@@ -135,12 +135,23 @@ def draft_method(value: Any) -> Any:
 
 
 class DraftConfig(ModelConfig):
-    """How drafts are made: by the draft model, or in its place the drafters of another application; by look-up."""
+    """How drafts are made: by a draft model, or the drafters of another application; by look-up; by heads."""
 
     method: Annotated[DraftMethod, BeforeValidator(draft_method)] = Field(
         "model",
         description="model: a draft model; lookup: what followed where the end of the text occurred before, without a "
-        "draft model; lookup+model: look-up where a long match is found, else the draft model",
+        "draft model; heads: heads on the target, without a draft model; of several, with a plus between them, look-up "
+        "goes first where a long match is found, and heads draft where the draft model has said nothing",
+    )
+    heads: str | None = Field(
+        None, min_length=1, description="hub id or local folder of Medusa heads; the demo target's where none is given"
+    )
+    tree_tokens: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="tokens of a draft of heads that is a tree, verified in one pass, on a target of attention layers; "
+        "with no more than there are heads it is a chain",
     )
     other_vocabulary: bool = Field(
         False,
@@ -160,15 +171,29 @@ class DraftConfig(ModelConfig):
         "deployments.app:build_draft_pool",
     )
 
+    @property
+    def methods(self) -> list[str]:
+        """The method's parts."""
+        return self.method.split("+")
+
+    @property
+    def has_heads(self) -> bool:
+        """Whether heads on the target draft."""
+        return "heads" in self.methods
+
     @model_validator(mode="after")
     def _of_one_kind(self) -> DraftConfig:
-        others = ", ".join(sorted(self.model_fields_set - {"pool", "method", "lookup_history_tokens"}))
-        if self.lookup_history_tokens and self.method == "model":
+        drafting = {"pool", "method", "lookup_history_tokens", "heads", "tree_tokens"}
+        others = ", ".join(sorted(self.model_fields_set - drafting))
+        if self.lookup_history_tokens and "lookup" not in self.methods:
             raise ValueError("lookup_history_tokens needs look-up: say method lookup or lookup+model")
-        if self.method == "lookup" and (others or self.pool):
+        if "model" not in self.methods and (others or self.pool):
+            both = "lookup+model" if self.method == "lookup" else self.method.replace("heads", "model+heads")
             raise ValueError(
-                "method lookup has no draft model: leave out all else of draft, or say lookup+model to have both"
+                f"method {self.method} has no draft model: leave out all else of draft, or say {both} to have both"
             )
+        if (self.heads is not None or self.tree_tokens) and not self.has_heads:
+            raise ValueError(f"heads and tree_tokens need method heads, alone or with others, not {self.method}")
         if self.pool is not None and others:
             raise ValueError(f"a pool has a draft model of its own: pool and {others} exclude each other")
         return self

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from cluster.config import AppArgs
-from cluster.identity import draft_path, model_dtype, target_path
+from cluster.identity import demo_folder, draft_path, model_dtype, target_path
 from cluster.models import DraftConfig, ModelConfig
 from specdec.engine.build import BackendOptions
+from specdec.engine.heads import HeadsOptions
 from specdec.errors import InvalidParameterError
 from specdec.models.loading import ModelSource
 from specdec.models.recurrent.slots import DEFAULT_WINDOW_TOKENS
@@ -65,7 +66,14 @@ def backend_options(args: AppArgs, model: ModelConfig, vocab_size: int | None = 
         other_vocabulary=isinstance(model, DraftConfig) and model.other_vocabulary,
         rollback_tokens=max(DEFAULT_WINDOW_TOKENS, 2 * (args.most_draft_tokens + 1)),
         logits_processors=load_processors(args.logits_processors),
+        heads=_heads(args) if model is args.target else None,
     )
+
+
+def _heads(args: AppArgs) -> HeadsOptions | None:
+    if not args.draft.has_heads:
+        return None
+    return HeadsOptions(args.draft.heads or str(demo_folder("heads")), args.most_draft_tokens, args.draft.tree_tokens)
 
 
 def load_processors(names: Iterable[str]) -> tuple[LogitsProcessor, ...]:

@@ -25,6 +25,8 @@ CONFIG_KEYS = (
     "demo",
     *(f"{role}.{name}" for role in ("target", "draft") for name in ("model", "revision", "token", "dtype", "device")),
     "draft.method",
+    "draft.heads",
+    "draft.tree_tokens",
     "target.device_map",
     "draft.device_map",
     "target.kv_memory",

@@ -223,6 +223,9 @@ REPORTED = (
     _counter(_TARGET, "num_lookup_draft_tokens", "Draft tokens of these."),
     _counter(_TARGET, "num_lookup_accepted_tokens", "Draft tokens of these that were accepted."),
     _gauge(_TARGET, "num_lookup_history_tokens", "Tokens of texts served before that are looked in for drafts."),
+    _counter(_TARGET, "num_heads_drafts", "Drafts of a round that heads on the target made."),
+    _counter(_TARGET, "num_heads_draft_tokens", "Draft tokens of these."),
+    _counter(_TARGET, "num_heads_accepted_tokens", "Draft tokens of these that were accepted."),
     _counter(_TARGET, "num_forbidden_draft_tokens", "Draft tokens that a grammar forbids, none of which is verified."),
     # Caches.
     _counter(_WORKERS, "num_evictions", "Sequences or branches that lost their cache to another."),

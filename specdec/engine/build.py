@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from specdec.engine.draft_backend import ModelDrafter
+from specdec.engine.heads import HeadDrafter, HeadsOptions
 from specdec.engine.states import SequenceStates
 from specdec.engine.target_backend import ModelTarget
 from specdec.engine.translator import Translator
@@ -18,6 +19,7 @@ from specdec.models.admission import AdmissionReport, check_admission
 from specdec.models.allocation import allocation
 from specdec.models.compat import check_width
 from specdec.models.describe import describe_model, describe_pair
+from specdec.models.heads import MedusaHeads, load_heads
 from specdec.models.loading import LoadedModel, ModelSource, Progress, load_model, load_tokenizer
 from specdec.models.memory import MemoryPlan, choose_window_of, plan_memory
 from specdec.models.recurrent.slots import DEFAULT_WINDOW_TOKENS, Route
@@ -46,6 +48,7 @@ class Built:
     Attributes:
         admission: None where the check was skipped.
         notes: What whoever runs the service should know of it, a sentence each.
+        heads: On it; None for none.
     """
 
     loaded: LoadedModel
@@ -53,6 +56,7 @@ class Built:
     memory: MemoryPlan
     admission: AdmissionReport | None
     notes: tuple[str, ...] = ()
+    heads: MedusaHeads | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,7 @@ class BackendOptions:
             tokens, which its configuration names.
         other_vocabulary: Whether a draft may have a vocabulary that is not its target's; shared tokens are drafted.
         logits_processors: Hooks that may change the logits of every position, drafted or not, before it is sampled.
+        heads: Heads on a target, which draft for it; None for none.
     """
 
     max_model_len: int | None = None
@@ -91,6 +96,7 @@ class BackendOptions:
     num_step_tokens: int = 1
     other_vocabulary: bool = False
     logits_processors: tuple[LogitsProcessor, ...] = ()
+    heads: HeadsOptions | None = None
 
 
 def build_target(
@@ -103,12 +109,16 @@ def build_target(
         MemoryPlanError: Its cache cannot hold one sequence.
     """
     built = _build(source, options, options.max_model_len, progress)
-    runner = built.runner
+    sampler = make_sampler(source, built.runner.vocab_size, built.loaded.eos_token_ids, options)
+    heads = None
+    if built.heads is not None and options.heads is not None:
+        heads = HeadDrafter(built.heads, sampler, options.heads.most_tokens, options.heads.tree_tokens)
     backend = ModelTarget(
-        runner,
-        make_sampler(source, built.runner.vocab_size, built.loaded.eos_token_ids, options),
+        built.runner,
+        sampler,
         max_model_len=built.memory.max_model_len,
         max_batch_tokens=_max_batch_tokens(built, options),
+        heads=heads,
     )
     return backend, built
 
@@ -128,10 +138,10 @@ def build_drafter(
     if progress is not None:
         for note in pair.notes:
             progress(note)
-    built = _build(source, replace(options, vocab_size=pair.draft_vocab_size), None, progress)
+    built = _build(source, replace(options, vocab_size=pair.draft_vocab_size, heads=None), None, progress)
     runner, states = built.runner, SequenceStates(built.runner)
     sampler = make_sampler(source, built.runner.vocab_size, built.loaded.eos_token_ids, options)
-    lengths = {
+    lengths: dict[str, Any] = {
         "max_model_len": built.memory.max_model_len,
         "max_batch_tokens": _max_batch_tokens(built, options),
     }
@@ -180,6 +190,7 @@ def make_sampler(source: ModelSource, vocab_size: int, eos_token_ids: Tokens, op
 def _build(source: ModelSource, options: BackendOptions, max_model_len: int | None, progress: Progress | None) -> Built:
     """Load and check a model; without a ``max_model_len`` of its own it reads what it can of the options'."""
     loaded = load_model(source, progress)
+    heads = None if options.heads is None else load_heads(options.heads.path, loaded)
     wanted = options.kv_memory
     share = options.device_share or 1.0
     budget_bytes, fraction = _cache_room(loaded, wanted, share)
@@ -210,7 +221,7 @@ def _build(source: ModelSource, options: BackendOptions, max_model_len: int | No
     if progress is not None:
         for note in notes:
             progress(note)
-    return Built(loaded, runner, memory, admission, notes)
+    return Built(loaded, runner, memory, admission, notes, heads)
 
 
 def _admitted(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -11,15 +11,20 @@ import torch
 from torch import Tensor
 
 from specdec.protocol.messages import Candidates
-from specdec.sampling.coupled import verify_coupled
+from specdec.sampling.coupled import verify_coupled, walk_coupled
 from specdec.sampling.pipeline import Sampler
-from specdec.sampling.rejection import propose_truncated, verify_rejection
+from specdec.sampling.rejection import propose_several, propose_truncated, verify_rejection, verify_rejection_trees
 from specdec.sampling.rows import RowGroup, Rows, VerifiedRun
+from specdec.sampling.trees import path_to
 from specdec.types import Tokens
 
 
 def verify(
-    sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup], candidates: Sequence[tuple[Candidates, ...]]
+    sampler: Sampler,
+    logits: Tensor,
+    groups: Sequence[RowGroup],
+    candidates: Sequence[tuple[Candidates, ...]],
+    trees: Mapping[int, TreeRows] | None = None,
 ) -> list[VerifiedRun]:
     """Decide every group's run by the rule its request names.
 
@@ -28,9 +33,12 @@ def verify(
         logits: float32 [N, at least V], the target's.
         groups: The sequences of the N rows, in order.
         candidates: Per group, what each draft token was drawn from; empty under the coupled rule.
+        trees: Of the groups whose draft is a tree, by their numbers.
     """
     runs: list[VerifiedRun | None] = [None] * len(groups)
-    coupled, rejection = _by_rule(groups)
+    for i, run in _verify_trees(sampler, logits, groups, candidates, trees or {}):
+        runs[i] = run
+    coupled, rejection = ([i for i in indexes if runs[i] is None] for indexes in _by_rule(groups))
     if coupled:
         part, rows = _part(logits, groups, coupled)
         for i, run in zip(coupled, verify_coupled(sampler.choose(rows, part), part), strict=True):
@@ -42,6 +50,73 @@ def verify(
         for i, run in zip(rejection, verify_rejection(sampler.probs(rows, part), part, ids, probs), strict=True):
             runs[i] = run
     return [run for run in runs if run is not None]
+
+
+class TreeRows(NamedTuple):
+    """The rows of a draft that is a tree, each as a sequence of its own: whatever edits logits sees its path alone.
+
+    Attributes:
+        parents: Which token each one follows, -1 for none.
+        nodes: The sequence before the tree, then after each of its tokens.
+    """
+
+    parents: Tokens
+    nodes: list[RowGroup]
+
+
+def tree_rows(group: RowGroup, parents: Tokens) -> TreeRows:
+    """The rows of a group whose draft is a tree."""
+    paths = [[group.draft[at] for at in path_to(parents, node)] for node in range(-1, len(parents))]
+    return TreeRows(parents, [RowGroup(group.spec, [*group.tokens, *path]) for path in paths])
+
+
+def _verify_trees(
+    sampler: Sampler,
+    logits: Tensor,
+    groups: Sequence[RowGroup],
+    candidates: Sequence[tuple[Candidates, ...]],
+    trees: Mapping[int, TreeRows],
+) -> Iterator[tuple[int, VerifiedRun]]:
+    """The runs of the groups whose drafts are trees; arguments as for :func:`verify`."""
+    for rule in ("coupled", "rejection"):
+        of_rule = [i for i in trees if groups[i].spec.sampling.acceptance == rule]
+        if not of_rule:
+            continue
+        nodes = list(chain.from_iterable(trees[i].nodes for i in of_rule))
+        part, rows = _part(logits, groups, of_rule)
+        if rule == "coupled":
+            chosen = iter(sampler.choose(rows, nodes).tolist())
+            for i, group in zip(of_rule, part, strict=True):
+                yield i, walk_coupled(list(islice(chosen, len(trees[i].nodes))), group.draft, trees[i].parents)
+            continue
+        drawn_from = _tensors([drawn for i in of_rule for drawn in candidates[i]], logits.device)
+        parents = [trees[i].parents for i in of_rule]
+        yield from zip(
+            of_rule, verify_rejection_trees(sampler.probs(rows, nodes), part, parents, *drawn_from), strict=True
+        )
+
+
+def propose_siblings(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup], count: int) -> list[list[Drawn]]:
+    """Up to ``count`` different draft tokens for one place of each group, the likeliest or first drawn first.
+
+    Arguments as for :func:`propose`. Under rejection each is told with what it was drawn from, given those before it:
+    with temperature 0 that is itself.
+    """
+    found = [
+        [first, *(Drawn(token) for token in first.guesses[: count - 1])]
+        for first in propose(sampler, logits, groups, count - 1)
+    ]
+    rejection = _by_rule(groups)[1] if count > 1 else []
+    for i in rejection:
+        found[i] = [one._replace(candidates=one.candidates or Candidates((one.token,), (1.0,))) for one in found[i]]
+    random = [i for i in rejection if not groups[i].spec.sampling.is_greedy]
+    if random:
+        part, rows = _part(logits, groups, random)
+        drafts = propose_several(sampler, rows, part, count)
+        for number, i in enumerate(random):
+            drawn = [(int(d.tokens[number]), d.ids[number].tolist(), d.probs[number].tolist()) for d in drafts]
+            found[i] = [Drawn(t, Candidates(tuple(ids), tuple(probs))) for t, ids, probs in drawn if any(probs)]
+    return found
 
 
 class Drawn(NamedTuple):

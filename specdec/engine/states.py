@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from specdec.models.blocks import CachedSequence
 from specdec.models.runner import ModelRunner
 from specdec.protocol.marks import common_prefix_length
@@ -133,6 +135,10 @@ class SequenceStates:
         sequence = self._sequences[key]
         self._runner.truncate(sequence, length)
         self.num_reread_tokens += max(0, length - len(sequence))
+
+    def keep_path(self, key: str, start: int, path: Sequence[int]) -> None:
+        """Of the tree that was cached from position ``start`` on keep one path: see :meth:`ModelRunner.keep_path`."""
+        self._runner.keep_path(self._sequences[key], start, path)
 
     def keep_prefix(self, key: str, verified_length: int) -> None:
         """Offer the full blocks of a sequence's first tokens, which are committed, to others that begin like it."""

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain as joined
 
 import torch
 
 from specdec.device_errors import device_losses
+from specdec.engine.heads import HeadDrafter
 from specdec.engine.prompt_logprobs import PromptReader
-from specdec.engine.rules import verify
+from specdec.engine.rules import tree_rows, verify
 from specdec.engine.states import SequenceStates, prefix_salt, rank_of
 from specdec.errors import reason_of
 from specdec.models.blocks import CachedSequence
 from specdec.models.runner import ModelRunner, RowInput
 from specdec.protocol.backends import Status, Verification, VerifyJob
+from specdec.protocol.drafts import NO_DRAFT, Draft
 from specdec.protocol.lookup import point_mass
 from specdec.protocol.marks import Mark
 from specdec.sampling.pipeline import RowGroup, Sampler
-from specdec.types import Tokens
+from specdec.sampling.rows import Rows, VerifiedRun
 
-Scheduled = list[tuple[int, RowInput, Tokens]]
+Scheduled = list[tuple[int, RowInput, Draft]]
 """Rows of a step: index of the job, row, draft that is in it."""
 
 _MOST_FORCED = 8
@@ -43,6 +46,7 @@ class ModelTarget:
         max_model_len: Longest sequence in tokens; the runner's pool must hold one.
         max_batch_tokens: Most tokens forwarded per step, where no more than half as many sequences decode.
         states: Of the runner, where another backend uses it too; by default there is none.
+        heads: Draft for the next round in this process; by default there are none.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class ModelTarget:
         max_model_len: int,
         max_batch_tokens: int,
         states: SequenceStates | None = None,
+        heads: HeadDrafter | None = None,
     ) -> None:
         self._runner = runner
         self._sampler = sampler
@@ -64,6 +69,9 @@ class ModelTarget:
         self._max_draft = 0 if runner.no_speculation is not None else runner.max_rollback
         self._num_fallbacks = self._num_steps = 0
         self._prompts = PromptReader()
+        self._heads = heads
+        if heads is not None:
+            runner.keep_hidden()
 
     @property
     def max_model_len(self) -> int:
@@ -102,12 +110,15 @@ class ModelTarget:
             return results
         firsts = {i: len(row.sequence.tokens) for i, row, _ in scheduled}
         logits = self._runner.forward([row for _, row, _ in scheduled])
-        logits = self._read_prompts(jobs, scheduled, firsts, logits)
+        hidden = self._runner.hidden
+        kept = self._read_prompts(jobs, scheduled, firsts, logits)
+        if kept is not None:
+            logits, hidden = logits[kept], None if hidden is None else hidden[kept]
         for i, _, _ in scheduled:
             results[i] = _PREFILLING
             self._states.keep_prefix(jobs[i].key, len(jobs[i].log))
         deciding = [entry for entry in scheduled if self._states.length(jobs[entry[0]].key) >= len(jobs[entry[0]].log)]
-        for (i, _, _), result in zip(deciding, self._decide(jobs, deciding, logits), strict=True):
+        for (i, _, _), result in zip(deciding, self._decide(jobs, deciding, logits, hidden), strict=True):
             results[i] = result
             if result.status is Status.FAILED:
                 continue  # it is released next
@@ -116,22 +127,22 @@ class ModelTarget:
 
     def _read_prompts(
         self, jobs: Sequence[VerifyJob], scheduled: Scheduled, firsts: dict[int, int], logits: torch.Tensor
-    ) -> torch.Tensor:
-        """Take out the rows that only tell of prompts; gives those that decide, in order."""
+    ) -> list[int] | None:
+        """Read the rows that only tell of prompts; gives the numbers of those that decide, in order, None for all."""
         if not any(self._prompts.wants(jobs[i]) for i, _, _ in scheduled):
-            return logits
-        kept: list[torch.Tensor] = []
+            return None
+        kept: list[int] = []
         start = 0
         for i, row, draft in scheduled:
-            rows = logits[start : start + row.num_logits]
+            rows = range(start, start + row.num_logits)
             start += row.num_logits
             if self._prompts.wants(jobs[i]):
-                num_prompt_tokens = row.num_logits - len(draft)
-                self._prompts.read(jobs[i], firsts[i], rows[:num_prompt_tokens])
+                num_prompt_tokens = row.num_logits - len(draft.tokens)
+                self._prompts.read(jobs[i], firsts[i], logits[rows.start : rows.start + num_prompt_tokens])
                 finishes = firsts[i] + num_prompt_tokens == len(jobs[i].log)
                 rows = rows[num_prompt_tokens - 1 :] if finishes else rows[:0]
-            kept.append(rows)
-        return torch.cat(kept)
+            kept += rows
+        return kept
 
     def _schedule(self, jobs: Sequence[VerifyJob]) -> Scheduled:
         """Choose what is forwarded in this step: room by order of arrival, the budget as the class says."""
@@ -150,8 +161,8 @@ class ModelTarget:
         for place, (i, sequence) in enumerate(decoding):
             row, draft = self._row(jobs[i], sequence, 1 + for_drafts // (len(decoding) - place))
             scheduled.append((i, row, draft))
-            for_drafts -= len(draft)
-            left -= len(draft)
+            for_drafts -= len(draft.tokens)
+            left -= len(draft.tokens)
         for i, sequence in reading:
             if left <= 0:
                 break
@@ -170,12 +181,20 @@ class ModelTarget:
         rank = rank_of(job.key, job.spec)
         return self._states.prepare(job.key, job.log.tokens, self._agreed(job), prefix_salt(job.spec), rank)
 
-    def _row(self, job: VerifyJob, sequence: CachedSequence, budget: int) -> tuple[RowInput, Tokens]:
-        """A row for one job within ``budget`` tokens, with its draft as far as blocks are free for that."""
+    def _row(self, job: VerifyJob, sequence: CachedSequence, budget: int) -> tuple[RowInput, Draft]:
+        """A row for one job within ``budget`` tokens, with its draft as far as blocks are free for that.
+
+        A tree is verified after a single token, by layers that attend; else its chain is.
+        """
         num_cached, length = len(sequence), len(job.log)
-        draft = job.draft[: max(0, budget - (length - num_cached))][: self._max_draft]
-        while draft and not self._runner.reserve(sequence, length + len(draft)):
-            draft = draft[:-1]
+        draft = Draft(job.draft, job.candidates[: len(job.draft)], job.source, job.parents)
+        if job.parents and not (self._runner.takes_trees and num_cached == length - 1):
+            draft = draft.chain()
+        count = min(len(draft.tokens), max(0, budget - (length - num_cached)))
+        count = count if self._max_draft is None else min(count, self._max_draft)
+        while count and not self._runner.reserve(sequence, length + count):
+            count -= 1
+        draft = draft.only(range(count))
         tokens = job.log.tail(num_cached, num_cached + budget)
         finishes = num_cached + len(tokens) == length
         if self._runner.no_speculation is not None and job.key not in self._marks:
@@ -183,22 +202,37 @@ class ModelTarget:
         if job.key not in self._marks and length == job.spec.output_start:
             self._num_cached[job.key] = num_cached
         self._marks[job.key] = job.log.mark(num_cached)
-        num_logits = len(tokens) + len(draft) if self._prompts.wants(job) else 1 + len(draft) if finishes else 0
-        return RowInput(sequence, tokens + draft, num_logits), draft
+        num_drafted = len(draft.tokens)
+        num_logits = len(tokens) + num_drafted if self._prompts.wants(job) else 1 + num_drafted if finishes else 0
+        return RowInput(sequence, tokens + draft.tokens, num_logits, draft.parents), draft
 
     def _agreed(self, job: VerifyJob) -> int:
         """Length up to which the cached tokens are the log's, told by their mark without comparing them."""
         mark = self._marks.get(job.key)
         return mark.length if mark is not None and job.log.has(mark) else 0
 
-    def _decide(self, jobs: Sequence[VerifyJob], scheduled: Scheduled, logits: torch.Tensor) -> list[Verification]:
+    def _decide(
+        self, jobs: Sequence[VerifyJob], scheduled: Scheduled, logits: torch.Tensor, hidden: torch.Tensor | None
+    ) -> list[Verification]:
         """Run the acceptance rule over all rows that have logits, in the order in which they were forwarded."""
-        groups = [RowGroup(jobs[i].spec, jobs[i].log.tokens, draft) for i, _, draft in scheduled]
-        candidates = [jobs[i].candidates[: len(draft)] for i, _, draft in scheduled]
+        groups = [RowGroup(jobs[i].spec, jobs[i].log.tokens, draft.tokens) for i, _, draft in scheduled]
         groups = self._sampler.masked(groups)
-        verified = verify(self._sampler, logits, groups, candidates)
+        trees = {
+            number: tree_rows(group, draft.parents)
+            for number, (group, (_, _, draft)) in enumerate(zip(groups, scheduled, strict=True))
+            if draft.parents
+        }
+        verified = verify(self._sampler, logits, groups, [draft.candidates for _, _, draft in scheduled], trees)
         failures = self._sampler.take_failures()
-        logprobs = self._sampler.logprobs(logits, groups, [result.run for result in verified])
+        for number, tree in trees.items():
+            failures |= {id(groups[number]): failures[id(node)] for node in tree.nodes if id(node) in failures}
+            i, path = scheduled[number][0], verified[number].path
+            self._states.keep_path(jobs[i].key, len(jobs[i].log), path)
+        told, rows = _without_refused(groups, verified) if trees else (groups, None)
+        logprobs = self._sampler.logprobs(
+            logits if rows is None else logits[rows], told, [result.run for result in verified]
+        )
+        drafts = self._next_drafts(groups, verified, hidden)
         return [
             Verification(
                 Status.DECIDED,
@@ -209,11 +243,24 @@ class ModelTarget:
                 self._prompts.take(jobs[i]),
                 self._num_cached.pop(jobs[i].key, 0),
                 is_forced=jobs[i].source == "" and len(group.draft) > 0,
+                next_draft=next_draft,
             )
             if id(group) not in failures
             else Verification(Status.FAILED, reason=reason_of(failures[id(group)]))
-            for (i, _, _), result, group, reported in zip(scheduled, verified, groups, logprobs, strict=True)
+            for (i, _, _), result, group, reported, next_draft in zip(
+                scheduled, verified, groups, logprobs, drafts, strict=True
+            )
         ]
+
+    def _next_drafts(
+        self, groups: Sequence[RowGroup], verified: Sequence[VerifiedRun], hidden: torch.Tensor | None
+    ) -> list[Draft]:
+        """What the heads propose after each run, from the row that its last token was chosen in."""
+        if self._heads is None or hidden is None:
+            return [NO_DRAFT] * len(groups)
+        last = [rows[-1] for rows in _rows_kept(groups, verified)]
+        decided = [(group.spec, [*group.tokens, *result.run]) for group, result in zip(groups, verified, strict=True)]
+        return self._heads.drafts(hidden[last], decided)
 
 
 def with_allowed_draft(sampler: Sampler, job: VerifyJob) -> VerifyJob:
@@ -223,6 +270,9 @@ def with_allowed_draft(sampler: Sampler, job: VerifyJob) -> VerifyJob:
     """
     if job.spec.sampling.grammar is None or not sampler.is_ready(job.spec):
         return job  # one without a grammar, or one that has to wait
+    if job.parents:  # masks follow a chain
+        chain = Draft(job.draft, job.candidates, job.source, job.parents).chain()
+        job = job._replace(draft=chain.tokens, candidates=chain.candidates, parents=())
     draft = sampler.allowed(job.spec, job.log.tokens, job.draft)
     bound = job.spec.num_speculative_tokens
     most = min(job.room, _MOST_FORCED if bound is None else bound)
@@ -230,3 +280,18 @@ def with_allowed_draft(sampler: Sampler, job: VerifyJob) -> VerifyJob:
         return job._replace(draft=draft)
     draft = sampler.forced(job.spec, job.log.tokens, most)
     return job._replace(draft=draft, candidates=tuple(map(point_mass, draft)), source="")
+
+
+def _rows_kept(groups: Sequence[RowGroup], verified: Sequence[VerifiedRun]) -> list[list[int]]:
+    """The rows that the tokens of each run were chosen in."""
+    return [
+        [start, *(start + 1 + node for node in result.path or range(result.num_accepted))]
+        for start, result in zip(Rows(groups).starts, verified, strict=True)
+    ]
+
+
+def _without_refused(groups: Sequence[RowGroup], verified: Sequence[VerifiedRun]) -> tuple[list[RowGroup], list[int]]:
+    """The groups with what was accepted for a draft, and their rows."""
+    accepted = [result.run[: result.num_accepted] for result in verified]
+    kept = [RowGroup(group.spec, group.tokens, draft) for group, draft in zip(groups, accepted, strict=True)]
+    return kept, list(joined.from_iterable(_rows_kept(groups, verified)))

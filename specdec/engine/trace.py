@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from specdec.engine.observed import DraftRecord, StepRecord, VerifyRecord
-from specdec.protocol.backends import DraftSource, Status
+from specdec.protocol.backends import Status
+from specdec.protocol.drafts import DraftSource
 from specdec.protocol.messages import Ack, Close, Commit, Message, Offer, Open, Plan, PlanUpdate, Verdict
 
 CAPACITY = 20_000

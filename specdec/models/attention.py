@@ -143,7 +143,7 @@ def paged_attention(
     if attention_context.latent_layers and getattr(module, "layer_idx", None) in attention_context.latent_layers:
         key, value = as_blocks(key, plan.block_size), as_blocks(value, plan.block_size)
         plan = compact(plan).plan
-    if kernel == "gather":
+    if kernel == "gather" or plan.has_trees:  # torch's variable-length attention takes no mask
         output = _gathered(queries, key, value, plan, attention_context.workspace, scaling, window, softcap, s_aux)
     else:
         output = attend_varlen(queries, key, value, plan, scaling, window, paged=kernel == "varlen_paged")

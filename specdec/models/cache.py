@@ -113,6 +113,14 @@ class PagedCache(Cache):  # type: ignore[misc]
                 for pool in pools:
                     pool.index_copy_(0, destinations, pool.index_select(0, sources))
 
+    def move_slots(self, sources: list[int], destinations: list[int]) -> None:
+        """Copy single positions in all layers; all are read before any is written."""
+        for pools in self._pools.values():
+            read, written = (torch.tensor(slots, device=pools[0].device) for slots in (sources, destinations))
+            for pool in pools:
+                slots = pool.flatten(0, 1)
+                slots.index_copy_(0, written, slots.index_select(0, read))
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Longest row before the step."""
         return 0 if self._plan is None else max((row.num_computed_tokens for row in self._plan.rows), default=0)

@@ -39,12 +39,15 @@ class RowSpan:
         num_new_tokens: At least 1.
         num_computed_tokens: Tokens cached before; the first new token's position.
         block_ids: Its block table, with room for the new tokens.
+        parents: Where the last new tokens are a tree, which of these each one follows, -1 for the token before them. A
+            query reads what comes before the tree, and in it itself and its ancestors.
     """
 
     start: int
     num_new_tokens: int
     num_computed_tokens: int
     block_ids: Sequence[int]
+    parents: Sequence[int] = ()
 
     @property
     def length(self) -> int:
@@ -98,6 +101,7 @@ class StepPlan:
         self.rows = rows
         self.num_tokens = num_tokens
         self.block_size = block_size
+        self.has_trees = any(row.parents for row in rows)
         self.has_padding = num_tokens > sum(row.num_new_tokens for row in rows)
         self._slot_mapping = torch.tensor(self._slot_mapping_list(trash_slot))
         self._slot_mapping_on: dict[torch.device, torch.Tensor] = {}
@@ -220,7 +224,7 @@ def _tiles(rows: Sequence[RowSpan]) -> Iterator[RowSpan]:
     for row in rows:
         for offset in range(0, row.num_new_tokens, MAX_TILE_TOKENS):
             num_tokens = min(MAX_TILE_TOKENS, row.num_new_tokens - offset)
-            yield RowSpan(row.start + offset, num_tokens, row.num_computed_tokens + offset, row.block_ids)
+            yield RowSpan(row.start + offset, num_tokens, row.num_computed_tokens + offset, row.block_ids, row.parents)
 
 
 def _batches(spans: list[KeySpan], key_width: int, device: torch.device) -> list[list[KeySpan]]:
@@ -263,7 +267,7 @@ def _size_class(span: KeySpan) -> int:
 def _mask(batch: list[KeySpan], num_queries: int, first_key: int, num_keys: int, shape: _LayerShape) -> torch.Tensor:
     """Additive mask [R, 1, T, S]: a query reads the keys up to its own position, at most ``window`` of them."""
     hidden_value, device = float("-inf"), shape.device
-    if len(batch) == 1 and shape.window is None:
+    if len(batch) == 1 and shape.window is None and not batch[0].row.parents:
         corner = torch.full((num_queries, num_queries), hidden_value, dtype=shape.dtype, device=device).triu_(1)
         return torch.nn.functional.pad(corner, (num_keys - num_queries, 0)).view(1, 1, num_queries, num_keys)
     bounds = torch.tensor(
@@ -273,13 +277,53 @@ def _mask(batch: list[KeySpan], num_queries: int, first_key: int, num_keys: int,
     queries = torch.minimum(past + torch.arange(num_queries, device=device)[:, None], last)
     keys = first + torch.arange(num_keys, device=device)
     hidden = keys > queries
+    keys = keys.expand(len(batch), 1, num_keys)
+    for i, span in enumerate(batch):
+        if span.row.parents:
+            _hide_other_paths(span, hidden[i], queries[i], keys[i, 0], first_key)
     if shape.window is not None:
         hidden |= keys <= queries - shape.window
     mask = torch.zeros(hidden.shape, dtype=shape.dtype, device=device).masked_fill_(hidden, hidden_value)
     return mask.unsqueeze(1)
 
 
+def _hide_other_paths(
+    span: KeySpan, hidden: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, first_key: int
+) -> None:
+    """Change what a row with a tree reads: in the tree its ancestors alone, at the positions that their depths say.
+
+    Args:
+        span: The row.
+        hidden: bool [T, S], and
+        queries: [T, 1], the queries' positions, and
+        keys: [S], the keys' positions; all by slots until now.
+        first_key: As in :class:`AttentionGroup`.
+    """
+    parents, row = span.row.parents, span.row
+    size = len(parents)
+    reads, depth = ancestors(parents, hidden.device)
+    place, key = row.num_new_tokens - size, row.length - size - span.base - first_key
+    root = row.length - size - 1
+    last = [-1] * (len(hidden) - row.num_new_tokens)  # a shorter row repeats its last token
+    order = torch.tensor([*range(size), *last], device=hidden.device)
+    hidden[place:, key : key + size] = ~reads[order]
+    queries[place:, 0] = root + depth[order]
+    keys[key : key + size] = root + depth
+
+
+def ancestors(parents: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a tree's T tokens: bool [T, T], whether a token follows another or is it; int64 [T], how deep it stands."""
+    reads = torch.eye(len(parents), dtype=torch.bool)
+    for i, parent in enumerate(parents):
+        if parent >= 0:
+            reads[i] |= reads[parent]
+    reads = reads.to(device)
+    return reads, reads.sum(1)
+
+
 def _is_plainly_causal(row: RowSpan, window: int | None) -> bool:
+    if row.parents:
+        return False
     return row.num_computed_tokens == 0 and (window is None or row.num_new_tokens <= window)
 
 

@@ -21,6 +21,7 @@ from specdec.models.recurrent.pool import StatePool, choose_window
 from specdec.models.recurrent.slots import DEFAULT_WINDOW_TOKENS, SequenceState, Window
 from specdec.models.recurrent.snapshots import SnapshotPool
 from specdec.models.recurrent.step import StateRow, StateStep
+from specdec.sampling.trees import depths
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +32,14 @@ class RowInput:
         sequence: What is cached of it; room for ``tokens`` is reserved.
         tokens: What follows, at least one token: a part of a prompt, a token, or a token and drafts.
         num_logits: How many of the last positions' logits are wanted; 0 for a part of a prompt.
+        parents: Where the last tokens are a tree, which of these each one follows, -1 for the token before them; they
+            are cached one after another, and :meth:`ModelRunner.keep_path` comes next.
     """
 
     sequence: CachedSequence
     tokens: Sequence[int]
     num_logits: int
+    parents: Sequence[int] = ()
 
 
 class ModelRunner:
@@ -59,6 +63,8 @@ class ModelRunner:
         pool: The blocks.
         states: The recurrent states; None where the model has none.
         progress: Layers done, for whoever watches from another thread.
+        hidden: After :meth:`keep_hidden`, what the vocabulary head read in the newest step, [rows of logits, hidden
+            size].
     """
 
     def __init__(
@@ -79,6 +85,7 @@ class ModelRunner:
             raise ValueError(f"vocab_size must be in [1, {loaded.vocab_size}], got {vocab_size}")
         self.loaded = loaded
         self.progress = StepProgress()
+        self.hidden: torch.Tensor | None = None
         self.pool = BlockPool(num_blocks, block_size)
         self._vocab_size = vocab_size
         self._padding = padding
@@ -115,6 +122,28 @@ class ModelRunner:
         return None
 
     @property
+    def takes_trees(self) -> bool:
+        """Whether the new tokens of a row may be a tree: a recurrent state has one past only."""
+        return self.states is None and self.loaded.opaque_state is None
+
+    def keep_path(self, sequence: CachedSequence, start: int, path: Sequence[int]) -> None:
+        """Of the tree that was cached from position ``start`` on keep one path, at the positions that it was read at.
+
+        Args:
+            sequence: As the step with the tree has left it.
+            start: Where the tree begins.
+            path: Numbers of the path's tokens in the tree.
+        """
+        size, blocks = self.pool.block_size, sequence.block_ids
+        slots = [
+            [blocks[at // size] * size + at % size for at in (start + i, start + place)] for i, place in enumerate(path)
+        ]
+        moved = [(source, destination) for destination, source in slots if source != destination]
+        sequence.tokens[start:] = [sequence.tokens[start + place] for place in path]
+        if moved:
+            self._cache.move_slots([source for source, _ in moved], [destination for _, destination in moved])
+
+    @property
     def shares_prefixes(self) -> bool:
         """Whether what is cached of one prompt serves others that begin like it."""
         return self.states is None or (isinstance(self.states, StatePool) and self.states.prefixes.most > 0)
@@ -144,6 +173,15 @@ class ModelRunner:
         self.pool.truncate(sequence, length if state is not None else 0)
         sequence.state = state
         return len(sequence)
+
+    def keep_hidden(self) -> None:
+        """Keep from now on what the vocabulary head reads."""
+
+        def keep(_: object, inputs: tuple[torch.Tensor, ...]) -> None:
+            if self.hidden is None:  # the heads may use the same module, after the step
+                self.hidden = inputs[0][0]
+
+        self.loaded.model.get_output_embeddings().register_forward_pre_hook(keep)
 
     def new_sequence(self, salt: bytes | None = b"") -> CachedSequence:
         """An empty sequence; see :class:`CachedSequence` for ``salt``."""
@@ -215,6 +253,7 @@ class ModelRunner:
                 that the model does not know.
         """
         tokens, positions, wanted, spans = self._lay_out(rows)
+        self.hidden = None
         device = self.loaded.device
         plan = StepPlan(spans, len(tokens), self.pool.block_size, self._cache.trash_slot)
         self._cache.copy_blocks(self.pool.take_copies())
@@ -262,9 +301,11 @@ class ModelRunner:
         for row in rows:
             self._check(row)
             past, start = len(row.sequence.tokens), len(tokens)
-            spans.append(RowSpan(start, len(row.tokens), past, row.sequence.block_ids))
+            spans.append(RowSpan(start, len(row.tokens), past, row.sequence.block_ids, row.parents))
             tokens.extend(row.tokens)
-            positions.extend(range(past, past + len(row.tokens)))
+            tree = past + len(row.tokens) - len(row.parents)
+            positions.extend(range(past, tree))
+            positions.extend(tree - 1 + depth for depth in depths(row.parents))
             wanted.extend(range(len(tokens) - row.num_logits, len(tokens)))
         if not tokens or len({id(row.sequence) for row in rows}) != len(rows):
             raise ValueError("rows must not be empty, nor hold a sequence twice")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
+from specdec.protocol.drafts import NO_DRAFT, Draft, DraftSource
 from specdec.protocol.marks import TokenLog
 from specdec.protocol.messages import Candidates
 from specdec.sampling.params import SequenceSpec
@@ -26,10 +27,6 @@ class Status(Enum):
     """It raised an error of its own, and of no other job of the step; it must not be given again."""
 
 
-DraftSource = Literal["", "chain", "branch", "lookup", "prediction"]
-"""What a draft is: none; the chain or a branch of an offer; looked up in the sequence's own text or its prediction."""
-
-
 class VerifyJob(NamedTuple):
     """Bring a sequence's state to ``log``, verify ``draft`` after it, and decide what comes next.
 
@@ -40,6 +37,8 @@ class VerifyJob(NamedTuple):
         candidates: Under the rejection rule, what each draft token was drawn from; else empty.
         source: What the draft is; empty where there is none.
         room: How many tokens a backend that knows without a draft model what comes next may draft by itself.
+        parents: Where the draft is a tree, as in :class:`specdec.protocol.drafts.Draft`. A backend may verify less of
+            it, such as a chain.
     """
 
     key: str
@@ -49,6 +48,7 @@ class VerifyJob(NamedTuple):
     candidates: tuple[Candidates, ...] = ()
     source: DraftSource = ""
     room: int = 0
+    parents: Tokens = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,13 @@ class Verification:
     Attributes:
         run: The accepted draft tokens and the next token (corrected, bonus or plain); empty unless decided.
         num_accepted: How many of them were drafted: ``len(run) - 1``, unless the rule leaves the bonus out.
-        num_drafted: How many draft tokens were verified (fewer than offered where memory is short).
+        num_drafted: How many draft tokens were verified (fewer than offered where memory is short), all of a tree.
         logprobs: One entry per token of ``run``, if the request asked for them.
         prompt_logprobs: With the first output token, if the request asked for them.
         num_cached_tokens: With the first output token, how many of the prompt's tokens were not read for it.
         is_forced: Whether the draft was not the job's but the backend's own.
         reason: What went wrong, if the job has failed.
+        next_draft: What the backend itself proposes after ``run``, if anything.
     """
 
     status: Status
@@ -75,6 +76,7 @@ class Verification:
     num_cached_tokens: int = 0
     is_forced: bool = False
     reason: str = ""
+    next_draft: Draft = NO_DRAFT
 
 
 class TargetBackend(Protocol):

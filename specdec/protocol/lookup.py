@@ -14,9 +14,9 @@ from functools import reduce
 from itertools import takewhile
 from operator import attrgetter
 
+from specdec.protocol.drafts import NO_DRAFT, Draft
 from specdec.protocol.marks import TokenLog
 from specdec.protocol.messages import Candidates
-from specdec.protocol.offers import NO_DRAFT, Draft
 from specdec.sampling.params import SequenceSpec
 from specdec.types import Tokens
 

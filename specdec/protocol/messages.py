@@ -44,8 +44,9 @@ class RoundTimes(NamedTuple):
     draft: tuple[Interval, ...] = ()
 
 
-ACCEPTED, LOOKED_UP, PREDICTED = frozenset("aAx"), frozenset("ACB"), frozenset("xyz")
-"""Letters of accepted draft tokens; of rounds whose draft was looked up in the text; of those from a prediction."""
+ACCEPTED, LOOKED_UP, PREDICTED, HEADED = map(frozenset, ("aAxh", "ACB", "xyz", "hij"))
+"""Letters of accepted draft tokens; of rounds whose draft was looked up in the text; of those from a prediction; of
+those whose draft is of heads on the target."""
 
 
 class Notes(Struct, frozen=True, array_like=True):
@@ -53,7 +54,8 @@ class Notes(Struct, frozen=True, array_like=True):
 
     Attributes:
         how: A letter a token: ``a`` accepted, ``c`` corrected, ``b`` bonus, ``p`` plain; ``A``, ``C`` and ``B`` where
-            the draft was looked up in the sequence's own text, ``x``, ``y`` and ``z`` where in its prediction.
+            the draft was looked up in the sequence's own text, ``x``, ``y`` and ``z`` where in its prediction, ``h``,
+            ``i`` and ``j`` where heads on the target made it.
         num_drafted: At the last token of a round, the draft tokens verified in it; 0 at all others. So sums over any
             part of a log count rounds and draft tokens exactly, however often a message was repeated.
         logprobs: Log probabilities, where the request asked for them.

@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from specdec.protocol.backends import DraftSource
+from specdec.protocol.drafts import NO_DRAFT, Draft
 from specdec.protocol.marks import TokenLog
-from specdec.protocol.messages import Candidates, Offer, Outcome
+from specdec.protocol.messages import Offer, Outcome
 from specdec.types import Tokens
 
 Branches = tuple[tuple[Outcome, Tokens], ...]
 
 OFFERS_KEPT = 4
 """Offers per sequence that a target holds at once."""
-
-
-class Draft(NamedTuple):
-    """Draft tokens for one verification.
-
-    Attributes:
-        tokens: Proposed tokens after the log.
-        candidates: Under the rejection rule, what each of them was drawn from; else empty.
-        source: What it is.
-    """
-
-    tokens: Tokens = ()
-    candidates: tuple[Candidates, ...] = ()
-    source: DraftSource = ""
-
-    def first(self, count: int) -> Draft:
-        """The first ``count`` tokens."""
-        return Draft(self.tokens[:count], self.candidates[:count], self.source)
-
-
-NO_DRAFT = Draft()
 
 
 def remaining_draft(offer: Offer, log: TokenLog, *, needs_candidates: bool) -> Draft:

@@ -8,21 +8,22 @@ from dataclasses import fields
 from operator import attrgetter
 
 from specdec.errors import DeviceLostError, reason_of
-from specdec.protocol.backends import DraftSource, Status, TargetBackend, Verification, VerifyJob
+from specdec.protocol.backends import Status, TargetBackend, Verification, VerifyJob
+from specdec.protocol.drafts import NO_DRAFT, Draft, DraftSource
 from specdec.protocol.labels import label, labels
 from specdec.protocol.leases import Times
 from specdec.protocol.lookup import LookUpOptions, ServedTexts, look_up_for
 from specdec.protocol.messages import Ack, Message, Notes, Offer, Open, RoundTimes, Verdict
-from specdec.protocol.offers import NO_DRAFT, OFFERS_KEPT, Draft, awaits_token, remaining_draft
+from specdec.protocol.offers import OFFERS_KEPT, awaits_token, remaining_draft
 from specdec.protocol.spans import microseconds
 from specdec.protocol.suspects import FORGIVEN_TOKENS, MOST_ALONE_FAILURES, StepGroups
-from specdec.protocol.target_counters import TargetCounters
+from specdec.protocol.target_counters import LOOK_UPS, TargetCounters
 from specdec.protocol.target_row import KeptOffer, TargetRow
 from specdec.protocol.worker import Gauges, LastInterval, WorkerMachine
 
 logger = logging.getLogger(__name__)
 
-_LETTERS: dict[DraftSource, tuple[str, str, str]] = {"lookup": ("A", "C", "B"), "prediction": ("x", "y", "z")}
+_LETTERS: dict[DraftSource, str] = {"lookup": "ACB", "prediction": "xyz", "heads": "hij"}
 """Letters for accepted, corrected and bonus tokens in :class:`Notes`, where they are not those of a draft model."""
 
 
@@ -115,7 +116,8 @@ class TargetMachine(WorkerMachine[TargetRow]):
             if draft is not None:
                 deciding.append(row)
                 room = 0 if row.suspects else self._room(row)
-                jobs.append(VerifyJob(row.seq, row.log, draft.tokens, row.spec, draft.candidates, draft.source, room))
+                drafted = draft.tokens, row.spec, draft.candidates, draft.source
+                jobs.append(VerifyJob(row.seq, row.log, *drafted, room, draft.parents))
         if not jobs:
             return False
         try:
@@ -141,6 +143,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
             self.counters.draft_wait_s += now_s - row.held_s
         count, row.finish = row.ending.walk(start, run)
         row.log.extend(run if count == len(run) else run[:count])
+        row.own_draft = result.next_draft
         self.counters.num_branch_hits += row.foreseen is True
         self.counters.num_branch_misses += row.foreseen is False
         row.round_start, row.foreseen, row.held_s = start, None, None
@@ -149,13 +152,12 @@ class TargetMachine(WorkerMachine[TargetRow]):
         self._groups.passed(row)
         num_accepted = min(result.num_accepted, count)
         num_drafted = [0] * (count - 1) + [result.num_drafted]
-        accepted, corrected, bonus = _LETTERS.get(source, ("a", "c", "b"))
+        accepted, corrected, bonus = tuple(_LETTERS.get(source, "acb"))
         how = accepted * num_accepted
         if count > num_accepted:
             full = num_accepted == result.num_drafted
             how += "p" if not result.num_drafted else bonus if full else corrected
-        is_looked_up = source in _LETTERS and result.num_drafted > 0
-        if is_looked_up and row.lookup is not None:
+        if source in LOOK_UPS and result.num_drafted and row.lookup is not None:
             row.lookup.judge(result.num_drafted, result.num_accepted)
         logprobs = None if result.logprobs is None else result.logprobs[:count]
         row.notes = row.notes + Notes(
@@ -166,7 +168,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
             result.num_cached_tokens,
             self._round_times(row, count),
         )
-        self.counters.count_round(result.num_drafted, num_accepted, count, is_looked_up=is_looked_up)
+        self.counters.count_round(result.num_drafted, num_accepted, count, source)
         if row.span is not None:
             row.span.add(
                 num_rounds=1,
@@ -285,9 +287,10 @@ class TargetMachine(WorkerMachine[TargetRow]):
         self.counters.num_stale_offers += not kept.is_used
 
     def _draft(self, row: TargetRow, now_s: float) -> Draft | None:
-        """What a row has verified in this step: of a long match what follows it, else of an offer, else of any match.
+        """What a row has verified in this step: of a long match what follows it, else of an offer.
 
-        None where it is held back for an offer.
+        Where there is none, of any match or of the backend's own, whichever is longer. None where it is held back for
+        an offer.
         """
         if row.suspects:
             return NO_DRAFT
@@ -298,7 +301,9 @@ class TargetMachine(WorkerMachine[TargetRow]):
         offered = self._offered(row, at_least=len(found.tokens) if is_long else 0)
         if offered.tokens:
             return offered
-        return None if not is_long and self._waits(row, now_s) else found
+        if not is_long and self._waits(row, now_s):
+            return None
+        return max(found, row.own_draft.first(self._room(row)), key=attrgetter("depth"))
 
     def _offered(self, row: TargetRow, at_least: int) -> Draft:
         """The longest usable draft of the kept offers, cut to what may be committed (rule 6).

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from specdec.protocol.drafts import DraftSource
+
+LOOK_UPS = frozenset[DraftSource](("lookup", "prediction"))
+"""Drafts that were found in a text."""
+
 
 @dataclass(slots=True)
 class TargetCounters:
@@ -23,6 +28,9 @@ class TargetCounters:
         num_lookup_draft_tokens: Of the draft tokens, those that were looked up.
         num_lookup_accepted_tokens: Of the accepted ones, the same.
         num_lookup_drafts: Of the drafts, the same.
+        num_heads_draft_tokens: Of the draft tokens, those of heads on the target.
+        num_heads_accepted_tokens: Of the accepted ones, the same.
+        num_heads_drafts: Of the drafts, the same.
         num_failed_steps: Steps that failed as a whole, and were contained.
         num_suspects: Sequences that were put apart because a step with them had failed, here or elsewhere.
         num_errors: Sequences that ended with an error.
@@ -44,12 +52,15 @@ class TargetCounters:
     num_lookup_drafts: int = 0
     num_lookup_draft_tokens: int = 0
     num_lookup_accepted_tokens: int = 0
+    num_heads_drafts: int = 0
+    num_heads_draft_tokens: int = 0
+    num_heads_accepted_tokens: int = 0
     num_failed_steps: int = 0
     num_suspects: int = 0
     num_errors: int = 0
     num_accepted_per_position: list[int] = field(default_factory=list)
 
-    def count_round(self, num_drafted: int, num_accepted: int, num_committed: int, *, is_looked_up: bool) -> None:
+    def count_round(self, num_drafted: int, num_accepted: int, num_committed: int, source: DraftSource) -> None:
         """Count one verification; ``num_accepted`` are those that were committed."""
         self.num_rounds += 1
         self.num_committed_tokens += num_committed
@@ -58,7 +69,11 @@ class TargetCounters:
         self.num_drafts += 1
         self.num_draft_tokens += num_drafted
         self.num_accepted_tokens += num_accepted
-        if is_looked_up:
+        if source == "heads":
+            self.num_heads_drafts += 1
+            self.num_heads_draft_tokens += num_drafted
+            self.num_heads_accepted_tokens += num_accepted
+        if source in LOOK_UPS:
             self.num_lookup_drafts += 1
             self.num_lookup_draft_tokens += num_drafted
             self.num_lookup_accepted_tokens += num_accepted

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from specdec.protocol.drafts import NO_DRAFT
 from specdec.protocol.lookup import LookUp
 from specdec.protocol.messages import Interval, Notes, Offer, Open
 from specdec.protocol.offers import foresees
@@ -56,11 +57,12 @@ class TargetRow(WorkerRow):
         is_patient: Whether it waits for offers at all: not since it waited in vain, until the next one comes.
         round_start: Length of the log before its newest round.
         foreseen: Whether an offer with branches had foreseen the newest round's outcome; None where there was none.
+        own_draft: What the backend proposes after the log.
     """
 
     __slots__ = (
         *("acked", "announced_s", "ending", "failed_length", "finish", "foreseen", "held_s", "is_cleared"),
-        *("is_patient", "lookup", "needs_candidates", "notes", "num_failures", "offers"),
+        *("is_patient", "lookup", "needs_candidates", "notes", "num_failures", "offers", "own_draft"),
         *("draft_intervals", "place", "reason", "round_start", "told_s"),
     )
 
@@ -84,6 +86,7 @@ class TargetRow(WorkerRow):
         self.round_start = len(self.log)
         self.foreseen: bool | None = None
         self.lookup = lookup
+        self.own_draft = NO_DRAFT
 
     def end_span(self) -> None:
         """It is held no more."""

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from specdec.sampling.rows import RowGroup, Rows, VerifiedRun
+from specdec.sampling.trees import children_of
+from specdec.types import Tokens
 
 _NO_TOKEN = -1
 
@@ -36,3 +38,22 @@ def verify_coupled(chosen: Tensor | Sequence[int], groups: Sequence[RowGroup]) -
         VerifiedRun(tuple(numbers[start : start + num + 1]), num)
         for start, num in zip(rows.starts, accepted, strict=True)
     ]
+
+
+def walk_coupled(chosen: Sequence[int], draft: Tokens, parents: Sequence[int]) -> VerifiedRun:
+    """What plain decoding would have given, as far as a tree foresaw it: down by the target's own choices.
+
+    All tokens at one place share its noise, so that the choice after a path is that of the chain of this path.
+
+    Args:
+        chosen: The target's token before the tree, then after each of its tokens.
+        draft: The tree's tokens.
+        parents: Which of them each one follows, -1 for none.
+    """
+    children, path = children_of(parents), [-1]
+    while True:
+        token = chosen[path[-1] + 1]
+        follows = next((node for node in children.get(path[-1], ()) if draft[node] == token), None)
+        if follows is None:
+            return VerifiedRun((*(draft[node] for node in path[1:]), token), len(path) - 1, tuple(path[1:]))
+        path.append(follows)

@@ -114,19 +114,22 @@ def gumbel(seeds: Sequence[int], positions: Sequence[int], vocab_size: int, devi
     return noise.log_().neg_()
 
 
-def uniforms(seeds: Sequence[int], positions: Sequence[int], role: Role, device: torch.device | str) -> Tensor:
-    """Two independent uniforms, strictly inside (0, 1), for each (seed, position, role).
+def uniforms(
+    seeds: Sequence[int], positions: Sequence[int], role: Role, device: torch.device | str, num_pairs: int = 1
+) -> Tensor:
+    """Pairs of independent uniforms, strictly inside (0, 1), for each (seed, position, role).
 
     Args:
         seeds: 64-bit seeds in [0, 2**64), N of them.
         positions: Absolute positions below 2**32, N of them.
         role: What the numbers are for.
         device: Where they are made.
+        num_pairs: P.
 
     Returns:
-        float64 [N, 2], of 52 random bits each.
+        float64 [N, 2 * P], of 52 random bits each: the first ones of all pairs, then the second ones.
     """
-    words = _call(torch.zeros(1, 1, dtype=torch.int64, device=device), seeds, positions, role)
+    words = _call(torch.arange(num_pairs, device=device).unsqueeze(0), seeds, positions, role)
     high, low = torch.cat((words[0], words[2]), 1), torch.cat((words[1], words[3]), 1)
     bits = (high << 20) | (low >> 12)
     return bits.double().add_(0.5).mul_(2.0**-52)

@@ -16,6 +16,8 @@ from torch import Tensor
 from specdec.sampling.philox import Role, uniforms
 from specdec.sampling.pipeline import Sampler
 from specdec.sampling.rows import RowGroup, Rows, VerifiedRun
+from specdec.sampling.trees import children_of, depths
+from specdec.types import Tokens
 
 NUM_DRAFT_CANDIDATES = 32
 
@@ -42,11 +44,25 @@ def propose_truncated(sampler: Sampler, logits: Tensor, groups: Sequence[RowGrou
         logits: float32 [N, at least V], the draft model's.
         groups: N sequences without drafts: one row each. ``tokens`` include the chain drafted so far.
     """
+    return propose_several(sampler, logits, groups, 1)[0]
+
+
+def propose_several(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup], count: int) -> list[TruncatedDraft]:
+    """Draw ``count`` draft tokens for one place of each group, without replacement.
+
+    The first is that of :func:`propose_truncated`; each further one is drawn from what those before it have left, by a
+    number of its own, and has probabilities of 0 where that is nothing.
+    """
     rows = Rows(groups)
     probs, ids = sampler.probs(logits, groups).topk(min(NUM_DRAFT_CANDIDATES, sampler.vocab_size), dim=1)
-    probs /= probs.sum(1, keepdim=True)
-    uniform = uniforms(rows.seeds(), rows.positions(), Role.DRAFT, logits.device)[:, 0]
-    return TruncatedDraft(ids.gather(1, _draw(probs, uniform)).squeeze(1), ids, probs)
+    uniform = uniforms(rows.seeds(), rows.positions(), Role.DRAFT, logits.device, count)
+    drafts = []
+    for number in range(count):
+        probs = probs / probs.sum(1, keepdim=True).clamp_min(torch.finfo(probs.dtype).tiny)
+        places = _draw(probs, uniform[:, number])
+        drafts.append(TruncatedDraft(ids.gather(1, places).squeeze(1), ids, probs))
+        probs = probs.scatter(1, places, 0.0)
+    return drafts
 
 
 def verify_rejection(
@@ -97,6 +113,80 @@ def verify_rejection(
         VerifiedRun((*group.draft[:num], next_token), num)
         for group, (num, next_token) in zip(groups, decided, strict=True)
     ]
+
+
+def verify_rejection_trees(
+    target_probs: Tensor,
+    groups: Sequence[RowGroup],
+    trees: Sequence[Tokens],
+    draft_ids: Tensor,
+    draft_probs: Tensor,
+) -> list[VerifiedRun]:
+    """Go down trees by ratio tests: each child of a token in turn, against what the refused ones have left.
+
+    A child x that was drawn from q passes with probability min(1, p(x) / q(x)), where p is the target's distribution
+    at first, and after each refused child the positive part of p - q, normalised. Where none passes, or there is none,
+    the next token is drawn from p. Miao et al. 2024, "SpecInfer", algorithm 2 (multi-step speculative sampling); Jeon
+    et al. 2024, "Recursive speculative decoding", for children that are drawn without replacement. Where each token has
+    one child this is :func:`verify_rejection`, by the same random numbers.
+
+    Args:
+        target_probs: float32 [N, V]: of each group 1 + T rows, before its tree and after each of its T tokens.
+        groups: The sequences, with the trees' tokens as drafts.
+        trees: For each token of a tree which one it follows, -1 for none.
+        draft_ids: int64 [sum of T, C], and
+        draft_probs: float32 [sum of T, C]: what each token was drawn from, given those before it that follow the same.
+
+    Returns:
+        One entry per group. One transfer from the device for all of them.
+    """
+    rows, device, num_groups = Rows(groups), target_probs.device, len(groups)
+    ids, probs = _sane(draft_ids.to(device), draft_probs.to(target_probs), target_probs.shape[1])
+    child_rows = torch.tensor(_child_rows(rows, trees), device=device)
+    most = child_rows.shape[1]
+    tokens = torch.tensor([token for group in groups for token in (0, *group.draft)], device=device)
+    at, group_numbers = torch.tensor(rows.starts, device=device), torch.arange(num_groups, device=device)
+    is_done = torch.zeros(num_groups, dtype=torch.bool, device=device)
+    following = torch.zeros(num_groups, dtype=torch.int64, device=device)
+    reached = []
+    for depth in range(1 + max(max(depths(tree)) for tree in trees)):
+        positions = [len(group.tokens) + depth for group in groups]
+        uniform = uniforms([group.spec.seed for group in groups], positions, Role.TARGET, device, most)
+        p, there, has_moved = target_probs[at], at, is_done
+        for number in range(most):
+            child = child_rows[there, number]
+            # Before a row of group g there are as many first rows, which hold no draft, and that of g.
+            draft, token = (child - group_numbers - 1).clamp_min(0), tokens[child.clamp_min(0)].unsqueeze(1)
+            drawn = probs[draft].masked_fill(ids[draft] != token, 0).sum(1)
+            is_tested = ~has_moved & (child >= 0) & (drawn > 0)
+            passes = uniform[:, number] * drawn * p.sum(1) < p.gather(1, token).squeeze(1)
+            at = torch.where(is_tested & passes, child, at)
+            has_moved = has_moved | (is_tested & passes)
+            left = _residual(p / p.sum(1, keepdim=True), ids[draft], probs[draft])
+            p = torch.where((is_tested & ~passes).unsqueeze(1), left, p)
+        following = torch.where(has_moved, following, _draw(p, uniform[:, most]).squeeze(1))
+        reached.append(torch.where(is_done | ~has_moved, -1, at))
+        is_done = is_done | ~has_moved
+    decided: list[list[int]] = torch.stack((*reached, following), 1).tolist()
+    return [
+        _tree_run(group, [row - start - 1 for row in of_group[:-1] if row >= 0], of_group[-1])
+        for group, start, of_group in zip(groups, rows.starts, decided, strict=True)
+    ]
+
+
+def _child_rows(rows: Rows, trees: Sequence[Tokens]) -> list[list[int]]:
+    """For each row the rows of what follows it in its tree, in order; filled with -1 up to the most that follow one."""
+    children = [children_of(tree) for tree in trees]
+    most = max(max(map(len, of_tree.values())) for of_tree in children)
+    table = [[-1] * most for _ in range(rows.num_rows)]
+    for start, of_tree in zip(rows.starts, children, strict=True):
+        for parent, nodes in of_tree.items():
+            table[start + 1 + parent][: len(nodes)] = [start + 1 + node for node in nodes]
+    return table
+
+
+def _tree_run(group: RowGroup, path: list[int], next_token: int) -> VerifiedRun:
+    return VerifiedRun((*(group.draft[node] for node in path), next_token), len(path), tuple(path))
 
 
 def _sane(ids: Tensor, probs: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:

@@ -47,10 +47,12 @@ class VerifiedRun(NamedTuple):
     Attributes:
         run: The accepted draft tokens, then the next token: the corrected, the bonus, or the plain one.
         num_accepted: Draft tokens in ``run``: one less than its length, since the next token is not drafted.
+        path: Of a draft that is a tree, the places in it of the accepted tokens.
     """
 
     run: Tokens
     num_accepted: int
+    path: Tokens = ()
 
 
 class Rows:

@@ -172,6 +172,9 @@ def test_a_target_alone_has_no_draft():
         ({"method": ["lookup"]}, (False, False, True, False)),
         ({"method": ["lookup", "model"]}, (True, True, True, True)),
         ({"method": "lookup+model", "pool": "drafts"}, (True, False, True, True)),
+        ({"method": "heads"}, (False, False, False, False)),
+        ({"method": ["lookup", "heads"], "heads": "h"}, (False, False, True, False)),
+        ({"method": ["lookup", "model", "heads"]}, (True, True, True, True)),
     ],
 )
 def test_the_method_says_who_drafts(draft, found):
@@ -189,6 +192,18 @@ def test_the_method_says_who_drafts(draft, found):
         ({"draft": {"method": "lookup", "pool": "drafts"}}, "method lookup has no draft model"),
         ({"draft": {"method": "lookup", "kv_memory": 0.5}}, "method lookup has no draft model"),
         ({"draft": {"method": ["model", "lookup"]}}, "must be|should be|Input"),
+        ({"target": "t", "draft": {"method": "heads"}}, "name the target's heads"),
+        ({"demo": "hybrid", "draft": {"method": "heads"}}, "name the target's heads"),
+        ({"target": "t", "draft": {"method": "model+heads", "heads": "h"}}, "model\\+heads needs a draft model"),
+        ({"target": "t", "draft": {"method": "heads", "heads": "h", "model": "d"}}, "method heads has no draft model"),
+        ({"draft": {"heads": "h"}}, "tree_tokens need method heads"),
+        ({"draft": {"tree_tokens": 8}}, "tree_tokens need method heads"),
+        ({"draft": {"method": "heads", "tree_tokens": 65}}, "64"),
+        (
+            {"draft": {"method": "heads"}, "scripted": {"acceptance_rate": 0.8}},
+            "scripted tokens and vLLM's engine take no heads",
+        ),
+        ({"target": {"model": "t", "engine": "vllm"}, "draft": {"method": "heads", "heads": "h"}}, "take no heads"),
     ],
 )
 def test_a_method_that_cannot_be_is_refused(data, named):

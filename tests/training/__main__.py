@@ -16,10 +16,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import specdec.demo
-from tests.training import checkpoints, corpus, distill, evaluate, models, mutual, target, tokens
+from tests.training import checkpoints, corpus, distill, evaluate, heads, models, mutual, target, tokens
 from tests.training.loop import Plan
 from tests.training.optimizers import Rates
 
@@ -37,6 +37,7 @@ RECIPE = (
     "hybrid --steps 8000 --window-tokens 256 --batch-size 8",
     "hybrid --steps 9500 --window-tokens 256 --batch-size 8 --decay-steps 1500 --start-from hybrid --name hybrid-final",
     "export --target mutual-target --draft mutual-draft --hybrid hybrid-final",
+    "heads --target {work}/pair/target --steps 3000 --decay-steps 600",
     "evaluate --pair {work}/pair",
     "evaluate --pair {work}/pair --target hybrid",
 )
@@ -85,6 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     hybrid.add_argument("--steps", type=int, default=8000)
     hybrid.set_defaults(run=_hybrid)
     _add_draft_commands(commands)
+    _add_heads(commands)
     exported = commands.add_parser("export", help="write models in bfloat16 as transformers loads them")
     for role in ROLES:
         exported.add_argument(f"--{role}", metavar="CHECKPOINT", help=f"name of the checkpoint that becomes {role}/")
@@ -120,6 +122,15 @@ def _add_draft_commands(commands: argparse._SubParsersAction[argparse.ArgumentPa
     mutually.add_argument("--tv-weight", type=float, default=exchange.tv_weight, help="in what the draft learns")
     mutually.add_argument("--target-rate", type=float, default=exchange.target_rate, help="over the draft's rates")
     mutually.set_defaults(run=_mutual)
+
+
+def _add_heads(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    trained = commands.add_parser("heads", help="train heads on a target, or go on; export and judge them")
+    _add_training_flags(trained)
+    trained.add_argument("--target", type=Path, default=DEMO / "target", help="folder of the exported target")
+    trained.add_argument("--steps", type=int, default=3000)
+    trained.add_argument("--num-windows", type=int, default=evaluate.Extent().num_windows)
+    trained.set_defaults(run=_heads)
 
 
 def _add_training_flags(parser: argparse.ArgumentParser) -> None:
@@ -222,6 +233,17 @@ def _mutual(options: argparse.Namespace) -> None:
     exchange = mutual.Exchange(options.draft_share, options.tv_weight, options.target_rate)
     text, plan = tokens.TokenFile(options.work, "train").tokens, _plan(options, options.steps)
     mutual.train_mutually(text, exchange, plan, _rates(options), (paths[0], paths[1]), options.device)
+
+
+def _heads(options: argparse.Namespace) -> None:
+    text, plan = tokens.TokenFile(options.work, "train").tokens, _plan(options, options.steps)
+    on = AutoModelForCausalLM.from_pretrained(options.target, dtype=torch.float32).to(options.device)
+    reached = heads.train_heads(on, text, models.HEADS, plan, _rates(options), _path(options, "heads"))
+    heads.export_heads(reached.model, options.work / "pair" / "heads")
+    extent = evaluate.Extent(num_windows=options.num_windows)
+    held_out = tokens.TokenFile(options.work, "heldout").tokens
+    figures = heads.evaluate_heads(reached.model.eval(), options.target, held_out, extent, options.device)
+    logging.info("heads after %.2fM tokens\n%s", reached.num_tokens / 1e6, heads.table(figures))
 
 
 def _export(options: argparse.Namespace) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -18,6 +19,7 @@ from transformers import (
     Qwen3_5TextConfig,
 )
 
+from specdec.models.heads import HeadsConfig, MedusaHeads
 from tests.training.tokens import END_ID
 
 
@@ -81,7 +83,22 @@ class HybridShape(Shape):
 
 TARGET = Shape(num_layers=12, hidden_size=256, intermediate_size=768, num_heads=4)
 DRAFT = Shape(num_layers=2, hidden_size=160, intermediate_size=512, num_heads=5)
+HEADS = HeadsConfig(TARGET.hidden_size, TARGET.vocab_size, 4, 4, medusa_fc_bias=True, original_lm_head=True)
 HYBRID = HybridShape(num_layers=4, hidden_size=256, intermediate_size=640, num_heads=4)
+
+
+class TrainedHeads(MedusaHeads):
+    """Medusa heads that share a vocabulary head which they neither hold nor train; new ones change nothing."""
+
+    def __init__(self, config: HeadsConfig) -> None:
+        super().__init__(config, nn.Identity())
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+    @property
+    def device(self) -> torch.device:
+        """Of the parameters."""
+        return next(self.parameters()).device
 
 
 def build(shape: Shape, seed: int) -> PreTrainedModel:
@@ -93,7 +110,9 @@ def build(shape: Shape, seed: int) -> PreTrainedModel:
 
 
 def from_fields(fields: dict[str, Any]) -> PreTrainedModel:
-    """A float32 model of any architecture that transformers has, from its configuration's ``to_dict()``."""
+    """A float32 model of any architecture that transformers has, or heads, from its configuration's ``to_dict()``."""
+    if fields["model_type"] == "medusa":
+        return cast(PreTrainedModel, TrainedHeads(HeadsConfig.read(fields)))
     model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=torch.float32)
     return model
 

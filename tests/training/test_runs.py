@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.models.heads import HeadsConfig, load_heads
+from specdec.models.loading import prepare_model
 from specdec.sampling.philox import gumbel
-from tests.training import checkpoints, decode, distill, evaluate, loop, models, mutual, target, tokens
+from tests.training import checkpoints, decode, distill, evaluate, heads, loop, models, mutual, target, tokens
 from tests.training.checkpoints import Checkpoint
 from tests.training.corpus import Document
 from tests.training.distill import Lesson, Sampling
@@ -256,3 +258,22 @@ def test_what_one_learns_gives_the_other_no_gradients():
         assert not others.any()
         for model in pair:
             model.zero_grad(set_to_none=True)
+
+
+def test_heads_learn_what_the_target_says_later_and_resume_exactly_and_are_read_by_the_service(tmp_path, text):
+    on = models.build(SHAPE, 1)
+    config = HeadsConfig(SHAPE.hidden_size, SHAPE.vocab_size, 2, medusa_fc_bias=True, original_lm_head=True)
+    plan = replace(PLAN, num_steps=30)
+    windows = torch.from_numpy(text[:90].astype(np.int64)).view(10, 9)
+    fresh = models.from_fields(config.to_dict())
+    before = float(heads.heads_loss(fresh, on)(windows).detach())
+    whole = heads.train_heads(on, text, config, plan, RATES, tmp_path / "heads.pt")
+    assert float(heads.heads_loss(whole.model, on)(windows).detach()) < 0.9 * before
+    for _ in range(30):
+        parts = heads.train_heads(on, text, config, replace(plan, deadline_s=0.0), RATES, tmp_path / "parts.pt")
+    torch.testing.assert_close(whole.model.state_dict(), parts.model.state_dict(), rtol=0, atol=0)
+    heads.export_heads(whole.model, tmp_path / "heads")
+    loaded = load_heads(str(tmp_path / "heads"), prepare_model(on, "tiny"))
+    hidden = torch.randn(3, SHAPE.hidden_size)
+    want = on.lm_head(whole.model.to(torch.bfloat16).float().states(hidden))
+    torch.testing.assert_close(loaded.logits(hidden), want)

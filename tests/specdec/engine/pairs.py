@@ -9,9 +9,11 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.engine.draft_backend import ModelDrafter
+from specdec.engine.heads import HeadDrafter
 from specdec.engine.local import LocalService
 from specdec.engine.stats import SpecStats
 from specdec.engine.target_backend import ModelTarget
+from specdec.models.heads import DraftHeads
 from specdec.models.loading import prepare_model
 from specdec.models.runner import ModelRunner
 from specdec.protocol.messages import Notes
@@ -90,11 +92,13 @@ def backend(
     chunk: int = 16,
     max_model_len: int = MAX_MODEL_LEN,
     processors: Sequence[LogitsProcessor] = (),
+    heads: tuple[DraftHeads, int, int] | None = None,
 ):
-    """A target or draft backend over a tiny model."""
+    """A target or draft backend over a tiny model; heads come with how far they draft, and in trees of what size."""
     runner = ModelRunner(prepare_model(model, "tiny"), num_blocks=num_blocks, block_size=block_size)
     sampler = Sampler(VOCAB_SIZE, processors)
-    return kind(runner, sampler, max_model_len=max_model_len, max_batch_tokens=chunk)
+    options = {} if heads is None else {"heads": HeadDrafter(heads[0], sampler, *heads[1:])}
+    return kind(runner, sampler, max_model_len=max_model_len, max_batch_tokens=chunk, **options)
 
 
 def make_service(family: str, noise: float, num_draft_tokens: int, **options: int) -> LocalService:

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from specdec.engine.rules import propose, verify
+from specdec.engine.heads import HeadDrafter
+from specdec.engine.rules import propose, tree_rows, verify
 from specdec.protocol import lookup as lookup_module
 from specdec.protocol import target as target_module
 from specdec.protocol.backends import DraftJob, Proposal, Status, Verification, VerifyJob
 from specdec.protocol.drafter import DrafterMachine
+from specdec.protocol.drafts import Draft
 from specdec.protocol.leases import Times
 from specdec.protocol.lookup import LookUpOptions
 from specdec.protocol.marks import TokenLog
 from specdec.protocol.messages import Ack, Candidates, Commit, Inc, Message, Offer, Open, Plan, Verdict
-from specdec.protocol.offers import Draft, remaining_draft
+from specdec.protocol.offers import remaining_draft
 from specdec.protocol.target import TargetMachine
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.pipeline import RowGroup, Sampler
@@ -47,8 +50,9 @@ class Backend(Chain):
 
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         groups = [RowGroup(job.spec, job.log.tokens, job.draft) for job in jobs]
-        runs = verify(self.sampler, self.rows(groups), groups, [job.candidates for job in jobs])
-        return [self.verification(job, *run) for job, run in zip(jobs, runs, strict=True)]
+        trees = {i: tree_rows(groups[i], job.parents) for i, job in enumerate(jobs) if job.parents}
+        runs = verify(self.sampler, self.rows(groups), groups, [job.candidates for job in jobs], trees)
+        return [self.verification(job, *run[:2]) for job, run in zip(jobs, runs, strict=True)]
 
     def verification(self, job: VerifyJob, run: tuple[int, ...], num_accepted: int) -> Verification:
         return Verification(Status.DECIDED, run, num_accepted, len(job.draft))
@@ -66,6 +70,51 @@ class Backend(Chain):
 
     def release(self, key: str) -> None:
         pass
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Logits by the token before the last: [heads, VOCAB, VOCAB]."""
+
+    weights: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.weights)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.weights
+
+
+class WithHeads(Backend):
+    """Two heads, which know little."""
+
+    weights = torch.randn(2, VOCAB, VOCAB, generator=torch.Generator().manual_seed(6))
+    heads = HeadDrafter(Heads(weights), Sampler(VOCAB), 2)
+
+    def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
+        results = super().verify(jobs)
+        logs = [[*job.log.tokens, *result.run] for job, result in zip(jobs, results, strict=True)]
+        hidden = torch.nn.functional.one_hot(torch.tensor([log[-2] for log in logs]), VOCAB).float()
+        drafts = self.heads.drafts(hidden, [(job.spec, log) for job, log in zip(jobs, logs, strict=True)])
+        return [replace(result, next_draft=self.told(draft)) for result, draft in zip(results, drafts, strict=True)]
+
+    def told(self, draft: Draft) -> Draft:
+        return draft
+
+
+class WithTrees(WithHeads):
+    """The drafts of heads are trees."""
+
+    heads = HeadDrafter(Heads(WithHeads.weights), Sampler(VOCAB), 2, 7)
+
+
+class HeadsToldWrong(WithHeads):
+    """What a token was drawn from is told as if it had been another token's distribution."""
+
+    def told(self, draft: Draft) -> Draft:
+        wrong = tuple(Candidates(ids, (*probs[1:], probs[0])) for ids, probs in draft.candidates)
+        return draft._replace(candidates=wrong)
 
 
 class BonusTestedAgain(Backend):
@@ -103,6 +152,7 @@ class Line:
     ) -> None:
         self.target = TargetMachine("T", target, Times(lease_s=1e6), lookup=lookup)
         self.drafter = DrafterMachine("D", draft, Times(lease_s=1e6), branches_in_all=1 << 16)
+        self.backend = target
         self.logs: dict[str, TokenLog] = {}
         sampling = SamplingParams(acceptance=acceptance)
         for seed in seeds:
@@ -149,7 +199,7 @@ def p_value(
     logits = torch.randn(VOCAB, VOCAB, generator=generator)
     draft = Backend(logits + 0.8 * torch.randn(VOCAB, VOCAB, generator=generator))
     counts = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
-    num_hits = num_promoted = num_looked_up = 0
+    num_hits = num_promoted = num_looked_up = num_of_heads = 0
     for start in range(0, num_sequences, 2000):
         seeds = range(start, min(start + 2000, num_sequences))
         line = Line(kind(logits), draft, acceptance, seeds, lookup, prediction)
@@ -158,10 +208,12 @@ def p_value(
         counts += torch.bincount(pairs[0] * VOCAB + pairs[1], minlength=VOCAB * VOCAB).view(VOCAB, VOCAB)
         num_hits += line.target.counters.num_branch_hits
         num_looked_up += line.target.counters.num_lookup_drafts
+        num_of_heads += line.target.counters.num_heads_drafts
         num_promoted += line.drafter.counters.num_promoted
     assert counts.sum() == num_sequences * NUM_TOKENS
     assert min(num_hits, num_promoted) > num_sequences / 2
     assert lookup is None or num_looked_up > num_sequences
+    assert num_of_heads > num_sequences / 4 or not isinstance(line.backend, WithHeads)
     expected = counts.sum(1, keepdim=True) * logits.double().softmax(1)
     statistic = float(((counts - expected) ** 2 / expected).sum())
     return float(chi2.sf(statistic, VOCAB * (VOCAB - 1)))
@@ -191,6 +243,25 @@ def test_with_drafts_by_look_up_among_them_it_is_so_as_well(acceptance: str, num
     """A prediction is drafted at every sequence's beginning, and matches of the few kinds of tokens later on."""
     lookup, prediction = LookUpOptions(4), (1, 2, 3, 4, 5, 0, 2, 4)
     assert p_value(Backend, acceptance, num_draws // NUM_TOKENS + 1, lookup, prediction) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "num_draws"),
+    [
+        ("rejection", 25_000),
+        ("coupled", 20_000),
+        pytest.param("rejection", 250_000, marks=pytest.mark.soak),
+    ],
+)
+@pytest.mark.parametrize("kind", [WithHeads, WithTrees])
+def test_with_drafts_of_heads_among_them_it_is_so_as_well(
+    kind: Callable[[Tensor], Backend], acceptance: str, num_draws: int
+) -> None:
+    assert p_value(kind, acceptance, num_draws // NUM_TOKENS + 1) > 1e-3
+
+
+def test_heads_that_tell_another_distribution_than_they_drew_from_would_be_found() -> None:
+    assert p_value(HeadsToldWrong, "rejection", 5_000) < 1e-6
 
 
 def test_a_looked_up_token_that_is_kept_too_often_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:

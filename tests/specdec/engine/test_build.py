@@ -76,9 +76,9 @@ def test_the_engine_gives_each_model_its_share(
     shares: list[float | None] = []
 
     def noting(build: Any) -> Any:
-        def build_noted(source: ModelSource, options: BackendOptions, progress: Any) -> Any:
+        def build_noted(source: ModelSource, options: BackendOptions, *more: Any) -> Any:
             shares.append(options.device_share)
-            return build(source, options, progress)
+            return build(source, options, *more)
 
         return build_noted
 

@@ -15,7 +15,9 @@ from functools import partial
 import pytest
 
 from specdec.engine.draft_backend import ModelDrafter
+from specdec.engine.heads import HeadDrafter
 from specdec.engine.target_backend import ModelTarget
+from specdec.models.heads import DraftHeads
 from specdec.models.recurrent.slots import Route
 from specdec.models.runner import ModelRunner
 from specdec.protocol.drafter import DrafterMachine
@@ -50,6 +52,7 @@ class HostileService:
         restart_rate: How likely a worker is to restart in a step; a sequence gives up after several.
         sampler: Makes each of their lives' way from logits to tokens.
         lookup: Of the target; None for none.
+        heads: On the target, with how far, and in trees of how many tokens, they draft; None for none.
     """
 
     def __init__(
@@ -62,7 +65,9 @@ class HostileService:
         restart_rate: float = 0.05,
         sampler: Callable[[], Sampler] | None = None,
         lookup: LookUpOptions | None = None,
+        heads: tuple[DraftHeads, int, int] | None = None,
     ) -> None:
+        self._heads = heads
         self._lookup = lookup
         self._restart_rate = restart_rate
         self._make_sampler = sampler or partial(Sampler, VOCAB_SIZE, processors)
@@ -113,6 +118,7 @@ class HostileService:
         self.counts["reused"] += int(gauges["num_reused_tokens"])
         self.counts["accepted"] += self._target.counters.num_accepted_tokens
         self.counts["looked up"] += self._target.counters.num_lookup_accepted_tokens
+        self.counts["of heads"] += self._target.counters.num_heads_accepted_tokens
         self.counts["stale"] += self._target.counters.num_stale_offers
 
     def _disturb(self) -> None:
@@ -131,9 +137,9 @@ class HostileService:
     def _begin(self, name: str) -> None:
         runner, sampler = self._make[name](), self._make_sampler()
         if name == TARGET:
-            self._target = TargetMachine(
-                name, ModelTarget(runner, sampler, **self._lengths), TIMES, lookup=self._lookup
-            )
+            heads = None if self._heads is None else HeadDrafter(self._heads[0], sampler, *self._heads[1:])
+            backend = ModelTarget(runner, sampler, **self._lengths, heads=heads)
+            self._target = TargetMachine(name, backend, TIMES, lookup=self._lookup)
         else:
             self._drafter = DrafterMachine(name, ModelDrafter(runner, sampler, **self._lengths), TIMES)
         self._router.worker_joined(name, "target" if name == TARGET else "drafter", self._now)

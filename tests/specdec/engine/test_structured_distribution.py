@@ -65,7 +65,7 @@ def texts(acceptance: Acceptance, count: int, *, masks_drafts: bool, allow: Allo
             tuple(column[i].candidates for column in drawn[: len(draft)] if column[i].candidates is not None)
             for i, draft in enumerate(drafts)
         ]
-        for seed, (run, _) in zip(seeds, verify(sampler, TARGET[last], groups, candidates), strict=True):
+        for seed, (run, *_) in zip(seeds, verify(sampler, TARGET[last], groups, candidates), strict=True):
             ended = run.index(EOS) + 1 if EOS in run else None
             logs[seed] += run[:ended]
             if ended is not None:

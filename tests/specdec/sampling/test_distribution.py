@@ -193,7 +193,7 @@ def test_texts_over_many_rounds_follow_the_target(rule: str) -> None:
             runs = verify_rejection(sampler.probs(logits, groups), groups, ids, probs)
         else:
             runs = verify_coupled(sampler.choose(logits, groups), groups)
-        logs = [[*log, *run] for log, (run, _) in zip(logs, runs, strict=True)]
+        logs = [[*log, *run] for log, (run, *_) in zip(logs, runs, strict=True)]
     counts = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
     for log in logs:
         for pair in itertools.pairwise(log[1:30]):

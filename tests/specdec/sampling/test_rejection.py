@@ -175,8 +175,8 @@ def test_rule_9_a_bonus_is_drawn_at_once_and_with_numbers_no_ratio_test_uses(mon
     monkeypatch.setattr(
         module,
         "uniforms",
-        lambda seeds, positions, role, device: (
-            asked.extend((position, role) for position in positions) or uniforms(seeds, positions, role, device)
+        lambda seeds, positions, role, device, *more: (
+            asked.extend((position, role) for position in positions) or uniforms(seeds, positions, role, device, *more)
         ),
     )
     model, sampler = TableModel(VOCAB, 1), Sampler(VOCAB)

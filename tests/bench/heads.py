@@ -1,0 +1,67 @@
+"""What heads on a target gain without a draft model: ``python -m tests.bench.heads --target FOLDER [--trees 0,8,16]``.
+
+Each row generates the same tokens with heads and plainly, by turns, one stream, and names the ratio of their times; of
+a tree, how many tokens it has, 0 for a chain of a token from each head. Beside them what a verification of so many
+tokens takes over a single token's, so that the ratio can be told from the tokens a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import cast, get_args
+
+import torch
+
+from cluster.bench.prompts import CODE
+from cluster.identity import demo_folder
+from cluster.models import Dtype
+from specdec.engine.build import BackendOptions, build_target
+from specdec.engine.heads import HeadsOptions
+from specdec.engine.local import LocalService
+from specdec.models.compat import tokenizer_width
+from specdec.models.loading import ModelSource, load_tokenizer
+from specdec.sampling.params import SamplingParams
+from tests.bench.edits import measure
+from tests.specdec.engine.pairs import Case
+
+
+def main() -> None:
+    """Measure, and print a row of Markdown for each size of a tree and temperature."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", default=str(demo_folder("target")), help="folder of the target")
+    parser.add_argument("--heads", default=str(demo_folder("heads")), help="folder of its heads")
+    parser.add_argument("--dtype", default="float32", choices=get_args(Dtype))
+    parser.add_argument("--trees", default="0,8,16,32", help="tokens of a tree")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--num-prompts", type=int, default=4)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    source = ModelSource(arguments.target, dtype=cast(Dtype, arguments.dtype))
+    tokenizer = load_tokenizer(source)
+    prompts = [tuple(tokenizer.encode(prompt)) for prompt in CODE[: arguments.num_prompts]]
+    print(
+        "| tree | T | over plain (least, median, most) | tokens a round | draft tokens a round | a round over plain's |"
+    )
+    print("|---|---|---|---|---|---|")
+    for size in map(int, arguments.trees.split(",")):
+        heads = HeadsOptions(arguments.heads, 64, size)
+        options = BackendOptions(vocab_size=tokenizer_width(tokenizer), max_num_sequences=4, heads=heads)
+        service = LocalService(build_target(source, options)[0], None, 0)
+        for temperature in (0.0, 1.0):
+            sampling = SamplingParams(temperature=temperature)
+            cases = [Case(prompt, arguments.max_tokens, sampling, i, None, ()) for i, prompt in enumerate(prompts)]
+            ratios, stats, same = measure(service, cases, arguments.rounds)
+            low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
+            a_round, drafted = stats.num_tokens / stats.num_rounds, stats.num_draft_tokens / stats.num_drafts
+            note = "" if same else " (tokens differ: near-ties)"
+            print(
+                f"| {size}{note} | {temperature:g} | {low:.2f}, {middle:.2f}, {high:.2f} "
+                f"| {a_round:.2f} | {drafted:.1f} | {a_round / middle:.2f} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

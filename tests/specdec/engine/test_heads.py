@@ -1,0 +1,235 @@
+"""Drafts of heads on the target, alone and beside others: fewer steps, and no token changes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec import ModelSource, SpeculativeEngine
+from specdec.engine.draft_backend import ModelDrafter
+from specdec.engine.heads import HeadDrafter, HeadsOptions
+from specdec.engine.local import LocalService
+from specdec.engine.target_backend import ModelTarget
+from specdec.models.runner import ModelRunner
+from specdec.protocol.lookup import LookUpOptions
+from specdec.protocol.messages import ACCEPTED, HEADED
+from specdec.sampling.params import SamplingParams
+from specdec.sampling.pipeline import Sampler
+from tests.specdec.engine.pairs import MAX_MODEL_LEN, Case, backend, collect, greedy, make_model, run
+from tests.specdec.engine.test_hostile_network import DRAFTER, TARGET, HostileService, runner
+from tests.specdec.engine.test_lookup import letters_of, predicted_cases
+from tests.specdec.engine.test_recurrent import NOISE, make_cases
+from tests.specdec.engine.test_structured import DEMO, MAX_TOKENS, OPTIONS, PERSON, check
+from tests.specdec.engine.test_structured import sampling as sampling_of
+from tests.specdec.models.recurrent_families import VOCAB_SIZE, make_recurrent
+
+LENGTHS = {"max_model_len": MAX_MODEL_LEN, "max_batch_tokens": 64}
+FAMILIES = ("llama", "qwen3_5", "gemma2")
+NUM_HEADS = 3
+
+
+@dataclass(frozen=True)
+class LinearHeads:
+    """Logits are linear in the hidden state: [heads, hidden size, V]."""
+
+    weights: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.weights)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.weights
+
+
+@lru_cache
+@torch.inference_mode()
+def fitted(family: str) -> LinearHeads:
+    """What a model says some tokens later, by least squares from what it sees now, in greedy texts of its own."""
+    model = make_recurrent(family) if family == "qwen3_5" else make_model(family)
+    seen: list[Tensor] = []
+    hidden: list[Tensor] = []
+    later: list[list[Tensor]] = [[] for _ in range(NUM_HEADS)]
+    model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][0]))
+    for case in make_cases():
+        text = [*case.prompt, *greedy(model, replace(case, max_tokens=40, eos_token_ids=(0,)))]
+        logits = model(torch.tensor([text]), use_cache=False).logits[0, len(case.prompt) - 1 :]
+        hidden.append(seen[-1][len(case.prompt) - 1 : -NUM_HEADS])
+        for ahead, of_head in enumerate(later, 1):
+            of_head.append(logits[ahead:][: len(hidden[-1])])
+    x = torch.cat(hidden)
+    return LinearHeads(torch.stack([torch.linalg.lstsq(x, torch.cat(of_head)).solution for of_head in later]))
+
+
+def with_heads(
+    family: str,
+    most: int = NUM_HEADS,
+    draft: Callable[[], ModelRunner] | None = None,
+    lookup: LookUpOptions | None = None,
+    num_blocks: int = 300,
+    tree: int = 0,
+    chunk: int = 64,
+) -> LocalService:
+    """A target with heads, without a draft model or with one; ``tree`` is how many tokens a tree has."""
+    model = make_model(family) if family != "qwen3_5" else make_recurrent(family)
+    if family == "qwen3_5":
+        made = runner(family, 0.0, "states", num_blocks)
+        sampler = Sampler(VOCAB_SIZE)
+        target = ModelTarget(made, sampler, **LENGTHS, heads=HeadDrafter(fitted(family), sampler, most, tree))
+    else:
+        target = backend(ModelTarget, model, num_blocks=num_blocks, chunk=chunk, heads=(fitted(family), most, tree))
+    drafter = None if draft is None else ModelDrafter(draft(), Sampler(VOCAB_SIZE), **LENGTHS)
+    return LocalService(target, drafter, 4, lookup=lookup)
+
+
+def plainly(family: str, cases: list[Case]) -> list[list[int]]:
+    return run(with_heads(family), [replace(case, num_speculative_tokens=0) for case in cases])[0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tokens_are_those_without_drafts(family: str, temperature: float) -> None:
+    sampling = SamplingParams(temperature=temperature, top_p=0.95)
+    cases = [replace(case, max_tokens=40, eos_token_ids=()) for case in make_cases(sampling)]
+    wanted = plainly(family, cases)
+    for most in (1, NUM_HEADS):
+        outputs, stats = run(with_heads(family, most), cases)
+        assert outputs == wanted
+        assert stats.num_accepted_tokens > 8
+        assert stats.num_draft_tokens <= most * stats.num_drafts
+        assert stats.num_drafts >= stats.num_rounds - 2 * len(cases)  # all but the first, and the last
+    for tree in (5, 20):
+        outputs, of_trees = run(with_heads(family, tree=tree), cases)
+        assert outputs == wanted
+        assert of_trees.num_accepted_tokens >= stats.num_accepted_tokens + 5 * (family != "qwen3_5")
+    bounded = [replace(case, num_speculative_tokens=i) for i, case in enumerate(cases)]
+    for tree in (0, 12):
+        outputs, stats = run(with_heads(family, tree=tree), bounded)
+        assert outputs == wanted
+
+
+def test_greedy_output_is_that_of_transformers_by_either_rule() -> None:
+    stock = make_model("llama")
+    for rule in ("coupled", "rejection"):
+        cases = make_cases(SamplingParams(temperature=0.0, acceptance=rule))
+        for tree in (0, 12):
+            outputs, stats = run(with_heads("llama", tree=tree), cases)
+            assert outputs == [greedy(stock, case) for case in cases]
+            assert stats.num_accepted_tokens > 10
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_beside_a_draft_model_and_look_up_every_way_is_taken(temperature: float) -> None:
+    """The draft model goes first; what it does not say, the heads do, or a longer match."""
+    cases = predicted_cases("llama", SamplingParams(temperature=temperature, top_p=0.95))
+    wanted = plainly("llama", cases)
+    service = with_heads("llama", draft=partial(runner, "llama", NOISE, "rescan"), lookup=LookUpOptions(16))
+    outputs = collect(service, cases)
+    assert [output.tokens for output in outputs] == wanted
+    letters = letters_of(outputs)
+    assert min(letters["a"], letters["x"]) > 0, letters
+    service = with_heads("llama", lookup=LookUpOptions(16), tree=12)
+    outputs = collect(service, [replace(case, prediction=()) for case in cases])
+    assert [output.tokens for output in outputs] == wanted
+    assert letters_of(outputs)["h"] > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_nothing_that_a_network_or_a_death_does_changes_a_token(family: str, temperature: float) -> None:
+    cases = predicted_cases(family, SamplingParams(temperature=temperature, top_p=0.95))
+    wanted = plainly(family, cases)
+    makers = partial(runner, family, 0.0, "states"), partial(runner, "llama", NOISE, "rescan")
+    counts: Counter[str] = Counter()
+    for seed in (1, 2):
+        service = HostileService(*makers, seed, lookup=LookUpOptions(8), heads=(fitted(family), 3, 12 * (seed - 1)))
+        assert [output.tokens for output in collect(service, cases)] == wanted, f"seed {seed}"
+        service.count(TARGET)
+        service.count(DRAFTER)
+        counts += service.counts
+    for what in ("of heads", "looked up", "accepted", "T restarted", "D restarted"):
+        assert counts[what] > 0, f"the schedules are too kind: nothing {what}"
+
+
+def test_scarce_blocks_and_short_steps_change_no_token() -> None:
+    cases = [replace(case, max_tokens=60, eos_token_ids=()) for case in make_cases(SamplingParams(temperature=1.0))]
+    for tree in (0, 12):
+        service = with_heads("llama", num_blocks=42, tree=tree, chunk=16)
+        assert run(service, cases)[0] == plainly("llama", cases)
+        assert service.target._backend.gauges()["num_evictions"] > 0
+
+
+@pytest.mark.parametrize("tree", [0, 12])
+def test_what_edits_and_cuts_logits_sees_each_path_alone(tree: int) -> None:
+    params = {
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+        "top_k": 8,
+        "min_tokens": 30,
+    }
+    sampling = SamplingParams(temperature=1.0, logit_bias=((5, 3.0), (9, 3.0)), **params)
+    cases = [replace(case, max_tokens=40) for case in make_cases(sampling)]
+    outputs, stats = run(with_heads("llama", tree=tree), cases)
+    assert outputs == plainly("llama", cases)
+    assert stats.num_accepted_tokens > 5
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_grammar_cuts_what_it_forbids_and_no_token_changes(temperature: float) -> None:
+    options = replace(OPTIONS, heads=HeadsOptions(str(DEMO / "heads"), 64, 12))
+    engine = SpeculativeEngine.from_pretrained(ModelSource(str(DEMO / "target")), options=options)
+    params = sampling_of(temperature, PERSON)
+    drafted, plain = (
+        engine.generate("person = ", params, seed=4, max_tokens=MAX_TOKENS, num_speculative_tokens=count)
+        for count in (None, 0)
+    )
+    assert drafted.token_ids == plain.token_ids
+    check(PERSON, drafted)
+    assert engine._service.target.counters.num_heads_draft_tokens > 0
+
+
+@pytest.mark.parametrize("tree", [0, 12])
+def test_logprobs_and_prompt_logprobs_are_those_without_drafts(tree: int) -> None:
+    sampling = SamplingParams(temperature=1.0, logprobs=2, prompt_logprobs=1)
+    cases = make_cases(sampling)
+    plain = collect(with_heads("llama"), [replace(case, num_speculative_tokens=0) for case in cases])
+    drafted = collect(with_heads("llama", tree=tree), cases)
+    assert [output.tokens for output in drafted] == [output.tokens for output in plain]
+    assert "h" in letters_of(drafted)
+    for one, other in zip(drafted, plain, strict=True):
+        for got, want in zip(one.notes.logprobs, other.notes.logprobs, strict=True):
+            assert got.logprob == pytest.approx(want.logprob, abs=1e-4)
+        assert one.notes.prompt_logprobs is not None
+
+
+def test_notes_and_counters_tell_that_heads_drafted() -> None:
+    cases = make_cases(SamplingParams(temperature=1.0))
+    service = with_heads("llama")
+    outputs = collect(service, cases)
+    letters, counters = letters_of(outputs), service.target.counters
+    assert set(letters) <= {"p", *HEADED}
+    assert letters["h"] == counters.num_accepted_tokens == sum(letters[letter] for letter in ACCEPTED) > 0
+    for name in ("drafts", "draft_tokens", "accepted_tokens"):
+        assert getattr(counters, f"num_heads_{name}") == getattr(counters, f"num_{name}") > 0
+    assert counters.num_lookup_drafts == 0
+
+
+@pytest.mark.parametrize(
+    ("most", "tree", "longest"), [(0, 0, 0), (0, 8, 0), (2, 0, 2), (9, 0, 3), (2, 5, 2), (9, 20, 3)]
+)
+def test_drafts_are_as_far_as_is_allowed_and_there_are_heads(most: int, tree: int, longest: int) -> None:
+    spec = make_cases(SamplingParams(temperature=1.0))[0].spec()
+    drafter = HeadDrafter(fitted("llama"), Sampler(VOCAB_SIZE), most, tree)
+    draft = drafter.drafts(torch.zeros(1, 64), [(spec, [1, 5, 6])])[0]
+    assert draft.depth == longest
+    assert len(draft.tokens) == (tree if tree and longest else longest)
+    assert bool(draft.parents) == (tree > longest > 0)
+    bounded = drafter.drafts(torch.zeros(1, 64), [(replace(spec, num_speculative_tokens=1), [1, 5, 6])])[0]
+    assert bounded.depth == min(longest, 1)
