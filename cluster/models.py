@@ -153,6 +153,11 @@ class DraftConfig(ModelConfig):
         description="tokens of a draft of heads that is a tree, verified in one pass, on a target of attention layers; "
         "with no more than there are heads it is a chain",
     )
+    one_pass: bool = Field(
+        False,
+        description="the draft model gives all draft tokens of a round in one pass: one that was taught to, as PARD's, "
+        "and whose config.json names its mask token",
+    )
     other_vocabulary: bool = Field(
         False,
         description="take a draft model of another vocabulary than the target's: tokens that both have are drafted; "

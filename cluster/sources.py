@@ -63,6 +63,7 @@ def backend_options(args: AppArgs, model: ModelConfig, vocab_size: int | None = 
         kv_memory=model.kv_memory,
         max_num_sequences=args.max_num_sequences,
         skip_admission_check=args.skip_admission_check,
+        num_step_tokens=1 + args.most_draft_tokens if isinstance(model, DraftConfig) and model.one_pass else 1,
         other_vocabulary=isinstance(model, DraftConfig) and model.other_vocabulary,
         rollback_tokens=max(DEFAULT_WINDOW_TOKENS, 2 * (args.most_draft_tokens + 1)),
         logits_processors=load_processors(args.logits_processors),

@@ -37,6 +37,7 @@ EXAMPLES = {
     "draft.revision": "v1",
     "draft.token": "hf_other",
     "draft.dtype": "float16",
+    "draft.one_pass": True,
     "draft.other_vocabulary": True,
     "draft.device_map": {"": 0, "lm_head": "cpu"},
     "draft.compile": True,

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from specdec.sampling.philox import gumbel
 from tests.training import checkpoints, loop, models
@@ -78,7 +78,6 @@ def one_pass_loss(draft: PreTrainedModel, target: PreTrainedModel, masks: Masks)
 
     Places of the text itself count as one place after an anchor does, so that the draft stays one of single steps.
     """
-    mask_token, vocab_size = draft.config.pard_token, target.config.vocab_size
 
     def loss_of(windows: Tensor) -> Tensor:
         inputs = windows[:, :-1]
@@ -86,23 +85,32 @@ def one_pass_loss(draft: PreTrainedModel, target: PreTrainedModel, masks: Masks)
         anchors, sees = masks.layout(length, int(windows.sum()))
         with torch.no_grad():
             of_target = log_probs(target, inputs).unflatten(0, (num_rows, length))
-        ahead = torch.arange(1, 1 + masks.num_masks)
-        places = anchors[:, None] + ahead
-        logits = draft(
-            torch.cat((inputs, inputs.new_full((num_rows, places.numel()), mask_token)), 1),
-            attention_mask=sees.expand(num_rows, 1, -1, -1),
-            position_ids=torch.cat((torch.arange(length), places.flatten())).expand(num_rows, -1),
-            use_cache=False,
-        ).logits[..., :vocab_size]
-        of_draft = functional.log_softmax(logits.float(), -1)
+        logits = packed_logits(draft, inputs, anchors, sees, masks.num_masks)
+        of_draft = functional.log_softmax(logits[..., : target.config.vocab_size].float(), -1)
         loss = divergence(of_draft[:, :length].flatten(0, 1), of_target.flatten(0, 1), 0.0)
         of_masks = of_draft[:, length:].unflatten(1, (masks.num_anchors, masks.num_masks))
         for i in range(masks.num_masks):
-            of_place = of_target[:, places[:, i]].flatten(0, 1)
+            of_place = of_target[:, anchors + 1 + i].flatten(0, 1)
             loss = loss + _LATER**i * divergence(of_masks[:, :, i].flatten(0, 1), of_place, 0.0)
         return loss[None]
 
     return loss_of
+
+
+def packed_logits(draft: PreTrainedModel, inputs: Tensor, anchors: Tensor, sees: Tensor, num_masks: int) -> Tensor:
+    """Logits of a window's tokens, then of the masks of each anchor: [B, T + M, V] for ``inputs`` [B, T].
+
+    ``anchors`` and ``sees`` are those of :meth:`Masks.layout`.
+    """
+    num_rows, length = inputs.shape
+    places = (anchors[:, None] + torch.arange(1, 1 + num_masks)).flatten()
+    logits: Tensor = draft(
+        torch.cat((inputs, inputs.new_full((num_rows, len(places)), draft.config.pard_token)), 1),
+        attention_mask=sees.expand(num_rows, 1, -1, -1),
+        position_ids=torch.cat((torch.arange(length), places)).expand(num_rows, -1),
+        use_cache=False,
+    ).logits
+    return logits
 
 
 def train_one_pass(
@@ -134,13 +142,13 @@ def train_one_pass(
 
 @torch.inference_mode()
 def acceptance(
-    draft: PreTrainedModel, target_folder: Path, text: np.ndarray, masks: Masks, extent: Extent
+    draft: PreTrainedModel, target: PreTrainedModel, text: np.ndarray, masks: Masks, extent: Extent
 ) -> dict[float, list[float]]:
     """By temperature: how often a pass's first, second, ... token and all before it are the target's, on own text.
 
     Both models draw with the same noise, after anchors in text that the target wrote at this temperature.
     """
-    target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32).eval()
+    target.eval()
     draft.eval()
     windows = next(batches(text, extent.window_tokens, extent.num_windows, extent.seed))
     prompts, seeds = windows[:, : extent.num_prompt_tokens], [extent.seed * 1000 + i for i in range(len(windows))]

@@ -10,7 +10,7 @@ import torch
 from specdec.models.heads import HeadsConfig, load_heads
 from specdec.models.loading import prepare_model
 from specdec.sampling.philox import gumbel
-from tests.training import checkpoints, decode, distill, evaluate, heads, loop, models, mutual, target, tokens
+from tests.training import checkpoints, decode, distill, evaluate, heads, loop, models, mutual, one_pass, target, tokens
 from tests.training.checkpoints import Checkpoint
 from tests.training.corpus import Document
 from tests.training.distill import Lesson, Sampling
@@ -277,3 +277,35 @@ def test_heads_learn_what_the_target_says_later_and_resume_exactly_and_are_read_
     hidden = torch.randn(3, SHAPE.hidden_size)
     want = on.lm_head(whole.model.to(torch.bfloat16).float().states(hidden))
     torch.testing.assert_close(loaded.logits(hidden), want)
+
+
+def test_a_draft_learns_what_the_target_says_in_the_place_of_masks_and_resumes_exactly(tmp_path, text):
+    on, draft, masks = models.build(SHAPE, 1), models.build(SHAPE, 2), one_pass.Masks(num_masks=2, num_anchors=2)
+    plan = replace(PLAN, num_steps=30)
+    windows = torch.from_numpy(text[:90].astype(np.int64)).view(10, 9)
+    fresh = one_pass.with_mask_token(draft)
+    before = float(one_pass.one_pass_loss(fresh, on, masks)(windows).detach())
+    whole = one_pass.train_one_pass(on, draft, text, masks, plan, RATES, tmp_path / "draft.pt")
+    assert float(one_pass.one_pass_loss(whole.model, on, masks)(windows).detach()) < 0.9 * before
+    for _ in range(30):
+        stopped = replace(plan, deadline_s=0.0)
+        parts = one_pass.train_one_pass(on, draft, text, masks, stopped, RATES, tmp_path / "parts.pt")
+    torch.testing.assert_close(whole.model.state_dict(), parts.model.state_dict(), rtol=0, atol=0)
+
+
+@torch.inference_mode()
+def test_masks_in_training_say_what_they_say_in_a_pass_of_their_own(text):
+    draft, masks = one_pass.with_mask_token(models.build(SHAPE, 2)), one_pass.Masks(num_masks=3, num_anchors=2)
+    draft.load_state_dict({name: torch.randn_like(tensor) * 0.1 for name, tensor in draft.state_dict().items()})
+    window = torch.from_numpy(text[:12].astype(np.int64))
+    anchors, sees = masks.layout(len(window), 1)
+    assert anchors.tolist() == [1, 5]
+    logits = one_pass.packed_logits(draft, window[None], anchors, sees, masks.num_masks)[0]
+    for i, anchor in enumerate(anchors.tolist()):
+        alone = torch.cat((window[: anchor + 1], torch.full((masks.num_masks,), draft.config.pard_token)))
+        want = draft(alone[None], use_cache=False).logits[0, anchor + 1 :]
+        of_anchor = logits[len(window) + i * masks.num_masks :][: masks.num_masks]
+        torch.testing.assert_close(of_anchor, want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        logits[: len(window)], draft(window[None], use_cache=False).logits[0], rtol=1e-4, atol=1e-4
+    )
