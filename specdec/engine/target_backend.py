@@ -263,6 +263,14 @@ class ModelTarget:
         return self._heads.drafts(hidden[last], decided)
 
 
+def as_chain(job: VerifyJob) -> VerifyJob:
+    """The job with a chain in the place of a draft that is a tree."""
+    if not job.parents:
+        return job
+    chain = Draft(job.draft, job.candidates, job.source, job.parents).chain()
+    return job._replace(draft=chain.tokens, candidates=chain.candidates, parents=())
+
+
 def with_allowed_draft(sampler: Sampler, job: VerifyJob) -> VerifyJob:
     """The job without what its grammar forbids of the draft; where nothing is left, with what must follow.
 
@@ -270,9 +278,7 @@ def with_allowed_draft(sampler: Sampler, job: VerifyJob) -> VerifyJob:
     """
     if job.spec.sampling.grammar is None or not sampler.is_ready(job.spec):
         return job  # one without a grammar, or one that has to wait
-    if job.parents:  # masks follow a chain
-        chain = Draft(job.draft, job.candidates, job.source, job.parents).chain()
-        job = job._replace(draft=chain.tokens, candidates=chain.candidates, parents=())
+    job = as_chain(job)  # masks follow one
     draft = sampler.allowed(job.spec, job.log.tokens, job.draft)
     bound = job.spec.num_speculative_tokens
     most = min(job.room, _MOST_FORCED if bound is None else bound)

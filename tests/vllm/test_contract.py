@@ -15,7 +15,7 @@ from specdec.errors import DeviceLostError
 from specdec.protocol.backends import Status, VerifyJob
 from specdec.protocol.marks import TokenLog
 from specdec.sampling.params import SequenceSpec
-from tests.specdec.engine.contract import SAMPLINGS, Shadow, Soak
+from tests.specdec.engine.contract import SAMPLINGS, Shadow, Soak, decided
 from tests.specdec.hooks import by_row
 from tests.vllm.models import VOCAB_SIZE, prompts, spec_of
 
@@ -124,6 +124,20 @@ def test_the_longest_sequence(engine: VllmTarget, reference: ModelTarget) -> Non
         steps.step("a", draft=(1, 2, 3, 4)[: max(0, 511 - len(steps.logs["a"]))])
     steps.shadow.release("a")
     assert engine._scheduler.get_num_unfinished_requests() == 0
+
+
+def test_of_a_tree_a_chain_is_verified(engine: VllmTarget, reference: ModelTarget) -> None:
+    spec = spec_of(SAMPLINGS["T0"], 1)
+    log = TokenLog(PROMPTS[1])
+    for _ in range(2):
+        log.extend(decided(engine, VerifyJob("a", log, (), spec)).run)
+    right = decided(reference, VerifyJob("probe", log, (), spec)).run[0]
+    tree = VerifyJob("a", log, (right, right + 1, 5), spec, source="heads", parents=(-1, -1, 0))
+    result = decided(engine, tree)
+    assert (result.run[0], result.num_accepted, result.num_drafted) == (right, len(result.run) - 1, 2)
+    assert result.num_accepted >= 1
+    for key, target in (("a", engine), ("probe", reference)):
+        target.release(key)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from vllm.v1.outputs import DraftTokenIds, LogprobsTensors, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from specdec.device_errors import device_losses
-from specdec.engine.target_backend import with_allowed_draft
+from specdec.engine.target_backend import as_chain, with_allowed_draft
 from specdec.engine.vllm.checks import require
 from specdec.engine.vllm.rule import NO_TOKEN, SPEC, Reported, Told, num_filled
 from specdec.errors import DeviceLostError, reason_of
@@ -133,7 +133,7 @@ class VllmTarget:
 
     def _verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         results = {job.key: _WAITING for job in jobs}
-        able = [with_allowed_draft(self._sampler, job) for job in jobs if self._sampler.is_ready(job.spec)]
+        able = [with_allowed_draft(self._sampler, as_chain(job)) for job in jobs if self._sampler.is_ready(job.spec)]
         able = able[: self._scheduler.max_num_running_reqs]
         requests = self._requests(able)
         self._give_drafts(able, requests)
