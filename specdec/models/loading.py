@@ -201,7 +201,7 @@ def prepare_model(model: PreTrainedModel, name: str) -> LoadedModel:
         vocab_size=text.vocab_size if head is None else head.weight.shape[0],
         eos_token_ids=eos_token_ids(model.generation_config, text),
         max_model_len=longest,
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        num_parameters=model.num_parameters(),
         weights_bytes=stored_bytes(model),
         attention_layers=attention_layers,
         generation_defaults=generation_defaults(model.generation_config, name),

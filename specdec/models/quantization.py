@@ -65,7 +65,8 @@ def own_quantization(config: PretrainedConfig) -> str | None:
     own = getattr(config, "quantization_config", None)
     if own is None:
         return None
-    return str(own.get("quant_method") if isinstance(own, dict) else own.quant_method)
+    method = own.get("quant_method") if isinstance(own, dict) else own.quant_method
+    return str(getattr(method, "value", method))
 
 
 def is_quantized(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel, TorchAoConfig
 
 from cluster.config import AppArgs
 from cluster.identity import demo_folder, fingerprints
@@ -19,7 +19,7 @@ from specdec.errors import ModelLoadError
 from specdec.models.admission import check_admission
 from specdec.models.loading import LoadedModel, ModelSource, load_model
 from specdec.models.packed import PackedLinear, pack_linear_layers
-from specdec.models.quantization import QUANTIZATIONS, Quantization, is_quantized, stored_bytes
+from specdec.models.quantization import QUANTIZATIONS, Quantization, is_quantized, own_quantization, stored_bytes
 from specdec.models.quantization_report import compare
 from specdec.models.quantized import FEW_ROWS, Int4Product, Int8Product
 from specdec.models.runner import ModelRunner
@@ -208,3 +208,29 @@ def test_a_checkpoint_that_needs_a_package_names_it(tmp_path, config, package):
         pytest.skip("the package is here")
     with pytest.raises(ModelLoadError, match=package):
         load(say_quantized(tmp_path, **config), "none", torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_checkpoint_that_is_quantized_already_is_taken_as_it_is(tmp_path, dtype):
+    made = load(demo_folder("draft"), "int8", dtype)
+    config = TorchAoConfig(torchao.Int8WeightOnlyConfig())
+    source = str(demo_folder("draft"))
+    AutoModelForCausalLM.from_pretrained(source, dtype=dtype, quantization_config=config).save_pretrained(tmp_path)
+    loaded = load(tmp_path, "none", dtype)
+    assert own_quantization(loaded.model.config) == "torchao"
+    assert (loaded.weights_bytes, loaded.num_parameters) == (made.weights_bytes, made.num_parameters)
+    runners = runner_of(made), runner_of(loaded)
+    assert check_admission(runners[1]).relative_error <= check_admission(runners[0]).relative_error * 1.01
+    assert compare(runners[1], runners[0]).max_kl < 1e-6
+
+
+def test_a_checkpoint_of_bitsandbytes_is_counted_and_checked(tmp_path):
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
+    source, plain = str(demo_folder("target")), load(demo_folder("target"), "none", torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, quantization_config=config)
+    model.save_pretrained(tmp_path)
+    loaded = load(tmp_path, "none", torch.bfloat16)
+    assert (own_quantization(loaded.model.config), loaded.num_parameters) == ("bitsandbytes", plain.num_parameters)
+    assert loaded.weights_bytes < 0.4 * plain.weights_bytes
+    assert check_admission(runner_of(loaded)).relative_error < 0.06
