@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cluster.identity import demo_folder
-from specdec import ModelSource, SamplingParams, SpeculativeEngine
+from specdec import BackendOptions, ModelSource, SamplingParams, SpeculativeEngine
 from specdec.engine.results import GenerationResult
 
 pytest.importorskip("torchao", reason="torchao is not installed: pip install 'specdec[quantization]'")
@@ -40,3 +40,31 @@ def test_a_quantized_draft_changes_no_token(quantization):
     target = ModelSource(str(demo_folder("target")), dtype="float32", device="cpu")
     want, got = (generate(target, DRAFTS[name], 1.0) for name in ("none", quantization))
     assert [result.token_ids for result in got] == [result.token_ids for result in want]
+
+
+EVERYTHING = SamplingParams(
+    top_k=40,
+    top_p=0.95,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=0.2,
+    logit_bias=((40, 1.0), (41, -1.0)),
+    ignore_eos=True,
+    logprobs=2,
+)
+
+
+@pytest.mark.parametrize("sampling", [EVERYTHING, SamplingParams(temperature=0.0, acceptance="rejection")])
+def test_all_sampling_chunked_prompts_and_look_up_change_no_token(sampling):
+    target = ModelSource(str(demo_folder("target")), dtype="float32", device="cpu", quantization="int8")
+    prompts = [PROMPTS[0] * 6 + end for end in ("", "import", "x = 1")]
+    alone = SpeculativeEngine.from_pretrained(target).generate_batch(prompts, sampling, seed=3, max_tokens=40)
+    options = BackendOptions(max_batch_tokens=16)
+    engine = SpeculativeEngine.from_pretrained(target, DRAFTS["int8"], num_lookup_tokens=8, options=options)
+    together = engine.generate_batch(prompts, sampling, seed=3, max_tokens=40)
+    assert [result.token_ids for result in together] == [result.token_ids for result in alone]
+    for got, want in zip(together, alone, strict=True):
+        assert [one.logprob for one in got.logprobs or ()] == pytest.approx(
+            [one.logprob for one in want.logprobs or ()], abs=1e-4
+        )
+    assert engine.stats.num_accepted_tokens > 20
