@@ -55,6 +55,9 @@ def test_what_was_taken_back_leaves_no_trace(pair, stepper):
     stepper.observe([60])
     assert_close(stepper.next_logits(), pair, [*tokens[:3], 60])
     assert stepper.tokens == (*tokens[:3], 60)
+    stepper.rollback_to(1)
+    stepper.observe([61, 62])
+    assert_close(stepper.next_logits(), pair, [tokens[0], 61, 62])
 
 
 def test_continuations_are_read_side_by_side(pair, stepper):
