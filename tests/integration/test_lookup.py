@@ -1,4 +1,4 @@
-"""A service without a draft model, whose drafts are looked up."""
+"""Services whose drafts are looked up: without a draft model, and before one."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from tests.integration.running import RunningService, eventually
 
 COMPLETION = {"prompt": "x = 1\nx = 1\nx = 1\nx = 1\n", "max_tokens": 40, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "def f(a):"}], "max_tokens": 60, "temperature": 1, "seed": 3}
+
+
+COUNTERS = "spec_decode_num_accepted_tokens", "lookup_accepted_tokens"
 
 
 @pytest.fixture(scope="module")
@@ -46,3 +49,39 @@ def test_a_prediction_that_is_right_is_accepted(running: RunningService) -> None
     told = answer(prediction={"type": "content", "content": plain})
     assert told.choices[0].message.content == plain
     assert told.usage.completion_tokens_details.accepted_prediction_tokens > told.usage.completion_tokens / 2
+
+
+@pytest.fixture(scope="module")
+def with_both() -> Iterator[RunningService]:
+    service = RunningService("--draft-method", "lookup+model", "--num-speculative-tokens", "4")
+    yield service
+    assert service.stop() == 0
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_with_a_draft_model_as_well_both_draft_and_change_no_token(
+    with_both: RunningService, temperature: float
+) -> None:
+    """Half of an answer is predicted: the draft model drafts the rest."""
+    client = with_both.client()
+    before = {name: with_both.count(name) for name in COUNTERS}
+
+    def answer(seed: int, **fields: Any) -> str:
+        asked: dict[str, Any] = {**CHAT, "temperature": temperature, "seed": seed, **fields}
+        told = client.chat.completions.create(model=with_both.model, **asked)
+        return told.choices[0].message.content or ""
+
+    for seed in range(3):
+        plain = answer(seed, extra_body={"num_speculative_tokens": 0})
+        predicted = {"type": "content", "content": plain[: len(plain) // 2]}
+        assert [answer(seed), answer(seed, prediction=predicted)] == [plain, plain]
+
+    def since(name: str) -> float:
+        return with_both.count(name) - before[name]
+
+    eventually(lambda: since("lookup_accepted_tokens") > 0, 60, "accepted tokens that were looked up")
+    eventually(
+        lambda: since("spec_decode_num_accepted_tokens") > since("lookup_accepted_tokens"),
+        60,
+        "accepted tokens of the draft model",
+    )
