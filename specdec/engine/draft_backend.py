@@ -13,6 +13,7 @@ from specdec.engine.states import SequenceStates, prefix_salt, rank_of
 from specdec.engine.translator import Translator
 from specdec.models.runner import ModelRunner, RowInput
 from specdec.protocol.backends import DraftJob, Proposal, Status
+from specdec.protocol.lookup import point_masses
 from specdec.sampling.pipeline import RowGroup, Sampler
 
 _WAITING = Proposal(Status.WAITING)
@@ -58,7 +59,7 @@ class ModelDrafter:
     """A :class:`specdec.protocol.backends.DraftBackend` over a causal language model.
 
     It draws with the same pipeline and the same noise as the target (rule 10), so that its tokens are the target's as
-    often as the two distributions allow.
+    often as the two distributions allow. A token that a grammar forces costs it no forward pass.
 
     Args:
         runner: The model with its caches.
@@ -141,14 +142,19 @@ class ModelDrafter:
                 continue
             num_after = len(jobs) - i - 1
             row = self._place(job, budget - num_after)
-            if row is not None:
-                budget -= len(row.tokens)
-                rows.append(row)
-                results[i] = _PREFILLING
-                self._states.keep_prefix(job.key, job.num_committed)
-                if row.num_logits:
-                    deciding.append(_Deciding(i, jobs[i], jobs[i].tokens, num_logits, row.num_logits))
-                    num_logits += row.num_logits
+            if row is None:
+                continue
+            forced = self._sampler.forced(job.spec, jobs[i].tokens, 1)
+            if forced:
+                results[i] = Proposal(Status.DECIDED, forced[0], next(iter(point_masses(job.spec, forced)), None))
+                continue  # what is forced is read with the first token that is not
+            budget -= len(row.tokens)
+            rows.append(row)
+            results[i] = _PREFILLING
+            self._states.keep_prefix(job.key, job.num_committed)
+            if row.num_logits:
+                deciding.append(_Deciding(i, jobs[i], jobs[i].tokens, num_logits, row.num_logits))
+                num_logits += row.num_logits
         if rows:
             logits = self._runner.forward(rows)
             if self._translator is not None:

@@ -17,7 +17,7 @@ from specdec.models.blocks import CachedSequence
 from specdec.models.runner import ModelRunner, RowInput
 from specdec.protocol.backends import Status, Verification, VerifyJob
 from specdec.protocol.drafts import NO_DRAFT, Draft
-from specdec.protocol.lookup import point_mass
+from specdec.protocol.lookup import point_masses
 from specdec.protocol.marks import Mark
 from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.sampling.rows import Rows, VerifiedRun
@@ -272,20 +272,19 @@ def as_chain(job: VerifyJob) -> VerifyJob:
 
 
 def with_allowed_draft(sampler: Sampler, job: VerifyJob) -> VerifyJob:
-    """The job without what its grammar forbids of the draft; where nothing is left, with what must follow.
+    """The job with a draft that begins with what its grammar forces, and has nothing that it forbids.
 
-    What is forced is drafted for nothing, and verified like any draft: there may be several ways to write it.
+    What is forced costs no draft model, and is verified like any draft; the job's own goes on after it, or is shorter.
     """
     if job.spec.sampling.grammar is None or not sampler.is_ready(job.spec):
         return job  # one without a grammar, or one that has to wait
     job = as_chain(job)  # masks follow one
-    draft = sampler.allowed(job.spec, job.log.tokens, job.draft)
-    bound = job.spec.num_speculative_tokens
-    most = min(job.room, _MOST_FORCED if bound is None else bound)
-    if draft or most <= 0:
+    spec, tokens, bound = job.spec, job.log.tokens, job.spec.num_speculative_tokens
+    draft = sampler.allowed(spec, tokens, job.draft)
+    forced = sampler.forced(spec, tokens, min(job.room, _MOST_FORCED if bound is None else bound))
+    if draft[: len(forced)] == forced:
         return job._replace(draft=draft)
-    draft = sampler.forced(job.spec, job.log.tokens, most)
-    return job._replace(draft=draft, candidates=tuple(map(point_mass, draft)), source="")
+    return job._replace(draft=forced, candidates=point_masses(spec, forced), source="")
 
 
 def _rows_kept(groups: Sequence[RowGroup], verified: Sequence[VerifiedRun]) -> list[list[int]]:

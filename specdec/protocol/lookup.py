@@ -200,9 +200,11 @@ class ServedTexts:
         return max((match for match in matches if match.length), key=attrgetter("length"), default=None)
 
 
-def point_mass(token: int) -> Candidates:
-    """What a token was drawn from that was not drawn: itself."""
-    return Candidates((token,), (1.0,))
+def point_masses(spec: SequenceSpec, tokens: Tokens) -> tuple[Candidates, ...]:
+    """What tokens were drawn from that were not drawn: each from itself; nothing where the rule does not ask."""
+    if spec.sampling.acceptance != "rejection":
+        return ()
+    return tuple(Candidates((token,), (1.0,)) for token in tokens)
 
 
 def look_up_for(spec: SequenceSpec, options: LookUpOptions | None, served: ServedTexts | None = None) -> LookUp | None:
@@ -250,8 +252,7 @@ class LookUp:
         if match.length < self._needed or count <= 0:
             return NO_DRAFT
         tokens = self._cut(match.following(count))
-        is_rejection = self._spec.sampling.acceptance == "rejection"
-        candidates = tuple(map(point_mass, tokens)) if is_rejection else ()
+        candidates = point_masses(self._spec, tokens)
         return Draft(tokens, candidates, "prediction" if match.place < match.index.num_apart else "lookup")
 
     def _longest_match(self, log: TokenLog, new: Sequence[int]) -> Match | None:

@@ -106,15 +106,19 @@ class Matchers:
         return draft[: count + (spec.sampling.acceptance == "rejection")]
 
     def forced(self, spec: SequenceSpec, tokens: list[int], most: int) -> Tokens:
-        """The tokens in which what must follow is usually written, ``most`` at most: a draft that costs no model."""
+        """The tokens of which each is the only one that its mask allows, ``most`` at most: a draft without a model."""
         output = tokens[spec.output_start :]
         if _has_ended(output, spec.eos_token_ids):
             return ()
         try:
-            matcher = self._matcher(spec, 0, output)
+            matcher = self._matcher(spec, 0, output).deep_copy()
         except ValueError:
             return ()
-        return () if matcher.is_stopped() else tuple(matcher.deep_copy().compute_ff_tokens()[:most])
+        forced = matcher.compute_ff_tokens()
+        matcher.try_consume_tokens(forced)
+        if matcher.is_stopped() and not matcher.is_error() and len(spec.eos_token_ids) == 1:
+            forced += spec.eos_token_ids
+        return tuple(forced[:most])
 
     def _num_allowed(self, spec: SequenceSpec, tokens: list[int], draft: Tokens) -> int:
         output = tokens[spec.output_start :]

@@ -114,7 +114,7 @@ class Sampler:
 
     def forced(self, spec: SequenceSpec, tokens: list[int], most: int) -> Tokens:
         """What the grammar leaves no choice about after ``tokens``: see :meth:`Matchers.forced`."""
-        if spec.sampling.grammar is None or self.matchers is None:
+        if spec.sampling.grammar is None or self.matchers is None or most <= 0:
             return ()
         return self.matchers.forced(spec, tokens, most)
 

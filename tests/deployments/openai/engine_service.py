@@ -13,25 +13,36 @@ from tests.deployments.openai.scripted import rounds
 from tests.specdec.engine.pairs import Case, collect
 
 MAX_MODEL_LEN = 1024
+DEMO = Path(specdec.demo.__path__[0])
 
 
 class EngineService:
-    """Answers with the demo pair.
+    """Answers with the demo pair, or another model.
 
     Args:
         most_draft_tokens: Per round, for requests that name no number.
+        target: Folder of the model that decides.
+        draft: Folder of its draft model; without one drafts are looked up.
     """
 
-    def __init__(self, most_draft_tokens: int = 4) -> None:
-        sources = [ModelSource(str(Path(specdec.demo.__path__[0]) / name)) for name in ("target", "draft")]
-        self._engine = SpeculativeEngine.from_pretrained(*sources, options=BackendOptions(max_model_len=MAX_MODEL_LEN))
+    def __init__(
+        self, most_draft_tokens: int = 4, *, target: Path = DEMO / "target", draft: Path | None = DEMO / "draft"
+    ) -> None:
+        self._engine = SpeculativeEngine.from_pretrained(
+            ModelSource(str(target)),
+            None if draft is None else ModelSource(str(draft)),
+            num_lookup_tokens=most_draft_tokens if draft is None else None,
+            options=BackendOptions(max_model_len=MAX_MODEL_LEN),
+        )
         self._most_draft_tokens = most_draft_tokens
         self.opened: list[SequenceRequest] = []
         self.outputs: list[Tokens] = []
 
     def model_info(self) -> ModelInfo:
-        """Of the demo pair."""
-        return ModelInfo(ServedModel("demo", "target", MAX_MODEL_LEN, 4096, (0,)), None, self._most_draft_tokens)
+        """The target alone can be named."""
+        engine = self._engine
+        target = ServedModel("demo", "target", MAX_MODEL_LEN, engine._vocab_size, engine._eos_token_ids)
+        return ModelInfo(target, None, self._most_draft_tokens)
 
     async def open(self, request: SequenceRequest) -> AsyncGenerator[TokenDelta]:
         """Generate it at once, and give it in small pieces."""

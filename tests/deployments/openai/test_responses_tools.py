@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from itertools import chain
 from typing import Any
 
@@ -12,14 +13,28 @@ import pytest
 from openai import AsyncOpenAI
 from transformers import PreTrainedTokenizerFast
 
+from deployments.openai import ApiSettings
 from specdec.types import TokenLogprobs
 from tests.deployments.openai.scripted import rounds
 
 from .bodies import RESPONSES
 from .conftest import Bench
 from .responses_client import PATH, checked, events, read_events, rebuilt, whole
+from .test_reasoning import BEGUN, accepts, tokenizer_with_tags
 from .test_tools import BODY as CHAT
-from .test_tools import CALL_A, CALL_B, CITY, LLAMA_LIKE, NO_TOOLS, UNKNOWN_SCHEMA, A, B
+from .test_tools import (
+    CALL_A,
+    CALL_B,
+    CITY,
+    LLAMA_LIKE,
+    NO_TOOLS,
+    RESPONSE_TEMPLATE,
+    THINKS_AT_ONCE,
+    UNKNOWN_SCHEMA,
+    WEATHER,
+    A,
+    B,
+)
 
 FLAT = [{"type": "function", **tool["function"]} for tool in CHAT["tools"]]
 ASK = {"input": "What weather?", "tools": FLAT}
@@ -81,6 +96,36 @@ async def test_items_whole_and_streamed(
     # An item has ended before the next begins.
     ends = [event["type"].rpartition(".")[2] for event in found if "output_item" in event["type"]]
     assert ends == ["added", "done"] * len(items)
+
+
+async def test_by_a_response_template(tokenizer: PreTrainedTokenizerFast) -> None:
+    own = deepcopy(tokenizer)
+    own.response_template = RESPONSE_TEMPLATE
+    bench = Bench(own, ApiSettings(chat_template=THINKS_AT_ONCE), max_model_len=1024)
+    bench.says(f'Hm.</think>Yes.CALL{{"name": "weather", "arguments": {A}}}END', 3)
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=bench.app), base_url="http://api") as http:
+        asked = ASK | {"tools": [{"type": "function", **WEATHER["function"]}]}  # type: ignore[dict-item]
+        response, found = await whole(http, **asked), await events(http, **asked)
+    for output in (response["output"], found[-1]["response"]["output"], rebuilt(found)):
+        assert [told(item) for item in output] == [("thought", "Hm."), ("", "Yes."), ("weather", A)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_budget_of_reasoning_is_that_of_chat(tokenizer: PreTrainedTokenizerFast, stream: bool) -> None:
+    """In streams, and of several choices, too."""
+    bench = Bench(tokenizer_with_tags(tokenizer, True), max_model_len=1024)
+    bench.says("So.</think>Yes.")
+    budget = {"model": "demo", "chat_template": BEGUN, "thinking_token_budget": 3, "stream": stream}
+    chat = {"messages": CHAT["messages"], "n": 2}
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=bench.app), base_url="http://api") as http:
+        for path, fields in ((PATH, {"input": ASK["input"]}), ("/v1/chat/completions", chat)):
+            answer = await http.post(path, json=budget | fields)
+            assert answer.status_code == 200, answer.text
+            assert '"reasoning_' in answer.text
+            assert accepts(bench, " a b c</think> Yes")
+            assert not accepts(bench, " a b c d")
+    assert len({one.spec.sampling.grammar for one in bench.service.opened}) == 1
+    assert len(bench.service.opened) == 3
 
 
 async def test_arguments_come_in_pieces(bench: Bench, http: httpx2.AsyncClient) -> None:

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from deployments.openai import ApiSettings, create_app
 
 from .engine_service import EngineService
+from .test_tools import LLAMA_LIKE
 
 
 class Weather(BaseModel):
@@ -44,7 +45,7 @@ def service() -> EngineService:
 
 @pytest.fixture
 async def client(service: EngineService, tokenizer: PreTrainedTokenizerFast) -> AsyncIterator[AsyncOpenAI]:
-    app = create_app(service, ApiSettings(unknown_fields="refuse"), tokenizer)
+    app = create_app(service, ApiSettings(unknown_fields="refuse", trust_request_chat_template=True), tokenizer)
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://api") as http:
         yield AsyncOpenAI(api_key="none", base_url="http://api/v1", http_client=http, max_retries=0)
 
@@ -83,11 +84,12 @@ async def test_a_loop_of_two_calls_and_an_answer(
     assert not choice.message.tool_calls
 
 
+@pytest.mark.parametrize("template", ["", LLAMA_LIKE], ids=["hermes", "llama3"])
 @pytest.mark.parametrize("choice", ["required", "auto"])
-async def test_drafts_change_nothing(client: AsyncOpenAI, service: EngineService, choice: str) -> None:
+async def test_drafts_change_nothing(client: AsyncOpenAI, service: EngineService, choice: str, template: str) -> None:
     del service.outputs[:]
     for count in (0, 4):
-        extra = {"num_speculative_tokens": count}
+        extra = {"num_speculative_tokens": count} | ({"chat_template": template} if template else {})
         await turn(client, [ASK], False, tool_choice=choice, max_tokens=50, temperature=1.0, extra_body=extra)
     assert len(service.outputs) == 2
     assert len(set(service.outputs)) == 1

@@ -316,24 +316,28 @@ async def test_tags_that_are_tokens(tokenizer: PreTrainedTokenizerFast, is_speci
         assert accepts(bench, f'<|python_tag|>{{"name": "weather", "parameters": {A}}}')
 
 
+RESPONSE_TEMPLATE = {
+    "start_anchor": "assistant:",
+    "fields": {
+        "thinking": {"open": "<think>", "close": "</think>"},
+        "content": {},
+        "tool_calls": {
+            "open": "CALL",
+            "close": "END",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+    },
+}
+THINKS_AT_ONCE = f"{NO_TOOLS}assistant:<think>{{# </think> #}}"
+
+
 async def test_a_tokenizer_with_a_response_template(tokenizer: PreTrainedTokenizerFast) -> None:
     """It goes before the chat template, for answers of a free choice; the prompt may have begun a part of them."""
     own = deepcopy(tokenizer)
-    own.response_template = {
-        "start_anchor": "assistant:",
-        "fields": {
-            "thinking": {"open": "<think>", "close": "</think>"},
-            "content": {},
-            "tool_calls": {
-                "open": "CALL",
-                "close": "END",
-                "repeats": True,
-                "content": "json",
-                "transform": {"type": "function", "function": "{content}"},
-            },
-        },
-    }
-    bench = Bench(own, ApiSettings(chat_template=f"{NO_TOOLS}assistant:<think>{{# </think> #}}"), max_model_len=1024)
+    own.response_template = RESPONSE_TEMPLATE
+    bench = Bench(own, ApiSettings(chat_template=THINKS_AT_ONCE), max_model_len=1024)
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=bench.app), base_url="http://api") as http:
         bench.says(f'Hm.</think>Yes.CALL{{"name": "weather", "arguments": {A}}}END')
         for choice in (await post(http, n=2, tools=[WEATHER]))["choices"]:

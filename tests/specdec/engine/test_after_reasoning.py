@@ -17,6 +17,7 @@ from tests.specdec.engine.pairs import Case, collect
 from tests.specdec.engine.schemas import grammar_of
 from tests.specdec.engine.test_hostile_network import DRAFTER, TARGET, HostileService
 from tests.specdec.engine.test_structured import (
+    PAIRS,
     PERSON,
     engine_of,
     make_sampler,
@@ -74,9 +75,13 @@ def check(name: str, tokens: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("name", REASONED)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_no_draft_changes_a_token(name: str, temperature: float) -> None:
+@pytest.mark.parametrize("pair", PAIRS)
+def test_no_draft_changes_a_token(pair: str, name: str, temperature: float) -> None:
     params = SamplingParams(temperature=temperature, grammar=REASONED[name], logit_bias=((0, 4.0),))
     prompts = [PROMPT] * (3 if temperature else 1)
+    ways = [(engine_of(pair), count) for count in (0, 1, 4, 8)]
+    if pair == "plain":
+        ways.append((undrafted(), None))
     found = [
         [
             one.token_ids
@@ -84,28 +89,25 @@ def test_no_draft_changes_a_token(name: str, temperature: float) -> None:
                 prompts, params, seed=2, max_tokens=MAX_TOKENS, num_speculative_tokens=count
             )
         ]
-        for engine, count in (
-            (undrafted(), 0),
-            (undrafted(), None),
-            *((engine_of(pair), count) for pair, count in (("plain", 1), ("plain", 4), ("plain", 8))),
-        )
+        for engine, count in ways
     ]
     assert all(one == found[0] for one in found)
     for tokens in found[0]:
         check(name, tokens)
     assert not temperature or any(tokens[-1] == 0 for tokens in found[0])
-    in_target, in_draft = matchers_of(engine_of("plain"))
+    in_target, in_draft = matchers_of(engine_of(pair))
     assert in_draft.num_forbidden_draft_tokens == in_target.num_forbidden_draft_tokens == 0
 
 
 @pytest.mark.parametrize("name", ["by text", "by tokens"])
-def test_reasoning_ends_in_the_middle_of_a_draft_whatever_is_lost(name: str) -> None:
+@pytest.mark.parametrize("pair", PAIRS)
+def test_reasoning_ends_in_the_middle_of_a_draft_whatever_is_lost(pair: str, name: str) -> None:
     params = SamplingParams(temperature=1.0, grammar=REASONED[name])
     matcher_source().check(REASONED[name])  # time passes by steps there, and not while a grammar is compiled
     prompt = tuple(tokenizer().encode(PROMPT))
     cases = [Case(prompt, 60, params, seed, 4, (0,)) for seed in range(9)]
     plain = [Case(prompt, 60, params, seed, 0, (0,)) for seed in range(9)]
-    service = engine_of("plain")._service
+    service = engine_of(pair)._service
     wanted = [output.tokens for output in collect(service, plain)]
     found = collect(service, cases)
     assert [output.tokens for output in found] == wanted
@@ -117,7 +119,8 @@ def test_reasoning_ends_in_the_middle_of_a_draft_whatever_is_lost(name: str) -> 
     assert crossed > 0, "no draft went on after the end of the reasoning"
     counts: Counter[str] = Counter()
     for seed in (1, 2):
-        hostile = HostileService(*(partial(runner_of, one) for one in ("target", "draft")), seed, sampler=make_sampler)
+        names = "hybrid" if pair == "hybrid" else "target", "draft"
+        hostile = HostileService(*(partial(runner_of, one) for one in names), seed, sampler=make_sampler)
         assert [output.tokens for output in collect(hostile, cases)] == wanted
         for worker in (TARGET, DRAFTER):
             hostile.count(worker)

@@ -267,10 +267,10 @@ def test_heads_that_tell_another_distribution_than_they_drew_from_would_be_found
 def test_a_looked_up_token_that_is_kept_too_often_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A point mass that is told as less is kept more often than the target says it."""
 
-    def biased(token: int) -> Candidates:
-        return Candidates((token, (token + 1) % VOCAB), (0.6, 0.4))
+    def biased(spec: SequenceSpec, tokens: Tokens) -> tuple[Candidates, ...]:
+        return tuple(Candidates((token, (token + 1) % VOCAB), (0.6, 0.4)) for token in tokens)
 
-    monkeypatch.setattr(lookup_module, "point_mass", biased)
+    monkeypatch.setattr(lookup_module, "point_masses", biased)
     assert p_value(Backend, "rejection", 5_000, LookUpOptions(4), (1, 2, 3, 4, 5, 0, 2, 4)) < 1e-6
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -131,6 +131,19 @@ def test_nothing_that_a_network_or_a_death_does_changes_a_token(pair: str, tempe
         assert counts[what] > 0, f"the schedules are too kind: nothing {what}"
 
 
+BOOKING: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "number_of_passengers": {"type": "integer", "minimum": 1, "maximum": 9},
+        "departure_airport_code": {"enum": ["FRA", "OSL"]},
+        "needs_wheelchair_assistance": {"type": "boolean"},
+    },
+    "required": ["number_of_passengers", "departure_airport_code", "needs_wheelchair_assistance"],
+    "additionalProperties": False,
+}
+"""Most of what it describes is forced."""
+
+
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_what_a_grammar_forces_is_drafted_without_a_draft_model(acceptance: str, temperature: float) -> None:
@@ -151,6 +164,53 @@ def test_what_a_grammar_forces_is_drafted_without_a_draft_model(acceptance: str,
     short = engine.generate(PROMPTS[0], params, seed=3, max_tokens=3)
     assert len(short.token_ids) == 3
     assert short.stats.num_draft_tokens <= 2
+
+
+class Counted(NamedTuple):
+    """What two prompts' outputs took."""
+
+    tokens: list[Any]
+    num_rounds: int
+    num_draft_tokens: int
+    num_draft_forwards: int
+
+
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_what_a_grammar_forces_goes_first_in_every_draft(
+    pair: str, acceptance: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same tokens in fewer steps of the draft model, and of the target where the draft model knows no grammar."""
+    engine = engine_of(pair)
+    params = replace(sampling(temperature, BOOKING), acceptance=acceptance)
+    in_target, in_draft = (one._backend._sampler for one in (engine._service.target, engine._service.drafter))
+    forwards: list[int] = []
+    runner = engine._service.drafter._backend._runner
+    work = runner.forward
+    monkeypatch.setattr(runner, "forward", lambda rows: forwards.append(len(rows)) or work(rows))
+
+    def run(count: int) -> Counted:
+        del forwards[:]
+        results = engine.generate_batch(PROMPTS, params, seed=3, max_tokens=MAX_TOKENS, num_speculative_tokens=count)
+        for one in results:
+            check(BOOKING, one)
+        figures = [(one.stats.num_rounds, one.stats.num_draft_tokens) for one in results]
+        return Counted([one.token_ids for one in results], *map(sum, zip(*figures, strict=True)), len(forwards))
+
+    plain, *in_both = (run(count) for count in (0, 2, 6))
+    assert plain.num_draft_tokens == plain.num_draft_forwards == 0
+    monkeypatch.setattr(in_draft, "forced", lambda *_: ())
+    drawn = [run(count) for count in (2, 6)]
+    monkeypatch.setattr(in_draft, "masked", list)
+    unmasked = [run(count) for count in (2, 6)]
+    monkeypatch.setattr(in_target, "forced", lambda *_: ())
+    nowhere = [run(count) for count in (2, 6)]
+    for both, own, target, none in zip(in_both, drawn, unmasked, nowhere, strict=True):
+        if acceptance == "coupled" or not temperature:
+            assert both.tokens == own.tokens == target.tokens == none.tokens == plain.tokens
+        assert both.num_rounds <= target.num_rounds < none.num_rounds < plain.num_rounds
+        assert 3 * both.num_draft_forwards < own.num_draft_forwards
 
 
 def test_with_all_else_at_once_no_token_changes() -> None:

@@ -185,7 +185,9 @@ def test_masks_in_both_models_waste_no_draft(
 
     both, with_both, num_forbidden = run()
     assert num_forbidden == 0
-    monkeypatch.setattr(engine_of("plain")._service.drafter._backend._sampler, "masked", list)
+    in_draft_model = engine_of("plain")._service.drafter._backend._sampler
+    monkeypatch.setattr(in_draft_model, "masked", list)
+    monkeypatch.setattr(in_draft_model, "forced", lambda *_: ())
     alone, with_one, num_forbidden = run()
     assert num_forbidden > 0
     if acceptance == "coupled" or not temperature:

@@ -12,8 +12,10 @@ from scipy import stats
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from specdec.engine.rules import propose, verify
-from specdec.protocol.messages import Candidates
+from specdec.engine.rules import Drawn, propose, verify
+from specdec.engine.target_backend import with_allowed_draft
+from specdec.protocol.backends import VerifyJob
+from specdec.protocol.marks import TokenLog
 from specdec.sampling.grammar import Grammar
 from specdec.sampling.grammars import Grammars
 from specdec.sampling.params import Acceptance, SamplingParams, SequenceSpec
@@ -25,8 +27,8 @@ V, NUM_DRAFTED = 1 + len(LETTERS), 3
 PROMPT = [3]
 TARGET = torch.randn(V, V, generator=torch.Generator().manual_seed(11))
 DRAFT = 0.6 * TARGET + 0.6 * torch.randn(V, V, generator=torch.Generator().manual_seed(12))
-GRAMMAR = Grammar("regex", "([ab]|c[de]{1,3})[abe]{1,2}d?")
-Allow = Callable[[SequenceSpec, list[int], Tokens], Tokens]
+GRAMMAR = Grammar("regex", "([ab]|c[de]{1,3})ba[abe]{1,2}d?")
+Constrain = Callable[[Sampler, VerifyJob], VerifyJob]
 
 
 def grammars() -> Grammars:
@@ -37,7 +39,9 @@ def grammars() -> Grammars:
     return Grammars(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>"), V, (EOS,))
 
 
-def texts(acceptance: Acceptance, count: int, *, masks_drafts: bool, allow: Allow | None = None) -> Counter[Tokens]:
+def texts(
+    acceptance: Acceptance, count: int, *, masks_drafts: bool, constrain: Constrain = with_allowed_draft
+) -> Counter[Tokens]:
     """How often each text came, of ``count``; drafts are three tokens of a model that often means something else."""
     sampler = Sampler(V, noise_cache_bytes=0, grammars=grammars())
     params = SamplingParams(grammar=GRAMMAR, acceptance=acceptance)
@@ -45,31 +49,29 @@ def texts(acceptance: Acceptance, count: int, *, masks_drafts: bool, allow: Allo
     assert sampler.matchers is not None
     while not sampler.is_ready(specs[0]):
         pass
-    logs, counts = {seed: list(PROMPT) for seed in range(count)}, Counter[Tokens]()
+    logs, counts = {seed: TokenLog(PROMPT) for seed in range(count)}, Counter[Tokens]()
     while logs:
-        seeds, drawn = list(logs), []
+        seeds, drawn = list(logs), list[list[Drawn]]()
         chains: list[list[int]] = [[] for _ in seeds]
         in_draft = specs if masks_drafts else [replace(s, sampling=replace(s.sampling, grammar=None)) for s in specs]
         for _ in range(NUM_DRAFTED):
-            groups = [RowGroup(in_draft[s], [*logs[s], *chain]) for s, chain in zip(seeds, chains, strict=True)]
+            groups = [RowGroup(in_draft[s], [*logs[s].tokens, *chain]) for s, chain in zip(seeds, chains, strict=True)]
             drawn.append(propose(sampler, DRAFT[[group.tokens[-1] for group in groups]], groups))
             for chain, one in zip(chains, drawn[-1], strict=True):
                 chain.append(one.token)
-        drafts = [
-            (allow or sampler.allowed)(specs[seed], logs[seed], tuple(chain))
-            for seed, chain in zip(seeds, chains, strict=True)
-        ]
-        groups = [RowGroup(specs[seed], logs[seed], draft) for seed, draft in zip(seeds, drafts, strict=True)]
+        jobs = []
+        for i, (seed, chain) in enumerate(zip(seeds, chains, strict=True)):
+            candidates = tuple(one for one in (column[i].candidates for column in drawn) if one is not None)
+            job = VerifyJob("", logs[seed], tuple(chain), specs[seed], candidates, "chain", room=NUM_DRAFTED)
+            jobs.append(constrain(sampler, job))
+        groups = [RowGroup(job.spec, job.log.tokens, job.draft) for job in jobs]
         last = [token for group in groups for token in (group.tokens[-1], *group.draft)]
-        candidates: list[tuple[Candidates, ...]] = [
-            tuple(column[i].candidates for column in drawn[: len(draft)] if column[i].candidates is not None)
-            for i, draft in enumerate(drafts)
-        ]
-        for seed, (run, *_) in zip(seeds, verify(sampler, TARGET[last], groups, candidates), strict=True):
+        drawn_from = [job.candidates[: len(job.draft)] for job in jobs]
+        for seed, (run, *_) in zip(seeds, verify(sampler, TARGET[last], groups, drawn_from), strict=True):
             ended = run.index(EOS) + 1 if EOS in run else None
-            logs[seed] += run[:ended]
+            logs[seed].extend(run[:ended])
             if ended is not None:
-                counts[tuple(logs.pop(seed)[len(PROMPT) :])] += 1
+                counts[logs.pop(seed).tail(len(PROMPT))] += 1
         assert not sampler.take_failures()
     return counts
 
@@ -119,10 +121,9 @@ def test_texts_follow_the_target(acceptance: Acceptance, masks_drafts: bool, cou
 
 def test_to_forget_a_forbidden_draft_under_the_rejection_rule_is_found_out() -> None:
     """Where one is cut away, its position must not be drawn as if nothing had been drafted there."""
-    matchers = Sampler(V, grammars=grammars()).matchers
-    assert matchers is not None
 
-    def allow(spec: SequenceSpec, log: list[int], draft: Tokens) -> Tokens:
-        return matchers.allowed(replace(spec, sampling=replace(spec.sampling, acceptance="coupled")), log, draft)
+    def forget(sampler: Sampler, job: VerifyJob) -> VerifyJob:
+        coupled = replace(job.spec, sampling=replace(job.spec.sampling, acceptance="coupled"))
+        return job._replace(draft=with_allowed_draft(sampler, job._replace(spec=coupled, room=0)).draft)
 
-    assert p_value(texts("rejection", 2_000, masks_drafts=False, allow=allow)) < 1e-6
+    assert p_value(texts("rejection", 2_000, masks_drafts=False, constrain=forget)) < 1e-6

@@ -150,6 +150,30 @@ def test_drafts_are_cut_where_the_grammar_forbids() -> None:
     assert matchers.num_forbidden_draft_tokens == 5
 
 
+@pytest.mark.parametrize("grammar", [PERSON, DIGITS, Grammar("regex", "[ab]the same for all[0-9]")])
+def test_tokens_are_forced_where_masks_allow_no_other(grammar: Grammar) -> None:
+    """After every beginning, as far as that goes; of several ending tokens none is."""
+    rng, lengths = random.Random(2), list[int]()
+    for seed in range(6):
+        output = walk(grammar, rng, 24)
+        for eos in (EOS, EOS[:1]):
+            spec, matchers = replace(spec_of(grammar, seed), eos_token_ids=eos), Matchers(GRAMMARS)
+            sampler = Sampler(V, grammars=GRAMMARS)
+            for count in (*range(len(output) + 1), 0):
+                log, only = [*PROMPT, *output[:count]], list[int]()
+                while len(only) < 8 and only[-1:] != [eos[0]]:
+                    (group,), _ = matchers.masked([RowGroup(spec, [*log, *only])])
+                    assert group.mask is not None
+                    (allowed,) = allowed_ids(group.mask)
+                    if len(allowed) > 1:
+                        break
+                    only += allowed
+                for most in (8, 2, 0):
+                    assert sampler.forced(spec, log, most) == tuple(only[:most])
+                lengths.append(len(only))
+    assert min(lengths) == 0 < max(lengths)
+
+
 def test_an_output_ends_only_where_it_matches() -> None:
     spec, (brace,) = spec_of(PERSON, temperature=0.0), TOKENIZER.encode("{")
     logits = torch.zeros(1, V)

