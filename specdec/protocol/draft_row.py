@@ -12,13 +12,6 @@ from specdec.protocol.messages import Candidates, Interval, Offer, Open, Outcome
 from specdec.protocol.worker import MOST_INTERVALS, WorkerRow
 from specdec.types import Tokens
 
-_ROWS_PER_SPACING = 16
-
-
-def offer_spacing(num_sequences: int) -> int:
-    """Draft steps between two offers in parts: one more for so many sequences, as a message grows with them."""
-    return 1 + num_sequences // _ROWS_PER_SPACING
-
 
 class DraftRow(WorkerRow):
     """A sequence on a drafter.
@@ -31,10 +24,8 @@ class DraftRow(WorkerRow):
         num_forks: Branches forked so far; numbers their keys.
         forked_for: Length of the log, number verified and number of guesses for which branches were last forked.
         num_verified: How many of the chain's tokens the target is taken to verify now.
-        num_steps: Draft steps since the newest commit.
         offered_end: Absolute length, log and chain, up to which the present chain has been offered.
         limit: Absolute length beyond which no draft token is of use: the target decides the last token in any case.
-        offered_at: ``num_steps`` at the newest offer; 0 where there was none since.
         intervals: Steps since the newest offer, where the request asked for times.
         agreed: Length up to which log and chain are what the backend was given last.
         num_branches: Most branches, by its plan and by its share of those that the drafter holds in all.
@@ -54,9 +45,7 @@ class DraftRow(WorkerRow):
         "num_branches",
         "num_forks",
         "num_guesses",
-        "num_steps",
         "num_verified",
-        "offered_at",
         "offered_end",
         "path",
         "place",
@@ -73,9 +62,7 @@ class DraftRow(WorkerRow):
         self.forked_for = 0, 0, 0
         self.num_forks = 0
         self.num_verified = 0
-        self.num_steps = 0
         self.offered_end = len(self.log)
-        self.offered_at = 0
         self.intervals: deque[Interval] = deque(maxlen=MOST_INTERVALS)
         self.is_skipped = False
         self.agreed = 0
@@ -265,34 +252,18 @@ class DraftRow(WorkerRow):
                 return False
         return True
 
-    def is_due(self, spacing: int) -> bool:
-        """Whether to offer what there is now.
+    @property
+    def is_due(self) -> bool:
+        """Whether to offer what there is now: all that is new, but in turn nothing before the chain is done.
 
-        A target without a draft needs one soon, so that the first chain is offered half done and done; and so are, in
-        overlap, the following parts of a chain without branches. Branches go when they are done, and before that in
-        parts: nobody knows here when the target's next step begins, and what comes after that is late. Parts begin with
-        half a draft, or nearly as late as a second would be.
-
-        Args:
-            spacing: Least draft steps between two parts.
+        Nobody knows here when the target's next step begins, and what comes after that is late.
         """
-        plan = self.plan
-        if not plan.num_draft_tokens or not self.has_news:
-            return False
-        if plan.mode == "in_turn" or self.is_complete:
-            return self.is_complete
-        part, fresh = -(-plan.num_draft_tokens // 2), self.end - self.offered_end
-        if not self.has_branches:
-            return fresh >= part
-        is_without = self.num_offered < plan.num_draft_tokens
-        if is_without and (fresh >= part or len(self.path) == plan.num_draft_tokens):
-            return True
-        first = max(part, min(spacing - 1, plan.num_draft_tokens))
-        return self.num_steps >= max(first, self.offered_at + spacing if self.offered_at else 0)
+        is_early = self.plan.mode == "in_turn" and not self.is_complete
+        return self.plan.num_draft_tokens > 0 and self.has_news and not is_early
 
     def take_offer(self) -> Offer:
         """All that is drafted, but for what branches have beyond their drafts; it counts as offered from now on."""
-        self.offered_end, self.offered_at = self.end, self.num_steps
+        self.offered_end = self.end
         intervals = tuple(self.intervals)
         self.intervals.clear()
         length, drawn = len(self.log), self.path.candidates()

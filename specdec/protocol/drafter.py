@@ -11,7 +11,7 @@ from specdec.errors import DeviceLostError
 from specdec.protocol.backends import DraftBackend, DraftJob, Proposal, Status
 from specdec.protocol.branches import BRANCHES_IN_ALL, branch_share
 from specdec.protocol.draft_path import Branch, Path
-from specdec.protocol.draft_row import DraftRow, offer_spacing
+from specdec.protocol.draft_row import DraftRow
 from specdec.protocol.labels import label, labels
 from specdec.protocol.leases import Times
 from specdec.protocol.marks import Extension
@@ -114,10 +114,8 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         worked = any(self._draft(batch, tasks) for batch in self._groups.batches(drafting))
         if not worked:
             self._backend.rest()
-        spacing = offer_spacing(len(rows))
         for row in rows:
-            row.num_steps += worked
-            if row.is_due(spacing):
+            if row.is_due:
                 self._outbox.put(row.router, row.take_offer())
                 self.counters.num_offers += 1
                 if row.span is not None:
@@ -324,7 +322,6 @@ class DrafterMachine(WorkerMachine[DraftRow]):
     def _begin_round(self, row: DraftRow) -> None:
         """Take it that the target verifies now what it was offered; nothing, where that is nothing and it goes on."""
         row.num_verified = min(row.plan.num_draft_tokens, row.num_offered)
-        row.num_steps = row.offered_at = 0
 
     def _dropped(self, row: DraftRow | None) -> None:
         if row is not None:

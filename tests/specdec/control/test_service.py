@@ -38,10 +38,10 @@ FAST = [(1, 0.3, 0.1), (1, 0.9, 0.3)]
 )
 def test_auto_comes_near_the_best_fixed_way(num_sequences: int, alpha: float, cost: float) -> None:
     """Steps beyond 64 tokens take longer, so that there is something to choose."""
-    pair, num_rounds = Pair(alpha, cost, free_tokens=64), 100
-    auto = rate(Service(pair), num_sequences, 80, num_rounds)
+    pair, rounds = Pair(alpha, cost, free_tokens=64), (80, 100)  # the same part of the same text for all
+    auto = rate(Service(pair), num_sequences, *rounds)
     plans = [(way, length) for way in ("in_turn", "overlap", "outcomes") for length in (2, 4, 7)]
-    rates = {plan: rate(Service(pair, fixed(*plan)), num_sequences, 20, num_rounds) for plan in plans}
+    rates = {plan: rate(Service(pair, fixed(*plan)), num_sequences, *rounds) for plan in plans}
     rates["off", 0] = num_sequences / pair.target_s(num_sequences)
     assert auto > 0.9 * max(rates.values()), rates
 

@@ -1,8 +1,6 @@
-"""What a drafter asks its backend for while branches grow, and when it sends them among many sequences."""
+"""What a drafter asks its backend for while branches grow."""
 
 from __future__ import annotations
-
-import pytest
 
 from specdec.protocol.messages import Plan, PlanUpdate
 from tests.specdec.protocol.scripted import PROMPT
@@ -10,7 +8,6 @@ from tests.specdec.protocol.test_branches import (
     INC,
     commit,
     machine_with,
-    open_others,
     row_of,
     settle,
     settle_after_hit,
@@ -38,12 +35,3 @@ def test_a_branch_that_grows_is_asked_for_by_what_is_committed_and_planned_now()
     assert kept & {job.key for job in branch_jobs(machine)}
     assert {job.num_guesses for job in branch_jobs(machine)} == {row.num_guesses}
     assert row.num_guesses > max(few)
-
-
-@pytest.mark.parametrize(("others", "first"), [(0, 2), (40, 2), (48, 3), (70, 4), (300, 4)])
-def test_among_many_sequences_the_first_part_is_longer(others, first):
-    machine = machine_with(num_draft_tokens=4)
-    open_others(machine, others)
-    settle(machine)
-    settle_after_hit(machine)
-    assert [bool(settle(machine, 1)) for _ in range(4)].index(True) == first - 1

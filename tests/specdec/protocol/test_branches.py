@@ -131,7 +131,7 @@ def test_outcomes_are_named_as_far_as_the_chain_is_drafted():
 def test_after_the_chain_come_branches_and_then_nothing():
     machine = machine_with()
     offers = settle(machine)
-    assert [len(offer.chain) for offer in offers[:2]] == [2, 3]
+    assert [len(offer.chain) for offer in offers[:3]] == [1, 2, 3]
     last, chain = offers[-1], path((), 7)
     assert last.chain == chain
     assert last.mark == log_of(()).mark()
@@ -202,7 +202,7 @@ def test_an_outcome_that_was_not_foreseen_gets_a_new_chain_at_once():
     commit(machine, (), (9,))
     assert (row_of(machine).path.tokens, row_of(machine).branches, row_of(machine).num_verified) == ([], {}, 0)
     offers = settle(machine, 3)
-    assert [offer.chain for offer in offers] == [path((9,), 2), path((9,), 3)]
+    assert [offer.chain for offer in offers] == [path((9,), length) for length in (1, 2, 3)]
     assert offers[-1].branches  # meanwhile the target decides a token plainly: which one?
     assert {outcome.num_accepted for outcome, _ in offers[-1].branches} == {0}
 
@@ -229,34 +229,13 @@ def test_a_commit_of_several_rounds_follows_a_branch_and_its_chain():
     assert (row_of(machine).path.tokens, machine.counters.num_promoted) == ([], 1)
 
 
-def test_branches_are_offered_in_parts_from_half_a_draft_on():
-    first, machine = 2, machine_with(num_draft_tokens=4)
+def test_what_branches_gain_is_offered_after_each_step():
+    machine = machine_with(num_draft_tokens=4)
     settle(machine)
     settle_after_hit(machine)
-    offers = [settle(machine, 1) for _ in range(9)]
-    assert [bool(offer) for offer in offers].index(True) == first - 1
-    assert [max(len(drafted) for _, drafted in offer.branches) for (offer,) in offers[first - 1 : 4]] == [
-        *range(first, 5)
-    ]
-    assert {len(drafted) for _, drafted in [offer for (offer,) in filter(None, offers)][-1].branches} == {4}
-
-
-def test_many_sequences_send_fewer_parts():
-    """A message grows with the sequences in it."""
-    counts = []
-    for others in (0, 40):
-        machine = machine_with(num_draft_tokens=8)
-        open_others(machine, others)
-        settle(machine)
-        settle_after_hit(machine)
-        counts.append(len(settle(machine)))
-    assert counts[0] > counts[1] > 1
-
-
-def open_others(machine, count):
-    for i in range(count):
-        spec = SequenceSpec(SamplingParams(), 0, len(PROMPT), 50, (EOS,))
-        machine.receive(Open(f"o{i}", INC, "R", PROMPT, spec, Plan(), 5.0), 0.0)
+    offers = settle(machine)
+    assert [max(len(drafted) for _, drafted in offer.branches) for offer in offers[:4]] == [1, 2, 3, 4]
+    assert {len(drafted) for _, drafted in offers[-1].branches} == {4}
 
 
 def settle_after_hit(machine):

@@ -6,9 +6,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from unittest.mock import patch
 
-from specdec.protocol import draft_row
 from specdec.protocol.draft_worker import DraftWorkerMachine
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import IngressMachine
@@ -363,15 +361,10 @@ class World:
 
 
 def run_schedule(seed: int) -> Result:
-    """Run one schedule; a violation, or whatever else the machines raise, is named in the result.
-
-    In half of them a drafter takes two sequences for many, and sends its offers as seldom as among many.
-    """
+    """Run one schedule; a violation, or whatever else the machines raise, is named in the result."""
     world, result = World(seed), Result(seed)
-    many = 2 if seed % 4 < 2 else draft_row._ROWS_PER_SPACING
     try:
-        with patch.object(draft_row, "_ROWS_PER_SPACING", many):
-            world.run()
+        world.run()
     except ViolationError as violation:
         result.violation = str(violation)
     except Exception as error:
