@@ -14,14 +14,18 @@ if TYPE_CHECKING:
     from specdec.engine.results import CancellationToken, GenerationResult, TokenEvent
     from specdec.engine.stats import SpecStats
     from specdec.engine.stepping import Stepper
+    from specdec.models.fingerprint import adapter_reference
     from specdec.models.loading import ModelSource
+    from specdec.models.lora.slots import AdapterRoom
     from specdec.sampling.grammar import Grammar
     from specdec.sampling.params import SamplingParams
     from specdec.sampling.pipeline import LogitsProcessor
     from specdec.sampling.rows import RowGroup
-    from specdec.types import TokenLogprobs
+    from specdec.types import Adapter, TokenLogprobs
 
 __all__ = [
+    "Adapter",
+    "AdapterRoom",
     "BackendOptions",
     "CancellationToken",
     "GenerationResult",
@@ -35,9 +39,12 @@ __all__ = [
     "Stepper",
     "TokenEvent",
     "TokenLogprobs",
+    "adapter_reference",
 ]
 
 _MODULES = {
+    "Adapter": "specdec.types",
+    "AdapterRoom": "specdec.models.lora.slots",
     "BackendOptions": "specdec.engine.build",
     "CancellationToken": "specdec.engine.results",
     "GenerationResult": "specdec.engine.results",
@@ -51,6 +58,7 @@ _MODULES = {
     "Stepper": "specdec.engine.stepping",
     "TokenEvent": "specdec.engine.results",
     "TokenLogprobs": "specdec.types",
+    "adapter_reference": "specdec.models.fingerprint",
 }
 
 

@@ -34,6 +34,20 @@ PromptLogprobs = tuple[TokenLogprobs | None, ...]
 """One entry per prompt token; None for the first, which nothing foretold."""
 
 
+class Adapter(Struct, frozen=True, array_like=True):
+    """A LoRA checkpoint, as sequences name it. Whoever lacks it loads it from its path.
+
+    Attributes:
+        name: By which requests ask for it.
+        path: Hub id, or a folder on every machine with a model.
+        fingerprint: Of its content: what lies at the path must have it.
+    """
+
+    name: str
+    path: str
+    fingerprint: str
+
+
 class Fingerprints(Struct, frozen=True):
     """What a process serves, for peers to compare (rule 14); empty texts are compared with nothing.
 

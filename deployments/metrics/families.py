@@ -230,6 +230,8 @@ REPORTED = (
     # Caches.
     _counter(_WORKERS, "num_evictions", "Sequences or branches that lost their cache to another."),
     _counter(_WORKERS, "num_reused_tokens", "Tokens that were found in the cache as a sequence began."),
+    _gauge(_WORKERS, "num_loaded_adapters", "LoRA adapters that lie on the device."),
+    _counter(_WORKERS, "num_adapter_loads", "LoRA adapters that were loaded onto the device."),
     _counter(_WORKERS, "num_reread_tokens", "Tokens that were read again for a recurrent state."),
     _counter(
         _ROUTER,

@@ -266,7 +266,7 @@ def _cache_room(loaded: LoadedModel, wanted: Literal["auto"] | float | int, shar
     if len({parameter.device for parameter in loaded.model.parameters()}) > 1:
         return None, GPU_KV_FRACTION * share
     free_bytes, total_bytes = torch.cuda.mem_get_info(loaded.device)
-    return gpu_budget_bytes(total_bytes, free_bytes, loaded.weights_bytes, share), 1.0
+    return gpu_budget_bytes(total_bytes, free_bytes, loaded.weights_bytes + loaded.adapter_bytes, share), 1.0
 
 
 def gpu_budget_bytes(total_bytes: int, free_bytes: int, weights_bytes: int, device_share: float) -> int:

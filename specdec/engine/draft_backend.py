@@ -106,7 +106,8 @@ class ModelDrafter:
 
     def gauges(self) -> dict[str, float]:
         """What is held now, and how many tokens a step gives, for the worker's report."""
-        return self._states.gauges() | {"num_step_tokens": float(self._num_step_tokens)}
+        held = self._states.gauges() | self._runner.adapters.gauges()
+        return held | {"num_step_tokens": float(self._num_step_tokens)}
 
     def rest(self) -> None:
         """Nothing is to be done."""
@@ -122,6 +123,7 @@ class ModelDrafter:
         self._states.release(key)
         if self._translator is not None:
             self._translator.release(key)
+        self._runner.adapters.release(key)
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         """One step over a ragged batch; see :meth:`specdec.protocol.backends.DraftBackend.propose`."""
@@ -129,13 +131,16 @@ class ModelDrafter:
             return self._propose(jobs)
 
     def _propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
-        results = [_WAITING] * len(jobs)
-        rows: list[RowInput] = []
-        deciding: list[_Deciding] = []
+        adapters = self._runner.adapters
+        for job in jobs:
+            if job.fork_of is None:
+                adapters.hold(job.key, job.spec.draft_adapter, job.spec.arrival_s)
+        adapters.prepare()
+        results = [_FAILED if adapters.failure(job.spec.draft_adapter) else _WAITING for job in jobs]
         asked = jobs if self._translator is None else [self._translator.translated(job) for job in jobs]
+        placed: list[tuple[int, RowInput]] = []
         # A prompt leaves the others a token each, as a branch that waits is late, and gets half a chunk at the least.
         budget = max(self._max_batch_tokens, len(jobs) - 1 + max(1, self._max_batch_tokens // 2))
-        num_logits = 0
         for i, job in enumerate(asked):
             if self._translator is not None and len(job.tokens) > self._max_model_len:
                 results[i] = _FAILED  # the model's own spelling of it is longer than the model can read
@@ -149,14 +154,19 @@ class ModelDrafter:
                 results[i] = Proposal(Status.DECIDED, forced[0], next(iter(point_masses(job.spec, forced)), None))
                 continue  # what is forced is read with the first token that is not
             budget -= len(row.tokens)
-            rows.append(row)
+            placed.append((i, row))
             results[i] = _PREFILLING
             self._states.keep_prefix(job.key, job.num_committed)
-            if row.num_logits:
-                deciding.append(_Deciding(i, jobs[i], jobs[i].tokens, num_logits, row.num_logits))
-                num_logits += row.num_logits
-        if rows:
-            logits = self._runner.forward(rows)
+        if placed:
+            # Rows with the same adapter lie behind one another.
+            placed.sort(key=lambda entry: -1 if entry[1].adapter is None else entry[1].adapter)
+            deciding: list[_Deciding] = []
+            num_logits = 0
+            for i, row in placed:
+                if row.num_logits:
+                    deciding.append(_Deciding(i, jobs[i], jobs[i].tokens, num_logits, row.num_logits))
+                    num_logits += row.num_logits
+            logits = self._runner.forward([row for _, row in placed])
             if self._translator is not None:
                 logits = self._translator.logits(logits)
             self._draw(logits, deciding)
@@ -182,22 +192,23 @@ class ModelDrafter:
                     one.append(drawn)
 
     def _place(self, job: DraftJob, budget: int) -> RowInput | None:
-        if not self._can_begin(job) or not self._sampler.is_ready(job.spec):
+        adapter = job.spec.draft_adapter
+        if not self._can_begin(job) or not self._sampler.is_ready(job.spec) or self._runner.adapters.must_wait(adapter):
             return None
         num_ahead = max(0, min(job.num_tokens, self._num_step_tokens, self._max_model_len + 1 - len(job.tokens)) - 1)
         rank = rank_of(job.key, job.spec, is_branch=job.fork_of is not None)
-        sequence = self._states.prepare(
-            job.key, job.tokens, job.agreed, prefix_salt(job.spec), rank, job.fork_of, num_ahead
-        )
+        salt = prefix_salt(job.spec, adapter)
+        sequence = self._states.prepare(job.key, job.tokens, job.agreed, salt, rank, job.fork_of, num_ahead)
         if sequence is None:
             return None
         num_cached = len(sequence.tokens)
         tokens = job.tokens[num_cached : num_cached + budget]
+        slot = self._runner.adapters.slot(adapter)
         if num_cached + len(tokens) < len(job.tokens):
-            return RowInput(sequence, tokens, 0)
+            return RowInput(sequence, tokens, 0, adapter=slot)
         # The next step's tokens are none of the masks: what is cached of these is cut off then.
         num_ahead = max(0, min(num_ahead, budget - len(tokens)))
-        return RowInput(sequence, tokens + num_ahead * self._mask, 1 + num_ahead)
+        return RowInput(sequence, tokens + num_ahead * self._mask, 1 + num_ahead, adapter=slot)
 
     def _can_begin(self, job: DraftJob) -> bool:
         """A branch begins with what is held for its sequence; no prompt is read again for it."""

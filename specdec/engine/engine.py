@@ -35,6 +35,7 @@ from specdec.sampling.validation import (
 )
 from specdec.text.output import OutputText
 from specdec.text.prompts import check_token_ids, encode_text
+from specdec.types import Adapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -172,6 +173,8 @@ class SpeculativeEngine:
         num_speculative_tokens: int | None = None,
         stop: str | Sequence[str] = (),
         cache_salt: str = "",
+        adapter: Adapter | None = None,
+        draft_adapter: Adapter | None = None,
         on_token: Callable[[TokenEvent], None] | None = None,
         cancellation: CancellationToken | None = None,
     ) -> GenerationResult:
@@ -188,6 +191,8 @@ class SpeculativeEngine:
             num_speculative_tokens=num_speculative_tokens,
             stop=stop,
             cache_salt=cache_salt,
+            adapter=adapter,
+            draft_adapter=draft_adapter,
             on_token=on_token,
             cancellation=cancellation,
         )[0]
@@ -205,6 +210,8 @@ class SpeculativeEngine:
         num_speculative_tokens: int | None = None,
         stop: str | Sequence[str] = (),
         cache_salt: str | Sequence[str] = "",
+        adapter: Adapter | None = None,
+        draft_adapter: Adapter | None = None,
         on_token: Callable[[TokenEvent], None] | None = None,
         cancellation: CancellationToken | None = None,
     ) -> list[GenerationResult]:
@@ -222,6 +229,9 @@ class SpeculativeEngine:
             num_speculative_tokens: Draft tokens per round; 0 decodes plainly.
             stop: A string that ends a text, or several.
             cache_salt: Cached prefixes are shared only among prompts with the same salt; one for all, or one for each.
+            adapter: A LoRA checkpoint, as :func:`specdec.adapter_reference` gives it, that the target is used with; the
+                engine's ``target`` needs room for it (``ModelSource.adapters``).
+            draft_adapter: Its twin for the draft model, if there is one.
             on_token: Called with every event as it comes.
             cancellation: Ends the call early.
 
@@ -232,7 +242,9 @@ class SpeculativeEngine:
         started_s = time.perf_counter()
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise InvalidParameterError("prompts", "prompts must be a list of texts or of lists of token ids")
-        running = self._prepare(prompts, sampling, seed, max_tokens, num_speculative_tokens, stop, cache_salt)
+        running = self._prepare(
+            prompts, sampling, seed, max_tokens, num_speculative_tokens, stop, cache_salt, (adapter, draft_adapter)
+        )
         for event in self._events(running, cancellation):
             if on_token is not None:
                 on_token(event)
@@ -248,13 +260,17 @@ class SpeculativeEngine:
         num_speculative_tokens: int | None = None,
         stop: str | Sequence[str] = (),
         cache_salt: str = "",
+        adapter: Adapter | None = None,
+        draft_adapter: Adapter | None = None,
         cancellation: CancellationToken | None = None,
     ) -> Iterator[TokenEvent]:
         """Generate from one prompt, an event a round; closing the iterator cancels. See :meth:`generate_batch`.
 
         The iterator raises SequenceFailedError after the last token of a sequence that fails.
         """
-        running = self._prepare([prompt], sampling, seed, max_tokens, num_speculative_tokens, stop, cache_salt)
+        running = self._prepare(
+            [prompt], sampling, seed, max_tokens, num_speculative_tokens, stop, cache_salt, (adapter, draft_adapter)
+        )
         return self._events(running, cancellation, raises=True)
 
     def _prepare(
@@ -266,6 +282,7 @@ class SpeculativeEngine:
         num_speculative_tokens: int | None,
         stop: str | Sequence[str],
         cache_salt: str | Sequence[str],
+        adapters: tuple[Adapter | None, Adapter | None],
     ) -> dict[str, RunningSequence]:
         if sampling is not None and not isinstance(sampling, SamplingParams):
             raise InvalidParameterError("sampling", f"sampling must be SamplingParams, not {type(sampling).__name__}")
@@ -291,6 +308,8 @@ class SpeculativeEngine:
                 arrival_s=float(index),
                 num_speculative_tokens=num_speculative_tokens,
                 cache_salt=salt,
+                adapter=adapters[0],
+                draft_adapter=adapters[1],
             )
             output = OutputText(self._tokenizer, tokens, spec, stops)
             running[f"local-{next(self._names)}"] = RunningSequence(

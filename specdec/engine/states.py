@@ -8,6 +8,7 @@ from specdec.models.blocks import CachedSequence
 from specdec.models.runner import ModelRunner
 from specdec.protocol.marks import common_prefix_length
 from specdec.sampling.params import SequenceSpec
+from specdec.types import Adapter
 
 Rank = tuple[bool, float, str]
 """Who goes first where room is short: sequences before branches, then by time of arrival, then by name."""
@@ -175,6 +176,6 @@ def _num_kept(sequence: CachedSequence, tokens: list[int], agreed: int) -> int:
     return min(keep, len(tokens) - 1)
 
 
-def prefix_salt(spec: SequenceSpec) -> bytes | None:
+def prefix_salt(spec: SequenceSpec, adapter: Adapter | None) -> bytes | None:
     """With whom a sequence shares cached prefixes; with nobody where every prompt position's logits are wanted."""
-    return None if spec.sampling.prompt_logprobs is not None else spec.cache_salt.encode()
+    return None if spec.sampling.prompt_logprobs is not None else spec.prefix_group(adapter).encode()

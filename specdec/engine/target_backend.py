@@ -84,7 +84,7 @@ class ModelTarget:
 
     def gauges(self) -> dict[str, float]:
         """What is held now, for the worker's report."""
-        figures = self._states.gauges()
+        figures = self._states.gauges() | self._runner.adapters.gauges()
         if self._sampler.matchers is not None:
             figures["num_forbidden_draft_tokens"] = float(self._sampler.matchers.num_forbidden_draft_tokens)
         if self._runner.no_speculation is not None:
@@ -94,6 +94,7 @@ class ModelTarget:
     def release(self, key: str) -> None:
         """Free everything held for a sequence."""
         self._states.release(key)
+        self._runner.adapters.release(key)
         self._marks.pop(key, None)
         self._num_cached.pop(key, None)
         self._prompts.release(key)
@@ -104,7 +105,12 @@ class ModelTarget:
             return self._verify([with_allowed_draft(self._sampler, job) for job in jobs])
 
     def _verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
-        results = [_WAITING] * len(jobs)
+        adapters = self._runner.adapters
+        for job in jobs:
+            adapters.hold(job.key, job.spec.adapter, job.spec.arrival_s)
+        adapters.prepare()
+        reasons = (adapters.failure(job.spec.adapter) for job in jobs)
+        results = [Verification(Status.FAILED, reason=reason) if reason else _WAITING for reason in reasons]
         scheduled = self._schedule(jobs)
         if not scheduled:
             return results
@@ -169,17 +175,20 @@ class ModelTarget:
             row, draft = self._row(jobs[i], sequence, left)
             scheduled.append((i, row, draft))
             left -= len(row.tokens)
+        # Rows with the same adapter lie behind one another.
+        scheduled.sort(key=lambda entry: -1 if entry[1].adapter is None else entry[1].adapter)
         return scheduled
 
     def _make_room(self, job: VerifyJob) -> CachedSequence | None:
-        """The state of a job with blocks for its whole log; None if it must wait for them, or for its grammar.
+        """The state of a job with blocks for its whole log; None if it must wait for them, its grammar or its adapter.
 
         A prompt is not begun that could not be finished.
         """
-        if not self._sampler.is_ready(job.spec):
+        if not self._sampler.is_ready(job.spec) or self._runner.adapters.must_wait(job.spec.adapter):
             return None
         rank = rank_of(job.key, job.spec)
-        return self._states.prepare(job.key, job.log.tokens, self._agreed(job), prefix_salt(job.spec), rank)
+        salt = prefix_salt(job.spec, job.spec.adapter)
+        return self._states.prepare(job.key, job.log.tokens, self._agreed(job), salt, rank)
 
     def _row(self, job: VerifyJob, sequence: CachedSequence, budget: int) -> tuple[RowInput, Draft]:
         """A row for one job within ``budget`` tokens, with its draft as far as blocks are free for that.
@@ -204,7 +213,8 @@ class ModelTarget:
         self._marks[job.key] = job.log.mark(num_cached)
         num_drafted = len(draft.tokens)
         num_logits = len(tokens) + num_drafted if self._prompts.wants(job) else 1 + num_drafted if finishes else 0
-        return RowInput(sequence, tokens + draft.tokens, num_logits, draft.parents), draft
+        slot = self._runner.adapters.slot(job.spec.adapter)
+        return RowInput(sequence, tokens + draft.tokens, num_logits, draft.parents, slot), draft
 
     def _agreed(self, job: VerifyJob) -> int:
         """Length up to which the cached tokens are the log's, told by their mark without comparing them."""

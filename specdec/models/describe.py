@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from transformers import GenerationConfig
 
 from specdec.errors import ModelLoadError
 from specdec.models.compat import PairReport, check_pair
 from specdec.models.configuration import eos_token_ids, generation_defaults, max_model_len
-from specdec.models.loading import ModelSource, load_config, load_tokenizer, quiet
+from specdec.models.loading import ModelSource, auto_class, load_config, load_tokenizer, quiet
+from specdec.models.lora.slots import layer_shapes
 from specdec.sampling.params import GenerationDefaults
 
 
@@ -65,6 +67,17 @@ def describe_pair(target: ModelSource, draft: ModelSource, *, other_vocabulary: 
         tokenizers[1],
         other_vocabulary=other_vocabulary,
     )
+
+
+def linear_shapes(source: ModelSource) -> dict[str, tuple[int, int]]:
+    """(output width, input width) of the layers that adapters may change, by name.
+
+    Raises:
+        ModelLoadError: The model cannot be had.
+    """
+    config = load_config(source)
+    with quiet(), torch.device("meta"):
+        return layer_shapes(auto_class(config, source.path).from_config(config))
 
 
 def _generation_config(source: ModelSource) -> GenerationConfig:

@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import ModelLoadError
+from specdec.types import Adapter
 
-_CONFIGURATION = ("config.json", "generation_config.json", "adapter_config.json", "*quant*_config.json")
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""Files of a LoRA checkpoint."""
+_CONFIGURATION = ("config.json", "generation_config.json", ADAPTER_CONFIG, "*quant*_config.json")
 _TOKENIZER = (
     "tokenizer*",
     "vocab*",
@@ -62,6 +65,35 @@ def model_fingerprint(path: str, revision: str | None = None, token: str | None 
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"the fingerprint of {path} cannot be taken: {error}") from error
     return digest(files)
+
+
+def adapter_folder(path: str) -> Path:
+    """The folder of a LoRA checkpoint, downloaded if need be; takes and raises what :func:`adapter_reference` does."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
+        raise ModelLoadError(f"there is no folder {path}")
+    _get(path, ADAPTER_WEIGHTS, None, None)
+    return _cached_folder(path, None, None, ADAPTER_CONFIG)
+
+
+def adapter_reference(name: str, path: str) -> Adapter:
+    """An adapter as sequences name it, by what its checkpoint holds now.
+
+    Args:
+        name: By which requests ask for it.
+        path: Hub id or local folder.
+
+    Raises:
+        ModelLoadError: It cannot be found or read.
+    """
+    folder = adapter_folder(path)
+    for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if not (folder / file).is_file():
+            raise ModelLoadError(f"the adapter {path} has no {file}")
+    is_local = Path(path).expanduser().is_dir()
+    return Adapter(name, str(folder.resolve()) if is_local else path, model_fingerprint(str(folder)))
 
 
 def vocabulary_fingerprint(path: str, revision: str | None = None, token: str | None = None) -> str:

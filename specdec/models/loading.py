@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ from specdec.models.attention import ATTENTION_NAME, register_attention
 from specdec.models.compiled import compile_layers
 from specdec.models.configuration import eos_token_ids, generation_defaults, max_model_len
 from specdec.models.loaded_bytes import BAR, watched, weights_bytes
+from specdec.models.lora.slots import AdapterRoom, AdapterSlots
 from specdec.models.packed import pack_linear_layers
 from specdec.models.probe import AttentionLayer, find_layers
 from specdec.models.quantization import Quantization, is_quantized, quantizing, stored_bytes
@@ -58,6 +59,7 @@ class ModelSource:
         compile: Compile the decoder layers (:func:`specdec.models.compiled.compile_layers`), for the
             number of threads that torch has at load.
         quantization: Weights of linear layers in fewer bits: see :func:`specdec.models.quantization.quantizing`.
+        adapters: Room for LoRA adapters; None serves none.
     """
 
     path: str
@@ -68,6 +70,7 @@ class ModelSource:
     device_map: str | dict[str, int | str] | None = None
     compile: bool = False
     quantization: Quantization = "none"
+    adapters: AdapterRoom | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,7 @@ class LoadedModel:
         opaque_state: A state that can only be copied as a whole: the model keeps transformers' own attention, for a
             :class:`specdec.models.snapshot_runner.SnapshotRunner`.
         generation_defaults: What its ``generation_config.json`` sets for requests that do not say.
+        adapters: Slots for LoRA adapters; None where it has none.
     """
 
     model: PreTrainedModel
@@ -106,6 +110,12 @@ class LoadedModel:
     generation_defaults: GenerationDefaults
     recurrent_layers: tuple[RecurrentLayer, ...] = ()
     opaque_state: OpaqueState | None = None
+    adapters: AdapterSlots | None = None
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes of the slots for adapters."""
+        return 0 if self.adapters is None else self.adapters.num_bytes
 
 
 def load_model(source: ModelSource, progress: Progress | None = None) -> LoadedModel:
@@ -131,6 +141,8 @@ def load_model(source: ModelSource, progress: Progress | None = None) -> LoadedM
     loaded = prepare_model(model, source.path)
     if source.quantization != "none" and not any(map(is_quantized, loaded.model.modules())):
         raise ModelLoadError(f"no layer of {source.path} can be quantized by {source.quantization}")
+    if source.adapters is not None:
+        loaded = replace(loaded, adapters=_adapter_slots(loaded, source.adapters, source.compile))
     if source.compile:
         report(f"compiling the layers of {source.path}")
         report(_compile(loaded))
@@ -139,6 +151,15 @@ def load_model(source: ModelSource, progress: Progress | None = None) -> LoadedM
         f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device}"
     )
     return loaded
+
+
+def _adapter_slots(loaded: LoadedModel, room: AdapterRoom, is_compiled: bool) -> AdapterSlots:
+    if loaded.opaque_state is not None:
+        raise ModelLoadError(f"{loaded.name} takes no adapters: it keeps a state that can only be copied")
+    if is_compiled:
+        raise ModelLoadError(f"compiled layers of {loaded.name} take no adapters; set compile to false")
+    with allocation(ModelLoadError, f"room for adapters of {loaded.name} does not fit into the memory there is"):
+        return AdapterSlots(loaded.model, room)
 
 
 def _compile(loaded: LoadedModel) -> str:
@@ -158,7 +179,7 @@ def load_config(source: ModelSource) -> PretrainedConfig:
     """
     _check_folder(source.path)
     config = _from_pretrained(AutoConfig, source)
-    _check_layers(config, _auto_class(config, source.path)._model_mapping[type(config)], source.path)
+    _check_layers(config, auto_class(config, source.path)._model_mapping[type(config)], source.path)
     return config
 
 
@@ -236,7 +257,7 @@ def is_recurrent(config: PretrainedConfig, model_class: type[PreTrainedModel] | 
     return bool(getattr(model_class, "_is_stateful", False) or set(layer_types) & _RECURRENT_KINDS)
 
 
-def _auto_class(config: PretrainedConfig, name: str) -> Any:
+def auto_class(config: PretrainedConfig, name: str) -> Any:
     """Transformers' loader for a decoder; of a model that also reads images, its text part is what is used."""
     for auto_class in (AutoModelForCausalLM, AutoModelForImageTextToText):
         if type(config) in auto_class._model_mapping and not config.is_encoder_decoder:
@@ -303,9 +324,9 @@ def _load_weights(
     device_map = source.device_map
     if device_map is None and device.type != "cpu":
         device_map = {"": str(device)}
-    auto_class = _auto_class(config, source.path)
+    loader = auto_class(config, source.path)
     model, info = _from_pretrained(
-        auto_class,
+        loader,
         source,
         bar,
         config=config,
@@ -313,7 +334,7 @@ def _load_weights(
         device_map=device_map,
         use_safetensors=True,
         output_loading_info=True,
-        **quantizing(source.quantization, config, auto_class, source.path, device, dtype),
+        **quantizing(source.quantization, config, loader, source.path, device, dtype),
     )
     # transformers fills what a checkpoint lacks with random numbers, and only warns.
     lacking = sorted(info["missing_keys"]) + sorted(str(entry[0]) for entry in info["mismatched_keys"])

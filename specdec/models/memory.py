@@ -37,6 +37,7 @@ class MemoryPlan:
         cache_bytes: Of all blocks, of the one more that padding is written to, and of all state slots.
         weights_bytes: Of the weights, which are there already.
         budget_bytes: What the cache was allowed to take.
+        adapter_bytes: Of the slots for adapters, which are there already.
         num_state_slots: Sequences and branches whose recurrent states are held at once; 0 without recurrent layers.
         state_bytes: Of one sequence's recurrent state.
         checkpoint_bytes: Of what is kept beside it so that it can be rolled back.
@@ -53,6 +54,7 @@ class MemoryPlan:
     cache_bytes: int
     weights_bytes: int
     budget_bytes: int
+    adapter_bytes: int = 0
     num_state_slots: int = 0
     state_bytes: int = 0
     checkpoint_bytes: int = 0
@@ -61,8 +63,8 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Weights and cache."""
-        return self.weights_bytes + self.cache_bytes
+        """Weights, slots for adapters and cache."""
+        return self.weights_bytes + self.adapter_bytes + self.cache_bytes
 
     @property
     def num_full_sequences(self) -> int:
@@ -146,6 +148,7 @@ def plan_memory(
         cache_bytes=(num_blocks + 1) * needs.block_bytes + num_slots * needs.slot_bytes,
         weights_bytes=loaded.weights_bytes,
         budget_bytes=budget,
+        adapter_bytes=loaded.adapter_bytes,
         num_state_slots=num_slots,
         state_bytes=needs.state_bytes,
         checkpoint_bytes=needs.slot_bytes - needs.state_bytes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +13,8 @@ from specdec.models.attention import AttentionContext, AttentionKernel, Workspac
 from specdec.models.blocks import BlockPool, CachedSequence
 from specdec.models.cache import PagedCache
 from specdec.models.loading import LoadedModel
+from specdec.models.lora.pool import AdapterPool
+from specdec.models.lora.slots import Run
 from specdec.models.plan import RowSpan, StepPlan
 from specdec.models.probe import cache_argument
 from specdec.models.progress import StepProgress
@@ -34,12 +36,14 @@ class RowInput:
         num_logits: How many of the last positions' logits are wanted; 0 for a part of a prompt.
         parents: Where the last tokens are a tree, which of these each one follows, -1 for the token before them; they
             are cached one after another, and :meth:`ModelRunner.keep_path` comes next.
+        adapter: Slot of the adapter that they use; None for the model as it is.
     """
 
     sequence: CachedSequence
     tokens: Sequence[int]
     num_logits: int
     parents: Sequence[int] = ()
+    adapter: int | None = None
 
 
 class ModelRunner:
@@ -62,6 +66,7 @@ class ModelRunner:
         loaded: The model.
         pool: The blocks.
         states: The recurrent states; None where the model has none.
+        adapters: Those on the device.
         progress: Layers done, for whoever watches from another thread.
         hidden: After :meth:`keep_hidden`, what the vocabulary head read in the newest step, [rows of logits, hidden
             size].
@@ -87,6 +92,7 @@ class ModelRunner:
         self.progress = StepProgress()
         self.hidden: torch.Tensor | None = None
         self.pool = BlockPool(num_blocks, block_size)
+        self.adapters = AdapterPool(loaded.adapters)
         self._vocab_size = vocab_size
         self._padding = padding
         self._kernel = choose_kernel(loaded) if kernel == "auto" else kernel
@@ -259,7 +265,7 @@ class ModelRunner:
         self._cache.copy_blocks(self.pool.take_copies())
         self._cache.begin(plan)
         states = self._begin_states(rows, spans, len(tokens))
-        with self._functions:
+        with self._functions, self._used_adapters(rows, spans, len(tokens)):
             output = self.loaded.model(
                 input_ids=torch.tensor([tokens], device=device),
                 position_ids=torch.tensor([positions], device=device),
@@ -275,6 +281,20 @@ class ModelRunner:
         for state, after in states:
             state.oldest, state.newest = after.oldest_after, after.length
         return self._finish(output.logits[0])
+
+    def _used_adapters(
+        self, rows: Sequence[RowInput], spans: list[RowSpan], num_tokens: int
+    ) -> AbstractContextManager[None]:
+        """Around the step; rows with the same adapter that lie behind one another are multiplied together."""
+        runs: list[Run] = []
+        for row, span in zip(rows, spans, strict=True):
+            end = span.start + span.num_new_tokens
+            if row.adapter is not None and runs and runs[-1][0] == row.adapter and runs[-1][2] == span.start:
+                runs[-1] = row.adapter, runs[-1][1], end
+            elif row.adapter is not None:
+                runs.append((row.adapter, span.start, end))
+        slots = self.loaded.adapters
+        return slots.used(runs, num_tokens) if slots is not None and runs else nullcontext()
 
     def _begin_states(
         self, rows: Sequence[RowInput], spans: list[RowSpan], num_tokens: int

@@ -256,7 +256,8 @@ class IngressMachine:
         loads = {name: self._num_held[name] for name in able if name != request.router or len(able) == 1}
         if not loads:
             return None
-        return choose_router(loads, request.log, request.spec.cache_salt, request.seq, ROUTER_SLACK)
+        group = request.spec.prefix_group(request.spec.adapter)
+        return choose_router(loads, request.log, group, request.seq, ROUTER_SLACK)
 
     def _hold(self, request: Request, router: str | None) -> None:
         for name, change in ((request.router, -1), (router, 1)):

@@ -95,7 +95,7 @@ class WorkerPool:
         able = self._able(kind)
         if len(able) < 2:
             return next(iter(able), None)
-        digests = block_digests(session.log, session.spec.cache_salt)
+        digests = _digests(session)
         loads = {name: worker.num_links for name, worker in able.items()}
         cached = {name: worker.prefixes.num_cached(digests) for name, worker in able.items()}
         name = choose(loads, cached, len(digests), self.affinity_slack)
@@ -119,7 +119,7 @@ class WorkerPool:
         """A sequence ends whose link's worker has read it."""
         worker = self.get(link.worker)
         if worker is not None:  # also where it is the only one of its kind: another may come
-            worker.prefixes.add(block_digests(session.log, session.spec.cache_salt))
+            worker.prefixes.add(_digests(session))
 
     def detach(self, link: WorkerLink) -> bool:
         """What is open on a link is so no more, and what comes next has a new n. Whether anything was."""
@@ -130,3 +130,7 @@ class WorkerPool:
         link.n += was_open
         link.worker, link.is_replanned = None, False
         return was_open
+
+
+def _digests(session: Session) -> list[int]:
+    return block_digests(session.log, session.spec.prefix_group(session.spec.adapter))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from specdec.sampling.grammar import Grammar
-from specdec.types import Tokens
+from specdec.types import Adapter, Tokens
 
 Acceptance = Literal["coupled", "rejection"]
 
@@ -129,6 +129,8 @@ class SequenceSpec:
         request_id: Of the client's request, for log lines; nothing depends on it.
         trace: Label of the request's trace, W3C's ``traceparent``; empty where nobody traces it. Nothing depends on it.
         wants_times: Whether to note when its rounds were worked on; nothing else depends on it.
+        adapter: What the target is used with; None: the model as it is.
+        draft_adapter: The same of the draft; only how often it is right depends on it.
     """
 
     sampling: SamplingParams
@@ -144,6 +146,12 @@ class SequenceSpec:
     request_id: str = ""
     trace: str = ""
     wants_times: bool = False
+    adapter: Adapter | None = None
+    draft_adapter: Adapter | None = None
+
+    def prefix_group(self, adapter: Adapter | None) -> str:
+        """Cached prefixes of a model that is used with an adapter are shared only among sequences of one group."""
+        return f"{adapter.fingerprint if adapter else ''}:{self.cache_salt}"
 
     @property
     def ending_token_ids(self) -> frozenset[int]:

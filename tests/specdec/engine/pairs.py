@@ -3,7 +3,8 @@
 import itertools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -14,12 +15,13 @@ from specdec.engine.local import LocalService
 from specdec.engine.stats import SpecStats
 from specdec.engine.target_backend import ModelTarget
 from specdec.models.heads import DraftHeads
-from specdec.models.loading import prepare_model
+from specdec.models.loading import LoadedModel, prepare_model
+from specdec.models.lora.slots import AdapterRoom, AdapterSlots
 from specdec.models.runner import ModelRunner
 from specdec.protocol.messages import Notes
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.pipeline import LogitsProcessor, Sampler
-from specdec.types import Finish
+from specdec.types import Adapter, Finish
 from tests.specdec.models.families import VOCAB_SIZE, make_model
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,8 @@ class Case:
     eos_token_ids: tuple[int, ...] = (EOS,)
     prediction: tuple[int, ...] = ()
     cache_salt: str = ""
+    adapter: Adapter | None = None
+    draft_adapter: Adapter | None = None
 
     def spec(self, arrival_s: float = 0.0) -> SequenceSpec:
         """What the service is told of it."""
@@ -56,6 +60,8 @@ class Case:
             num_speculative_tokens=self.num_speculative_tokens,
             prediction=self.prediction,
             cache_salt=self.cache_salt,
+            adapter=self.adapter,
+            draft_adapter=self.draft_adapter,
         )
 
 
@@ -66,6 +72,7 @@ class Output:
     tokens: list[int] = field(default_factory=list)
     notes: Notes = field(default_factory=Notes)
     finish: Finish | None = None
+    reason: str = ""
 
 
 @torch.no_grad()
@@ -83,6 +90,12 @@ def make_draft(family: str, noise: float) -> PreTrainedModel:
     return make_model(family, seed=50) if noise == float("inf") else add_noise(make_model(family), noise)
 
 
+def prepare_tiny(model: PreTrainedModel, room: AdapterRoom | None = None) -> LoadedModel:
+    """A model in memory, maybe with room for adapters."""
+    loaded = prepare_model(model, "tiny")
+    return loaded if room is None else replace(loaded, adapters=AdapterSlots(loaded.model, room))
+
+
 def backend(
     kind: type,
     model: PreTrainedModel,
@@ -93,15 +106,16 @@ def backend(
     max_model_len: int = MAX_MODEL_LEN,
     processors: Sequence[LogitsProcessor] = (),
     heads: tuple[DraftHeads, int, int] | None = None,
+    adapters: AdapterRoom | None = None,
 ):
     """A target or draft backend over a tiny model; heads come with how far they draft, and in trees of what size."""
-    runner = ModelRunner(prepare_model(model, "tiny"), num_blocks=num_blocks, block_size=block_size)
+    runner = ModelRunner(prepare_tiny(model, adapters), num_blocks=num_blocks, block_size=block_size)
     sampler = Sampler(VOCAB_SIZE, processors)
     options = {} if heads is None else {"heads": HeadDrafter(heads[0], sampler, *heads[1:])}
     return kind(runner, sampler, max_model_len=max_model_len, max_batch_tokens=chunk, **options)
 
 
-def make_service(family: str, noise: float, num_draft_tokens: int, **options: int) -> LocalService:
+def make_service(family: str, noise: float, num_draft_tokens: int, **options: Any) -> LocalService:
     """A pair of one family in one process."""
     target = backend(ModelTarget, make_model(family), **options)
     return LocalService(target, backend(ModelDrafter, make_draft(family, noise), **options), num_draft_tokens)
@@ -139,7 +153,7 @@ def deliver(service: LocalService, outputs: dict[str, Output]) -> None:
         output = outputs[delivery.seq]
         output.tokens += delivery.tokens
         output.notes = output.notes + delivery.notes
-        output.finish = delivery.finish
+        output.finish, output.reason = delivery.finish, delivery.reason
 
 
 @torch.inference_mode()

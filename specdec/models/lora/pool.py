@@ -1,0 +1,107 @@
+"""Which adapters lie on the device: those of the sequences that came first, and else those used last."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from specdec.errors import ModelLoadError, reason_of
+from specdec.models.fingerprint import adapter_folder, adapter_reference
+from specdec.models.lora.checkpoint import AdapterCheckpoint
+from specdec.models.lora.slots import AdapterSlots, Weights
+from specdec.types import Adapter
+
+_NONE_SERVED = "this worker serves no adapters"
+
+
+class AdapterPool:
+    """Adapters by what is in them, loaded when a sequence needs them. Used by one thread; files are read by another.
+
+    Where there are more than slots, those of the sequences that came first have them, as long as these last; sequences
+    with others wait. Of what nobody needs, the least recently used one goes first.
+
+    Args:
+        slots: Of the model; None where it serves no adapters: then all fail.
+    """
+
+    def __init__(self, slots: AdapterSlots | None) -> None:
+        self._slots = slots
+        self._holders: dict[str, tuple[float, str, Adapter]] = {}
+        self._first: list[Adapter] = []
+        self._slot_of: OrderedDict[str, int] = OrderedDict()
+        self._reading: dict[str, Future[Weights]] = {}
+        self._failures: dict[str, str] = {}
+        self._reader: ThreadPoolExecutor | None = None
+        self.num_loads = 0
+
+    def hold(self, key: str, adapter: Adapter | None, arrival_s: float) -> None:
+        """A sequence needs its adapter, if it has one, until it is released."""
+        if adapter is not None and key not in self._holders:
+            self._holders[key] = arrival_s, key, adapter
+            self._choose()
+
+    def release(self, key: str) -> None:
+        """A sequence needs its adapter no more; unknown keys are ignored."""
+        if self._holders.pop(key, None) is not None:
+            self._choose()
+
+    def _choose(self) -> None:
+        adapters: dict[str, Adapter] = {}
+        for _, _, adapter in sorted(self._holders.values()):
+            adapters.setdefault(adapter.fingerprint, adapter)
+        self._first = [*adapters.values()][: 0 if self._slots is None else self._slots.room.max_loras]
+        self._failures = {name: reason for name, reason in self._failures.items() if name in adapters}
+
+    def prepare(self) -> None:
+        """Before a step: begin to read what is needed, and copy to the device what has been read."""
+        needed = {adapter.fingerprint for adapter in self._first}
+        for name in self._reading.keys() - needed:
+            self._reading.pop(name).cancel()
+        for adapter in self._first:
+            name = adapter.fingerprint
+            if name in self._slot_of:
+                self._slot_of.move_to_end(name)
+            elif name not in self._failures and name not in self._reading:
+                self._reader = self._reader or ThreadPoolExecutor(1, thread_name_prefix="adapters")
+                self._reading[name] = self._reader.submit(self._read, adapter)
+            elif name in self._reading and self._reading[name].done():
+                self._take(name, self._reading.pop(name), needed)
+
+    def slot(self, adapter: Adapter | None) -> int | None:
+        """Where an adapter lies; None where it does not, or there is none."""
+        return None if adapter is None else self._slot_of.get(adapter.fingerprint)
+
+    def failure(self, adapter: Adapter | None) -> str:
+        """Why an adapter cannot be had; empty where it can, or where nobody knows yet."""
+        if adapter is None:
+            return ""
+        return _NONE_SERVED if self._slots is None else self._failures.get(adapter.fingerprint, "")
+
+    def must_wait(self, adapter: Adapter | None) -> bool:
+        """Whether a sequence cannot take part in a step, as its adapter is not on the device."""
+        return adapter is not None and adapter.fingerprint not in self._slot_of
+
+    def gauges(self) -> dict[str, float]:
+        """What is held now, and how many were loaded since the start."""
+        return {"num_loaded_adapters": float(len(self._slot_of)), "num_adapter_loads": float(self.num_loads)}
+
+    def _read(self, adapter: Adapter) -> Weights:
+        assert self._slots is not None, "nothing is read where nothing is served"
+        found = adapter_reference(adapter.name, adapter.path)
+        if found.fingerprint != adapter.fingerprint:
+            raise ModelLoadError(f"the adapter {adapter.name} at {adapter.path} is another than when it was loaded")
+        folder = adapter_folder(adapter.path)
+        return [*AdapterCheckpoint(folder, self._slots.shapes, self._slots.room.max_rank).weights()]
+
+    def _take(self, name: str, reading: Future[Weights], needed: set[str]) -> None:
+        assert self._slots is not None, "nothing is read where nothing is served"
+        try:
+            weights = reading.result()
+        except Exception as error:  # whatever a file makes of its reader: it is the adapter's own
+            self._failures[name] = str(error) if isinstance(error, ModelLoadError) else reason_of(error)
+            return
+        free = set(range(self._slots.room.max_loras)) - set(self._slot_of.values())
+        slot = min(free) if free else self._slot_of.pop(next(one for one in self._slot_of if one not in needed))
+        self._slots.put(slot, weights)
+        self._slot_of[name] = slot
+        self.num_loads += 1
