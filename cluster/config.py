@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from cluster.limits import Access, Limits, ResponsesStore, Tls
+from cluster.lora import LoraConfig
 from cluster.models import DraftConfig, TargetConfig
 from cluster.replicas import Replicas
 from cluster.strict import StrictModel, refused_key
@@ -230,10 +231,9 @@ class AppArgs(StrictModel):
         "loopback",
     )
     limits: Limits = Field(default_factory=Limits, description="what is taken in at once")
+    lora: LoraConfig = Field(default_factory=LoraConfig, description="adapters by request")
     access: Access = Field(default_factory=Access, description="who may call")
-    responses_store: ResponsesStore = Field(
-        default_factory=ResponsesStore, description="responses that are kept for later; none, unless it is enabled"
-    )
+    responses_store: ResponsesStore = Field(default_factory=ResponsesStore, description="responses kept for later")
     protocol: ProtocolTimes = Field(default_factory=ProtocolTimes, description="leases and repeats")
     replicas: Replicas = Field(default_factory=Replicas, description="copies of each deployment")
     actors: Actors = Field(
@@ -313,6 +313,10 @@ class AppArgs(StrictModel):
             raise refused_key("draft.heads", "draft.heads: name the target's heads, a hub id or a local folder")
         if self.draft.has_heads and (self.is_scripted or self.target.engine == "vllm"):
             raise refused_key("draft.method", "draft.method: scripted tokens and vLLM's engine take no heads")
+        others_engine = self.is_scripted or self.target.engine != "transformers"
+        if self.lora.is_enabled and (others_engine or self.target.compile or self.draft.compile):
+            text = "lora: adapters need plain layers of our own engine: leave out vllm, compile and scripted"
+            raise refused_key("lora", text)
         if self.acceptance != "coupled" and not self.speculates:
             needs = f"acceptance: {self.acceptance} needs drafts: give draft too, a model or draft.method: lookup"
             raise refused_key("acceptance", needs)

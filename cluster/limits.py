@@ -110,7 +110,7 @@ class Access(StrictModel):
         "file that has changed is read again within seconds",
     )
     admin_keys: Annotated[tuple[str, ...], BeforeValidator(names)] = Field(
-        (), description="names of the API keys that may quantize the models anew; none: nobody may"
+        (), description="names of the API keys that may quantize the models anew, and load adapters; none: nobody may"
     )
     metrics_need_key: bool = Field(
         True, description="where there are API keys, ask for one at /metrics too; /health and /live never do"

@@ -13,18 +13,19 @@ from specdec.engine.build import BackendOptions
 from specdec.engine.heads import HeadsOptions
 from specdec.errors import InvalidParameterError
 from specdec.models.loading import ModelSource
+from specdec.models.lora.slots import AdapterRoom
 from specdec.models.recurrent.slots import DEFAULT_WINDOW_TOKENS
 from specdec.sampling.pipeline import LogitsProcessor
 
 
 def target_source(args: AppArgs) -> ModelSource:
     """Where the target model comes from."""
-    return _source(args, args.target, target_path(args))
+    return _source(args, args.target, target_path(args), args.lora.is_enabled)
 
 
 def draft_source(args: AppArgs) -> ModelSource | None:
     """Where the draft model comes from; None where there is none of one's own."""
-    return _source(args, args.draft, draft_path(args)) if args.has_own_draft else None
+    return _source(args, args.draft, draft_path(args), args.lora.has_twins) if args.has_own_draft else None
 
 
 def read_template(file: str | None) -> str | None:
@@ -105,7 +106,7 @@ def _load_processor(name: str) -> LogitsProcessor:
     return found
 
 
-def _source(args: AppArgs, config: ModelConfig, path: str) -> ModelSource:
+def _source(args: AppArgs, config: ModelConfig, path: str, takes_adapters: bool) -> ModelSource:
     return ModelSource(
         path=path,
         revision=config.revision,
@@ -115,4 +116,5 @@ def _source(args: AppArgs, config: ModelConfig, path: str) -> ModelSource:
         device_map=config.device_map,
         compile=config.compile,
         quantization=config.quantization,
+        adapters=AdapterRoom(args.lora.max_loras, args.lora.max_rank) if takes_adapters else None,
     )

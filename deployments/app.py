@@ -24,6 +24,7 @@ from cluster.settings import api_keys, check_ray
 from cluster.sources import draft_source, read_template, target_source
 from cluster.strict import refused_key
 from cluster.vllm import check_engine, runtime_env
+from deployments.adapters import configured_adapters
 from deployments.autoscaling import Autoscaler
 from deployments.ingress import OpenAIIngress, model_info
 from deployments.metrics.families import Part
@@ -128,7 +129,9 @@ def check_files(args: AppArgs) -> None:
     target, draft = target_source(args), draft_source(args)
     if not all(Path(source.path).expanduser().is_dir() for source in (target, draft) if source is not None):
         return
-    model_info(args, fingerprints(args))
+    info = model_info(args, fingerprints(args))
+    if all(Path(path).expanduser().is_dir() for one in args.lora.adapters for path in (one.path, one.draft) if path):
+        configured_adapters(args, info.target)
     AnswerForms(load_tokenizer(target), args.tool_parser, args.reasoning_tags)
     if draft is not None:
         describe_pair(target, draft, other_vocabulary=args.draft.other_vocabulary)

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from cluster.config import AppArgs
 from cluster.identity import fingerprints
 from cluster.live import set_log_level
 from cluster.settings import api_keys
 from cluster.sources import draft_source, read_template, target_source
+from deployments.adapters import Loaded, LoadedAdapters, add_adapter_routes, configured_adapters
 from deployments.live import LiveKeys, WatchedFile
 from deployments.metrics.replica import Measured, ReplicaMetrics, Report
-from deployments.names import ROUTER
+from deployments.names import INGRESS, ROUTER
 from deployments.openai.admission import Admission
 from deployments.openai.app import create_app
 from deployments.openai.keys import ApiKeys
@@ -29,7 +34,7 @@ from deployments.response_store import RemoteResponses
 from deployments.trace import add_trace_route
 from deployments.tracing import serve_tracer
 from deployments.transport.endpoints import IngressEndpoint, PeerGroup, replica_id
-from specdec.errors import SpecdecError
+from specdec.errors import ServiceUnavailableError, SpecdecError
 from specdec.models.compat import check_width, tokenizer_width
 from specdec.models.describe import describe_model
 from specdec.models.loading import ModelSource, load_tokenizer
@@ -38,6 +43,7 @@ from specdec.types import Fingerprints
 
 logger = logging.getLogger("ray.serve")
 
+_ASK_S, _TELL_S = 1.0, 10.0
 ROUTERS = PeerGroup(
     ROUTER, IngressMachine.router_joined, IngressMachine.router_lost, refused=IngressMachine.router_refused
 )
@@ -60,7 +66,16 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
         self._router = router
         self._store = None if store is None else RemoteResponses(store)
         own = fingerprints(args)
-        self._service = RoutedTokens(model_info(args, own))
+        info = model_info(args, own)
+        info = replace(info, adapters=configured_adapters(args, info.target))
+        self._service = RoutedTokens(info)
+        self._adapters = LoadedAdapters(
+            args,
+            info.target,
+            publish=lambda loaded: self._service.set_adapters((*info.adapters, *loaded.values())),
+            tell=_tell_ingresses,
+            ask=_ask_ingresses,
+        )
         machine = IngressMachine(replica_id(), args.protocol.times(), fingerprints=own)
         self._machine = machine
         self._ingress_host = self.start_ingress(machine, routers=ROUTERS, after=self._service.deliver, fingerprints=own)
@@ -84,6 +99,8 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
     async def check_health(self) -> None:
         """Serve's health check, once a second: API keys are read again when their file has changed."""
         await super().check_health()
+        if self._args.lora.is_dynamic:
+            await self._adapters.learn()
         if self._keys_file.has_changed():
             try:
                 self._go_by(self._in_force)
@@ -111,6 +128,8 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
             tracer=serve_tracer(),
         )
         app = create_app(self._service, settings, self._tokenizer, self._observer, keys, self._admission, self._store)
+        if args.lora.is_dynamic:
+            add_adapter_routes(app, self._adapters)
         add_quantization_routes(app, self._args)
         if args.trace:
             add_trace_route(app, self._router)
@@ -120,6 +139,14 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
         drains = {"is_draining": float(self._service.is_draining)}
         return self._machine.report() | self.config_report() | drains
 
+    async def loaded_adapters(self) -> Loaded | None:
+        """What was loaded; None where this replica is about to learn it."""
+        return self._adapters.known
+
+    async def adapter_changed(self, name: str, model: ServedModel | None) -> None:
+        """An adapter was loaded, or unloaded, through some replica."""
+        self._adapters.changed(name, model)
+
     async def refusal(self) -> str:
         """Why this replica takes no requests, for operators; empty where it does."""
         return self._service.state()
@@ -128,6 +155,24 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
         """Refuse new requests from now on, with 503; open ones go on. Gives how many sequences of them are open."""
         self._service.drain()
         return self._service.num_open
+
+
+async def _tell_ingresses(name: str, model: ServedModel | None) -> None:
+    try:
+        await _ingresses().broadcast("adapter_changed", name, model).results_async(timeout_s=_TELL_S)
+    except (RayError, TimeoutError) as error:
+        raise ServiceUnavailableError("not every ingress knows of the change: send the request again") from error
+
+
+async def _ask_ingresses() -> list[Loaded | None]:
+    with suppress(DeploymentUnavailableError, RayError, TimeoutError):  # the first replica to start finds no other
+        answers: list[Loaded | None] = await _ingresses().broadcast("loaded_adapters").results_async(timeout_s=_ASK_S)
+        return answers
+    return []
+
+
+def _ingresses() -> Any:
+    return serve.get_deployment_handle(INGRESS, serve.get_replica_context().app_name)
 
 
 def model_info(args: AppArgs, own: Fingerprints) -> ModelInfo:
@@ -166,4 +211,5 @@ def _served(
         eos_token_ids=model.eos_token_ids,
         defaults=model.generation_defaults,
         decision=own.deciding(role),
+        root=source.path,
     )

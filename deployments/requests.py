@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import replace
 
 from deployments.inbox import Inbox
-from deployments.openai.service import ModelInfo, SequenceRequest, TokenDelta
+from deployments.openai.service import ModelInfo, SequenceRequest, ServedModel, TokenDelta
 from deployments.transport.host import LoopHost
 from specdec.errors import SequenceFailedError, ServiceUnavailableError
 from specdec.protocol.ingress import DRAINING, MODEL_REPLACED, IngressMachine
@@ -75,6 +75,10 @@ class RoutedTokens:
     def model_info(self) -> ModelInfo:
         """What is served."""
         return self._info
+
+    def set_adapters(self, adapters: Iterable[ServedModel]) -> None:
+        """Let new requests name these adapters; open ones keep theirs."""
+        self._info = replace(self._info, adapters=tuple(adapters))
 
     def check_health(self) -> None:
         """Return if sequences are taken.

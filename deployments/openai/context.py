@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _MOST_SHOWN = 256
 """Characters of a model's name that an error repeats."""
+_MOST_NAMED = 16
 _QUICK_CHARACTERS = 1 << 14
 """Texts up to this long are tokenized on the event loop: it takes about a millisecond."""
 _CHARACTERS_PER_LOGPROB = 16
@@ -76,9 +77,10 @@ class Api:
         if name is None:
             return info.target
         for model in info.models:
-            if model.name == name:
+            if name in model.names:
                 return model
-        names = ", ".join(model.name for model in info.models)
+        names = ", ".join(model.name for model in info.models[:_MOST_NAMED])
+        names += ", ..." if len(info.models) > _MOST_NAMED else ""
         raise ApiError(
             404, f"there is no model {name[:_MOST_SHOWN]!r}; there is: {names}", param="model", code="model_not_found"
         )
@@ -92,7 +94,7 @@ class Api:
         arrival.account.model = model.name
         self.service.check_health()
         if arrival.account.ticket is not None:
-            with self.observer.queued(model.name, num_sequences):
+            with self.observer.queued(model.label, num_sequences):
                 async with arrival.waiting(to_begin=True):
                     await arrival.account.ticket.take(num_sequences)
         arrival.account.admitted_s = time.monotonic()

@@ -127,7 +127,7 @@ class Generation:
             raise
         self._has_begun = True
         for prompt in self.job.prompts:
-            self._api.observer.prompt_tokens(self.job.model.name, self.job.arrival.account.key, len(prompt))
+            self._api.observer.prompt_tokens(self.job.model.label, self.job.arrival.account.key, len(prompt))
             self.job.arrival.account.num_prompt_tokens += len(prompt)
         return self
 
@@ -167,7 +167,7 @@ class Generation:
     async def _run(self, index: int, request: SequenceRequest, admitted: asyncio.Future[None]) -> None:
         """Generate one sequence to its end; errors go to whoever waits."""
         age_s = time.monotonic() - self.job.arrival.clock_s + self.job.arrival.waited_s
-        observer = self._api.observer.opened(self.job.model.name, self.job.arrival.account.key, age_s)
+        observer = self._api.observer.opened(self.job.model.label, self.job.arrival.account.key, age_s)
         self._observers[index] = observer
         reason: Reason = "abort"
         try:

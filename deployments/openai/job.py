@@ -202,6 +202,8 @@ def _job(
                 num_speculative_tokens=bound,
                 prediction=prediction,
                 wants_times=body.wants_speculation,
+                adapter=model.adapter,
+                draft_adapter=model.draft_adapter,
             )
             seq = f"{name}-{len(sequences)}"
             sequences.append(SequenceRequest(seq, prompt, spec, model.role, arrival.cache_salt(body.cache_salt)))

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 from specdec.protocol.messages import Notes, Plan
 from specdec.sampling.params import PLAIN_DEFAULTS, Acceptance, GenerationDefaults, SequenceSpec
-from specdec.types import Finish, Tokens
+from specdec.types import Adapter, Finish, Tokens
 
 Role = Literal["target", "draft"]
 
@@ -25,6 +25,10 @@ class ServedModel:
         eos_token_ids: Ids that end a sequence.
         defaults: What holds for requests that do not say.
         decision: Fingerprint of all that decides its tokens, where it is known.
+        root: Where it comes from, where that is told.
+        parent: Of an adapter, the name of the model that it changes.
+        adapter: With which the target answers, if it is one.
+        draft_adapter: Its twin for the draft model, if there is one.
     """
 
     name: str
@@ -34,6 +38,20 @@ class ServedModel:
     eos_token_ids: Tokens = ()
     defaults: GenerationDefaults = PLAIN_DEFAULTS
     decision: str = ""
+    root: str = ""
+    parent: str | None = None
+    adapter: Adapter | None = None
+    draft_adapter: Adapter | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What requests may call it: an adapter also with its model's name before it."""
+        return (self.name,) if self.parent is None else (self.name, f"{self.parent}:{self.name}")
+
+    @property
+    def label(self) -> str:
+        """In metrics, where adapters are not told apart: they come and go."""
+        return self.parent or self.name
 
     @property
     def fingerprint(self) -> str:
@@ -52,6 +70,7 @@ class ModelInfo:
         acceptance_rules: Rules that a request may choose.
         acceptance: The one of them that holds where it chooses none.
         created_s: When the service was started, in seconds since the epoch.
+        adapters: The adapters of the target, each a model that requests can name.
     """
 
     target: ServedModel
@@ -60,11 +79,12 @@ class ModelInfo:
     acceptance_rules: tuple[Acceptance, ...] = ("coupled",)
     acceptance: Acceptance = "coupled"
     created_s: int = 0
+    adapters: tuple[ServedModel, ...] = ()
 
     @property
     def models(self) -> tuple[ServedModel, ...]:
         """All models that requests can name, the target first."""
-        return (self.target,) if self.draft is None else (self.target, self.draft)
+        return (self.target, *(() if self.draft is None else (self.draft,)), *self.adapters)
 
 
 @dataclass(frozen=True, slots=True)

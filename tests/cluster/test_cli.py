@@ -74,6 +74,8 @@ EXAMPLES = {
     "access.allowed_origins": "https://a.example, https://b.example:8443",
     "access.allow_unauthenticated_ray": True,
     "log_format": "json",
+    "lora.max_loras": 8,
+    "lora.max_rank": 32,
     "tls.ssl_certfile": "cert.pem",
     "tls.ssl_keyfile": "key.pem",
     "tracing.exporter": "otlp",
@@ -142,6 +144,9 @@ NOT_TOGETHER = OF_VLLM | {
     "target.device_map": "auto",
     "draft.device": "cpu",
     "draft.pool": "drafts",
+    "lora.adapters": "sql=/srv/sql, chat=some/chat",
+    "lora.folder": "/srv/adapters",
+    "lora.hub": True,
 }
 
 

@@ -32,4 +32,6 @@ def _model(model: ServedModel, created_s: int) -> dict[str, Any]:
         "created": created_s,
         "owned_by": "specdec",
         "max_model_len": model.max_model_len,
+        "root": model.root or model.name,
+        "parent": model.parent,
     }

@@ -28,6 +28,7 @@ from .conftest import Bench
 README = (Path(deployments.__file__).parent / "README.md").read_text()
 NAME = re.compile(r"`([a-z_]+)`")
 ROW = re.compile(r"^\| (`[a-z_`, ]+`) \| (served|taken|refused) \| ?(.*?) ?\|$", re.MULTILINE)
+ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 VALUE = re.compile(r"`([^`]+)`")
 
 
@@ -86,4 +87,4 @@ def test_every_endpoint_is_listed(bench: Bench) -> None:
     listed = set(re.findall(r"`(?:GET|POST) (/[^`]*)`", README.split("## Fields")[0]))
     served = {path.replace("{name:path}", "{name}") for path in bench.app.openapi()["paths"]}
     assert served <= listed
-    assert listed - served == {"/openapi.json", "/ui", "/v1/admin/quantization"}
+    assert listed - served == {"/openapi.json", "/ui", "/v1/admin/quantization", *ADAPTERS}

@@ -1,0 +1,238 @@
+"""Adapters by name, over a script: who is meant, who may load one, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from cluster.config import AppArgs
+from cluster.identity import demo_folder
+from deployments import adapters as adapters_module
+from deployments.adapters import Loaded, LoadedAdapters, add_adapter_routes, configured_adapters
+from deployments.openai import ApiSettings, SequenceRequest, ServedModel, create_app
+from deployments.openai.keys import ApiKeys
+from specdec.models.describe import linear_shapes
+from specdec.models.loading import ModelSource
+from tests.specdec.adapters import write_adapter
+
+from .conftest import Bench
+
+KEYS = {"ops": "sk-ops-0123456789abc", "user": "sk-user-0123456789ab"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Adapters of the demo target, one of its draft, and one beside the folder."""
+    folder = tmp_path_factory.mktemp("all") / "adapters"
+    shapes = {role: linear_shapes(ModelSource(str(demo_folder(role)))) for role in ("target", "draft")}
+    for seed, (name, rank) in enumerate({"sql": 4, "chat": 8, "large": 17}.items()):
+        write_adapter(folder / name, shapes["target"], rank, seed)
+    write_adapter(folder / "chat-draft", shapes["draft"], 4, 9)
+    write_adapter(folder.parent / "outside", shapes["target"], 4, 8)
+    return folder
+
+
+class Service:
+    """A script, with the adapters of a configuration, as an ingress has them."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+        self.args = AppArgs.model_validate(
+            {"lora": {"adapters": [{"name": "sql", "path": str(folder / "sql")}], "folder": str(folder)}}
+        )
+        self.bench = Bench(tokenizer)
+        self.asked: list[SequenceRequest] = []
+        self.bench.script = self.script
+        info = self.bench.service.model_info()
+        configured = configured_adapters(self.args, info.target)
+        self.peers: list[Loaded | None] = []
+
+        def publish(loaded: Loaded) -> None:
+            self.bench.service._info = replace(info, adapters=(*configured, *loaded.values()))
+
+        async def tell(name: str, model: ServedModel | None) -> None:
+            self.adapters.changed(name, model)
+
+        async def ask() -> list[Loaded | None]:
+            return self.peers
+
+        self.adapters = LoadedAdapters(self.args, info.target, publish, tell, ask)
+        publish({})
+        settings = ApiSettings(admin_keys=("ops",))
+        self.app = create_app(self.bench.service, settings, tokenizer, self.bench.observer, ApiKeys(KEYS))
+        add_adapter_routes(self.app, self.adapters)
+
+    def script(self, request: SequenceRequest) -> list[Any]:
+        self.asked.append(request)
+        return self.bench.say("yes")
+
+
+@pytest.fixture
+def service(tokenizer: PreTrainedTokenizerFast, folder: Path) -> Service:
+    return Service(tokenizer, folder)
+
+
+@pytest.fixture
+async def http(service: Service) -> AsyncIterator[httpx2.AsyncClient]:
+    transport = httpx2.ASGITransport(app=service.app)
+    headers = {"Authorization": f"Bearer {KEYS['ops']}"}
+    async with httpx2.AsyncClient(transport=transport, base_url="http://api", headers=headers) as client:
+        yield client
+
+
+Post = Callable[..., Any]
+
+
+@pytest.fixture
+def post(http: httpx2.AsyncClient) -> Post:
+    """Send a body; gives the status, and the answer or its error."""
+
+    async def send(path: str, key: str = "ops", **body: Any) -> tuple[int, Any]:
+        answer = await http.post(f"/v1/{path}", json=body, headers={"Authorization": f"Bearer {KEYS[key]}"})
+        if answer.headers["content-type"].startswith("text/plain"):
+            return answer.status_code, answer.text
+        told = answer.json()
+        return answer.status_code, told.get("error", told)
+
+    return send
+
+
+@pytest.mark.parametrize("name", ["sql", "demo:sql"])
+async def test_an_adapter_is_named_alone_or_after_its_model(name: str, service: Service, post: Post) -> None:
+    _, answer = await post("completions", model=name, prompt="x")
+    _, plain = await post("completions", model="demo", prompt="x")
+    specs = [request.spec for request in service.asked]
+    assert [None if spec.adapter is None else spec.adapter.name for spec in specs] == ["sql", None]
+    assert specs[0].prefix_group(specs[0].adapter) != specs[1].prefix_group(specs[1].adapter)
+    assert (answer["model"], plain["model"]) == ("sql", "demo")
+    assert answer["system_fingerprint"] != plain["system_fingerprint"]
+    assert service.bench.metric("prompt_tokens_total", key="ops") == 2, "the label is the model's name"
+
+
+async def test_adapters_are_listed_with_parent_and_root(http: httpx2.AsyncClient, folder: Path) -> None:
+    listed = {one["id"]: one for one in (await http.get("/v1/models")).json()["data"]}
+    assert list(listed) == ["demo", "demo-draft", "sql"]
+    assert (listed["sql"]["parent"], listed["sql"]["root"]) == ("demo", str(folder / "sql"))
+    assert listed["demo"]["parent"] is None
+    assert (await http.get("/v1/models/demo:sql")).json() == listed["sql"]
+
+
+@pytest.mark.parametrize("name", ["demo:nothing", "nothing", "other:sql", "demo:", ":sql"])
+async def test_unknown_names_are_404(name: str, post: Post) -> None:
+    status, error = await post("chat/completions", model=name, messages=[{"role": "user", "content": "x"}])
+    assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
+
+
+async def test_an_adapter_comes_and_goes(service: Service, post: Post, folder: Path) -> None:
+    load = {"lora_name": "chat", "lora_path": "chat", "draft_lora_path": str(folder / "chat-draft")}
+    assert (await post("completions", model="chat", prompt="x"))[0] == 404
+    assert (await post("load_lora_adapter", **load))[0] == 200
+    assert (await post("load_lora_adapter", **load))[0] == 200, "the same again"
+    assert (await post("completions", model="chat", prompt="x"))[0] == 200
+    spec = service.asked[0].spec
+    assert spec.adapter is not None
+    assert spec.draft_adapter is not None
+    assert Path(spec.adapter.path), Path(spec.draft_adapter.path) == (folder / "chat", folder / "chat-draft")
+    assert (await post("unload_lora_adapter", lora_name="chat", lora_int_id=3))[0] == 200
+    assert (await post("completions", model="chat", prompt="x"))[0] == 404
+    status, error = await post("unload_lora_adapter", lora_name="chat")
+    assert (status, error["param"]) == (404, "lora_name")
+
+
+async def test_a_name_changes_its_adapter_only_where_that_is_said(service: Service, post: Post) -> None:
+    assert (await post("load_lora_adapter", lora_name="mine", lora_path="chat"))[0] == 200
+    status, error = await post("load_lora_adapter", lora_name="mine", lora_path="sql")
+    assert (status, error["param"]) == (400, "lora_name")
+    assert (await post("load_lora_adapter", lora_name="mine", lora_path="sql", load_inplace=True))[0] == 200
+    await post("completions", model="mine", prompt="x")
+    assert service.asked[0].spec.adapter.path.endswith("/sql")
+
+
+@pytest.mark.parametrize("path", ["load_lora_adapter", "unload_lora_adapter"])
+async def test_only_keys_that_are_named_may_do_it(path: str, post: Post, http: httpx2.AsyncClient) -> None:
+    body = {"lora_name": "chat", "lora_path": "chat"}
+    status, error = await post(path, key="user", **body)
+    assert (status, error["code"]) == (403, "admin_key_needed")
+    assert (await http.post(f"/v1/{path}", json=body, headers={"Authorization": "Bearer wrong"})).status_code == 401
+
+
+@pytest.mark.parametrize("keys", [KEYS, {}], ids=["keys", "none"])
+async def test_nobody_may_where_no_key_is_named(keys: dict[str, str], service: Service) -> None:
+    app = create_app(service.bench.service, ApiSettings(), service.bench.tokenizer, keys=ApiKeys(keys))
+    add_adapter_routes(app, service.adapters)
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://api") as client:
+        headers = {"Authorization": f"Bearer {KEYS['ops']}"}
+        body = {"lora_name": "a", "lora_path": "b"}
+        assert (await client.post("/v1/load_lora_adapter", json=body, headers=headers)).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        ({"lora_name": "x", "lora_path": "../outside"}, "lora_path", "a folder in"),
+        ({"lora_name": "x", "lora_path": "/etc"}, "lora_path", "a folder in"),
+        ({"lora_name": "x", "lora_path": "nothing"}, "lora_path", "a folder in"),
+        ({"lora_name": "x", "lora_path": "some/repository"}, "lora_path", "a folder in"),
+        ({"lora_name": "x", "lora_path": "a\0b"}, "lora_path", "a folder in"),
+        ({"lora_name": "x", "lora_path": "link"}, "lora_path", "a folder in"),
+        ({"lora_name": "x", "lora_path": "large"}, "lora_path", "rank 17; at most 16"),
+        ({"lora_name": "x", "lora_path": "chat-draft"}, "lora_path", "are not those of a layer of"),
+        ({"lora_name": "x", "lora_path": "chat", "draft_lora_path": "/etc"}, "draft_lora_path", "a folder in"),
+        ({"lora_name": "demo", "lora_path": "chat"}, "lora_name", "name of a model"),
+        ({"lora_name": "demo:chat", "lora_path": "chat"}, "lora_name", "name of a model"),
+        ({"lora_name": "sql", "lora_path": "chat"}, "lora_name", "another adapter"),
+        ({"lora_name": "", "lora_path": "chat"}, "lora_name", "at least 1"),
+        ({"lora_path": "chat"}, "lora_name", "required"),
+        ({"lora_name": "x", "lora_path": "chat", "is_3d_lora_weight": True}, "is_3d_lora_weight", "not supported"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and value.startswith("lora") else "",
+)
+async def test_what_cannot_be_loaded_is_refused(
+    body: dict[str, Any], param: str, says: str, post: Post, folder: Path
+) -> None:
+    if body.get("lora_path") == "link" and not (folder / "link").exists():
+        (folder / "link").symlink_to(folder.parent / "outside")
+    status, error = await post("load_lora_adapter", **body)
+    assert (status, error["param"]) == (400, param), error
+    assert says in error["message"]
+
+
+async def test_configured_adapters_stay(post: Post) -> None:
+    status, error = await post("unload_lora_adapter", lora_name="sql")
+    assert (status, error["param"]) == (400, "lora_name")
+
+
+async def test_a_replica_that_starts_learns_of_what_was_loaded(
+    tokenizer: PreTrainedTokenizerFast, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters_module, "_LEARNS_FOR_S", 0.0)
+    old = Service(tokenizer, folder)
+    await old.adapters.load("chat", "chat", None, False)
+    monkeypatch.setattr(adapters_module, "_LEARNS_FOR_S", 60.0)
+    new = Service(tokenizer, folder)
+    new.peers = [new.adapters.known, old.adapters.known]
+    assert new.peers[0] is None, "it does not ask itself"
+    await new.adapters.learn()
+    assert [model.name for model in new.bench.service.model_info().adapters] == ["sql", "chat"]
+    await old.adapters.unload("chat")
+    await new.adapters.learn()
+    assert [model.name for model in new.bench.service.model_info().adapters] == ["sql"]
+
+
+async def test_an_adapter_that_is_gone_is_refused_and_nothing_is_lost(
+    service: Service, folder: Path, post: Post
+) -> None:
+    shutil.copytree(folder / "chat", folder / "copy")
+    (folder / "copy" / "adapter_model.safetensors").unlink()
+    status, error = await post("load_lora_adapter", lora_name="copy", lora_path="copy")
+    assert (status, error["param"]) == (400, "lora_path")
+    assert "has no adapter_model.safetensors" in error["message"]
+    await asyncio.sleep(0)
+    assert (await post("completions", model="sql", prompt="x"))[0] == 200
