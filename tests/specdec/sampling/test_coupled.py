@@ -9,7 +9,7 @@ import torch
 
 from specdec.sampling.coupled import verify_coupled
 from specdec.sampling.params import SamplingParams
-from specdec.sampling.pipeline import RowGroup, Sampler
+from specdec.sampling.pipeline import RowGroup, Sampler, VerifiedRun
 
 from .reference import TableModel, make_spec, plain_decoding, random_params
 
@@ -63,7 +63,10 @@ def test_acceptance_is_exact_at_every_length() -> None:
     spec = make_spec(SamplingParams())
     groups = [RowGroup(spec, [1], draft) for draft in ((4, 5, 6), (4, 9, 6), (9, 5, 6), (), (4, 5, 9))]
     chosen = [4, 5, 6, 7] * 3 + [8] + [4, 5, 6, 7]
-    expected = [((4, 5, 6, 7), 3), ((4, 5), 1), ((4,), 0), ((8,), 0), ((4, 5, 6), 2)]
+    expected = [
+        VerifiedRun(run, num_accepted)
+        for run, num_accepted in (((4, 5, 6, 7), 3), ((4, 5), 1), ((4,), 0), ((8,), 0), ((4, 5, 6), 2))
+    ]
     assert verify_coupled(chosen, groups) == expected
     assert verify_coupled(torch.tensor(chosen), groups) == expected
     assert verify_coupled([], []) == []

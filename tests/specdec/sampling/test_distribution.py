@@ -127,7 +127,7 @@ def p_value(runs: Sequence[VerifiedRun], spec: SequenceSpec, table: Tensor = TAR
     Tokens that are expected less than five times after a prefix are counted as one.
     """
     vocab_size = len(table)
-    counts = Counter(run[: i + 1] for run, _ in runs for i in range(min(2, len(run))))
+    counts = Counter(one.run[: i + 1] for one in runs for i in range(min(2, len(one.run))))
     assert counts.total() >= 200_000
     statistic, freedom = 0.0, 0
     for prefix in [(), *itertools.product(range(vocab_size), repeat=1)]:
@@ -149,7 +149,7 @@ def p_value(runs: Sequence[VerifiedRun], spec: SequenceSpec, table: Tensor = TAR
 @pytest.mark.parametrize("name", PARAMS)
 def test_output_follows_the_target(verify: Verify, name: str) -> None:
     runs = verify(Sampler(VOCAB, noise_cache_bytes=0), PARAMS[name], 0.0)
-    outcomes = Counter(num_accepted for _, num_accepted in runs)
+    outcomes = Counter(run.num_accepted for run in runs)
     assert min(outcomes[n] for n in range(NUM_DRAFTED + 1)) > 0.05 * NUM_SEQUENCES, "not every outcome was tried"
     assert p_value(runs, make_spec(PARAMS[name])) > 1e-3
 
@@ -163,7 +163,7 @@ def test_a_rule_biased_by_2_percent_is_found_out(verify: Verify, name: str) -> N
 
 def test_output_follows_the_target_where_the_draft_is_cut_to_32_tokens() -> None:
     runs = wide_runs(says_what_it_drew_from=True)
-    outcomes = Counter(num_accepted for _, num_accepted in runs)
+    outcomes = Counter(run.num_accepted for run in runs)
     assert min(outcomes[n] for n in range(NUM_DRAFTED + 1)) > 0.05 * NUM_SEQUENCES, "not every outcome was tried"
     assert p_value(runs, make_spec(), WIDE_TARGET) > 1e-3
 

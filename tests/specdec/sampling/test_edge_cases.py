@@ -9,7 +9,7 @@ from specdec.sampling.coupled import verify_coupled
 from specdec.sampling.finish import Ending
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.philox import Role, uniforms
-from specdec.sampling.pipeline import RowGroup, Sampler
+from specdec.sampling.pipeline import RowGroup, Sampler, VerifiedRun
 from specdec.sampling.rejection import propose_truncated, verify_rejection
 
 from .reference import TableModel, make_spec, plain_decoding, row_probs
@@ -31,7 +31,7 @@ def test_edge_03_what_follows_an_end_inside_the_run_is_dropped() -> None:
     spec = make_spec(SamplingParams(temperature=0.0), output_start=1, eos_token_ids=(EOS, STOP))
     chosen = [7, EOS, 8, 9]
     (result,) = verify_coupled(chosen, [RowGroup(spec, [1], (7, EOS, 8))])
-    assert result == ((7, EOS, 8, 9), 3)
+    assert result == VerifiedRun((7, EOS, 8, 9), 3)
     count, finish = Ending.of(spec, LONG).walk(1, result.run)
     assert (result.run[:count], finish) == ((7, EOS), "stop")
 
@@ -221,7 +221,7 @@ def test_edge_12_the_bonus_uses_the_whole_pipeline_and_is_not_accepted() -> None
         (coupled,) = verify_coupled(sampler.choose(logits, [group]), [group])
         ids = torch.tensor([[token] for token in draft])
         (rejection,) = verify_rejection(sampler.probs(logits, [group]), [group], ids, torch.ones(2, 1))
-        assert coupled == rejection == ((*draft, bonus), 2)
+        assert coupled == rejection == VerifiedRun((*draft, bonus), 2)
 
 
 def _best(spec: object, tokens: list[int]) -> int:
