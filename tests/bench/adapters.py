@@ -39,7 +39,7 @@ def make_service(source: ModelSource, draft: ModelSource | None, num_draft_token
         vocab_size=tokenizer_width(load_tokenizer(source)), max_model_len=512, max_num_sequences=NUM_STREAMS
     )
     target, _ = build_target(source, options)
-    return LocalService(target, None if draft is None else build_drafter(draft, options)[0], num_draft_tokens)
+    return LocalService(target, None if draft is None else build_drafter(draft, options, source)[0], num_draft_tokens)
 
 
 def tokens_per_s(service: LocalService, cases: Sequence[Case]) -> float:

@@ -81,7 +81,7 @@ class AdapterSlots:
     def put(self, slot: int, weights: Iterable[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
         """Copy an adapter to a slot, in place of the one that was there."""
         for layer in self._layers.values():
-            layer.weights[slot] = None
+            layer.clear(slot)
         for name, down, up in weights:
             self._layers[name].put(slot, down, up)
 
@@ -89,6 +89,8 @@ class AdapterSlots:
     def used(self, runs: Sequence[Run], num_tokens: int) -> Iterator[None]:
         """Around a forward pass of ``num_tokens`` in which these use adapters; the others are the base model's."""
         self._step.runs, self._step.num_tokens = runs, num_tokens
+        shapes = {(slot - place, end - start) for place, (slot, start, end) in enumerate(runs)}
+        self._step.is_even = len(shapes) == 1 and sum(end - start for _, start, end in runs) == runs[-1][2] - runs[0][1]
         try:
             yield
         finally:
@@ -97,8 +99,11 @@ class AdapterSlots:
 
 @dataclass(slots=True)
 class _Step:
+    """What is to be done; even: runs of one length lie behind one another, and so do their slots."""
+
     runs: Sequence[Run] = field(default=())
     num_tokens: int = 0
+    is_even: bool = False
 
 
 class _Layer:
@@ -106,10 +111,17 @@ class _Layer:
 
     def __init__(self, name: str, module: Any, dtype: torch.dtype, room: AdapterRoom, step: _Step) -> None:
         device = torch.device("cpu") if isinstance(module, PackedLinear) else module.weight.device
+        if device.type == "cpu":
+            dtype = torch.float32  # a call of its bfloat16 products costs several times what so small a product does
         self._name, self._step = name, step
         self.down = torch.zeros(room.max_loras, room.max_rank, module.in_features, dtype=dtype, device=device)
         self.up = torch.zeros(room.max_loras, room.max_rank, module.out_features, dtype=dtype, device=device)
         self.weights: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * room.max_loras
+
+    def clear(self, slot: int) -> None:
+        self.weights[slot] = None
+        self.down[slot].zero_()
+        self.up[slot].zero_()
 
     def put(self, slot: int, down: torch.Tensor, up: torch.Tensor) -> None:
         views = self.down[slot, : len(down)], self.up[slot, : len(up)]
@@ -118,12 +130,24 @@ class _Layer:
         self.weights[slot] = views[0].T, views[1]
 
     def __call__(self, module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        if not self._step.runs:
+        runs = self._step.runs
+        if not runs or not any(self.weights[slot] is not None for slot, _, _ in runs):
             return
-        inputs, outputs = args[0].reshape(-1, args[0].shape[-1]), output.view(-1, output.shape[-1])
+        first, end_of_all = runs[0][1], runs[-1][2]
+        inputs = args[0].reshape(-1, args[0].shape[-1])
         if len(inputs) != self._step.num_tokens:
             raise ValueError(f"adapters cannot change {self._name}: it reads other inputs than the step's tokens")
-        for slot, start, end in self._step.runs:
-            weights = self.weights[slot]
-            if weights is not None:
-                outputs[start:end].addmm_(inputs[start:end] @ weights[0], weights[1])
+        inputs = inputs[first:end_of_all].to(self.down.dtype)
+        if self._step.is_even:
+            slots = slice(runs[0][0], runs[-1][0] + 1)
+            narrow = torch.bmm(inputs.view(len(runs), -1, inputs.shape[-1]), self.down[slots].transpose(1, 2))
+            added = torch.bmm(narrow, self.up[slots]).view(len(inputs), -1)
+        else:
+            # One addition for all: there are no rows without an adapter between those with one, as a rule.
+            added = inputs.new_zeros(len(inputs), output.shape[-1])
+            for slot, start, end in runs:
+                weights = self.weights[slot]
+                if weights is not None:
+                    rows = slice(start - first, end - first)
+                    torch.mm(inputs[rows] @ weights[0], weights[1], out=added[rows])
+        output.view(-1, output.shape[-1])[first:end_of_all] += added
