@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from specdec.protocol.target import TargetMachine
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.types import Tokens
+from tests.specdec.engine.test_heads import LinearHeads
 
 VOCAB, NUM_TOKENS, DRAFT_STEPS = 6, 12, 3
 PROMPT = (0,)
@@ -72,25 +73,11 @@ class Backend(Chain):
         pass
 
 
-@dataclass(frozen=True)
-class Heads:
-    """Logits by the token before the last: [heads, VOCAB, VOCAB]."""
-
-    weights: Tensor
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.weights)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return hidden @ self.weights
-
-
 class WithHeads(Backend):
     """Two heads, which know little."""
 
     weights = torch.randn(2, VOCAB, VOCAB, generator=torch.Generator().manual_seed(6))
-    heads = HeadDrafter(Heads(weights), Sampler(VOCAB), 2)
+    heads = HeadDrafter(LinearHeads(weights), Sampler(VOCAB), 2)
 
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         results = super().verify(jobs)
@@ -106,7 +93,7 @@ class WithHeads(Backend):
 class WithTrees(WithHeads):
     """The drafts of heads are trees."""
 
-    heads = HeadDrafter(Heads(WithHeads.weights), Sampler(VOCAB), 2, 7)
+    heads = HeadDrafter(LinearHeads(WithHeads.weights), Sampler(VOCAB), 2, 7)
 
 
 class HeadsToldWrong(WithHeads):

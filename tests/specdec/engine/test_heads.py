@@ -36,7 +36,7 @@ NUM_HEADS = 3
 
 @dataclass(frozen=True)
 class LinearHeads:
-    """Logits are linear in the hidden state: [heads, hidden size, V]."""
+    """Logits are linear in the hidden state, one of which may stand for each token: [heads, hidden size, V]."""
 
     weights: Tensor
 
