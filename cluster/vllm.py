@@ -14,7 +14,7 @@ from typing import Any
 
 from cluster.config import AppArgs
 from cluster.settings import VLLM_SETTINGS, with_vllm_settings
-from specdec.engine.vllm.checks import VllmOptions
+from specdec.engine.vllm.checks import VERSION, VllmOptions, check_version
 from specdec.errors import InvalidParameterError, SpecdecError
 
 _SAME = ("python", "ray", "llguidance")
@@ -68,9 +68,8 @@ def check_engine(args: AppArgs) -> str | None:
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         lines = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines()
         reason = lines[-1] if lines else str(error)
-        raise InvalidParameterError(
-            "target.python", f"target.python: {python} cannot serve a target with vLLM (make setup-vllm): {reason}"
-        ) from error
+        wanted = f"must be the Python of an environment with vLLM {VERSION} (make setup-vllm)"
+        raise InvalidParameterError("target.python", f"target.python: {python} {wanted}: {reason}") from error
     for name, here in versions().items():
         if name in _SAME and there["versions"][name] != here:
             raise InvalidParameterError(
@@ -100,10 +99,9 @@ def _answer() -> None:
     args: AppArgs = pickle.loads(sys.stdin.buffer.read())
     answer: dict[str, Any] = {"versions": versions(), "parameter": "target", "problem": ""}
     try:
+        check_version(args.target.allow_untested)  # before names that another version may lack are imported
         from specdec.engine.vllm.build import engine_config
-        from specdec.engine.vllm.checks import check_version
 
-        check_version(args.target.allow_untested)
         engine_config(target_source(args), backend_options(args, args.target), vllm_options(args))
     except ImportError as error:
         answer |= {"parameter": "target.python", "problem": f"target.python: {error}"}

@@ -90,6 +90,16 @@ def test_no_python_there(python: str) -> None:
         check_engine(args_of(python=python))
 
 
+def test_a_python_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 600\n")
+    python.chmod(0o755)
+    monkeypatch.setattr("cluster.vllm._TIMEOUT_S", 0.5)
+    with pytest.raises(InvalidParameterError, match="timed out") as caught:
+        check_engine(args_of(python=str(python)))
+    assert caught.value.parameter == "target.python"
+
+
 def test_this_python_has_no_vllm() -> None:
     with pytest.raises(InvalidParameterError, match="No module named 'vllm'"):
         check_engine(args_of(python=sys.executable))
