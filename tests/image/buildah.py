@@ -8,6 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +81,28 @@ class Buildah:
         """The command line that runs a program in the container, as the image's user, in this machine's network."""
         variables = [f"--env={name}={value}" for name, value in environment.items()]
         return self.command("run", "--isolation", "chroot", "--network", "host", *variables, container, "--", *words)
+
+
+@contextmanager
+def built(folder: Path, source: Path, image: str, base: str, **arguments: str) -> Iterator[Buildah]:
+    """An image, built on a small Debian, in a storage that goes afterwards."""
+    check_programs()
+    buildah = Buildah(folder)
+    try:
+        buildah.import_base(base)
+        buildah.build(source, image, BASE=base, **arguments)
+        yield buildah
+    finally:
+        subprocess.run(buildah.command("rm", "--all"), timeout=120)
+        subprocess.run(buildah.command("rmi", "--all", "--force"), timeout=120)
+
+
+def said(buildah: Buildah, container: str, *words: str, **environment: str) -> str:
+    """What a program in the container prints; it must end well."""
+    command = buildah.run_command(container, *words, **environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def apt_options() -> list[str]:

@@ -28,3 +28,12 @@ def test_both_variants_are_built_by_the_same_stages() -> None:
     assert len(stages) == DOCKERFILE.count("\nFROM ")
     assert stages[-1] == ("base", "service")
     assert not [name for stage in stages for name in stage if "cuda" in name or "cpu" in name or "VARIANT" in name]
+
+
+def test_with_and_without_vllm_there_is_one_ray() -> None:
+    """Pods with another version cannot join a cluster; llguidance is taken from constraints.txt for both."""
+    plain, vllm = ((ROOT / f"constraints{name}.txt").read_text().splitlines() for name in ("", "-vllm"))
+    (ray,) = [line for line in plain if line.startswith("ray==")]
+    assert ray in vllm
+    assert not [line for line in vllm if line.startswith("llguidance==")]
+    assert "!constraints-vllm.txt" in (ROOT / ".dockerignore").read_text().splitlines()

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from cluster.launch import check_port
-from tests.image.buildah import Buildah, check_programs
+from tests.image.buildah import Buildah, built, said
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE = "localhost/specdec"
@@ -32,15 +32,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
 @pytest.fixture(scope="module")
 def buildah(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buildah]:
     """The image, in a storage that goes with the tests."""
-    check_programs()
-    buildah = Buildah(tmp_path_factory.mktemp("buildah"))
-    try:
-        buildah.import_base(BASE)
-        buildah.build(ROOT, IMAGE, BASE=BASE)
+    with built(tmp_path_factory.mktemp("buildah"), ROOT, IMAGE, BASE) as buildah:
         yield buildah
-    finally:
-        subprocess.run(buildah.command("rm", "--all"), timeout=120)
-        subprocess.run(buildah.command("rmi", "--all", "--force"), timeout=120)
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +50,6 @@ def container(buildah: Buildah) -> str:
 def root(buildah: Buildah, container: str) -> Path:
     """The container's files."""
     return Path(buildah("mount", container))
-
-
-def said(buildah: Buildah, container: str, *words: str, **environment: str) -> str:
-    """What a program in the container prints; it must end well."""
-    command = buildah.run_command(container, *words, **environment)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def test_it_says_how_it_is_run(config: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-NODES = {"dev": 2, "single-gpu": 2, "two-gpu": 2, "prod": 6}
+NODES = {"dev": 2, "single-gpu": 2, "two-gpu": 2, "prod": 6, "prod-vllm": 6}
 
 
 @pytest.mark.cluster
@@ -23,7 +23,7 @@ def test_an_overlay_answers_and_each_replica_is_where_it_belongs(overlay: str) -
     ran = json.loads(done.stdout.splitlines()[-1])
     assert ran["nodes"] == NODES[overlay]
     assert ran["answers"] == [{"tokens": 16, "without_key": 401}] * 2
-    is_prod = overlay == "prod"
+    is_prod = overlay.startswith("prod")
     placed = ran["placed"]
     assert set(placed.pop("TargetServer")) == {"target" if is_prod else "models"}
     assert set(placed.pop("DraftServer")) == {"draft" if is_prod else "models"}

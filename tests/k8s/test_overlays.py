@@ -18,6 +18,7 @@ from cluster.launch import APPLICATION, APPLICATION_NAME, STATUS, STATUS_PARTS
 from cluster.live import reconfigured
 from cluster.replicas import least, most
 from cluster.settings import RAY_SETTINGS
+from cluster.vllm import runtime_env
 from deployments.names import DEPLOYMENTS
 from k8s.__main__ import files
 from tests.k8s.crd_schema import load_definition, problems, schema_of
@@ -40,6 +41,7 @@ PROD_KINDS = {
     "Service": 2,
     "StatefulSet": 1,
 }
+PROD = ("prod", "prod-vllm")
 overlays = pytest.mark.parametrize("overlay", NAMES)
 
 
@@ -71,14 +73,14 @@ def container(pod):
 
 
 def test_the_overlays_are_these():
-    assert NAMES == ["dev", "prod", "single-gpu", "two-gpu"]
+    assert NAMES == ["dev", "prod", "prod-vllm", "single-gpu", "two-gpu"]
 
 
 @overlays
 def test_every_object_is_valid(overlay):
     assert [(one["kind"], what_is_wrong(one)) for one in built(overlay) if what_is_wrong(one)] == []
     kinds = Counter(one["kind"] for one in built(overlay))
-    assert kinds == (PROD_KINDS if overlay == "prod" else {"ConfigMap": 1, "RayService": 1})
+    assert kinds == (PROD_KINDS if overlay in PROD else {"ConfigMap": 1, "RayService": 1})
 
 
 @overlays
@@ -172,9 +174,35 @@ def test_pods_have_the_settings_of_the_local_service(overlay):
 def test_versions_are_the_installed_ones(overlay):
     version = importlib.metadata.version("specdec")
     assert ray_service(overlay)["spec"]["rayClusterConfig"]["rayVersion"] == importlib.metadata.version("ray")
-    for _, pod in pods(overlay):
+    for name, pod in pods(overlay):
         asks_for_gpu = "nvidia.com/gpu" in container(pod)["resources"]["limits"]
-        assert container(pod)["image"] == f"specdec:{version}" + ("-cuda" if asks_for_gpu else "")
+        has_vllm = overlay == "prod-vllm" and name == "target"
+        variant = "-vllm" if has_vllm else "-cuda" if asks_for_gpu else ""
+        assert container(pod)["image"] == f"specdec:{version}{variant}"
+
+
+def test_a_target_in_vllm_has_the_gpus_of_its_pod_and_the_vllm_of_its_image():
+    args, target = app_args("prod-vllm"), groups("prod-vllm")["target"]
+    assert (args.target.engine, args.target.python) == ("vllm", None)
+    assert args.target.num_gpus == args.actors.target.num_gpus == offered(target)["num_gpus"] == 4
+    assert args.actors.target.num_cpus == offered(target)["num_cpus"]
+    assert "py_executable" not in runtime_env(args, 1)
+
+
+def test_the_target_alone_is_other_than_prods():
+    for overlay, image in (("prod", "cuda"), ("prod-vllm", "vllm")):
+        assert container(dict(pods(overlay))["target"])["image"].endswith(f"-{image}")
+    plain, vllm = ({name: pod for name, pod in pods(overlay) if name != "target"} for overlay in PROD)
+    assert plain == vllm
+    plain, vllm = app_args("prod"), app_args("prod-vllm")
+    assert (plain.replicas, plain.access, plain.draft) == (vllm.replicas, vllm.access, vllm.draft)
+    for role in ("draft", "router", "ingress"):
+        assert getattr(plain.actors, role) == getattr(vllm.actors, role)
+    others = [
+        [one for one in built(overlay) if one["kind"] not in ("RayService", "PersistentVolumeClaim")]
+        for overlay in PROD
+    ]
+    assert others[0] == others[1]
 
 
 @overlays
@@ -219,9 +247,10 @@ def wanted(actor):
     return {"num_cpus": actor.num_cpus or 0.0, "num_gpus": actor.num_gpus or 0.0} | actor.resources | kind
 
 
-def test_no_pod_of_prod_has_two_replicas_of_a_deployment():
+@pytest.mark.parametrize("overlay", PROD)
+def test_no_pod_of_prod_has_two_replicas_of_a_deployment(overlay):
     """A pod that goes, or is evicted, would take all of them."""
-    args, by_name = app_args("prod"), groups("prod")
+    args, by_name = app_args(overlay), groups(overlay)
     for role, name in (("target", "target"), ("draft", "draft"), ("router", "front"), ("ingress", "front")):
         has, takes = offered(by_name[name]), wanted(getattr(args.actors, role))
         assert any(has[resource] < 2 * amount for resource, amount in takes.items()), role
@@ -236,7 +265,7 @@ def test_ingress_router_and_status_run_where_no_model_does(overlay):
     for application in serve_config(overlay)["applications"][1:]:
         (deployment,) = application["deployments"]
         assert deployment["ray_actor_options"] == {"num_cpus": 0, "label_selector": {"role": "front"}}
-    front = groups(overlay)["front" if overlay == "prod" else "headgroup"]
+    front = groups(overlay)["front" if overlay in PROD else "headgroup"]
     assert front["labels"] == {"role": "front"}
     assert "labels" not in groups("prod")["headgroup"]
     assert groups(overlay)["headgroup"]["rayStartParams"]["num-cpus"] == "0"
@@ -246,7 +275,7 @@ def test_ingress_router_and_status_run_where_no_model_does(overlay):
 def test_no_pod_goes_before_its_streams(overlay):
     args = app_args(overlay)
     assert ray_service(overlay)["spec"]["rayClusterDeletionDelaySeconds"] > args.drain_timeout_s
-    if overlay == "prod":
+    if overlay in PROD:
         assert args.limits.request_timeout_s <= args.drain_timeout_s
     for _, pod in pods(overlay):
         _sleep, seconds = container(pod)["lifecycle"]["preStop"]["exec"]["command"]
@@ -278,9 +307,9 @@ def test_pods_are_locked_down_and_write_only_where_it_is_said(overlay):
         kinds = {volume["name"]: set(volume) - {"name"} for volume in spec["volumes"]}
         assert {mount["name"] for mount in main["volumeMounts"]} == set(kinds)
         assert kinds["tmp"] == kinds["home"] == {"emptyDir"}
-        assert kinds["models"] == ({"persistentVolumeClaim"} if overlay == "prod" else {"emptyDir"}), name
+        assert kinds["models"] == ({"persistentVolumeClaim"} if overlay in PROD else {"emptyDir"}), name
         # Only the head's autoscaler talks to the API server.
-        assert spec["automountServiceAccountToken"] is (overlay == "prod" and name == "headgroup")
+        assert spec["automountServiceAccountToken"] is (overlay in PROD and name == "headgroup")
     options = ray_service(overlay)["spec"]["rayClusterConfig"].get("autoscalerOptions")
     assert options is None or options["securityContext"] == main["securityContext"]
 
@@ -326,7 +355,7 @@ def test_redis_is_the_one_that_the_head_is_told_of():
 @overlays
 def test_secrets_are_named_and_explained(overlay):
     named = set(_named(built(overlay), {"secretKeyRef": "name", "secret": "secretName"}))
-    assert named == {"specdec-hub"} | ({"specdec-api-keys", "specdec-redis"} if overlay == "prod" else set())
+    assert named == {"specdec-hub"} | ({"specdec-api-keys", "specdec-redis"} if overlay in PROD else set())
     text = (K8S / "README.md").read_text()
     assert all(f"secret generic {name}" in text for name in named)
 

