@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from ipaddress import ip_address
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from cluster.chat_demo import NAME as CHAT_MODEL
 from cluster.limits import Access, Limits, ResponsesStore, Tls
 from cluster.lora import LoraConfig
 from cluster.models import DraftConfig, TargetConfig
 from cluster.replicas import Replicas
 from cluster.strict import StrictModel, refused_key
 from cluster.tracing import Tracing
+from cluster.values import ImportStrings, ReasoningTags, Switch, ToolParser
 from specdec.engine.emulation import StepCost, parse_step_costs
 from specdec.protocol.branches import BRANCHES_IN_ALL
 from specdec.protocol.leases import Times
@@ -22,68 +23,11 @@ from specdec.sampling.validation import MAX_NUM_SPECULATIVE_TOKENS
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
-Demo = Literal["plain", "hybrid"]
-"""A demo target: of attention alone, or of recurrent layers and attention. The draft is the same."""
-DEMO_MODEL_NAMES: dict[Demo, str] = {"plain": "specdec-demo", "hybrid": "specdec-demo-hybrid"}
+Demo = Literal["plain", "hybrid", "chat"]
+"""A demo target: of attention alone, or of recurrent layers and attention, with one draft; or one that talks."""
+DEMO_MODEL_NAMES: dict[Demo, str] = {"plain": "specdec-demo", "hybrid": "specdec-demo-hybrid", "chat": CHAT_MODEL}
 
 NAME_A_MODEL = "name a model, or ask for the demo pair with demo: plain"
-
-_IMPORT_STRING = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
-
-
-def import_strings(value: Any) -> Any:
-    """Read a list of import strings; on a command line they are separated by commas.
-
-    Raises:
-        ValueError: One is not of the form ``package.module:name``.
-    """
-    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
-    if not isinstance(names, (list, tuple)) or not all(
-        isinstance(name, str) and _IMPORT_STRING.fullmatch(name) for name in names
-    ):
-        raise ValueError("must be a list of import strings of the form 'package.module:name'")
-    return tuple(names)
-
-
-ImportStrings = Annotated[tuple[str, ...], BeforeValidator(import_strings)]
-
-
-def switch(value: Any) -> Any:
-    """Read ``on`` and ``off``, which YAML takes for true and false."""
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
-
-
-Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(switch)]
-
-TOOL_PARSERS = ("auto", "hermes", "llama3", "response_template")
-
-
-def tool_parser(value: Any) -> str:
-    """Read the name of a parser of tool calls, or its import string.
-
-    Raises:
-        ValueError: It is neither.
-    """
-    if isinstance(value, str) and (value in TOOL_PARSERS or _IMPORT_STRING.fullmatch(value)):
-        return value
-    raise ValueError(f"must be one of {', '.join(TOOL_PARSERS)}, or an import string, 'package.module:name'")
-
-
-def reasoning_tags(value: Any) -> str:
-    """Read the tags around reasoning, with a comma between them, ``auto`` or ``none``.
-
-    Raises:
-        ValueError: It is none of these.
-    """
-    if isinstance(value, str):
-        begin, comma, end = (part.strip() for part in value.partition(","))
-        if value in ("auto", "none") or (begin and comma and end and "," not in end):
-            return value
-    raise ValueError("must be 'auto', 'none', or two tags with a comma between them, as in '<think>,</think>'")
-
-
-ToolParser = Annotated[str, BeforeValidator(tool_parser)]
-ReasoningTags = Annotated[str, BeforeValidator(reasoning_tags)]
 
 MOST_DRAFT_TOKENS = 16
 """Longest draft that ``auto`` chooses; a whole number may be larger."""
@@ -165,7 +109,9 @@ class AppArgs(StrictModel):
     """Arguments of the application's builder: what to serve and how; where to listen is the launcher's matter."""
 
     demo: Demo = Field(
-        "plain", description="demo target where no target is given: attention alone, or recurrent layers and attention"
+        "plain",
+        description="demo target where no target is given: attention alone; recurrent layers and attention; or, for "
+        "specdec serve, a model of 135M parameters that talks, made once from a package of 93 MB",
     )
     target: TargetConfig = Field(default_factory=TargetConfig, description="the model that answers")
     draft: DraftConfig = Field(default_factory=DraftConfig, description="the model that proposes; none: no speculation")

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from cluster.chat_demo import MODEL, NAME, UnavailableError, chat_demo_folder, make_model
 from cluster.config import AppArgs
+from cluster.identity import model_dtype
 from cluster.models import ModelConfig
 from specdec.errors import InvalidParameterError
 
@@ -40,12 +42,30 @@ def fetch_models(args: A, report: Callable[[str], None]) -> A:
             f"draft.pool: {args.draft.pool} is another application of a Ray cluster, and on one machine there is none: "
             "name a draft model",
         )
+    if args.demo == "chat":
+        return _chat_demo(args, report)
     pinned = {}
     for role, model in (("target", args.target), ("draft", args.draft)):
         if model.model is not None:
             commit = _fetch(f"{role}.model", model.model, model, report)
             pinned[role] = model if commit is None else model.model_copy(update={"revision": commit})
     return args.model_copy(update=pinned)
+
+
+def _chat_demo(args: A, report: Callable[[str], None]) -> A:
+    """The chat demo as any other target, which is made where it is not there."""
+    folder = chat_demo_folder()
+    if not folder.is_dir():
+        report(f"making {NAME} in {folder} from the package {MODEL}: 93 MB, once")
+    try:
+        make_model(folder)
+    except UnavailableError as error:
+        raise InvalidParameterError("demo", f"demo: chat cannot be had: {' '.join(str(error).split())}") from None
+    target = args.target.model_copy(update={"model": str(folder), "dtype": model_dtype(args, args.target)})
+    # Looked up alone: no draft model is there.
+    draft = args.draft.model_copy(update={"method": "lookup"})
+    named = args.served_model_name or NAME
+    return args.model_copy(update={"demo": "plain", "target": target, "draft": draft, "served_model_name": named})
 
 
 def check_models(args: AppArgs, warn: Callable[[str], None]) -> None:

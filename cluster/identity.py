@@ -10,6 +10,7 @@ import specdec.demo
 from cluster.config import AppArgs, Demo
 from cluster.models import Dtype, ModelConfig, TargetConfig
 from specdec.engine.vllm.checks import VERSION
+from specdec.errors import InvalidParameterError
 from specdec.models.fingerprint import digest, model_fingerprint, torchao_version, vocabulary_fingerprint
 from specdec.types import Fingerprints
 
@@ -23,7 +24,13 @@ def demo_folder(name: str) -> Path:
 
 
 def target_path(args: AppArgs) -> str:
-    """Hub id or folder of the target."""
+    """Hub id or folder of the target.
+
+    Raises:
+        InvalidParameterError: It is the chat demo, which ``specdec serve`` makes a target like others.
+    """
+    if args.demo == "chat":
+        raise InvalidParameterError("demo", "demo: chat is for specdec serve; elsewhere use plain or hybrid")
     return args.target.model or str(demo_folder(DEMO_TARGETS[args.demo]))
 
 

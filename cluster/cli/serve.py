@@ -55,7 +55,7 @@ def serve(config: ServiceConfig, application: str = APPLICATION) -> int:
 
 def run_service(config: ServiceConfig, application: str) -> int:
     """Bring the service up, say how to use it, report its changes until a signal comes, and stop it."""
-    report = progress()
+    report, is_chat = progress(), config.demo == "chat"
     config = fetch_models(config, report)
     service = LocalService(config, report, application)
     try:
@@ -65,7 +65,9 @@ def run_service(config: ServiceConfig, application: str) -> int:
             service.wait_until_ready()
             report(f"ready: {config.model_name} at {service.url}/v1")
             page = f"\nSee how answers come about: {service.url}/ui\n" if config.app_args().ui == "on" else ""
-            say(f"\nTry it:\n  {curl_line(service.url, config.model_name)}\n{page}\nCtrl-C stops it.\n")
+            say(
+                f"\nTry it:\n  {curl_line(service.url, config.model_name, is_chat=is_chat)}\n{page}\nCtrl-C stops it.\n"
+            )
             service.watch()
         finally:
             stop_begun()
@@ -101,7 +103,14 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def curl_line(url: str, model: str) -> str:
+def curl_line(url: str, model: str, *, is_chat: bool) -> str:
     """A command that tries the service."""
-    body = json.dumps({"model": model, "prompt": "def fibonacci(n):", "max_tokens": 48, "temperature": 0})
-    return f"curl {url}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    body: dict[str, object] = {"model": model, "max_tokens": 80, "temperature": 0}
+    if is_chat:
+        path, body["messages"] = (
+            "chat/completions",
+            [{"role": "user", "content": "What is photosynthesis? Answer in one sentence."}],
+        )
+    else:
+        path, body["prompt"] = "completions", "def fibonacci(n):"
+    return f"curl {url}/v1/{path} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"

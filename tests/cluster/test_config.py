@@ -69,7 +69,7 @@ def test_an_unknown_key_is_refused_in_serves_own_arguments_too():
         ("num_speculative_tokens", 65, "'auto' or a whole number of tokens, at least 0 and at most 64"),
         ("num_speculative_tokens", "many", "'auto' or a whole number"),
         ("num_speculative_tokens", -1, "'auto' or a whole number"),
-        ("demo", "default", "'plain' or 'hybrid'"),
+        ("demo", "default", "'plain', 'hybrid' or 'chat'"),
         ("block_size", 0, "at least 1 and at most 1024"),
         ("max_model_len", 1, "at least 2"),
         ("limits.max_body_bytes", 10, "at least 1024"),

@@ -19,7 +19,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import specdec.demo
-from tests.training import checkpoints, corpus, distill, evaluate, heads, models, mutual, one_pass, target, tokens
+from cluster.chat_demo import chat_demo_folder, make_model
+from tests.training import chat, checkpoints, corpus, distill, evaluate, heads, models, mutual, one_pass, target, tokens
 from tests.training.loop import Plan
 from tests.training.optimizers import Rates
 
@@ -140,6 +141,14 @@ def _add_heads(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     whole.add_argument("--steps", type=int, default=3000)
     whole.add_argument("--num-windows", type=int, default=evaluate.Extent().num_windows)
     whole.set_defaults(run=_one_pass)
+    talks = commands.add_parser(
+        "chat", help="let the chat demo's model write chats, and teach two layers of its own what it says; export them"
+    )
+    _add_training_flags(talks)
+    talks.add_argument("--target", type=Path, default=chat_demo_folder(), help="the model's folder; made where absent")
+    talks.add_argument("--num-chats", type=int, default=2048)
+    talks.add_argument("--steps", type=int, default=3000)
+    talks.set_defaults(run=_chat)
 
 
 def _add_training_flags(parser: argparse.ArgumentParser) -> None:
@@ -271,6 +280,17 @@ def _one_pass(options: argparse.Namespace) -> None:
     for temperature, shares in figures.items():
         shown = " / ".join(f"{share:.3f}" for share in shares)
         logging.info("one pass after %.2fM tokens, T=%g: %s", reached.num_tokens / 1e6, temperature, shown)
+
+
+def _chat(options: argparse.Namespace) -> None:
+    on, tokenizer = chat.load_target(make_model(options.target)), AutoTokenizer.from_pretrained(options.target)
+    writing = chat.Writing(options.num_chats, options.window_tokens)
+    chat.write_chats(on, tokenizer, writing, options.work)
+    chats = chat.read_chats(options.work, options.window_tokens, on.config.hidden_size)
+    reached = chat.train_chat(on, chats, _plan(options, options.steps), _rates(options), _path(options, "chat"))
+    chat.export_layers(reached.model, options.work / "pair" / "chat")
+    for temperature, share in chat.acceptance(reached.model, on, chats).items():
+        logging.info("chat draft after %.2fM tokens, T=%g: %.3f", reached.num_tokens / 1e6, temperature, share)
 
 
 def _export(options: argparse.Namespace) -> None:

