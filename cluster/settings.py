@@ -11,7 +11,7 @@ from types import MappingProxyType
 from specdec.errors import InvalidParameterError
 
 RAY_SETTINGS = {
-    # Unary calls over Serve's gRPC transport cost half of those over actor calls, and stream items a quarter.
+    # Calls and stream items over Serve's gRPC transport cost less than those over actor calls.
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     # A replica's own loop carries its messages: no hand-over from thread to thread, each of which waits for a core.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",

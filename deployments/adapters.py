@@ -84,7 +84,8 @@ def allowed_path(config: LoraConfig, path: str, parameter: str) -> str:
             return str(found)
     if config.hub and _HUB_ID.fullmatch(path) and not Path(path).exists():
         return path
-    allowed = [f"a folder in {config.folder}"] * (config.folder is not None) + ["a hub id"] * config.hub
+    allowed = [f"a folder in {config.folder}"] if config.folder is not None else []
+    allowed += ["a hub id"] if config.hub else []
     raise InvalidParameterError(parameter, f"{parameter} must be {' or '.join(allowed)}")
 
 

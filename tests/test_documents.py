@@ -20,7 +20,9 @@ from cluster.cli.main import build_parser
 from cluster.config import ServiceConfig
 from cluster.config_files import config_keys
 from cluster.identity import demo_folder
+from cluster.live import LIVE_KEYS
 from cluster.strict import validated
+from deployments.metrics.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted(
@@ -146,3 +148,22 @@ def test_clients_are_listed_at_the_versions_that_are_tested() -> None:
     lowest = {name: version for name, _, rest in reversed(tested) for version in [rest.split(",")[0]]}
     assert listed
     assert [name for name, version in listed.items() if not f"{lowest.get(name)}.".startswith(f"{version}.")] == []
+
+
+def test_metrics_that_documents_name_exist() -> None:
+    known = {family.series for family in FAMILIES} | {"specdec_scrape_failures_total"}
+    named = {span for path in DOCUMENTS for span in re.findall(r"`(specdec_[a-z_]+)`", path.read_text())}
+    assert len(named) > 20
+    assert {one for one in named if re.sub(r"_(bucket|sum|count)$", "", one) not in known} == set()
+
+
+def test_the_keys_that_restart_nothing_are_listed() -> None:
+    sentence = (ROOT / "cluster/README.md").read_text().split("These keys restart nothing")[1].split(". ")[0]
+    assert re.findall(r"`([a-z_]+)`", sentence)[1:] == list(LIVE_KEYS)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name)
+def test_a_body_that_curl_sends_is_said_to_be_json(path: Path) -> None:
+    text = path.read_text().replace("\\\n", " ")
+    for command in re.findall(r"^ *(curl .*? -d .*)$", text, flags=re.MULTILINE):
+        assert "Content-Type: application/json" in command

@@ -81,7 +81,7 @@ def _target_args(step: TargetStep) -> Event:
 
 def _draft_args(step: DraftStep) -> Event:
     return {
-        "rows": sum(row.num_branches + bool(row.num_ahead) for row in step.rows),
+        "rows": sum(row.num_branches + min(row.num_ahead, 1) for row in step.rows),
         "tokens per row": 1,
         "branches": sum(row.num_branches for row in step.rows),
         "log lengths": [row.base for row in step.rows],

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 _MODEL = "the model comes first: specdec serve MODEL --draft MODEL"
 _MEMORY = "use --target-kv-memory and --draft-kv-memory: a fraction of what is free, or an amount such as 8GiB"
-_PARALLEL = "one process runs each model; use --target-device-map auto to spread a large model over several GPUs"
-_QUANTIZATION = "quantization is taken from the checkpoint: serve one that is quantized"
+_PARALLEL = (
+    "use --target-device-map auto to spread a model over several GPUs, or --target-engine vllm with "
+    "--target-engine-args '{tensor_parallel_size: N}'"
+)
+_QUANTIZATION = "use --target-quantization and --draft-quantization; a checkpoint that is quantized needs neither"
 _LENGTH = "use --max-model-len"
-_SEQUENCES = "use --max-num-sequences"
+_SEQUENCES = "use --max-num-sequences, for whose whole length the cache has room at most"
 _DRAFT = "use --draft MODEL"
 _DRAFT_LENGTH = "use --num-speculative-tokens"
 
-_INSTEAD = {
+INSTEAD = {
     "--model": _MODEL,
     "--model-path": _MODEL,
     "-m": _MODEL,
@@ -54,15 +57,19 @@ _INSTEAD = {
     "--speculative-num-steps": _DRAFT_LENGTH,
     "--n-gpu-layers": "use --target-device cuda or cpu",
     "-ngl": "use --target-device cuda or cpu",
+    "--enable-lora": "use --lora-adapters, or --lora-folder for those that are loaded while it runs",
+    "--lora-modules": "use --lora-adapters",
+    "--max-loras": "use --lora-max-loras",
+    "--api-key": "use --access-api-keys-file, or the variable SPECDEC_API_KEYS",
+    "--tool-call-parser": "use --tool-parser",
+    "--enable-auto-tool-choice": "tool_choice: auto is always on",
+    "--reasoning-parser": "use --reasoning-tags",
+    "--chat-template-file": "use --chat-template",
     "--threads": "use --actors-target-num-cpus",
 }
+"""By the flag of another server, what to use."""
 
 
 def advice(flag: str) -> str | None:
     """What to use in place of another server's flag; None for a flag of nobody."""
-    return _INSTEAD.get(flag)
-
-
-def foreign_flags() -> tuple[str, ...]:
-    """All flags of other servers that :func:`advice` knows."""
-    return tuple(_INSTEAD)
+    return INSTEAD.get(flag)

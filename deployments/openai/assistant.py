@@ -42,7 +42,7 @@ class Reading:
 
 
 class Assistant:
-    """Of one request.
+    """What the assistant says in answer to one request.
 
     Args:
         api: The parts of the API.

@@ -29,7 +29,7 @@ _MOST_SHOWN = 256
 """Characters of a model's name that an error repeats."""
 _MOST_NAMED = 16
 _QUICK_CHARACTERS = 1 << 14
-"""Texts up to this long are tokenized on the event loop: it takes about a millisecond."""
+"""Texts up to this long are tokenized on the event loop: a thread would cost more."""
 _CHARACTERS_PER_LOGPROB = 16
 """About as many are tokenized in the time that it takes to write one log probability, or to place one token."""
 

@@ -140,7 +140,7 @@ class SequenceObserver:
         self._num_undelivered = 0
         self._gauge = metrics.num_waiting.labels(model)
         self._gauge.inc()
-        # Looked up once: a series is found by its labels in some microseconds, and tokens come in every round.
+        # Looked up once: tokens come in every round.
         self._inter_token_latency = metrics.inter_token_latency.labels(model)
         self._num_generation_tokens = metrics.num_generation_tokens.labels(model, key)
         self._num_discarded_tokens = metrics.num_discarded_tokens.labels(model)

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from deployments.openai.errors import INVALID, ApiError, dotted
 
 _QUICK_BYTES = 1 << 14
-"""Bodies up to this long are parsed and checked on the event loop: it takes a few milliseconds at most."""
+"""Bodies up to this long are parsed and checked on the event loop: a thread would cost more."""
 _MOST_FIELDS = 1 << 14
 """Of one body, those of the objects in it included."""
 

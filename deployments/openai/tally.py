@@ -36,7 +36,8 @@ class RoundTally:
         """Take the notes of the next tokens and return the rounds that are now complete."""
         complete = []
         for letter, num_drafted in zip(notes.how, notes.num_drafted, strict=True):
-            self._num_accepted += letter in ACCEPTED
+            if letter in ACCEPTED:
+                self._num_accepted += 1
             if num_drafted:
                 complete.append(Round(num_drafted, self._num_accepted))
                 if letter in PREDICTED:

@@ -59,8 +59,8 @@ def process_board() -> ReplicaBoard:
 class Discovery:
     """Watches one deployment, which must have the ``PinningRequestRouter``.
 
-    Event driven: Serve's controller pushes the list of running replicas to every handle, within milliseconds of a
-    change that it knows of. A replica that is shutting down is not listed any more.
+    Event driven: Serve's controller pushes the list of running replicas to every handle, as soon as it knows
+    of a change. A replica that is shutting down is not listed any more.
 
     Args:
         deployment: Name of the deployment; it may come into being later.

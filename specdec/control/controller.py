@@ -106,7 +106,7 @@ class Controller:
             self._groups[worker].guesses_reported(hits, misses)
 
     def echoed(self, worker: str, seconds: float) -> None:
-        """So long after a renewal was sent to a worker its answer came."""
+        """A worker answered a renewal so long after it was sent."""
         if worker in self._workers:
             self._workers[worker].echoed(seconds)
 

@@ -43,9 +43,11 @@ def tally(how: str, num_drafted: Sequence[int]) -> tuple[int, int, int]:
     """
     num_rounds = num_judged = accepted = 0
     for letter, drafted in zip(how, num_drafted, strict=True):
-        accepted += letter == "a"
+        if letter == "a":
+            accepted += 1
         if drafted or letter not in ACCEPTED:
             num_rounds += 1
-            num_judged += accepted + (accepted < drafted) if letter in "acb" else 0
+            if letter in "acb":
+                num_judged += min(accepted + 1, drafted)
             accepted = 0
     return num_rounds, how.count("a"), num_judged

@@ -72,7 +72,7 @@ class Group:
         self._factors[key] = factor.add(num_tokens / num_rows, num_expected / num_rows), now_s
 
     def rested(self, num_rounds: int) -> None:
-        """So many rounds of a sequence that drafts nothing."""
+        """A sequence went through rounds in which it drafts nothing."""
         self._rest_rounds -= num_rounds
 
     def probed(self, num_rounds: int) -> None:

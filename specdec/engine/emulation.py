@@ -48,9 +48,9 @@ class Clock(Protocol):
 class RealClock:
     """The machine's own clock.
 
-    The kernel ends a sleep late, mostly by 0.1 to 0.3 ms on a virtual machine, which is much of a short step. So a
-    sleep is asked to end earlier by what the last ones were late, and the rest is spent looking at the clock, giving
-    way to whoever else wants the core or the interpreter.
+    The kernel ends a sleep late, by a good part of a short step. So a sleep is asked to end earlier by what the last
+    ones were late, and the rest is spent looking at the clock, giving way to whoever else wants the core or the
+    interpreter.
     """
 
     def __init__(self) -> None:
@@ -70,21 +70,6 @@ class RealClock:
             self._usual_lateness_s += (min(late_s, _MOST_LATENESS_S) - self._usual_lateness_s) / 8
         while time.monotonic() < due_s:
             time.sleep(0)
-
-
-class VirtualClock:
-    """A clock that only sleeping moves, for simulations and tests: computing takes no time by it."""
-
-    def __init__(self) -> None:
-        self._now_s = 0.0
-
-    def now_s(self) -> float:
-        """See :meth:`Clock.now_s`."""
-        return self._now_s
-
-    def sleep(self, duration_s: float) -> None:
-        """See :meth:`Clock.sleep`."""
-        self._now_s += duration_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +240,8 @@ class EmulatedDrafter(ForwardingDrafter):
         device, decided, waiting = self.device, Status.DECIDED, Status.WAITING
         for job, result in zip(jobs, results, strict=True):
             status = result.status
-            num_rows += status is not waiting
+            if status is not waiting:
+                num_rows += 1
             if status is decided:
                 length = len(job.tokens)
                 if job.fork_of is not None:

@@ -138,7 +138,7 @@ class SequenceStates:
         self.num_reread_tokens += max(0, length - len(sequence))
 
     def keep_path(self, key: str, start: int, path: Sequence[int]) -> None:
-        """Of the tree that was cached from position ``start`` on keep one path: see :meth:`ModelRunner.keep_path`."""
+        """Keep one path of the tree that was cached from position ``start`` on: see :meth:`ModelRunner.keep_path`."""
         self._runner.keep_path(self._sequences[key], start, path)
 
     def keep_prefix(self, key: str, verified_length: int) -> None:

@@ -89,7 +89,7 @@ class BlockPool:
         tail, offset = divmod(len(sequence.tokens), self.block_size)
         writes_into_tail = bool(offset) and length > len(sequence.tokens)
         copies_tail = writes_into_tail and self._num_users[blocks[tail]] > 1
-        if num_missing + copies_tail > self.num_free:
+        if num_missing + (1 if copies_tail else 0) > self.num_free:
             return False
         if copies_tail:
             self._copy_on_write(blocks, tail)
@@ -108,7 +108,8 @@ class BlockPool:
         tail, offset = divmod(len(sequence.tokens), self.block_size)
         copies_tail = bool(offset) and length > len(sequence.tokens)
         copies_tail = copies_tail and self._num_users[blocks[tail]] - held[blocks[tail]] > 1
-        return max(0, self.blocks_for(length) - len(blocks)) + copies_tail <= self.num_free + num_freed
+        num_missing = max(0, self.blocks_for(length) - len(blocks))
+        return num_missing + (1 if copies_tail else 0) <= self.num_free + num_freed
 
     def is_reserved(self, sequence: CachedSequence, length: int) -> bool:
         """Whether positions from the sequence's end up to ``length`` can be written: the room is there, and its own."""

@@ -30,7 +30,7 @@ class Int8Product(QuantizedProduct):
     """Weights in int8 with a scale for each row."""
 
     def _pack(self, weights: Sequence[Any]) -> torch.Tensor:
-        # Rounded as the kernel wants them: an eighth of the error that the weights have by theirs.
+        # Rounded as the kernel wants them: an error far below that of the weights.
         self._scales = torch.cat([weight.scale.flatten() for weight in weights]).to(torch.bfloat16)
         self._multiply = torch.ops.aten._weight_int8pack_mm.default
         return torch.cat([weight.qdata for weight in weights])

@@ -120,7 +120,8 @@ class DrafterMachine(WorkerMachine[DraftRow]):
                 self.counters.num_offers += 1
                 if row.span is not None:
                     row.span.add(num_offers=1)
-        self.counters.num_steps += worked
+        if worked:
+            self.counters.num_steps += 1
         return worked
 
     def report(self) -> dict[str, float]:
@@ -166,8 +167,10 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         timed: dict[str, DraftRow] = {}
         for (row, branch, _, job), proposal in zip(tasks, proposals, strict=True):
             is_waiting = proposal.status is Status.WAITING
-            num_waiting += is_waiting
-            self._num_waiting += is_waiting and branch is None
+            if is_waiting:
+                num_waiting += 1
+                if branch is None:
+                    self._num_waiting += 1
             if branch is not None:
                 branch.is_waiting = is_waiting
             elif not is_waiting:
@@ -308,7 +311,8 @@ class DrafterMachine(WorkerMachine[DraftRow]):
             row.span.add(num_kept_tokens=end - start)
         if row.spec.sampling.acceptance == "coupled":
             self.counters.num_right_tokens += end - start
-            self.counters.num_wrong_tokens += end < len(row.log) and len(row.path) > 0
+            if end < len(row.log) and len(row.path) > 0:
+                self.counters.num_wrong_tokens += 1
         return end
 
     def _promote(self, row: DraftRow, branch: Branch) -> None:

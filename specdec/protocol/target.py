@@ -69,7 +69,8 @@ class TargetMachine(WorkerMachine[TargetRow]):
         self._num_waiting = 0
         worked = any(self._verify(batch, now_s) for batch in self._groups.batches(rows))
         self._repeat(now_s)
-        self.counters.num_steps += worked
+        if worked:
+            self.counters.num_steps += 1
         return worked
 
     def report(self) -> dict[str, float]:
@@ -138,14 +139,17 @@ class TargetMachine(WorkerMachine[TargetRow]):
 
     def _commit(self, row: TargetRow, result: Verification, source: DraftSource, now_s: float) -> None:
         start, run = len(row.log), result.run
-        self.counters.num_late_rounds += not result.num_drafted and self._wants_draft(row)
+        if not result.num_drafted and self._wants_draft(row):
+            self.counters.num_late_rounds += 1
         if row.held_s is not None:
             self.counters.draft_wait_s += now_s - row.held_s
         count, row.finish = row.ending.walk(start, run)
         row.log.extend(run if count == len(run) else run[:count])
         row.own_draft = result.next_draft
-        self.counters.num_branch_hits += row.foreseen is True
-        self.counters.num_branch_misses += row.foreseen is False
+        if row.foreseen is True:
+            self.counters.num_branch_hits += 1
+        elif row.foreseen is False:
+            self.counters.num_branch_misses += 1
         row.round_start, row.foreseen, row.held_s = start, None, None
         if row.finish is not None:
             self._backend.release(row.seq)
@@ -284,7 +288,8 @@ class TargetMachine(WorkerMachine[TargetRow]):
 
     def _drop_offer(self, row: TargetRow, kept: KeptOffer) -> None:
         row.offers.remove(kept)
-        self.counters.num_stale_offers += not kept.is_used
+        if not kept.is_used:
+            self.counters.num_stale_offers += 1
 
     def _draft(self, row: TargetRow, now_s: float) -> Draft | None:
         """What a row has verified in this step: of a long match what follows it, else of an offer.
@@ -323,7 +328,8 @@ class TargetMachine(WorkerMachine[TargetRow]):
         most = min(row.plan.num_draft_tokens, self._room(row))
         if chosen is None or min(most, len(best.tokens)) <= at_least:
             return NO_DRAFT
-        self.counters.num_used_offers += not chosen.is_used
+        if not chosen.is_used:
+            self.counters.num_used_offers += 1
         chosen.is_used = True
         return best.first(most)
 

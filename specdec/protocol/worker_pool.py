@@ -127,7 +127,8 @@ class WorkerPool:
         if worker is not None:
             worker.num_links -= 1
         was_open = link.worker is not None
-        link.n += was_open
+        if was_open:
+            link.n += 1
         link.worker, link.is_replanned = None, False
         return was_open
 

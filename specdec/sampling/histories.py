@@ -151,7 +151,7 @@ class Histories:
 
 
 def agreeing(a: list[int], b: list[int]) -> int:
-    """Length of the longest common prefix, by comparing slices: about twice the time of one comparison."""
+    """Length of the longest common prefix, by comparing slices, which Python does without a loop of its own."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high

@@ -102,8 +102,11 @@ class Matchers:
         """
         draft = _to_end(draft, spec.eos_token_ids)
         count = self._num_allowed(spec, tokens, draft)
-        self.num_forbidden_draft_tokens += count < len(draft)
-        return draft[: count + (spec.sampling.acceptance == "rejection")]
+        if count < len(draft):
+            self.num_forbidden_draft_tokens += 1
+            if spec.sampling.acceptance == "rejection":
+                count += 1
+        return draft[:count]
 
     def forced(self, spec: SequenceSpec, tokens: list[int], most: int) -> Tokens:
         """The tokens of which each is the only one that its mask allows, ``most`` at most: a draft without a model."""

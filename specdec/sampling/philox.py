@@ -60,7 +60,7 @@ def philox(counter: Words, key: Tensor) -> Words:
     steps = torch.tensor(_KEY_STEPS, device=key.device) * torch.arange(_NUM_ROUNDS, device=key.device).unsqueeze(1)
     keys = ((key + steps.view(_NUM_ROUNDS, 2, 1, 1)) & _LOW_32_BITS).unbind()
     c0, c1, c2, c3 = counter
-    # As operands, zero-dimensional CPU tensors cost half of what Python numbers do, and enter CUDA kernels as scalars.
+    # As operands, zero-dimensional CPU tensors cost less than Python numbers do, and enter CUDA kernels as scalars.
     multiplier0, multiplier1 = (torch.tensor(value) for value in _MULTIPLIERS)
     mask, half = torch.tensor(_LOW_32_BITS), torch.tensor(32)
     # c1 and c3 carry garbage above bit 31, which is masked away where it would matter. The first rounds work on the

@@ -22,7 +22,7 @@ _TOKEN_IDS = re.compile(r"<\[[^\]]*\]>")
 
 
 def takes_too_much(text: str, most_cpu_s: int = _MOST_CPU_S) -> bool:
-    """Whether a grammar takes more than 3 s of processor time, or 2 GiB, to compile; it may be wrong otherwise.
+    """Whether a grammar takes more processor time or memory to compile than it may; it may be wrong otherwise.
 
     Args:
         text: In llguidance's own form.

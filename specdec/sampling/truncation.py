@@ -85,7 +85,7 @@ def _nucleus(scaled: Tensor, ordered: Tensor, by_k: Tensor, top_p: Tensor) -> tu
 def _largest(values: Tensor, num: int) -> Tensor:
     """The ``num`` largest of each row of float32 [N, V], in descending order: [N, num].
 
-    On a CPU numpy's vectorized selection and sort take a tenth of the time of torch's.
+    On a CPU numpy selects and sorts in vectors, torch does not.
     """
     if values.device.type != "cpu":
         return values.topk(num, dim=1).values

@@ -1,6 +1,6 @@
 """Step times of a pair by batch and draft length: ``python -m tests.bench.steps [--streams 1,8] [KEY ...]``.
 
-The keys are those of ``specdec serve``; README's tables of step times and of v(K) come from here.
+The keys are those of ``specdec serve``.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import yaml
 from cluster.cli import main
 from cluster.cli.flags import add_config_flags, add_model_argument, config_overrides, flag_of
 from cluster.cli.main import COMMANDS, build_parser
-from cluster.cli.other_servers import advice, foreign_flags
+from cluster.cli.other_servers import INSTEAD, advice
 from cluster.config import ServiceConfig
 from cluster.config_files import config_keys, load_config
 from cluster.launch import check_port
@@ -233,7 +233,7 @@ def test_the_configuration_in_force_can_be_printed_and_read_again(tmp_path, caps
     assert load_config(tmp_path / "again.yaml").draft.model == "d"
 
 
-@pytest.mark.parametrize("flag", foreign_flags())
+@pytest.mark.parametrize("flag", INSTEAD)
 def test_flags_of_other_servers_are_answered_with_what_to_use(flag, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["serve", flag, "x"])
@@ -243,7 +243,7 @@ def test_flags_of_other_servers_are_answered_with_what_to_use(flag, capsys):
 
 def test_what_other_servers_flags_are_answered_with_exists():
     known = {flag_of(key) for key, _ in config_keys()}
-    named = {word.strip(",:;") for flag in foreign_flags() for word in advice(flag).split() if word.startswith("--")}
+    named = {word.strip(",:;") for flag in INSTEAD for word in advice(flag).split() if word.startswith("--")}
     assert named <= known
 
 

@@ -67,7 +67,7 @@ class Mamba1(Scan):
             yield output, after
 
     def few(self, inputs: Tensors, reads: Tensors, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As many tokens."""
+        """Like :meth:`whole`: a scan is a scan, however few tokens it has."""
         return self.whole(inputs, reads, state)
 
     def neutral(self, inputs: Tensors, is_padding: torch.Tensor) -> Tensors:

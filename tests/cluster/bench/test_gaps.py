@@ -5,13 +5,13 @@ from __future__ import annotations
 from cluster.bench.compare import Comparison, Mode, Work
 from cluster.bench.measures import Arrival, Run, Stream
 from cluster.bench.summary import summarize
-from specdec.engine.emulation import VirtualClock
 from specdec.engine.observed import ObservedTarget
 from specdec.engine.scripted import Script, ScriptedTarget
 from specdec.engine.timing import StepReport
 from specdec.protocol.backends import VerifyJob
 from specdec.protocol.marks import TokenLog
 from specdec.sampling.params import SamplingParams, SequenceSpec
+from tests.clock import VirtualClock
 
 SPEC = SequenceSpec(SamplingParams(), 0, 1, 100)
 MODES = (Mode("in turn", 4, "in_turn"), Mode("outcomes", 4, "outcomes"))

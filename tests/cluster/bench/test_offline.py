@@ -11,10 +11,11 @@ from cluster.bench.summary import Row, summarize
 from cluster.config import AppArgs
 from cluster.doubles import scripted_pair
 from specdec.control.ways import expected_tokens
-from specdec.engine.emulation import EmulatedDevice, EmulatedTarget, StepCost, VirtualClock
+from specdec.engine.emulation import EmulatedDevice, EmulatedTarget, StepCost
 from specdec.errors import InvalidParameterError
 from specdec.sampling.philox import derive_seed
 from tests.bench.limits import ScriptedPair
+from tests.clock import VirtualClock
 
 
 def pair(acceptance_rate: float, costs: str = "target=30,draft=3") -> Pair:

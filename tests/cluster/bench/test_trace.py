@@ -16,9 +16,9 @@ from cluster.bench.offline import Pair, load_pair
 from cluster.bench.perfetto import trace_events, write_trace
 from cluster.bench.trace import TracedRun, TracingRunner, check_trace, hops, within
 from cluster.config import AppArgs
-from specdec.engine.emulation import VirtualClock
 from specdec.engine.trace import ClockReading, MessageEvent, TargetStep, VerifiedRow, WorkerTrace
 from specdec.errors import InvalidParameterError
+from tests.clock import VirtualClock
 
 Event = dict[str, Any]
 

@@ -79,6 +79,16 @@ def test_a_prompt_is_read_beside_drafts_that_would_take_all_room(chunk: int) -> 
     assert num_steps == {1: 8, 4: 8, 16: 2}[chunk]
 
 
+def test_a_first_token_comes_with_the_first_step_that_has_room_for_its_prompt() -> None:
+    target = backend(ModelTarget, make_model("llama"), chunk=20)
+    waiting, came = list(range(6)), []
+    while waiting:
+        results = target.verify([verify_job(i) for i in waiting])
+        came.append([i for i, result in zip(waiting, results, strict=True) if result.status is Status.DECIDED])
+        waiting = [i for i in waiting if i not in came[-1]]
+    assert came == [[0, 1], [2, 3, 4], [5]], "of 8 tokens each, in order of arrival, the third begun in the first step"
+
+
 def test_drafts_have_what_prompts_leave() -> None:
     target = decoding(1, chunk=16)
     results = target.verify([verify_job(0, 12, PROMPT_LENGTH + 1), verify_job(9, length=3)])

@@ -13,13 +13,13 @@ from specdec.engine.emulation import (
     EmulatedTarget,
     RealClock,
     StepCost,
-    VirtualClock,
     parse_step_costs,
 )
 from specdec.engine.scripted import Script, ScriptedDrafter, ScriptedTarget
 from specdec.protocol.backends import DraftJob, Proposal, Status, Verification, VerifyJob
 from specdec.protocol.marks import TokenLog
 from specdec.sampling.params import SamplingParams, SequenceSpec
+from tests.clock import VirtualClock
 
 SPEC = SequenceSpec(SamplingParams(), 5, 4, 50)
 SCRIPT = Script(1.0, 0.95, tuple(range(20)))

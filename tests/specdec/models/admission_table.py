@@ -1,4 +1,4 @@
-"""What the check at load finds on every tiny random model: a table for README and ARCHITECTURE.
+"""What the check at load finds on every tiny random model, as a table.
 
 python -m tests.specdec.models.admission_table
 """
