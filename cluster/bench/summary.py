@@ -19,7 +19,7 @@ from specdec.engine.stats import SpecStats
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SummaryRow:
     """One mode on one piece of work: medians over the rounds unless said otherwise.
 
     Attributes:
@@ -65,18 +65,18 @@ class Row:
     round_tokens_per_s: tuple[float, ...] = ()
 
 
-def summarize(comparison: Comparison) -> list[Row]:
+def summarize(comparison: Comparison) -> list[SummaryRow]:
     """A row per mode."""
     return [_row(comparison, i) for i in range(len(comparison.modes))]
 
 
-def _row(comparison: Comparison, index: int) -> Row:
+def _row(comparison: Comparison, index: int) -> SummaryRow:
     work, mode, runs = comparison.work, comparison.modes[index], comparison.runs[index]
     streams = [stream for run in runs for stream in run.streams]
     stats = sum((stream.stats for stream in streams), SpecStats())
     gaps = [gap for stream in streams for gap in token_gaps_s(stream.arrivals)]
     uses = [use for run in runs for use in run.devices.values()]
-    return Row(
+    return SummaryRow(
         prompts=work.prompts,
         temperature=work.temperature,
         num_streams=work.num_streams,

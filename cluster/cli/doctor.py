@@ -13,7 +13,7 @@ from cluster.config_files import load_config
 
 if TYPE_CHECKING:
     from cluster.doctor import Findings, ModelFindings
-    from cluster.machine import Machine
+    from cluster.machine import Hardware
     from cluster.placement import Placement
 
 USAGE = "[MODEL] [--draft MODEL] [--config FILE.yaml] [--json] [KEY ...]"
@@ -62,7 +62,7 @@ def report(findings: Findings) -> Iterator[str]:
     yield _line("verdict", "cannot be served" if findings.problems else "can be served")
 
 
-def machine_lines(machine: Machine) -> Iterator[str]:
+def machine_lines(machine: Hardware) -> Iterator[str]:
     """Versions and devices."""
     yield _line("versions", ", ".join(f"{name} {version}" for name, version in machine.versions.items()))
     yield _line("cores", str(machine.num_cpus))

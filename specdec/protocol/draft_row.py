@@ -17,7 +17,7 @@ class DraftRow(WorkerRow):
     """A sequence on a drafter.
 
     Attributes:
-        place: Those with the least are drafted first, and yield last where room is short.
+        priority: Those with the least are drafted first, and yield last where room is short.
         path: The chain: draft tokens after the log.
         tokens: Log and chain.
         branches: By position and token of their outcome, in the order in which they were forked.
@@ -48,13 +48,13 @@ class DraftRow(WorkerRow):
         "num_verified",
         "offered_end",
         "path",
-        "place",
+        "priority",
         "tokens",
     )
 
     def __init__(self, message: Open, max_model_len: int) -> None:
         super().__init__(message)
-        self.place = self.spec.arrival_s, self.seq
+        self.priority = self.spec.arrival_s, self.seq
         self.path = Path()
         self.tokens = list(self.log.tokens)
         self.branches: dict[tuple[int, int], Branch] = {}

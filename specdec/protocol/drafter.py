@@ -104,7 +104,7 @@ class DrafterMachine(WorkerMachine[DraftRow]):
             DeviceLostError: The backend can no longer be used.
         """
         self._expire(now_s)
-        rows = sorted(self._rows, key=attrgetter("place"))
+        rows = sorted(self._rows, key=attrgetter("priority"))
         self._share_branches(rows)
         for row in rows:
             self._branch_out(row)

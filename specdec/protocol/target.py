@@ -65,7 +65,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
         self._expire(now_s)
         if self._served is not None:
             self._served.read()
-        rows = sorted((row for row in self._rows if self._may_go_on(row)), key=attrgetter("place"))
+        rows = sorted((row for row in self._rows if self._may_go_on(row)), key=attrgetter("priority"))
         self._num_waiting = 0
         worked = any(self._verify(batch, now_s) for batch in self._groups.batches(rows))
         self._repeat(now_s)

@@ -39,7 +39,7 @@ class TargetRow(WorkerRow):
         lookup: Its own drafts; None where it has none.
 
     Attributes:
-        place: Those with the least are decided first, and yield last where room is short.
+        priority: Those with the least are decided first, and yield last where room is short.
         ending: Where it ends.
         finish: How it ended; None until then.
         reason: What went wrong, where it ended with an error.
@@ -63,12 +63,12 @@ class TargetRow(WorkerRow):
     __slots__ = (
         *("acked", "announced_s", "ending", "failed_length", "finish", "foreseen", "held_s", "is_cleared"),
         *("is_patient", "lookup", "needs_candidates", "notes", "num_failures", "offers", "own_draft"),
-        *("draft_intervals", "place", "reason", "round_start", "told_s"),
+        *("draft_intervals", "priority", "reason", "round_start", "told_s"),
     )
 
     def __init__(self, message: Open, max_model_len: int, lookup: LookUp | None = None) -> None:
         super().__init__(message)
-        self.place = self.spec.arrival_s, self.seq
+        self.priority = self.spec.arrival_s, self.seq
         self.ending = Ending.of(self.spec, max_model_len)
         self.finish: Finish | None = self.ending.of_log(self.log.tokens, self.spec.output_start)
         self.reason = ""

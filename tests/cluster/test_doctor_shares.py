@@ -8,7 +8,7 @@ import pytest
 import cluster.doctor
 from cluster.config import AppArgs
 from cluster.identity import demo_folder
-from cluster.machine import Gpu, Machine
+from cluster.machine import Gpu, Hardware
 from specdec.engine import build
 from specdec.errors import MemoryPlanError
 
@@ -42,7 +42,7 @@ def test_each_model_has_the_share_of_the_service(
         asked.append((Path(source.path).name, source.device, options.device_share))
         raise MemoryPlanError("only noted")
 
-    machine = Machine({}, 8, 1 << 40, 1 << 40, (Gpu("a GPU", 1 << 36, 1 << 36),) * num_gpus)
+    machine = Hardware({}, 8, 1 << 40, 1 << 40, (Gpu("a GPU", 1 << 36, 1 << 36),) * num_gpus)
     monkeypatch.setattr(cluster.doctor, "this_machine", lambda: machine)
     monkeypatch.setattr(build, "build_target", noted)
     roles = {role: {"model": str(demo_folder(role))} | args.get(role, {}) for role in ("target", "draft")}

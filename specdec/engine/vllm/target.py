@@ -296,7 +296,7 @@ class VllmTarget:
         )
 
     def _yield_room(self, jobs: Sequence[VerifyJob], requests: Sequence[Request], scheduled: SchedulerOutput) -> None:
-        """Whoever came last lets go of its blocks where somebody waits for some: vLLM does so for running ones alone."""
+        """Whoever came last lets go of its blocks where somebody waits: vLLM does so for running ones alone."""
         budget_left = self._scheduler.max_num_scheduled_tokens - scheduled.total_num_scheduled_tokens
         if scheduled.preempted_req_ids or budget_left <= self._max_draft:
             return

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from specdec.models.recurrent.scan import Scan, Tensors
-from specdec.models.recurrent.step import RowGroup, StateRow, StateStep
+from specdec.models.recurrent.step import ScanGroup, StateRow, StateStep
 from specdec.models.zeros import zeros
 
 TensorShape = tuple[tuple[int, ...], torch.dtype]
@@ -59,7 +59,7 @@ class Rescan:
         """Scan every row from its own state: outputs [1, N, ...]."""
         return step.by_groups(scan.inputs[0].device, lambda index, group: self._run_group(scan, step, index, group))
 
-    def _run_group(self, scan: Scan, step: StateStep, index: int, group: RowGroup) -> torch.Tensor:
+    def _run_group(self, scan: Scan, step: StateStep, index: int, group: ScanGroup) -> torch.Tensor:
         """Outputs [B, T, ...]."""
         lead = max(0, group.num_tokens - step.window.num_tokens)
         if not lead:
@@ -86,7 +86,7 @@ class Rescan:
         self._last.index_copy_(0, slots, state.float())
         return outputs[:, num_again:]
 
-    def _slots(self, step: StateStep, index: int, group: RowGroup) -> torch.Tensor:
+    def _slots(self, step: StateStep, index: int, group: ScanGroup) -> torch.Tensor:
         device = self._last.device
         return step.memo(("slots", index, device), lambda: torch.tensor([r.slot for r in group.rows], device=device))
 
@@ -134,14 +134,14 @@ class Rescan:
         is_beyond = torch.arange(most, device=device) >= lengths[:, None]
         return torch.tensor(places, dtype=torch.long, device=device), is_beyond
 
-    def _keep(self, scan: Scan, step: StateStep, index: int, group: RowGroup) -> None:
+    def _keep(self, scan: Scan, step: StateStep, index: int, group: ScanGroup) -> None:
         """Keep the inputs of each row's last tokens, position p at entry p mod twice the window."""
         device = self._last.device
         sources, places = step.memo(("kept", index, self._size, device), lambda: self._places(group, device))
         for pool, values in zip(self._inputs, scan.inputs, strict=True):
             pool.flatten(0, 1).index_copy_(0, places, values[0].index_select(0, sources))
 
-    def _places(self, group: RowGroup, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def _places(self, group: ScanGroup, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         sources: list[int] = []
         places: list[int] = []
         for row in group.rows:

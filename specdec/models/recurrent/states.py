@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from specdec.models.recurrent.scan import Scan
-from specdec.models.recurrent.step import RowGroup, StateStep
+from specdec.models.recurrent.step import ScanGroup, StateStep
 from specdec.models.zeros import zeros
 
 MIN_IN_PLACE_BYTES = 1 << 18
@@ -68,7 +68,7 @@ class EveryState:
             outputs += [output.unsqueeze(1) for output, _ in scan.steps(inputs, reads, state, places)]
         return torch.cat([output.to(outputs[-1].dtype) for output in outputs], dim=1)
 
-    def _run_group(self, scan: Scan, step: StateStep, index: int, group: RowGroup) -> torch.Tensor:
+    def _run_group(self, scan: Scan, step: StateStep, index: int, group: ScanGroup) -> torch.Tensor:
         """Outputs [B, T, ...]."""
         inputs, reads = (tuple(group.take(value) for value in values) for values in (scan.inputs, scan.reads))
         flat = self._pool.flatten(0, 1)
@@ -90,7 +90,7 @@ class EveryState:
         outputs.append(torch.stack(stepped, dim=1))
         return outputs[0] if len(outputs) == 1 else torch.cat([value.to(outputs[-1].dtype) for value in outputs], dim=1)
 
-    def _entries(self, group: RowGroup, device: torch.device) -> dict[int, tuple[torch.Tensor | None, torch.Tensor]]:
+    def _entries(self, group: ScanGroup, device: torch.device) -> dict[int, tuple[torch.Tensor | None, torch.Tensor]]:
         """For numbers of new tokens: the rows that have that many (None: all), and where their states are kept."""
         first_kept = max(1, group.num_tokens - (self._size - 1))
         entries: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}

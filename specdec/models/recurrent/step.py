@@ -44,7 +44,7 @@ class StateRow:
         return self.num_computed_tokens + self.num_new_tokens
 
 
-class RowGroup:
+class ScanGroup:
     """Rows that are scanned side by side: short ones filled up with their own last token, or a long one alone.
 
     Attributes:
@@ -104,17 +104,17 @@ class StateStep:
         value: _T = self._memo[kind]
         return value
 
-    def groups(self, device: torch.device) -> list[RowGroup]:
+    def groups(self, device: torch.device) -> list[ScanGroup]:
         """All rows: those no longer than the window in one group, each longer one alone."""
 
-        def make() -> list[RowGroup]:
+        def make() -> list[ScanGroup]:
             short = [row for row in self.rows if row.num_new_tokens <= self.window.num_tokens]
             long = [[row] for row in self.rows if row.num_new_tokens > self.window.num_tokens]
-            return [RowGroup(rows, device) for rows in ([short] if short else []) + long]
+            return [ScanGroup(rows, device) for rows in ([short] if short else []) + long]
 
         return self.memo(("groups", device), make)
 
-    def by_groups(self, device: torch.device, run: Callable[[int, RowGroup], torch.Tensor]) -> torch.Tensor:
+    def by_groups(self, device: torch.device, run: Callable[[int, ScanGroup], torch.Tensor]) -> torch.Tensor:
         """What ``run`` gives for each group, [B, T, ...], in the order of the step's tokens: [1, N, ...]."""
         groups = self.groups(device)
         results = [run(index, group) for index, group in enumerate(groups)]

@@ -7,7 +7,7 @@ import pytest
 from cluster.bench.compare import ALONE, Mode, Work, compare, parse_modes
 from cluster.bench.load import Workload
 from cluster.bench.offline import Pair, load_pair
-from cluster.bench.summary import Row, summarize
+from cluster.bench.summary import SummaryRow, summarize
 from cluster.config import AppArgs
 from cluster.doubles import scripted_pair
 from specdec.control.ways import expected_tokens
@@ -23,7 +23,7 @@ def pair(acceptance_rate: float, costs: str = "target=30,draft=3") -> Pair:
     return load_pair(args, clock=VirtualClock())
 
 
-def rows(pair: Pair, num_streams: int = 1, max_tokens: int = 20, lengths: tuple[int, ...] = (0, 4)) -> list[Row]:
+def rows(pair: Pair, num_streams: int = 1, max_tokens: int = 20, lengths: tuple[int, ...] = (0, 4)) -> list[SummaryRow]:
     modes = parse_modes(["in_turn"], lengths)
     work = Work("code", num_streams, max_tokens, 0.0)
     return summarize(compare(pair.run, modes, work, rounds=2, report=lambda line: None))

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from cluster.bench.report import Environment, Report, command_line, processor_name
-from cluster.bench.summary import Row
+from cluster.bench.summary import SummaryRow
 
-ROW = Row(
+ROW = SummaryRow(
     prompts="code",
     temperature=0.0,
     num_streams=2,
