@@ -14,27 +14,19 @@ from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from deployments.openai.context import Api
-from deployments.openai.errors import api_error
+from deployments.openai.errors import ClientGoneError, api_error
 from deployments.openai.generation import Generation, SampleDelta
 from deployments.openai.job import Job
 from deployments.openai.writing import Event, Writer
 
 _T = TypeVar("_T")
-_CLIENT_CLOSED_REQUEST = 499
-
-
-class ClientGoneError(Exception):
-    """The client has closed its connection."""
 
 
 async def answer(api: Api, job: Job, writer: Writer, request: Request) -> Response:
     """The answer to a job: a stream if it asks for one. Nothing is sent before every sequence was taken in."""
     if job.body.stream:
         return StreamedAnswer(api, job, writer)
-    try:
-        return await while_connected(request.receive, _whole(api, job, writer))
-    except ClientGoneError:
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+    return await while_connected(request.receive, _whole(api, job, writer))
 
 
 async def _whole(api: Api, job: Job, writer: Writer) -> Response:

@@ -90,15 +90,19 @@ class Assistant:
         """
         asked = asked_grammar(self._body)
         content = asked.grammar if asked is not None else None
-        grammar = self._with_tools(asked) if self._tools else content
-        grammar = self._with_reasoning(grammar, asked)
+
+        def compose() -> Grammar | None:
+            return self._with_reasoning(self._with_tools(asked) if self._tools else content, asked)
+
+        num_characters = len(content.text) if content is not None else 0
+        grammar = await self._api.encode(num_characters + self._num_tool_characters, compose)
         if grammar is None:
             return None
         try:
-            await check_compiled(self._api, Asked("grammar", grammar))
+            await check_compiled(self._api, Asked("grammar", grammar), self._eos_token_ids)
         except InvalidParameterError as error:
             for part in [*([asked] if asked is not None else []), *self._schemas()]:
-                await check_compiled(self._api, part)
+                await check_compiled(self._api, part, self._eos_token_ids)
             raise InvalidParameterError("tools" if self._tools else "messages", str(error)) from error
         return grammar
 
@@ -147,14 +151,14 @@ class Assistant:
 
     def _with_tools(self, asked: Asked | None) -> Grammar | None:
         several = self._body.parallel_tool_calls is not False and self._body.choice != "named"
-        if not self._is_free:
-            return only_calls(self._form.constrained_calls, self._tools, several, self._tags)
         content = asked.grammar if asked is not None else None
-        if self._form.calls is not None:
-            try:
+        try:
+            if not self._is_free:
+                return only_calls(self._form.constrained_calls, self._tools, several, self._tags)
+            if self._form.calls is not None:
                 return text_or_calls(self._form.calls, self._tools, several, self._tags, content)
-            except ValueError as error:
-                raise _refused(asked, error) from error
+        except ValueError as error:
+            raise _refused(asked, error) from error
         if asked is not None:
             raise UnsupportedParameterError(
                 asked.param, f"{asked.param} is not supported with tools: it is not known how this model writes calls"
@@ -191,7 +195,15 @@ class Assistant:
 
     @cached_property
     def _tags(self) -> Tags:
-        return Tags(self._api.tokenizer.get_added_vocab(), self._api.grammars.eos_token_ids)
+        return Tags(self._api.tokenizer.get_added_vocab(), self._eos_token_ids)
+
+    @property
+    def _eos_token_ids(self) -> Tokens:
+        return self._api.model(self._body.model).eos_token_ids
+
+    @property
+    def _num_tool_characters(self) -> int:
+        return sum(len(json.dumps(tool.parameters)) for tool in self._tools)
 
     @cached_property
     def _prompt_text(self) -> str:

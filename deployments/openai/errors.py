@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
@@ -27,6 +27,13 @@ _UNION_LABELS = frozenset({"str", "int", "float", "bool", "dict", "list"})
 """Pydantic's for the members of a union; labels of ours begin with ``<``."""
 _MOST_SHOWN = 64
 """Characters of a field's name."""
+
+
+_CLIENT_CLOSED_REQUEST = 499
+
+
+class ClientGoneError(Exception):
+    """The client has closed its connection."""
 
 
 class ApiError(Exception):
@@ -113,6 +120,10 @@ def add_error_handlers(app: FastAPI, retry_after_s: int) -> None:
             return _no_such_route(request, error).response()
         return api_error(error, retry_after_s, request.state.arrival.label).response()
 
+    async def nobody_listens(_request: Request, _error: Exception) -> Response:
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+
+    app.add_exception_handler(ClientGoneError, nobody_listens)
     for kind in (ApiError, InvalidParameterError, ServiceUnavailableError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, handle)
 

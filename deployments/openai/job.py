@@ -84,7 +84,8 @@ async def completion_job(api: Api, body: CompletionBody, arrival: Arrival) -> Jo
             output_limit(body, model, len(prompt), _DEFAULT_COMPLETION_TOKENS)
     await api.admit(arrival, model, len(body.prompt) * (body.n or 1))
     prompts = await api.encode(sum(map(len, body.prompt)), lambda: _encode_prompts(api, body, model))
-    grammar = await checked_grammar(api, body)
+    async with arrival.waiting(to_begin=True):
+        grammar = await checked_grammar(api, body)
     job = _job(api, body, arrival, model, prompts, _DEFAULT_COMPLETION_TOKENS, grammar)
     return replace(job, echoes=await _echoes(api, body, prompts)) if body.echo else job
 
@@ -102,7 +103,9 @@ async def chat_job(api: Api, body: ChatBody, arrival: Arrival) -> Job:
     await api.admit(arrival, model, body.n or 1)
     prompt = _truncated(body, tuple(await conversation_tokens(api, body.messages, body)), model)
     assistant = Assistant(api, body, prompt)
-    grammar, prediction = await assistant.grammar(), await predicted_tokens(api, body, model)
+    async with arrival.waiting(to_begin=True):
+        grammar = await assistant.grammar()
+    prediction = await predicted_tokens(api, body, model)
     job = _job(api, body, arrival, model, [prompt], model.defaults.max_tokens, grammar, prediction)
     reading, has_prediction = assistant.reading(), body.prediction is not None
     return replace(

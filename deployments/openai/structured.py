@@ -11,6 +11,7 @@ from deployments.openai.context import Api
 from deployments.openai.schemas.common import GenerationBody
 from specdec.errors import InvalidParameterError, UnsupportedParameterError
 from specdec.sampling.grammar import Grammar, GrammarKind
+from specdec.types import Tokens
 
 _OF_JSON_SCHEMA = frozenset({"name", "description", "schema", "strict"})
 _KINDS: dict[str, GrammarKind] = {
@@ -60,21 +61,21 @@ async def checked_grammar(api: Api, body: GenerationBody) -> Grammar | None:
     asked = asked_grammar(body)
     if asked is None:
         return None
-    await check_compiled(api, asked)
+    await check_compiled(api, asked, api.model(body.model).eos_token_ids)
     return asked.grammar
 
 
-async def check_compiled(api: Api, asked: Asked) -> None:
-    """Compile a grammar beside the event loop.
+async def check_compiled(api: Api, asked: Asked, eos_token_ids: Tokens) -> None:
+    """Compile a grammar beside the event loop, for a model whose texts end with these tokens.
 
     Raises:
         InvalidParameterError: It cannot be compiled; it names the field.
     """
-    compiled = asyncio.wrap_future(api.grammars.compiled(asked.grammar, api.grammars.eos_token_ids))
-    try:
-        await asyncio.shield(compiled)  # others may wait for the same
-    except InvalidParameterError as error:
-        raise InvalidParameterError(asked.param, f"{asked.param}: {error}") from error
+    with api.grammars.awaited(asked.grammar, eos_token_ids) as compiled:
+        try:
+            await asyncio.shield(asyncio.wrap_future(compiled))  # others may wait for the same
+        except InvalidParameterError as error:
+            raise InvalidParameterError(asked.param, f"{asked.param}: {error}") from error
 
 
 def _response_format(asked: dict[str, Any]) -> Iterator[Asked]:

@@ -14,6 +14,9 @@ MAX_GRAMMAR_BYTES = 1 << 16
 """Longest text of a grammar: it travels with its sequence, and whoever holds one compiles it."""
 _MOST_COMPOSED_BYTES = 2 * MAX_GRAMMAR_BYTES
 
+_HEADER = "%llguidance"
+_WITHOUT_END = f'{_HEADER} {{"no_forcing": true}}\n'
+"""Before a grammar whose rules may force bytes without end, which llguidance would look for in every step."""
 _JSON: Any = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 """JSON on one line: no model can go on with blanks without end."""
 
@@ -60,11 +63,19 @@ def llguidance_grammar(grammar: Grammar, special_tokens: frozenset[str] = frozen
             return _choice(json.loads(grammar.text))
         case "structural_tag":
             return _structural_tag(json.loads(grammar.text), special_tokens)
+        case "grammar":
+            return _rules(grammar.text)
     return grammar_from(grammar.kind, grammar.text)
 
 
 def _json(schema: str) -> str:
     return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON)
+
+
+def _rules(text: str) -> str:
+    if _HEADER in text:
+        raise ValueError(f"it has options of its own, {_HEADER}")
+    return _WITHOUT_END + grammar_from("grammar", text).removeprefix(f"{_HEADER} {{}}\n")
 
 
 def _choice(choices: Any) -> str:
@@ -96,6 +107,6 @@ def on_one_line(schema: Any) -> dict[str, Any]:
     Raises:
         ValueError: It is no object.
     """
-    if not isinstance(schema, Mapping):
-        raise ValueError("the 'schema' of a structure is an object")
-    return {**schema, "x-guidance": schema.get("x-guidance", {}) | _JSON}
+    if not isinstance(schema, Mapping) or not isinstance(schema.get("x-guidance", {}), Mapping):
+        raise ValueError("the schema of a structure is an object, and so is its 'x-guidance'")
+    return {**schema, "x-guidance": {**schema.get("x-guidance", {}), **_JSON}}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from threading import Lock
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 _MOST_KEPT = 512
 _MOST_MESSAGE_CHARACTERS = 500
+_STACK_BYTES = 32 << 20
+_NUM_THREADS = 2
+"""One that takes its time does not hold up all others."""
 _LIMITS = LLParserLimits(max_grammar_size=100_000, verbose_errors=False)
 """Bounds on time and memory, to compile as well as to find a mask; the rest is llguidance's own."""
 
@@ -28,7 +32,7 @@ Key = tuple[Grammar, Tokens]
 
 
 class Grammars:
-    """Compiles grammars in a thread of its own, and keeps the newest 512. For any thread.
+    """Compiles grammars in threads of its own, and keeps the newest 512. For any thread.
 
     Args:
         tokenizer: A fast one; with another every grammar is refused.
@@ -52,8 +56,9 @@ class Grammars:
         self._special_tokens = frozenset(tokenizer.get_added_vocab())
         self._tokenizers: dict[Tokens, LLTokenizer] = {}
         self._compiled: OrderedDict[Key, Future[LLMatcher]] = OrderedDict()
-        self._lock = Lock()
-        self._thread = ThreadPoolExecutor(1, "grammars")
+        self._awaited: Counter[Key] = Counter()
+        self._lock = threading.Lock()
+        self._threads = _with_deep_stacks()
         if eos_token_ids:
             with suppress(ValueError):  # the tokenizer is not a fast one: whoever asks for a grammar is told so
                 self._tokens(eos_token_ids)
@@ -67,11 +72,28 @@ class Grammars:
         with self._lock:
             future = self._compiled.pop(key, None)
             if future is None:
-                future = self._thread.submit(self._compile, grammar, eos_token_ids)
+                future = self._threads.submit(self._compile, grammar, eos_token_ids)
             self._compiled[key] = future
             while len(self._compiled) > _MOST_KEPT:
                 self._compiled.popitem(last=False)
         return future
+
+    @contextmanager
+    def awaited(self, grammar: Grammar, eos_token_ids: Tokens) -> Iterator[Future[LLMatcher]]:
+        """What :meth:`compiled` gives, for as long as somebody waits: what nobody waits for any more is not begun."""
+        key = grammar, eos_token_ids
+        with self._lock:
+            self._awaited[key] += 1
+        future = self.compiled(grammar, eos_token_ids)
+        try:
+            yield future
+        finally:
+            with self._lock:
+                self._awaited[key] -= 1
+                if not self._awaited[key]:
+                    del self._awaited[key]
+                    if future.cancel():
+                        self._compiled.pop(key, None)
 
     def check(self, grammar: Grammar) -> None:
         """Compile it, if that was not done yet.
@@ -89,10 +111,12 @@ class Grammars:
         try:
             text = llguidance_grammar(grammar, self._special_tokens)
             matcher = LLMatcher(self._tokens(eos_token_ids), text, log_level=0, limits=_LIMITS)
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # the first mask may ask for more than the limits allow
         except (ValueError, TypeError, RecursionError) as error:
             raise _invalid(str(error)) from error
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # the first mask may ask for more than the limits allow
+        except BaseException as error:  # a panic of llguidance's is no Exception
+            raise _invalid(f"llguidance failed: {error}") from error
         if matcher.is_error():
             raise _invalid(matcher.get_error())
         return matcher
@@ -111,6 +135,18 @@ class Grammars:
             made = from_tokenizer(self._tokenizer, n_vocab=self.vocab_size, eos_token=list(eos_token_ids))
             self._tokenizers[eos_token_ids] = made
         return made
+
+
+def _with_deep_stacks() -> ThreadPoolExecutor:
+    """Threads whose stacks stand whatever :mod:`specdec.sampling.trial` lets through."""
+    threads = ThreadPoolExecutor(_NUM_THREADS, "grammars")
+    before, together = threading.stack_size(_STACK_BYTES), threading.Barrier(_NUM_THREADS)
+    try:
+        for begun in [threads.submit(together.wait) for _ in range(_NUM_THREADS)]:
+            begun.result()
+    finally:
+        threading.stack_size(before)
+    return threads
 
 
 def _invalid(reason: str) -> InvalidParameterError:

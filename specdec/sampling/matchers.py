@@ -24,8 +24,9 @@ _BITS = 32
 _ALL = -1
 """A part of a mask that allows all of its tokens."""
 
-Key = tuple[Grammar, Tokens, int, int]
-"""Grammar, ending tokens, seed, where the output starts: it finds matchers, whose tokens are then compared."""
+Key = tuple[Grammar, Tokens, int, int, float]
+"""Grammar, ending tokens, seed, where the output starts, arrival: of one sequence, as far as that can be told. It finds
+matchers, whose tokens are then compared."""
 
 
 class _Matcher:
@@ -40,6 +41,27 @@ class _Matcher:
         self.inner = inner
         self._read = read
         self._parted = inner.deep_copy(), read
+        self._forced: tuple[int, list[int]] = (0, [])
+
+    def forced(self, eos_token_ids: Tokens) -> list[int]:
+        """The tokens of which each is the only one that its mask allows.
+
+        What was found holds until it is read: a long constant is found once, not in every step.
+        """
+        found_at, found = self._forced
+        num_read = len(self._read) - found_at
+        if num_read >= len(found) or self._read[found_at:] != found[:num_read]:
+            num_read, found = 0, self._found(eos_token_ids)
+            self._forced = len(self._read), found
+        return found[num_read:]
+
+    def _found(self, eos_token_ids: Tokens) -> list[int]:
+        found: list[int] = self.inner.compute_ff_tokens()
+        after = self.inner.deep_copy() if found else self.inner
+        after.try_consume_tokens(found)
+        if after.is_stopped() and not after.is_error() and len(eos_token_ids) == 1:
+            found += eos_token_ids
+        return found
 
     def copy(self) -> _Matcher:
         """Another, at the same place."""
@@ -52,6 +74,8 @@ class _Matcher:
             ValueError: The grammar does not allow it.
         """
         kept = agreeing(self._read, output)
+        if kept < self._forced[0]:
+            self._forced = 0, []
         if kept < len(self._read) or self.inner.is_error():
             parted, known = self._parted
             if agreeing(known, output) < len(known):
@@ -114,21 +138,16 @@ class Matchers:
         if _has_ended(output, spec.eos_token_ids):
             return ()
         try:
-            matcher = self._matcher(spec, 0, output).deep_copy()
+            return tuple(self._matcher(spec, 0, output).forced(spec.eos_token_ids)[:most])
         except ValueError:
             return ()
-        forced = matcher.compute_ff_tokens()
-        matcher.try_consume_tokens(forced)
-        if matcher.is_stopped() and not matcher.is_error() and len(spec.eos_token_ids) == 1:
-            forced += spec.eos_token_ids
-        return tuple(forced[:most])
 
     def _num_allowed(self, spec: SequenceSpec, tokens: list[int], draft: Tokens) -> int:
         output = tokens[spec.output_start :]
         if _has_ended(output, spec.eos_token_ids):
             return int(draft[0] in spec.eos_token_ids)
         try:
-            matcher = self._matcher(spec, 0, output)
+            matcher = self._matcher(spec, 0, output).inner
         except ValueError:
             return 0  # the row that is left says so
         if matcher.is_stopped() and not matcher.is_error():
@@ -166,7 +185,7 @@ class Matchers:
                 draft.append(spec.eos_token_ids[0])
             key = _key(spec)
             try:
-                jobs.append((self._matcher(spec, used[key], output).deep_copy(), start, draft))
+                jobs.append((self._matcher(spec, used[key], output).inner.deep_copy(), start, draft))
             except ValueError as error:
                 failures[i] = error
                 continue
@@ -195,7 +214,7 @@ class Matchers:
         bits[list(tokens)] = 1
         return torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32))
 
-    def _matcher(self, spec: SequenceSpec, number: int, output: list[int]) -> LLMatcher:
+    def _matcher(self, spec: SequenceSpec, number: int, output: list[int]) -> _Matcher:
         """The sequence's matcher of that number, after ``output``.
 
         Raises:
@@ -209,7 +228,7 @@ class Matchers:
         if number == len(own):
             own.append(own[0].copy() if own else _Matcher(start.deep_copy(), []))
         own[number].follow(output, start)
-        return own[number].inner
+        return own[number]
 
     def _forget(self, used: Counter[Key]) -> None:
         """Drop what was used longest ago where there are too many; never what this step has used."""
@@ -252,7 +271,7 @@ def _masked(logits: Tensor, unedited: Tensor, forbidden: Tensor) -> Tensor:
 
 def _key(spec: SequenceSpec) -> Key:
     assert spec.sampling.grammar is not None
-    return spec.sampling.grammar, spec.eos_token_ids, spec.seed, spec.output_start
+    return spec.sampling.grammar, spec.eos_token_ids, spec.seed, spec.output_start, spec.arrival_s
 
 
 def _has_ended(output: list[int], eos_token_ids: Tokens) -> bool:

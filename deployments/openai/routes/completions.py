@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from deployments.openai.answers import answer
+from deployments.openai.answers import answer, while_connected
 from deployments.openai.context import ApiOf, ArrivalOf
 from deployments.openai.formats import ChatFormat, CompletionFormat, Envelope
 from deployments.openai.ignored import with_ignored
@@ -20,7 +20,7 @@ router = APIRouter(prefix="/v1", route_class=StrictJsonRoute)
 async def completions(body: CompletionBody, request: Request, api: ApiOf, arrival: ArrivalOf) -> Response:
     """Go on with a text."""
     ignored = api.ignored.names(body)
-    job = await completion_job(api, body, arrival)
+    job = await while_connected(request.receive, completion_job(api, body, arrival))
     return with_ignored(await answer(api, job, Envelope(job, CompletionFormat(api, job)), request), ignored)
 
 
@@ -28,5 +28,5 @@ async def completions(body: CompletionBody, request: Request, api: ApiOf, arriva
 async def chat_completions(body: ChatBody, request: Request, api: ApiOf, arrival: ArrivalOf) -> Response:
     """Go on with a conversation."""
     ignored = api.ignored.names(body)
-    job = await chat_job(api, body, arrival)
+    job = await while_connected(request.receive, chat_job(api, body, arrival))
     return with_ignored(await answer(api, job, Envelope(job, ChatFormat(api, job)), request), ignored)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 
-from deployments.openai.answers import answer
+from deployments.openai.answers import answer, while_connected
 from deployments.openai.arrival import Arrival
 from deployments.openai.context import Api, ApiOf, ArrivalOf
 from deployments.openai.errors import ApiError
@@ -39,7 +39,7 @@ async def responses(body: ResponsesBody, request: Request, api: ApiOf, arrival: 
 
     turns, kept = await api.encode(body.num_characters + sum(len(str(item)) for item in earlier), work)
     with named_as_sent(turns):
-        job = await chat_job(api, as_chat(body, turns), arrival)
+        job = await while_connected(request.receive, chat_job(api, as_chat(body, turns), arrival))
         answered = await answer(api, job, ResponseWriter(api, job, body, kept), request)
     return with_ignored(answered, ignored)
 

@@ -13,6 +13,9 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from deployments.openai import ApiSettings
+from specdec.sampling.grammars import Grammars
+from specdec.sampling.matchers import Matchers
+from specdec.sampling.rows import RowGroup
 from tests.deployments.openai.scripted import rounds
 
 from .bodies import SCHEMA, TOOL
@@ -208,6 +211,23 @@ async def test_a_budget_of_reasoning(tokenizer: PreTrainedTokenizerFast, is_spec
         await post(http, chat_template=BEGUN, thinking_token_budget=0)
         assert accepts(bench, "</think> Yes")
         assert not accepts(bench, " a")
+
+
+async def test_no_end_of_sequence_token_ends_an_answer_within_its_reasoning(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Models may have several: the tokenizer's own and that of a turn."""
+    bench = Bench(tokenizer_with_tags(tokenizer, True), max_model_len=512, eos_token_ids=(0, 2))
+    think(bench, "a</think>{}")
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=bench.app), base_url="http://api") as http:
+        await post(http, chat_template=BEGUN, response_format=FORMAT)
+    spec = bench.service.opened[-1].spec
+    assert spec.eos_token_ids == (0, 2)
+    thought = bench.tokenizer.encode("because")
+    after = [*thought, *bench.tokenizer.encode("</think>")]
+    matchers = Matchers(Grammars(bench.tokenizer, len(bench.tokenizer), (0, 2)))
+    for tokens in (thought, after):
+        (masked,), _ = matchers.masked([RowGroup(spec, [*([5] * spec.output_start), *tokens])])
+        assert masked.mask is not None
+        assert int(masked.mask[0, 0]) & 0b101 == 0, "neither of them is allowed"
 
 
 async def test_a_budget_that_cannot_be_kept_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -146,3 +146,33 @@ async def test_grammars_are_compiled_once_and_beside_the_event_loop(
     may_end.set()
     assert (await second).status_code == 200
     assert compiled == [Grammar("regex", "a+")]
+
+
+async def test_a_grammar_that_waits_its_turn_for_too_long_is_given_up(
+    bench: Bench, http: httpx2.AsyncClient, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So is that of a client that goes away."""
+    may_end, loop, compiled, work = asyncio.Event(), asyncio.get_running_loop(), [], Grammars._compile
+
+    def slow(grammars: Grammars, grammar: Grammar, eos_token_ids: tuple[int, ...]) -> Any:
+        compiled.append(grammar.text)
+        asyncio.run_coroutine_threadsafe(may_end.wait(), loop).result(20)
+        return work(grammars, grammar, eos_token_ids)
+
+    monkeypatch.setattr(Grammars, "_compile", slow)
+    bench.says("{}")
+    body = {"model": "demo", "prompt": "a"}
+    running = [asyncio.create_task(http.post("/v1/completions", json=body | {"guided_regex": one})) for one in "bc"]
+    while len(compiled) < 2:
+        await asyncio.sleep(0.01)
+    asked = body | {"guided_regex": "late"}
+    late = await http.post("/v1/completions", json=asked, headers={"x-request-timeout-seconds": "0.1"})
+    assert (late.status_code, late.json()["error"]["code"]) == (504, "request_timeout")
+    async with httpx2.AsyncClient(timeout=0.2) as leaving:
+        with pytest.raises(httpx2.TimeoutException):
+            await leaving.post(f"{url}/v1/completions", json=body | {"guided_regex": "left"})
+    while bench.app.state.api.grammars._awaited.keys() - {(Grammar("regex", one), (0,)) for one in "bc"}:
+        await asyncio.sleep(0.01)
+    may_end.set()
+    assert [(await one).status_code for one in running] == [200, 200]
+    assert compiled == ["b", "c"]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from specdec.sampling.grammars import Grammars
 from specdec.sampling.trial import takes_too_much
 
 TOKENIZER = AutoTokenizer.from_pretrained(Path(specdec.demo.__file__).parent / "target")
+ROOT = Path(__file__).resolve().parents[3]
 MULTIPLE = {"type": "integer", "multipleOf": 99999989}
 
 
@@ -34,6 +38,101 @@ def test_what_takes_too_long_is_refused(kind: GrammarKind, text: str, monkeypatc
     with pytest.raises(InvalidParameterError, match="it takes too much time or memory to compile"):
         grammars.check(Grammar(kind, text))
     grammars.check(Grammar("json_schema", '{"type": "integer", "multipleOf": 5}'))
+
+
+CHAIN = "\n".join(["start: a0", *(f"a{i}: a{i + 1}" for i in range(4500)), 'a4500: "x"'])
+LINKS = {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(1200)} | {"d1200": {}}
+LARGE = {"type": "array", "prefixItems": [{"type": "integer", "multipleOf": 99991 + 2 * i} for i in range(3)]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("grammar", CHAIN),
+        ("json_schema", json.dumps({"$ref": "#/$defs/d0", "$defs": LINKS})),
+        ("json_schema", json.dumps(LARGE)),
+    ],
+    ids=["deep rules", "deep schema", "large"],
+)
+def test_what_takes_too_much_stack_or_memory_is_refused(kind: GrammarKind, text: str) -> None:
+    grammars = Grammars(TOKENIZER, len(TOKENIZER), (0,), tries_first=True)
+    with pytest.raises(InvalidParameterError, match="it takes too much time or memory to compile"):
+        grammars.check(Grammar(kind, text))
+
+
+ENDLESS = [
+    ('start: a start "b"\na: /x+/', ""),
+    ('start: "q" s | "z"\ns: a s "b"\na: /x+/', "q"),
+]
+ASK = """
+import json, sys, torch
+from pathlib import Path
+from transformers import AutoTokenizer
+import specdec.demo
+from specdec.sampling.grammar import Grammar
+from specdec.sampling.grammars import Grammars
+from specdec.sampling.matchers import Matchers
+from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.sampling.rows import RowGroup
+from specdec.text.constraints import Tags, after_reasoning
+from specdec.text.parsing.reasoning import ReasoningTags
+
+text, begin, thinks = json.loads(sys.argv[1])
+tokenizer = AutoTokenizer.from_pretrained(Path(specdec.demo.__file__).parent / "target")
+grammar = Grammar("grammar", text)
+if thinks:
+    begin = "<t>a</t>" + begin
+    grammar = after_reasoning(ReasoningTags("<t>", "</t>"), False, None, Tags({}), grammar)
+grammars = Grammars(tokenizer, len(tokenizer), (0,), tries_first=True)
+grammars.check(grammar)
+tokens = tokenizer.encode(begin + "x" * 40, add_special_tokens=False)
+spec = SequenceSpec(SamplingParams(grammar=grammar), 1, 0, 500, (0,))
+matchers = Matchers(grammars)
+for length in range(len(tokens) + 1):
+    assert matchers.forced(spec, tokens[:length], 8) == ()
+    (masked,), failures = matchers.masked([RowGroup(spec, tokens[:length])])
+    assert not failures
+print("asked")
+"""
+
+
+@pytest.mark.parametrize("thinks", [False, True], ids=["alone", "after reasoning"])
+@pytest.mark.parametrize(("text", "begin"), ENDLESS)
+def test_rules_that_force_bytes_without_end_hold_nobody_up(text: str, begin: str, thinks: bool) -> None:
+    """In a process of its own: what hangs there holds the interpreter."""
+    command = [sys.executable, "-c", ASK, json.dumps([text, begin, thinks])]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert ended.stdout.strip() == "asked", ended.stderr
+
+
+def test_options_of_llguidance_in_a_grammar_are_refused() -> None:
+    grammars = Grammars(TOKENIZER, len(TOKENIZER), (0,), tries_first=True)
+    with pytest.raises(InvalidParameterError, match="options of its own"):
+        grammars.check(Grammar("grammar", '%llguidance {"no_forcing": false}\nstart: "a"'))
+
+
+def test_what_nobody_waits_for_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end, begun = threading.Event(), []
+
+    def slow(text: str) -> bool:
+        begun.append(text)
+        return not may_end.wait(60)
+
+    monkeypatch.setattr("specdec.sampling.grammars.takes_too_much", slow)
+    grammars = Grammars(TOKENIZER, len(TOKENIZER), (0,), tries_first=True)
+    running = [grammars.compiled(Grammar("regex", text), (0,)) for text in ("a", "b")]
+    with grammars.awaited(Grammar("regex", "wanted"), (0,)) as wanted:
+        with grammars.awaited(Grammar("regex", "given up"), (0,)) as given_up:
+            pass
+        with grammars.awaited(Grammar("regex", "wanted"), (0,)):
+            pass
+        may_end.set()
+        wanted.result(60)
+    assert given_up.cancelled()
+    assert all(one.result(60) for one in running)
+    assert len(begun) == 3
+    with grammars.awaited(Grammar("regex", "given up"), (0,)) as again:
+        assert again.result(60)
 
 
 def test_what_is_wrong_is_told_as_ever() -> None:
