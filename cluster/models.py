@@ -150,8 +150,9 @@ class DraftConfig(ModelConfig):
         0,
         ge=0,
         le=64,
-        description="tokens of a draft of heads that is a tree, verified in one pass, on a target of attention layers; "
-        "with no more than there are heads it is a chain",
+        description="most tokens of a draft that is a tree, verified in one pass, on a target of attention layers: of "
+        "heads, or of a draft model, whose next guesses are verified beside each draft token; where it has no room for "
+        "them a draft is a chain",
     )
     one_pass: bool = Field(
         False,
@@ -197,8 +198,10 @@ class DraftConfig(ModelConfig):
             raise ValueError(
                 f"method {self.method} has no draft model: leave out all else of draft, or say {both} to have both"
             )
-        if (self.heads is not None or self.tree_tokens) and not self.has_heads:
-            raise ValueError(f"heads and tree_tokens need method heads, alone or with others, not {self.method}")
+        if self.heads is not None and not self.has_heads:
+            raise ValueError(f"heads needs method heads, alone or with others, not {self.method}")
+        if self.tree_tokens and self.method == "lookup":
+            raise ValueError("tree_tokens needs a draft model or heads: what is looked up is a chain")
         if self.pool is not None and others:
             raise ValueError(f"a pool has a draft model of its own: pool and {others} exclude each other")
         return self

@@ -109,13 +109,14 @@ def planner_of(args: AppArgs) -> Planner | PlanController:
     """Who plans: the controller, or the same plan for all where the draft length is fixed."""
     if not args.has_draft:
         return no_drafts
+    tree_tokens = args.draft.tree_tokens
     if args.num_speculative_tokens == "auto":
         ways = frozenset(WAYS if args.mode == "auto" else ("off", args.mode))
-        return ContainedController(Controller(Bounds(args.most_draft_tokens, args.num_branches, ways)))
+        return ContainedController(Controller(Bounds(args.most_draft_tokens, args.num_branches, ways, tree_tokens)))
     mode: Way = "overlap" if args.mode == "auto" else args.mode
     wait_s = IN_TURN_WAIT_S if mode == "in_turn" else 0.0
     num_branches = args.num_branches if mode == "outcomes" else 0
-    return fixed_plan(args.num_speculative_tokens, mode, wait_s, num_branches)
+    return fixed_plan(args.num_speculative_tokens, mode, wait_s, num_branches, tree_tokens)
 
 
 def _group(machine: RouterMachine, kind: WorkerKind, application: str | None) -> PeerGroup[Any]:

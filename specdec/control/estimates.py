@@ -37,17 +37,14 @@ def tally(how: str, num_drafted: Sequence[int]) -> tuple[int, int, int]:
 
     Returns:
         Rounds of a sequence; accepted tokens of a draft model; and those that were judged, not what follows a refused
-        one. Rounds whose draft was looked up say nothing of a draft model.
+        one. Rounds whose draft was looked up say nothing of a draft model; a sibling stands for a refused token.
         Accepted over judged estimates the acceptance rate per token whatever the draft length (it is the
         maximum-likelihood estimate for a geometric run cut at K); accepted over drafted would fall as K grows.
     """
-    num_rounds = num_judged = accepted = 0
+    num_rounds = num_judged = 0
     for letter, drafted in zip(how, num_drafted, strict=True):
-        if letter == "a":
-            accepted += 1
         if drafted or letter not in ACCEPTED:
             num_rounds += 1
-            if letter in "acb":
-                num_judged += min(accepted + 1, drafted)
-            accepted = 0
+        if letter in "asc":
+            num_judged += 1
     return num_rounds, how.count("a"), num_judged

@@ -26,6 +26,7 @@ class LocalService:
         num_draft_tokens: Draft length where the request names none.
         drafter: None where there is no draft model.
         lookup: Of the target; None for none.
+        tree_tokens: Most tokens of a draft of the draft model that is a tree.
         on_message: Told of each message with the names of its sender and receiver.
         clock: Seconds, only for leases, which nobody lets run out here.
     """
@@ -38,9 +39,10 @@ class LocalService:
         clock: Callable[[], float] = time.monotonic,
         on_message: OnMessage | None = None,
         lookup: LookUpOptions | None = None,
+        tree_tokens: int = 0,
     ) -> None:
         times = Times(lease_s=1e6, silence_s=1e6)
-        planner = fixed_plan(num_draft_tokens, "in_turn") if drafter is not None else no_drafts
+        planner = fixed_plan(num_draft_tokens, "in_turn", tree_tokens=tree_tokens) if drafter is not None else no_drafts
         self._clock = clock
         self._on_message = on_message
         self.ingress = IngressMachine("ingress", times)

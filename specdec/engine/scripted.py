@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING
 
 from specdec.protocol.backends import DraftJob, Proposal, Status, Verification, VerifyJob
 from specdec.protocol.messages import Candidates
+from specdec.sampling.coupled import walk_coupled
 from specdec.sampling.params import SequenceSpec
+from specdec.sampling.trees import depths
 from specdec.types import TokenLogprobs, Tokens
 
 if TYPE_CHECKING:
@@ -84,7 +86,7 @@ class ScriptedTarget:
 
     def gauges(self) -> dict[str, float]:
         """Scripted tokens hold nothing."""
-        return {"is_scripted": 1.0}
+        return {"is_scripted": 1.0, "takes_trees": 1.0}
 
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         """One step; see :meth:`specdec.protocol.backends.TargetBackend.verify`."""
@@ -96,6 +98,12 @@ class ScriptedTarget:
     def _verify(self, job: VerifyJob) -> Verification:
         run: list[int] = []
         seed, length = job.spec.seed, len(job.log)
+        if job.parents:
+            places = (0, *depths(job.parents))
+            chosen = [self._script.true_token(seed, length + place) for place in places]
+            walked = walk_coupled(chosen, job.draft, job.parents)
+            logprobs = _logprobs(job.spec, len(walked.run))
+            return Verification(Status.DECIDED, walked.run, walked.num_accepted, len(job.draft), logprobs)
         for place in range(len(job.draft) + 1):
             run.append(self._script.true_token(seed, length + place))
             if place == len(job.draft) or run[place] != job.draft[place]:

@@ -85,6 +85,7 @@ class ModelTarget:
     def gauges(self) -> dict[str, float]:
         """What is held now, for the worker's report."""
         figures = self._states.gauges() | self._runner.adapters.gauges()
+        figures["takes_trees"] = float(self._runner.takes_trees)
         if self._sampler.matchers is not None:
             figures["num_forbidden_draft_tokens"] = float(self._sampler.matchers.num_forbidden_draft_tokens)
         if self._runner.no_speculation is not None:
@@ -277,7 +278,7 @@ def as_chain(job: VerifyJob) -> VerifyJob:
     """The job with a chain in the place of a draft that is a tree."""
     if not job.parents:
         return job
-    chain = Draft(job.draft, job.candidates, job.source, job.parents).chain()
+    chain = job.proposed.chain()
     return job._replace(draft=chain.tokens, candidates=chain.candidates, parents=())
 
 

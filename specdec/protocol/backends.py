@@ -50,6 +50,11 @@ class VerifyJob(NamedTuple):
     room: int = 0
     parents: Tokens = ()
 
+    @property
+    def proposed(self) -> Draft:
+        """The draft with all that is known of it."""
+        return Draft(self.draft, self.candidates, self.source, self.parents)
+
 
 @dataclass(frozen=True, slots=True)
 class Verification:

@@ -39,6 +39,10 @@ class Path:
         """For each of the first ``count``, other tokens that may well stand in its place, the likeliest first."""
         return [proposal.guesses for proposal in self.proposals[:count]]
 
+    def siblings(self, count: int, most: int) -> tuple[Tokens, ...]:
+        """The same for an offer: ``most`` at each place, at most."""
+        return tuple(guesses[:most] for guesses in self.guesses(count))
+
     def likelihoods(self, count: int) -> list[Likelihoods]:
         """For each of the first ``count``, how likely it is and each of its guesses; empty where that is unknown."""
         return [proposal.likelihoods for proposal in self.proposals[:count]]

@@ -144,6 +144,7 @@ class DraftRow(WorkerRow):
         if self.num_branches:
             usual = 1 + max(j for _, j in foreseen(self.num_branches, plan.num_draft_tokens, plan.acceptance_rate))
             self.num_guesses = min(self.num_branches, usual + (usual + 1) // 2)
+        self.num_guesses = max(self.num_guesses, plan.num_siblings)
         for branch in self.branches.values():
             self._bound_branch(branch)
 
@@ -269,6 +270,8 @@ class DraftRow(WorkerRow):
         length, drawn = len(self.log), self.path.candidates()
         branches: list[tuple[Outcome, Tokens]] = []
         candidates: list[tuple[Candidates, ...]] = []
+        siblings: list[tuple[Tokens, ...]] = []
+        count = self.plan.num_siblings
         for branch in self.branches.values():
             if branch.path.tokens:
                 drafted = tuple(branch.path.tokens[: branch.num_wanted])
@@ -276,5 +279,9 @@ class DraftRow(WorkerRow):
                 branches.append((Outcome(branch.position - length, branch.token), drafted))
                 if drawn:
                     candidates.append(branch.path.candidates(branch.num_offered))
+                if count:
+                    siblings.append(branch.path.siblings(branch.num_offered, count))
         chain = tuple(self.path.tokens)
-        return Offer(self.seq, self.inc, self.log.mark(), chain, tuple(branches), drawn, tuple(candidates), intervals)
+        of_chain = self.path.siblings(len(chain), count) if count else ()
+        offered = chain, tuple(branches), drawn, tuple(candidates), intervals, of_chain, tuple(siblings)
+        return Offer(self.seq, self.inc, self.log.mark(), *offered)

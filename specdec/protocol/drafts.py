@@ -12,6 +12,8 @@ from specdec.types import Tokens
 DraftSource = Literal["", "chain", "branch", "lookup", "prediction", "heads"]
 """What a draft is: none; the chain or a branch of an offer; looked up in the sequence's own text or its prediction; of
 heads on the target."""
+OFFERED = frozenset[DraftSource](("chain", "branch"))
+"""Drafts of a draft model."""
 
 
 class Draft(NamedTuple):
@@ -40,6 +42,25 @@ class Draft(NamedTuple):
         if not self.parents:
             return self.only(range(min(max(count, 0), len(self.tokens))))
         return self.only([i for i, depth in enumerate(depths(self.parents)) if depth <= count])
+
+    def beside(self, siblings: Sequence[Tokens]) -> Draft:
+        """The tree of a chain, and of others in the place of each of its tokens, which nothing follows.
+
+        A sibling was not drawn: under the rejection rule it is told as drawn from itself, given what is before it.
+
+        Args:
+            siblings: For each of its tokens, as far as there are any.
+        """
+        places = [(place, token) for place, others in enumerate(siblings[: len(self.tokens)]) for token in others]
+        if not places:
+            return self
+        others = tuple(token for _, token in places)
+        certain = tuple(Candidates((token,), (1.0,)) for token in others)
+        return self._replace(
+            tokens=self.tokens + others,
+            candidates=self.candidates + certain if self.candidates else (),
+            parents=(*range(-1, len(self.tokens) - 1), *(place - 1 for place, _ in places)),
+        )
 
     def chain(self) -> Draft:
         """Of a tree, the first child of each token."""

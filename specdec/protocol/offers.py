@@ -19,7 +19,7 @@ def remaining_draft(offer: Offer, log: TokenLog, *, needs_candidates: bool) -> D
     Its chain, or the branch of the outcome that has come, must agree with every token committed since its mark. A
     branch is chosen by tokens that are committed, never by one that is still to be decided. So under the rejection
     rule nothing has been drawn yet at the positions of the draft that is left, and each of its tokens, drawn from its
-    candidates without regard to the choice, gets the ratio test it needs (rule 9).
+    candidates without regard to the choice, gets the ratio test it needs (rule 9). So does each of their siblings.
 
     Args:
         offer: Of the same sequence.
@@ -31,13 +31,13 @@ def remaining_draft(offer: Offer, log: TokenLog, *, needs_candidates: bool) -> D
         return NO_DRAFT
     count = len(since)
     if chain[:count] == since:
-        rest = Draft(chain[count:], offer.candidates[count:], "chain")
+        rest, siblings = Draft(chain[count:], offer.candidates[count:], "chain"), offer.siblings[count:]
     else:
         same = 0
         while same < len(chain) and chain[same] == since[same]:
             same += 1
-        rest = _branch(offer, same, since[same], since[same + 1 :])
-    return NO_DRAFT if needs_candidates and len(rest.candidates) != len(rest.tokens) else rest
+        rest, siblings = _branch(offer, same, since[same], since[same + 1 :])
+    return NO_DRAFT if needs_candidates and len(rest.candidates) != len(rest.tokens) else rest.beside(siblings)
 
 
 def awaits_token(offer: Offer, log: TokenLog) -> bool:
@@ -68,11 +68,12 @@ def foresees(chain: Tokens, branches: Branches, tokens: Tokens, num_before: int)
     return any(outcome == (same, tokens[same]) for outcome, _ in branches)
 
 
-def _branch(offer: Offer, num_accepted: int, next_token: int, since: Tokens) -> Draft:
-    """What is left of the branch of an outcome after the tokens committed since that."""
+def _branch(offer: Offer, num_accepted: int, next_token: int, since: Tokens) -> tuple[Draft, tuple[Tokens, ...]]:
+    """What is left of the branch of an outcome after the tokens committed since that, and its siblings."""
     outcome = (num_accepted, next_token)
     for i, (foreseen, chain) in enumerate(offer.branches):
         if foreseen == outcome and chain[: len(since)] == since:
             candidates = offer.branch_candidates[i] if i < len(offer.branch_candidates) else ()
-            return Draft(chain[len(since) :], candidates[len(since) :], "branch")
-    return NO_DRAFT
+            siblings = offer.branch_siblings[i] if i < len(offer.branch_siblings) else ()
+            return Draft(chain[len(since) :], candidates[len(since) :], "branch"), siblings[len(since) :]
+    return NO_DRAFT, ()

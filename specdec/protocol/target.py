@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from specdec.errors import DeviceLostError, reason_of
 from specdec.protocol.backends import Status, TargetBackend, Verification, VerifyJob
-from specdec.protocol.drafts import NO_DRAFT, Draft, DraftSource
+from specdec.protocol.drafts import NO_DRAFT, OFFERED, Draft, DraftSource
 from specdec.protocol.labels import label, labels
 from specdec.protocol.leases import Times
 from specdec.protocol.lookup import LookUpOptions, ServedTexts, look_up_for
@@ -130,15 +130,15 @@ class TargetMachine(WorkerMachine[TargetRow]):
             return True
         for row, job, result in zip(deciding, jobs, results, strict=True):
             if result.status is Status.DECIDED:
-                source: DraftSource = "chain" if result.is_forced else job.source
-                self._commit(row, result, source, now_s)
+                draft = NO_DRAFT._replace(source="chain") if result.is_forced else job.proposed
+                self._commit(row, result, draft, now_s)
             elif result.status is Status.FAILED:
                 self._end_with_error(row, result.reason)
         self._num_waiting += sum(result.status is Status.WAITING for result in results)
         return any(result.status is not Status.WAITING for result in results)
 
-    def _commit(self, row: TargetRow, result: Verification, source: DraftSource, now_s: float) -> None:
-        start, run = len(row.log), result.run
+    def _commit(self, row: TargetRow, result: Verification, draft: Draft, now_s: float) -> None:
+        start, run, source = len(row.log), result.run, draft.source
         if not result.num_drafted and self._wants_draft(row):
             self.counters.num_late_rounds += 1
         if row.held_s is not None:
@@ -158,8 +158,13 @@ class TargetMachine(WorkerMachine[TargetRow]):
         num_drafted = [0] * (count - 1) + [result.num_drafted]
         accepted, corrected, bonus = tuple(_LETTERS.get(source, "acb"))
         how = accepted * num_accepted
+        # A tree's chain comes first in it, and nothing follows a sibling.
+        is_sibling = source in OFFERED and draft.parents != () and run[:num_accepted] != draft.tokens[:num_accepted]
+        if is_sibling:
+            how = f"{how[1:]}s"
         if count > num_accepted:
-            full = num_accepted == result.num_drafted
+            num_places = min(draft.depth, result.num_drafted) if draft.parents else result.num_drafted
+            full = is_sibling or num_accepted == num_places
             how += "p" if not result.num_drafted else bonus if full else corrected
         if source in LOOK_UPS and result.num_drafted and row.lookup is not None:
             row.lookup.judge(result.num_drafted, result.num_accepted)
@@ -323,10 +328,10 @@ class TargetMachine(WorkerMachine[TargetRow]):
                 continue
             if not rest.tokens:
                 self._drop_offer(row, kept)
-            elif len(rest.tokens) > len(best.tokens):
+            elif rest.depth > best.depth:
                 best, chosen = rest, kept
         most = min(row.plan.num_draft_tokens, self._room(row))
-        if chosen is None or min(most, len(best.tokens)) <= at_least:
+        if chosen is None or min(most, best.depth) <= at_least:
             return NO_DRAFT
         if not chosen.is_used:
             self.counters.num_used_offers += 1

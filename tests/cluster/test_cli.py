@@ -270,7 +270,7 @@ def test_each_flag_sets_its_key_and_no_other(tmp_path, key):
     if key == "draft.lookup_history_tokens":
         needed["draft.method"] = "lookup+model"
     needed |= {"target.engine": "vllm"} if key in OF_VLLM else {}
-    if key in ("draft.heads", "draft.tree_tokens"):
+    if key == "draft.heads":
         needed |= {"draft.method": "model+heads", "draft.heads": "h"}
     value = (EXAMPLES | NOT_TOGETHER)[key]
     file = load_config(as_yaml(needed | {key: value}, tmp_path / "service.yaml"))
@@ -328,7 +328,7 @@ def test_the_command_line_as_a_process():
         (["serve", "t", "--draft-method", "model+lookup"], "'lookup+model'"),
         (["serve", "t", "--draft-method", "heads"], "name the target's heads"),
         (["serve", "t", "--draft-method", "model+heads"], "model+heads needs a draft model"),
-        (["serve", "t", "--draft", "d", "--draft-heads", "h"], "heads and tree_tokens need method heads"),
+        (["serve", "t", "--draft", "d", "--draft-heads", "h"], "heads needs method heads"),
         (["generate", "x", "--max-tokens", "0"], "--max-tokens must be at least 1"),
         (["generate", "x", "--temperature", "-1"], "--temperature must be a number from 0 to 2"),
         (["generate", "x", "--temperature", "nan"], "--temperature must be a number from 0 to 2"),

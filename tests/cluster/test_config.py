@@ -196,8 +196,8 @@ def test_the_method_says_who_drafts(draft, found):
         ({"demo": "hybrid", "draft": {"method": "heads"}}, "name the target's heads"),
         ({"target": "t", "draft": {"method": "model+heads", "heads": "h"}}, "model\\+heads needs a draft model"),
         ({"target": "t", "draft": {"method": "heads", "heads": "h", "model": "d"}}, "method heads has no draft model"),
-        ({"draft": {"heads": "h"}}, "tree_tokens need method heads"),
-        ({"draft": {"tree_tokens": 8}}, "tree_tokens need method heads"),
+        ({"draft": {"heads": "h"}}, "heads needs method heads"),
+        ({"draft": {"method": "lookup", "tree_tokens": 8}}, "tree_tokens needs a draft model or heads"),
         ({"draft": {"method": "heads", "tree_tokens": 65}}, "64"),
         (
             {"draft": {"method": "heads"}, "scripted": {"acceptance_rate": 0.8}},

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from specdec.engine.draft_backend import ModelDrafter
 from specdec.engine.local import LocalService
+from specdec.engine.target_backend import ModelTarget
 from specdec.models.lora import pool as pool_module
 from specdec.models.lora.pool import AdapterPool
 from specdec.models.lora.slots import AdapterRoom
@@ -26,6 +28,7 @@ from tests.specdec.engine.pairs import (
     Case,
     add_noise,
     assert_same,
+    backend,
     collect,
     greedy,
     make_service,
@@ -34,6 +37,7 @@ from tests.specdec.engine.pairs import (
 )
 from tests.specdec.engine.test_combinations import EVERYTHING
 from tests.specdec.engine.test_combinations import assert_same as assert_same_output
+from tests.specdec.engine.test_heads import fitted
 from tests.specdec.engine.test_hostile_network import DRAFTER, TARGET, HostileService
 from tests.specdec.engine.test_processors import BOTH
 from tests.specdec.models.families import VOCAB_SIZE, make_model
@@ -118,6 +122,19 @@ def test_greedy_texts_are_those_of_peft(num_draft_tokens: int, scarce: str, adap
     assert (gauges(service)["num_evictions"] > 0) == (scarce == "blocks")
     assert gauges(service)["num_adapter_loads"] >= 4
     assert gauges(service)["num_loaded_adapters"] == max_loras
+
+
+@pytest.mark.parametrize("has_draft", [False, True])
+@pytest.mark.parametrize("tree", [0, 12])
+def test_drafts_of_heads_and_trees_change_no_token(tree: int, has_draft: bool, adapters: dict[str, Adapter]) -> None:
+    """The draft model drafts first, in trees with siblings; alone the heads do."""
+    cases = make_cases(adapters, SAMPLED)
+    plain, _ = run(make_service("llama", NOISE, 0, adapters=ROOM), cases)
+    target = backend(ModelTarget, make_model("llama"), adapters=ROOM, heads=(fitted("llama"), 3, tree))
+    draft = backend(ModelDrafter, add_noise(make_model("llama"), NOISE), adapters=ROOM) if has_draft else None
+    outputs, stats = run(LocalService(target, draft, 3, tree_tokens=tree), cases)
+    assert outputs == plain
+    assert stats.num_accepted_tokens > 0
 
 
 @pytest.mark.parametrize("has_twins", [False, True])

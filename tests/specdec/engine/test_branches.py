@@ -1,6 +1,7 @@
 """Branches over real models: whatever the drafter prepares, and whenever it comes, no token changes."""
 
 import random
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -11,17 +12,17 @@ from specdec.protocol.backends import DraftJob, Status
 from specdec.protocol.messages import Plan
 from specdec.sampling.params import SamplingParams
 from tests.specdec.engine.overlap import OverlapService
-from tests.specdec.engine.pairs import Case, backend, make_draft, make_model, make_service, run
+from tests.specdec.engine.pairs import Case, backend, collect, make_draft, make_model, make_service, run
 from tests.specdec.engine.test_exactness import HALF_RIGHT, make_cases
 
 NOISE = HALF_RIGHT["llama"]
-PLANS = [(1, 0), (1, 4), (1, 16), (4, 0), (4, 4), (4, 16)]
+PLANS = [(1, 0, 0), (1, 4, 0), (1, 16, 2), (4, 0, 0), (4, 0, 3), (4, 4, 0), (4, 4, 1), (4, 16, 0), (4, 16, 3)]
 
 
 def make_overlap(
-    num_draft_tokens: int, num_branches: int, draft_steps: Callable[[], int], **options: int
+    num_draft_tokens: int, num_branches: int, draft_steps: Callable[[], int], num_siblings: int = 0, **options: int
 ) -> OverlapService:
-    plan = Plan(num_draft_tokens, num_branches, acceptance_rate=0.5)
+    plan = Plan(num_draft_tokens, num_branches, acceptance_rate=0.5, num_siblings=num_siblings)
     target = backend(ModelTarget, make_model("llama"))
     return OverlapService(target, backend(ModelDrafter, make_draft("llama", NOISE), **options), plan, draft_steps)
 
@@ -38,33 +39,42 @@ def reference(request: pytest.FixtureRequest) -> tuple[list[Case], list[list[int
     return cases, run(make_service("llama", NOISE, 0), cases)[0]
 
 
-@pytest.mark.parametrize(("num_draft_tokens", "num_branches"), PLANS)
-def test_tokens_are_those_of_plain_decoding(num_draft_tokens: int, num_branches: int, reference: tuple) -> None:
+@pytest.mark.parametrize(("num_draft_tokens", "num_branches", "num_siblings"), PLANS)
+def test_tokens_are_those_of_plain_decoding(
+    num_draft_tokens: int, num_branches: int, num_siblings: int, reference: tuple
+) -> None:
     cases, wanted = reference
-    num_hits = 0
+    num_hits = num_beside = 0
     for seed in range(3):
-        service = make_overlap(num_draft_tokens, num_branches, ahead_at_random(seed))
-        outputs, stats = run(service, cases)
-        assert outputs == wanted
-        assert stats.num_accepted_tokens > 5
+        service = make_overlap(num_draft_tokens, num_branches, ahead_at_random(seed), num_siblings)
+        outputs = collect(service, cases)
+        assert [output.tokens for output in outputs] == wanted
+        letters = Counter("".join(output.notes.how for output in outputs))
+        assert letters["a"] > 5
+        assert letters["a"] + letters["s"] == service.target.counters.num_accepted_tokens
         num_hits += service.target.counters.num_branch_hits
+        num_beside += letters["s"]
         assert (service.drafter.counters.num_promoted > 0) == (num_branches > 0)
+    assert (num_beside > 5) == (num_siblings > 0)
     assert (num_hits > 20) == (num_branches > 0)
 
 
-def test_under_the_rejection_rule_greedy_stays_greedy() -> None:
+@pytest.mark.parametrize("num_siblings", [0, 2])
+def test_under_the_rejection_rule_greedy_stays_greedy(num_siblings: int) -> None:
     cases = make_cases(SamplingParams(temperature=0.0, acceptance="rejection"))
     wanted, _ = run(make_service("llama", NOISE, 0), cases)
-    service = make_overlap(4, 8, ahead_at_random(3))
+    service = make_overlap(4, 8, ahead_at_random(3), num_siblings)
     outputs, _ = run(service, cases)
     assert outputs == wanted
     assert service.drafter.counters.num_promoted > 10
 
 
-@pytest.mark.parametrize("num_blocks", [45, 60, 70])
-def test_where_room_is_short_branches_yield_and_no_token_changes(num_blocks: int, reference: tuple) -> None:
+@pytest.mark.parametrize(("num_blocks", "num_siblings"), [(45, 0), (60, 0), (70, 0), (60, 3)])
+def test_where_room_is_short_branches_yield_and_no_token_changes(
+    num_blocks: int, num_siblings: int, reference: tuple
+) -> None:
     cases, wanted = reference
-    service = make_overlap(4, 16, lambda: 6, num_blocks=num_blocks)
+    service = make_overlap(4, 16, lambda: 6, num_siblings, num_blocks=num_blocks)
     outputs, stats = run(service, cases)
     assert outputs == wanted
     assert service.drafter._backend.gauges()["num_evictions"] > 2

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from msgspec import structs
 from scipy.stats import chi2
 from torch import Tensor
 
@@ -136,15 +137,17 @@ class Line:
         seeds: range,
         lookup: LookUpOptions | None = None,
         prediction: Tokens = (),
+        num_siblings: int = 0,
     ) -> None:
         self.target = TargetMachine("T", target, Times(lease_s=1e6), lookup=lookup)
         self.drafter = DrafterMachine("D", draft, Times(lease_s=1e6), branches_in_all=1 << 16)
         self.backend = target
         self.logs: dict[str, TokenLog] = {}
         sampling = SamplingParams(acceptance=acceptance)
+        plan = structs.replace(PLAN, num_siblings=num_siblings)
         for seed in seeds:
             spec = SequenceSpec(sampling, seed, len(PROMPT), NUM_TOKENS, prediction=prediction)
-            opening = Open(str(seed), Inc(0, 0), "R", PROMPT, spec, PLAN, 1e6)
+            opening = Open(str(seed), Inc(0, 0), "R", PROMPT, spec, plan, 1e6)
             self.target.receive(opening, 0.0)
             self.drafter.receive(opening, 0.0)
 
@@ -180,6 +183,7 @@ def p_value(
     num_sequences: int,
     lookup: LookUpOptions | None = None,
     prediction: Tokens = (),
+    num_siblings: int = 0,
 ) -> float:
     """Chi-square over all transitions: each token was drawn from the target's row of the one before."""
     generator = torch.Generator().manual_seed(5)
@@ -189,7 +193,7 @@ def p_value(
     num_hits = num_promoted = num_looked_up = num_of_heads = 0
     for start in range(0, num_sequences, 2000):
         seeds = range(start, min(start + 2000, num_sequences))
-        line = Line(kind(logits), draft, acceptance, seeds, lookup, prediction)
+        line = Line(kind(logits), draft, acceptance, seeds, lookup, prediction, num_siblings)
         outputs = torch.tensor([[*PROMPT, *output] for output in line.run()])
         pairs = torch.stack((outputs[:, :-1].flatten(), outputs[:, 1:].flatten()))
         counts += torch.bincount(pairs[0] * VOCAB + pairs[1], minlength=VOCAB * VOCAB).view(VOCAB, VOCAB)
@@ -245,6 +249,31 @@ def test_with_drafts_of_heads_among_them_it_is_so_as_well(
     kind: Callable[[Tensor], Backend], acceptance: str, num_draws: int
 ) -> None:
     assert p_value(kind, acceptance, num_draws // NUM_TOKENS + 1) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "num_draws"),
+    [
+        ("rejection", 25_000),
+        ("coupled", 20_000),
+        pytest.param("rejection", 250_000, marks=pytest.mark.soak),
+    ],
+)
+def test_with_siblings_beside_draft_tokens_it_is_so_as_well(acceptance: str, num_draws: int) -> None:
+    assert p_value(Backend, acceptance, num_draws // NUM_TOKENS + 1, num_siblings=2) > 1e-3
+
+
+def test_a_sibling_that_is_kept_too_often_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A point mass that is told as less is kept more often than the target says it."""
+
+    def biased(draft: Draft, siblings: Sequence[Tokens]) -> Draft:
+        tree, count = beside(draft, siblings), len(draft.tokens)
+        told = (Candidates((token, (token + 1) % VOCAB), (0.6, 0.4)) for token in tree.tokens[count:])
+        return tree._replace(candidates=(*tree.candidates[:count], *told))
+
+    beside = Draft.beside
+    monkeypatch.setattr(Draft, "beside", biased)
+    assert p_value(Backend, "rejection", 2_000, num_siblings=2) < 1e-6
 
 
 def test_heads_that_tell_another_distribution_than_they_drew_from_would_be_found() -> None:

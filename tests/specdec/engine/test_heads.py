@@ -20,10 +20,11 @@ from specdec.models.runner import ModelRunner
 from specdec.protocol.lookup import LookUpOptions
 from specdec.protocol.messages import ACCEPTED, HEADED
 from specdec.sampling.params import SamplingParams
-from specdec.sampling.pipeline import Sampler
+from specdec.sampling.pipeline import LogitsProcessor, Sampler
 from tests.specdec.engine.pairs import MAX_MODEL_LEN, Case, backend, collect, greedy, make_model, run
 from tests.specdec.engine.test_hostile_network import DRAFTER, TARGET, HostileService, runner
 from tests.specdec.engine.test_lookup import letters_of, predicted_cases
+from tests.specdec.engine.test_processors import BOTH
 from tests.specdec.engine.test_recurrent import NOISE, make_cases
 from tests.specdec.engine.test_structured import DEMO, MAX_TOKENS, OPTIONS, PERSON, check
 from tests.specdec.engine.test_structured import sampling as sampling_of
@@ -75,6 +76,7 @@ def with_heads(
     num_blocks: int = 300,
     tree: int = 0,
     chunk: int = 64,
+    processors: tuple[LogitsProcessor, ...] = (),
 ) -> LocalService:
     """A target with heads, without a draft model or with one; ``tree`` is how many tokens a tree has."""
     model = make_model(family) if family != "qwen3_5" else make_recurrent(family)
@@ -83,7 +85,8 @@ def with_heads(
         sampler = Sampler(VOCAB_SIZE)
         target = ModelTarget(made, sampler, **LENGTHS, heads=HeadDrafter(fitted(family), sampler, most, tree))
     else:
-        target = backend(ModelTarget, model, num_blocks=num_blocks, chunk=chunk, heads=(fitted(family), most, tree))
+        options = {"num_blocks": num_blocks, "chunk": chunk, "processors": processors}
+        target = backend(ModelTarget, model, heads=(fitted(family), most, tree), **options)
     drafter = None if draft is None else ModelDrafter(draft(), Sampler(VOCAB_SIZE), **LENGTHS)
     return LocalService(target, drafter, 4, lookup=lookup)
 
@@ -179,6 +182,20 @@ def test_what_edits_and_cuts_logits_sees_each_path_alone(tree: int) -> None:
     outputs, stats = run(with_heads("llama", tree=tree), cases)
     assert outputs == plainly("llama", cases)
     assert stats.num_accepted_tokens > 5
+
+
+@pytest.mark.parametrize("tree", [0, 12])
+def test_hooks_see_each_path_alone_and_prefixes_that_are_read_already_change_nothing(tree: int) -> None:
+    cases = [replace(case, max_tokens=40, eos_token_ids=()) for case in make_cases(SamplingParams(temperature=1.0))]
+    plain = [replace(case, num_speculative_tokens=0) for case in cases]
+    wanted = run(with_heads("llama", processors=BOTH), plain)[0]
+    assert wanted != plainly("llama", cases)
+    service = with_heads("llama", tree=tree, processors=BOTH)
+    for _ in range(2):
+        outputs, stats = run(service, cases)
+        assert outputs == wanted
+        assert stats.num_accepted_tokens > 0
+    assert service.target._backend.gauges()["num_reused_tokens"] > 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

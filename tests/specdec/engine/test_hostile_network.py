@@ -152,6 +152,7 @@ class HostileService:
             acceptance_rate=0.5,
             mode=pick(("overlap", "overlap", "in_turn")),
             draft_wait_s=pick((0, 0, 4)),
+            num_siblings=pick((0, 0, 3)),
         )
 
 

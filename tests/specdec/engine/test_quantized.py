@@ -6,6 +6,7 @@ import pytest
 
 from cluster.identity import demo_folder
 from specdec import BackendOptions, ModelSource, SamplingParams, SpeculativeEngine
+from specdec.engine.heads import HeadsOptions
 from specdec.engine.results import GenerationResult
 
 pytest.importorskip("torchao", reason="torchao is not installed: pip install 'specdec[quantization]'")
@@ -40,6 +41,16 @@ def test_a_quantized_draft_changes_no_token(quantization):
     target = ModelSource(str(demo_folder("target")), dtype="float32", device="cpu")
     want, got = (generate(target, DRAFTS[name], 1.0) for name in ("none", quantization))
     assert [result.token_ids for result in got] == [result.token_ids for result in want]
+
+
+@pytest.mark.parametrize("tree", [0, 12])
+def test_heads_on_a_quantized_target_change_no_token(tree):
+    target = ModelSource(str(demo_folder("target")), dtype="float32", device="cpu", quantization="int8")
+    options = BackendOptions(heads=HeadsOptions(str(demo_folder("heads")), 4, tree))
+    engine = SpeculativeEngine.from_pretrained(target, options=options)
+    drafted = engine.generate_batch(PROMPTS, SamplingParams(temperature=1.0), seed=3, max_tokens=40)
+    assert [result.token_ids for result in drafted] == [result.token_ids for result in generate(target, None, 1.0)]
+    assert sum(result.stats.num_accepted_tokens for result in drafted) > 0
 
 
 EVERYTHING = SamplingParams(

@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from specdec.protocol.backends import DraftJob, Proposal, Status, Verification, VerifyJob
 from specdec.protocol.marks import TokenLog
 from specdec.protocol.messages import Candidates
+from specdec.protocol.plans import MOST_SIBLINGS
 from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.sampling.trees import children_of
 from specdec.types import Finish, TokenLogprobs, Tokens
 
 EOS, STOP, VOCAB = 0, 1, 14
@@ -153,34 +155,42 @@ class ScriptedTarget:
         if self._scripts[job.key].poisons(job.log.tokens) == "row":
             return Verification(Status.FAILED, reason="this row fails")
         spec, position = job.spec, len(job.log) - len(PROMPT)
-        expect(position + len(job.draft) < spec.max_tokens, "a draft is longer than max_tokens allows")
-        expect(len(job.log) + len(job.draft) < self.max_model_len, "a draft is longer than the context allows")
+        draft = job.proposed
+        expect(position + draft.depth < spec.max_tokens, "a draft is longer than max_tokens allows")
+        expect(len(job.log) + draft.depth < self.max_model_len, "a draft is longer than the context allows")
         self._check_draft(job)
         drawn_from = [candidates.ids for candidates in job.candidates]
         expect(self._coupled or drawn_from == [(token,) for token in job.draft], "candidates of other draft tokens")
-        draft = job.draft[: self._rng.randint(0, 3)] if self._rng.random() < 0.1 else job.draft  # memory was short
+        if self._rng.random() < 0.1:
+            draft = draft.only(range(min(len(draft.tokens), self._rng.randint(0, 3))))  # memory was short
+        children = children_of(draft.parents or range(-1, len(draft.tokens) - 1))
         run: list[int] = []
-        for drafted in draft:
-            run.append(self._token(job.key, position + len(run), drafted))
-            if run[-1] != drafted:
-                break
-        num_accepted = len(run) - (bool(run) and run[-1] != draft[len(run) - 1])
-        if len(run) == num_accepted and not (draft and self._skips_bonus):
+        at, num_accepted = -1, 0
+        while at in children and len(run) == num_accepted:
+            options = [draft.tokens[i] for i in children[at]]
+            run.append(self._token(job.key, position + len(run), self._rng.choice(options)))
+            if run[-1] in options:
+                at, num_accepted = children[at][options.index(run[-1])], num_accepted + 1
+        if len(run) == num_accepted and not (draft.tokens and self._skips_bonus):
             run.append(self._token(job.key, position + len(run), None))
         logprobs = None
         if spec.sampling.logprobs is not None:
             logprobs = tuple(TokenLogprobs(-float(token), position + i + 1) for i, token in enumerate(run))
-        return Verification(Status.DECIDED, tuple(run), num_accepted, len(draft), logprobs)
+        return Verification(Status.DECIDED, tuple(run), num_accepted, len(draft.tokens), logprobs)
 
     def _check_draft(self, job: VerifyJob) -> None:
         """No drafter has said what the draft model does not say after these very tokens."""
         if job.source in ("lookup", "prediction"):
             return  # what the target looked up may be anything
-        tokens = list(job.log.tokens)
-        for token in job.draft:
-            expected = None if self._draft_model is None else self._draft_model.token(job.key, tokens)
-            expect(token == expected, "a draft that was made for another log")
-            tokens.append(token)
+        chain = job.proposed.chain().tokens
+        expect(job.draft[: len(chain)] == chain, "the chain of a tree does not come first in it")
+        for i, token in enumerate(job.draft):
+            place = job.parents[i] + 1 if job.parents else i
+            tokens = [*job.log.tokens, *chain[:place]]
+            said = () if self._draft_model is None else (self._draft_model.token(job.key, tokens),)
+            if said and i >= len(chain):
+                said = self._draft_model.guesses(job.key, tokens, MOST_SIBLINGS)
+            expect(token in said, "a draft that was made for another log")
 
     def _token(self, key: str, position: int, drafted: int | None) -> int:
         if self._coupled:

@@ -217,12 +217,12 @@ class Watch:
             expect(is_at_fault, "an error of another sequence")
 
 
-KINDS = dict(zip("acbpACBxyz", "acbpacbacb", strict=True))
+KINDS = dict(zip("acbspACBxyz", "acbapacbacb", strict=True))
 
 
 def source_of(letter: str) -> int:
     """A number for where a round's draft was from."""
-    return next(i for i, letters in enumerate(("acb", "ACB", "xyz", "p")) if letter in letters)
+    return next(i for i, letters in enumerate(("acbs", "ACB", "xyz", "p")) if letter in letters)
 
 
 def check_notes(client: Client, script: Script) -> None:

@@ -212,6 +212,7 @@ class World:
             acceptance_rate=pick((0.0, 0.7, 1.0)),
             mode=pick(("overlap", "overlap", "in_turn")),
             draft_wait_s=pick((0, 0, 6)),
+            num_siblings=pick((0, 0, 2)),
         )
 
     def _listeners(self, name: str) -> tuple[str, ...]:
