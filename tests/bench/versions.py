@@ -17,9 +17,10 @@ import random
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 
@@ -33,16 +34,20 @@ Samples = dict[str, list[tuple[float, float, float, float]]]
 
 
 @contextmanager
-def served(command: str, flags: Sequence[str]) -> Iterator[tuple[str, psutil.Process]]:
+def served(
+    command: Sequence[str], flags: Sequence[str], environment: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[tuple[str, psutil.Process]]:
     """A service's address and process, until the context ends."""
     port = check_port("127.0.0.1", 0)
     url = f"http://127.0.0.1:{port}"
-    process = subprocess.Popen([command, "serve", "--port", str(port), *flags], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [*command, "--port", str(port), *flags], stdout=subprocess.DEVNULL, env={**os.environ, **environment}
+    )
     try:
         end_s = time.monotonic() + START_TIMEOUT_S
         while not is_healthy(url):
             if process.poll() is not None or time.monotonic() > end_s:
-                raise SystemExit(f"{command} does not serve")
+                raise SystemExit(f"{' '.join(command)} does not serve")
             time.sleep(0.5)
         yield url, psutil.Process(process.pid)
     finally:
@@ -96,7 +101,9 @@ def main() -> None:
     if arguments.json is not None and arguments.json.exists():
         samples = json.loads(arguments.json.read_text())
     with ExitStack() as stack:
-        services = [stack.enter_context(served(command, flags)) for command in (arguments.before, arguments.after)]
+        services = [
+            stack.enter_context(served((command, "serve"), flags)) for command in (arguments.before, arguments.after)
+        ]
         for streams in arguments.streams.split(","):
             for number in range(-arguments.warmup_rounds, arguments.rounds):
                 kept = samples.setdefault(streams, [])
