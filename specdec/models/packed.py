@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -35,10 +35,13 @@ class PackedProduct:
         in_features: Input width.
         packed: All weights.
         bias: All biases, [sum of sizes]; None where there are none.
+        added: Adds something to all results, in place, given the inputs and the results, [..., sum of sizes]; None:
+            nothing.
         alignment: Layers are multiplied together where each is a multiple of so many rows.
     """
 
     alignment = 1
+    added: Callable[[torch.Tensor, torch.Tensor], None] | None = None
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         self.sizes = [linear.out_features for linear in linears]
@@ -64,9 +67,9 @@ class PackedProduct:
     def part(self, index: int, inputs: torch.Tensor) -> torch.Tensor:
         """One layer's result, [..., in_features] -> [..., out_features]; of several layers a view."""
         if len(self.sizes) == 1:
-            return self._multiplied(inputs)
+            return self._result(inputs)
         if self._inputs is None or self._inputs() is not inputs or index not in self._parts:
-            parts = torch.split_with_sizes(self._multiplied(inputs), self.sizes, -1)
+            parts = torch.split_with_sizes(self._result(inputs), self.sizes, -1)
             self._inputs, self._parts = weakref.ref(inputs, self._drop), dict(enumerate(parts))
         return self._parts.pop(index)
 
@@ -74,6 +77,12 @@ class PackedProduct:
         """Some layer has not asked for its part, and cannot any more."""
         if inputs is self._inputs:
             self._inputs, self._parts = None, {}
+
+    def _result(self, inputs: torch.Tensor) -> torch.Tensor:
+        output = self._multiplied(inputs)
+        if self.added is not None:
+            self.added(inputs, output)
+        return output
 
     def _multiplied(self, inputs: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self._multiply(inputs, self.packed, self.bias, "none", [], "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,11 +56,12 @@ def layer_shapes(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
 class AdapterSlots:
     """Adapters of a model that is in memory, each in a slot.
 
-    Every linear layer gets a forward hook, whatever multiplies there: in a step the tokens of each adapter that is in
-    it take a pair of products more, and the others nothing.
+    Every linear layer adds to its result, whatever multiplies there: in a step the tokens of each adapter that is in it
+    take a pair of products more, and the others nothing. Layers that are multiplied in one (``packed.py``) share the
+    first product of the pair.
 
     Args:
-        model: Hooks are put on its layers.
+        model: Its layers are made to call.
         room: Memory for so many is taken at once.
 
     Attributes:
@@ -72,82 +74,130 @@ class AdapterSlots:
         self.room = room
         self.shapes = layer_shapes(model)
         self._step = _Step()
-        self._layers: dict[str, _Layer] = {}
+        self._places: dict[str, tuple[_Layers, int]] = {}
+        together: dict[int, dict[str, Any]] = {}
         for name, module in adaptable_layers(model).items():
-            layer = self._layers[name] = _Layer(name, module, model.dtype, room, self._step)
-            module.register_forward_hook(layer)
-        self.num_bytes = sum(layer.down.nbytes + layer.up.nbytes for layer in self._layers.values())
+            together.setdefault(id(getattr(module, "product", module)), {})[name] = module
+        self._groups = [_Layers(layers, model.dtype, room, self._step) for layers in together.values()]
+        for group in self._groups:
+            self._places |= {name: (group, index) for index, name in enumerate(group.names)}
+        self.num_bytes = sum(group.down.nbytes + sum(up.nbytes for up in group.ups) for group in self._groups)
 
     def put(self, slot: int, weights: Iterable[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
         """Copy an adapter to a slot, in place of the one that was there."""
-        for layer in self._layers.values():
-            layer.clear(slot)
+        for group in self._groups:
+            group.clear(slot)
         for name, down, up in weights:
-            self._layers[name].put(slot, down, up)
+            group, index = self._places[name]
+            group.put(index, slot, down, up)
 
     @contextmanager
     def used(self, runs: Sequence[Run], num_tokens: int) -> Iterator[None]:
         """Around a forward pass of ``num_tokens`` in which these use adapters; the others are the base model's."""
-        self._step.runs, self._step.num_tokens = runs, num_tokens
-        shapes = {(slot - place, end - start) for place, (slot, start, end) in enumerate(runs)}
-        self._step.is_even = len(shapes) == 1 and sum(end - start for _, start, end in runs) == runs[-1][2] - runs[0][1]
+        self._step.products = _products(runs, self._groups[0].down.device)
+        self._step.slots, self._step.num_tokens = frozenset(slot for slot, _, _ in runs), num_tokens
         try:
             yield
         finally:
-            self._step.runs = ()
+            self._step.slots = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """Tokens of neighbouring slots, multiplied together.
+
+    Attributes:
+        filled_up: Numbers of the tokens of each slot, of all slots equally many; None where they are so as they lie.
+        places: Of each token among those.
+    """
+
+    slots: slice
+    tokens: slice
+    filled_up: torch.Tensor | None
+    places: torch.Tensor | None
 
 
 @dataclass(slots=True)
 class _Step:
-    """What is to be done; even: runs of one length lie behind one another, and so do their slots."""
+    """What is to be done in the step that runs."""
 
-    runs: Sequence[Run] = field(default=())
+    products: list[_Product] = field(default_factory=list)
+    slots: frozenset[int] = frozenset()
     num_tokens: int = 0
-    is_even: bool = False
 
 
-class _Layer:
-    """A linear layer's hook: adds what the step's adapters make of its inputs."""
+def _products(runs: Sequence[Run], device: torch.device) -> list[_Product]:
+    """Runs of neighbouring slots that lie behind one another, as long as filling up no more than doubles the work."""
+    groups: list[list[Run]] = []
+    for run in runs:
+        group = [*groups[-1], run] if groups else [run]
+        most, total = (of(end - start for _, start, end in group) for of in (max, sum))
+        follows = (group[-2][0] + 1, group[-2][2]) == run[:2] if len(group) > 1 else False
+        if follows and len(group) * most <= 2 * total:
+            groups[-1] = group
+        else:
+            groups.append([run])
+    return [_product(group, device) for group in groups]
 
-    def __init__(self, name: str, module: Any, dtype: torch.dtype, room: AdapterRoom, step: _Step) -> None:
-        device = torch.device("cpu") if isinstance(module, PackedLinear) else module.weight.device
+
+def _product(runs: list[Run], device: torch.device) -> _Product:
+    (first_slot, first, _), (last_slot, _, last) = runs[0], runs[-1]
+    most = max(end - start for _, start, end in runs)
+    slots, tokens = slice(first_slot, last_slot + 1), slice(first, last)
+    if len(runs) * most == last - first:
+        return _Product(slots, tokens, None, None)
+    filled_up = [min(start + i, end - 1) - first for _, start, end in runs for i in range(most)]
+    places = [most * number + i for number, (_, start, end) in enumerate(runs) for i in range(end - start)]
+    return _Product(slots, tokens, torch.tensor(filled_up, device=device), torch.tensor(places, device=device))
+
+
+class _Layers:
+    """Linear layers that read the same inputs: adds to their results what the step's adapters make of these."""
+
+    def __init__(self, layers: dict[str, Any], dtype: torch.dtype, room: AdapterRoom, step: _Step) -> None:
+        self.names = [*layers]
+        modules = [*layers.values()]
+        self._step, self._rank = step, room.max_rank
+        self._filled: set[int] = set()
+        self._sizes = [module.out_features for module in modules]
+        if isinstance(modules[0], PackedLinear):
+            device = torch.device("cpu")
+            modules[0].product.added = self._add
+        else:
+            device = modules[0].weight.device
+            modules[0].register_forward_hook(lambda _, inputs, output: self._add(inputs[0], output))
         if device.type == "cpu":
             dtype = torch.float32  # a call of its bfloat16 products costs several times what so small a product does
-        self._name, self._step = name, step
-        self.down = torch.zeros(room.max_loras, room.max_rank, module.in_features, dtype=dtype, device=device)
-        self.up = torch.zeros(room.max_loras, room.max_rank, module.out_features, dtype=dtype, device=device)
-        self.weights: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * room.max_loras
+        make = partial(torch.zeros, room.max_loras, dtype=dtype, device=device)
+        self.down = make(len(modules) * room.max_rank, modules[0].in_features)
+        self.ups = [make(room.max_rank, size) for size in self._sizes]
 
     def clear(self, slot: int) -> None:
-        self.weights[slot] = None
-        self.down[slot].zero_()
-        self.up[slot].zero_()
+        self._filled.discard(slot)
+        for weights in (self.down, *self.ups):
+            weights[slot].zero_()
 
-    def put(self, slot: int, down: torch.Tensor, up: torch.Tensor) -> None:
-        views = self.down[slot, : len(down)], self.up[slot, : len(up)]
-        views[0].copy_(down)
-        views[1].copy_(up)
-        self.weights[slot] = views[0].T, views[1]
+    def put(self, index: int, slot: int, down: torch.Tensor, up: torch.Tensor) -> None:
+        first = index * self._rank
+        self.down[slot, first : first + len(down)].copy_(down)
+        self.ups[index][slot, : len(up)].copy_(up)
+        self._filled.add(slot)
 
-    def __call__(self, module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        runs = self._step.runs
-        if not runs or not any(self.weights[slot] is not None for slot, _, _ in runs):
+    def _add(self, inputs: torch.Tensor, outputs: torch.Tensor) -> None:
+        step = self._step
+        if step.slots.isdisjoint(self._filled):
             return
-        first, end_of_all = runs[0][1], runs[-1][2]
-        inputs = args[0].reshape(-1, args[0].shape[-1])
-        if len(inputs) != self._step.num_tokens:
-            raise ValueError(f"adapters cannot change {self._name}: it reads other inputs than the step's tokens")
-        inputs = inputs[first:end_of_all].to(self.down.dtype)
-        if self._step.is_even:
-            slots = slice(runs[0][0], runs[-1][0] + 1)
-            narrow = torch.bmm(inputs.view(len(runs), -1, inputs.shape[-1]), self.down[slots].transpose(1, 2))
-            added = torch.bmm(narrow, self.up[slots]).view(len(inputs), -1)
-        else:
-            # One addition for all: there are no rows without an adapter between those with one, as a rule.
-            added = inputs.new_zeros(len(inputs), output.shape[-1])
-            for slot, start, end in runs:
-                weights = self.weights[slot]
-                if weights is not None:
-                    rows = slice(start - first, end - first)
-                    torch.mm(inputs[rows] @ weights[0], weights[1], out=added[rows])
-        output.view(-1, output.shape[-1])[first:end_of_all] += added
+        inputs, outputs = inputs.reshape(-1, inputs.shape[-1]), outputs.view(-1, outputs.shape[-1])
+        if len(inputs) != step.num_tokens:
+            raise ValueError(f"adapters cannot change {self.names}: they read other inputs than the step's tokens")
+        for product in step.products:
+            down = self.down[product.slots].transpose(1, 2)
+            rows = _selected(inputs[product.tokens], product.filled_up).to(down.dtype)
+            narrow = torch.bmm(rows.view(len(down), -1, rows.shape[-1]), down)
+            parts = torch.split_with_sizes(outputs[product.tokens], self._sizes, -1)
+            for part, one, up in zip(parts, torch.tensor_split(narrow, len(self.ups), -1), self.ups, strict=True):
+                part += _selected(torch.bmm(one, up[product.slots]).view(-1, part.shape[-1]), product.places)
+
+
+def _selected(rows: torch.Tensor, numbers: torch.Tensor | None) -> torch.Tensor:
+    return rows if numbers is None else rows.index_select(0, numbers.to(rows.device))

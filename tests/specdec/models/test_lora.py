@@ -113,14 +113,18 @@ def test_every_row_of_a_mixed_step_has_the_logits_of_peft(family: str, tmp_path:
     assert [distance(*pair) > 0.1 for pair in zip(swapped, wanted, strict=True)] == [True, False, True, *[False] * 4]
 
 
-def test_rows_of_one_length_are_multiplied_together(tmp_path: Path) -> None:
-    """Also where an adapter has nothing for a layer, or has taken the slot of a larger one."""
+@pytest.mark.parametrize("lengths", [(8, 8, 8, 8), (8, 12, 6, 14), (2, 40, 8, 8)], ids=["one", "filled up", "apart"])
+def test_neighbouring_slots_are_multiplied_together(lengths: tuple[int, ...], tmp_path: Path) -> None:
+    """Of one length, filled up to one, or apart where that would be most of the work.
+
+    Also where an adapter has nothing for a layer, or has taken the slot of a larger one.
+    """
     adapters = make_adapters(tmp_path, "llama")
     runner = make_runner("llama", [adapters[3], *adapters[1:]])
     assert runner.loaded.adapters is not None
     shapes = runner.loaded.adapters.shapes
     runner.loaded.adapters.put(0, AdapterCheckpoint(Path(adapters[0].path), shapes, 64).weights())
-    rows = make_rows(8, 8, 8, 8)
+    rows = make_rows(*lengths)
     wanted = [peft_logits("llama", adapter, row) for adapter, row in zip(adapters, rows, strict=True)]
     assert max(map(distance, mixed_step(runner, rows, [0, 1, 2, 3]), wanted)) < 1e-5
 
