@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import cast, get_args
 
@@ -26,6 +26,7 @@ from specdec.models.loading import ModelSource, load_tokenizer
 from specdec.models.lora.slots import AdapterRoom
 from specdec.sampling.params import SamplingParams
 from specdec.types import Adapter
+from tests.bench.turns import by_turns, spread
 from tests.specdec.adapters import ATTENTION, write_adapter
 from tests.specdec.engine.pairs import Case, run
 
@@ -40,13 +41,6 @@ def make_service(source: ModelSource, draft: ModelSource | None, num_draft_token
     )
     target, _ = build_target(source, options)
     return LocalService(target, None if draft is None else build_drafter(draft, options, source)[0], num_draft_tokens)
-
-
-def tokens_per_s(service: LocalService, cases: Sequence[Case]) -> float:
-    """Of all streams together."""
-    started_s = time.perf_counter()
-    outputs, _ = run(service, cases)
-    return sum(map(len, outputs)) / (time.perf_counter() - started_s)
 
 
 def main() -> None:
@@ -86,14 +80,12 @@ def main() -> None:
                         for i, prompt in enumerate(prompts)
                     ]
 
-                rates = [
-                    (tokens_per_s(base, cases([None])), tokens_per_s(adapted, cases(adapters)))
-                    for _ in range(arguments.rounds + 1)
-                ][1:]  # the first warms up, and loads
+                works = [partial(run, base, cases([None])), partial(run, adapted, cases(adapters))]
+                turns = by_turns(works, arguments.rounds)
+            rates = [[sum(map(len, outputs)) / taken_s for taken_s, (outputs, _) in turn] for turn in turns]
             ratios = [theirs / ours for ours, theirs in rates]
-            low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
             ours, theirs = (statistics.median(column) for column in zip(*rates, strict=True))
-            print(f"| {what} | {count} | {ours:.0f} | {theirs:.0f} | {low:.2f}, {middle:.2f}, {high:.2f} |", flush=True)
+            print(f"| {what} | {count} | {ours:.0f} | {theirs:.0f} | {spread(ratios)} |", flush=True)
 
 
 if __name__ == "__main__":

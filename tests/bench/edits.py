@@ -8,10 +8,9 @@ is the head of a file again after it; text at temperature 1 has nothing to be fo
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast, get_args
 
 import torch
@@ -25,6 +24,7 @@ from specdec.models.compat import tokenizer_width
 from specdec.models.loading import ModelSource, load_tokenizer
 from specdec.protocol.lookup import LookUpOptions
 from specdec.sampling.params import SamplingParams
+from tests.bench.turns import by_turns, spread
 from tests.specdec.engine.pairs import Case, run
 
 EDIT_EVERY = 16
@@ -38,19 +38,14 @@ def edited(output: Sequence[int]) -> tuple[int, ...]:
 
 def measure(service: LocalService, cases: Sequence[Case], rounds: int) -> tuple[list[float], SpecStats, bool]:
     """Time without look-up over time with it, by round; what look-up did; whether all tokens were the same."""
-    ratios, stats, same = [], SpecStats(), True
-    for number in range(rounds + 1):
-        times, outputs = [], []
-        for bound in (0, None):
-            started_s = time.perf_counter()
-            told = [run(service, [replace(case, num_speculative_tokens=bound)]) for case in cases]
-            times.append(time.perf_counter() - started_s)
-            outputs.append([tokens for tokens, _ in told])
-            stats = sum((stat for _, stat in told), SpecStats())
-        same = same and outputs[0] == outputs[1]
-        if number:  # the first warms up
-            ratios.append(times[0] / times[1])
-    return ratios, stats, same
+
+    def outputs(bound: int | None) -> list[tuple[list[list[int]], SpecStats]]:
+        return [run(service, [replace(case, num_speculative_tokens=bound)]) for case in cases]
+
+    turns = by_turns([partial(outputs, 0), partial(outputs, None)], rounds)
+    same = all([tokens for tokens, _ in plain] == [tokens for tokens, _ in ours] for (_, plain), (_, ours) in turns)
+    stats = sum((stats for _, stats in turns[-1][1][1]), SpecStats())
+    return [plain_s / our_s for (plain_s, _), (our_s, _) in turns], stats, same
 
 
 def main() -> None:
@@ -91,11 +86,10 @@ def main() -> None:
         if not name.startswith(arguments.only):
             continue
         ratios, stats, same = measure(service, some, arguments.rounds)
-        low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
         share = f"{stats.num_drafts / stats.num_rounds:.1%} | {stats.acceptance_rate:.0%}"
         per_round = stats.num_tokens / stats.num_rounds
         note = "" if same else " (tokens differ: near-ties)"
-        print(f"| {name}{note} | {low:.2f}, {middle:.2f}, {high:.2f} | {per_round:.2f} | {share} |", flush=True)
+        print(f"| {name}{note} | {spread(ratios)} | {per_round:.2f} | {share} |", flush=True)
 
 
 if __name__ == "__main__":

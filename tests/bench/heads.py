@@ -23,6 +23,7 @@ from specdec.models.compat import tokenizer_width
 from specdec.models.loading import ModelSource, load_tokenizer
 from specdec.sampling.params import SamplingParams
 from tests.bench.edits import measure
+from tests.bench.turns import spread
 from tests.specdec.engine.pairs import Case
 
 
@@ -53,12 +54,11 @@ def main() -> None:
             sampling = SamplingParams(temperature=temperature)
             cases = [Case(prompt, arguments.max_tokens, sampling, i, None, ()) for i, prompt in enumerate(prompts)]
             ratios, stats, same = measure(service, cases, arguments.rounds)
-            low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
             a_round, drafted = stats.num_tokens / stats.num_rounds, stats.num_draft_tokens / stats.num_drafts
             note = "" if same else " (tokens differ: near-ties)"
             print(
-                f"| {size}{note} | {temperature:g} | {low:.2f}, {middle:.2f}, {high:.2f} "
-                f"| {a_round:.2f} | {drafted:.1f} | {a_round / middle:.2f} |",
+                f"| {size}{note} | {temperature:g} | {spread(ratios)} "
+                f"| {a_round:.2f} | {drafted:.1f} | {a_round / statistics.median(ratios):.2f} |",
                 flush=True,
             )
 
