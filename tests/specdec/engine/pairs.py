@@ -18,10 +18,12 @@ from specdec.models.heads import DraftHeads
 from specdec.models.loading import LoadedModel, prepare_model
 from specdec.models.lora.slots import AdapterRoom, AdapterSlots
 from specdec.models.runner import ModelRunner
-from specdec.protocol.messages import Notes
+from specdec.protocol.backends import DraftBackend
+from specdec.protocol.messages import Notes, Plan
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.pipeline import LogitsProcessor, Sampler
 from specdec.types import Adapter, Finish
+from tests.specdec.engine.overlap import OverlapService
 from tests.specdec.models.families import VOCAB_SIZE, make_model
 
 logger = logging.getLogger(__name__)
@@ -121,14 +123,32 @@ def make_service(family: str, noise: float, num_draft_tokens: int, **options: An
     return LocalService(target, backend(ModelDrafter, make_draft(family, noise), **options), num_draft_tokens)
 
 
-def run(service: LocalService, cases: Sequence[Case]) -> tuple[list[list[int]], SpecStats]:
+def run_with_branches(
+    target: ModelTarget, drafter: DraftBackend, prompts: Sequence[Sequence[int]], plan: Plan, num_draft_steps: int
+) -> OverlapService:
+    """Generate 50 tokens for each prompt while the drafter works, as without drafts; gives the service, for its counts.
+
+    ``num_draft_steps`` is how many steps the drafter makes in one of the target.
+    """
+    sampling = SamplingParams(temperature=1.0)
+    cases = [Case(tuple(prompt), 50, sampling, 5 + i, eos_token_ids=(0,)) for i, prompt in enumerate(prompts)]
+    wanted, _ = run(OverlapService(target, drafter, Plan(0), lambda: 0), cases)
+    service = OverlapService(target, drafter, plan, lambda: num_draft_steps)
+    outputs, stats = run(service, cases)
+    assert outputs == wanted
+    assert stats.num_accepted_tokens > 20
+    assert service.drafter.counters.num_promoted > 5
+    return service
+
+
+def run(service: LocalService | OverlapService, cases: Sequence[Case]) -> tuple[list[list[int]], SpecStats]:
     """Generate all cases in one batch; gives each one's output tokens, and what speculation did."""
     outputs = collect(service, cases)
     stats = (SpecStats.of([output.notes]) for output in outputs)
     return [output.tokens for output in outputs], sum(stats, SpecStats())
 
 
-def collect(service: LocalService, cases: Sequence[Case]) -> list[Output]:
+def collect(service: LocalService | OverlapService, cases: Sequence[Case]) -> list[Output]:
     """Generate all cases in one batch; gives everything that was delivered."""
     names = start(service, cases)
     outputs = {name: Output() for name in names}
@@ -139,7 +159,7 @@ def collect(service: LocalService, cases: Sequence[Case]) -> list[Output]:
     raise AssertionError(f"never finished: {outputs}")
 
 
-def start(service: LocalService, cases: Sequence[Case]) -> list[str]:
+def start(service: LocalService | OverlapService, cases: Sequence[Case]) -> list[str]:
     """Take all cases in; gives their names, each of which is used once: what was closed does not come back."""
     names = [f"{next(_numbers)}" for _ in cases]
     for i, (name, case) in enumerate(zip(names, cases, strict=True)):
@@ -147,7 +167,7 @@ def start(service: LocalService, cases: Sequence[Case]) -> list[str]:
     return names
 
 
-def deliver(service: LocalService, outputs: dict[str, Output]) -> None:
+def deliver(service: LocalService | OverlapService, outputs: dict[str, Output]) -> None:
     """One round, and what it gave."""
     for delivery in service.pump():
         output = outputs[delivery.seq]

@@ -17,13 +17,16 @@ import pytest
 from specdec.engine.draft_backend import ModelDrafter
 from specdec.engine.local import LocalService
 from specdec.engine.target_backend import ModelTarget
+from specdec.models.describe import linear_shapes
 from specdec.models.lora import pool as pool_module
 from specdec.models.lora.pool import AdapterPool
 from specdec.models.lora.slots import AdapterRoom
+from specdec.models.quantization import Quantization
 from specdec.models.runner import ModelRunner
 from specdec.sampling.params import SamplingParams
 from specdec.types import Adapter
-from tests.specdec.adapters import RANKS, save_adapter, with_adapter
+from tests.specdec.adapters import RANKS, save_adapter, with_adapter, write_adapter
+from tests.specdec.engine.features import Feature, assert_texts_are_its_own, demo
 from tests.specdec.engine.pairs import (
     Case,
     add_noise,
@@ -248,6 +251,22 @@ def test_a_worker_that_cannot_load_an_adapter_says_so(fault: str, adapters: dict
     assert says[fault] in outputs[0].reason
     assert_as_peft([outputs[1].tokens, outputs[3].tokens], [cases[1], cases[3]])
     assert gauges(service)["kv_blocks_in_use"] == 0
+
+
+@pytest.mark.parametrize("feature", ["hybrids", "quantized", "grammars", "look-up"])
+def test_beside_another_feature_each_text_is_its_own_adapters(feature: str, tmp_path: Path) -> None:
+    quantization: Quantization = "none"
+    if feature == "quantized":
+        pytest.importorskip("torchao", reason="torchao is not installed: pip install 'specdec[quantization]'")
+        quantization = "int8"
+    role = "hybrid" if feature == "hybrids" else "target"
+    source = demo(role, quantization=quantization, adapters=replace(ROOM, max_rank=8))
+    shapes = linear_shapes(source)
+    chosen = [None, *(write_adapter(tmp_path / name, shapes, 3 + i, i, 1.0) for i, name in enumerate("abc"))]
+    drafts: Feature = "drafts" if feature in ("hybrids", "quantized") else feature
+    texts = assert_texts_are_its_own(source, demo("draft"), drafts, chosen)
+    plain = assert_texts_are_its_own(demo(role, quantization=quantization), demo("draft"), drafts)
+    assert [text == other for text, other in zip(texts, plain, strict=True)] == [one is None for one in chosen] * 2
 
 
 def prepared(pool: AdapterPool) -> None:

@@ -15,8 +15,7 @@ from specdec.protocol.backends import DraftJob
 from specdec.protocol.messages import Plan
 from specdec.sampling.grammar import Grammar
 from specdec.sampling.params import SamplingParams, SequenceSpec
-from tests.specdec.engine.overlap import OverlapService
-from tests.specdec.engine.pairs import Case, run
+from tests.specdec.engine.pairs import run_with_branches
 from tests.specdec.vocabularies import DRAFT, save_shuffled, save_smaller
 
 PROMPTS = ["def fibonacci(n):\n", "import os\n\nclass Reader:\n    def __init__(self", "# Größe µ\nsizes = {"]
@@ -87,17 +86,8 @@ def test_a_grammar_holds_for_drafts_too(drafts: dict[str, ModelSource]) -> None:
 def test_branches_are_promoted(drafts: dict[str, ModelSource]) -> None:
     target, _ = build_target(TARGETS["plain"], OPTIONS)
     drafter, _, _ = build_drafter(drafts["smaller"], DRAFT_OPTIONS, TARGETS["plain"])
-    tokenizer = load_tokenizer(TARGETS["plain"])
-    cases = [
-        Case(tuple(tokenizer(prompt).input_ids), 50, SamplingParams(temperature=1.0), 5 + i, eos_token_ids=(0,))
-        for i, prompt in enumerate(PROMPTS)
-    ]
-    wanted, _ = run(OverlapService(target, drafter, Plan(0), lambda: 0), cases)
-    service = OverlapService(target, drafter, Plan(4, 8, acceptance_rate=0.5), lambda: 6)
-    outputs, stats = run(service, cases)
-    assert outputs == wanted
-    assert stats.num_accepted_tokens > 20
-    assert service.drafter.counters.num_promoted > 5
+    prompts = load_tokenizer(TARGETS["plain"])(PROMPTS).input_ids
+    run_with_branches(target, drafter, prompts, Plan(4, 8, acceptance_rate=0.5), 6)
 
 
 def test_a_text_longer_in_the_draft_s_spelling_than_it_can_read_goes_on_without(drafts: dict[str, ModelSource]) -> None:

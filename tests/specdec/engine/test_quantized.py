@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from cluster.identity import demo_folder
 from specdec import BackendOptions, ModelSource, SamplingParams, SpeculativeEngine
 from specdec.engine.heads import HeadsOptions
 from specdec.engine.results import GenerationResult
+from tests.specdec.engine.features import assert_texts_are_its_own, demo
 
 pytest.importorskip("torchao", reason="torchao is not installed: pip install 'specdec[quantization]'")
 
 PROMPTS = ["def read(path):\n", "class A:\n", "import sys\n"]
 DRAFTS = {
-    "none": ModelSource(str(demo_folder("draft")), dtype="float32", device="cpu"),
-    "int8": ModelSource(str(demo_folder("draft")), dtype="float32", device="cpu", quantization="int8"),
-    "int4": ModelSource(str(demo_folder("draft")), dtype="bfloat16", device="cpu", quantization="int4"),
-    "fp8": ModelSource(str(demo_folder("draft")), dtype="float32", device="cpu", quantization="fp8"),
+    "none": demo("draft"),
+    "int8": demo("draft", quantization="int8"),
+    "int4": replace(demo("draft", quantization="int4"), dtype="bfloat16"),
+    "fp8": demo("draft", quantization="fp8"),
 }
 
 
@@ -28,7 +30,7 @@ def generate(target: ModelSource, draft: ModelSource | None, temperature: float)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("role", ["target", "hybrid"])
 def test_the_text_is_the_quantized_targets_own(role, temperature):
-    target = ModelSource(str(demo_folder(role)), dtype="float32", device="cpu", quantization="int8")
+    target = demo(role, quantization="int8")
     alone = generate(target, None, temperature)
     for draft in DRAFTS.values():
         together = generate(target, draft, temperature)
@@ -38,15 +40,15 @@ def test_the_text_is_the_quantized_targets_own(role, temperature):
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 def test_a_quantized_draft_changes_no_token(quantization):
-    target = ModelSource(str(demo_folder("target")), dtype="float32", device="cpu")
+    target = demo("target")
     want, got = (generate(target, DRAFTS[name], 1.0) for name in ("none", quantization))
     assert [result.token_ids for result in got] == [result.token_ids for result in want]
 
 
 @pytest.mark.parametrize("tree", [0, 12])
 def test_heads_on_a_quantized_target_change_no_token(tree):
-    target = ModelSource(str(demo_folder("target")), dtype="float32", device="cpu", quantization="int8")
-    options = BackendOptions(heads=HeadsOptions(str(demo_folder("heads")), 4, tree))
+    target = demo("target", quantization="int8")
+    options = BackendOptions(heads=HeadsOptions(demo("heads").path, 4, tree))
     engine = SpeculativeEngine.from_pretrained(target, options=options)
     drafted = engine.generate_batch(PROMPTS, SamplingParams(temperature=1.0), seed=3, max_tokens=40)
     assert [result.token_ids for result in drafted] == [result.token_ids for result in generate(target, None, 1.0)]
@@ -67,7 +69,7 @@ EVERYTHING = SamplingParams(
 
 @pytest.mark.parametrize("sampling", [EVERYTHING, SamplingParams(temperature=0.0, acceptance="rejection")])
 def test_all_sampling_chunked_prompts_and_look_up_change_no_token(sampling):
-    target = ModelSource(str(demo_folder("target")), dtype="float32", device="cpu", quantization="int8")
+    target = demo("target", quantization="int8")
     prompts = [PROMPTS[0] * 6 + end for end in ("", "import", "x = 1")]
     alone = SpeculativeEngine.from_pretrained(target).generate_batch(prompts, sampling, seed=3, max_tokens=40)
     options = BackendOptions(max_batch_tokens=16)
@@ -79,3 +81,8 @@ def test_all_sampling_chunked_prompts_and_look_up_change_no_token(sampling):
             [one.logprob for one in want.logprobs or ()], abs=1e-4
         )
     assert engine.stats.num_accepted_tokens > 20
+
+
+@pytest.mark.parametrize("feature", ["grammars", "hooks", "prefix reuse", "preemption", "branches", "kills"])
+def test_beside_another_feature_each_text_is_the_quantized_targets_own(feature):
+    assert_texts_are_its_own(demo("target", quantization="int8"), demo("draft", quantization="int8"), feature)
