@@ -7,7 +7,7 @@ import torch
 from specdec.models.recurrent.binding import ScanShape
 from specdec.models.recurrent.scan import Scan
 from specdec.models.recurrent.slots import Window
-from specdec.models.recurrent.step import RowGroup, StateStep
+from specdec.models.recurrent.step import ScanGroup, StateStep
 from specdec.models.zeros import zeros
 
 
@@ -40,7 +40,7 @@ class OneState:
         """Scan rows side by side, those longer than the window alone: outputs [1, N, ...]."""
         return step.by_groups(scan.inputs[0].device, lambda index, group: self._run_group(scan, step, index, group))
 
-    def _run_group(self, scan: Scan, step: StateStep, index: int, group: RowGroup) -> torch.Tensor:
+    def _run_group(self, scan: Scan, step: StateStep, index: int, group: ScanGroup) -> torch.Tensor:
         device = self._pool.device
         slots = step.memo(("slots", index, device), lambda: torch.tensor([r.slot for r in group.rows], device=device))
         inputs, reads = (tuple(group.take(value) for value in values) for values in (scan.inputs, scan.reads))

@@ -6,8 +6,8 @@ import pytest
 
 from cluster.bench.offline import load_pair
 from cluster.config import AppArgs
-from specdec.engine.emulation import VirtualClock
 from tests.bench.steps import StepTime, main, measure_steps, step_table, verify_cost
+from tests.clock import VirtualClock
 
 
 def test_step_times_are_those_of_the_devices() -> None:
