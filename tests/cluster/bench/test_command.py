@@ -64,7 +64,7 @@ def test_offline_on_the_demo_pair(capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--demo", "other"], "demo: must be 'plain' or 'hybrid'"),
+        (["--demo", "other"], "demo: must be 'plain', 'hybrid' or 'chat'"),
         (["--streams", "0"], "streams takes whole numbers of at least 1"),
         (["--num-speculative-tokens", "x"], "num_speculative_tokens takes whole numbers"),
         (["--temperatures", "-1"], "temperatures takes numbers from 0 to 2, separated by commas, not -1"),
