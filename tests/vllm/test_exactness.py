@@ -81,7 +81,6 @@ def test_a_real_draft_model(engine: VllmTarget, reference: ModelTarget, name: st
     shadow = Shadow(engine, reference)
     outputs = collect(LocalService(shadow, own_drafter(), K), cases(sampling))
     assert shadow.seen["decided"] > 0
-    assert shadow.seen["rounded"] <= (acceptance == "rejection")
     assert 0 < shadow.seen["accepted"] < shadow.seen["drafted"]
     if acceptance == "coupled":
         wanted = collect(LocalService(reference, None, 0), cases(sampling))
