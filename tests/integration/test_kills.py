@@ -72,6 +72,36 @@ def test_a_killed_worker_changes_no_structured_output(service: RunningService, v
     assert compared.is_exact
 
 
+EDITED = {
+    "prompt": "".join(f"def function_{i}(values):\n    return values\n\n" for i in range(24)),
+    "max_tokens": 200,
+    "logprobs": 2,
+    "top_p": 0.95,
+    "presence_penalty": 0.2,
+    "repetition_penalty": 1.1,
+    "logit_bias": {"7": 1.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("victim", "acceptance"),
+    [("target", {"acceptance": "coupled"}), ("draft", {"acceptance": "rejection", "temperature": 0})],
+)
+def test_a_killed_worker_changes_no_stream_that_asks_for_all(
+    service: RunningService, victim: str, acceptance: dict[str, object]
+) -> None:
+    """Edited logits, log probabilities, and a prompt that was read before, on either replica."""
+    streams = Streams(service.url, service.model, count=8, fields=EDITED | acceptance)
+    with streams.running() as wait:
+        undisturbed = wait()
+    counted = ("prefix_cache_hits", "spec_decode_num_accepted_tokens")
+    before = {name: service.count(name) for name in counted}
+    compared = Comparison.of(under_kill(service, streams, victim).streams, undisturbed)
+    assert not compared.broken
+    assert compared.is_exact
+    assert [name for name in counted if service.count(name) <= before[name]] == []
+
+
 @pytest.mark.parametrize("victim", TAKE_CONNECTIONS)
 def test_a_killed_ingress_or_proxy_takes_its_own_connections_only(
     service: RunningService, streams: Streams, undisturbed: list[Stream], victim: str

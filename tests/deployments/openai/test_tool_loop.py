@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from copy import deepcopy
 from typing import Annotated, Any, Literal
 
 import httpx2
@@ -16,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from deployments.openai import ApiSettings, create_app
 
 from .engine_service import EngineService
-from .test_tools import LLAMA_LIKE
+from .test_tools import LLAMA_LIKE, RESPONSE_TEMPLATE
 
 
 class Weather(BaseModel):
@@ -43,11 +45,17 @@ def service() -> EngineService:
     return EngineService()
 
 
-@pytest.fixture
-async def client(service: EngineService, tokenizer: PreTrainedTokenizerFast) -> AsyncIterator[AsyncOpenAI]:
+@asynccontextmanager
+async def client_of(service: EngineService, tokenizer: PreTrainedTokenizerFast) -> AsyncIterator[AsyncOpenAI]:
     app = create_app(service, ApiSettings(unknown_fields="refuse", trust_request_chat_template=True), tokenizer)
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://api") as http:
         yield AsyncOpenAI(api_key="none", base_url="http://api/v1", http_client=http, max_retries=0)
+
+
+@pytest.fixture
+async def client(service: EngineService, tokenizer: PreTrainedTokenizerFast) -> AsyncIterator[AsyncOpenAI]:
+    async with client_of(service, tokenizer) as client:
+        yield client
 
 
 def run(call: Any) -> dict[str, Any]:
@@ -94,6 +102,23 @@ async def test_drafts_change_nothing(client: AsyncOpenAI, service: EngineService
     assert len(service.outputs) == 2
     assert len(set(service.outputs)) == 1
     assert service.opened[-1].spec.sampling.grammar is not None
+
+
+async def test_drafts_change_nothing_that_a_response_template_reads(
+    service: EngineService, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    del service.outputs[:]
+    own = deepcopy(tokenizer)
+    own.response_template = RESPONSE_TEMPLATE
+    options = {"tool_choice": "auto", "max_tokens": 50, "temperature": 1.0}
+    async with client_of(service, own) as client:
+        answers = [
+            (await turn(client, [ASK], False, extra_body={"num_speculative_tokens": count}, **options)).message
+            for count in (0, 4)
+        ]
+    assert answers[0] == answers[1]
+    assert len(service.outputs) == 2
+    assert len(set(service.outputs)) == 1
 
 
 async def test_several_calls_of_several_choices(client: AsyncOpenAI) -> None:

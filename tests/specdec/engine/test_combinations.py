@@ -5,18 +5,22 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 
-from specdec.engine.draft_backend import ModelDrafter
 from specdec.engine.local import LocalService
 from specdec.engine.target_backend import ModelTarget
+from specdec.models.compiled import compile_layers
+from specdec.models.loading import LoadedModel, prepare_model
+from specdec.models.runner import ModelRunner
+from specdec.protocol.lookup import LookUpOptions
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.pipeline import Sampler
 from specdec.types import TokenLogprobs
-from tests.specdec.engine.pairs import MAX_MODEL_LEN, Case, Output, collect
+from tests.specdec.engine.pairs import MAX_MODEL_LEN, Case, Output, add_noise, collect, make_model
 from tests.specdec.engine.test_hostile_network import DRAFTER, TARGET, HostileService, runner
+from tests.specdec.engine.test_lookup import edited
 from tests.specdec.engine.test_processors import BOTH
 from tests.specdec.engine.test_recurrent import NOISE
 from tests.specdec.models.recurrent_families import VOCAB_SIZE
@@ -38,7 +42,7 @@ SCARCE_BLOCKS = 30
 CHUNK = 16
 RESTART_RATE = 0.02
 SEEDS = (1, 2, 3)
-HAPPENED = ("promoted", "accepted", "evicted", "reused", "restarted")
+HAPPENED = ("promoted", "accepted", "looked up", "evicted", "reused", "restarted")
 
 
 def make_cases(sampling: SamplingParams) -> list[Case]:
@@ -60,27 +64,47 @@ def assert_same(got: Output, want: Output, where: str) -> None:
         assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
 
 
+@cache
+def compiled(noise: float) -> LoadedModel:
+    """A model whose layers are compiled, once for all its lives."""
+    model = make_model("llama")
+    loaded = prepare_model(add_noise(model, noise) if noise else model, "llama")
+    assert compile_layers(loaded.model, "llama", loaded.max_model_len).num_compiled == len(loaded.model.model.layers)
+    return loaded
+
+
+def compiled_runner(noise: float, num_blocks: int = 300) -> ModelRunner:
+    return ModelRunner(compiled(noise), num_blocks=num_blocks, block_size=4)
+
+
 @pytest.mark.parametrize(
     ("family", "temperature", "acceptance"),
     [
         ("llama", 0.0, "coupled"),
         ("llama", 1.0, "coupled"),
         ("llama", 0.0, "rejection"),
+        ("compiled", 1.0, "coupled"),
+        ("compiled", 0.0, "rejection"),
         ("qwen3_5", 1.0, "coupled"),
         ("qwen3_5", 0.0, "rejection"),
     ],
 )
 def test_all_at_once_no_token_changes(family: str, temperature: float, acceptance: str) -> None:
-    """Branches, chunks, reuse, preemption, hooks, penalties, log probabilities and workers that restart."""
+    """Branches, look-up, chunks, reuse, preemption, hooks, penalties, log probabilities and workers that restart."""
     cases = make_cases(replace(EVERYTHING, temperature=temperature, acceptance=acceptance))
     lengths = {"max_model_len": MAX_MODEL_LEN, "max_batch_tokens": 64}
-    target = ModelTarget(runner(family, 0.0, "states"), Sampler(VOCAB_SIZE, BOTH), **lengths)
-    drafter = ModelDrafter(runner(family, NOISE, "rescan"), Sampler(VOCAB_SIZE, BOTH), **lengths)
-    wanted = collect(LocalService(target, drafter, 0), cases)
+    plain = "llama" if family == "compiled" else family
+    target = ModelTarget(runner(plain, 0.0, "states"), Sampler(VOCAB_SIZE, BOTH), **lengths)
+    wanted = collect(LocalService(target, None, 0), cases)
     makers = (partial(runner, family, 0.0, "states", SCARCE_BLOCKS), partial(runner, family, NOISE, "rescan"))
+    if family == "compiled":
+        makers = (partial(compiled_runner, 0.0, SCARCE_BLOCKS), partial(compiled_runner, NOISE))
+    # Two have something to find, two have the draft model alone.
+    for i in (0, 1):
+        cases[i] = replace(cases[i], prediction=edited(wanted[i].tokens, random.Random(i)))
     counts: Counter[str] = Counter()
     for seed in SEEDS:
-        service = HostileService(*makers, seed, BOTH, CHUNK, RESTART_RATE)
+        service = HostileService(*makers, seed, BOTH, CHUNK, RESTART_RATE, lookup=LookUpOptions(4))
         for got, want in zip(collect(service, cases), wanted, strict=True):
             assert_same(got, want, f"seed {seed}")
         service.count(TARGET)

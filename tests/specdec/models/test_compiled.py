@@ -20,7 +20,9 @@ from specdec.models.compiled import compile_layers
 from specdec.models.compiled.layers import CompiledLayer
 from specdec.models.loading import load_model, prepare_model
 from specdec.models.runner import ModelRunner, RowInput
+from tests.specdec.engine.schemas import grammar_of
 from tests.specdec.engine.test_processors import BOTH
+from tests.specdec.engine.test_structured import PERSON
 from tests.specdec.models.families import make_model, randomize
 from tests.specdec.models.recurrent_families import make_recurrent
 
@@ -174,7 +176,7 @@ def test_without_a_compiler_the_message_says_so() -> None:
 
 
 def test_a_compiled_pair_says_what_a_plain_one_says() -> None:
-    """At any draft length: sampled, edited, hooked, in chunks, and with a prefix that was read before."""
+    """At any draft length: sampled, edited, hooked, by a grammar, in chunks, and with a prefix that was read before."""
     lines: list[str] = []
     folders = [str(demo_folder(name)) for name in ("target", "draft")]
     plain, compiled = (
@@ -191,8 +193,9 @@ def test_a_compiled_pair_says_what_a_plain_one_says() -> None:
     ]
     edits = {"top_k": 50, "repetition_penalty": 1.1, "presence_penalty": 0.2, "logit_bias": ((7, 1.0),)}
     sampling = SamplingParams(temperature=1.0, ignore_eos=True, **edits)
-    texts = [
-        engine.generate(list(range(5, 50)), sampling, seed=7, max_tokens=40, num_speculative_tokens=length).token_ids
-        for engine, length in ((plain, 0), (compiled, 0), (compiled, 3), (compiled, 7))
-    ]
-    assert all(text == texts[0] for text in texts)
+    for params in (sampling, SamplingParams(temperature=1.0, grammar=grammar_of(PERSON))):
+        texts = [
+            engine.generate(list(range(5, 50)), params, seed=7, max_tokens=40, num_speculative_tokens=length).token_ids
+            for engine, length in ((plain, 0), (compiled, 0), (compiled, 3), (compiled, 7))
+        ]
+        assert all(text == texts[0] for text in texts)
