@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter
+from fastapi.responses import FileResponse
 
 router = APIRouter(include_in_schema=False)
 _FOLDER = Path(__file__).parent.parent / "ui"
@@ -24,11 +25,9 @@ UI_PATHS = {
 
 
 def _serve(path: str, file: str, kind: str) -> None:
-    content = (_FOLDER / file).read_bytes()
-
     @router.get(path)
-    async def part() -> Response:
-        return Response(content, media_type=kind, headers=_HEADERS)
+    async def part() -> FileResponse:
+        return FileResponse(_FOLDER / file, media_type=kind, headers=_HEADERS)
 
 
 for _path, (_file, _kind) in UI_PATHS.items():
