@@ -10,8 +10,7 @@ from operator import attrgetter
 from specdec.errors import DeviceLostError
 from specdec.protocol.backends import DraftBackend, DraftJob, Proposal, Status
 from specdec.protocol.branches import BRANCHES_IN_ALL, branch_share
-from specdec.protocol.draft_path import Branch, Path
-from specdec.protocol.draft_row import DraftRow
+from specdec.protocol.draft_row import Branch, DraftRow, Path
 from specdec.protocol.labels import label, labels
 from specdec.protocol.leases import Times
 from specdec.protocol.marks import Extension

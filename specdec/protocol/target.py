@@ -9,12 +9,19 @@ from operator import attrgetter
 
 from specdec.errors import DeviceLostError, reason_of
 from specdec.protocol.backends import Status, TargetBackend, Verification, VerifyJob
-from specdec.protocol.drafts import NO_DRAFT, OFFERED, Draft, DraftSource
+from specdec.protocol.drafts import (
+    NO_DRAFT,
+    OFFERED,
+    OFFERS_KEPT,
+    Draft,
+    DraftSource,
+    awaits_token,
+    remaining_draft,
+)
 from specdec.protocol.labels import label, labels
 from specdec.protocol.leases import Times
 from specdec.protocol.lookup import LookUpOptions, ServedTexts, look_up_for
 from specdec.protocol.messages import Ack, Message, Notes, Offer, Open, RoundTimes, Verdict
-from specdec.protocol.offers import OFFERS_KEPT, awaits_token, remaining_draft
 from specdec.protocol.spans import microseconds
 from specdec.protocol.suspects import FORGIVEN_TOKENS, MOST_ALONE_FAILURES, StepGroups
 from specdec.protocol.target_counters import LOOK_UPS, TargetCounters

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from specdec.protocol.drafts import NO_DRAFT
+from specdec.protocol.drafts import NO_DRAFT, foresees
 from specdec.protocol.lookup import LookUp
 from specdec.protocol.messages import Interval, Notes, Offer, Open
-from specdec.protocol.offers import foresees
 from specdec.protocol.worker import MOST_INTERVALS, WorkerRow
 from specdec.sampling.finish import Ending
 from specdec.types import Finish

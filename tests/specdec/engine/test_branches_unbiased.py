@@ -17,12 +17,11 @@ from specdec.protocol import lookup as lookup_module
 from specdec.protocol import target as target_module
 from specdec.protocol.backends import DraftJob, Proposal, Status, Verification, VerifyJob
 from specdec.protocol.drafter import DrafterMachine
-from specdec.protocol.drafts import Draft
+from specdec.protocol.drafts import Draft, remaining_draft
 from specdec.protocol.leases import Times
 from specdec.protocol.lookup import LookUpOptions
 from specdec.protocol.marks import TokenLog
 from specdec.protocol.messages import Ack, Candidates, Commit, Inc, Message, Offer, Open, Plan, Verdict
-from specdec.protocol.offers import remaining_draft
 from specdec.protocol.target import TargetMachine
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.pipeline import RowGroup, Sampler

@@ -6,13 +6,11 @@ import pytest
 
 from specdec.protocol import target
 from specdec.protocol.backends import DraftJob
-from specdec.protocol.draft_path import Branch
-from specdec.protocol.draft_row import DraftRow
+from specdec.protocol.draft_row import Branch, DraftRow
 from specdec.protocol.drafter import DrafterMachine
-from specdec.protocol.drafts import NO_DRAFT, Draft
+from specdec.protocol.drafts import NO_DRAFT, Draft, remaining_draft
 from specdec.protocol.marks import TokenLog
 from specdec.protocol.messages import Offer, Open
-from specdec.protocol.offers import remaining_draft
 from specdec.protocol.worker import WorkerMachine
 from tests.specdec.protocol.mutations import Mutation
 
