@@ -14,7 +14,7 @@ from cluster.models import DraftConfig, TargetConfig
 from cluster.replicas import Replicas
 from cluster.strict import StrictModel, refused_key
 from cluster.tracing import Tracing
-from cluster.values import ImportStrings, ReasoningTags, Switch, ToolParser
+from cluster.values import ImportStrings, ReasoningTagsSetting, Switch, ToolParser
 from specdec.engine.emulation import StepCost, parse_step_costs
 from specdec.protocol.branches import BRANCHES_IN_ALL
 from specdec.protocol.leases import Times
@@ -193,7 +193,7 @@ class AppArgs(StrictModel):
         description="how the model writes tool calls: hermes, llama3, response_template (the tokenizer's own), or as "
         "package.module:name what makes a parser; auto: as its tokenizer or its chat template shows",
     )
-    reasoning_tags: ReasoningTags = Field(
+    reasoning_tags: ReasoningTagsSetting = Field(
         "auto",
         description="the two tags around reasoning, with a comma between them; auto: those of the chat template; none: "
         "reasoning is content",

@@ -14,7 +14,8 @@ from specdec.errors import SpecdecError
 
 if TYPE_CHECKING:
     from specdec.engine.build import Built
-    from specdec.models.loading import ModelSource, Progress
+    from specdec.models.loading import ModelSource
+    from specdec.types import Progress
 
 
 @dataclass(frozen=True, slots=True)

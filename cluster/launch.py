@@ -24,6 +24,7 @@ from cluster.processes import OwnProcesses, is_alive
 from cluster.settings import prepare_for_ray
 from cluster.startup import starting
 from specdec.errors import InvalidParameterError, SpecdecError
+from specdec.types import Progress
 
 APPLICATION = "deployments.app:build_app"
 APPLICATION_NAME = "specdec"
@@ -39,8 +40,6 @@ HTTP_TIMEOUT_S = 30.0
 DELETE_S = 30.0
 SIGNAL_S = 0.3
 STOP_GRACE_S = 5.0
-
-Report = Callable[[str], None]
 
 
 class LaunchError(SpecdecError):
@@ -66,7 +65,7 @@ class LocalService:
         application: Import string of the builder: ``module:function``, which takes :class:`cluster.config.AppArgs`.
     """
 
-    def __init__(self, config: ServiceConfig, report: Report, application: str = APPLICATION) -> None:
+    def __init__(self, config: ServiceConfig, report: Progress, application: str = APPLICATION) -> None:
         self._config = config
         self._report = report
         self._application = application

@@ -9,9 +9,9 @@ from pydantic import BeforeValidator, Field, SecretStr, model_validator
 
 from cluster.strict import StrictModel
 from specdec.engine.vllm.checks import refused_argument
+from specdec.types import Quantization
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Quantization = Literal["none", "int8", "int4", "fp8"]
 MIN_KV_BYTES = 1 << 20
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}

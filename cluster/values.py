@@ -62,4 +62,4 @@ def reasoning_tags(value: Any) -> str:
 
 
 ToolParser = Annotated[str, BeforeValidator(tool_parser)]
-ReasoningTags = Annotated[str, BeforeValidator(reasoning_tags)]
+ReasoningTagsSetting = Annotated[str, BeforeValidator(reasoning_tags)]

@@ -18,7 +18,7 @@ STALE_S = 10.0
 """For how long answers hold where none come any more."""
 
 
-class Asked:
+class ReplicaPoll:
     """A method of every replica of a deployment, asked not too often however often its answers are wanted.
 
     A replica that is gone answers nothing, and costs nobody else's answer. Where one hangs, Serve's broadcast gives no
@@ -78,12 +78,12 @@ class Asked:
         return answers
 
 
-Part = Literal["ingress", "router", "target"]
+RequiredPart = Literal["ingress", "router", "target"]
 Workers = Mapping[str, tuple[WorkerKind, bool]]
 """What one router tells: its workers by name, the kind of each, and whether it drains."""
 
 
-def missing_parts(refusals: Sequence[str], routers: Sequence[Workers]) -> dict[Part, str]:
+def missing_parts(refusals: Sequence[str], routers: Sequence[Workers]) -> dict[RequiredPart, str]:
     """What the service lacks to take requests, and why; nothing where it is ready.
 
     Ready means: an ingress that takes requests, a router, and a target that takes sequences.
@@ -92,7 +92,7 @@ def missing_parts(refusals: Sequence[str], routers: Sequence[Workers]) -> dict[P
         refusals: Why each ingress that answered takes no requests; empty where it does.
         routers: What the routers that answered tell.
     """
-    missing: dict[Part, str] = {}
+    missing: dict[RequiredPart, str] = {}
     if not refusals:
         missing["ingress"] = "no replica answers"
     elif all(refusals):

@@ -19,14 +19,15 @@ from cluster.live import set_log_level
 from cluster.settings import api_keys
 from cluster.sources import draft_source, read_template, target_source
 from deployments.adapters import Loaded, LoadedAdapters, add_adapter_routes, configured_adapters
+from deployments.autoscaling import Report
 from deployments.live import LiveKeys, WatchedFile
-from deployments.metrics.replica import Measured, ReplicaMetrics, Report
+from deployments.metrics.replica import Measured, ReplicaMetrics
 from deployments.names import INGRESS, ROUTER
 from deployments.openai.admission import Admission
 from deployments.openai.app import create_app
 from deployments.openai.keys import ApiKeys
 from deployments.openai.observer import Observer
-from deployments.openai.service import ModelInfo, Role, ServedModel
+from deployments.openai.service import ModelInfo, ModelRole, ServedModel
 from deployments.openai.settings import ApiSettings
 from deployments.requantize import add_quantization_routes
 from deployments.requests import RoutedTokens
@@ -199,7 +200,7 @@ def model_info(args: AppArgs, own: Fingerprints) -> ModelInfo:
 
 
 def _served(
-    args: AppArgs, source: ModelSource, name: str, role: Role, vocab_size: int, own: Fingerprints
+    args: AppArgs, source: ModelSource, name: str, role: ModelRole, vocab_size: int, own: Fingerprints
 ) -> ServedModel:
     model = describe_model(source)
     check_width(model.name, model.vocab_size, vocab_size)

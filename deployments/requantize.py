@@ -17,13 +17,13 @@ from cluster.config import AppArgs
 from cluster.config_files import merged
 from cluster.identity import fingerprints
 from cluster.launch import APPLICATION, load_builder
-from cluster.models import Quantization
 from cluster.strict import validated
 from deployments.openai.context import ApiOf, ArrivalOf
 from deployments.openai.errors import INVALID, ApiError
 from deployments.openai.schemas.fields import Body
 from deployments.openai.strict_json import StrictJsonRoute
 from specdec.errors import SpecdecError
+from specdec.types import Quantization
 
 
 class QuantizationBody(Body):

@@ -11,9 +11,9 @@ from cluster.config import AppArgs
 from cluster.identity import fingerprints
 from cluster.live import set_log_level
 from cluster.replicas import least
-from deployments.autoscaling import ExposedDrafts
+from deployments.autoscaling import ExposedDrafts, Report
 from deployments.live import LiveKeys
-from deployments.metrics.replica import Measured, ReplicaMetrics, Report
+from deployments.metrics.replica import Measured, ReplicaMetrics
 from deployments.names import DRAFT, TARGET
 from deployments.tracing import sequence_tracer
 from deployments.transport.endpoints import PeerGroup, RouterEndpoint, replica_id

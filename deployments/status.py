@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from cluster.settings import api_keys
 from cluster.startup import starting
 from cluster.strict import StrictModel
-from deployments.figures import PATIENCE_S, Asked, missing_parts
+from deployments.figures import PATIENCE_S, ReplicaPoll, missing_parts
 from deployments.live import WatchedFile
 from deployments.metrics.page import metrics_page
 from deployments.names import DEPLOYMENTS, DRAFT, INGRESS, ROUTER, TARGET
@@ -51,7 +51,7 @@ class StatusArgs(StrictModel):
     )
 
 
-class Live:
+class Liveness:
     """200 as long as the proxy and this replica answer: the machine is up, whatever the models do."""
 
     async def __call__(self, request: Request) -> Response:
@@ -119,14 +119,14 @@ class Metrics:
         return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
-def _asked(args: StatusArgs, deployment: str, method: str, fresh_s: float) -> Asked:
+def _asked(args: StatusArgs, deployment: str, method: str, fresh_s: float) -> ReplicaPoll:
     application = (deployment == DRAFT and args.draft_pool) or args.application
-    return Asked(lambda: serve.get_deployment_handle(deployment, application), method, fresh_s)
+    return ReplicaPoll(lambda: serve.get_deployment_handle(deployment, application), method, fresh_s)
 
 
 def build_live(args: StatusArgs) -> Application:
     """The application at ``/live``."""
-    return serve.deployment(Live, name="Live").options(**_OPTIONS).bind()
+    return serve.deployment(Liveness, name="Live").options(**_OPTIONS).bind()
 
 
 def build_health(args: StatusArgs) -> Application:

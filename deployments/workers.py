@@ -20,26 +20,28 @@ from cluster.live import set_log_level
 from cluster.sources import backend_options, draft_source, target_source
 from cluster.startup import startup
 from cluster.vllm import vllm_options
-from deployments.figures import Asked
+from deployments.autoscaling import Report
+from deployments.figures import ReplicaPoll
 from deployments.live import LiveKeys
 from deployments.metrics.families import Part
-from deployments.metrics.replica import Measured, ReplicaMetrics, Report
+from deployments.metrics.replica import Measured, ReplicaMetrics
 from deployments.names import ROUTER
 from deployments.tracing import sequence_tracer
 from deployments.transport.endpoints import WorkerEndpoint, replica_id
 from deployments.transport.host import WorkerHost
 from specdec.engine.build import Built, build_drafter, build_target
-from specdec.engine.observed import Listener, ObservedDrafter, ObservedTarget
+from specdec.engine.observed import ObservedDrafter, ObservedTarget, StepListener
 from specdec.engine.profile import profile_drafter, profile_target
 from specdec.engine.timing import LastStep, StepReport
 from specdec.engine.trace import Recorder
 from specdec.models.compat import tokenizer_width
-from specdec.models.loading import Progress, load_tokenizer
+from specdec.models.loading import load_tokenizer
 from specdec.protocol.backends import DraftBackend, TargetBackend
 from specdec.protocol.draft_worker import DraftWorkerMachine
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.lookup import LookUpOptions
 from specdec.protocol.target import TargetMachine
+from specdec.types import Progress
 
 logger = logging.getLogger("ray.serve")
 
@@ -162,7 +164,9 @@ class DraftServer(_Worker):
         )
         self._measure("draft", machine, report)
         # Those of each application are told of its own targets alone.
-        self._routers = [Asked(partial(_routers, name), "exposed_draft_share", 1.0) for name in applications or ("",)]
+        self._routers = [
+            ReplicaPoll(partial(_routers, name), "exposed_draft_share", 1.0) for name in applications or ("",)
+        ]
 
     async def wake(self) -> None:
         """A router wants a drafter where there is none; the call itself has made Serve start this one."""
@@ -178,7 +182,7 @@ def _routers(application: str) -> Any:
     return serve.get_deployment_handle(ROUTER, application or serve.get_replica_context().app_name)
 
 
-def _listeners(report: StepReport, recorder: Recorder | None) -> list[Listener]:
+def _listeners(report: StepReport, recorder: Recorder | None) -> list[StepListener]:
     return [report] if recorder is None else [report, recorder.stepped]
 
 

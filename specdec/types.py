@@ -1,7 +1,8 @@
-"""The words that every package uses: tokens, how a sequence ends, ways of speculating, log probabilities."""
+"""The words that every package uses: tokens, how a sequence ends, ways of speculating, weights, log probabilities."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 from msgspec import Struct
@@ -14,6 +15,12 @@ Finish = Literal["stop", "length", "error"]
 Way = Literal["off", "in_turn", "overlap", "outcomes"]
 """A way of speculating: none; draft, then verify; draft along the accepted path while the target verifies; draft for
 the likely outcomes of the running verification beside that, a branch each."""
+
+Progress = Callable[[str], None]
+"""Is given a line of progress now and then."""
+
+Quantization = Literal["none", "int8", "int4", "fp8"]
+"""A model's weights: as its checkpoint has them, or in fewer bits."""
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.bench.measures import Arrival, DeviceUse, Run, Stream
+from cluster.bench.measures import DeviceUse, Run, Stream, TokenArrival
 from specdec.engine.stats import SpecStats
 
 DEVICES = {"TargetServer": "target", "DraftServer": "draft"}
@@ -162,7 +162,7 @@ async def _stream(client: httpx.AsyncClient, model: str, workload: Workload, ind
     if workload.num_speculative_tokens is not None:
         body["num_speculative_tokens"] = workload.num_speculative_tokens
     started_s = time.perf_counter()
-    arrivals: list[Arrival] = []
+    arrivals: list[TokenArrival] = []
     pieces: list[str] = []
     last: dict[str, Any] = {}
     async with client.stream("POST", "/v1/completions", json=body) as answer:
@@ -173,7 +173,7 @@ async def _stream(client: httpx.AsyncClient, model: str, workload: Workload, ind
             last = json.loads(line.removeprefix("data: "))
             for choice in last.get("choices", ()):
                 if choice.get("token_ids"):
-                    arrivals.append(Arrival(time.perf_counter() - started_s, len(choice["token_ids"])))
+                    arrivals.append(TokenArrival(time.perf_counter() - started_s, len(choice["token_ids"])))
                 pieces.append(choice["text"])
     if "error" in last or not arrivals:
         raise httpx.HTTPError(f"a stream ended without its tokens: {last.get('error', 'none came')}")

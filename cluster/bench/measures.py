@@ -15,7 +15,7 @@ DEVICES = {"target": "target", "drafter": "draft"}
 """By a worker's role."""
 
 
-class Arrival(NamedTuple):
+class TokenArrival(NamedTuple):
     """Tokens that came together.
 
     Attributes:
@@ -71,7 +71,7 @@ class Stream:
     """
 
     text: str
-    arrivals: tuple[Arrival, ...]
+    arrivals: tuple[TokenArrival, ...]
     stats: SpecStats = field(default_factory=SpecStats)
 
     @property
@@ -132,7 +132,7 @@ class Run:
         return tuple(stream.text for stream in self.streams)
 
 
-def token_gaps_s(arrivals: Sequence[Arrival]) -> list[float]:
+def token_gaps_s(arrivals: Sequence[TokenArrival]) -> list[float]:
     """Inter-token latencies of one stream: for every token but the first, the time since the token before it.
 
     Tokens that came together have no time between them: a message of n tokens gives one gap and n - 1 zeros. So the

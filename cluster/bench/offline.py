@@ -10,17 +10,17 @@ from typing import get_args
 
 from cluster.bench.compare import Mode
 from cluster.bench.load import Workload, fresh_salt
-from cluster.bench.measures import Arrival, DeviceUse, Run, Stream, device_use
+from cluster.bench.measures import DeviceUse, Run, Stream, TokenArrival, device_use
 from cluster.config import AppArgs
 from cluster.doubles import emulated_drafter, emulated_target, scripted_pair
 from cluster.sources import backend_options, check_one_process, draft_source, target_source
 from specdec.engine.build import build_drafter, build_target
 from specdec.engine.emulation import Clock, EmulatedDrafter, EmulatedTarget, RealClock
 from specdec.engine.engine import SpeculativeEngine
-from specdec.engine.observed import Listener, ObservedDrafter, ObservedTarget, StepRecord
+from specdec.engine.observed import ObservedDrafter, ObservedTarget, StepListener, StepRecord
 from specdec.engine.results import TokenEvent
 from specdec.engine.shares import pair_share
-from specdec.engine.trace import Recorder, Role, WorkerTrace
+from specdec.engine.trace import MachineKind, Recorder, WorkerTrace
 from specdec.models.compat import tokenizer_width
 from specdec.models.describe import describe_model
 from specdec.models.loading import load_tokenizer
@@ -52,11 +52,11 @@ class Pair:
         """Run a workload once; see :data:`cluster.bench.compare.Runner`."""
         self.steps.clear()
         before = {id(backend): backend.device.gauges() for backend in self.emulated}
-        arrivals: list[list[Arrival]] = [[] for _ in workload.prompts]
+        arrivals: list[list[TokenArrival]] = [[] for _ in workload.prompts]
         started_s = self.clock.now_s()
 
         def note(event: TokenEvent) -> None:
-            arrivals[event.index].append(Arrival(self.clock.now_s() - started_s, len(event.token_ids)))
+            arrivals[event.index].append(TokenArrival(self.clock.now_s() - started_s, len(event.token_ids)))
 
         results = self.engine.generate_batch(
             workload.prompts,
@@ -128,7 +128,7 @@ def load_pair(args: AppArgs, report: Callable[[str], None] | None = None, clock:
     return Pair(engine, observed_target, observed_drafter, steps, tuple(emulated), clock, recorders)
 
 
-def _listeners(steps: list[StepRecord], recorder: Recorder | None) -> list[Listener]:
+def _listeners(steps: list[StepRecord], recorder: Recorder | None) -> list[StepListener]:
     return [steps.append, *([] if recorder is None else [recorder.stepped])]
 
 
@@ -138,7 +138,7 @@ def _now_ns(clock: Clock) -> int:
 
 def _recorders(args: AppArgs, clock: Clock) -> dict[str, Recorder]:
     """One for each part of the engine, by the names that they have there; none unless a trace is asked for."""
-    roles = get_args(Role) if args.trace else ()
+    roles = get_args(MachineKind) if args.trace else ()
     return {role: Recorder(role, role, clock_ns=partial(_now_ns, clock)) for role in roles}
 
 

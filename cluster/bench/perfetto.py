@@ -10,7 +10,7 @@ from typing import Any
 from cluster.bench.trace import Hop, TracedRun, hops
 from specdec.engine.trace import DraftStep, MessageEvent, TargetStep, VerifiedRow, WorkerTrace
 
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 
 _TRACKS = ("steps", "waits", "received", "arrived", "sent")
 _MESSAGE_NS = 20_000
@@ -20,7 +20,7 @@ _PIDS_PER_RUN = 1000
 
 def write_trace(runs: Sequence[TracedRun], path: str) -> None:
     """Write runs to a file; all begin at time 0, so that modes lie above each other."""
-    events: list[Event] = []
+    events: list[TraceEvent] = []
     for number, run in enumerate(runs):
         events += trace_events(run, first_pid=1 + number * _PIDS_PER_RUN)
     body = {"displayTimeUnit": "ms", "traceEvents": events}
@@ -28,7 +28,7 @@ def write_trace(runs: Sequence[TracedRun], path: str) -> None:
         json.dump(body, file, separators=(",", ":"))
 
 
-def trace_events(run: TracedRun, first_pid: int = 1) -> list[Event]:
+def trace_events(run: TracedRun, first_pid: int = 1) -> list[TraceEvent]:
     """All events of a run; its processes are numbered from ``first_pid`` on."""
     pids = {worker.name: first_pid + 1 + i for i, worker in enumerate(run.workers)}
     events = [*_streams(run, first_pid)]
@@ -49,7 +49,7 @@ def trace_events(run: TracedRun, first_pid: int = 1) -> list[Event]:
 # Workers.
 
 
-def _steps(worker: WorkerTrace, pid: int) -> Iterator[Event]:
+def _steps(worker: WorkerTrace, pid: int) -> Iterator[TraceEvent]:
     for turn in worker.turns:
         yield _span("turn", turn.start_ns, turn.end_ns, pid, 1, {})
     for step in worker.target_steps:
@@ -68,7 +68,7 @@ def _wait_name(modes: Iterable[str]) -> str:
     return "waits for a draft" if all(mode == "in_turn" for mode in modes) else "between steps"
 
 
-def _target_args(step: TargetStep) -> Event:
+def _target_args(step: TargetStep) -> TraceEvent:
     return {
         "rows": len(step.rows),
         "tokens per row": [1 + row.num_drafted if row.num_decided else 0 for row in step.rows],
@@ -79,7 +79,7 @@ def _target_args(step: TargetStep) -> Event:
     }
 
 
-def _draft_args(step: DraftStep) -> Event:
+def _draft_args(step: DraftStep) -> TraceEvent:
     return {
         "rows": sum(row.num_branches + min(row.num_ahead, 1) for row in step.rows),
         "tokens per row": 1,
@@ -91,7 +91,7 @@ def _draft_args(step: DraftStep) -> Event:
     }
 
 
-def _messages(worker: WorkerTrace, pid: int) -> Iterator[Event]:
+def _messages(worker: WorkerTrace, pid: int) -> Iterator[TraceEvent]:
     """A slice per moment at which messages were sent, arrived or were received: flows need something to hold on to."""
     for tid, what in enumerate(_TRACKS, 1):
         groups: dict[int, list[MessageEvent]] = {}
@@ -111,7 +111,7 @@ def _told(event: MessageEvent) -> str:
     return f"{event.kind} of {event.seq} at {event.length}: {event.num_tokens} tokens{branches}"
 
 
-def _flow(hop: Hop, number: int, pids: dict[str, int]) -> Iterator[Event]:
+def _flow(hop: Hop, number: int, pids: dict[str, int]) -> Iterator[TraceEvent]:
     """From the sent message to the received one, by its arrival where that is known."""
     args = {
         "message": _told(hop.message),
@@ -130,7 +130,7 @@ def _flow(hop: Hop, number: int, pids: dict[str, int]) -> Iterator[Event]:
 # Streams.
 
 
-def _streams(run: TracedRun, pid: int) -> Iterator[Event]:
+def _streams(run: TracedRun, pid: int) -> Iterator[TraceEvent]:
     """A track per sequence: its rounds, and the time between them."""
     rounds: dict[str, list[tuple[TargetStep, VerifiedRow]]] = {}
     for worker in run.of("target"):
@@ -155,7 +155,7 @@ def _title(row: VerifiedRow) -> str:
     return f"round {row.round}: {row.num_accepted} of {row.num_drafted} accepted"
 
 
-def _row_args(row: VerifiedRow) -> Event:
+def _row_args(row: VerifiedRow) -> TraceEvent:
     return {
         "round": row.round,
         "log length": row.base,
@@ -171,21 +171,21 @@ def _row_args(row: VerifiedRow) -> Event:
 # The format.
 
 
-def _span(name: str, start_ns: int, end_ns: int, pid: int, tid: int, args: Event) -> Event:
+def _span(name: str, start_ns: int, end_ns: int, pid: int, tid: int, args: TraceEvent) -> TraceEvent:
     duration = (end_ns - start_ns) / 1e3
     return {"name": name, "ph": "X", "ts": start_ns / 1e3, "dur": duration, "pid": pid, "tid": tid, "args": args}
 
 
-def _wait(name: str, start_ns: int, end_ns: int, pid: int, tid: int) -> Iterator[Event]:
+def _wait(name: str, start_ns: int, end_ns: int, pid: int, tid: int) -> Iterator[TraceEvent]:
     if end_ns > start_ns:
         yield _span(name, start_ns, end_ns, pid, tid, {})
 
 
-def _instant(name: str, at_ns: int, pid: int, tid: int, args: Event) -> Event:
+def _instant(name: str, at_ns: int, pid: int, tid: int, args: TraceEvent) -> TraceEvent:
     return {"name": name, "ph": "i", "s": "t", "ts": at_ns / 1e3, "pid": pid, "tid": tid, "args": args}
 
 
-def _names(pid: int, process: str, threads: Any) -> Iterator[Event]:
+def _names(pid: int, process: str, threads: Any) -> Iterator[TraceEvent]:
     yield {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": process}}
     yield {"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}}
     for tid, name in threads:

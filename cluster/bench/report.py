@@ -58,7 +58,7 @@ class Environment:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class BenchReport:
     """All results of one benchmark."""
 
     environment: Environment

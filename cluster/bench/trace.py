@@ -16,8 +16,8 @@ from cluster.bench.measures import Run
 from specdec.engine.trace import (
     ClockReading,
     DraftStep,
+    MachineKind,
     MessageEvent,
-    Role,
     TargetStep,
     Turn,
     WorkerTrace,
@@ -68,7 +68,7 @@ class TracedRun:
     duration_ns: int
     workers: tuple[WorkerTrace, ...]
 
-    def of(self, role: Role) -> tuple[WorkerTrace, ...]:
+    def of(self, role: MachineKind) -> tuple[WorkerTrace, ...]:
         """The workers of one role."""
         return tuple(worker for worker in self.workers if worker.role == role)
 
@@ -110,7 +110,7 @@ class TracingRunner:
         run = self.runner(mode, workload)
         duration_ns = self.source.now_ns() - clock.monotonic_ns
         workers = [within(trace, clock, duration_ns) for trace in self.source.traces(mode)]
-        order: dict[Role, int] = {"target": 0, "drafter": 1, "router": 2}
+        order: dict[MachineKind, int] = {"target": 0, "drafter": 1, "router": 2}
         workers.sort(key=lambda worker: (order[worker.role], worker.name))
         num_streams = len(workload.prompts)
         label = f"{mode.name}, {num_streams} stream(s), temperature {workload.temperature:g}"

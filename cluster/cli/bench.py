@@ -15,7 +15,7 @@ from cluster.bench.compare import Mode, Runner, ServiceMode, Work, compare, pars
 from cluster.bench.load import service_stand_ins
 from cluster.bench.perfetto import write_trace
 from cluster.bench.prompts import PROMPTS, prompts_of
-from cluster.bench.report import Environment, Report, command_line, processor_name
+from cluster.bench.report import BenchReport, Environment, command_line, processor_name
 from cluster.bench.services import HttpRunner, Services
 from cluster.bench.summary import summarize
 from cluster.bench.trace import TraceSource, TracingRunner, check_trace
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         for work in works:
             counts = {"rounds": arguments.rounds, "warmup_rounds": arguments.warmup_rounds}
             rows += summarize(compare(tracing or runner, modes, work, report=_say, **counts))
-    report = Report(_environment(arguments, config), tuple(rows))
+    report = BenchReport(_environment(arguments, config), tuple(rows))
     print(f"\n{report.markdown()}")
     if arguments.json is not None:
         Path(arguments.json).write_text(report.as_json(), encoding="utf-8")

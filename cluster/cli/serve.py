@@ -13,8 +13,9 @@ from cluster.cli.flags import add_config_flags, add_model_argument, config_overr
 from cluster.config import ServiceConfig
 from cluster.config_files import load_config
 from cluster.download import fetch_models
-from cluster.launch import APPLICATION, LocalService, Report, check_port
+from cluster.launch import APPLICATION, LocalService, check_port
 from cluster.supervise import STOP_TIMEOUT_S, StopRequested, catch_stop, stop_begun, supervised
+from specdec.types import Progress
 
 USAGE = "[MODEL] [--draft MODEL] [--config FILE.yaml] [--host HOST] [--port PORT] [KEY ...]"
 
@@ -87,7 +88,7 @@ def start_ray(service: LocalService) -> None:
         catch_stop()
 
 
-def progress() -> Report:
+def progress() -> Progress:
     """A printer of lines with the seconds since now."""
     started_s = time.monotonic()
 

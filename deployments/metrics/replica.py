@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from ray import serve
 from ray.serve import metrics as ray_metrics
 
-from deployments.autoscaling import Load, load_of
+from deployments.autoscaling import Load, Report, load_of
 from deployments.metrics.families import PREFIX, REPORTED, Family, Part
 from deployments.metrics.page import ReplicaPage
 from deployments.transport.endpoints import Endpoint, replica_id
@@ -27,7 +27,6 @@ PERIOD_S = 1.0
 PATIENCE_S = 1.0
 """How long a scrape waits for a machine in a long step, before it shows the figures of before."""
 
-Report = Mapping[str, float]
 Ask = Callable[[], Awaitable[Report]]
 """Asks the machine for its report."""
 

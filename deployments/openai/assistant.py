@@ -11,7 +11,7 @@ from deployments.openai.context import Api
 from deployments.openai.conversation import template_of, written_tool
 from deployments.openai.schemas.chat import ChatBody
 from deployments.openai.schemas.tools import NamedChoice
-from deployments.openai.structured import Asked, asked_grammar, check_compiled
+from deployments.openai.structured import AskedGrammar, asked_grammar, check_compiled
 from specdec.errors import InvalidParameterError, UnsupportedParameterError
 from specdec.sampling.grammar import Grammar
 from specdec.text.constraints import Tags, Tool, after_reasoning, only_calls, short_reasoning, text_or_calls
@@ -99,7 +99,7 @@ class Assistant:
         if grammar is None:
             return None
         try:
-            await check_compiled(self._api, Asked("grammar", grammar), self._eos_token_ids)
+            await check_compiled(self._api, AskedGrammar("grammar", grammar), self._eos_token_ids)
         except InvalidParameterError as error:
             for part in [*([asked] if asked is not None else []), *self._schemas()]:
                 await check_compiled(self._api, part, self._eos_token_ids)
@@ -149,7 +149,7 @@ class Assistant:
         tokenizer = self._api.tokenizer
         return self._form.new_parser(tokenizer, self._prompt_text, [written_tool(t) for t in self._body.tools or ()])
 
-    def _with_tools(self, asked: Asked | None) -> Grammar | None:
+    def _with_tools(self, asked: AskedGrammar | None) -> Grammar | None:
         several = self._body.parallel_tool_calls is not False and self._body.choice != "named"
         content = asked.grammar if asked is not None else None
         try:
@@ -165,7 +165,7 @@ class Assistant:
             )
         return None
 
-    def _with_reasoning(self, answer: Grammar | None, asked: Asked | None) -> Grammar | None:
+    def _with_reasoning(self, answer: Grammar | None, asked: AskedGrammar | None) -> Grammar | None:
         reasoning, budget = self._form.reasoning, self._body.thinking_token_budget
         if budget is not None:
             budget = min(budget, self._api.model(self._body.model).max_model_len)
@@ -181,11 +181,11 @@ class Assistant:
                 raise UnsupportedParameterError("thinking_token_budget", f"thinking_token_budget: {error}") from error
             raise _refused(asked, error) from error
 
-    def _schemas(self) -> Sequence[Asked]:
+    def _schemas(self) -> Sequence[AskedGrammar]:
         """Each tool's schema by itself, where it is kept to: to find the one that cannot be compiled."""
         names = {tool.name: tool for tool in self._tools if tool.is_strict or not self._is_free}
         return [
-            Asked(
+            AskedGrammar(
                 f"tools[{i}].function.parameters",
                 Grammar("json_schema", json.dumps(names[spec.function.name].parameters)),
             )
@@ -230,6 +230,6 @@ class Assistant:
         return self._form.reasoning is not None and self._prompt_end.endswith(self._form.reasoning.end)
 
 
-def _refused(asked: Asked | None, error: ValueError) -> InvalidParameterError:
+def _refused(asked: AskedGrammar | None, error: ValueError) -> InvalidParameterError:
     param = asked.param if asked is not None else "tools"
     return InvalidParameterError(param, f"{param}: {error}")

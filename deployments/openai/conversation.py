@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deployments.openai.context import Api
+from deployments.openai.messages import Json
 from deployments.openai.schemas.chat import ChatMessage, ConversationBody
 from deployments.openai.schemas.tools import ToolSpec
 from specdec.errors import InvalidParameterError, UnsupportedParameterError
 from specdec.text.chat import encode_chat
-
-Json = dict[str, Any]
 
 _CHARACTERS_PER_TURN = 16
 """About as many are tokenized in the time that a template takes for an empty message."""

@@ -10,11 +10,11 @@ from deployments.openai.errors import ApiError
 from deployments.openai.generation import Generation, SampleDelta
 from deployments.openai.job import Job
 from deployments.openai.logprobs import TokenIdNames, TokenNames, chat_logprobs, completion_logprobs, prompt_logprobs
-from deployments.openai.messages import Message
+from deployments.openai.messages import AssistantMessage, Json
 from deployments.openai.schemas.chat import ChatBody
 from deployments.openai.schemas.completions import CompletionBody
 from deployments.openai.tally import answer_metrics, how_it_came
-from deployments.openai.writing import Event, Json
+from deployments.openai.writing import Event
 from specdec.text.pieces import TokenTexts
 from specdec.types import PromptLogprobs
 
@@ -117,7 +117,7 @@ class ChatFormat:
     def __init__(self, api: Api, job: Job) -> None:
         self._job = job
         self._texts, self._prompt_texts = _names(api, job), api.texts
-        self._messages = [Message(job.new_parser()) for _ in job.sequences]
+        self._messages = [AssistantMessage(job.new_parser()) for _ in job.sequences]
         # As OpenAI does it: who names a function knows that it is called.
         self._names_function = isinstance(job.body, ChatBody) and job.body.choice == "named"
 
@@ -138,7 +138,7 @@ class ChatFormat:
         message.read(delta.text, delta.finish)
         return self._choice(delta, {"message": message.whole()}, message) | self._prompt_token_ids()
 
-    def _choice(self, delta: SampleDelta, said: Json, message: Message) -> Json:
+    def _choice(self, delta: SampleDelta, said: Json, message: AssistantMessage) -> Json:
         logprobs = chat_logprobs(self._texts, delta)
         choice = {"index": delta.index, **said, "logprobs": logprobs}
         choice |= _ending(self._job, delta) | _prompt_logprobs(self._job, self._prompt_texts, delta)

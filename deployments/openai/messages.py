@@ -27,7 +27,7 @@ class ToolCall:
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex}")
 
 
-class Message:
+class AssistantMessage:
     """One choice's message, read from its text.
 
     Args:

@@ -11,7 +11,7 @@ from specdec.protocol.messages import Notes, Plan
 from specdec.sampling.params import PLAIN_DEFAULTS, Acceptance, GenerationDefaults, SequenceSpec
 from specdec.types import Adapter, Finish, Tokens
 
-Role = Literal["target", "draft"]
+ModelRole = Literal["target", "draft"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class ServedModel:
     """
 
     name: str
-    role: Role
+    role: ModelRole
     max_model_len: int
     vocab_size: int
     eos_token_ids: Tokens = ()
@@ -101,7 +101,7 @@ class SequenceRequest:
     seq: str
     prompt: Tokens
     spec: SequenceSpec
-    model: Role = "target"
+    model: ModelRole = "target"
     cache_salt: str | None = None
 
 

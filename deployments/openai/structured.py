@@ -27,14 +27,14 @@ _OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespa
 """What else vLLM's ``structured_outputs`` may say: here there is one way to write JSON."""
 
 
-class Asked(NamedTuple):
+class AskedGrammar(NamedTuple):
     """A grammar, and the field that asks for it."""
 
     param: str
     grammar: Grammar
 
 
-def asked_grammar(body: GenerationBody) -> Asked | None:
+def asked_grammar(body: GenerationBody) -> AskedGrammar | None:
     """What the output must match; None where it may be anything.
 
     Raises:
@@ -46,7 +46,7 @@ def asked_grammar(body: GenerationBody) -> Asked | None:
         name = f"guided_{kind}"
         grammar = _grammar(name, kind, getattr(body, name))
         if grammar is not None:
-            asked.append(Asked(name, grammar))
+            asked.append(AskedGrammar(name, grammar))
     if len(asked) > 1:
         raise InvalidParameterError(asked[1].param, f"{asked[0].param} and {asked[1].param} exclude each other")
     return asked[0] if asked else None
@@ -65,7 +65,7 @@ async def checked_grammar(api: Api, body: GenerationBody) -> Grammar | None:
     return asked.grammar
 
 
-async def check_compiled(api: Api, asked: Asked, eos_token_ids: Tokens) -> None:
+async def check_compiled(api: Api, asked: AskedGrammar, eos_token_ids: Tokens) -> None:
     """Compile a grammar beside the event loop, for a model whose texts end with these tokens.
 
     Raises:
@@ -78,13 +78,13 @@ async def check_compiled(api: Api, asked: Asked, eos_token_ids: Tokens) -> None:
             raise InvalidParameterError(asked.param, f"{asked.param}: {error}") from error
 
 
-def _response_format(asked: dict[str, Any]) -> Iterator[Asked]:
+def _response_format(asked: dict[str, Any]) -> Iterator[AskedGrammar]:
     param = "response_format"
     match asked.get("type") if asked else "text":
         case "text":
             return
         case "json_object":
-            yield Asked(param, Grammar("json_object"))
+            yield AskedGrammar(param, Grammar("json_object"))
         case "json_schema":
             inner = asked.get("json_schema")
             if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
@@ -99,21 +99,21 @@ def _response_format(asked: dict[str, Any]) -> Iterator[Asked]:
                 raise InvalidParameterError(
                     f"{param}.json_schema.strict", f"{param}.json_schema.strict must be true or false"
                 )
-            yield Asked(f"{param}.json_schema.schema", Grammar("json_schema", json.dumps(inner["schema"])))
+            yield AskedGrammar(f"{param}.json_schema.schema", Grammar("json_schema", json.dumps(inner["schema"])))
         case "structural_tag":
-            yield Asked(param, Grammar("structural_tag", json.dumps(asked)))
+            yield AskedGrammar(param, Grammar("structural_tag", json.dumps(asked)))
         case _:
             kinds = "text, json_object, json_schema or structural_tag"
             raise InvalidParameterError(f"{param}.type", f"{param}.type must be one of {kinds}")
 
 
-def _structured_outputs(asked: dict[str, Any]) -> Iterator[Asked]:
+def _structured_outputs(asked: dict[str, Any]) -> Iterator[AskedGrammar]:
     for name, value in asked.items():
         param = f"structured_outputs.{name[:64]}"
         if name in _KINDS:
             grammar = _grammar(param, name, value)
             if grammar is not None:
-                yield Asked(param, grammar)
+                yield AskedGrammar(param, grammar)
         elif name in _OPTIONS:
             if value is not None and value is not False:
                 raise UnsupportedParameterError(param, f"{param} is not supported", "unsupported_parameter")

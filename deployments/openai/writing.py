@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from deployments.openai.errors import ApiError
 from deployments.openai.generation import Generation, SampleDelta
-
-Json = dict[str, Any]
+from deployments.openai.messages import Json
 
 
 class Event(NamedTuple):

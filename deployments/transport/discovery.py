@@ -18,7 +18,7 @@ from deployments.transport.wire import LinkError
 logger = logging.getLogger("ray.serve")
 
 RETRY_S = 0.5
-Listener = Callable[[frozenset[str]], None]
+ReplicaListener = Callable[[frozenset[str]], None]
 DeploymentKey = tuple[str, str]
 """Application and deployment name."""
 
@@ -29,7 +29,7 @@ class ReplicaBoard:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._listed: dict[DeploymentKey, frozenset[str]] = {}
-        self._listeners: dict[DeploymentKey, list[Listener]] = defaultdict(list)
+        self._listeners: dict[DeploymentKey, list[ReplicaListener]] = defaultdict(list)
 
     def publish(self, key: DeploymentKey, replicas: Iterable[str]) -> None:
         """Take in a complete list; listeners are called on this thread if it is news, and must not block."""
@@ -41,7 +41,7 @@ class ReplicaBoard:
         for listener in listeners:
             listener(replica_ids)
 
-    def subscribe(self, key: DeploymentKey, listener: Listener) -> None:
+    def subscribe(self, key: DeploymentKey, listener: ReplicaListener) -> None:
         """Call ``listener`` with the list known so far, if any, and with every later one."""
         with self._lock:
             self._listeners[key].append(listener)
@@ -68,7 +68,7 @@ class Discovery:
         on_change: Called on the event loop with all live replica ids, now and at every change.
     """
 
-    def __init__(self, deployment: str, app_name: str, on_change: Listener) -> None:
+    def __init__(self, deployment: str, app_name: str, on_change: ReplicaListener) -> None:
         self._key = (app_name, deployment)
         self._on_change = on_change
         self._loop = asyncio.get_running_loop()

@@ -20,14 +20,14 @@ from specdec.models.allocation import allocation
 from specdec.models.compat import check_width
 from specdec.models.describe import describe_model, describe_pair
 from specdec.models.heads import MedusaHeads, load_heads
-from specdec.models.loading import LoadedModel, ModelSource, Progress, load_model, load_tokenizer
+from specdec.models.loading import LoadedModel, ModelSource, load_model, load_tokenizer
 from specdec.models.memory import MemoryPlan, choose_window_of, plan_memory
 from specdec.models.recurrent.slots import DEFAULT_WINDOW_TOKENS, Route
 from specdec.models.runner import ModelRunner
 from specdec.models.snapshot_runner import SnapshotRunner
 from specdec.sampling.grammars import Grammars
 from specdec.sampling.pipeline import LogitsProcessor, Sampler
-from specdec.types import Tokens
+from specdec.types import Progress, Tokens
 
 logger = logging.getLogger(__name__)
 

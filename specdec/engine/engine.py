@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specdec.engine.build import BackendOptions, build_drafter, build_target
-from specdec.engine.local import LocalService, OnMessage
+from specdec.engine.in_process import InProcessService, OnMessage
 from specdec.engine.results import CancellationToken, GenerationResult, RunningSequence, TokenEvent
 from specdec.engine.shares import pair_share
 from specdec.engine.stats import SpecStats
@@ -85,7 +85,7 @@ class SpeculativeEngine:
         lookup = None if most_looked_up is None else LookUpOptions(most_looked_up)
         self._fallback = fallback if draft is not None or lookup is not None else None
         num_draft_tokens = validated_num_speculative_tokens(num_speculative_tokens) or 0
-        self._service = LocalService(
+        self._service = InProcessService(
             target, draft, num_draft_tokens, on_message=on_message, lookup=lookup, tree_tokens=tree_tokens
         )
         self._defaults = defaults

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from specdec.engine.forwarding import ForwardingDrafter, ForwardingTarget
 from specdec.protocol.backends import (
@@ -17,8 +16,7 @@ from specdec.protocol.backends import (
     Verification,
     VerifyJob,
 )
-
-Role = Literal["target", "drafter"]
+from specdec.protocol.plans import WorkerKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,7 @@ class StepRecord:
         goes_on: Whether a row was in the step before, too.
     """
 
-    role: Role
+    role: WorkerKind
     start_ns: int
     end_ns: int
     since_ns: int
@@ -71,7 +69,7 @@ class DraftRecord(StepRecord):
     results: Sequence[Proposal]
 
 
-Listener = Callable[[StepRecord], None]
+StepListener = Callable[[StepRecord], None]
 """Is told of each step as it ends, in the thread of the step: it must be quick, and copy what it wants of jobs."""
 
 
@@ -107,7 +105,7 @@ class ObservedTarget(ForwardingTarget):
     """
 
     def __init__(
-        self, inner: TargetBackend, listeners: Sequence[Listener], clock_ns: Callable[[], int] = time.monotonic_ns
+        self, inner: TargetBackend, listeners: Sequence[StepListener], clock_ns: Callable[[], int] = time.monotonic_ns
     ) -> None:
         super().__init__(inner)
         self._listeners = tuple(listeners)
@@ -152,7 +150,7 @@ class ObservedDrafter(ForwardingDrafter):
     """A draft backend whose steps are told of; see :class:`ObservedTarget`."""
 
     def __init__(
-        self, inner: DraftBackend, listeners: Sequence[Listener], clock_ns: Callable[[], int] = time.monotonic_ns
+        self, inner: DraftBackend, listeners: Sequence[StepListener], clock_ns: Callable[[], int] = time.monotonic_ns
     ) -> None:
         super().__init__(inner)
         self._listeners = tuple(listeners)

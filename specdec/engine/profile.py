@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from specdec.engine.observed import Listener, ObservedDrafter, ObservedTarget
+from specdec.engine.observed import ObservedDrafter, ObservedTarget, StepListener
 from specdec.protocol.backends import DraftBackend, DraftJob, Proposal, Status, TargetBackend, Verification, VerifyJob
 from specdec.protocol.marks import TokenLog
 from specdec.sampling.params import SamplingParams, SequenceSpec
@@ -23,7 +23,7 @@ _PROMPT = (1, 1, 1, 1)
 _MOST_TOKENS = 64
 
 
-def profile_target(backend: TargetBackend, listener: Listener, limit_s: float = LIMIT_S) -> None:
+def profile_target(backend: TargetBackend, listener: StepListener, limit_s: float = LIMIT_S) -> None:
     """Verify no tokens and some, with few rows and many; nothing where the model reads too little, or has no room.
 
     Args:
@@ -47,7 +47,7 @@ def profile_target(backend: TargetBackend, listener: Listener, limit_s: float = 
             observed.release(key)
 
 
-def profile_drafter(backend: DraftBackend, listener: Listener, limit_s: float = LIMIT_S) -> None:
+def profile_drafter(backend: DraftBackend, listener: StepListener, limit_s: float = LIMIT_S) -> None:
     """Draft with few rows and many; see :func:`profile_target`."""
     observed = ObservedDrafter(backend, [listener])
     num_tokens = int(backend.gauges().get("num_step_tokens", 1))

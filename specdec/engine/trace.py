@@ -23,7 +23,7 @@ from specdec.protocol.messages import Ack, Close, Commit, Message, Offer, Open, 
 CAPACITY = 20_000
 """Entries that are kept: messages, and rows of steps. Some ten megabytes at most."""
 
-Role = Literal["target", "drafter", "router"]
+MachineKind = Literal["target", "drafter", "router"]
 What = Literal["sent", "arrived", "received"]
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -140,7 +140,7 @@ class WorkerTrace:
     """
 
     name: str
-    role: Role
+    role: MachineKind
     clock: ClockReading
     num_dropped: int
     messages: tuple[MessageEvent, ...] = ()
@@ -165,10 +165,10 @@ class Recorder:
     """
 
     def __init__(
-        self, name: str, role: Role, capacity: int = CAPACITY, clock_ns: Callable[[], int] = time.monotonic_ns
+        self, name: str, role: MachineKind, capacity: int = CAPACITY, clock_ns: Callable[[], int] = time.monotonic_ns
     ) -> None:
         self.name = name
-        self.role: Role = role
+        self.role: MachineKind = role
         self.clock_ns = clock_ns
         self._capacity = capacity
         self._entries: deque[tuple[int, _Entry]] = deque()

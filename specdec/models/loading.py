@@ -30,13 +30,13 @@ from specdec.models.loaded_bytes import BAR, watched, weights_bytes
 from specdec.models.lora.slots import AdapterRoom, AdapterSlots
 from specdec.models.packed import pack_linear_layers
 from specdec.models.probe import AttentionLayer, find_layers
-from specdec.models.quantization import Quantization, is_quantized, quantizing, stored_bytes
+from specdec.models.quantization import is_quantized, quantizing, stored_bytes
 from specdec.models.recurrent.binding import RecurrentLayer
 from specdec.models.recurrent.opaque import OpaqueState, find_opaque_state
 from specdec.sampling.params import GenerationDefaults
+from specdec.types import Progress, Quantization
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
-Progress = Callable[[str], None]
 Bar = Callable[[Any, Any, Any], Any]
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -11,8 +11,8 @@ from transformers import PretrainedConfig, PreTrainedModel, TorchAoConfig
 from specdec.errors import ModelLoadError
 from specdec.models.fingerprint import torchao_version
 from specdec.models.quantized import QuantizedProduct
+from specdec.types import Quantization
 
-Quantization = Literal["none", "int8", "int4", "fp8"]
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 
 GROUP_SIZE = 32

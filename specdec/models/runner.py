@@ -14,7 +14,7 @@ from specdec.models.blocks import BlockPool, CachedSequence
 from specdec.models.cache import PagedCache
 from specdec.models.loading import LoadedModel
 from specdec.models.lora.pool import AdapterPool
-from specdec.models.lora.slots import Run
+from specdec.models.lora.slots import AdapterRun
 from specdec.models.plan import RowSpan, StepPlan
 from specdec.models.probe import cache_argument
 from specdec.models.progress import StepProgress
@@ -286,7 +286,7 @@ class ModelRunner:
         self, rows: Sequence[RowInput], spans: list[RowSpan], num_tokens: int
     ) -> AbstractContextManager[None]:
         """Around the step; rows with the same adapter that lie behind one another are multiplied together."""
-        runs: list[Run] = []
+        runs: list[AdapterRun] = []
         for row, span in zip(rows, spans, strict=True):
             end = span.start + span.num_new_tokens
             if row.adapter is not None and runs and runs[-1][0] == row.adapter and runs[-1][2] == span.start:

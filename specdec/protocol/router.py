@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from specdec.protocol.dispatcher import Dispatcher
 from specdec.protocol.ingress import MODEL_REPLACED
 from specdec.protocol.leases import LeasedRows, Outbox, Times
 from specdec.protocol.marks import Extension
@@ -26,7 +27,6 @@ from specdec.protocol.messages import (
     Verdict,
     Want,
 )
-from specdec.protocol.placement import Placement
 from specdec.protocol.planning import Planning
 from specdec.protocol.plans import FixedPlans, PlanController, Planner, WorkerKind
 from specdec.protocol.probation import Probation
@@ -75,14 +75,14 @@ class RouterMachine:
         self._sessions: LeasedRows[Session] = LeasedRows(times.tombstone_s)
         self._outbox = Outbox()
         self.probation = Probation(name, max_reopens)
-        self._placement = Placement(name, self._outbox, self.counters, self.probation, times.lease_s, fingerprints)
-        self.workers = self._placement.workers
+        self._dispatcher = Dispatcher(name, self._outbox, self.counters, self.probation, times.lease_s, fingerprints)
+        self.workers = self._dispatcher.workers
         self._renewed_s = float("-inf")
 
     def set_times(self, times: Times) -> None:
         """Go by other times from now on, for the sequences that are open, too."""
         self._times = times
-        self._placement.lease_s = times.lease_s
+        self._dispatcher.lease_s = times.lease_s
         self._renewed_s = float("-inf")  # workers learn the new lease before the old one runs out
         for session in self._sessions:
             session.lease_s = times.lease_s
@@ -131,11 +131,11 @@ class RouterMachine:
             for link in session.links:
                 if link.worker == name:  # it was reached again: what it held may be gone
                     worker.num_links += 1
-                    self._placement.open(session, link, now_s)
+                    self._dispatcher.open(session, link, now_s)
                 elif link.kind == kind:
-                    self._placement.place_missing(session, link, now_s)
-        self._placement.try_suspects(now_s)
-        self._placement.hand_over(self._sessions, now_s)
+                    self._dispatcher.place_missing(session, link, now_s)
+        self._dispatcher.try_suspects(now_s)
+        self._dispatcher.hand_over(self._sessions, now_s)
 
     def worker_lost(self, name: str, now_s: float) -> None:
         """A worker is gone: its sessions are opened elsewhere from the log, or wait for the next worker (rule 8)."""
@@ -169,7 +169,7 @@ class RouterMachine:
         """Timers: leases, renewals, repeats, silence, reviews. To be called in each turn of its driver; False."""
         for session in self._sessions.expire(now_s):
             self._end(session)
-        self._placement.try_suspects(now_s)
+        self._dispatcher.try_suspects(now_s)
         if self._planning.take_turn(now_s):
             self._review(now_s)
         if now_s < self._renewed_s + self._times.renew_s:
@@ -183,8 +183,8 @@ class RouterMachine:
         self._send_away(now_s)
         for session in self._sessions:
             for link in session.links:
-                self._placement.place_missing(session, link, now_s)
-        self._placement.hand_over(self._sessions, now_s)
+                self._dispatcher.place_missing(session, link, now_s)
+        self._dispatcher.hand_over(self._sessions, now_s)
         self._renew(now_s)
         return False
 
@@ -216,17 +216,17 @@ class RouterMachine:
         """A plan that rises from nothing opens the sequence on a drafter, and one that falls to nothing closes it."""
         link = session.drafter
         if not plan.num_draft_tokens and link.worker is not None:
-            self._placement.close(session, link)
+            self._dispatcher.close(session, link)
         session.plan = plan
         for link in session.links:
             if link.kind == "drafter" and link.worker is None:
-                self._placement.place(session, link, now_s)
+                self._dispatcher.place(session, link, now_s)
             else:
                 self._send_plan(session, link)
 
     def _send_plan(self, session: Session, link: WorkerLink) -> None:
         link.is_replanned = True
-        self._placement.send(link, PlanUpdate(session.seq, session.link_inc(link), session.plan))
+        self._dispatcher.send(link, PlanUpdate(session.seq, session.link_inc(link), session.plan))
 
     def _renew(self, now_s: float) -> None:
         live: dict[str, list[tuple[str, Inc]]] = {name: [] for name, _ in self.workers}
@@ -260,7 +260,7 @@ class RouterMachine:
         if session.is_planned:
             session.plan = self._planning.opened(message.seq, message.spec)
         for link in session.links:
-            self._placement.place(session, link, now_s)
+            self._dispatcher.place(session, link, now_s)
 
     def _refusal(self, message: Submit) -> str:
         """Why a sequence is not taken; empty if it is."""
@@ -289,7 +289,7 @@ class RouterMachine:
             return
         before = len(session.log)
         if not self._takes(session, message):
-            self._placement.reopen(session, session.target, "another history", now_s)
+            self._dispatcher.reopen(session, session.target, "another history", now_s)
             return
         if message.tokens or message.finish is not None:
             self.probation.leave(session)
@@ -305,7 +305,7 @@ class RouterMachine:
         is_over = message.finish is not None and is_at_end
         if not is_over and len(session.links) > 1:
             self._commit(session, session.drafter.sent)  # first: what is late here makes the next drafts late
-        self._placement.send(session.target, Ack(message.seq, message.inc, len(session.log)))
+        self._dispatcher.send(session.target, Ack(message.seq, message.inc, len(session.log)))
         if is_over and message.finish is not None:
             self._finish(session, message.finish, message.reason)
         elif session.told_length < len(session.log):
@@ -323,7 +323,7 @@ class RouterMachine:
             return
         session.drafter.length = min(message.mark.length, len(session.log))
         inc = session.link_inc(session.target)
-        self._placement.send(session.target, message if message.inc == inc else replace(message, inc=inc))
+        self._dispatcher.send(session.target, message if message.inc == inc else replace(message, inc=inc))
 
     def _on_resync(self, message: Resync, now_s: float) -> None:
         self.counters.num_resyncs[message.why] += 1
@@ -336,9 +336,9 @@ class RouterMachine:
         for link in session.links:
             if link.worker == message.worker and message.inc == session.link_inc(link):
                 if message.why in ("draining", "model"):
-                    self._placement.refused(session, link, message.why, now_s)
+                    self._dispatcher.refused(session, link, message.why, now_s)
                 else:
-                    self._placement.reopen(session, link, message.why, now_s)
+                    self._dispatcher.reopen(session, link, message.why, now_s)
 
     def _on_alive(self, message: Alive, now_s: float) -> None:
         worker = self.workers.get(message.worker)
@@ -351,7 +351,7 @@ class RouterMachine:
         worker.heard_s, worker.report = now_s, message.report
         was_draining, worker.is_draining = worker.is_draining, bool(message.report.get("is_draining"))
         if worker.is_draining and not was_draining:
-            self._placement.hand_over(self._sessions, now_s)
+            self._dispatcher.hand_over(self._sessions, now_s)
         self._controller.reported(message.worker, worker.kind, message.report)
         if worker.asked_s is not None:
             self._controller.echoed(message.worker, now_s - worker.asked_s)
@@ -362,7 +362,7 @@ class RouterMachine:
         link = session.drafter
         link.sent = len(session.log)
         message = Commit(session.seq, session.link_inc(link), base, session.log.tail(base), session.log.mark())
-        self._placement.send(link, message)
+        self._dispatcher.send(link, message)
 
     def _tell(self, session: Session, base: int) -> None:
         """Tokens to the ingress, from ``base`` on; the end goes by itself, bound to a mark."""
@@ -376,7 +376,7 @@ class RouterMachine:
             self._outbox.put(session.ingress, End(session.seq, attempt, mark, session.finish, session.reason))
 
     def _finish(self, session: Session, finish: Finish, reason: str) -> None:
-        self._placement.close_all(session)
+        self._dispatcher.close_all(session)
         session.end(finish, reason)
         self.counters.num_sequence_errors += finish == "error"
         self._planning.closed(session.seq)
@@ -384,7 +384,7 @@ class RouterMachine:
 
     def _end(self, session: Session | None) -> None:
         if session is not None:
-            self._placement.close_all(session)
+            self._dispatcher.close_all(session)
             self._planning.closed(session.seq)
 
     def _lose(self, name: str, now_s: float, *, is_gone: bool) -> None:
@@ -395,6 +395,6 @@ class RouterMachine:
                 self.counters.num_worker_deaths[worker.kind] += 1
             self.workers.remove(name)
         self._controller.lost(name)
-        for session in self._placement.lose(name, self._sessions, now_s, is_only_one=is_only_one):
+        for session in self._dispatcher.lose(name, self._sessions, now_s, is_only_one=is_only_one):
             self._finish(session, "error", _AT_FAULT)
-        self._placement.try_suspects(now_s)
+        self._dispatcher.try_suspects(now_s)

@@ -28,7 +28,7 @@ _NUM_THREADS = 2
 _LIMITS = LLParserLimits(max_grammar_size=100_000, verbose_errors=False)
 """Bounds on time and memory, to compile as well as to find a mask; the rest is llguidance's own."""
 
-Key = tuple[Grammar, Tokens]
+GrammarKey = tuple[Grammar, Tokens]
 
 
 class Grammars:
@@ -55,8 +55,8 @@ class Grammars:
         self._tries_first = tries_first
         self._special_tokens = frozenset(tokenizer.get_added_vocab())
         self._tokenizers: dict[Tokens, LLTokenizer] = {}
-        self._compiled: OrderedDict[Key, Future[LLMatcher]] = OrderedDict()
-        self._awaited: Counter[Key] = Counter()
+        self._compiled: OrderedDict[GrammarKey, Future[LLMatcher]] = OrderedDict()
+        self._awaited: Counter[GrammarKey] = Counter()
         self._lock = threading.Lock()
         self._threads = _with_deep_stacks()
         if eos_token_ids:

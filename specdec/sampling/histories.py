@@ -15,7 +15,7 @@ _MAX_KEPT_TOKENS = 1 << 21
 _LEAST_SIZE = 64
 """What an empty history takes, in tokens."""
 
-Key = tuple[int, int, bool]
+HistoryKey = tuple[int, int, bool]
 """A seed, where the output starts, whether the prompt is listed: it finds a history, whose tokens are then compared."""
 
 
@@ -129,7 +129,7 @@ class Histories:
 
     def __init__(self, max_kept_tokens: int = _MAX_KEPT_TOKENS) -> None:
         self._max_kept_tokens = max_kept_tokens
-        self._kept: OrderedDict[Key, History] = OrderedDict()
+        self._kept: OrderedDict[HistoryKey, History] = OrderedDict()
         self._num_tokens = 0
 
     def counted(self, group: RowGroup, vocab_size: int) -> Counted:

@@ -24,7 +24,7 @@ _BITS = 32
 _ALL = -1
 """A part of a mask that allows all of its tokens."""
 
-Key = tuple[Grammar, Tokens, int, int, float]
+MatcherKey = tuple[Grammar, Tokens, int, int, float]
 """Grammar, ending tokens, seed, where the output starts, arrival: of one sequence, as far as that can be told. It finds
 matchers, whose tokens are then compared."""
 
@@ -107,7 +107,7 @@ class Matchers:
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
         # A drafter has several for a sequence: the chain's, then one for each branch that grows.
-        self._kept: OrderedDict[Key, list[_Matcher]] = OrderedDict()
+        self._kept: OrderedDict[MatcherKey, list[_Matcher]] = OrderedDict()
         self._executor: LLExecutor | None = None
         self._width = -(-grammars.vocab_size // _BITS)
         self.num_mask_calls = 0
@@ -170,7 +170,7 @@ class Matchers:
         bitmask = torch.full((rows.num_rows + len(chosen), self._width), _ALL, dtype=torch.int32)
         jobs: list[tuple[LLMatcher, int, list[int]]] = []
         places: list[int] = []
-        used: Counter[Key] = Counter()
+        used: Counter[MatcherKey] = Counter()
         for number, (i, group) in enumerate(zip(chosen, rows.groups, strict=True)):
             spec, output, start = group.spec, group.tokens[group.spec.output_start :], rows.starts[number] + number
             own = bitmask[start : start + rows.counts[number]]
@@ -230,7 +230,7 @@ class Matchers:
         own[number].follow(output, start)
         return own[number]
 
-    def _forget(self, used: Counter[Key]) -> None:
+    def _forget(self, used: Counter[MatcherKey]) -> None:
         """Drop what was used longest ago where there are too many; never what this step has used."""
         num_kept = sum(map(len, self._kept.values()))
         for key in list(self._kept):
@@ -269,7 +269,7 @@ def _masked(logits: Tensor, unedited: Tensor, forbidden: Tensor) -> Tensor:
     return torch.where(is_left, logits, unedited.masked_fill(forbidden, -torch.inf))
 
 
-def _key(spec: SequenceSpec) -> Key:
+def _key(spec: SequenceSpec) -> MatcherKey:
     assert spec.sampling.grammar is not None
     return spec.sampling.grammar, spec.eos_token_ids, spec.seed, spec.output_start, spec.arrival_s
 

@@ -1,7 +1,7 @@
 """Counter-based random numbers: the same on every device, for every batch, after every restart.
 
 Philox 4x32-10 (Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.2) maps a
-64-bit key and a 128-bit counter to four 32-bit words. Key: the sequence's seed. Counter: (index, position, role, 0).
+64-bit key and a 128-bit counter to four 32-bit words. Key: the sequence's seed. Counter: (index, position, purpose, 0).
 No generator has a state, so a token's noise is a function of (seed, position, token id) and of nothing else.
 """
 
@@ -29,7 +29,7 @@ _CPU_CALLS_PER_PASS = 1 << 15
 _GPU_CALLS_PER_PASS = 1 << 21
 
 
-class Role(IntEnum):
+class Purpose(IntEnum):
     """What a random number is for; part of the counter, so that no two uses share numbers."""
 
     GUMBEL = 0
@@ -105,7 +105,7 @@ def gumbel(seeds: Sequence[int], positions: Sequence[int], vocab_size: int, devi
     rows_per_pass = max(1, calls_per_pass // num_calls)
     for start in range(0, len(seeds), rows_per_pass):
         rows = slice(start, start + rows_per_pass)
-        words = _call(indexes, seeds[rows], positions[rows], Role.GUMBEL)
+        words = _call(indexes, seeds[rows], positions[rows], Purpose.GUMBEL)
         uniform = torch.empty(*words[0].shape, _WORDS_PER_CALL, dtype=torch.float64, device=device)
         for i, word in enumerate(words):
             uniform[..., i] = word
@@ -115,32 +115,32 @@ def gumbel(seeds: Sequence[int], positions: Sequence[int], vocab_size: int, devi
 
 
 def uniforms(
-    seeds: Sequence[int], positions: Sequence[int], role: Role, device: torch.device | str, num_pairs: int = 1
+    seeds: Sequence[int], positions: Sequence[int], purpose: Purpose, device: torch.device | str, num_pairs: int = 1
 ) -> Tensor:
-    """Pairs of independent uniforms, strictly inside (0, 1), for each (seed, position, role).
+    """Pairs of independent uniforms, strictly inside (0, 1), for each (seed, position, purpose).
 
     Args:
         seeds: 64-bit seeds in [0, 2**64), N of them.
         positions: Absolute positions below 2**32, N of them.
-        role: What the numbers are for.
+        purpose: What the numbers are for.
         device: Where they are made.
         num_pairs: P.
 
     Returns:
         float64 [N, 2 * P], of 52 random bits each: the first ones of all pairs, then the second ones.
     """
-    words = _call(torch.arange(num_pairs, device=device).unsqueeze(0), seeds, positions, role)
+    words = _call(torch.arange(num_pairs, device=device).unsqueeze(0), seeds, positions, purpose)
     high, low = torch.cat((words[0], words[2]), 1), torch.cat((words[1], words[3]), 1)
     bits = (high << 20) | (low >> 12)
     return bits.double().add_(0.5).mul_(2.0**-52)
 
 
-def _call(indexes: Tensor, seeds: Sequence[int], positions: Sequence[int], role: Role) -> Words:
-    """Philox at counters (indexes [1, C], positions, role, 0), as four int64 [N, C] of one row per seed."""
+def _call(indexes: Tensor, seeds: Sequence[int], positions: Sequence[int], purpose: Purpose) -> Words:
+    """Philox at counters (indexes [1, C], positions, purpose, 0), as four int64 [N, C] of one row per seed."""
     device = indexes.device
     # The unsigned seeds' bits, read as the signed integers torch has.
     seed = torch.tensor(array("q", array("Q", seeds).tobytes()), dtype=torch.int64, device=device)
     position = torch.tensor(positions, dtype=torch.int64, device=device).unsqueeze(1)
-    constant = torch.full((1, 1), int(role), dtype=torch.int64, device=device)
+    constant = torch.full((1, 1), int(purpose), dtype=torch.int64, device=device)
     key = torch.stack((seed, seed >> 32)).bitwise_and_(_LOW_32_BITS).unsqueeze(2)
     return philox((indexes, position, constant, torch.zeros_like(constant)), key)

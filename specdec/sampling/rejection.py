@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.sampling.philox import Role, uniforms
+from specdec.sampling.philox import Purpose, uniforms
 from specdec.sampling.pipeline import Sampler
 from specdec.sampling.rows import RowGroup, Rows, VerifiedRun
 from specdec.sampling.trees import children_of, depths
@@ -55,7 +55,7 @@ def propose_several(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup]
     """
     rows = Rows(groups)
     probs, ids = sampler.probs(logits, groups).topk(min(NUM_DRAFT_CANDIDATES, sampler.vocab_size), dim=1)
-    uniform = uniforms(rows.seeds(), rows.positions(), Role.DRAFT, logits.device, count)
+    uniform = uniforms(rows.seeds(), rows.positions(), Purpose.DRAFT, logits.device, count)
     drafts = []
     for number in range(count):
         probs = probs / probs.sum(1, keepdim=True).clamp_min(torch.finfo(probs.dtype).tiny)
@@ -89,7 +89,7 @@ def verify_rejection(
         One entry per group. One transfer from the device for all of them.
     """
     rows, device = Rows(groups), target_probs.device
-    uniform = uniforms(rows.seeds(), rows.positions(), Role.TARGET, device)
+    uniform = uniforms(rows.seeds(), rows.positions(), Purpose.TARGET, device)
     # Draft token d is chosen, or refused, in the d-th row that is not the last of its group.
     ranges = (range(start, start + count - 1) for start, count in zip(rows.starts, rows.counts, strict=True))
     at_row = torch.tensor(list(chain.from_iterable(ranges)), dtype=torch.int64, device=device)
@@ -151,7 +151,7 @@ def verify_rejection_trees(
     reached = []
     for depth in range(1 + max(max(depths(tree)) for tree in trees)):
         positions = [len(group.tokens) + depth for group in groups]
-        uniform = uniforms([group.spec.seed for group in groups], positions, Role.TARGET, device, most)
+        uniform = uniforms([group.spec.seed for group in groups], positions, Purpose.TARGET, device, most)
         p, there, has_moved = target_probs[at], at, is_done
         for number in range(most):
             child = child_rows[there, number]

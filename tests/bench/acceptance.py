@@ -22,7 +22,7 @@ from cluster.config import ServiceConfig
 from cluster.sources import draft_source, target_source
 from specdec import ModelSource, SamplingParams
 from specdec.engine.build import BackendOptions, build_drafter, build_target
-from specdec.engine.local import LocalService
+from specdec.engine.in_process import InProcessService
 from specdec.models.loading import load_tokenizer
 from specdec.protocol.messages import Notes
 from specdec.sampling.params import Acceptance, SequenceSpec
@@ -83,7 +83,7 @@ class Pair:
         options = BackendOptions(vocab_size=len(tokenizer))
         self._vocab_size = len(tokenizer)
         self._prompts = [list(tokenizer.encode(prompt)) for prompt in CODE]
-        self._service = LocalService(build_target(target, options)[0], build_drafter(draft, options, target)[0], 1)
+        self._service = InProcessService(build_target(target, options)[0], build_drafter(draft, options, target)[0], 1)
         self._models: list[PreTrainedModel] = [
             AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32) for source in (target, draft)
         ]

@@ -19,7 +19,7 @@ import torch
 from cluster.bench.prompts import CODE
 from cluster.models import Dtype
 from specdec.engine.build import BackendOptions, build_drafter, build_target
-from specdec.engine.local import LocalService
+from specdec.engine.in_process import InProcessService
 from specdec.models.compat import tokenizer_width
 from specdec.models.describe import linear_shapes
 from specdec.models.loading import ModelSource, load_tokenizer
@@ -34,13 +34,15 @@ NUM_STREAMS, NUM_ADAPTERS = 16, 4
 STRENGTH = 1e-4
 
 
-def make_service(source: ModelSource, draft: ModelSource | None, num_draft_tokens: int) -> LocalService:
+def make_service(source: ModelSource, draft: ModelSource | None, num_draft_tokens: int) -> InProcessService:
     """Both models in this process; without a draft model plain decoding."""
     options = BackendOptions(
         vocab_size=tokenizer_width(load_tokenizer(source)), max_model_len=512, max_num_sequences=NUM_STREAMS
     )
     target, _ = build_target(source, options)
-    return LocalService(target, None if draft is None else build_drafter(draft, options, source)[0], num_draft_tokens)
+    return InProcessService(
+        target, None if draft is None else build_drafter(draft, options, source)[0], num_draft_tokens
+    )
 
 
 def main() -> None:

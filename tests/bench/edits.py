@@ -18,7 +18,7 @@ import torch
 from cluster.bench.prompts import CODE, CODE_LONG
 from cluster.models import Dtype
 from specdec.engine.build import BackendOptions, build_target
-from specdec.engine.local import LocalService
+from specdec.engine.in_process import InProcessService
 from specdec.engine.stats import SpecStats
 from specdec.models.compat import tokenizer_width
 from specdec.models.loading import ModelSource, load_tokenizer
@@ -36,7 +36,7 @@ def edited(output: Sequence[int]) -> tuple[int, ...]:
     return tuple(token for i, token in enumerate(output, 1) if i % EDIT_EVERY)
 
 
-def measure(service: LocalService, cases: Sequence[Case], rounds: int) -> tuple[list[float], SpecStats, bool]:
+def measure(service: InProcessService, cases: Sequence[Case], rounds: int) -> tuple[list[float], SpecStats, bool]:
     """Time without look-up over time with it, by round; what look-up did; whether all tokens were the same."""
 
     def outputs(bound: int | None) -> list[tuple[list[list[int]], SpecStats]]:
@@ -62,7 +62,7 @@ def main() -> None:
     tokenizer = load_tokenizer(source)
     options = BackendOptions(vocab_size=tokenizer_width(tokenizer), max_num_sequences=4)
     target, _ = build_target(source, options)
-    service = LocalService(target, None, 0, lookup=LookUpOptions(MOST))
+    service = InProcessService(target, None, 0, lookup=LookUpOptions(MOST))
 
     def cases(prompts: Sequence[str], temperature: float) -> list[Case]:
         sampling = SamplingParams(temperature=temperature)

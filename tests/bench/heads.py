@@ -18,7 +18,7 @@ from cluster.identity import demo_folder
 from cluster.models import Dtype
 from specdec.engine.build import BackendOptions, build_target
 from specdec.engine.heads import HeadsOptions
-from specdec.engine.local import LocalService
+from specdec.engine.in_process import InProcessService
 from specdec.models.compat import tokenizer_width
 from specdec.models.loading import ModelSource, load_tokenizer
 from specdec.sampling.params import SamplingParams
@@ -49,7 +49,7 @@ def main() -> None:
     for size in map(int, arguments.trees.split(",")):
         heads = HeadsOptions(arguments.heads, 64, size)
         options = BackendOptions(vocab_size=tokenizer_width(tokenizer), max_num_sequences=4, heads=heads)
-        service = LocalService(build_target(source, options)[0], None, 0)
+        service = InProcessService(build_target(source, options)[0], None, 0)
         for temperature in (0.0, 1.0):
             sampling = SamplingParams(temperature=temperature)
             cases = [Case(prompt, arguments.max_tokens, sampling, i, None, ()) for i, prompt in enumerate(prompts)]

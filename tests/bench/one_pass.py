@@ -21,7 +21,7 @@ from cluster.identity import demo_folder
 from cluster.models import Dtype
 from specdec.engine.build import BackendOptions, build_drafter, build_target
 from specdec.engine.draft_backend import ModelDrafter
-from specdec.engine.local import LocalService
+from specdec.engine.in_process import InProcessService
 from specdec.models.compat import tokenizer_width
 from specdec.models.loading import ModelSource, load_tokenizer
 from specdec.protocol.backends import DraftJob, Status
@@ -98,7 +98,7 @@ def main() -> None:
         sampling = SamplingParams(temperature=temperature)
         cases = [Case(prompt, arguments.max_tokens, sampling, i, None, ()) for i, prompt in enumerate(prompts)]
         for name, drafter in drafters.items():
-            ratios, stats, same = measure(LocalService(target, drafter, NUM_DRAFT_TOKENS), cases, arguments.rounds)
+            ratios, stats, same = measure(InProcessService(target, drafter, NUM_DRAFT_TOKENS), cases, arguments.rounds)
             low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
             a_round, accepted = stats.num_tokens / stats.num_rounds, stats.num_accepted_tokens / stats.num_draft_tokens
             note = "" if same else " (tokens differ: near-ties)"

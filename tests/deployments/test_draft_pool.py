@@ -13,7 +13,7 @@ from cluster.identity import fingerprints
 from cluster.live import reconfigured
 from cluster.placement import Devices
 from deployments import app, status
-from deployments.figures import Asked
+from deployments.figures import ReplicaPoll
 from deployments.ingress import model_info
 from deployments.names import DRAFT, ROUTER, TARGET
 
@@ -89,7 +89,7 @@ def test_the_metrics_page_has_the_drafters_of_the_pool(monkeypatch: pytest.Monke
     for pool in (None, "drafts"):
         metrics = status.Metrics(status.StatusArgs(application="chat", draft_pool=pool))
         for one in metrics._asked.values():
-            assert isinstance(one, Asked)
+            assert isinstance(one, ReplicaPoll)
             one._handle()
     assert [application for name, application in asked if name == DRAFT] == ["chat", "drafts"]
     assert {application for name, application in asked if name != DRAFT} == {"chat"}

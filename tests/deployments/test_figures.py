@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deployments.figures import PATIENCE_S, Asked, Workers, missing_parts
+from deployments.figures import PATIENCE_S, ReplicaPoll, Workers, missing_parts
 
 ROUTER: Workers = {"T#1": ("target", False)}
 
@@ -31,8 +31,8 @@ class Handle:
         return self.answers
 
 
-def asked(handle: Handle, fresh_s: float = 0.0) -> Asked:
-    return Asked(lambda: handle, "refusal", fresh_s)
+def asked(handle: Handle, fresh_s: float = 0.0) -> ReplicaPoll:
+    return ReplicaPoll(lambda: handle, "refusal", fresh_s)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ async def test_without_an_application_nothing_answers() -> None:
     def handle() -> Any:
         raise RuntimeError("there is no application")
 
-    assert await Asked(handle, "refusal", 0.0).get() == []
+    assert await ReplicaPoll(handle, "refusal", 0.0).get() == []
 
 
 async def test_however_many_ask_replicas_are_asked_once() -> None:
@@ -103,7 +103,7 @@ async def test_that_nobody_answers_is_said_once_until_somebody_does(caplog: pyte
             raise RuntimeError("no replica")
         return handle
 
-    replicas = Asked(find, "refusal", 0.0)
+    replicas = ReplicaPoll(find, "refusal", 0.0)
     with caplog.at_level("INFO", logger="ray.serve"):
         for _ in range(4):
             await replicas.get()

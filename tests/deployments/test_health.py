@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from deployments import status
-from deployments.figures import Asked
+from deployments.figures import ReplicaPoll
 from deployments.status import Health, StatusArgs
 
 LOADS = {"TargetServer": "loading x: 3.1 of 7.5 GB", "DraftServer": "timing its steps"}
 
 
 async def health(monkeypatch: pytest.MonkeyPatch, stages: Any, missing: dict[str, str]) -> tuple[int, dict[str, Any]]:
-    async def nobody(_: Asked) -> list[Any]:
+    async def nobody(_: ReplicaPoll) -> list[Any]:
         return []
 
-    monkeypatch.setattr(Asked, "get", nobody)
+    monkeypatch.setattr(ReplicaPoll, "get", nobody)
     monkeypatch.setattr(status, "missing_parts", lambda *_: dict(missing))
     monkeypatch.setattr(status, "starting", stages)
     answer = await Health(StatusArgs())(None)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from specdec.engine.local import LocalService
+from specdec.engine.in_process import InProcessService
 from specdec.engine.target_backend import ModelTarget
 from specdec.engine.vllm.target import VllmTarget
 from specdec.protocol.marks import TokenLog
@@ -79,11 +79,11 @@ def test_a_real_draft_model(engine: VllmTarget, reference: ModelTarget, name: st
     """Through the protocol's machines; every decision is also our own target's."""
     sampling = replace(SAMPLINGS[name], acceptance=acceptance)
     shadow = Shadow(engine, reference)
-    outputs = collect(LocalService(shadow, own_drafter(), K), cases(sampling))
+    outputs = collect(InProcessService(shadow, own_drafter(), K), cases(sampling))
     assert shadow.seen["decided"] > 0
     assert 0 < shadow.seen["accepted"] < shadow.seen["drafted"]
     if acceptance == "coupled":
-        wanted = collect(LocalService(reference, None, 0), cases(sampling))
+        wanted = collect(InProcessService(reference, None, 0), cases(sampling))
         assert [(one.tokens, one.finish) for one in outputs] == [(one.tokens, one.finish) for one in wanted]
 
 
@@ -101,7 +101,7 @@ def test_what_ends_a_text(
         replace(cases(SAMPLINGS[name])[2], max_tokens=1),
         replace(cases(SAMPLINGS[name])[7], max_tokens=512 - 182),
     ]
-    found = collect(LocalService(engine, own_drafter(), K), wanted)
-    own = collect(LocalService(reference, None, 0), wanted)
+    found = collect(InProcessService(engine, own_drafter(), K), wanted)
+    own = collect(InProcessService(reference, None, 0), wanted)
     assert [(one.tokens, one.finish) for one in found] == [(one.tokens, one.finish) for one in own]
     assert {one.finish for one in found} == {"stop", "length"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from specdec.engine.local import LocalService
+from specdec.engine.in_process import InProcessService
 from specdec.engine.target_backend import ModelTarget
 from specdec.engine.vllm.target import VllmTarget
 from specdec.models.loading import load_tokenizer
@@ -37,8 +37,8 @@ def check(engine: VllmTarget, reference: ModelTarget, found: list[Case]) -> Shad
             assert case.sampling.grammar is not None
             target._sampler.matchers._grammars.check(case.sampling.grammar)
     shadow = Shadow(engine, reference)
-    outputs = collect(LocalService(shadow, own_drafter(), 4), found)
-    wanted = collect(LocalService(reference, None, 0), found)
+    outputs = collect(InProcessService(shadow, own_drafter(), 4), found)
+    wanted = collect(InProcessService(reference, None, 0), found)
     assert [(one.tokens, one.finish) for one in outputs] == [(one.tokens, one.finish) for one in wanted]
     assert {one.finish for one in outputs} <= {"stop", "length"}
     return shadow
@@ -69,6 +69,6 @@ def test_what_is_forced_is_drafted(engine: VllmTarget, reference: ModelTarget) -
 
 def test_a_grammar_that_is_wrong_ends_its_own_sequence(engine: VllmTarget) -> None:
     good, bad = cases(0.0, [Grammar("regex", "[a-f]{9}"), Grammar("regex", "(")])
-    outputs = collect(LocalService(engine, None, 0), [good, bad])
+    outputs = collect(InProcessService(engine, None, 0), [good, bad])
     assert [one.finish for one in outputs] == ["stop", "error"]
     assert outputs[1].tokens == []

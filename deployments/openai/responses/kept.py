@@ -12,12 +12,12 @@ from pydantic import TypeAdapter
 from deployments.openai.arrival import Arrival
 from deployments.openai.context import Api
 from deployments.openai.errors import ApiError
+from deployments.openai.messages import Json
 from deployments.openai.responses.store import Record, ResponseStore
 from deployments.openai.schemas.responses import ResponsesBody
-from deployments.openai.schemas.responses_input import CallItem, Item, MessageItem, ReasoningItem, ResultItem
-from deployments.openai.writing import Json
+from deployments.openai.schemas.responses_input import CallItem, InputItem, MessageItem, ReasoningItem, ResultItem
 
-_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
+_ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
 
 
 def owner_of(arrival: Arrival) -> str:
@@ -27,7 +27,7 @@ def owner_of(arrival: Arrival) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class ConversationKeeper:
     """Where a response goes when it has ended.
 
     Attributes:
@@ -75,7 +75,7 @@ async def earlier_items(api: Api, arrival: Arrival, body: ResponsesBody) -> list
     return items
 
 
-def read_items(items: Sequence[Json]) -> list[Item]:
+def read_items(items: Sequence[Json]) -> list[InputItem]:
     """Kept items as those of a request."""
     return _ITEMS.validate_python(items)
 
@@ -87,7 +87,7 @@ def written_items(body: ResponsesBody) -> list[Json]:
     return [_item(item) for item in body.input]
 
 
-def _item(item: Item) -> Json:
+def _item(item: InputItem) -> Json:
     match item:
         case MessageItem():
             return _message(item.role, item.text)

@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from deployments.openai.generation import SampleDelta, ShownToken
-from deployments.openai.messages import Message
-from deployments.openai.writing import Json
+from deployments.openai.messages import AssistantMessage, Json
 from specdec.text.parsing.events import AnswerEvent, ContentDelta, ReasoningDelta, ToolCallDelta
 from specdec.types import Finish
 
-Status = Literal["in_progress", "completed", "incomplete"]
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
-class Item(Protocol):
+class OutputItem(Protocol):
     """One output item."""
 
     def added(self) -> list[Json]:
@@ -27,7 +26,7 @@ class Item(Protocol):
         """Take more text; the event that tells of it."""
         ...
 
-    def done(self, status: Status) -> list[Json]:
+    def done(self, status: ItemStatus) -> list[Json]:
         """The events that tell of its end."""
         ...
 
@@ -36,7 +35,7 @@ class Item(Protocol):
         ...
 
 
-class TextItem:
+class TextOutput:
     """A message, or reasoning: one part of text.
 
     Args:
@@ -52,7 +51,7 @@ class TextItem:
         self._part_place = self._place | {"item_id": self._id, "content_index": 0}
         self._texts: list[str] = []
         self._logprobs: list[Json] = []
-        self._status: Status = "in_progress"
+        self._status: ItemStatus = "in_progress"
         self._has_part = False
 
     def added(self) -> list[Json]:
@@ -68,7 +67,7 @@ class TextItem:
         beside = {} if self._is_reasoning else {"logprobs": logprobs}
         return {"type": f"{self._event}.delta", **self._part_place, "delta": text, **beside}
 
-    def done(self, status: Status) -> list[Json]:
+    def done(self, status: ItemStatus) -> list[Json]:
         """The end of its text, of its part and its own."""
         self._status = status
         beside = {} if self._is_reasoning else {"logprobs": list(self._logprobs)}
@@ -92,7 +91,7 @@ class TextItem:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._logprobs)}
 
 
-class CallItem:
+class CallOutput:
     """A call of a function.
 
     Args:
@@ -106,7 +105,7 @@ class CallItem:
         self._id = f"fc_{uuid.uuid4().hex}"
         self._place: Json = {"output_index": index}
         self._arguments: list[str] = []
-        self._status: Status = "in_progress"
+        self._status: ItemStatus = "in_progress"
 
     def added(self) -> list[Json]:
         """The call without arguments."""
@@ -122,7 +121,7 @@ class CallItem:
             "delta": text,
         }
 
-    def done(self, status: Status) -> list[Json]:
+    def done(self, status: ItemStatus) -> list[Json]:
         """The end of its arguments, and its own."""
         self._status = status
         told: Json = {**self._place, "item_id": self._id, "arguments": "".join(self._arguments)}
@@ -144,10 +143,12 @@ class Output:
         written_logprobs: Writes log probabilities down.
     """
 
-    def __init__(self, message: Message, written_logprobs: Callable[[Sequence[ShownToken]], list[Json]]) -> None:
+    def __init__(
+        self, message: AssistantMessage, written_logprobs: Callable[[Sequence[ShownToken]], list[Json]]
+    ) -> None:
         self._message = message
         self._written_logprobs = written_logprobs
-        self._items: list[Item] = []
+        self._items: list[OutputItem] = []
         self._kind = ""
         self._num_characters = 0
         self._pending: list[ShownToken] = []
@@ -208,14 +209,14 @@ class Output:
     def _open(self, kind: str) -> list[Json]:
         index = len(self._items)
         if kind in ("message", "reasoning"):
-            self._items.append(TextItem(index, is_reasoning=kind == "reasoning"))
+            self._items.append(TextOutput(index, is_reasoning=kind == "reasoning"))
         else:
             call = self._message.calls[int(kind.removeprefix("call "))]
-            self._items.append(CallItem(index, call.name, call.id))
+            self._items.append(CallOutput(index, call.name, call.id))
         self._kind = kind
         return self._items[-1].added()
 
-    def _close(self, status: Status) -> list[Json]:
+    def _close(self, status: ItemStatus) -> list[Json]:
         return self._items[-1].done(status) if self._kind else []
 
     def _end(self, finish: Finish) -> list[Json]:

@@ -12,10 +12,16 @@ from deployments.openai.errors import ApiError
 from deployments.openai.schemas.chat import ChatBody, ChatMessage, TemplatedBody
 from deployments.openai.schemas.common import SamplingBody
 from deployments.openai.schemas.responses import ResponsesBody, TextFormat
-from deployments.openai.schemas.responses_input import CallItem, Item, MessageItem, ReasoningItem, ResultItem
-from deployments.openai.schemas.responses_tools import Choice, FunctionChoice, FunctionTool
-from deployments.openai.schemas.tools import CalledFunction, CallSpec, FunctionSpec, NamedChoice, ToolSpec
-from deployments.openai.schemas.tools import FunctionChoice as ChatChoice
+from deployments.openai.schemas.responses_input import CallItem, InputItem, MessageItem, ReasoningItem, ResultItem
+from deployments.openai.schemas.responses_tools import FunctionChoice, FunctionTool, ResponsesToolChoice
+from deployments.openai.schemas.tools import (
+    CalledFunction,
+    CallSpec,
+    ChosenFunction,
+    FunctionSpec,
+    NamedChoice,
+    ToolSpec,
+)
 from specdec.errors import InvalidParameterError
 
 _OF_BOTH = (
@@ -58,7 +64,7 @@ class Turns:
     places: dict[str, str]
 
 
-def turns_of(body: ResponsesBody, earlier: Sequence[Item] = ()) -> Turns:
+def turns_of(body: ResponsesBody, earlier: Sequence[InputItem] = ()) -> Turns:
     """The conversation that a request goes on with.
 
     Args:
@@ -99,7 +105,7 @@ class _Turns:
         self.places[f"messages[{len(self.messages)}]"] = place
         self.messages.append(fields)
 
-    def take(self, place: str, item: Item) -> None:
+    def take(self, place: str, item: InputItem) -> None:
         """Take the next item."""
         match item:
             case MessageItem():
@@ -149,9 +155,9 @@ def _tool(tool: FunctionTool) -> ToolSpec:
     return ToolSpec(type="function", function=function)
 
 
-def _tool_choice(choice: Choice | None) -> NamedChoice | str | None:
+def _tool_choice(choice: ResponsesToolChoice | None) -> NamedChoice | str | None:
     if isinstance(choice, FunctionChoice):
-        return NamedChoice(type="function", function=ChatChoice(name=choice.name))
+        return NamedChoice(type="function", function=ChosenFunction(name=choice.name))
     return choice
 
 

@@ -12,13 +12,13 @@ from deployments.openai.errors import ApiError
 from deployments.openai.generation import Generation, SampleDelta
 from deployments.openai.job import Job
 from deployments.openai.logprobs import chat_entries
-from deployments.openai.messages import Message
-from deployments.openai.responses.kept import Kept
+from deployments.openai.messages import AssistantMessage, Json
+from deployments.openai.responses.kept import ConversationKeeper
 from deployments.openai.responses.output import Output
 from deployments.openai.schemas.responses import ResponsesBody
 from deployments.openai.schemas.responses_tools import FunctionChoice
 from deployments.openai.tally import answer_metrics
-from deployments.openai.writing import Event, Json
+from deployments.openai.writing import Event
 from specdec.types import Finish
 
 
@@ -34,10 +34,10 @@ class ResponseWriter:
 
     end_mark = b""
 
-    def __init__(self, api: Api, job: Job, body: ResponsesBody, kept: Kept | None = None) -> None:
+    def __init__(self, api: Api, job: Job, body: ResponsesBody, kept: ConversationKeeper | None = None) -> None:
         self._job = job
         self._body = body
-        self._output = Output(Message(job.new_parser()), partial(chat_entries, api.texts))
+        self._output = Output(AssistantMessage(job.new_parser()), partial(chat_entries, api.texts))
         self._kept = kept
         # Whoever keeps responses lets no client name them: it could choose the name of another.
         self._id = f"resp_{job.arrival.label if kept is None else uuid.uuid4().hex}"

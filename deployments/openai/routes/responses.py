@@ -13,13 +13,13 @@ from deployments.openai.context import Api, ApiOf, ArrivalOf
 from deployments.openai.errors import ApiError
 from deployments.openai.ignored import with_ignored
 from deployments.openai.job import chat_job
-from deployments.openai.responses.kept import Kept, earlier_items, owner_of, read_items, written_items
+from deployments.openai.messages import Json
+from deployments.openai.responses.kept import ConversationKeeper, earlier_items, owner_of, read_items, written_items
 from deployments.openai.responses.store import Record, ResponseStore
 from deployments.openai.responses.translation import Turns, as_chat, named_as_sent, turns_of
 from deployments.openai.responses.writer import ResponseWriter
 from deployments.openai.schemas.responses import ResponsesBody
 from deployments.openai.strict_json import StrictJsonRoute
-from deployments.openai.writing import Json
 
 router = APIRouter(prefix="/v1", route_class=StrictJsonRoute)
 
@@ -31,11 +31,11 @@ async def responses(body: ResponsesBody, request: Request, api: ApiOf, arrival: 
     body.check_together(has_store=api.store is not None)
     earlier = await earlier_items(api, arrival, body)
 
-    def work() -> tuple[Turns, Kept | None]:
+    def work() -> tuple[Turns, ConversationKeeper | None]:
         turns = turns_of(body, read_items(earlier))
         if api.store is None or body.store is False:
             return turns, None
-        return turns, Kept(api, api.store, owner_of(arrival), earlier + written_items(body))
+        return turns, ConversationKeeper(api, api.store, owner_of(arrival), earlier + written_items(body))
 
     turns, kept = await api.encode(body.num_characters + sum(len(str(item)) for item in earlier), work)
     with named_as_sent(turns):

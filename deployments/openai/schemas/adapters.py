@@ -9,7 +9,7 @@ from pydantic import StringConstraints
 from deployments.openai.schemas.fields import Body
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
-Place = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+AdapterPath = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 
 
 class LoadAdapterBody(Body):
@@ -25,9 +25,9 @@ class LoadAdapterBody(Body):
     refused_unless: ClassVar[dict[str, tuple[Any, ...]]] = {"is_3d_lora_weight": (False,)}
 
     lora_name: Name
-    lora_path: Place
+    lora_path: AdapterPath
     load_inplace: bool | None = None
-    draft_lora_path: Place | None = None
+    draft_lora_path: AdapterPath | None = None
 
 
 class UnloadAdapterBody(Body):

@@ -27,7 +27,7 @@ class TextPart(Body):
     text: str
 
 
-Content = Annotated[
+MessageContent = Annotated[
     Annotated[str, Tag("str")] | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), Tag("list")],
     Discriminator(
         kind_of,
@@ -50,7 +50,7 @@ class ChatMessage(Body):
     taken: ClassVar[frozenset[str]] = TAKEN_IN_MESSAGES
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content | None = None
+    content: MessageContent | None = None
     name: str | None = None
     tool_calls: Calls | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
@@ -82,7 +82,7 @@ class ChatMessage(Body):
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+ChatMessages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
 
 
 class TemplatedBody(Body):
@@ -135,7 +135,7 @@ class Prediction(Body):
     """What the answer is expected to be like: a file that is to be edited, say."""
 
     type: Literal["content"]
-    content: Content
+    content: MessageContent
 
     @property
     def text(self) -> str:
@@ -158,7 +158,7 @@ class ChatBody(ConversationBody, GenerationBody):
         prediction: A text to draft from; it changes no token.
     """
 
-    messages: Messages
+    messages: ChatMessages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None

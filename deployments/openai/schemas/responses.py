@@ -12,7 +12,7 @@ from deployments.openai.schemas.common import SamplingBody
 from deployments.openai.schemas.fields import Body
 from deployments.openai.schemas.others import REFUSED_IN_RESPONSES, REPLACED_IN_RESPONSES, TAKEN_IN_RESPONSES
 from deployments.openai.schemas.responses_input import Input
-from deployments.openai.schemas.responses_tools import Choice, FunctionTools
+from deployments.openai.schemas.responses_tools import FunctionTools, ResponsesToolChoice
 from specdec.errors import InvalidParameterError, UnsupportedParameterError
 
 LOGPROBS = "message.output_text.logprobs"
@@ -122,7 +122,7 @@ class ResponsesBody(TemplatedBody, SamplingBody):
     thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     include_reasoning: bool | None = None
     tools: FunctionTools | None = None
-    tool_choice: Choice | None = None
+    tool_choice: ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["disabled"] | None = None
     stream_options: ResponseStreamOptions | None = None

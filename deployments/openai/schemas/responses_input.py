@@ -23,7 +23,7 @@ def _only_text(kind: Any) -> Any:
     return kind
 
 
-class TextPart(Body):
+class InputTextPart(Body):
     """A piece of a message."""
 
     taken: ClassVar[frozenset[str]] = frozenset({"annotations", "logprobs", "parsed"})
@@ -32,8 +32,8 @@ class TextPart(Body):
     text: str
 
 
-Content = Annotated[
-    Annotated[str, Tag("str")] | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), Tag("list")],
+InputContent = Annotated[
+    Annotated[str, Tag("str")] | Annotated[list[InputTextPart], Field(min_length=1, fail_fast=True), Tag("list")],
     Discriminator(
         kind_of,
         custom_error_type="content_type",
@@ -45,7 +45,7 @@ Content = Annotated[
 CallId = Annotated[str, Field(max_length=256)]
 
 
-def text_of(content: str | list[TextPart]) -> str:
+def text_of(content: str | list[InputTextPart]) -> str:
     """A content as one string."""
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
@@ -57,7 +57,7 @@ class MessageItem(Body):
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
-    content: Content
+    content: InputContent
 
     @property
     def text(self) -> str:
@@ -116,7 +116,7 @@ class ResultItem(Body):
 
     type: Literal["function_call_output"]
     call_id: CallId
-    output: Content
+    output: InputContent
 
     @property
     def text(self) -> str:
@@ -141,7 +141,7 @@ def _kind_of_item(item: Any) -> str | None:
     return f"<{kind if isinstance(kind, str) else 'message'}>" if isinstance(item, (dict, Body)) else None
 
 
-Item = Annotated[
+InputItem = Annotated[
     Annotated[MessageItem, Tag("<message>")]
     | Annotated[ReasoningItem, Tag("<reasoning>")]
     | Annotated[CallItem, Tag("<function_call>")]
@@ -151,6 +151,6 @@ Item = Annotated[
 ]
 
 Input = Annotated[
-    Annotated[str, Tag("str")] | Annotated[list[Item], Field(min_length=1, fail_fast=True), Tag("list")],
+    Annotated[str, Tag("str")] | Annotated[list[InputItem], Field(min_length=1, fail_fast=True), Tag("list")],
     Discriminator(kind_of, custom_error_type="input_type", custom_error_message="must be a string or a list of items"),
 ]

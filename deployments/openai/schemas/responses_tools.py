@@ -39,7 +39,7 @@ class FunctionChoice(Body):
     name: FunctionName
 
 
-Choice = Annotated[
+ResponsesToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("str")] | Annotated[FunctionChoice, Tag("dict")],
     Discriminator(
         kind_of,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deployments.openai.schemas.chat import ConversationBody, Messages
+from deployments.openai.schemas.chat import ChatMessages, ConversationBody
 from deployments.openai.schemas.fields import Body, Integers
 from specdec.errors import InvalidParameterError
 
@@ -24,7 +24,7 @@ class TokenizeBody(ConversationBody):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Messages | None = None
+    messages: ChatMessages | None = None
     return_token_strs: bool | None = None
 
     def check_together(self) -> None:

@@ -48,7 +48,7 @@ class ToolSpec(Body):
     function: FunctionSpec
 
 
-class FunctionChoice(Body):
+class ChosenFunction(Body):
     """The name of the function that must be called."""
 
     name: FunctionName
@@ -58,7 +58,7 @@ class NamedChoice(Body):
     """The choice of one function."""
 
     type: IsFunction
-    function: FunctionChoice
+    function: ChosenFunction
 
 
 ToolChoice = Annotated[

@@ -25,10 +25,11 @@ from specdec.engine.vllm.target import VllmTarget
 from specdec.errors import InvalidParameterError, ModelLoadError, reason_of
 from specdec.models.compat import check_width, tokenizer_width
 from specdec.models.describe import describe_model
-from specdec.models.loading import ModelSource, Progress, is_recurrent, load_config, load_tokenizer
+from specdec.models.loading import ModelSource, is_recurrent, load_config, load_tokenizer
 from specdec.protocol.backends import Status, VerifyJob
 from specdec.protocol.marks import TokenLog
 from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.types import Progress
 
 
 def build_vllm_target(

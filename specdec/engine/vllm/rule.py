@@ -65,7 +65,7 @@ class NoDrafts:
         return [[] for _ in sampled_token_ids]
 
 
-class Rule:
+class AcceptanceSampler:
     """Decides all tokens of a step; called in the place of vLLM's ``RejectionSampler``.
 
     It decides every token of a request, so it keeps the request's log itself.
@@ -172,7 +172,7 @@ class RuleExtension:
         require(self.model_runner, "rejection_sampler", "execute_model_state", "discard_request_mask", "requests")
         require(self.model_runner.input_batch, "req_ids", "spec_token_ids")
         self.model_runner.execute_model_state = None
-        self.model_runner.rejection_sampler = Rule(self.model_runner, Sampler(vocab_size, processors))
+        self.model_runner.rejection_sampler = AcceptanceSampler(self.model_runner, Sampler(vocab_size, processors))
 
     def specdec_tell(self, told: dict[str, Told]) -> None:
         """What is to be known in the next step, by request."""
@@ -180,6 +180,6 @@ class RuleExtension:
 
     def specdec_reports(self) -> dict[str, Reported]:
         """What the last step has to tell, by request."""
-        rule: Rule = self.model_runner.rejection_sampler
+        rule: AcceptanceSampler = self.model_runner.rejection_sampler
         reported, rule.reported = rule.reported, {}
         return reported

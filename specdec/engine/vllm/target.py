@@ -7,7 +7,7 @@ without a patch:
   job is held back by ``Request.next_decode_eligible_step``; it keeps its blocks.
 - *Drafts.* Speculation is switched on with a proposer that proposes nothing; before a step its drafts are given to
   ``Scheduler.update_draft_token_ids``, each as long as it is.
-- *Tokens.* :class:`specdec.engine.vllm.rule.Rule` decides them, in the workers.
+- *Tokens.* :class:`specdec.engine.vllm.rule.AcceptanceSampler` decides them, in the workers.
 
 A step begins when the tokens of the one before are known: there is no asynchronous scheduling. The runner is V1, as V2,
 vLLM's default on GPUs, takes neither such a proposer nor the drafts of ``SchedulerOutput``. A port would carry them by

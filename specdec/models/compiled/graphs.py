@@ -18,7 +18,7 @@ from specdec.models.compiled.operators import operators
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class FirstGraphOutput:
     """A result of the first graph, by its index."""
 
     index: int
@@ -29,7 +29,7 @@ class Attended:
     """The result of attention."""
 
 
-Source = Argument | Kept | Attended | torch.Tensor
+Source = Argument | FirstGraphOutput | Attended | torch.Tensor
 """Where an input of a graph comes from; a tensor is a weight."""
 
 
@@ -96,7 +96,7 @@ def cut(recorded: GraphModule, sources: Sequence[Source]) -> LayerGraphs:
     inputs = [node for node in whole.graph.nodes if node.op == "placeholder"]
     where: dict[Any, Source] = dict(zip(inputs, sources, strict=True)) | {marked: Attended()}
     kept = {node: cast(int, node.args[1]) for node in before.users if node.target is operator.getitem}
-    where |= {node: Kept(index) for node, index in kept.items()}
+    where |= {node: FirstGraphOutput(index) for node, index in kept.items()}
     return LayerGraphs(
         before=cast(GraphModule, whole.submod_0),
         after=cast(GraphModule, whole.submod_2),

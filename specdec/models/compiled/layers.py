@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from specdec.errors import ModelLoadError
 from specdec.models.attention import paged_attention
 from specdec.models.compiled.calls import NUM_TOKENS, Argument
-from specdec.models.compiled.graphs import Attended, Kept, Source
+from specdec.models.compiled.graphs import Attended, FirstGraphOutput, Source
 from specdec.models.compiled.tracing import LayerTrace, TraceError, trace_layers
 
 _OPTIONS = {
@@ -94,7 +94,7 @@ class _Inputs:
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._weights = [source if isinstance(source, torch.Tensor) else None for source in sources]
-        self._kept = [(slot, one.index) for slot, one in enumerate(sources) if isinstance(one, Kept)]
+        self._kept = [(slot, one.index) for slot, one in enumerate(sources) if isinstance(one, FirstGraphOutput)]
         self._attended = [slot for slot, one in enumerate(sources) if isinstance(one, Attended)]
         self._arguments = [(slot, one) for slot, one in enumerate(sources) if isinstance(one, Argument)]
 

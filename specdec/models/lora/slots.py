@@ -16,7 +16,7 @@ from specdec.models.packed import PackedLinear
 
 _NOT_ADAPTED = frozenset({"experts", "kv_b_proj"})
 """Parts of the names of layers that do not read just the step's tokens: experts, and what expands cached latents."""
-Run = tuple[int, int, int]
+AdapterRun = tuple[int, int, int]
 """Tokens of a step that lie behind one another and use one adapter: its slot, the first token, the end."""
 Weights = list[tuple[str, torch.Tensor, torch.Tensor]]
 """As :meth:`specdec.models.lora.checkpoint.AdapterCheckpoint.weights` gives them."""
@@ -92,7 +92,7 @@ class AdapterSlots:
             group.put(index, slot, down, up)
 
     @contextmanager
-    def used(self, runs: Sequence[Run], num_tokens: int) -> Iterator[None]:
+    def used(self, runs: Sequence[AdapterRun], num_tokens: int) -> Iterator[None]:
         """Around a forward pass of ``num_tokens`` in which these use adapters; the others are the base model's."""
         self._step.products = _products(runs, self._groups[0].down.device)
         self._step.slots, self._step.num_tokens = frozenset(slot for slot, _, _ in runs), num_tokens
@@ -126,9 +126,9 @@ class _Step:
     num_tokens: int = 0
 
 
-def _products(runs: Sequence[Run], device: torch.device) -> list[_Product]:
+def _products(runs: Sequence[AdapterRun], device: torch.device) -> list[_Product]:
     """Runs of neighbouring slots that lie behind one another, as long as filling up no more than doubles the work."""
-    groups: list[list[Run]] = []
+    groups: list[list[AdapterRun]] = []
     for run in runs:
         group = [*groups[-1], run] if groups else [run]
         most, total = (of(end - start for _, start, end in group) for of in (max, sum))
@@ -140,7 +140,7 @@ def _products(runs: Sequence[Run], device: torch.device) -> list[_Product]:
     return [_product(group, device) for group in groups]
 
 
-def _product(runs: list[Run], device: torch.device) -> _Product:
+def _product(runs: list[AdapterRun], device: torch.device) -> _Product:
     (first_slot, first, _), (last_slot, _, last) = runs[0], runs[-1]
     most = max(end - start for _, start, end in runs)
     slots, tokens = slice(first_slot, last_slot + 1), slice(first, last)

@@ -19,7 +19,7 @@ _NAMES = ("state", "cache_params", "past_key_values")
 _NUM_TOKENS = (1, 33)
 
 
-Place = tuple[str, str]
+ModuleAttribute = tuple[str, str]
 """A module's name, and the attribute in which it keeps a part of its state."""
 
 
@@ -38,7 +38,7 @@ class OpaqueState:
     argument: str
     bytes_per_sequence: int
     bytes_per_token: int
-    places: tuple[Place, ...] = ()
+    places: tuple[ModuleAttribute, ...] = ()
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class _OnModules:
     """A state of which a part belongs on the modules."""
 
     cache: Any
-    parts: dict[Place, torch.Tensor | None]
+    parts: dict[ModuleAttribute, torch.Tensor | None]
 
 
 def run_opaque(model: PreTrainedModel, opaque: OpaqueState, state: Any, arguments: dict[str, Any]) -> tuple[Any, Any]:
@@ -115,7 +115,7 @@ def _sizes(model: PreTrainedModel, opaque: OpaqueState) -> list[int]:
     return sizes or [0, 0]
 
 
-def _plain_tensors(model: PreTrainedModel) -> dict[Place, torch.Tensor]:
+def _plain_tensors(model: PreTrainedModel) -> dict[ModuleAttribute, torch.Tensor]:
     """Tensors that modules hold as plain attributes: neither parameters nor buffers."""
     return {
         (name, attribute): value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cluster.bench.compare import Comparison, Mode, Work
-from cluster.bench.measures import Arrival, Run, Stream
+from cluster.bench.measures import Run, Stream, TokenArrival
 from cluster.bench.summary import summarize
 from specdec.engine.observed import ObservedTarget
 from specdec.engine.scripted import Script, ScriptedTarget
@@ -35,7 +35,7 @@ def test_gaps_are_between_steps_that_go_on() -> None:
 def test_every_round_has_texts_of_its_own() -> None:
     work = Work("code", 8, 10, 1.0)
     assert [work.workload(MODES[0], number).first_seed for number in range(3)] == [0, 8, 16]
-    runs = [tuple(Run((Stream(text, (Arrival(0.1, 1),)),), 1.0) for text in texts) for texts in ("ab", "ab", "ac")]
+    runs = [tuple(Run((Stream(text, (TokenArrival(0.1, 1),)),), 1.0) for text in texts) for texts in ("ab", "ab", "ac")]
     compared = Comparison(work, (MODES[0],) * 3, (runs[0], runs[2], runs[1]))
     assert [compared.has_equal_texts(mode) for mode in range(3)] == [True, False, True]
     assert [row.has_equal_texts for row in summarize(compared)] == [True, False, True]

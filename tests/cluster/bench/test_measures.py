@@ -6,10 +6,10 @@ import pytest
 
 from cluster.bench.compare import ALONE, Comparison, Mode, Work
 from cluster.bench.measures import (
-    Arrival,
     DeviceUse,
     Run,
     Stream,
+    TokenArrival,
     device_use,
     mean,
     percentiles_s,
@@ -17,10 +17,11 @@ from cluster.bench.measures import (
     tokens_per_round,
 )
 from cluster.bench.summary import summarize
-from specdec.engine.observed import Role, StepRecord
+from specdec.engine.observed import StepRecord
 from specdec.engine.stats import SpecStats
+from specdec.protocol.plans import WorkerKind
 
-ARRIVALS = (Arrival(0.5, 2), Arrival(0.8, 1), Arrival(1.4, 3))
+ARRIVALS = (TokenArrival(0.5, 2), TokenArrival(0.8, 1), TokenArrival(1.4, 3))
 STREAM = Stream("abcdef", ARRIVALS, SpecStats(num_drafts=2, num_draft_tokens=8, num_accepted_tokens=3))
 """Six tokens in three rounds: 1 + 1 accepted, plain, 1 + 2 accepted."""
 
@@ -28,8 +29,8 @@ STREAM = Stream("abcdef", ARRIVALS, SpecStats(num_drafts=2, num_draft_tokens=8, 
 def test_tokens_that_come_together_have_no_time_between_them() -> None:
     assert token_gaps_s(ARRIVALS) == pytest.approx([0.0, 0.3, 0.6, 0.0, 0.0])
     assert mean(token_gaps_s(ARRIVALS)) == pytest.approx((1.4 - 0.5) / 5)
-    assert token_gaps_s([Arrival(1.0, 1)]) == []
-    assert token_gaps_s([Arrival(1.0, 1), Arrival(2.0, 0), Arrival(3.0, 1)]) == pytest.approx([2.0])
+    assert token_gaps_s([TokenArrival(1.0, 1)]) == []
+    assert token_gaps_s([TokenArrival(1.0, 1), TokenArrival(2.0, 0), TokenArrival(3.0, 1)]) == pytest.approx([2.0])
 
 
 def test_percentiles_are_interpolated() -> None:
@@ -45,11 +46,11 @@ def test_a_stream() -> None:
     assert STREAM.num_rounds == 3
     assert STREAM.first_s == 0.5
     assert STREAM.decode_tokens_per_s == pytest.approx(4 / 0.9)
-    assert Stream("a", (Arrival(0.5, 1),)).decode_tokens_per_s == 0
+    assert Stream("a", (TokenArrival(0.5, 1),)).decode_tokens_per_s == 0
 
 
 def test_a_run() -> None:
-    run = Run((STREAM, Stream("xy", (Arrival(0.25, 1), Arrival(0.5, 1)))), duration_s=1.6)
+    run = Run((STREAM, Stream("xy", (TokenArrival(0.25, 1), TokenArrival(0.5, 1)))), duration_s=1.6)
     assert run.num_tokens == 8
     assert run.tokens_per_s == pytest.approx(5.0)
     assert run.decode_tokens_per_s == pytest.approx(4 / 0.9 + 4)
@@ -57,18 +58,18 @@ def test_a_run() -> None:
 
 
 def test_acceptance_is_pooled_over_streams_and_rounds() -> None:
-    other = Stream("xyz", (Arrival(1, 3),), SpecStats(num_drafts=1, num_draft_tokens=2, num_accepted_tokens=2))
-    plain = Stream("xyz", (Arrival(1, 3),))
+    other = Stream("xyz", (TokenArrival(1, 3),), SpecStats(num_drafts=1, num_draft_tokens=2, num_accepted_tokens=2))
+    plain = Stream("xyz", (TokenArrival(1, 3),))
     modes = (Mode(ALONE, 0), Mode("overlap", 4, "overlap"))
     runs = ((Run((plain, plain), 1.0),), (Run((STREAM, other), 1.0),))
     alone, row = summarize(Comparison(Work("code", 2, 6, 0.0), modes, runs))
     assert (row.acceptance_rate, row.mean_acceptance_length) == (pytest.approx(5 / 10), pytest.approx(1 + 5 / 3))
     assert (alone.acceptance_rate, alone.mean_acceptance_length) == (None, None)
     assert tokens_per_round([STREAM]) == pytest.approx(5 / 2)
-    assert tokens_per_round([Stream("", (Arrival(0.1, 1),))]) is None
+    assert tokens_per_round([Stream("", (TokenArrival(0.1, 1),))]) is None
 
 
-def step(role: Role, start_s: float, end_s: float, *, is_decode: bool = True) -> StepRecord:
+def step(role: WorkerKind, start_s: float, end_s: float, *, is_decode: bool = True) -> StepRecord:
     start_ns, end_ns = round(1e9 * start_s), round(1e9 * end_s)
     return StepRecord(role, start_ns, end_ns, start_ns, 1, 1, 0, is_decode=is_decode, goes_on=False)
 

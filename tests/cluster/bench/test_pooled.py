@@ -6,7 +6,7 @@ import pytest
 
 from cluster.bench.compare import ALONE, Comparison, Mode, Work, compare
 from cluster.bench.load import Workload
-from cluster.bench.measures import Arrival, Run, Stream
+from cluster.bench.measures import Run, Stream, TokenArrival
 from cluster.bench.report import pooled_table
 from cluster.bench.summary import summarize
 
@@ -15,7 +15,7 @@ MODES = (Mode(ALONE, 0), Mode("in turn, 4 draft tokens", 4, "in_turn"), Mode("au
 
 
 def run(duration_s: float) -> Run:
-    return Run((Stream("a" * 10, tuple(Arrival(duration_s * i / 10, 1) for i in range(1, 11))),), duration_s)
+    return Run((Stream("a" * 10, tuple(TokenArrival(duration_s * i / 10, 1) for i in range(1, 11))),), duration_s)
 
 
 def comparison(*durations_s: list[float]) -> Comparison:

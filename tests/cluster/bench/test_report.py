@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.bench.report import Environment, Report, command_line, processor_name
+from cluster.bench.report import BenchReport, Environment, command_line, processor_name
 from cluster.bench.summary import SummaryRow
 
 ROW = SummaryRow(
@@ -41,7 +41,7 @@ ENVIRONMENT = Environment(
 )
 
 
-def cells(report: Report, line: int) -> dict[str, str]:
+def cells(report: BenchReport, line: int) -> dict[str, str]:
     rows = [
         [cell.strip() for cell in text.strip("|").split("|")] for text in report.markdown().splitlines() if "|" in text
     ]
@@ -49,7 +49,7 @@ def cells(report: Report, line: int) -> dict[str, str]:
 
 
 def test_a_row() -> None:
-    row = cells(Report(ENVIRONMENT, (ROW,)), 2)
+    row = cells(BenchReport(ENVIRONMENT, (ROW,)), 2)
     assert row["tokens/s"] == "80.0"
     assert row["against the first mode (least, median, most)"] == "0.90, 1.50, 2.00"
     assert row["TTFT ms"] == "42.5"
@@ -71,14 +71,14 @@ def test_what_is_not_known_is_a_dash() -> None:
         idle_share={},
         has_equal_texts=False,
     )
-    row = cells(Report(ENVIRONMENT, (bare,)), 2)
+    row = cells(BenchReport(ENVIRONMENT, (bare,)), 2)
     assert row["acceptance"] == row["tokens a draft"] == "-"
     assert row["step ms target, draft"] == "-, -"
     assert row["same text as the first mode"] == "no"
 
 
 def test_it_says_where_and_how() -> None:
-    text = Report(ENVIRONMENT, (ROW,)).markdown()
+    text = BenchReport(ENVIRONMENT, (ROW,)).markdown()
     for said in ("A processor", "torch 2.13", "llama, 12 layers", "over HTTP", "`specdec bench --streams 2`"):
         assert said in text
     assert "Not real" not in text
@@ -89,7 +89,7 @@ def test_it_says_where_and_how() -> None:
 def test_emulation_is_said(num_overruns: int, verdict: str) -> None:
     environment = replace(ENVIRONMENT, stand_ins=("emulated devices: target=30", "scripted tokens"))
     row = replace(ROW, num_emulated_steps=50, num_overruns=num_overruns)
-    text = Report(environment, (row, row)).markdown()
+    text = BenchReport(environment, (row, row)).markdown()
     assert "**Not real: emulated devices: target=30.**" in text
     assert "**Not real: scripted tokens.**" in text
     assert "100 steps" in text
@@ -97,7 +97,7 @@ def test_emulation_is_said(num_overruns: int, verdict: str) -> None:
 
 
 def test_json_has_everything() -> None:
-    body = json.loads(Report(ENVIRONMENT, (ROW,)).as_json())
+    body = json.loads(BenchReport(ENVIRONMENT, (ROW,)).as_json())
     assert body["environment"]["command"] == ENVIRONMENT.command
     assert body["rows"][0]["tokens_per_s"] == 80.0
 

@@ -6,7 +6,7 @@ from itertools import cycle
 
 from specdec.control.controller import Controller
 from specdec.control.ways import Bounds
-from specdec.engine.local import LocalService
+from specdec.engine.in_process import InProcessService
 from specdec.engine.timing import StepTimer
 from specdec.protocol.backends import DraftBackend, TargetBackend
 from specdec.protocol.drafter import DrafterMachine
@@ -22,7 +22,7 @@ ROUND_S, PHASE_S = 0.1, 1.5
 _TIMES = Times(lease_s=1e6, silence_s=1e6, renew_s=2 * ROUND_S)
 
 
-class ControlledService(LocalService):
+class ControlledService(InProcessService):
     """A round is a tenth of a second of a virtual clock; plans change between rounds and in the midst of sequences."""
 
     def __init__(self, target: TargetBackend, drafter: DraftBackend) -> None:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from cluster.identity import demo_folder
 from specdec.engine.build import BackendOptions, build_drafter, build_target
-from specdec.engine.local import LocalService
+from specdec.engine.in_process import InProcessService
 from specdec.models.compat import tokenizer_width
 from specdec.models.loading import ModelSource, load_tokenizer
 from specdec.models.runner import ModelRunner
@@ -64,7 +64,7 @@ def assert_texts_are_its_own(
     """Eight texts in one batch, drafted, are those that the target gives one at a time without drafts; gives them."""
     options = replace(OPTIONS, vocab_size=tokenizer_width(load_tokenizer(source)), **CHANGES.get(feature, {}))
     cases = make_cases(source, adapters, feature)
-    plain = LocalService(build_target(source, replace(options, max_num_sequences=8))[0], None, 0)
+    plain = InProcessService(build_target(source, replace(options, max_num_sequences=8))[0], None, 0)
     wanted = [run(plain, [replace(case, num_speculative_tokens=0)])[0][0] for case in cases]
     target, built = build_target(source, options)
     drafter, _, drafting = build_drafter(draft, options, source)
@@ -80,9 +80,9 @@ def assert_texts_are_its_own(
         case "branches":
             service = OverlapService(target, drafter, Plan(4, 8, acceptance_rate=0.5), lambda: 6)
         case "look-up":
-            service = LocalService(target, None, 0, lookup=LookUpOptions(8))
+            service = InProcessService(target, None, 0, lookup=LookUpOptions(8))
         case _:
-            service = LocalService(target, drafter, 4)
+            service = InProcessService(target, drafter, 4)
     if feature == "prefix reuse":
         run(service, cases)
     outputs, stats = run(service, cases)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from specdec.engine.draft_backend import ModelDrafter
 from specdec.engine.heads import HeadDrafter
-from specdec.engine.local import LocalService
+from specdec.engine.in_process import InProcessService
 from specdec.engine.stats import SpecStats
 from specdec.engine.target_backend import ModelTarget
 from specdec.models.heads import DraftHeads
@@ -117,10 +117,10 @@ def backend(
     return kind(runner, sampler, max_model_len=max_model_len, max_batch_tokens=chunk, **options)
 
 
-def make_service(family: str, noise: float, num_draft_tokens: int, **options: Any) -> LocalService:
+def make_service(family: str, noise: float, num_draft_tokens: int, **options: Any) -> InProcessService:
     """A pair of one family in one process."""
     target = backend(ModelTarget, make_model(family), **options)
-    return LocalService(target, backend(ModelDrafter, make_draft(family, noise), **options), num_draft_tokens)
+    return InProcessService(target, backend(ModelDrafter, make_draft(family, noise), **options), num_draft_tokens)
 
 
 def run_with_branches(
@@ -141,14 +141,14 @@ def run_with_branches(
     return service
 
 
-def run(service: LocalService | OverlapService, cases: Sequence[Case]) -> tuple[list[list[int]], SpecStats]:
+def run(service: InProcessService | OverlapService, cases: Sequence[Case]) -> tuple[list[list[int]], SpecStats]:
     """Generate all cases in one batch; gives each one's output tokens, and what speculation did."""
     outputs = collect(service, cases)
     stats = (SpecStats.of([output.notes]) for output in outputs)
     return [output.tokens for output in outputs], sum(stats, SpecStats())
 
 
-def collect(service: LocalService | OverlapService, cases: Sequence[Case]) -> list[Output]:
+def collect(service: InProcessService | OverlapService, cases: Sequence[Case]) -> list[Output]:
     """Generate all cases in one batch; gives everything that was delivered."""
     names = start(service, cases)
     outputs = {name: Output() for name in names}
@@ -159,7 +159,7 @@ def collect(service: LocalService | OverlapService, cases: Sequence[Case]) -> li
     raise AssertionError(f"never finished: {outputs}")
 
 
-def start(service: LocalService | OverlapService, cases: Sequence[Case]) -> list[str]:
+def start(service: InProcessService | OverlapService, cases: Sequence[Case]) -> list[str]:
     """Take all cases in; gives their names, each of which is used once: what was closed does not come back."""
     names = [f"{next(_numbers)}" for _ in cases]
     for i, (name, case) in enumerate(zip(names, cases, strict=True)):
@@ -167,7 +167,7 @@ def start(service: LocalService | OverlapService, cases: Sequence[Case]) -> list
     return names
 
 
-def deliver(service: LocalService | OverlapService, outputs: dict[str, Output]) -> None:
+def deliver(service: InProcessService | OverlapService, outputs: dict[str, Output]) -> None:
     """One round, and what it gave."""
     for delivery in service.pump():
         output = outputs[delivery.seq]

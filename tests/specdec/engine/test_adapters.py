@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from specdec.engine.draft_backend import ModelDrafter
-from specdec.engine.local import LocalService
+from specdec.engine.in_process import InProcessService
 from specdec.engine.target_backend import ModelTarget
 from specdec.models.describe import linear_shapes
 from specdec.models.lora import pool as pool_module
@@ -106,7 +106,7 @@ def assert_as_peft(outputs: Sequence[list[int]], cases: Sequence[Case]) -> None:
         assert_same(got, greedy(stock, case), case, stock)
 
 
-def gauges(service: LocalService) -> dict[str, float]:
+def gauges(service: InProcessService) -> dict[str, float]:
     return service.target._backend.gauges()
 
 
@@ -135,7 +135,7 @@ def test_drafts_of_heads_and_trees_change_no_token(tree: int, has_draft: bool, a
     plain, _ = run(make_service("llama", NOISE, 0, adapters=ROOM), cases)
     target = backend(ModelTarget, make_model("llama"), adapters=ROOM, heads=(fitted("llama"), 3, tree))
     draft = backend(ModelDrafter, add_noise(make_model("llama"), NOISE), adapters=ROOM) if has_draft else None
-    outputs, stats = run(LocalService(target, draft, 3, tree_tokens=tree), cases)
+    outputs, stats = run(InProcessService(target, draft, 3, tree_tokens=tree), cases)
     assert outputs == plain
     assert stats.num_accepted_tokens > 0
 

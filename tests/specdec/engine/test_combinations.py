@@ -9,7 +9,7 @@ from functools import cache, partial
 
 import pytest
 
-from specdec.engine.local import LocalService
+from specdec.engine.in_process import InProcessService
 from specdec.engine.target_backend import ModelTarget
 from specdec.models.compiled import compile_layers
 from specdec.models.loading import LoadedModel, prepare_model
@@ -95,7 +95,7 @@ def test_all_at_once_no_token_changes(family: str, temperature: float, acceptanc
     lengths = {"max_model_len": MAX_MODEL_LEN, "max_batch_tokens": 64}
     plain = "llama" if family == "compiled" else family
     target = ModelTarget(runner(plain, 0.0, "states"), Sampler(VOCAB_SIZE, BOTH), **lengths)
-    wanted = collect(LocalService(target, None, 0), cases)
+    wanted = collect(InProcessService(target, None, 0), cases)
     makers = (partial(runner, family, 0.0, "states", SCARCE_BLOCKS), partial(runner, family, NOISE, "rescan"))
     if family == "compiled":
         makers = (partial(compiled_runner, 0.0, SCARCE_BLOCKS), partial(compiled_runner, NOISE))

@@ -7,7 +7,7 @@ import torch
 from msgspec import structs
 
 from specdec.engine.draft_backend import ModelDrafter
-from specdec.engine.local import LocalService
+from specdec.engine.in_process import InProcessService
 from specdec.engine.target_backend import ModelTarget
 from specdec.protocol.backends import DraftJob, Proposal
 from specdec.protocol.draft_row import DraftRow
@@ -108,7 +108,7 @@ def test_edge_04_min_tokens_counts_tokens_and_not_rounds() -> None:
 def test_edge_04_a_row_goes_plain_beyond_the_drafts_length() -> None:
     case = Case(PROMPT, 40, GREEDY)
     draft = backend(ModelDrafter, make_model("llama"), max_model_len=20)
-    (output,) = collect(LocalService(backend(ModelTarget, make_model("llama")), draft, 4), [case])
+    (output,) = collect(InProcessService(backend(ModelTarget, make_model("llama")), draft, 4), [case])
     assert output.tokens == plain(case)
     assert output.notes.how[:10].count("a") == 8
     assert set(output.notes.how[15:]) == {"p"}
@@ -259,7 +259,7 @@ def test_edge_18_equality_holds_up_to_ties_which_are_named(caplog: pytest.LogCap
     case, stock = Case((5, 9, 77), 30, GREEDY, eos_token_ids=()), make_tied()
     outputs = []
     for k in (0, 1, 4, 8):
-        service = LocalService(backend(ModelTarget, make_tied()), backend(ModelDrafter, make_tied()), k)
+        service = InProcessService(backend(ModelTarget, make_tied()), backend(ModelDrafter, make_tied()), k)
         outputs.append(run(service, [case])[0][0])
     assert all(output == outputs[0] for output in outputs)
     assert max(outputs[0]) < 64  # the lowest of those that tie
@@ -275,7 +275,7 @@ def test_edge_18_equality_holds_up_to_ties_which_are_named(caplog: pytest.LogCap
 def test_edge_19_without_drafts_the_draft_model_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences with a draft length of 0 open no row on the drafter; neither do those with nothing left to draft."""
     draft = backend(ModelDrafter, make_draft("llama", HALF_RIGHT))
-    service = LocalService(backend(ModelTarget, make_model("llama")), draft, 4)
+    service = InProcessService(backend(ModelTarget, make_model("llama")), draft, 4)
     assert service.drafter is not None
     asked: set[str] = set()
     opened: set[str] = set()

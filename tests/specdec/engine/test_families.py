@@ -9,7 +9,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from specdec.engine.draft_backend import ModelDrafter
-from specdec.engine.local import LocalService
+from specdec.engine.in_process import InProcessService
 from specdec.engine.target_backend import ModelTarget
 from specdec.models.admission import check_admission
 from specdec.models.loading import LoadedModel, ModelSource, load_model, prepare_model
@@ -36,10 +36,10 @@ def make_runner(loaded: LoadedModel) -> ModelRunner:
     return ModelRunner(loaded, num_blocks=64, block_size=BLOCK_SIZE)
 
 
-def make_service(target: LoadedModel, draft: LoadedModel) -> LocalService:
+def make_service(target: LoadedModel, draft: LoadedModel) -> InProcessService:
     """A pair with blocks of the usual size; a prompt is read in chunks of one block."""
     lengths = {"max_model_len": MAX_MODEL_LEN, "max_batch_tokens": CHUNK}
-    return LocalService(
+    return InProcessService(
         ModelTarget(make_runner(target), Sampler(VOCAB_SIZE), **lengths),
         ModelDrafter(make_runner(draft), Sampler(VOCAB_SIZE), **lengths),
         NUM_DRAFT_TOKENS,
@@ -53,7 +53,7 @@ def make_cases() -> list[Case]:
     return [Case(prompt, 18 + 3 * i, greedily) for i, prompt in enumerate(prompts)]
 
 
-def assert_greedy_is_that_of(stock: PreTrainedModel, service: LocalService) -> None:
+def assert_greedy_is_that_of(stock: PreTrainedModel, service: InProcessService) -> None:
     """One ragged batch of four, with a draft that is sometimes right and sometimes wrong."""
     stock.set_attn_implementation("eager")  # the others leave out what some families do to their scores
     cases = make_cases()

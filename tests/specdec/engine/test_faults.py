@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec.engine.draft_backend import ModelDrafter
-from specdec.engine.local import LocalService
+from specdec.engine.in_process import InProcessService
 from specdec.engine.target_backend import ModelTarget
 from specdec.errors import DeviceLostError
 from specdec.models.runner import ModelRunner, RowInput
@@ -34,8 +34,8 @@ def raising(spec: SequenceSpec, tokens: list[int], logits: Tensor) -> None:
         raise ValueError("no such state")
 
 
-def service(in_target: bool, in_draft: bool) -> LocalService:
-    return LocalService(
+def service(in_target: bool, in_draft: bool) -> InProcessService:
+    return InProcessService(
         backend(ModelTarget, make_model("llama"), processors=(raising,) if in_target else ()),
         backend(ModelDrafter, add_noise(make_model("llama"), 0.06), processors=(raising,) if in_draft else ()),
         3,

@@ -14,7 +14,7 @@ from torch import Tensor
 from specdec import ModelSource, SpeculativeEngine
 from specdec.engine.draft_backend import ModelDrafter
 from specdec.engine.heads import HeadDrafter, HeadsOptions
-from specdec.engine.local import LocalService
+from specdec.engine.in_process import InProcessService
 from specdec.engine.target_backend import ModelTarget
 from specdec.models.runner import ModelRunner
 from specdec.protocol.lookup import LookUpOptions
@@ -77,7 +77,7 @@ def with_heads(
     tree: int = 0,
     chunk: int = 64,
     processors: tuple[LogitsProcessor, ...] = (),
-) -> LocalService:
+) -> InProcessService:
     """A target with heads, without a draft model or with one; ``tree`` is how many tokens a tree has."""
     model = make_model(family) if family != "qwen3_5" else make_recurrent(family)
     if family == "qwen3_5":
@@ -88,7 +88,7 @@ def with_heads(
         options = {"num_blocks": num_blocks, "chunk": chunk, "processors": processors}
         target = backend(ModelTarget, model, heads=(fitted(family), most, tree), **options)
     drafter = None if draft is None else ModelDrafter(draft(), Sampler(VOCAB_SIZE), **LENGTHS)
-    return LocalService(target, drafter, 4, lookup=lookup)
+    return InProcessService(target, drafter, 4, lookup=lookup)
 
 
 def plainly(family: str, cases: list[Case]) -> list[list[int]]:

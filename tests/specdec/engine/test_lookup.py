@@ -12,7 +12,7 @@ import pytest
 
 from specdec import ModelSource, SpeculativeEngine
 from specdec.engine.draft_backend import ModelDrafter
-from specdec.engine.local import LocalService
+from specdec.engine.in_process import InProcessService
 from specdec.engine.stats import SpecStats
 from specdec.engine.target_backend import ModelTarget
 from specdec.models.runner import ModelRunner
@@ -36,11 +36,13 @@ def looking_up(
     draft: Callable[[], ModelRunner] | None = None,
     num_draft_tokens: int = 4,
     history_tokens: int = 0,
-) -> LocalService:
+) -> InProcessService:
     """A target that looks up, without a draft model or with one."""
     target = ModelTarget(runner(family, 0.0, "states"), Sampler(VOCAB_SIZE), **LENGTHS)
     drafter = None if draft is None else ModelDrafter(draft(), Sampler(VOCAB_SIZE), **LENGTHS)
-    return LocalService(target, drafter, num_draft_tokens, lookup=LookUpOptions(most, history_tokens=history_tokens))
+    return InProcessService(
+        target, drafter, num_draft_tokens, lookup=LookUpOptions(most, history_tokens=history_tokens)
+    )
 
 
 def plainly(family: str, cases: list[Case]) -> list[list[int]]:
@@ -138,7 +140,7 @@ def test_scarce_blocks_and_short_steps_change_no_token() -> None:
     known = predicted_cases("llama", SamplingParams(temperature=1.0))
     cases = [replace(case, max_tokens=60, eos_token_ids=()) for case in known]
     target = backend(ModelTarget, make_model("llama"), num_blocks=42)
-    service = LocalService(target, None, 0, lookup=LookUpOptions(16))
+    service = InProcessService(target, None, 0, lookup=LookUpOptions(16))
     assert run(service, cases)[0] == plainly("llama", cases)
     assert target.gauges()["num_evictions"] > 0
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from specdec.engine.local import LocalService
+from specdec.engine.in_process import InProcessService
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.philox import gumbel
 from tests.specdec.engine.pairs import (
@@ -81,12 +81,12 @@ def stock() -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def services() -> dict[int, LocalService]:
+def services() -> dict[int, InProcessService]:
     return {k: make_service("llama", HALF_RIGHT, k, chunk=64) for k in DRAFT_LENGTHS}
 
 
 @pytest.fixture(scope="module")
-def requests(services: dict[int, LocalService]) -> dict[float, dict[str, Request]]:
+def requests(services: dict[int, InProcessService]) -> dict[float, dict[str, Request]]:
     """All parameters, by temperature and name."""
     made = {}
     for temperature in TEMPERATURES:
@@ -104,7 +104,7 @@ def requests(services: dict[int, LocalService]) -> dict[float, dict[str, Request
 
 @pytest.fixture(scope="module")
 def plain_outputs(
-    services: dict[int, LocalService], requests: dict[float, dict[str, Request]]
+    services: dict[int, InProcessService], requests: dict[float, dict[str, Request]]
 ) -> dict[float, dict[str, Output]]:
     """What all give in one batch without drafts."""
     return {t: outputs_of(services[0], requests[t]) for t in TEMPERATURES}
@@ -131,7 +131,7 @@ def first_new(tokens: list[int], start: int) -> int:
     return next(i for i in range(start, len(tokens)) if tokens[i] not in tokens[:i])
 
 
-def outputs_of(service: LocalService, requests: dict[str, Request]) -> dict[str, Output]:
+def outputs_of(service: InProcessService, requests: dict[str, Request]) -> dict[str, Output]:
     outputs = collect(service, [request.case for request in requests.values()])
     return dict(zip(requests, outputs, strict=True))
 
@@ -214,7 +214,7 @@ def assert_equal(output: Output, plain: Output, name: str) -> None:
 def test_all_parameters_in_one_batch_with_drafts(
     num_draft_tokens: int,
     temperature: float,
-    services: dict[int, LocalService],
+    services: dict[int, InProcessService],
     requests: dict[float, dict[str, Request]],
     plain_outputs: dict[float, dict[str, Output]],
 ) -> None:
@@ -232,7 +232,7 @@ def test_all_parameters_in_one_batch_with_drafts(
 def test_each_parameter_alone_with_drafts(
     num_draft_tokens: int,
     temperature: float,
-    services: dict[int, LocalService],
+    services: dict[int, InProcessService],
     requests: dict[float, dict[str, Request]],
     plain_outputs: dict[float, dict[str, Output]],
 ) -> None:
@@ -273,7 +273,7 @@ TRANSFORMERS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_greedy_with_a_parameter_is_that_of_transformers(
-    name: str, stock: PreTrainedModel, services: dict[int, LocalService]
+    name: str, stock: PreTrainedModel, services: dict[int, InProcessService]
 ) -> None:
     ours, theirs = TRANSFORMERS[name]
     rng = random.Random(8)
@@ -288,7 +288,7 @@ def test_greedy_with_a_parameter_is_that_of_transformers(
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-def test_a_chosen_parameter_among_equal_prompts(temperature: float, services: dict[int, LocalService]) -> None:
+def test_a_chosen_parameter_among_equal_prompts(temperature: float, services: dict[int, InProcessService]) -> None:
     """Rows of one prompt and seed in one batch differ by their own parameters alone."""
     prompt = tuple(range(20, 45))
     samplings = [
@@ -304,7 +304,9 @@ def test_a_chosen_parameter_among_equal_prompts(temperature: float, services: di
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-def test_equal_requests_in_one_batch_give_equal_outputs(temperature: float, services: dict[int, LocalService]) -> None:
+def test_equal_requests_in_one_batch_give_equal_outputs(
+    temperature: float, services: dict[int, InProcessService]
+) -> None:
     """The same prompt, seed and penalties, several times at once, and under another length of output."""
     sampling = SamplingParams(temperature=temperature, logprobs=2, **PENALTIES)  # type: ignore[arg-type]
     case = Case(tuple(range(20, 45)), 16, sampling, 3)

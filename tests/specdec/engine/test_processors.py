@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specdec.engine.draft_backend import ModelDrafter
-from specdec.engine.local import LocalService
+from specdec.engine.in_process import InProcessService
 from specdec.engine.target_backend import ModelTarget
 from specdec.models.runner import RowInput
 from specdec.sampling.params import SamplingParams, SequenceSpec
@@ -44,8 +44,8 @@ def make_service(
     in_draft: Sequence[LogitsProcessor],
     num_draft_tokens: int,
     tree_tokens: int = 0,
-) -> LocalService:
-    return LocalService(
+) -> InProcessService:
+    return InProcessService(
         backend(ModelTarget, make_model("llama"), processors=in_target),
         backend(ModelDrafter, add_noise(make_model("llama"), 0.06), processors=in_draft),
         num_draft_tokens,

@@ -6,7 +6,7 @@ import pytest
 
 import specdec.models.runner as runner_module
 from specdec.engine.draft_backend import ModelDrafter
-from specdec.engine.local import LocalService
+from specdec.engine.in_process import InProcessService
 from specdec.engine.states import SequenceStates
 from specdec.engine.stats import SpecStats
 from specdec.engine.target_backend import ModelTarget
@@ -42,9 +42,9 @@ def make_runner(model: object, route: Route, num_state_slots: int = 8, num_block
     return ModelRunner(loaded, num_blocks=num_blocks, block_size=4, num_state_slots=num_state_slots, window=window)
 
 
-def make_service(target: ModelRunner, draft: ModelRunner, num_draft_tokens: int = 4) -> LocalService:
+def make_service(target: ModelRunner, draft: ModelRunner, num_draft_tokens: int = 4) -> InProcessService:
     lengths = {"max_model_len": MAX_MODEL_LEN, "max_batch_tokens": 16}
-    return LocalService(
+    return InProcessService(
         ModelTarget(target, Sampler(VOCAB_SIZE), **lengths),
         ModelDrafter(draft, Sampler(VOCAB_SIZE), **lengths),
         num_draft_tokens,

@@ -7,7 +7,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from specdec.engine.draft_backend import ModelDrafter
-from specdec.engine.local import LocalService
+from specdec.engine.in_process import InProcessService
 from specdec.engine.states import SequenceStates
 from specdec.engine.target_backend import ModelTarget
 from specdec.models.loading import prepare_model
@@ -52,7 +52,7 @@ def assert_exact(outputs: list[Output], cases: list, stock: PreTrainedModel, **o
     assert sum(output.finish != "error" for output in outputs) >= len(outputs) // 2
 
 
-def run_with_failures(service: LocalService, cases: list) -> list[Output]:
+def run_with_failures(service: InProcessService, cases: list) -> list[Output]:
     names = start(service, cases)
     outputs = {name: Output() for name in names}
     for _ in range(2000):

@@ -10,7 +10,7 @@ import specdec.demo
 from specdec.engine.build import BackendOptions, build_target
 from specdec.engine.draft_backend import ModelDrafter
 from specdec.engine.engine import SpeculativeEngine
-from specdec.engine.local import LocalService
+from specdec.engine.in_process import InProcessService
 from specdec.engine.target_backend import ModelTarget
 from specdec.errors import InvalidParameterError, ModelLoadError
 from specdec.models.loading import ModelSource, prepare_model
@@ -86,7 +86,7 @@ def test_states_that_are_copied_serve_targets_and_drafts(family: str) -> None:
 
     lengths = {"max_model_len": MAX_MODEL_LEN, "max_batch_tokens": 16}
     target, draft = runner(make_recurrent(family)), runner(add_noise(make_recurrent(family), NOISE))
-    service = LocalService(
+    service = InProcessService(
         ModelTarget(target, Sampler(VOCAB_SIZE), **lengths), ModelDrafter(draft, Sampler(VOCAB_SIZE), **lengths), 3
     )
     cases = make_cases()[:3]

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import specdec.demo
-from specdec.engine.local import LocalService
+from specdec.engine.in_process import InProcessService
 from specdec.engine.scripted import RANK_SHARES, Script, ScriptedDrafter, ScriptedTarget, plain_token_ids
 from specdec.protocol.backends import DraftJob, VerifyJob
 from specdec.protocol.marks import TokenLog
@@ -95,7 +95,7 @@ def test_every_draft_length_gives_the_same_tokens(num_draft_tokens: int, accepta
     one = script()
     sampling = SamplingParams(acceptance=acceptance, ignore_eos=True)
     cases = [Case((1, 2, 3), 40, sampling, seed) for seed in (4, 5)]
-    service = LocalService(ScriptedTarget(one, 100), ScriptedDrafter(one, 100), num_draft_tokens)
+    service = InProcessService(ScriptedTarget(one, 100), ScriptedDrafter(one, 100), num_draft_tokens)
     outputs, stats = run(service, cases)
     assert outputs == [[one.true_token(case.seed, i) for i in range(3, 43)] for case in cases]
     assert (stats.num_draft_tokens > 0) == (num_draft_tokens > 0)

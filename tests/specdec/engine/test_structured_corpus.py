@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import pytest
 
-from specdec.engine.local import LocalService
+from specdec.engine.in_process import InProcessService
 from specdec.engine.stats import SpecStats
 from specdec.sampling import matchers as matchers_module
 from specdec.sampling.matchers import Matchers
@@ -55,7 +55,7 @@ CELLS = [Cell(*values) for values in product(TEMPERATURES, LENGTHS, PAIRS, SIZES
 
 
 @cache
-def service_of(pair: str, is_controlled: bool) -> LocalService:
+def service_of(pair: str, is_controlled: bool) -> InProcessService:
     """Over the same models; what is in the corpus is compiled, as ``collect`` counts rounds."""
     service = engine_of(pair)._service
     assert service.drafter is not None

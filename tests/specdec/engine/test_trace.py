@@ -10,7 +10,7 @@ import pytest
 
 from specdec.engine.observed import ObservedDrafter, ObservedTarget
 from specdec.engine.scripted import Script, ScriptedDrafter, ScriptedTarget
-from specdec.engine.trace import Recorder, Role
+from specdec.engine.trace import MachineKind, Recorder
 from specdec.engine.traced import TracedMachine, traced
 from specdec.protocol.backends import DraftJob, Proposal, Status, Verification, VerifyJob
 from specdec.protocol.marks import Mark, TokenLog
@@ -34,7 +34,7 @@ SPEC = SequenceSpec(SamplingParams(temperature=0), 0, 3, 20)
 INC = Inc(1, 0)
 
 
-def recorder(role: Role = "target", capacity: int = 1000) -> Recorder:
+def recorder(role: MachineKind = "target", capacity: int = 1000) -> Recorder:
     ticks = count(0, 10)
     return Recorder("w", role, capacity, clock_ns=lambda: next(ticks))
 

@@ -19,10 +19,11 @@ from specdec.errors import ModelLoadError
 from specdec.models.admission import check_admission
 from specdec.models.loading import LoadedModel, ModelSource, load_model
 from specdec.models.packed import PackedLinear, pack_linear_layers
-from specdec.models.quantization import QUANTIZATIONS, Quantization, is_quantized, own_quantization, stored_bytes
+from specdec.models.quantization import QUANTIZATIONS, is_quantized, own_quantization, stored_bytes
 from specdec.models.quantization_report import compare
 from specdec.models.quantized import FEW_ROWS, Int4Product, Int8Product
 from specdec.models.runner import ModelRunner
+from specdec.types import Quantization
 from tests.specdec.models.families import randomize
 from tests.specdec.models.recurrent_families import make_recurrent
 

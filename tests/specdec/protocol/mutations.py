@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from specdec.protocol.dispatcher import Dispatcher
 from specdec.protocol.drafter import DrafterMachine, DraftRow
 from specdec.protocol.ingress import IngressMachine, Request
 from specdec.protocol.leases import LeasedRows
 from specdec.protocol.marks import Mark, TokenLog
 from specdec.protocol.messages import Alive, End, Inc, Live, Message, NewTokens, Notes, Resync, Verdict
-from specdec.protocol.placement import Placement
 from specdec.protocol.router import RouterMachine, Session, WorkerLink
 from specdec.protocol.target import TargetMachine
 from specdec.protocol.target_row import TargetRow
@@ -273,13 +273,13 @@ def live_inc(patch: pytest.MonkeyPatch) -> None:
 @mutation
 def drafter_n(patch: pytest.MonkeyPatch) -> None:
     """A drafter, too, is opened anew under a new n, counted per link."""
-    reopen = Placement.reopen
+    reopen = Dispatcher.reopen
 
-    def reopen_same(self: Placement, session: Session, link: WorkerLink, why: str, now_s: float) -> None:
+    def reopen_same(self: Dispatcher, session: Session, link: WorkerLink, why: str, now_s: float) -> None:
         link.n -= link.kind == "drafter"
         reopen(self, session, link, why, now_s)
 
-    patch.setattr(Placement, "reopen", reopen_same)
+    patch.setattr(Dispatcher, "reopen", reopen_same)
 
 
 # What these machines promise beyond the rules of the protocol.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from specdec.engine.local import LocalService
+from specdec.engine.in_process import InProcessService
 from specdec.engine.scripted import Script, ScriptedDrafter, ScriptedTarget
 from specdec.protocol.draft_worker import DraftWorkerMachine
 from specdec.protocol.drafter import DrafterMachine
@@ -65,7 +65,7 @@ def spans() -> Spans:
 
 
 def test_a_sequence_is_one_span_on_each_machine_and_the_sums_are_those_of_its_notes(spans: Spans) -> None:
-    service = LocalService(ScriptedTarget(SCRIPT, 200), ScriptedDrafter(SCRIPT, 200), 4)
+    service = InProcessService(ScriptedTarget(SCRIPT, 200), ScriptedDrafter(SCRIPT, 200), 4)
     assert service.drafter is not None
     for machine, role in ((service.router, "router"), (service.target, "target"), (service.drafter, "drafter")):
         machine.tracer = spans.of(role)

@@ -8,7 +8,7 @@ import torch
 from specdec.sampling.coupled import verify_coupled
 from specdec.sampling.finish import Ending
 from specdec.sampling.params import SamplingParams
-from specdec.sampling.philox import Role, uniforms
+from specdec.sampling.philox import Purpose, uniforms
 from specdec.sampling.pipeline import RowGroup, Sampler, VerifiedRun
 from specdec.sampling.rejection import propose_truncated, verify_rejection
 
@@ -161,7 +161,7 @@ def test_edge_09_a_token_without_target_probability_never_passes() -> None:
 
 def test_edge_09_the_test_is_strict_where_u_equals_the_ratio() -> None:
     group = RowGroup(make_spec(seed=4), [1], (0,))
-    u = uniforms([4], [1], Role.TARGET, "cpu")[0, 0]
+    u = uniforms([4], [1], Purpose.TARGET, "cpu")[0, 0]
     # In float64 the ratio of these is u itself; the next larger target probability passes.
     ids, certain = torch.tensor([[0]]), torch.tensor([[1.0]], dtype=torch.float64)
     for target_prob, accepted in ((u, 0), (torch.nextafter(u, u + 1), 1)):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdec.sampling import rejection as module
 from specdec.sampling.params import SamplingParams
-from specdec.sampling.philox import Role, uniforms
+from specdec.sampling.philox import Purpose, uniforms
 from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.sampling.rejection import NUM_DRAFT_CANDIDATES, propose_truncated, verify_rejection
 
@@ -38,7 +38,7 @@ def drafted(
 def naive_run(group: RowGroup, target: list[list[float]], ids: list[list[int]], probs: list[list[float]]) -> list[int]:
     """The rule for one sequence, token by token."""
     positions = range(len(group.tokens), len(group.tokens) + len(target))
-    uniform = uniforms([group.spec.seed] * len(target), positions, Role.TARGET, "cpu").tolist()
+    uniform = uniforms([group.spec.seed] * len(target), positions, Purpose.TARGET, "cpu").tolist()
     weights = target[-1]
     run = list(group.draft)
     for i, token in enumerate(group.draft):
@@ -171,12 +171,12 @@ def test_a_draft_token_outside_the_vocabulary_is_dropped() -> None:
 
 
 def test_rule_9_a_bonus_is_drawn_at_once_and_with_numbers_no_ratio_test_uses(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, Role]] = []
+    asked: list[tuple[int, Purpose]] = []
     monkeypatch.setattr(
         module,
         "uniforms",
-        lambda seeds, positions, role, device, *more: (
-            asked.extend((position, role) for position in positions) or uniforms(seeds, positions, role, device, *more)
+        lambda seeds, positions, purpose, device, *more: (
+            asked.extend((position, purpose) for position in positions) or uniforms(seeds, positions, purpose, device, *more)
         ),
     )
     model, sampler = TableModel(VOCAB, 1), Sampler(VOCAB)
@@ -186,5 +186,5 @@ def test_rule_9_a_bonus_is_drawn_at_once_and_with_numbers_no_ratio_test_uses(mon
     full = [result for result in results if result.num_accepted == 3]
     assert len(full) > 10
     assert all(len(result.run) == 4 for result in full)
-    assert {role for _, role in asked} == {Role.DRAFT, Role.TARGET}
-    assert sorted({position for position, role in asked if role is Role.TARGET}) == [1, 2, 3, 4]
+    assert {purpose for _, purpose in asked} == {Purpose.DRAFT, Purpose.TARGET}
+    assert sorted({position for position, purpose in asked if purpose is Purpose.TARGET}) == [1, 2, 3, 4]

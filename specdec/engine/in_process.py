@@ -19,7 +19,7 @@ from specdec.sampling.params import SequenceSpec
 OnMessage = Callable[[str, str, Message], None]
 
 
-class LocalService:
+class InProcessService:
     """The whole line in one thread: each ``pump`` drafts for all sequences, then verifies all of them once.
 
     Args:

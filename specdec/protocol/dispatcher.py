@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _KINDS: tuple[WorkerKind, ...] = ("target", "drafter")
 
 
-class Placement:
+class Dispatcher:
     """A router's links to its workers.
 
     Args:
