@@ -36,7 +36,7 @@ help:
 	@echo "make test-monitoring  alerts and dashboards on a real Prometheus; needs Debian's prometheus"
 	@echo "make soak             the long tests"
 	@echo "make check            format, lint, types, import layers"
-	@echo "make bench            modes compared on the same work"
+	@echo "make bench            ways of speculating compared on the same work"
 	@echo "make format           put the source into the project's format"
 	@echo "make clean            remove .venv and everything that was generated"
 

@@ -137,7 +137,7 @@ class AppArgs(StrictModel):
     acceptance: Acceptance = Field(
         "coupled", description="rule by which draft tokens are kept, for requests that name none"
     )
-    mode: Literal["auto", "in_turn", "overlap", "outcomes"] = Field(
+    way: Literal["auto", "in_turn", "overlap", "outcomes"] = Field(
         "auto",
         description="way of speculating: in_turn drafts, then verifies; overlap drafts on while the target verifies; "
         "outcomes prepares the likely outcomes of the verification as well; auto: the fastest, overlap at a fixed "

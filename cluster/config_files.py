@@ -10,7 +10,7 @@ import yaml
 
 from cluster.config import NAME_A_MODEL, ServiceConfig
 from cluster.settings import keys_from_environment
-from cluster.strict import StrictModel, key_paths, nearest, submodel, validated
+from cluster.strict import StrictModel, key_paths, submodel, unknown_key, validated
 from specdec.errors import InvalidParameterError
 
 SECRETS_FOLDER = Path("/run/secrets/specdec")
@@ -77,8 +77,7 @@ def _read_texts(values: Mapping[str, str], source: str) -> dict[str, Any]:
     known = dict(config_keys())
     for key in values:
         if key not in known:
-            near = nearest(key, key_paths(ServiceConfig))
-            raise InvalidParameterError(key, f"{source}: unknown key '{key}'; the nearest known key is '{near}'")
+            raise InvalidParameterError(key, f"{source}: {unknown_key(key, key_paths(ServiceConfig))}")
     return {key: text_reader(known[key].annotation)(value) for key, value in values.items()}
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from cluster.config import AppArgs
 from cluster.config_files import merged
-from cluster.strict import validated
+from cluster.strict import unknown_key, validated
 from specdec.errors import InvalidParameterError
 
 LIVE_KEYS = (
     "limits",
     "protocol",
-    "mode",
+    "way",
     "num_branches",
     "affinity_slack",
     "stream_interval",
@@ -36,6 +36,8 @@ def reconfigured(args: AppArgs, user_config: Mapping[str, Any] | None) -> AppArg
     """
     changes: dict[str, Any] = {}
     for key, value in (user_config or {}).items():
+        if key not in AppArgs.model_fields:
+            raise InvalidParameterError(key, f"user_config: {unknown_key(key, LIVE_KEYS)}")
         if key not in LIVE_KEYS:
             raise InvalidParameterError(
                 key,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -13,6 +13,9 @@ from pydantic_core import PydanticCustomError
 from specdec.errors import InvalidParameterError
 
 M = TypeVar("M", bound="StrictModel")
+
+RENAMED = {"mode": "way"}
+"""By the name that a key had in an earlier version, the one that it has now."""
 
 
 class StrictModel(BaseModel):
@@ -25,9 +28,7 @@ class StrictModel(BaseModel):
     def _known_keys(cls, data: Any) -> Any:
         for path, is_known, value in _walk(cls, data):
             if not is_known:
-                raise refused_key(
-                    path, f"unknown key '{path}'; the nearest known key is '{nearest(path, key_paths(cls))}'"
-                )
+                raise refused_key(path, unknown_key(path, key_paths(cls)))
             if isinstance(value, bool):
                 raise refused_key(path, f"{path}: true and false are not allowed here")
         return data
@@ -70,7 +71,15 @@ def _walk(model: type[BaseModel], data: Any, prefix: str = "") -> Iterator[tuple
             yield from _walk(section, value, path + ".")
 
 
-def nearest(key: str, known: Iterator[str]) -> str:
+def unknown_key(key: str, known: Iterable[str]) -> str:
+    """What to say of a key that is not among the ``known`` ones, which are dotted paths."""
+    paths = list(known)
+    if RENAMED.get(key) in paths:
+        return f"unknown key '{key}'; it is called '{RENAMED[key]}' now"
+    return f"unknown key '{key}'; the nearest known key is '{_nearest(key, paths)}'"
+
+
+def _nearest(key: str, known: Iterable[str]) -> str:
     """The known dotted path most like ``key``: alike in its last part first, in its section next."""
     section, _, leaf = key.rpartition(".")
 

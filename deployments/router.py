@@ -72,7 +72,7 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
             self._machine.set_times(args.protocol.times())
             self._machine.probation.max_reopens = args.limits.max_reopens
             self._machine.workers.affinity_slack = args.affinity_slack
-            if (args.mode, args.num_branches) != (before.mode, before.num_branches):  # else what it has learned stays
+            if (args.way, args.num_branches) != (before.way, before.num_branches):  # else what it has learned stays
                 self._machine.set_planner(planner, now_s)
 
         self._router_host.tell(change)
@@ -111,12 +111,12 @@ def planner_of(args: AppArgs) -> Planner | PlanController:
         return no_drafts
     tree_tokens = args.draft.tree_tokens
     if args.num_speculative_tokens == "auto":
-        ways = frozenset(WAYS if args.mode == "auto" else ("off", args.mode))
+        ways = frozenset(WAYS if args.way == "auto" else ("off", args.way))
         return ContainedController(Controller(Bounds(args.most_draft_tokens, args.num_branches, ways, tree_tokens)))
-    mode: Way = "overlap" if args.mode == "auto" else args.mode
-    wait_s = IN_TURN_WAIT_S if mode == "in_turn" else 0.0
-    num_branches = args.num_branches if mode == "outcomes" else 0
-    return fixed_plan(args.num_speculative_tokens, mode, wait_s, num_branches, tree_tokens)
+    way: Way = "overlap" if args.way == "auto" else args.way
+    wait_s = IN_TURN_WAIT_S if way == "in_turn" else 0.0
+    num_branches = args.num_branches if way == "outcomes" else 0
+    return fixed_plan(args.num_speculative_tokens, way, wait_s, num_branches, tree_tokens)
 
 
 def _group(machine: RouterMachine, kind: WorkerKind, application: str | None) -> PeerGroup[Any]:

@@ -1,1 +1,1 @@
-"""Benchmarks: load on a running service, modes compared in interleaved rounds."""
+"""Benchmarks: load on a running service, ways of speculating compared in interleaved rounds."""

@@ -99,7 +99,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a workload in one mode.
+    """One run of a workload in one variant.
 
     Attributes:
         load: The machine's load average after it.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import get_args
 
-from cluster.bench.compare import Mode
+from cluster.bench.compare import Variant
 from cluster.bench.load import Workload, fresh_salt
 from cluster.bench.measures import DeviceUse, Run, Stream, TokenArrival, device_use
 from cluster.config import AppArgs
@@ -48,7 +48,7 @@ class Pair:
     clock: Clock
     recorders: dict[str, Recorder]
 
-    def run(self, mode: Mode, workload: Workload) -> Run:
+    def run(self, variant: Variant, workload: Workload) -> Run:
         """Run a workload once; see :data:`cluster.bench.compare.Runner`."""
         self.steps.clear()
         before = {id(backend): backend.device.gauges() for backend in self.emulated}
@@ -63,7 +63,7 @@ class Pair:
             SamplingParams(temperature=workload.temperature, ignore_eos=True),
             seed=workload.first_seed,
             max_tokens=workload.max_tokens,
-            num_speculative_tokens=mode.num_speculative_tokens,
+            num_speculative_tokens=variant.num_speculative_tokens,
             cache_salt=[fresh_salt() for _ in workload.prompts],
             on_token=note,
         )
@@ -74,7 +74,7 @@ class Pair:
         devices = {name: self._emulated_use(name, use, before) for name, use in uses.items()}
         return Run(streams, duration_s, os.getloadavg()[0], devices)
 
-    def traces(self, mode: Mode) -> list[WorkerTrace]:
+    def traces(self, variant: Variant) -> list[WorkerTrace]:
         """What was recorded; see :class:`cluster.bench.trace.TraceSource`."""
         return [recorder.trace() for recorder in self.recorders.values()]
 

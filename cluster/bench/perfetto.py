@@ -19,7 +19,7 @@ _PIDS_PER_RUN = 1000
 
 
 def write_trace(runs: Sequence[TracedRun], path: str) -> None:
-    """Write runs to a file; all begin at time 0, so that modes lie above each other."""
+    """Write runs to a file; all begin at time 0, so that variants lie above each other."""
     events: list[TraceEvent] = []
     for number, run in enumerate(runs):
         events += trace_events(run, first_pid=1 + number * _PIDS_PER_RUN)
@@ -57,15 +57,15 @@ def _steps(worker: WorkerTrace, pid: int) -> Iterator[TraceEvent]:
     for draft in worker.draft_steps:
         yield _span("draft step", draft.start_ns, draft.end_ns, pid, 1, _draft_args(draft))
     for before, after in pairwise(worker.target_steps):
-        name = _wait_name(row.mode for row in before.rows)
+        name = _wait_name(row.way for row in before.rows)
         yield from _wait(name, before.end_ns, after.start_ns, pid, 2)
     for earlier, later in pairwise(worker.draft_steps):
         yield from _wait("idle", earlier.end_ns, later.start_ns, pid, 2)
 
 
-def _wait_name(modes: Iterable[str]) -> str:
+def _wait_name(ways: Iterable[str]) -> str:
     """What a target does after a step whose rows are drafted for in these ways."""
-    return "waits for a draft" if all(mode == "in_turn" for mode in modes) else "between steps"
+    return "waits for a draft" if all(way == "in_turn" for way in ways) else "between steps"
 
 
 def _target_args(step: TargetStep) -> TraceEvent:
@@ -74,7 +74,7 @@ def _target_args(step: TargetStep) -> TraceEvent:
         "tokens per row": [1 + row.num_drafted if row.num_decided else 0 for row in step.rows],
         "accepted": [row.num_accepted for row in step.rows],
         "rounds": [row.round for row in step.rows],
-        "modes": sorted({row.mode for row in step.rows}),
+        "ways": sorted({row.way for row in step.rows}),
         "streams": [row.seq for row in step.rows],
     }
 
@@ -86,7 +86,7 @@ def _draft_args(step: DraftStep) -> TraceEvent:
         "branches": sum(row.num_branches for row in step.rows),
         "log lengths": [row.base for row in step.rows],
         "ahead of the log": [row.num_ahead for row in step.rows],
-        "modes": sorted({row.mode for row in step.rows}),
+        "ways": sorted({row.way for row in step.rows}),
         "streams": [row.seq for row in step.rows],
     }
 
@@ -144,7 +144,7 @@ def _streams(run: TracedRun, pid: int) -> Iterator[TraceEvent]:
         for step, row in entries:
             yield _span(_title(row), step.start_ns, step.end_ns, pid, tids[seq], _row_args(row))
         for (before, row), (after, _) in pairwise(entries):
-            yield from _wait(_wait_name([row.mode]), before.end_ns, after.start_ns, pid, tids[seq])
+            yield from _wait(_wait_name([row.way]), before.end_ns, after.start_ns, pid, tids[seq])
 
 
 def _title(row: VerifiedRow) -> str:
@@ -163,7 +163,7 @@ def _row_args(row: VerifiedRow) -> TraceEvent:
         "accepted": row.num_accepted,
         "rejected": row.num_drafted - row.num_accepted,
         "decided": row.num_decided,
-        "mode": row.mode,
+        "way": row.way,
         "draft from": row.source,
     }
 

@@ -15,9 +15,9 @@ HEAD = (
     "prompts",
     "T",
     "streams",
-    "mode",
+    "variant",
     "tokens/s",
-    "against the first mode (least, median, most)",
+    "against the first variant (least, median, most)",
     "TTFT ms",
     "ITL ms mean; p50, p95, p99",
     "acceptance",
@@ -25,7 +25,7 @@ HEAD = (
     "step ms target, draft",
     "idle target, draft",
     "decoding tokens/s",
-    "same text as the first mode",
+    "same text as the first variant",
     "load",
 )
 
@@ -105,7 +105,7 @@ def _cells(row: SummaryRow) -> list[str]:
         row.prompts,
         f"{row.temperature:g}",
         str(row.num_streams),
-        row.mode,
+        row.variant,
         f"{row.tokens_per_s:.1f}",
         ", ".join(f"{ratio:.2f}" for ratio in row.ratio),
         f"{1e3 * row.first_s:.1f}",
@@ -125,11 +125,13 @@ def pooled_table(rows: Sequence[SummaryRow]) -> list[str]:
     chosen = [(row, row.over_first, row.over_best_fixed) for row in rows if row.over_best_fixed is not None]
     if not chosen:
         return []
-    head = "prompts | T | streams | mode | over the first mode (95% interval) | over the best fixed one (95% interval)"
-    lines = ["", f"| {head} |", "|---" * 6 + "|"]
+    bases = "over the first variant (95% interval) | over the best fixed one (95% interval)"
+    lines = ["", f"| prompts | T | streams | variant | {bases} |", "|---" * 6 + "|"]
     for row, *pooled in chosen:
         cells = (f"{p.ratio:.3f} ({p.low:.3f} to {p.high:.3f})" for p in pooled if p is not None)
-        lines.append(f"| {row.prompts} | {row.temperature:g} | {row.num_streams} | {row.mode} | {' | '.join(cells)} |")
+        lines.append(
+            f"| {row.prompts} | {row.temperature:g} | {row.num_streams} | {row.variant} | {' | '.join(cells)} |"
+        )
     return lines
 
 

@@ -1,4 +1,4 @@
-"""Services for the time of a benchmark: one per service mode, side by side, so that rounds can be interleaved."""
+"""Services for the time of a benchmark: one per way, side by side, so that rounds can be interleaved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from types import TracebackType
 import httpx
 from pydantic import TypeAdapter
 
-from cluster.bench.compare import Mode
+from cluster.bench.compare import Variant
 from cluster.bench.load import Workload, run_workload, served_model
 from cluster.bench.measures import Run
 from cluster.config import ServiceConfig
@@ -34,7 +34,7 @@ Serve = Callable[[ServiceConfig], int]
 
 
 class Services:
-    """Running services, by the mode they serve; a context manager that stops what it started.
+    """Running services, by their way; a context manager that stops what it started.
 
     Args:
         configs: What to serve, by name. The ports are chosen here.
@@ -101,29 +101,29 @@ class HttpRunner:
     """Runs workloads against services; see :data:`cluster.bench.compare.Runner`.
 
     Args:
-        urls: By service mode; the first also takes modes that leave it open.
+        urls: By way; the first also takes variants that leave it open.
     """
 
     def __init__(self, urls: Mapping[str, str]) -> None:
         self._urls = dict(urls)
         self._models: dict[str, str] = {}
 
-    def __call__(self, mode: Mode, workload: Workload) -> Run:
+    def __call__(self, variant: Variant, workload: Workload) -> Run:
         """Run a workload once.
 
         Raises:
             httpx.HTTPError: The service cannot be reached, or refuses a request.
         """
-        return asyncio.run(self._run(self._url(mode), workload))
+        return asyncio.run(self._run(self._url(variant), workload))
 
-    def traces(self, mode: Mode) -> list[WorkerTrace]:
-        """What the workers of a mode's service have recorded; see :class:`cluster.bench.trace.TraceSource`.
+    def traces(self, variant: Variant) -> list[WorkerTrace]:
+        """What the workers of a variant's service have recorded; see :class:`cluster.bench.trace.TraceSource`.
 
         Raises:
             InvalidParameterError: The service records nothing.
             httpx.HTTPError: It cannot be reached.
         """
-        url = self._url(mode)
+        url = self._url(variant)
         answer = httpx.get(f"{url}/debug/trace", timeout=_TRACE_TIMEOUT_S, trust_env=False)
         if answer.status_code == httpx.codes.NOT_FOUND:
             raise InvalidParameterError("trace", f"trace: the service at {url} records nothing; start it with --trace")
@@ -133,8 +133,8 @@ class HttpRunner:
         """The clock that all processes of this machine share."""
         return time.monotonic_ns()
 
-    def _url(self, mode: Mode) -> str:
-        return self._urls.get(mode.service_mode or "") or next(iter(self._urls.values()))
+    def _url(self, variant: Variant) -> str:
+        return self._urls.get(variant.way or "") or next(iter(self._urls.values()))
 
     async def _run(self, url: str, workload: Workload) -> Run:
         if url not in self._models:

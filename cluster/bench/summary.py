@@ -20,12 +20,12 @@ from specdec.engine.stats import SpecStats
 
 @dataclass(frozen=True, slots=True)
 class SummaryRow:
-    """One mode on one piece of work: medians over the rounds unless said otherwise.
+    """One variant on one piece of work: medians over the rounds unless said otherwise.
 
     Attributes:
-        ratio: Throughput over that of the first mode, within rounds: least, median, most.
+        ratio: Throughput over that of the first variant, within rounds: least, median, most.
         over_first: The same over all rounds together, with its 95% interval.
-        over_best_fixed: For ``auto``, over the best mode with a fixed draft length, or none, in the same way.
+        over_best_fixed: For ``auto``, over the best variant with a fixed draft length, or none, in the same way.
         decode_tokens_per_s: From each stream's first tokens on.
         first_s: Time to the first token.
         gap_mean_s: Mean inter-token latency, over all tokens of all streams and rounds.
@@ -35,7 +35,7 @@ class SummaryRow:
         idle_share: By device.
         tokens_per_round: Of one stream, from its second token on.
         load: The machine's load average.
-        has_equal_texts: Whether its texts are those of the first mode, in every round.
+        has_equal_texts: Whether its texts are those of the first variant, in every round.
         num_emulated_steps: Over all devices and rounds.
         num_overruns: Emulated steps whose computation did not fit.
         round_tokens_per_s: Throughput of every round.
@@ -44,7 +44,7 @@ class SummaryRow:
     prompts: str
     temperature: float
     num_streams: int
-    mode: str
+    variant: str
     tokens_per_s: float
     ratio: tuple[float, float, float]
     decode_tokens_per_s: float
@@ -66,12 +66,12 @@ class SummaryRow:
 
 
 def summarize(comparison: Comparison) -> list[SummaryRow]:
-    """A row per mode."""
-    return [_row(comparison, i) for i in range(len(comparison.modes))]
+    """A row per variant."""
+    return [_row(comparison, i) for i in range(len(comparison.variants))]
 
 
 def _row(comparison: Comparison, index: int) -> SummaryRow:
-    work, mode, runs = comparison.work, comparison.modes[index], comparison.runs[index]
+    work, variant, runs = comparison.work, comparison.variants[index], comparison.runs[index]
     streams = [stream for run in runs for stream in run.streams]
     stats = sum((stream.stats for stream in streams), SpecStats())
     gaps = [gap for stream in streams for gap in token_gaps_s(stream.arrivals)]
@@ -80,7 +80,7 @@ def _row(comparison: Comparison, index: int) -> SummaryRow:
         prompts=work.prompts,
         temperature=work.temperature,
         num_streams=work.num_streams,
-        mode=mode.name,
+        variant=variant.name,
         tokens_per_s=statistics.median(run.tokens_per_s for run in runs),
         ratio=comparison.ratios(index),
         decode_tokens_per_s=statistics.median(run.decode_tokens_per_s for run in runs),
@@ -104,7 +104,7 @@ def _row(comparison: Comparison, index: int) -> SummaryRow:
 
 def _over_best_fixed(comparison: Comparison, index: int) -> Pooled | None:
     best = comparison.best_fixed()
-    is_auto = comparison.modes[index].num_speculative_tokens is None
+    is_auto = comparison.variants[index].num_speculative_tokens is None
     return comparison.pooled(index, best) if is_auto and best is not None else None
 
 

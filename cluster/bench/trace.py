@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from cluster.bench.compare import Mode, Runner
+from cluster.bench.compare import Runner, Variant
 from cluster.bench.load import Workload
 from cluster.bench.measures import Run
 from specdec.engine.trace import (
@@ -43,8 +43,8 @@ def check_trace(path: str | None) -> None:
 class TraceSource(Protocol):
     """Gives what is recorded, and the time by the clock of this machine's workers."""
 
-    def traces(self, mode: Mode) -> list[WorkerTrace]:
-        """What all workers that serve a mode hold."""
+    def traces(self, variant: Variant) -> list[WorkerTrace]:
+        """What all workers that serve a variant hold."""
         ...
 
     def now_ns(self) -> int:
@@ -57,7 +57,7 @@ class TracedRun:
     """What happened in one run.
 
     Attributes:
-        label: The mode and its work, in words.
+        label: The variant and its work, in words.
         num_streams: Streams at once.
         duration_ns: Of the run.
         workers: What each did in it, target first; times are nanoseconds since the run began.
@@ -93,7 +93,7 @@ class Hop(NamedTuple):
 
 @dataclass
 class TracingRunner:
-    """A runner that keeps the trace of the newest run of each mode on each workload, whatever its seeds.
+    """A runner that keeps the trace of the newest run of each variant on each workload, whatever its seeds.
 
     Attributes:
         runner: Runs them.
@@ -102,24 +102,26 @@ class TracingRunner:
 
     runner: Runner
     source: TraceSource
-    _runs: dict[tuple[Mode, Workload], TracedRun] = field(default_factory=dict)
+    _runs: dict[tuple[Variant, Workload], TracedRun] = field(default_factory=dict)
 
-    def __call__(self, mode: Mode, workload: Workload) -> Run:
+    def __call__(self, variant: Variant, workload: Workload) -> Run:
         """Run a workload once."""
         clock = read_clock(self.source.now_ns)
-        run = self.runner(mode, workload)
+        run = self.runner(variant, workload)
         duration_ns = self.source.now_ns() - clock.monotonic_ns
-        workers = [within(trace, clock, duration_ns) for trace in self.source.traces(mode)]
+        workers = [within(trace, clock, duration_ns) for trace in self.source.traces(variant)]
         order: dict[MachineKind, int] = {"target": 0, "drafter": 1, "router": 2}
         workers.sort(key=lambda worker: (order[worker.role], worker.name))
         num_streams = len(workload.prompts)
-        label = f"{mode.name}, {num_streams} stream(s), temperature {workload.temperature:g}"
-        self._runs[mode, replace(workload, first_seed=0)] = TracedRun(label, num_streams, duration_ns, tuple(workers))
+        label = f"{variant.name}, {num_streams} stream(s), temperature {workload.temperature:g}"
+        self._runs[variant, replace(workload, first_seed=0)] = TracedRun(
+            label, num_streams, duration_ns, tuple(workers)
+        )
         return run
 
     @property
     def runs(self) -> tuple[TracedRun, ...]:
-        """The newest run of each mode and workload, in the order of their first."""
+        """The newest run of each variant and workload, in the order of their first."""
         return tuple(self._runs.values())
 
 

@@ -1,4 +1,4 @@
-"""``specdec bench``: modes compared on the same work, on services or in this process."""
+"""``specdec bench``: ways of speculating compared on the same work, on services or in this process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import get_args
 
-from cluster.bench.compare import Mode, Runner, ServiceMode, Work, compare, parse_modes
+from cluster.bench.compare import Runner, ServiceWay, Variant, Work, compare, parse_variants
 from cluster.bench.load import service_stand_ins
 from cluster.bench.perfetto import write_trace
 from cluster.bench.prompts import PROMPTS, prompts_of
@@ -26,9 +26,9 @@ from cluster.config_files import config_keys, load_config
 from specdec.errors import InvalidParameterError
 from specdec.sampling.validation import MAX_TEMPERATURE
 
-USAGE = "[--offline | --url URL] [--streams 1,8] [--modes MODE,...] [--num-speculative-tokens 0,4] [...] [KEY ...]"
-_DEFAULT_MODES = "overlap,auto"
-OWN_KEYS = {"num_speculative_tokens", "mode", "host", "port", "trace"}
+USAGE = "[--offline | --url URL] [--streams 1,8] [--ways WAY,...] [--num-speculative-tokens 0,4] [...] [KEY ...]"
+_DEFAULT_WAYS = "overlap,auto"
+OWN_KEYS = {"num_speculative_tokens", "way", "host", "port", "trace"}
 """Keys that the bench chooses itself; all others are flags as for ``specdec serve``."""
 
 Say = Callable[[str], None]
@@ -36,19 +36,19 @@ Say = Callable[[str], None]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``specdec bench``."""
-    parser.add_argument("--url", help="where a service listens; by default one is started per mode")
+    parser.add_argument("--url", help="where a service listens; by default one is started per way")
     parser.add_argument("--offline", action="store_true", help="the engine in this process, in turn, without a service")
     parser.add_argument("--config", metavar="FILE.yaml", help="configuration file; flags win over it")
     parser.add_argument("--streams", default="1,8", help="numbers of streams at once, separated by commas")
     parser.add_argument("--prompts", default="code", help=f"kinds of prompts: {', '.join(PROMPTS)}")
     parser.add_argument("--temperatures", default="0", help="of all requests, separated by commas; 0,1 compares both")
     parser.add_argument(
-        "--modes", help=f"service modes to compare: {', '.join(get_args(ServiceMode))}; by default {_DEFAULT_MODES}"
+        "--ways", help=f"ways to compare: {', '.join(get_args(ServiceWay))}; by default {_DEFAULT_WAYS}"
     )
     parser.add_argument(
         "--num-speculative-tokens", default="0,4", help="draft lengths to compare; 0 is the target alone, and first"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="rounds that count; each runs every mode once")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds that count; each runs every variant once")
     parser.add_argument(
         "--warmup-rounds", type=int, default=1, help="rounds before them; a controller has learnt the load by then"
     )
@@ -64,14 +64,14 @@ def run(arguments: argparse.Namespace) -> int:
     for key in OWN_KEYS:
         overrides.pop(key, None)
     config = load_config(arguments.config, overrides).model_copy(update={"trace": arguments.trace is not None})
-    modes, works = _modes(arguments, config), _works(arguments)
+    variants, works = _variants(arguments, config), _works(arguments)
     check_trace(arguments.trace)
-    with _runner(arguments, config, modes) as (runner, source):
+    with _runner(arguments, config, variants) as (runner, source):
         tracing = None if arguments.trace is None else TracingRunner(runner, source)
         rows = []
         for work in works:
             counts = {"rounds": arguments.rounds, "warmup_rounds": arguments.warmup_rounds}
-            rows += summarize(compare(tracing or runner, modes, work, report=_say, **counts))
+            rows += summarize(compare(tracing or runner, variants, work, report=_say, **counts))
     report = BenchReport(_environment(arguments, config), tuple(rows))
     print(f"\n{report.markdown()}")
     if arguments.json is not None:
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _runner(
-    arguments: argparse.Namespace, config: ServiceConfig, modes: tuple[Mode, ...]
+    arguments: argparse.Namespace, config: ServiceConfig, variants: tuple[Variant, ...]
 ) -> Iterator[tuple[Runner, TraceSource]]:
     """What runs the workloads, for as long as they run."""
     if arguments.offline:
@@ -92,18 +92,18 @@ def _runner(
         runner = HttpRunner({"": arguments.url})
         yield runner, runner
     else:
-        names = [mode.service_mode for mode in modes if mode.service_mode is not None] or ["auto"]
+        names = [variant.way for variant in variants if variant.way is not None] or ["auto"]
         configs: dict[str, ServiceConfig] = {name: config.model_copy(update=_service_keys(name)) for name in names}
         with Services(configs, serve) as services:
             runner = HttpRunner(services.urls)
             yield runner, runner
 
 
-def _service_keys(mode: str) -> dict[str, object]:
-    """What makes a service of this mode; requests say the draft length, except to ``auto``."""
-    if mode == "auto":
-        return {"mode": "auto", "num_speculative_tokens": "auto"}
-    return {"mode": mode, "num_speculative_tokens": _FIXED_TOKENS}
+def _service_keys(way: str) -> dict[str, object]:
+    """What makes a service of this way; requests say the draft length, except to ``auto``."""
+    if way == "auto":
+        return {"way": "auto", "num_speculative_tokens": "auto"}
+    return {"way": way, "num_speculative_tokens": _FIXED_TOKENS}
 
 
 _FIXED_TOKENS = 4
@@ -120,16 +120,16 @@ def _offline(config: ServiceConfig) -> tuple[Runner, TraceSource]:
     return pair.run, pair
 
 
-def _modes(arguments: argparse.Namespace, config: ServiceConfig) -> tuple[Mode, ...]:
+def _variants(arguments: argparse.Namespace, config: ServiceConfig) -> tuple[Variant, ...]:
     if arguments.offline and arguments.url is not None:
         raise InvalidParameterError("offline", "offline and url exclude each other")
     lengths = _numbers("num_speculative_tokens", arguments.num_speculative_tokens, least=0)
     if arguments.offline or arguments.url is not None:
-        if arguments.modes is not None:
-            where = "--offline runs in turn" if arguments.offline else "a running service has the mode it has"
-            raise InvalidParameterError("modes", f"modes: {where}; only services started here take modes")
-        return parse_modes(["in_turn"] if arguments.offline else [], lengths)
-    return parse_modes((arguments.modes or _DEFAULT_MODES).split(","), lengths)
+        if arguments.ways is not None:
+            where = "--offline runs in turn" if arguments.offline else "a running service has the way it has"
+            raise InvalidParameterError("ways", f"ways: {where}; only services started here take ways")
+        return parse_variants(["in_turn"] if arguments.offline else [], lengths)
+    return parse_variants((arguments.ways or _DEFAULT_WAYS).split(","), lengths)
 
 
 def _works(arguments: argparse.Namespace) -> list[Work]:

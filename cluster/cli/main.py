@@ -14,7 +14,7 @@ from cluster.cli.flags import Parser
 COMMANDS = {
     "serve": (serve, "serve a pair of models over HTTP until Ctrl-C"),
     "generate": (generate, "continue a prompt in this process, without a service"),
-    "bench": (bench, "compare modes on the same work, on services or in this process"),
+    "bench": (bench, "compare ways of speculating on the same work, on services or in this process"),
     "config": (config, "print the configuration that is in force"),
     "render": (render, "write Serve's YAML and a kustomization for KubeRay from a configuration"),
     "doctor": (doctor, "say what there is, and whether the pair fits together and into memory"),

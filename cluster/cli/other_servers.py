@@ -1,4 +1,4 @@
-"""What to use here in place of flags of vLLM, SGLang, llama.cpp's server and others."""
+"""What to use here in place of flags of vLLM, SGLang, llama.cpp's server and others, and of earlier versions."""
 
 from __future__ import annotations
 
@@ -66,8 +66,9 @@ INSTEAD = {
     "--reasoning-parser": "use --reasoning-tags",
     "--chat-template-file": "use --chat-template",
     "--threads": "use --actors-target-num-cpus",
+    "--mode": "use --way",
 }
-"""By the flag of another server, what to use."""
+"""By the flag of another server or version, what to use."""
 
 
 def advice(flag: str) -> str | None:

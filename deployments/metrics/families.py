@@ -292,7 +292,7 @@ REPORTED = (
         _ROUTER,
         "planned_sequences",
         "Sequences that the controller has planned for, by way of speculating.",
-        labels=("mode",),
+        labels=("way",),
     ),
     _gauge(
         _ROUTER, "planned_draft_tokens", "Draft tokens per round that are planned, mean of the sequences that draft."

@@ -65,7 +65,7 @@ BOARD = Board(
                 "Sequences by way",
                 "Ways of speculating that routers plan; off is plain decoding.",
                 "none",
-                {"{{mode}}": total(named("planned_sequences"), "mode")},
+                {"{{way}}": total(named("planned_sequences"), "way")},
             ),
             Chart(
                 "Draft length and branches",

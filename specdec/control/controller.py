@@ -91,7 +91,7 @@ class Controller:
         self._unread.discard(seq)
         if group is not None and one.seen_s is not None and one.since >= SETTLE_ROUNDS:
             plan = one.plan
-            choice = Choice(plan.mode, plan.num_draft_tokens, plan.num_branches, plan.num_siblings)
+            choice = Choice(plan.way, plan.num_draft_tokens, plan.num_branches, plan.num_siblings)
             num_tokens = num_rounds + num_accepted + notes.how.count("s")
             group.heard(choice, num_tokens, now_s - one.seen_s, now_s)
         one.since += num_rounds
@@ -216,7 +216,7 @@ class Controller:
             "planned_draft_tokens": sum(plan.num_draft_tokens for plan in drafting) / count,
             "planned_branches": sum(plan.num_branches for plan in drafting) / count,
             "estimated_acceptance_rate": sum(rates) / len(rates),
-        } | {f"planned_sequences/{way}": float(sum(plan.mode == way for plan in plans)) for way in WAYS}
+        } | {f"planned_sequences/{way}": float(sum(plan.way == way for plan in plans)) for way in WAYS}
         for target, group in self._groups.items():
             overall |= {f"{name}/{target}": value for name, value in group.figures().items()}
         return overall

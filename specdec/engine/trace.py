@@ -62,7 +62,7 @@ class VerifiedRow(NamedTuple):
         num_drafted: Draft tokens verified.
         num_accepted: How many of them were kept.
         num_decided: Tokens decided, 0 while the prompt is read.
-        mode: How the sequence is drafted: ``off``, ``in_turn``, ``overlap`` or ``outcomes``.
+        way: How the sequence is drafted: ``off``, ``in_turn``, ``overlap`` or ``outcomes``.
         source: What of an offer the draft was: ``chain`` or ``branch``; empty where there was none.
     """
 
@@ -72,7 +72,7 @@ class VerifiedRow(NamedTuple):
     num_drafted: int
     num_accepted: int
     num_decided: int
-    mode: str
+    way: str
     source: DraftSource = ""
 
 
@@ -83,14 +83,14 @@ class DraftedRows(NamedTuple):
         base: Length of the log that the drafter knows.
         num_ahead: Draft tokens after the log, with the one that this step proposes; 0 where only branches go on.
         num_branches: Branches that get a token.
-        mode: As for :class:`VerifiedRow`.
+        way: As for :class:`VerifiedRow`.
     """
 
     seq: str
     base: int
     num_ahead: int
     num_branches: int
-    mode: str
+    way: str
 
 
 class TargetStep(NamedTuple):
@@ -258,7 +258,7 @@ class Recorder:
 
     def _mode(self, seq: str) -> str:
         plan = self._plans.get(seq)
-        return "off" if plan is None else plan.mode
+        return "off" if plan is None else plan.way
 
     def _note_message(self, what: What, now_ns: int, peer: str, message: Message) -> None:
         """Keep a message, if it is of those that a timeline shows."""

@@ -119,7 +119,7 @@ class Plan(Struct, frozen=True, array_like=True):
         num_draft_tokens: Most draft tokens per round; 0 is plain decoding.
         num_branches: Most outcomes per offer beside the accepted path (its fan-out).
         acceptance_rate: Expected, per draft token; it shapes the fan-out.
-        mode: ``in_turn``: draft for the newest mark only; else draft ahead while the target verifies. Whether that is
+        way: ``in_turn``: draft for the newest mark only; else draft ahead while the target verifies. Whether that is
             ``off``, ``overlap`` or ``outcomes`` follows from the numbers of draft tokens and branches.
         draft_wait_s: In turn, how long the target may hold a row back for an offer; 0 goes on plainly at once.
         num_siblings: Other tokens that are verified beside each draft token, in its place; nothing follows them.
@@ -128,15 +128,15 @@ class Plan(Struct, frozen=True, array_like=True):
     num_draft_tokens: int = 0
     num_branches: int = 0
     acceptance_rate: float = 0.8
-    mode: Way = "overlap"
+    way: Way = "overlap"
     draft_wait_s: float = 0.0
     num_siblings: int = 0
 
     def __post_init__(self) -> None:
         """Name the way that the numbers say."""
         ahead: Way = "outcomes" if self.num_branches else "overlap"
-        way = "off" if not self.num_draft_tokens else "in_turn" if self.mode == "in_turn" else ahead
-        force_setattr(self, "mode", way)
+        way = "off" if not self.num_draft_tokens else "in_turn" if self.way == "in_turn" else ahead
+        force_setattr(self, "way", way)
 
 
 class Submit(Struct, frozen=True, array_like=True, tag=True):

@@ -12,7 +12,7 @@ from specdec.types import Way
 WorkerKind = Literal["target", "drafter"]
 Planner = Callable[[SequenceSpec], Plan]
 IN_TURN_WAIT_S = 1.0
-"""Longest wait of a target for a draft in mode ``in_turn``; a drafter that is gone costs this once per sequence."""
+"""Longest wait of a target for a draft in the way ``in_turn``; a drafter that is gone costs this once per sequence."""
 Placements = Mapping[str, tuple[str, str | None]]
 """Target and drafter of each sequence that has a target."""
 
@@ -101,13 +101,13 @@ def siblings_within(tree_tokens: int, num_draft_tokens: int) -> int:
 
 
 def fixed_plan(
-    num_draft_tokens: int, mode: Way, draft_wait_s: float = 0.0, num_branches: int = 0, tree_tokens: int = 0
+    num_draft_tokens: int, way: Way, draft_wait_s: float = 0.0, num_branches: int = 0, tree_tokens: int = 0
 ) -> Planner:
     """A planner that gives every sequence the same draft length, or the one its request names; none without drafts.
 
     Args:
         num_draft_tokens: Draft tokens per round where the request names none.
-        mode: Of every plan.
+        way: Of every plan.
         draft_wait_s: Of every plan.
         num_branches: Of every plan.
         tree_tokens: Most tokens of a draft that is a tree; a draft is a chain where it has no room for siblings.
@@ -119,7 +119,7 @@ def fixed_plan(
         if not length:
             return Plan()
         siblings = siblings_within(tree_tokens, length)
-        return Plan(length, num_branches, mode=mode, draft_wait_s=draft_wait_s, num_siblings=siblings)
+        return Plan(length, num_branches, way=way, draft_wait_s=draft_wait_s, num_siblings=siblings)
 
     return plan
 

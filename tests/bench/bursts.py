@@ -28,10 +28,10 @@ from cluster.cli.serve import serve
 from cluster.config_files import load_config
 
 MAX_TOKENS = 96
-MODES: dict[str, int | None] = {"default": None, "alone": 0, "control": 0}
+VARIANTS: dict[str, int | None] = {"default": None, "alone": 0, "control": 0}
 RESAMPLES = 4000
 Rates = dict[str, list[float]]
-"""Tokens per second by mode, a figure a round."""
+"""Tokens per second by variant, a figure a round."""
 
 
 class Ratio(NamedTuple):
@@ -42,9 +42,9 @@ class Ratio(NamedTuple):
     high: float
 
 
-def ratio_of(rates: Rates, mode: str, rng: random.Random) -> Ratio:
-    """A mode over the target alone, within rounds."""
-    logs = [math.log(mine / alone) for mine, alone in zip(rates[mode], rates["alone"], strict=True)]
+def ratio_of(rates: Rates, variant: str, rng: random.Random) -> Ratio:
+    """A variant over the target alone, within rounds."""
+    logs = [math.log(mine / alone) for mine, alone in zip(rates[variant], rates["alone"], strict=True)]
     means = sorted(statistics.fmean(rng.choices(logs, k=len(logs))) for _ in range(RESAMPLES))
     cuts = means[int(0.025 * RESAMPLES)], means[int(0.975 * RESAMPLES)]
     return Ratio(math.exp(statistics.fmean(logs)), *(math.exp(cut) for cut in cuts))
@@ -58,7 +58,7 @@ def table(cells: Mapping[str, Rates]) -> str:
         [],
     )
     for name, rates in cells.items():
-        mine, control = (ratio_of(rates, mode, rng) for mode in ("default", "control"))
+        mine, control = (ratio_of(rates, variant, rng) for variant in ("default", "control"))
         means.append(math.log(mine.ratio))
         figures = [f"{one.ratio:.2f} ({one.low:.2f} to {one.high:.2f})" for one in (mine, control)]
         lines.append(f"| {name} | {len(rates['alone'])} | {' | '.join(figures)} |")
@@ -66,15 +66,15 @@ def table(cells: Mapping[str, Rates]) -> str:
 
 
 async def run_round(url: str, number: int, cells: Mapping[str, Rates], wanted: Sequence[tuple[int, float]]) -> None:
-    """Every cell in every mode once."""
+    """Every cell in every variant once."""
     model = await served_model(url)
-    orders = list(itertools.permutations(MODES))
+    orders = list(itertools.permutations(VARIANTS))
     for i, (num_streams, temperature) in enumerate(wanted):
         prompts = prompts_of("code", num_streams)
-        for mode in orders[(number + i) % len(orders)]:
-            workload = Workload(prompts, MAX_TOKENS, temperature, MODES[mode], number * num_streams)
+        for variant in orders[(number + i) % len(orders)]:
+            workload = Workload(prompts, MAX_TOKENS, temperature, VARIANTS[variant], number * num_streams)
             run = await run_workload(url, model, workload)
-            cells[cell_name(num_streams, temperature)][mode].append(run.tokens_per_s)
+            cells[cell_name(num_streams, temperature)][variant].append(run.tokens_per_s)
 
 
 def cell_name(num_streams: int, temperature: float) -> str:
@@ -92,7 +92,7 @@ def main() -> None:
     add_config_flags(parser)
     arguments = parser.parse_args()
     wanted = [(int(n), float(t)) for n in arguments.streams.split(",") for t in arguments.temperatures.split(",")]
-    cells: dict[str, Rates] = {cell_name(*cell): {mode: [] for mode in MODES} for cell in wanted}
+    cells: dict[str, Rates] = {cell_name(*cell): {variant: [] for variant in VARIANTS} for cell in wanted}
     if arguments.json is not None and arguments.json.exists():
         cells |= json.loads(arguments.json.read_text())
     if arguments.url is not None:
@@ -107,7 +107,7 @@ def measure(
 ) -> None:
     """Rounds, the first of which does not count; prints and keeps the figures after each."""
     done = len(cells[cell_name(*wanted[0])]["alone"])
-    scratch: dict[str, Rates] = {name: {mode: [] for mode in MODES} for name in cells}
+    scratch: dict[str, Rates] = {name: {variant: [] for variant in VARIANTS} for name in cells}
     asyncio.run(run_round(url, done, scratch, wanted))
     for number in range(done, done + arguments.rounds):
         asyncio.run(run_round(url, 1 + number, cells, wanted))

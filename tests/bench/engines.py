@@ -65,9 +65,9 @@ def servers(target: str, draft: str, dtype: str, num_draft_tokens: int) -> dict[
     return {
         "vLLM alone": Server(vllm, plain, two),
         "vLLM, its draft model": Server(vllm, (*plain, "--speculative-config", json.dumps(speculation)), two),
-        "specdec, target in vLLM, in turn": Server(ours, (*pair, *engine, *fixed, "--mode", "in_turn")),
-        "specdec, target in vLLM, over outcomes": Server(ours, (*pair, *engine, *fixed, "--mode", "outcomes")),
-        "specdec, its own target, over outcomes": Server(ours, (*pair, *fixed, "--mode", "outcomes")),
+        "specdec, target in vLLM, in turn": Server(ours, (*pair, *engine, *fixed, "--way", "in_turn")),
+        "specdec, target in vLLM, over outcomes": Server(ours, (*pair, *engine, *fixed, "--way", "outcomes")),
+        "specdec, its own target, over outcomes": Server(ours, (*pair, *fixed, "--way", "outcomes")),
     }
 
 

@@ -192,9 +192,9 @@ class ScriptedLimit:
     """What the script allows, in tokens per second of all streams.
 
     Attributes:
-        tokens_per_s: In the mode and at the draft length that was run; where none was asked for, at the best one.
+        tokens_per_s: In the way and at the draft length that was run; where none was asked for, at the best one.
         tokens_per_round: There, of one stream.
-        best_tokens_per_s: In that mode at the best draft length.
+        best_tokens_per_s: In that way at the best draft length.
         in_turn_tokens_per_s: In turn, without any latency, at the best draft length.
         policy: What happens on a miss.
     """
@@ -211,13 +211,13 @@ PLAIN_MISS = "on a miss a plain step"
 
 @cache
 def scripted_limit(
-    pair: ScriptedPair, service_mode: str | None, num_draft_tokens: int | None, num_branches: int
+    pair: ScriptedPair, way: str | None, num_draft_tokens: int | None, num_branches: int
 ) -> ScriptedLimit:
-    """The limit of one mode.
+    """The limit of one way.
 
     Args:
         pair: The script and the devices.
-        service_mode: ``in_turn``, or one that drafts ahead.
+        way: ``in_turn``, or one that drafts ahead.
         num_draft_tokens: K; 0 is the target alone, None the service's choice.
         num_branches: Where it drafts ahead.
     """
@@ -225,7 +225,7 @@ def scripted_limit(
     ideal = pair.in_turn(in_turn)
     if num_draft_tokens == 0:
         return ScriptedLimit(pair.alone(), 1.0, pair.alone(), ideal, "plain steps")
-    if service_mode == "in_turn":
+    if way == "in_turn":
         length = num_draft_tokens or in_turn
         return ScriptedLimit(pair.in_turn(length), expected_tokens(pair.alpha, length), ideal, ideal, "in turn")
     rates = {length: pair.outcomes(length, num_branches) for length in LENGTHS}
@@ -243,14 +243,14 @@ def emulated_script(config: AppArgs) -> ScriptedPair | None:
     return ScriptedPair(rate, config.scripted.next_guess_rate, costs["target"], costs["draft"])
 
 
-def mode_of(name: str) -> tuple[str | None, int | None]:
-    """Service mode and draft length of a mode as the bench names it; see :func:`cluster.bench.compare.parse_modes`."""
+def way_of(name: str) -> tuple[str | None, int | None]:
+    """Way and draft length of a variant as the bench names it; see :func:`cluster.bench.compare.parse_variants`."""
     if name == ALONE:
         return None, 0
     if name == "auto":
         return "auto", None
-    mode, _, length = name.rpartition(", ")
-    return mode.replace(" ", "_") or None, int(length.split()[0])
+    way, _, length = name.rpartition(", ")
+    return way.replace(" ", "_") or None, int(length.split()[0])
 
 
 def scripted_table(rows: Sequence[dict[str, Any]], script: ScriptedPair, num_branches: int) -> list[str]:
@@ -259,26 +259,26 @@ def scripted_table(rows: Sequence[dict[str, Any]], script: ScriptedPair, num_bra
     Args:
         rows: Of the JSON file that ``specdec bench`` writes.
         script: Its number of streams does not count.
-        num_branches: In mode ``outcomes``, and taken for ``auto``.
+        num_branches: In the way ``outcomes``, and taken for ``auto``.
     """
     lines = [
         "Limits from the script and the emulated times alone, with no latency and nothing measured; all in decoding "
         "tokens/s. The best length is the one with the highest limit.",
         "",
-        "| streams | mode | tokens/s | limit | share | tokens a round | limit | limit at the best length | share "
+        "| streams | variant | tokens/s | limit | share | tokens a round | limit | limit at the best length | share "
         "| over ideal in turn |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        mode, length = mode_of(row["mode"])
-        branches = num_branches if mode in ("outcomes", "auto") else 0
-        limit = scripted_limit(replace(script, num_streams=row["num_streams"]), mode, length, branches)
+        way, length = way_of(row["variant"])
+        branches = num_branches if way in ("outcomes", "auto") else 0
+        limit = scripted_limit(replace(script, num_streams=row["num_streams"]), way, length, branches)
         rate, per_round = row["decode_tokens_per_s"], row["tokens_per_round"]
         shares = [f"{100 * rate / most:.0f}%" for most in (limit.tokens_per_s, limit.best_tokens_per_s)]
         rounds = f"{'-' if per_round is None else f'{per_round:.2f}'} | {limit.tokens_per_round:.2f}"
         figures = f"{rate:.1f} | {limit.tokens_per_s:.1f} | {shares[0]} | {rounds}"
         best = f"{limit.best_tokens_per_s:.1f} | {shares[1]} | {rate / limit.in_turn_tokens_per_s:.2f}"
-        lines.append(f"| {row['num_streams']} | {row['mode']} | {figures} | {best} |")
+        lines.append(f"| {row['num_streams']} | {row['variant']} | {figures} | {best} |")
     return lines
 
 

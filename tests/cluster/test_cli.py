@@ -51,7 +51,7 @@ EXAMPLES = {
     "num_speculative_tokens": 7,
     "acceptance": "rejection",
     "logits_processors": "some.masks:digits, masks:Table.words",
-    "mode": "in_turn",
+    "way": "in_turn",
     "num_branches": 3,
     "affinity_slack": 3,
     "limits.max_body_bytes": 2048,
@@ -203,10 +203,17 @@ def test_flags_win_over_the_environment_over_secrets_over_the_file(tmp_path, mon
     assert config.target.token.get_secret_value() == "1"
 
 
-@pytest.mark.parametrize(("key", "near"), [("PROT", "port"), ("TARGET__DTYP", "target.dtype")])
-def test_an_unknown_variable_is_refused_with_the_nearest_key(key, near, monkeypatch):
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("PROT", "the nearest known key is 'port'"),
+        ("TARGET__DTYP", "the nearest known key is 'target.dtype'"),
+        ("MODE", "it is called 'way' now"),
+    ],
+)
+def test_an_unknown_variable_is_refused_with_the_key_that_there_is(key, hint, monkeypatch):
     monkeypatch.setenv(f"SPECDEC__{key}", "1")
-    with pytest.raises(InvalidParameterError, match=f"unknown key .*nearest known key is '{near}'"):
+    with pytest.raises(InvalidParameterError, match=f"unknown key .*; {hint}"):
         load_config()
 
 

@@ -20,11 +20,11 @@ SPEC = SequenceSpec(SamplingParams(), 1, 2, 30)
 @pytest.mark.parametrize(
     ("keys", "plan"),
     [
-        ({"num_speculative_tokens": 3, "mode": "outcomes", "num_branches": 5}, Plan(3, 5)),
-        ({"num_speculative_tokens": 3, "mode": "outcomes", "num_branches": 0}, Plan(3)),
-        ({"num_speculative_tokens": 3, "mode": "overlap"}, Plan(3)),
+        ({"num_speculative_tokens": 3, "way": "outcomes", "num_branches": 5}, Plan(3, 5)),
+        ({"num_speculative_tokens": 3, "way": "outcomes", "num_branches": 0}, Plan(3)),
+        ({"num_speculative_tokens": 3, "way": "overlap"}, Plan(3)),
         ({"num_speculative_tokens": 3}, Plan(3)),
-        ({"num_speculative_tokens": 3, "mode": "in_turn"}, Plan(3, mode="in_turn", draft_wait_s=IN_TURN_WAIT_S)),
+        ({"num_speculative_tokens": 3, "way": "in_turn"}, Plan(3, way="in_turn", draft_wait_s=IN_TURN_WAIT_S)),
         ({"num_speculative_tokens": 0}, Plan()),
         ({"target": {"model": "some/target"}}, Plan()),
     ],
@@ -48,9 +48,9 @@ def chosen_by(args: AppArgs) -> Controller:
     [
         ({}, {"off", "in_turn", "overlap", "outcomes"}, 16),
         ({"num_branches": 8}, {"off", "in_turn", "overlap", "outcomes"}, 8),
-        ({"mode": "overlap"}, {"off", "overlap"}, 16),
-        ({"mode": "outcomes"}, {"off", "outcomes"}, 16),
-        ({"mode": "in_turn"}, {"off", "in_turn"}, 16),
+        ({"way": "overlap"}, {"off", "overlap"}, 16),
+        ({"way": "outcomes"}, {"off", "outcomes"}, 16),
+        ({"way": "in_turn"}, {"off", "in_turn"}, 16),
     ],
 )
 def test_auto_chooses_within_the_configuration(keys: dict[str, Any], ways: set[str], most: int) -> None:

@@ -13,7 +13,7 @@ from tests.bench.limits import main as print_limits
 
 TIMEOUT_S = 420
 WORK = (
-    *("--modes", "outcomes", "--streams", "1", "--num-speculative-tokens", "0,4", "--rounds", "1"),
+    *("--ways", "outcomes", "--streams", "1", "--num-speculative-tokens", "0,4", "--rounds", "1"),
     *("--max-tokens", "32", "--emulate-step-ms", "target=30,draft=3"),
     *("--scripted-acceptance-rate", "0.8", "--scripted-next-guess-rate", "0.95"),
 )
@@ -27,7 +27,7 @@ def test_figures_of_a_service_on_emulated_devices(tmp_path: Path, capsys: pytest
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Not real: emulated devices: target=30,draft=3" in done.stdout
     alone, outcomes = json.loads(figures.read_text())["rows"]
-    assert [alone["mode"], outcomes["mode"]] == ["target alone", "outcomes, 4 draft tokens"]
+    assert [alone["variant"], outcomes["variant"]] == ["target alone", "outcomes, 4 draft tokens"]
     for row in (alone, outcomes):
         assert row["step_s"]["target"] >= 0.030  # an emulated step may take longer, on a busy machine, and never less
         assert 0 <= row["idle_share"]["target"] < 1

@@ -42,7 +42,7 @@ def main(*, is_compiled: bool = False, engine: Mapping[str, Any] = MappingProxyT
             return {"token_ids": choice["token_ids"]}
 
         versions = {name: importlib.metadata.version(name) for name in ("specdec", "ray", "torch")}
-        settings = "service over HTTP, draft and target in two processes, one thread each; mode and draft length: auto"
+        settings = "service over HTTP, draft and target in two processes, one thread each; way and draft length: auto"
         for name, value in {**engine, **keys}.items():
             settings += f"; {name}: {value}"
         answer_requests(versions, f"{settings}{'; layers compiled' if is_compiled else ''}", generate)

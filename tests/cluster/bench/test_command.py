@@ -46,7 +46,7 @@ def test_offline_on_scripted_tokens(tmp_path: Path, capsys: Capture) -> None:
     assert "Not real: scripted tokens: acceptance 0.8" in text
     assert "scripted, no model runs" in text
     body = json.loads(path.read_text())
-    kinds = {(row["prompts"], row["temperature"], row["num_streams"], row["mode"]) for row in body["rows"]}
+    kinds = {(row["prompts"], row["temperature"], row["num_streams"], row["variant"]) for row in body["rows"]}
     assert len(kinds) == len(body["rows"]) == 2 * 2 * 2 * 2
     assert all(row["has_equal_texts"] and row["num_emulated_steps"] for row in body["rows"])
 
@@ -73,9 +73,9 @@ def test_offline_on_the_demo_pair(capsys: Capture) -> None:
         (["--rounds", "0"], "rounds must be at least 1"),
         (["--warmup-rounds", "-1"], "warmup_rounds must be at least 0"),
         (["--prompts", "songs"], "'songs' is none of code, code-long, prose, mixed"),
-        (["--modes", "fast"], "'fast' is none of"),
-        (["--offline", "--modes", "overlap"], "--offline runs in turn"),
-        (["--url", "http://127.0.0.1:9", "--modes", "overlap"], "a running service has the mode it has"),
+        (["--ways", "fast"], "'fast' is none of"),
+        (["--offline", "--ways", "overlap"], "--offline runs in turn"),
+        (["--url", "http://127.0.0.1:9", "--ways", "overlap"], "a running service has the way it has"),
         (["--emulate-step-ms", "target=fast"], "emulate_step_ms: must be written as target=30,draft=3"),
         (["--scripted-acceptance-rate", "2"], "scripted.acceptance_rate: must be a number, at least 0"),
         (["--offline", "--url", "http://127.0.0.1:9"], "offline and url exclude each other"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.bench.compare import Comparison, Mode, Work
+from cluster.bench.compare import Comparison, Variant, Work
 from cluster.bench.measures import Run, Stream, TokenArrival
 from cluster.bench.summary import summarize
 from specdec.engine.observed import ObservedTarget
@@ -14,7 +14,7 @@ from specdec.sampling.params import SamplingParams, SequenceSpec
 from tests.clock import VirtualClock
 
 SPEC = SequenceSpec(SamplingParams(), 0, 1, 100)
-MODES = (Mode("in turn", 4, "in_turn"), Mode("outcomes", 4, "outcomes"))
+VARIANTS = (Variant("in turn", 4, "in_turn"), Variant("outcomes", 4, "outcomes"))
 
 
 def job(key: str) -> VerifyJob:
@@ -34,8 +34,8 @@ def test_gaps_are_between_steps_that_go_on() -> None:
 
 def test_every_round_has_texts_of_its_own() -> None:
     work = Work("code", 8, 10, 1.0)
-    assert [work.workload(MODES[0], number).first_seed for number in range(3)] == [0, 8, 16]
+    assert [work.workload(VARIANTS[0], number).first_seed for number in range(3)] == [0, 8, 16]
     runs = [tuple(Run((Stream(text, (TokenArrival(0.1, 1),)),), 1.0) for text in texts) for texts in ("ab", "ab", "ac")]
-    compared = Comparison(work, (MODES[0],) * 3, (runs[0], runs[2], runs[1]))
-    assert [compared.has_equal_texts(mode) for mode in range(3)] == [True, False, True]
+    compared = Comparison(work, (VARIANTS[0],) * 3, (runs[0], runs[2], runs[1]))
+    assert [compared.has_equal_texts(variant) for variant in range(3)] == [True, False, True]
     assert [row.has_equal_texts for row in summarize(compared)] == [True, False, True]

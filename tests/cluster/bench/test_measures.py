@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.bench.compare import ALONE, Comparison, Mode, Work
+from cluster.bench.compare import ALONE, Comparison, Variant, Work
 from cluster.bench.measures import (
     DeviceUse,
     Run,
@@ -60,9 +60,9 @@ def test_a_run() -> None:
 def test_acceptance_is_pooled_over_streams_and_rounds() -> None:
     other = Stream("xyz", (TokenArrival(1, 3),), SpecStats(num_drafts=1, num_draft_tokens=2, num_accepted_tokens=2))
     plain = Stream("xyz", (TokenArrival(1, 3),))
-    modes = (Mode(ALONE, 0), Mode("overlap", 4, "overlap"))
+    variants = (Variant(ALONE, 0), Variant("overlap", 4, "overlap"))
     runs = ((Run((plain, plain), 1.0),), (Run((STREAM, other), 1.0),))
-    alone, row = summarize(Comparison(Work("code", 2, 6, 0.0), modes, runs))
+    alone, row = summarize(Comparison(Work("code", 2, 6, 0.0), variants, runs))
     assert (row.acceptance_rate, row.mean_acceptance_length) == (pytest.approx(5 / 10), pytest.approx(1 + 5 / 3))
     assert (alone.acceptance_rate, alone.mean_acceptance_length) == (None, None)
     assert tokens_per_round([STREAM]) == pytest.approx(5 / 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.bench.compare import ALONE, Mode, Work, compare, parse_modes
+from cluster.bench.compare import ALONE, Variant, Work, compare, parse_variants
 from cluster.bench.load import Workload
 from cluster.bench.offline import Pair, load_pair
 from cluster.bench.summary import SummaryRow, summarize
@@ -24,14 +24,14 @@ def pair(acceptance_rate: float, costs: str = "target=30,draft=3") -> Pair:
 
 
 def rows(pair: Pair, num_streams: int = 1, max_tokens: int = 20, lengths: tuple[int, ...] = (0, 4)) -> list[SummaryRow]:
-    modes = parse_modes(["in_turn"], lengths)
+    variants = parse_variants(["in_turn"], lengths)
     work = Work("code", num_streams, max_tokens, 0.0)
-    return summarize(compare(pair.run, modes, work, rounds=2, report=lambda line: None))
+    return summarize(compare(pair.run, variants, work, rounds=2, report=lambda line: None))
 
 
 def test_target_alone() -> None:
     row = rows(pair(1.0))[0]
-    assert row.mode == ALONE
+    assert row.variant == ALONE
     assert row.tokens_per_s == pytest.approx(20 / 0.6)
     assert row.first_s == pytest.approx(0.030)
     assert row.gap_mean_s == pytest.approx(0.030)
@@ -112,7 +112,7 @@ def test_with_everything_accepted_the_limit_is_met() -> None:
 
 def test_a_drafter_is_idle_while_the_target_works() -> None:
     engine = pair(1.0)
-    engine.run(Mode("in turn", 2, "in_turn"), Work("code", 1, 3, 0.0).workload(Mode("in turn", 2)))
+    engine.run(Variant("in turn", 2, "in_turn"), Work("code", 1, 3, 0.0).workload(Variant("in turn", 2)))
     assert [(step.role, step.start_ns, step.end_ns) for step in engine.steps] == [
         ("drafter", 0, 3_000_000),
         ("drafter", 3_000_000, 6_000_000),
@@ -132,7 +132,7 @@ def test_a_second_run_reads_its_prompts_again() -> None:
     pair = load_pair(AppArgs.model_validate({"target": memory, "draft": memory, "max_model_len": 128}))
     prompts = ("def fibonacci(number):\n" * 8, "for item in items:\n    print(item)\n" * 6) * 2
     for _ in range(2):
-        pair.run(Mode("in turn", 2, "in_turn"), Workload(prompts, 4, 0.0, 2))
+        pair.run(Variant("in turn", 2, "in_turn"), Workload(prompts, 4, 0.0, 2))
     assert pair.drafter is not None
     for backend in (pair.target, pair.drafter):
         assert backend.gauges()["num_reused_tokens"] == 0
@@ -142,16 +142,16 @@ def test_a_second_run_reads_its_prompts_again() -> None:
 
 
 def test_modes() -> None:
-    names = [(m.name, m.num_speculative_tokens, m.service_mode) for m in parse_modes(["in_turn", "overlap"], [0, 2])]
+    names = [(m.name, m.num_speculative_tokens, m.way) for m in parse_variants(["in_turn", "overlap"], [0, 2])]
     assert names == [
         (ALONE, 0, None),
         ("in turn, 2 draft tokens", 2, "in_turn"),
         ("overlap, 2 draft tokens", 2, "overlap"),
     ]
-    assert parse_modes(["auto"], [0, 2, 4])[1:] == (Mode("auto", None, "auto"),)
-    assert [mode.name for mode in parse_modes([], [3])] == ["3 draft tokens"]
+    assert parse_variants(["auto"], [0, 2, 4])[1:] == (Variant("auto", None, "auto"),)
+    assert [variant.name for variant in parse_variants([], [3])] == ["3 draft tokens"]
     with pytest.raises(InvalidParameterError, match="'fast' is none of in_turn, overlap, outcomes, auto"):
-        parse_modes(["fast"], [3])
+        parse_variants(["fast"], [3])
 
 
 def test_an_emulated_device_without_work_takes_no_time() -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.bench.compare import ALONE, Comparison, Mode, Work, compare
+from cluster.bench.compare import ALONE, Comparison, Variant, Work, compare
 from cluster.bench.load import Workload
 from cluster.bench.measures import Run, Stream, TokenArrival
 from cluster.bench.report import pooled_table
 from cluster.bench.summary import summarize
 
 WORK = Work("code", 1, 10, 0.0)
-MODES = (Mode(ALONE, 0), Mode("in turn, 4 draft tokens", 4, "in_turn"), Mode("auto", None, "auto"))
+VARIANTS = (Variant(ALONE, 0), Variant("in turn, 4 draft tokens", 4, "in_turn"), Variant("auto", None, "auto"))
 
 
 def run(duration_s: float) -> Run:
@@ -19,7 +19,7 @@ def run(duration_s: float) -> Run:
 
 
 def comparison(*durations_s: list[float]) -> Comparison:
-    return Comparison(WORK, MODES, tuple(tuple(map(run, each)) for each in durations_s))
+    return Comparison(WORK, VARIANTS, tuple(tuple(map(run, each)) for each in durations_s))
 
 
 def test_tokens_of_all_rounds_over_the_time_of_all() -> None:
@@ -48,12 +48,12 @@ def test_auto_is_held_against_the_best_fixed_mode() -> None:
 def test_rounds_to_warm_up_are_run_and_do_not_count() -> None:
     asked, lines = [], []
 
-    def runner(mode: Mode, workload: Workload) -> Run:
-        asked.append((mode.name, workload.first_seed))
+    def runner(variant: Variant, workload: Workload) -> Run:
+        asked.append((variant.name, workload.first_seed))
         return run(1.0 + len(asked))
 
-    compared = compare(runner, MODES[:2], WORK, rounds=2, warmup_rounds=2, report=lines.append)
-    names = [mode.name for mode in MODES[:2]]
+    compared = compare(runner, VARIANTS[:2], WORK, rounds=2, warmup_rounds=2, report=lines.append)
+    names = [variant.name for variant in VARIANTS[:2]]
     assert asked == [(name, number) for number in range(4) for name in names]
     assert [[one.duration_s for one in runs] for runs in compared.runs] == [[6.0, 8.0], [7.0, 9.0]]
     assert [line.split(": ")[1] for line in lines] == ["warm-up, not counted"] * 2 + ["round 1 of 2", "round 2 of 2"]

@@ -15,7 +15,7 @@ ROW = SummaryRow(
     prompts="code",
     temperature=0.0,
     num_streams=2,
-    mode="in turn, 4 draft tokens",
+    variant="in turn, 4 draft tokens",
     tokens_per_s=80.0,
     ratio=(0.9, 1.5, 2.0),
     decode_tokens_per_s=90.0,
@@ -51,7 +51,7 @@ def cells(report: BenchReport, line: int) -> dict[str, str]:
 def test_a_row() -> None:
     row = cells(BenchReport(ENVIRONMENT, (ROW,)), 2)
     assert row["tokens/s"] == "80.0"
-    assert row["against the first mode (least, median, most)"] == "0.90, 1.50, 2.00"
+    assert row["against the first variant (least, median, most)"] == "0.90, 1.50, 2.00"
     assert row["TTFT ms"] == "42.5"
     assert row["ITL ms mean; p50, p95, p99"] == "12.6; 0.0, 42.0, 45.0"
     assert row["acceptance"] == "0.625"
@@ -59,7 +59,7 @@ def test_a_row() -> None:
     assert row["step ms target, draft"] == "30.00, 3.00"
     assert row["idle target, draft"] == "30%, 70%"
     assert row["decoding tokens/s"] == "90.0"
-    assert row["same text as the first mode"] == "yes"
+    assert row["same text as the first variant"] == "yes"
 
 
 def test_what_is_not_known_is_a_dash() -> None:
@@ -74,7 +74,7 @@ def test_what_is_not_known_is_a_dash() -> None:
     row = cells(BenchReport(ENVIRONMENT, (bare,)), 2)
     assert row["acceptance"] == row["tokens a draft"] == "-"
     assert row["step ms target, draft"] == "-, -"
-    assert row["same text as the first mode"] == "no"
+    assert row["same text as the first variant"] == "no"
 
 
 def test_it_says_where_and_how() -> None:

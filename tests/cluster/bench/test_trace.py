@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cluster.bench.compare import Work, parse_modes
+from cluster.bench.compare import Work, parse_variants
 from cluster.bench.offline import Pair, load_pair
 from cluster.bench.perfetto import trace_events, write_trace
 from cluster.bench.trace import TracedRun, TracingRunner, check_trace, hops, within
@@ -27,8 +27,8 @@ def traced(num_streams: int = 2, draft_length: int = 4, max_tokens: int = 24) ->
     keys = {"scripted": {"acceptance_rate": 0.8}, "emulate_step_ms": "target=30,draft=3", "trace": True}
     pair = load_pair(AppArgs.model_validate(keys), clock=VirtualClock())
     runner = TracingRunner(pair.run, pair)
-    mode = parse_modes(["in_turn"], [draft_length])[0]
-    runner(mode, Work("code", num_streams, max_tokens, 0.0).workload(mode))
+    variant = parse_variants(["in_turn"], [draft_length])[0]
+    runner(variant, Work("code", num_streams, max_tokens, 0.0).workload(variant))
     return pair, runner.runs[0]
 
 
@@ -58,19 +58,19 @@ def test_of_several_rounds_the_newest_is_kept() -> None:
     keys = {"scripted": {"acceptance_rate": 0.8}, "emulate_step_ms": "target=30,draft=3", "trace": True}
     pair = load_pair(AppArgs.model_validate(keys), clock=VirtualClock())
     runner = TracingRunner(pair.run, pair)
-    modes = parse_modes(["in_turn"], [0, 4])
+    variants = parse_variants(["in_turn"], [0, 4])
     work = Work("code", 1, 8, 0.0)
     for number in range(2):
-        for mode in modes:
-            runner(mode, work.workload(mode, number))
-    assert [run.label for run in runner.runs] == [f"{mode.name}, 1 stream(s), temperature 0" for mode in modes]
+        for variant in variants:
+            runner(variant, work.workload(variant, number))
+    assert [run.label for run in runner.runs] == [f"{variant.name}, 1 stream(s), temperature 0" for variant in variants]
 
 
 def test_what_a_step_took_and_did(run: TracedRun, events: list[Event]) -> None:
     steps = [event for event in events if event["name"] == "target step"]
     assert {event["dur"] for event in steps} == {30_000.0}
     assert {event["dur"] for event in events if event["name"] == "draft step"} == {3_000.0}
-    assert steps[0]["args"]["modes"] == ["in_turn"]
+    assert steps[0]["args"]["ways"] == ["in_turn"]
     assert steps[0]["args"]["rounds"] == [1, 1]
     assert steps[0]["args"]["tokens per row"] == [5, 5]
     decided = Counter[str]()
@@ -132,9 +132,9 @@ def test_each_stream_has_a_track_of_its_rounds(run: TracedRun, events: list[Even
     assert waits[0] == pytest.approx(4 * 3_000)
 
 
-@pytest.mark.parametrize(("mode", "waits"), [("in_turn", True), ("overlap", False), ("outcomes", False)])
-def test_a_wait_for_a_draft_is_told_by_the_way_of_drafting(mode: str, waits: bool) -> None:
-    rows = [VerifiedRow("s", 1, 5, 0, 0, 1, mode), VerifiedRow("s", 2, 6, 0, 0, 1, "overlap")]
+@pytest.mark.parametrize(("way", "waits"), [("in_turn", True), ("overlap", False), ("outcomes", False)])
+def test_a_wait_for_a_draft_is_told_by_the_way_of_drafting(way: str, waits: bool) -> None:
+    rows = [VerifiedRow("s", 1, 5, 0, 0, 1, way), VerifiedRow("s", 2, 6, 0, 0, 1, "overlap")]
     steps = tuple(TargetStep(10 * i, 10 * i + 5, (row,)) for i, row in enumerate(rows))
     trace = replace(worker("w"), role="target", target_steps=steps)
     names = [event["name"] for event in trace_events(TracedRun("", 1, 20, (trace,))) if event.get("dur") == 0.005]

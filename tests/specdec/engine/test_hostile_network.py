@@ -153,7 +153,7 @@ class HostileService:
             num_draft_tokens=pick((0, 2, 4, 4)),
             num_branches=pick((0, 4, 8)),
             acceptance_rate=0.5,
-            mode=pick(("overlap", "overlap", "in_turn")),
+            way=pick(("overlap", "overlap", "in_turn")),
             draft_wait_s=pick((0, 0, 4)),
             num_siblings=pick(self._siblings) if self._siblings else 0,
         )

@@ -50,7 +50,7 @@ def test_a_draft_that_does_not_fit_is_used_as_far_as_it_came() -> None:
 
 def test_against_drafting_in_turn_and_the_target_alone() -> None:
     outcomes = rate(Plan(8, 16), 1.5e-3)
-    in_turn = max(rate(Plan(k, mode="in_turn", draft_wait_s=1.0), 1.5e-3) for k in (6, 8))
+    in_turn = max(rate(Plan(k, way="in_turn", draft_wait_s=1.0), 1.5e-3) for k in (6, 8))
     assert outcomes > 1.6 * in_turn
     assert outcomes > 1.35 * PAIR.best_in_turn()
     assert outcomes > 3.6 * PAIR.alone()

@@ -103,15 +103,15 @@ def test_rows_count_against_the_capacity() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "mode"),
+    ("plan", "way"),
     [
         (Plan(), "off"),
         (Plan(4), "overlap"),
         (Plan(4, num_branches=2), "outcomes"),
-        (Plan(4, num_branches=2, mode="in_turn"), "in_turn"),
+        (Plan(4, num_branches=2, way="in_turn"), "in_turn"),
     ],
 )
-def test_mode_of_a_row_is_that_of_its_plan(plan: Plan, mode: str) -> None:
+def test_way_of_a_row_is_that_of_its_plan(plan: Plan, way: str) -> None:
     found = recorder()
     found.received(opened(Plan()))
     found.received(PlanUpdate("s", INC, plan))
@@ -119,8 +119,8 @@ def test_mode_of_a_row_is_that_of_its_plan(plan: Plan, mode: str) -> None:
     found.received(Close("s", INC))
     decided(found, [1, 2, 3, 4], 0, 5)
     before, after = (step.rows[0] for step in found.trace().target_steps)
-    assert (before.mode, before.round) == (mode, 1)
-    assert (after.mode, after.round) == ("off", 1), "it was forgotten"
+    assert (before.way, before.round) == (way, 1)
+    assert (after.way, after.round) == ("off", 1), "it was forgotten"
 
 
 def test_rows_of_a_draft_step_by_sequence() -> None:

@@ -41,9 +41,9 @@ def chain(start, length):
     return tuple(range(100 + start, 100 + start + length))
 
 
-def machine_with(num_draft_tokens=3, mode: Way = "in_turn", max_tokens=50, max_model_len=100, acceptance="coupled"):
+def machine_with(num_draft_tokens=3, way: Way = "in_turn", max_tokens=50, max_model_len=100, acceptance="coupled"):
     machine = DrafterMachine("D", Counting(max_model_len), Times(lease_s=5.0))
-    open_sequence(machine, "s", Plan(num_draft_tokens, mode=mode), max_tokens, acceptance)
+    open_sequence(machine, "s", Plan(num_draft_tokens, way=way), max_tokens, acceptance)
     return machine
 
 
@@ -80,9 +80,9 @@ def test_in_overlap_it_goes_on_for_another_round_and_is_offered_after_each_step(
     assert settle(machine) == [offer((), chain(0, length)) for length in range(1, 10)]
 
 
-@pytest.mark.parametrize(("mode", "length"), [("in_turn", 3), ("overlap", 7)])
-def test_a_commit_that_agrees_keeps_the_rest_of_the_chain(mode, length):
-    machine = machine_with(3, mode)
+@pytest.mark.parametrize(("way", "length"), [("in_turn", 3), ("overlap", 7)])
+def test_a_commit_that_agrees_keeps_the_rest_of_the_chain(way, length):
+    machine = machine_with(3, way)
     settle(machine)
     commit(machine, (), chain(0, 2))
     before = len(machine._backend.batches)
@@ -149,9 +149,9 @@ def test_a_commit_for_an_unknown_inc_is_ignored():
     assert settle(machine) == [offer((), chain(0, 3))]
 
 
-@pytest.mark.parametrize("mode", ["in_turn", "overlap"])
-def test_beyond_the_draft_models_context_nothing_is_drafted(mode):
-    machine = machine_with(3, mode, max_model_len=len(PROMPT) + 2)
+@pytest.mark.parametrize("way", ["in_turn", "overlap"])
+def test_beyond_the_draft_models_context_nothing_is_drafted(way):
+    machine = machine_with(3, way, max_model_len=len(PROMPT) + 2)
     assert settle(machine)[-1] == offer((), chain(0, 2))
     commit(machine, (), chain(0, 1))
     assert settle(machine) == []
@@ -195,7 +195,7 @@ def test_under_the_rejection_rule_candidates_go_with_their_tokens():
 
 def test_all_sequences_share_a_batch_and_are_released_when_they_go():
     machine = machine_with(2)
-    open_sequence(machine, "t", Plan(1, mode="in_turn"))
+    open_sequence(machine, "t", Plan(1, way="in_turn"))
     settle(machine)
     assert [[key for key, *_ in batch] for batch in machine._backend.batches] == [["s", "t"], ["s"]]
     machine.receive(Close("s", INC), 1.0)
@@ -221,7 +221,7 @@ def test_it_rests_where_a_step_finds_no_room():
 
 def test_a_step_of_all_sequences_is_one_message_to_each_router():
     machine = machine_with(2)
-    open_sequence(machine, "t", Plan(2, mode="in_turn"))
+    open_sequence(machine, "t", Plan(2, way="in_turn"))
     assert machine.step(0.0)
     machine.take_outbox()
     assert machine.step(0.0)

@@ -250,7 +250,7 @@ def test_sequences_are_served_in_order_of_arrival():
 
 
 def test_a_row_waits_for_an_offer_only_as_long_as_its_plan_says():
-    machine = machine_with(open_message(plan=Plan(3, mode="in_turn", draft_wait_s=0.2)))
+    machine = machine_with(open_message(plan=Plan(3, way="in_turn", draft_wait_s=0.2)))
     assert machine.step(0.0)  # never before the first token
     assert not machine.step(0.1)
     machine.receive(offer(TRUE[:1], TRUE[1:3]), 0.1)
@@ -263,7 +263,7 @@ def test_a_row_waits_for_an_offer_only_as_long_as_its_plan_says():
 
 
 def test_in_turn_a_row_waits_after_a_step_that_took_longer_than_the_wait():
-    machine = machine_with(open_message(plan=Plan(3, mode="in_turn", draft_wait_s=1.0)))
+    machine = machine_with(open_message(plan=Plan(3, way="in_turn", draft_wait_s=1.0)))
     assert machine.step(0.0)
     assert not machine.step(2.0)
     assert not machine.step(2.9)

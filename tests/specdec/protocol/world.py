@@ -210,7 +210,7 @@ class World:
             num_draft_tokens=pick((0, 2, 5, 5)),
             num_branches=pick((0, 1, MOST_BRANCHES)),
             acceptance_rate=pick((0.0, 0.7, 1.0)),
-            mode=pick(("overlap", "overlap", "in_turn")),
+            way=pick(("overlap", "overlap", "in_turn")),
             draft_wait_s=pick((0, 0, 6)),
             num_siblings=pick((0, 0, 2)),
         )

@@ -176,7 +176,8 @@ def test_rule_9_a_bonus_is_drawn_at_once_and_with_numbers_no_ratio_test_uses(mon
         module,
         "uniforms",
         lambda seeds, positions, purpose, device, *more: (
-            asked.extend((position, purpose) for position in positions) or uniforms(seeds, positions, purpose, device, *more)
+            asked.extend((position, purpose) for position in positions)
+            or uniforms(seeds, positions, purpose, device, *more)
         ),
     )
     model, sampler = TableModel(VOCAB, 1), Sampler(VOCAB)
