@@ -34,7 +34,7 @@ def test_the_patches_that_the_readme_shows(tmp_path: Path) -> None:
     spec = ray_service(tmp_path / "mine")["spec"]
     front, target, draft = spec["rayClusterConfig"]["workerGroupSpecs"]
     assert target["template"]["spec"]["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-A100-SXM4-80GB"}
-    assert draft["template"]["spec"]["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-L4"}
+    assert draft["template"]["spec"]["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-L40S"}
     assert (front["maxReplicas"], target["maxReplicas"]) == (4, 8)
     images = [group["template"]["spec"]["containers"][0]["image"] for group in (front, target)]
     assert images == ["registry.example.org/specdec:0.1.0", "registry.example.org/specdec:0.1.0-cuda"]
