@@ -92,9 +92,9 @@ def ask(url: str, process: psutil.Process, work: Workload) -> dict[str, float]:
 
 
 def table(samples: Samples) -> str:
-    """Markdown; the ratio is the median of those within rounds."""
-    head = "streams | T | server | tokens/s (least, median, most) | over the first"
-    lines = [f"| {head} | processor ms a token: target | draft | rest |", "|---" * 8 + "|"]
+    """Markdown; the ratio is the median of those within rounds, what comes last processor ms a token, by part."""
+    head = "streams | T | server | tokens/s (least, median, most) | over vLLM alone | target | draft | rest"
+    lines = [f"| {head} |", "|---" * 8 + "|"]
     for load, by_server in samples.items():
         first = next(iter(by_server.values()))
         for name, rounds in by_server.items():
@@ -102,8 +102,9 @@ def table(samples: Samples) -> str:
             ratios = [one["tokens_per_s"] / base["tokens_per_s"] for one, base in zip(rounds, first, strict=True)]
             cells = [f"{min(rates):.1f}, {statistics.median(rates):.1f}, {max(rates):.1f}"]
             cells += [f"{statistics.median(ratios):.2f}"]
-            cells += [f"{statistics.median(one[part] for one in rounds):.1f}" for part in ("target", "draft", "rest")]
-            lines.append(f"| {load.replace(' ', ' | ')} | {name} | {' | '.join(cells)} |")
+            spent = [statistics.median(one[part] for one in rounds) for part in ("target", "draft", "rest")]
+            cells += [f"{ms:.1f}" if ms else "" for ms in spent]
+            lines.append(f"| {' | '.join([*load.split(), name, *cells])} |".replace("|  |", "| |"))
     return "\n".join(lines)
 
 
