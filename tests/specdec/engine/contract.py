@@ -13,9 +13,7 @@ from specdec.protocol.marks import TokenLog
 from specdec.protocol.messages import Candidates
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.types import TokenLogprobs
-
-MOST_OFF = 2e-5
-"""How far log probabilities may be from our own."""
+from tests.specdec.engine.margins import MOST_OFF, MOST_SHORT, rule_asked, shortfall
 
 SAMPLINGS = {
     "T0": SamplingParams(temperature=0.0, ignore_eos=True),
@@ -39,13 +37,19 @@ SAMPLINGS = {
 class Shadow(ForwardingTarget):
     """Asks another target the same as soon as the inner one has decided, and compares.
 
+    Args:
+        inner: Under test.
+        reference: Our own.
+        most_rounded: How many decisions may be others by rounding: see :mod:`tests.specdec.engine.margins`.
+
     Attributes:
-        seen: How many jobs ended in each status, and what decisions were like.
+        seen: How many jobs ended in each status, and what decisions were like; ``rounded`` counts those that differ.
     """
 
-    def __init__(self, inner: TargetBackend, reference: TargetBackend) -> None:
+    def __init__(self, inner: TargetBackend, reference: TargetBackend, most_rounded: int = 0) -> None:
         super().__init__(inner)
         self._reference = reference
+        self._most_rounded = most_rounded
         self.seen: Counter[str] = Counter()
 
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
@@ -68,10 +72,19 @@ class Shadow(ForwardingTarget):
         # What a grammar forces is drafted by each backend itself.
         draft = () if result.is_forced and job.source == "" and job.room else job.draft[:count]
         asked = job._replace(draft=draft, candidates=job.candidates[: len(draft)], room=0 if draft else count)
-        want = decided(self._reference, asked)
+        with rule_asked() as rule:
+            want = decided(self._reference, asked)
         where = f"{job.key} at {len(job.log)}, draft {job.draft}"
-        assert (result.run, result.num_accepted, count) == (want.run, want.num_accepted, want.num_drafted), where
-        assert_near(result.logprobs, want.logprobs)
+        assert (want.status, want.num_drafted) == (Status.DECIDED, count), where
+        if (result.run, result.num_accepted) == (want.run, want.num_accepted):
+            assert_near(result.logprobs, want.logprobs)
+        else:
+            where += f": {result.run} for {want.run}"
+            assert rule.called, where
+            short = shortfall(*rule.call_args.args[:4], run=result.run, num_accepted=result.num_accepted)
+            assert short < MOST_SHORT, f"{where}, which is {short:.1e} away"
+            self.seen["rounded"] += 1
+            assert self.seen["rounded"] <= self._most_rounded, f"{where}, one too many"
         if want.prompt_logprobs is not None:
             assert result.prompt_logprobs is not None
             assert result.prompt_logprobs[0] is None is want.prompt_logprobs[0]
@@ -114,6 +127,7 @@ class Soak:
         vocab_size: Of which wrong tokens are drawn.
         samplings: Parameters of sequences, one of these each.
         most_draft: Longest draft.
+        most_rounded: Of decisions: see :class:`Shadow`.
     """
 
     def __init__(
@@ -126,9 +140,10 @@ class Soak:
         samplings: Sequence[SamplingParams] = tuple(SAMPLINGS.values()),
         most_draft: int = 4,
         most_open: int = 10,
+        most_rounded: int = 0,
         seed: int = 1,
     ) -> None:
-        self.shadow = Shadow(target, reference)
+        self.shadow = Shadow(target, reference, most_rounded)
         self._reference = reference
         self._prompts = prompts
         self._vocab_size = vocab_size

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from specdec.engine.forwarding import ForwardingTarget
 from specdec.engine.scripted import Script, ScriptedTarget
 from specdec.engine.target_backend import ModelTarget
 from specdec.protocol.backends import Status, TargetBackend, Verification, VerifyJob
+from specdec.sampling.pipeline import RowGroup
+from tests.specdec.engine import contract
 from tests.specdec.engine.contract import SAMPLINGS, Soak
 from tests.specdec.engine.pairs import backend
 from tests.specdec.models.families import VOCAB_SIZE, make_model
@@ -33,7 +40,7 @@ class WrongAtTimes(ForwardingTarget):
         return results
 
 
-def own(**options: int) -> ModelTarget:
+def own(**options: Any) -> ModelTarget:
     return backend(ModelTarget, make_model("llama"), **options)
 
 
@@ -62,3 +69,27 @@ def test_a_wrong_decision_is_found(make: type[TargetBackend]) -> None:
     soak = Soak(WrongAtTimes(make()), make(), PROMPTS, vocab_size=VOCAB_SIZE, samplings=PLAIN)
     with pytest.raises(AssertionError, match="draft"):
         soak.run(200)
+
+
+@pytest.mark.parametrize("name", ["T0", "T1", "rejection"])
+def test_logits_that_are_off_are_found(name: str) -> None:
+    """By a decision that is further away than rounding takes it, though rounding were allowed."""
+
+    def off(groups: Sequence[RowGroup], logits: Tensor) -> Tensor:
+        return logits + 0.05 * torch.sin(torch.arange(VOCAB_SIZE))
+
+    inner, samplings = own(processors=(off,)), (replace(SAMPLINGS[name], logprobs=None),)
+    soak = Soak(inner, own(), PROMPTS, vocab_size=VOCAB_SIZE, samplings=samplings, most_rounded=200)
+    with pytest.raises(AssertionError, match="away"):
+        soak.run(200)
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_what_rounding_may_change_is_counted(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if any token were near."""
+    monkeypatch.setattr(contract, "MOST_SHORT", math.inf)
+    sampling = replace(SAMPLINGS["T1"], logprobs=None)
+    inner = WrongAtTimes(own())
+    soak = Soak(inner, own(), PROMPTS, vocab_size=VOCAB_SIZE, samplings=(sampling,), most_rounded=most)
+    with nullcontext() if most else pytest.raises(AssertionError, match="one too many"):
+        assert soak.run(40)["rounded"] == 1
