@@ -48,12 +48,17 @@ VLLM_SETTINGS = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
-"""What a process with vLLM in it is started with."""
+"""What a process has in its environment before vLLM is imported."""
 
 
-def with_vllm_settings(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of a process with vLLM in it."""
-    return {**environment, **VLLM_SETTINGS}
+def prepare_for_vllm(num_threads: int, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set what vLLM reads when it is imported and when it loads a model, for this process and its workers.
+
+    Args:
+        num_threads: Threads of each worker on a CPU, where vLLM ignores ``torch.set_num_threads``.
+        environment: Where to set it.
+    """
+    environment.update(VLLM_SETTINGS, OMP_NUM_THREADS=str(num_threads))
 
 
 KEY_PREFIX = "SPECDEC__"

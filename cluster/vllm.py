@@ -13,7 +13,7 @@ from platform import python_version
 from typing import Any
 
 from cluster.config import AppArgs
-from cluster.settings import VLLM_SETTINGS, with_vllm_settings
+from cluster.settings import prepare_for_vllm
 from specdec.engine.vllm.checks import VERSION, VllmOptions, check_version
 from specdec.errors import InvalidParameterError, SpecdecError
 
@@ -32,15 +32,9 @@ def vllm_options(args: AppArgs) -> VllmOptions:
     )
 
 
-def runtime_env(args: AppArgs, num_threads: int) -> dict[str, Any]:
-    """Ray's ``runtime_env`` of the target's replicas; empty where vLLM does not run them."""
-    if args.target.engine != "vllm":
-        return {}
-    # vLLM takes its threads on a CPU from here, and ignores torch.set_num_threads.
-    environment: dict[str, Any] = {"env_vars": VLLM_SETTINGS | {"OMP_NUM_THREADS": str(num_threads)}}
-    if args.target.python is not None:
-        environment["py_executable"] = str(Path(args.target.python).absolute())
-    return environment
+def runtime_env(args: AppArgs) -> dict[str, Any]:
+    """Ray's ``runtime_env`` of the target's replicas: their Python; empty where they run in that of all others."""
+    return {} if args.target.python is None else {"py_executable": str(Path(args.target.python).absolute())}
 
 
 def check_engine(args: AppArgs) -> str | None:
@@ -60,7 +54,6 @@ def check_engine(args: AppArgs) -> str | None:
             [python, "-m", "cluster.vllm"],
             input=pickle.dumps(args),
             capture_output=True,
-            env=with_vllm_settings(),
             timeout=_TIMEOUT_S,
             check=True,
         )
@@ -96,6 +89,7 @@ def _answer() -> None:
     """Write, as JSON, what :func:`check_engine` asks for; the configuration comes from the process that asks."""
     from cluster.sources import backend_options, target_source
 
+    prepare_for_vllm(num_threads=1)
     args: AppArgs = pickle.loads(sys.stdin.buffer.read())
     answer: dict[str, Any] = {"versions": versions(), "parameter": "target", "problem": ""}
     try:

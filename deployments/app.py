@@ -62,8 +62,7 @@ def build_app(args: AppArgs) -> Application:
     placement = placement_of(args, ray_devices())
     for remark in placement.remarks:
         logger.info(remark)
-    environment = runtime_env(args, placement.target.num_torch_threads)
-    workers = [_worker(TargetServer, TARGET, "target", args, placement.target, environment=environment)]
+    workers = [_worker(TargetServer, TARGET, "target", args, placement.target, environment=runtime_env(args))]
     if args.has_own_draft:
         workers.append(_worker(DraftServer, DRAFT, "draft", args, placement.draft))
     router = serve.deployment(SpeculationRouter, name=ROUTER).options(

@@ -17,6 +17,7 @@ from cluster.config import AppArgs
 from cluster.doubles import emulated_drafter, emulated_target, scripted_pair
 from cluster.identity import fingerprints
 from cluster.live import set_log_level
+from cluster.settings import prepare_for_vllm
 from cluster.sources import backend_options, draft_source, target_source
 from cluster.startup import startup
 from cluster.vllm import vllm_options
@@ -206,6 +207,7 @@ def _target_backend(args: AppArgs, gpu_share: float, say: Progress) -> tuple[Tar
     width = tokenizer_width(load_tokenizer(source))
     options = replace(backend_options(args, args.target, width), device_share=gpu_share)
     if args.target.engine == "vllm":
+        prepare_for_vllm(torch.get_num_threads())
         from specdec.engine.vllm.build import build_vllm_target
 
         return build_vllm_target(source, options, vllm_options(args), say), None

@@ -13,6 +13,7 @@ from cluster.cli.main import main
 from cluster.config import AppArgs
 from cluster.identity import fingerprints
 from cluster.placement import Devices, plan_placement
+from cluster.settings import VLLM_SETTINGS, prepare_for_vllm
 from cluster.strict import validated
 from cluster.vllm import check_engine, runtime_env, versions, vllm_options
 from specdec.errors import InvalidParameterError
@@ -44,12 +45,15 @@ def test_keys_that_do_not_go_together(target: dict[str, Any], message: str) -> N
 
 
 def test_what_the_replica_is_started_with() -> None:
-    assert runtime_env(validated(AppArgs, {}), 2) == {}
-    assert "py_executable" not in runtime_env(args_of(), 2)
-    started = runtime_env(args_of(python="some/python"), 2)
-    assert started["py_executable"] == str(Path("some/python").absolute())
-    assert started["env_vars"]["OMP_NUM_THREADS"] == "2"
-    assert started["env_vars"]["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    """Another Python where one is named, and nothing else: an image has vLLM in its own."""
+    assert runtime_env(validated(AppArgs, {})) == runtime_env(args_of()) == {}
+    assert runtime_env(args_of(python="some/python")) == {"py_executable": str(Path("some/python").absolute())}
+
+
+def test_what_a_process_sets_for_vllm() -> None:
+    environment = {"OMP_NUM_THREADS": "8", "VLLM_USE_V2_MODEL_RUNNER": "1", "HOME": "/"}
+    prepare_for_vllm(2, environment)
+    assert environment == {**VLLM_SETTINGS, "OMP_NUM_THREADS": "2", "HOME": "/"}
 
 
 def python_that_says(path: Path, answer: dict[str, Any]) -> str:

@@ -186,7 +186,7 @@ def test_a_target_in_vllm_has_the_gpus_of_its_pod_and_the_vllm_of_its_image():
     assert (args.target.engine, args.target.python) == ("vllm", None)
     assert args.target.num_gpus == args.actors.target.num_gpus == offered(target)["num_gpus"] == 4
     assert args.actors.target.num_cpus == offered(target)["num_cpus"]
-    assert "py_executable" not in runtime_env(args, 1)
+    assert runtime_env(args) == {}
 
 
 def test_the_target_alone_is_other_than_prods():
