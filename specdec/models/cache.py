@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from transformers.cache_utils import Cache
@@ -43,6 +43,12 @@ class PagedCache(Cache):  # type: ignore[misc]
             self._pools[layer.index] = (keys, zeros((*shape, layer.value_dim), layer.dtype, layer.device))
             if layer.is_latent:
                 self._latent.add(layer.index)
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Fill blocks with zeros."""
+        for pools in self._pools.values():
+            for pool in pools:
+                pool[blocks] = 0.0
 
     def begin(self, plan: StepPlan) -> None:
         """The step whose keys and values come next."""

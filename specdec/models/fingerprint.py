@@ -1,6 +1,7 @@
 """What decides a model's tokens, as short texts: processes of other fingerprints serve other models.
 
-Nothing here imports torch or reads whole weights, so that a process without a model can tell which model it speaks of.
+Nothing here imports torch or reads whole weights, but those of adapters, so that a process without a model can tell
+which model it speaks of.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
+from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
 
@@ -74,26 +76,40 @@ def adapter_folder(path: str) -> Path:
         return folder
     if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
         raise ModelLoadError(f"there is no folder {path}")
-    _get(path, ADAPTER_WEIGHTS, None, None)
-    return _cached_folder(path, None, None, ADAPTER_CONFIG)
+    name, _, revision = path.partition("@")
+    _get(name, ADAPTER_WEIGHTS, revision or None, None)
+    return _cached_folder(name, revision or None, None, ADAPTER_CONFIG)
 
 
 def adapter_reference(name: str, path: str) -> Adapter:
-    """An adapter as sequences name it, by what its checkpoint holds now.
+    """An adapter as sequences name it, by all that its checkpoint holds now.
 
     Args:
         name: By which requests ask for it.
-        path: Hub id or local folder.
+        path: Local folder, or hub id, with ``@`` and a branch, tag or commit where that counts. The reference has the
+            commit: a later one is another adapter, and a worker whose cache has this one does not ask the hub.
 
     Raises:
         ModelLoadError: It cannot be found or read.
     """
     folder = adapter_folder(path)
-    for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-        if not (folder / file).is_file():
-            raise ModelLoadError(f"the adapter {path} has no {file}")
+    try:
+        for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+            if not (folder / file).is_file():
+                raise ModelLoadError(f"the adapter {path} has no {file}")
+        with (folder / ADAPTER_CONFIG).open("rb") as config, (folder / ADAPTER_WEIGHTS).open("rb") as weights:
+            fingerprint = adapter_fingerprint(config, weights)
+    except OSError as error:
+        raise ModelLoadError(f"the adapter {path} cannot be read: {error}") from error
     is_local = Path(path).expanduser().is_dir()
-    return Adapter(name, str(folder.resolve()) if is_local else path, model_fingerprint(str(folder)))
+    found = str(folder.resolve()) if is_local else f"{path.partition('@')[0]}@{folder.name}"
+    return Adapter(name, found, fingerprint)
+
+
+def adapter_fingerprint(config: BufferedIOBase, weights: BufferedIOBase) -> str:
+    """Of the bytes of an adapter's two files."""
+    files = {ADAPTER_CONFIG: config, ADAPTER_WEIGHTS: weights}
+    return digest({name: hashlib.file_digest(file, "sha256").hexdigest() for name, file in files.items()})
 
 
 def vocabulary_fingerprint(path: str, revision: str | None = None, token: str | None = None) -> str:

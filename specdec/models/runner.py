@@ -91,6 +91,7 @@ class ModelRunner:
         self.loaded = loaded
         self.progress = StepProgress()
         self.hidden: torch.Tensor | None = None
+        self._has_nans = False
         self.pool = BlockPool(num_blocks, block_size)
         self.adapters = AdapterPool(loaded.adapters)
         self._vocab_size = vocab_size
@@ -263,6 +264,8 @@ class ModelRunner:
         device = self.loaded.device
         plan = StepPlan(spans, len(tokens), self.pool.block_size, self._cache.trash_slot)
         self._cache.copy_blocks(self.pool.take_copies())
+        if self._has_nans:
+            self._cache.clear(self._unwritten_blocks(rows))
         self._cache.begin(plan)
         states = self._begin_states(rows, spans, len(tokens))
         with self._functions, self._used_adapters(rows, spans, len(tokens)):
@@ -280,7 +283,15 @@ class ModelRunner:
             row.sequence.tokens.extend(row.tokens)
         for state, after in states:
             state.oldest, state.newest = after.oldest_after, after.length
-        return self._finish(output.logits[0])
+        logits = output.logits[0]
+        self._has_nans = self._has_nans or bool(logits[:, 0].isnan().any())
+        return self._finish(logits)
+
+    def _unwritten_blocks(self, rows: Sequence[RowInput]) -> list[int]:
+        """Blocks that a sequence has got and not written yet: masked keys are multiplied, too, and must be finite."""
+        return [
+            block for row in rows for block in row.sequence.block_ids[self.pool.blocks_for(len(row.sequence.tokens)) :]
+        ]
 
     def _used_adapters(
         self, rows: Sequence[RowInput], spans: list[RowSpan], num_tokens: int

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load
 
 from specdec.errors import ModelLoadError
-from specdec.models.fingerprint import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from specdec.models.fingerprint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_fingerprint
 
 _PREFIX = "base_model.model."
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
@@ -35,10 +37,15 @@ _TAKEN = frozenset(
     }
 )
 """Fields of a configuration that are used here, or change nothing; all others must be unset."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_WIDEST_BYTES = 8
+_MAX_HEADER_BYTES = 16 << 20
 
 
 class AdapterCheckpoint:
     """A checkpoint that fits a model. Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models".
+
+    Its files are read once, and not mapped: a file that is written anew while it is read ends no process.
 
     Args:
         folder: With ``adapter_config.json`` and ``adapter_model.safetensors``.
@@ -47,6 +54,9 @@ class AdapterCheckpoint:
 
     Attributes:
         ranks: Of each layer that it adapts.
+        weights: Each adapted layer's name, and its two weights, [rank, input width] and [rank, output width], the
+            second one multiplied by the scale; float32.
+        fingerprint: Of what was read, as :func:`specdec.models.fingerprint.adapter_reference` takes it.
 
     Raises:
         ModelLoadError: It cannot be read or served; the message names the field, layer or tensor.
@@ -54,45 +64,58 @@ class AdapterCheckpoint:
 
     def __init__(self, folder: Path, shapes: Mapping[str, tuple[int, int]], max_rank: int) -> None:
         self._folder = folder
-        config = self._read_config()
+        config, self._tensors, self.fingerprint = self._read(max_rank * sum(map(sum, shapes.values())))
         self.ranks: dict[str, int] = {}
-        try:
-            with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
-                found = {_without_prefix(key): tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise self._refused(f"{ADAPTER_WEIGHTS} cannot be read: {error}") from error
-        for key, shape in found.items():
-            name = key.removesuffix(_DOWN).removesuffix(_UP)
-            if name == key or name not in shapes:
-                raise self._refused(f"{key} belongs to no linear layer of the model that can be adapted")
-            rank = self.ranks[name] = (found.get(name + _DOWN) or (0,))[0]
-            width_out, width_in = shapes[name]
-            if shape != ((rank, width_in) if key.endswith(_DOWN) else (width_out, rank)) or name + _UP not in found:
-                raise self._refused(f"the weights of {name} are not those of a layer of {width_out} x {width_in}")
-            if rank > max_rank:
-                raise self._refused(f"{key} has rank {rank}; at most {max_rank} is served (lora.max_rank)")
-        if not found:
+        for key, tensor in self._tensors.items():
+            self._check(key, tensor, shapes, max_rank)
+        if not self.ranks:
             raise self._refused("it has no weights")
+        self.weights = [self._scaled(name, config, rank) for name, rank in self.ranks.items()]
+
+    def _check(self, key: str, tensor: torch.Tensor, shapes: Mapping[str, tuple[int, int]], max_rank: int) -> None:
+        name = key.removesuffix(_DOWN).removesuffix(_UP)
+        if name == key or name not in shapes:
+            raise self._refused(f"{key} belongs to no linear layer of the model that can be adapted")
+        width_out, width_in = shapes[name]
+        down = self._tensors.get(name + _DOWN)
+        rank = self.ranks[name] = len(down) if down is not None and down.dim() else 0
+        wanted = (rank, width_in) if key.endswith(_DOWN) else (width_out, rank)
+        if not rank or tensor.shape != wanted or name + _UP not in self._tensors:
+            raise self._refused(f"the weights of {name} are not those of a layer of {width_out} x {width_in}")
+        if rank > max_rank:
+            raise self._refused(f"{key} has rank {rank}; at most {max_rank} is served (lora.max_rank)")
+        if tensor.dtype not in _DTYPES:
+            raise self._refused(f"{key} has {tensor.dtype}; {', '.join(map(str, _DTYPES))} are served")
+
+    def _scaled(self, name: str, config: Mapping[str, Any], rank: int) -> tuple[str, torch.Tensor, torch.Tensor]:
         try:
-            self._scales = {name: _scale(config, name, rank) for name, rank in self.ranks.items()}
-        except (TypeError, ValueError, AttributeError, re.error) as error:
+            scale = _scale(config, name, rank)
+        except (TypeError, ValueError, AttributeError, OverflowError, re.error) as error:
             raise self._refused(f"lora_alpha and alpha_pattern must be numbers: {error}") from error
+        # In float32, as PEFT holds them: in a narrower dtype of the file the scale would be rounded in.
+        down, up = self._tensors[name + _DOWN].float(), self._tensors[name + _UP].T.float() * scale
+        if not all(weight.isfinite().all() for weight in (down, up)):
+            raise self._refused(f"the weights of {name} are not all finite numbers")
+        return name, down, up
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Each adapted layer's name, and its two weights: [rank, input width] and [rank, output width].
-
-        The second one is multiplied by the scale.
-        """
-        with safe_open(self._folder / ADAPTER_WEIGHTS, "pt") as file:
-            prefixed = {_without_prefix(key): key for key in file.keys()}  # noqa: SIM118
-            for name in self.ranks:
-                down, up = (file.get_tensor(prefixed[name + part]) for part in (_DOWN, _UP))
-                yield name, down, up.T * self._scales[name]
-
-    def _read_config(self) -> dict[str, Any]:
+    def _read(self, max_numbers: int) -> tuple[dict[str, Any], dict[str, torch.Tensor], str]:
+        """The configuration, the tensors by their layers' names, and the fingerprint of both."""
+        file = self._folder / ADAPTER_WEIGHTS
         try:
-            config: Any = json.loads((self._folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            config = (self._folder / ADAPTER_CONFIG).read_bytes()
+            parsed, size = self._parsed(config), file.stat().st_size
+            if size > max_numbers * _WIDEST_BYTES + _MAX_HEADER_BYTES:
+                raise self._refused(f"{file.name} has {size:,} bytes: its rank is more than is served (lora.max_rank)")
+            weights = file.read_bytes()
+            tensors = {key.removeprefix(_PREFIX): tensor for key, tensor in load(weights).items()}
+        except (OSError, SafetensorError, KeyError) as error:
+            raise self._refused(f"it cannot be read: {error}") from error
+        return parsed, tensors, adapter_fingerprint(BytesIO(config), BytesIO(weights))
+
+    def _parsed(self, data: bytes) -> dict[str, Any]:
+        try:
+            config: Any = json.loads(data)
+        except (ValueError, RecursionError) as error:
             raise self._refused(f"{ADAPTER_CONFIG} cannot be read: {error}") from error
         if not isinstance(config, dict):
             raise self._refused(f"{ADAPTER_CONFIG} is no object")
@@ -109,12 +132,9 @@ class AdapterCheckpoint:
         return ModelLoadError(f"the adapter {self._folder} cannot be served: {reason}")
 
 
-def _without_prefix(key: str) -> str:
-    return key.removeprefix(_PREFIX)
-
-
 def _scale(config: Mapping[str, Any], name: str, rank: int) -> float:
     """By which a layer's product is multiplied; a pattern stands for the layers whose names it ends."""
     patterns: Mapping[str, float] = config.get("alpha_pattern") or {}
     matching = (alpha for key, alpha in patterns.items() if re.match(rf"(.*\.)?({key})$", name))
-    return float(next(matching, config.get("lora_alpha", 8))) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    alpha = float(next(matching, config.get("lora_alpha", 8)))
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

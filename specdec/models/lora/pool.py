@@ -6,7 +6,7 @@ from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from specdec.errors import ModelLoadError, reason_of
-from specdec.models.fingerprint import adapter_folder, adapter_reference
+from specdec.models.fingerprint import adapter_folder
 from specdec.models.lora.checkpoint import AdapterCheckpoint
 from specdec.models.lora.slots import AdapterSlots, Weights
 from specdec.types import Adapter
@@ -62,7 +62,9 @@ class AdapterPool:
             if name in self._slot_of:
                 self._slot_of.move_to_end(name)
             elif name not in self._failures and name not in self._reading:
-                self._reader = self._reader or ThreadPoolExecutor(1, thread_name_prefix="adapters")
+                # One that comes slowly, from the hub or over a network, holds up none but its own.
+                most = len(self._first)
+                self._reader = self._reader or ThreadPoolExecutor(most, thread_name_prefix="adapters")
                 self._reading[name] = self._reader.submit(self._read, adapter)
             elif name in self._reading and self._reading[name].done():
                 self._take(name, self._reading.pop(name), needed)
@@ -87,11 +89,10 @@ class AdapterPool:
 
     def _read(self, adapter: Adapter) -> Weights:
         assert self._slots is not None, "nothing is read where nothing is served"
-        found = adapter_reference(adapter.name, adapter.path)
-        if found.fingerprint != adapter.fingerprint:
+        checkpoint = AdapterCheckpoint(adapter_folder(adapter.path), self._slots.shapes, self._slots.room.max_rank)
+        if checkpoint.fingerprint != adapter.fingerprint:
             raise ModelLoadError(f"the adapter {adapter.name} at {adapter.path} is another than when it was loaded")
-        folder = adapter_folder(adapter.path)
-        return [*AdapterCheckpoint(folder, self._slots.shapes, self._slots.room.max_rank).weights()]
+        return checkpoint.weights
 
     def _take(self, name: str, reading: Future[Weights], needed: set[str]) -> None:
         assert self._slots is not None, "nothing is read where nothing is served"

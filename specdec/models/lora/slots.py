@@ -19,7 +19,7 @@ _NOT_ADAPTED = frozenset({"experts", "kv_b_proj"})
 AdapterRun = tuple[int, int, int]
 """Tokens of a step that lie behind one another and use one adapter: its slot, the first token, the end."""
 Weights = list[tuple[str, torch.Tensor, torch.Tensor]]
-"""As :meth:`specdec.models.lora.checkpoint.AdapterCheckpoint.weights` gives them."""
+"""As a :class:`specdec.models.lora.checkpoint.AdapterCheckpoint` has them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 import shutil
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +22,7 @@ from specdec.engine.target_backend import ModelTarget
 from specdec.models.describe import linear_shapes
 from specdec.models.lora import pool as pool_module
 from specdec.models.lora.pool import AdapterPool
-from specdec.models.lora.slots import AdapterRoom
+from specdec.models.lora.slots import AdapterRoom, layer_shapes
 from specdec.models.quantization import Quantization
 from specdec.models.runner import ModelRunner
 from specdec.sampling.params import SamplingParams
@@ -46,6 +48,7 @@ from tests.specdec.engine.test_processors import BOTH
 from tests.specdec.models.families import VOCAB_SIZE, make_model
 
 GREEDY, SAMPLED = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.95)
+REJECTION = SamplingParams(temperature=1.0, acceptance="rejection")
 NOISE = 0.05
 ROOM = AdapterRoom(max_loras=4, max_rank=64)
 ORDER = ("a", "b", None, "c", "d", "a", "c")
@@ -253,6 +256,29 @@ def test_a_worker_that_cannot_load_an_adapter_says_so(fault: str, adapters: dict
     assert gauges(service)["kv_blocks_in_use"] == 0
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, REJECTION], ids=["greedy", "sampled", "rejection"])
+def test_an_adapter_whose_numbers_overflow_ends_its_own_texts_alone(
+    sampling: SamplingParams, adapters: dict[str, Adapter], tmp_path: Path
+) -> None:
+    """Others go on beside it, and in the blocks that it leaves, in target and draft."""
+    bad = write_adapter(tmp_path / "bad", layer_shapes(make_model("llama")), 4, 0, 3e37)
+    spoilt = [
+        Case(tuple(range(30 + i, 70)), 20, sampling, i, adapter=bad, draft_adapter=bad if i else None) for i in range(3)
+    ]
+    spoilt.append(replace(spoilt[0], adapter=None, draft_adapter=bad))
+    cases = make_cases(adapters, sampling)
+    room = {"adapters": ROOM, "num_blocks": 90}
+    wanted = collect(make_service("llama", NOISE, 3, **room), cases)
+    service = make_service("llama", NOISE, 3, **room)
+    beside = collect(service, [*spoilt, *cases])
+    assert [output.finish for output in beside] == ["error"] * 3 + ["length"] * (1 + len(cases))
+    assert "logits are not numbers" in beside[0].reason
+    later = collect(service, cases)
+    assert {output.finish for output in later} == {"length"}
+    if sampling is not REJECTION:  # whose text depends on what was drafted in which step
+        assert [one.tokens for one in beside[4:]] == [one.tokens for one in later] == [one.tokens for one in wanted]
+
+
 @pytest.mark.parametrize("feature", ["hybrids", "quantized", "grammars", "look-up"])
 def test_beside_another_feature_each_text_is_its_own_adapters(feature: str, tmp_path: Path) -> None:
     quantization: Quantization = "none"
@@ -267,6 +293,35 @@ def test_beside_another_feature_each_text_is_its_own_adapters(feature: str, tmp_
     texts = assert_texts_are_its_own(source, demo("draft"), drafts, chosen)
     plain = assert_texts_are_its_own(demo(role, quantization=quantization), demo("draft"), drafts)
     assert [text == other for text, other in zip(texts, plain, strict=True)] == [one is None for one in chosen] * 2
+
+
+def test_an_adapter_that_comes_slowly_holds_up_no_other(
+    adapters: dict[str, Adapter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "ThreadPoolExecutor", ThreadPoolExecutor)
+    may_go_on = threading.Event()
+    folder_of = pool_module.adapter_folder
+
+    def slow_folder_of(path: str) -> Path:
+        assert path != adapters["a"].path or may_go_on.wait(60)
+        return folder_of(path)
+
+    monkeypatch.setattr(pool_module, "adapter_folder", slow_folder_of)
+    pool = AdapterPool(prepare_tiny(make_model("llama"), ROOM).adapters)
+    for arrival_s, name in enumerate("abcd"):
+        pool.hold(name, adapters[name], arrival_s)
+    wait_for(pool, [adapters[name] for name in "bcd"])
+    assert pool.must_wait(adapters["a"])
+    may_go_on.set()
+    wait_for(pool, [adapters["a"]])
+
+
+def wait_for(pool: AdapterPool, adapters: Sequence[Adapter]) -> None:
+    until_s = time.monotonic() + 30
+    while any(map(pool.must_wait, adapters)):
+        assert time.monotonic() < until_s, "an adapter never came"
+        pool.prepare()
+        time.sleep(0.01)
 
 
 def prepared(pool: AdapterPool) -> None:

@@ -12,7 +12,14 @@ from safetensors.torch import load_file, save_file
 from cluster.config import AppArgs
 from cluster.identity import demo_folder, fingerprints
 from specdec.errors import ModelLoadError
-from specdec.models.fingerprint import model_fingerprint, vocabulary_fingerprint
+from specdec.models.fingerprint import (
+    ADAPTER_WEIGHTS,
+    adapter_folder,
+    adapter_reference,
+    model_fingerprint,
+    vocabulary_fingerprint,
+)
+from tests.specdec.adapters import write_adapter
 
 
 @pytest.fixture
@@ -92,6 +99,38 @@ def test_of_a_model_on_the_hub_the_commit_counts(tmp_path: Path, monkeypatch: py
     taken = [model_fingerprint("some/model", revision, "secret") for revision in (None, "main", "v2")]
     assert taken[0] == taken[1] != taken[2]
     assert vocabulary_fingerprint("some/model", None, "secret") == vocabulary_fingerprint(str(demo_folder("draft")))
+
+
+def test_of_an_adapter_each_number_counts_and_nothing_else(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "one", {"model.layers.0.mlp.up_proj": (64, 4096)}, 8, 0)
+    file = tmp_path / "one" / ADAPTER_WEIGHTS
+    before = adapter_reference("a", str(tmp_path / "one"))
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    (tmp_path / "two" / "README.md").write_text("trained at night")
+    assert adapter_reference("b", str(tmp_path / "two")).fingerprint == before.fingerprint
+    data = bytearray(file.read_bytes())
+    data[len(data) // 3] ^= 1
+    file.write_bytes(data)
+    assert adapter_reference("a", str(tmp_path / "one")).fingerprint != before.fingerprint
+
+
+def test_an_adapter_on_the_hub_stays_the_commit_that_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = ["1" * 40]
+    for seed, commit in enumerate(("1" * 40, "2" * 40)):
+        write_adapter(tmp_path / commit, {"model.layers.0.mlp.up_proj": (64, 32)}, 4, seed)
+
+    def download(name: str, file: str, revision: str | None, token: str | None) -> str:
+        assert name == "some/adapter"
+        return str(tmp_path / (revision or newest[0]) / file)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    before = adapter_reference("a", "some/adapter")
+    assert before.path == f"some/adapter@{'1' * 40}"
+    newest[0] = "2" * 40
+    assert adapter_reference("a", before.path) == before
+    after = adapter_reference("a", "some/adapter")
+    assert (after.path, after.fingerprint == before.fingerprint) == (f"some/adapter@{'2' * 40}", False)
+    assert adapter_folder(before.path) == tmp_path / ("1" * 40)
 
 
 def test_what_cannot_be_read_says_so(folder: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def make_runner(family: str, adapters: Sequence[Adapter], dtype: torch.dtype = t
     loaded = prepare_model(make_hybrid_or_not(family).to(dtype), "tiny")
     slots = AdapterSlots(loaded.model, AdapterRoom(len(adapters), 64))
     for slot, adapter in enumerate(adapters):
-        slots.put(slot, AdapterCheckpoint(Path(adapter.path), slots.shapes, slots.room.max_rank).weights())
+        slots.put(slot, AdapterCheckpoint(Path(adapter.path), slots.shapes, slots.room.max_rank).weights)
     return ModelRunner(replace(loaded, adapters=slots), num_blocks=100, block_size=4, num_state_slots=50)
 
 
@@ -123,7 +124,7 @@ def test_neighbouring_slots_are_multiplied_together(lengths: tuple[int, ...], tm
     runner = make_runner("llama", [adapters[3], *adapters[1:]])
     assert runner.loaded.adapters is not None
     shapes = runner.loaded.adapters.shapes
-    runner.loaded.adapters.put(0, AdapterCheckpoint(Path(adapters[0].path), shapes, 64).weights())
+    runner.loaded.adapters.put(0, AdapterCheckpoint(Path(adapters[0].path), shapes, 64).weights)
     rows = make_rows(*lengths)
     wanted = [peft_logits("llama", adapter, row) for adapter, row in zip(adapters, rows, strict=True)]
     assert max(map(distance, mixed_step(runner, rows, [0, 1, 2, 3]), wanted)) < 1e-5
@@ -193,36 +194,86 @@ def test_what_cannot_be_served_is_refused_by_its_name(options: dict[str, Any], s
         ("lora_bias", True),
         ("a_field_of_the_future", {"on": True}),
         ("lora_alpha", "much"),
+        ("lora_alpha", float("nan")),
+        pytest.param("lora_alpha", 10**400, id="lora_alpha-huge"),
         ("alpha_pattern", [1]),
+        ("alpha_pattern", {"q_proj": 1e300}),
     ],
 )
 def test_fields_that_would_change_the_result_are_refused(field: str, value: object, tmp_path: Path) -> None:
     adapter = save_adapter(tmp_path / "one", make_model("llama"), 4)
     file = Path(adapter.path) / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
-    with pytest.raises(ModelLoadError, match=field):
+    with pytest.raises(ModelLoadError, match=f"{field}|not all finite"):
         check(adapter.path)
 
 
-@pytest.mark.parametrize("spoil", ["of another model", "one half", "no weights", "not safetensors", "a scalar"])
+@pytest.mark.parametrize("text", ["[" * 100_000, "{", "7", "\udcff"], ids=["deep", "cut off", "a number", "no text"])
+def test_a_configuration_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "one", make_model("llama"), 4)
+    (Path(adapter.path) / "adapter_config.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ModelLoadError, match=r"adapter_config\.json"):
+        check(adapter.path)
+
+
+SPOILT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "of another model": lambda one: one[:, :-1].contiguous(),
+    "a scalar": lambda one: torch.tensor(1.0),
+    "rank 0": lambda one: one[:0],
+    "integers": lambda one: one.to(torch.int8),
+    "float8": lambda one: one.to(torch.float8_e4m3fn),
+    "complex": lambda one: one.to(torch.complex64),
+    "not a number": lambda one: one.index_fill(1, torch.tensor([3]), float("nan")),
+    "infinite in float32": lambda one: one.double().fill_(1e300),
+}
+
+
+@pytest.mark.parametrize("spoil", [*SPOILT, "one half", "no weights", "not safetensors", "endless"])
 def test_weights_that_do_not_fit_are_refused(spoil: str, tmp_path: Path) -> None:
     adapter = save_adapter(tmp_path / "one", make_model("llama"), 4)
     file = Path(adapter.path) / "adapter_model.safetensors"
     tensors = load_file(file)
     first = next(iter(tensors))
-    if spoil == "of another model":
-        tensors[first] = tensors[first][:, :-1].contiguous()
+    if spoil in SPOILT:
+        tensors[first] = SPOILT[spoil](tensors[first])
     elif spoil == "one half":
         del tensors[first]
     elif spoil == "no weights":
         tensors = {}
-    elif spoil == "a scalar":
-        tensors[first] = torch.tensor(1.0)
     save_file(tensors, file)
     if spoil == "not safetensors":
         file.write_bytes(b"{}")
+    elif spoil == "endless":
+        os.truncate(file, 1 << 40)
     with pytest.raises(ModelLoadError, match=r"the adapter .* cannot be served"):
         check(adapter.path)
+
+
+def test_weights_without_a_first_product_have_no_rank(tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "one", make_model("llama"), 4)
+    tensors = load_file(Path(adapter.path) / "adapter_model.safetensors")
+    name = next(key for key in tensors if key.endswith("lora_B.weight"))
+    save_file({name: tensors[name][:, :0]}, Path(adapter.path) / "adapter_model.safetensors")
+    with pytest.raises(ModelLoadError, match="are not those of a layer"):
+        check(adapter.path)
+
+
+def test_an_adapter_that_was_saved_in_bfloat16_is_scaled_as_peft_does(tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "one", make_model("llama"), 8, strength=0.2, lora_alpha=11)
+    file = Path(adapter.path) / "adapter_model.safetensors"
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(file).items()}, file)
+    (row,) = make_rows(12)
+    (got,) = mixed_step(make_runner("llama", [adapter]), [row], [0])
+    assert distance(got, peft_logits("llama", adapter, row)) < 1e-5
+
+
+def test_a_file_that_is_cut_off_later_is_read_already(tmp_path: Path) -> None:
+    """A mapped one would end the process."""
+    adapter = save_adapter(tmp_path / "one", make_model("llama"), 8)
+    checkpoint = AdapterCheckpoint(Path(adapter.path), layer_shapes(make_model("llama")), 8)
+    os.truncate(Path(adapter.path) / "adapter_model.safetensors", 0)
+    assert checkpoint.fingerprint == adapter.fingerprint
+    assert all(down.abs().sum() > 0 for _, down, _ in checkpoint.weights)
 
 
 def test_slots_are_counted_in_the_memory_plan() -> None:
