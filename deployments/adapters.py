@@ -6,7 +6,8 @@ import asyncio
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fastapi import APIRouter, FastAPI, Response
@@ -28,19 +29,38 @@ from specdec.models.loading import ModelSource
 from specdec.models.lora.checkpoint import AdapterCheckpoint
 from specdec.types import Adapter
 
-Loaded = Mapping[str, ServedModel]
-"""Adapters by their names."""
-_HUB_ID = re.compile(r"[\w-]+(\.[\w-]+)*/[\w-]+(\.[\w-]+)*")
-_LEARNS_FOR_S = 10.0
-"""So long a replica that has started asks the others, who are told of changes as soon as Serve lists them."""
+_HUB_ID = re.compile(r"[\w-]+(\.[\w-]+)*/[\w-]+(\.[\w-]+)*(@\w[\w.-]*)?")
+_MAX_HUB_ID = 200
+"""Characters."""
+_LEARNS_FOR_S, _ASKS_EVERY_S = 10.0, 10.0
+"""So long a replica that has started asks the others each second; then in these times, for what it was not told."""
+_FORGETS_AFTER_NS = 3600 * 10**9
+"""By then no replica hears anything of what was before an adapter was unloaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a name means from now on.
+
+    Attributes:
+        order: Of two changes the greater one holds, at every replica, whichever it hears of first. A time in
+            nanoseconds, later than that of all changes that its replica knew, and the replica's name.
+        model: The adapter; None where it was unloaded.
+    """
+
+    order: tuple[int, str]
+    model: ServedModel | None
+
+
+Changes = Mapping[str, Change]
+"""The last ones, by their names."""
 
 
 def configured_adapters(args: AppArgs, base: ServedModel) -> tuple[ServedModel, ...]:
     """The adapters that are always there.
 
     Raises:
-        ModelLoadError: One cannot be found, or cannot be served.
-        InvalidParameterError: A name is taken.
+        InvalidParameterError: One cannot be found, or cannot be served; or its name is a model's.
     """
     return tuple(served_adapter(args, base, one.name, one.path, one.draft) for one in args.lora.adapters)
 
@@ -49,25 +69,26 @@ def served_adapter(args: AppArgs, base: ServedModel, name: str, path: str, draft
     """An adapter of ``base``, checked against the models' layers, as a model that requests can name.
 
     Raises:
-        ModelLoadError: It cannot be found, or cannot be served.
-        InvalidParameterError: The name is a model's.
+        InvalidParameterError: It, or its twin, cannot be found, or cannot be served; or the name is a model's.
     """
     if name in (base.name, f"{base.name}-draft") or name.startswith(f"{base.name}:"):
         raise InvalidParameterError("lora_name", f"lora_name: {name} is, or begins like, the name of a model")
-    adapter = _checked(target_source(args), args.lora, name, path)
-    own_draft = draft_source(args)
-    twin = None
-    if draft is not None:
-        twin = adapter_reference(name, draft) if own_draft is None else _checked(own_draft, args.lora, name, draft)
+    adapter = _checked("lora_path", target_source(args), args.lora, name, path)
+    twin = None if draft is None else _checked("draft_lora_path", draft_source(args), args.lora, name, draft)
     decision = f"{base.decision}:{adapter.fingerprint}"
     return replace(
         base, name=name, decision=decision, root=adapter.path, parent=base.name, adapter=adapter, draft_adapter=twin
     )
 
 
-def _checked(source: ModelSource, config: LoraConfig, name: str, path: str) -> Adapter:
-    adapter = adapter_reference(name, path)
-    AdapterCheckpoint(adapter_folder(adapter.path), linear_shapes(source), config.max_rank)
+def _checked(parameter: str, source: ModelSource | None, config: LoraConfig, name: str, path: str) -> Adapter:
+    """An adapter of a model; of one that others load (a pool of drafts) only what it is."""
+    try:
+        adapter = adapter_reference(name, path)
+        if source is not None:
+            AdapterCheckpoint(adapter_folder(adapter.path), linear_shapes(source), config.max_rank)
+    except ModelLoadError as error:
+        raise InvalidParameterError(parameter, str(error)) from error
     return adapter
 
 
@@ -77,12 +98,13 @@ def allowed_path(config: LoraConfig, path: str, parameter: str) -> str:
     Raises:
         InvalidParameterError: It is neither, or the configuration does not allow it.
     """
-    if config.folder is not None and "\0" not in path:
+    if config.folder is not None:
         folder = Path(config.folder).expanduser().resolve()
-        found = (folder / path).resolve()
-        if found.is_relative_to(folder) and found.is_dir():
-            return str(found)
-    if config.hub and _HUB_ID.fullmatch(path) and not Path(path).exists():
+        with suppress(OSError, RuntimeError, ValueError):  # a name that is too long, links in a circle, a NUL
+            found = (folder / path).resolve()
+            if found.is_relative_to(folder) and found.is_dir():
+                return str(found)
+    if config.hub and len(path) <= _MAX_HUB_ID and _HUB_ID.fullmatch(path) and not Path(path).exists():
         return path
     allowed = [f"a folder in {config.folder}"] if config.folder is not None else []
     allowed += ["a hub id"] if config.hub else []
@@ -95,44 +117,52 @@ class LoadedAdapters:
     Args:
         args: The service's configuration.
         base: The model that they change.
+        replica: This replica's name.
         publish: Told of all adapters when they have changed.
-        tell: Tells all replicas, this one among them, of an adapter's name, and of what it is now.
-        ask: What the others have loaded; None from one that does not know yet.
+        tell: Tells all replicas, this one among them, what a name means from now on.
+        ask: What all replicas know.
+
+    Attributes:
+        changes: What this replica knows.
     """
 
     def __init__(
         self,
         args: AppArgs,
         base: ServedModel,
-        publish: Callable[[Loaded], None],
-        tell: Callable[[str, ServedModel | None], Awaitable[None]],
-        ask: Callable[[], Awaitable[list[Loaded | None]]],
+        replica: str,
+        publish: Callable[[tuple[ServedModel, ...]], None],
+        tell: Callable[[str, Change], Awaitable[None]],
+        ask: Callable[[], Awaitable[list[Changes]]],
     ) -> None:
-        self._args, self._base = args, base
+        self._args, self._base, self._replica = args, base, replica
         self._publish, self._tell, self._ask = publish, tell, ask
-        self._loaded: dict[str, ServedModel] = {}
+        self.changes: dict[str, Change] = {}
+        self._one_by_one = asyncio.Lock()
         self._learns_until_s = time.monotonic() + _LEARNS_FOR_S
-
-    @property
-    def known(self) -> Loaded | None:
-        """What was loaded; None while this replica learns of it."""
-        return None if time.monotonic() < self._learns_until_s else self._loaded
+        self._asks_next_s = 0.0
 
     async def learn(self) -> None:
-        """Ask the others, in the first seconds; to be called again and again."""
-        if time.monotonic() < self._learns_until_s:
-            known = next((loaded for loaded in await self._ask() if loaded is not None), None)
-            if known is not None:
-                self._loaded = dict(known)
-                self._publish(self._loaded)
+        """Ask all others what they know, at first always, then seldom; to be called again and again."""
+        now_s = time.monotonic()
+        if now_s < self._asks_next_s:
+            return
+        self._asks_next_s = 0.0 if now_s < self._learns_until_s else now_s + _ASKS_EVERY_S
+        for known in await self._ask():
+            for name, change in known.items():
+                self.changed(name, change)
 
-    def changed(self, name: str, model: ServedModel | None) -> None:
+    def changed(self, name: str, change: Change) -> None:
         """An adapter was loaded, or unloaded, by whichever replica."""
-        if model is not None:
-            self._loaded[name] = model
-        else:
-            self._loaded.pop(name, None)
-        self._publish(self._loaded)
+        held = self.changes.get(name)
+        if held is not None and held.order >= change.order:
+            return
+        self.changes[name] = change
+        since_ns = self._newest_ns() - _FORGETS_AFTER_NS
+        self.changes = {
+            name: one for name, one in self.changes.items() if one.model is not None or one.order[0] > since_ns
+        }
+        self._publish(tuple(one.model for one in self.changes.values() if one.model is not None))
 
     async def load(self, name: str, path: str, draft: str | None, in_place: bool) -> None:
         """Check an adapter, and let requests name it.
@@ -143,14 +173,12 @@ class LoadedAdapters:
         config = self._args.lora
         path = allowed_path(config, path, "lora_path")
         draft = None if draft is None else allowed_path(config, draft, "draft_lora_path")
-        try:
-            model = await asyncio.to_thread(served_adapter, self._args, self._base, name, path, draft)
-        except ModelLoadError as error:
-            raise InvalidParameterError("lora_path", str(error)) from error
-        held = self._loaded.get(name)
-        if name in self._configured or (held is not None and held != model and not in_place):
-            raise InvalidParameterError("lora_name", f"lora_name: there is another adapter of the name {name}")
-        await self._tell(name, model)
+        model = await asyncio.to_thread(served_adapter, self._args, self._base, name, path, draft)
+        async with self._one_by_one:
+            held = self._held(name)
+            if name in self._configured or (held is not None and held != model and not in_place):
+                raise InvalidParameterError("lora_name", f"lora_name: there is another adapter of the name {name}")
+            await self._change(name, model)
 
     async def unload(self, name: str) -> bool:
         """Let no new request name an adapter; whether there was one.
@@ -160,9 +188,19 @@ class LoadedAdapters:
         """
         if name in self._configured:
             raise InvalidParameterError("lora_name", f"lora_name: {name} is one of the configuration, lora.adapters")
-        is_there = name in self._loaded
-        await self._tell(name, None)
+        async with self._one_by_one:
+            is_there = self._held(name) is not None
+            await self._change(name, None)
         return is_there
+
+    async def _change(self, name: str, model: ServedModel | None) -> None:
+        await self._tell(name, Change((max(time.time_ns(), self._newest_ns() + 1), self._replica), model))
+
+    def _newest_ns(self) -> int:
+        return max((one.order[0] for one in self.changes.values()), default=0)
+
+    def _held(self, name: str) -> ServedModel | None:
+        return self.changes[name].model if name in self.changes else None
 
     @property
     def _configured(self) -> frozenset[str]:

@@ -18,7 +18,7 @@ from cluster.identity import fingerprints
 from cluster.live import set_log_level
 from cluster.settings import api_keys
 from cluster.sources import draft_source, read_template, target_source
-from deployments.adapters import Loaded, LoadedAdapters, add_adapter_routes, configured_adapters
+from deployments.adapters import Change, Changes, LoadedAdapters, add_adapter_routes, configured_adapters
 from deployments.autoscaling import Report
 from deployments.live import LiveKeys, WatchedFile
 from deployments.metrics.replica import Measured, ReplicaMetrics
@@ -73,7 +73,8 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
         self._adapters = LoadedAdapters(
             args,
             info.target,
-            publish=lambda loaded: self._service.set_adapters((*info.adapters, *loaded.values())),
+            replica_id(),
+            publish=lambda loaded: self._service.set_adapters((*info.adapters, *loaded)),
             tell=_tell_ingresses,
             ask=_ask_ingresses,
         )
@@ -140,13 +141,13 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
         drains = {"is_draining": float(self._service.is_draining)}
         return self._machine.report() | self.config_report() | drains
 
-    async def loaded_adapters(self) -> Loaded | None:
-        """What was loaded; None where this replica is about to learn it."""
-        return self._adapters.known
+    async def adapter_changes(self) -> Changes:
+        """What this replica knows of adapters that were loaded and unloaded."""
+        return self._adapters.changes
 
-    async def adapter_changed(self, name: str, model: ServedModel | None) -> None:
+    async def adapter_changed(self, name: str, change: Change) -> None:
         """An adapter was loaded, or unloaded, through some replica."""
-        self._adapters.changed(name, model)
+        self._adapters.changed(name, change)
 
     async def refusal(self) -> str:
         """Why this replica takes no requests, for operators; empty where it does."""
@@ -158,16 +159,16 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
         return self._service.num_open
 
 
-async def _tell_ingresses(name: str, model: ServedModel | None) -> None:
+async def _tell_ingresses(name: str, change: Change) -> None:
     try:
-        await _ingresses().broadcast("adapter_changed", name, model).results_async(timeout_s=_TELL_S)
+        await _ingresses().broadcast("adapter_changed", name, change).results_async(timeout_s=_TELL_S)
     except (RayError, TimeoutError) as error:
         raise ServiceUnavailableError("not every ingress knows of the change: send the request again") from error
 
 
-async def _ask_ingresses() -> list[Loaded | None]:
+async def _ask_ingresses() -> list[Changes]:
     with suppress(DeploymentUnavailableError, RayError, TimeoutError):  # the first replica to start finds no other
-        answers: list[Loaded | None] = await _ingresses().broadcast("loaded_adapters").results_async(timeout_s=_ASK_S)
+        answers: list[Changes] = await _ingresses().broadcast("adapter_changes").results_async(timeout_s=_ASK_S)
         return answers
     return []
 

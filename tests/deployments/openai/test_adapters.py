@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx2
 import pytest
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from cluster.config import AppArgs
 from cluster.identity import demo_folder
 from deployments import adapters as adapters_module
-from deployments.adapters import Loaded, LoadedAdapters, add_adapter_routes, configured_adapters
+from deployments.adapters import Change, Changes, LoadedAdapters, add_adapter_routes, configured_adapters
 from deployments.openai import ApiSettings, SequenceRequest, ServedModel, create_app
 from deployments.openai.keys import ApiKeys
 from specdec.models.describe import linear_shapes
@@ -25,6 +26,7 @@ from tests.specdec.adapters import write_adapter
 
 from .conftest import Bench
 
+PATHS = ("chat", "sql")
 KEYS = {"ops": "sk-ops-0123456789abc", "user": "sk-user-0123456789ab"}
 
 
@@ -37,13 +39,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_adapter(folder / name, shapes["target"], rank, seed)
     write_adapter(folder / "chat-draft", shapes["draft"], 4, 9)
     write_adapter(folder.parent / "outside", shapes["target"], 4, 8)
+    write_adapter(folder / "not-finite", shapes["target"], 4, 7, float("inf"))
+    (folder / "link").symlink_to(folder.parent / "outside")
+    (folder / "circle").symlink_to(folder / "circle")
     return folder
 
 
 class Service:
     """A script, with the adapters of a configuration, as an ingress has them."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, folder: Path, replica: str = "one") -> None:
         self.args = AppArgs.model_validate(
             {"lora": {"adapters": [{"name": "sql", "path": str(folder / "sql")}], "folder": str(folder)}}
         )
@@ -52,22 +57,31 @@ class Service:
         self.bench.script = self.script
         info = self.bench.service.model_info()
         configured = configured_adapters(self.args, info.target)
-        self.peers: list[Loaded | None] = []
+        self.peers = [self]
+        self.told: list[tuple[str, Change]] = []
+        self.tells_for_s = 0.0
 
-        def publish(loaded: Loaded) -> None:
-            self.bench.service._info = replace(info, adapters=(*configured, *loaded.values()))
+        def publish(loaded: tuple[ServedModel, ...]) -> None:
+            self.bench.service._info = replace(info, adapters=(*configured, *loaded))
 
-        async def tell(name: str, model: ServedModel | None) -> None:
-            self.adapters.changed(name, model)
+        async def tell(name: str, change: Change) -> None:
+            await asyncio.sleep(self.tells_for_s)
+            self.told.append((name, change))
+            self.adapters.changed(name, change)
 
-        async def ask() -> list[Loaded | None]:
-            return self.peers
+        async def ask() -> list[Changes]:
+            return [peer.adapters.changes for peer in self.peers]
 
-        self.adapters = LoadedAdapters(self.args, info.target, publish, tell, ask)
-        publish({})
+        self.adapters = LoadedAdapters(self.args, info.target, replica, publish, tell, ask)
+        publish(())
         settings = ApiSettings(admin_keys=("ops",))
         self.app = create_app(self.bench.service, settings, tokenizer, self.bench.observer, ApiKeys(KEYS))
         add_adapter_routes(self.app, self.adapters)
+
+    def names(self) -> dict[str, str]:
+        """The adapters that requests can name, with the names of their folders."""
+        models = self.bench.service.model_info().adapters
+        return {model.name: Path(model.root).name for model in models}
 
     def script(self, request: SequenceRequest) -> list[Any]:
         self.asked.append(request)
@@ -146,6 +160,19 @@ async def test_an_adapter_comes_and_goes(service: Service, post: Post, folder: P
     assert (status, error["param"]) == (404, "lora_name")
 
 
+@pytest.mark.parametrize("name", ["team/sql:v2", "../sql", "ä b", "x" * 200])
+async def test_any_name_is_a_name_everywhere(name: str, service: Service, post: Post, http: httpx2.AsyncClient) -> None:
+    """As it is and after the model's, at each endpoint that answers, and in the list."""
+    assert (await post("load_lora_adapter", lora_name=name, lora_path="chat"))[0] == 200
+    for model in (name, f"demo:{name}"):
+        assert (await post("completions", model=model, prompt="x"))[0] == 200
+        assert (await post("chat/completions", model=model, messages=[{"role": "user", "content": "x"}]))[0] == 200
+        assert (await post("responses", model=model, input="x"))[0] == 200
+    assert [request.spec.adapter.name for request in service.asked if request.spec.adapter] == [name] * 6
+    assert (await http.get(f"/v1/models/{quote(name, safe='')}")).json()["id"] == name
+    assert (await post("unload_lora_adapter", lora_name=name))[0] == 200
+
+
 async def test_a_name_changes_its_adapter_only_where_that_is_said(service: Service, post: Post) -> None:
     assert (await post("load_lora_adapter", lora_name="mine", lora_path="chat"))[0] == 200
     status, error = await post("load_lora_adapter", lora_name="mine", lora_path="sql")
@@ -181,10 +208,14 @@ async def test_nobody_may_where_no_key_is_named(keys: dict[str, str], service: S
         ({"lora_name": "x", "lora_path": "nothing"}, "lora_path", "a folder in"),
         ({"lora_name": "x", "lora_path": "some/repository"}, "lora_path", "a folder in"),
         ({"lora_name": "x", "lora_path": "a\0b"}, "lora_path", "a folder in"),
+        ({"lora_name": "x", "lora_path": "a" * 300}, "lora_path", "a folder in"),
+        ({"lora_name": "x", "lora_path": "circle"}, "lora_path", "a folder in"),
+        ({"lora_name": "x", "lora_path": "not-finite"}, "lora_path", "not all finite"),
         ({"lora_name": "x", "lora_path": "link"}, "lora_path", "a folder in"),
         ({"lora_name": "x", "lora_path": "large"}, "lora_path", "rank 17; at most 16"),
         ({"lora_name": "x", "lora_path": "chat-draft"}, "lora_path", "are not those of a layer of"),
         ({"lora_name": "x", "lora_path": "chat", "draft_lora_path": "/etc"}, "draft_lora_path", "a folder in"),
+        ({"lora_name": "x", "lora_path": "chat", "draft_lora_path": "sql"}, "draft_lora_path", "to no linear layer"),
         ({"lora_name": "demo", "lora_path": "chat"}, "lora_name", "name of a model"),
         ({"lora_name": "demo:chat", "lora_path": "chat"}, "lora_name", "name of a model"),
         ({"lora_name": "sql", "lora_path": "chat"}, "lora_name", "another adapter"),
@@ -194,11 +225,7 @@ async def test_nobody_may_where_no_key_is_named(keys: dict[str, str], service: S
     ],
     ids=lambda value: value if isinstance(value, str) and value.startswith("lora") else "",
 )
-async def test_what_cannot_be_loaded_is_refused(
-    body: dict[str, Any], param: str, says: str, post: Post, folder: Path
-) -> None:
-    if body.get("lora_path") == "link" and not (folder / "link").exists():
-        (folder / "link").symlink_to(folder.parent / "outside")
+async def test_what_cannot_be_loaded_is_refused(body: dict[str, Any], param: str, says: str, post: Post) -> None:
     status, error = await post("load_lora_adapter", **body)
     assert (status, error["param"]) == (400, param), error
     assert says in error["message"]
@@ -212,18 +239,60 @@ async def test_configured_adapters_stay(post: Post) -> None:
 async def test_a_replica_that_starts_learns_of_what_was_loaded(
     tokenizer: PreTrainedTokenizerFast, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapters_module, "_LEARNS_FOR_S", 0.0)
-    old = Service(tokenizer, folder)
+    old, new = Service(tokenizer, folder, "old"), Service(tokenizer, folder, "new")
+    old.peers = new.peers = [new, old]
     await old.adapters.load("chat", "chat", None, False)
-    monkeypatch.setattr(adapters_module, "_LEARNS_FOR_S", 60.0)
-    new = Service(tokenizer, folder)
-    new.peers = [new.adapters.known, old.adapters.known]
-    assert new.peers[0] is None, "it does not ask itself"
     await new.adapters.learn()
-    assert [model.name for model in new.bench.service.model_info().adapters] == ["sql", "chat"]
+    assert new.names() == old.names() == {"sql": "sql", "chat": "chat"}
     await old.adapters.unload("chat")
     await new.adapters.learn()
-    assert [model.name for model in new.bench.service.model_info().adapters] == ["sql"]
+    assert new.names() == old.names() == {"sql": "sql"}, "what is not there is learnt, too"
+    await new.adapters.load("chat", "sql", None, False)
+    await new.adapters.learn()
+    assert new.names() == {"sql": "sql", "chat": "sql"}, "it forgets nothing of its own"
+
+
+async def test_a_replica_that_was_not_told_learns_of_it_later(
+    tokenizer: PreTrainedTokenizerFast, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [1000.0]
+    monkeypatch.setattr(adapters_module.time, "monotonic", lambda: now_s[0])
+    one, other = Service(tokenizer, folder, "one"), Service(tokenizer, folder, "other")
+    one.peers = other.peers = [one, other]
+    now_s[0] += 20
+    await other.adapters.learn()
+    await one.adapters.load("chat", "chat", None, False)
+    await other.adapters.learn()
+    assert other.names() == {"sql": "sql"}, "it does not ask all the time"
+    now_s[0] += 10
+    await other.adapters.learn()
+    assert other.names() == {"sql": "sql", "chat": "chat"}
+
+
+@pytest.mark.parametrize("what", ["two loads", "a load and an unload"])
+async def test_replicas_agree_whatever_they_hear_of_first(
+    what: str, tokenizer: PreTrainedTokenizerFast, folder: Path
+) -> None:
+    """Two ingresses change the meaning of a name at once; each hears of its own change first."""
+    one, other = Service(tokenizer, folder, "one"), Service(tokenizer, folder, "other")
+    await one.adapters.load("mine", "chat", None, False)
+    if what == "two loads":
+        await other.adapters.load("mine", "sql", None, False)
+    else:
+        await other.adapters.unload("mine")
+    for sender, receiver in ((one, other), (other, one)):
+        for told in sender.told:
+            receiver.adapters.changed(*told)
+    last = {"mine": "sql"} if what == "two loads" else {}
+    assert one.names() == other.names() == {"sql": "sql"} | last
+
+
+async def test_of_two_loads_of_a_name_at_once_one_is_refused(service: Service, post: Post) -> None:
+    service.tells_for_s = 0.5  # the second one is checked meanwhile
+    answers = await asyncio.gather(*(post("load_lora_adapter", lora_name="mine", lora_path=path) for path in PATHS))
+    assert sorted(status for status, _ in answers) == [200, 400]
+    (path,) = (path for path, (status, _) in zip(PATHS, answers, strict=True) if status == 200)
+    assert service.names()["mine"] == path
 
 
 async def test_an_adapter_that_is_gone_is_refused_and_nothing_is_lost(
