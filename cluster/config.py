@@ -285,8 +285,8 @@ class AppArgs(StrictModel):
 
     @property
     def is_auto(self) -> bool:
-        """Whether a controller chooses how much to draft."""
-        return self.has_draft and self.num_speculative_tokens == "auto"
+        """Whether it is measured how much to draft, of what is not only looked up."""
+        return (self.has_draft or self.draft.has_heads) and self.num_speculative_tokens == "auto"
 
     @property
     def has_draft(self) -> bool:

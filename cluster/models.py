@@ -140,8 +140,9 @@ class DraftConfig(ModelConfig):
     method: Annotated[DraftMethod, BeforeValidator(draft_method)] = Field(
         "model",
         description="model: a draft model; lookup: what followed where the end of the text occurred before, without a "
-        "draft model; heads: heads on the target, without a draft model; of several, with a plus between them, look-up "
-        "goes first where a long match is found, and heads draft where the draft model has said nothing",
+        "draft model; heads: heads on the target, without a draft model; of several, with a plus between them, what "
+        "gains most where num_speculative_tokens is auto, else look-up goes first where a long match is found, and "
+        "heads draft where the draft model has said nothing",
     )
     heads: str | None = Field(
         None, min_length=1, description="hub id or local folder of Medusa heads; the demo target's where none is given"
@@ -152,7 +153,7 @@ class DraftConfig(ModelConfig):
         le=64,
         description="most tokens of a draft that is a tree, verified in one pass, on a target of attention layers: of "
         "heads, or of a draft model, whose next guesses are verified beside each draft token; where it has no room for "
-        "them a draft is a chain",
+        "them a draft is a chain; with num_speculative_tokens auto, as many as are worth their time",
     )
     one_pass: bool = Field(
         False,

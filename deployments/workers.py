@@ -30,6 +30,7 @@ from deployments.names import ROUTER
 from deployments.tracing import sequence_tracer
 from deployments.transport.endpoints import WorkerEndpoint, replica_id
 from deployments.transport.host import WorkerHost
+from specdec.control.gains import DraftGains
 from specdec.engine.build import Built, build_drafter, build_target
 from specdec.engine.observed import ObservedDrafter, ObservedTarget, StepListener
 from specdec.engine.profile import profile_drafter, profile_target
@@ -103,6 +104,7 @@ class TargetServer(_Worker):
             lookup=LookUpOptions(args.most_draft_tokens, args.looks_up, args.draft.lookup_history_tokens)
             if args.speculates
             else None,
+            chooser=DraftGains(report.gauges) if args.is_auto and args.draft.method != "model" else None,
         )
         machine.tracer = sequence_tracer("target", name)
         self._worker_host = self.start_worker(

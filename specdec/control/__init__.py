@@ -10,4 +10,5 @@ no randomness. A plan never touches correctness, so none of this has to be right
   measured over predicted pace, by load in octaves of the rows. A way that was never measured gets a little less.
 - Nothing is drafted until a gain is likely. While nothing is, one sequence drafts a little now and then.
 - Choices and factors belong to the target, not to requests: a burst begins with what earlier ones have taught.
+- What is drafted in a target's process, by heads or by look-up, is weighed there: ``gains.py``.
 """

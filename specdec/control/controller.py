@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from specdec.control.estimates import DecayedRate, tally
+from specdec.control.estimates import DecayedRate, kind_of, tally
 from specdec.control.group import PRIOR_RATE, PRIOR_TRIALS, PROBE, Group
 from specdec.control.ways import OFF, WAYS, Bounds, Choice, Conditions
 from specdec.control.workers import WorkerFigures
@@ -63,7 +63,7 @@ class Controller:
     def opened(self, seq: str, spec: SequenceSpec) -> Plan:
         """A sequence has come; its first plan is what was learned before, within its request's bound."""
         most, own = self.bounds.num_draft_tokens, spec.num_speculative_tokens
-        one = Tracked(most if own is None else min(own, most), round(2 * spec.sampling.temperature) / 2)
+        one = Tracked(most if own is None else min(own, most), kind_of(spec))
         self._sequences[seq] = one
         self._unread.add(seq)
         # Short requests end before a review places them; where there is but one target they are its.

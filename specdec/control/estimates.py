@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specdec.protocol.messages import ACCEPTED
+from specdec.sampling.params import SequenceSpec
 
 MEMORY = 256.0
 """Trials after which a trial counts 1/e."""
@@ -30,6 +31,11 @@ class DecayedRate:
     def rate(self, prior: float, weight: float) -> float:
         """The rate, with a prior that counts like ``weight`` trials."""
         return (self.successes + prior * weight) / (self.trials + weight)
+
+
+def kind_of(spec: SequenceSpec) -> float:
+    """A request's temperature, roughly: what is kept of drafts depends on it."""
+    return round(2 * spec.sampling.temperature) / 2
 
 
 def tally(how: str, num_drafted: Sequence[int]) -> tuple[int, int, int]:

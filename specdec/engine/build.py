@@ -112,7 +112,8 @@ def build_target(
     sampler = make_sampler(source, built.runner.vocab_size, built.loaded.eos_token_ids, options)
     heads = None
     if built.heads is not None and options.heads is not None:
-        heads = HeadDrafter(built.heads, sampler, options.heads.most_tokens, options.heads.tree_tokens)
+        tree_tokens = options.heads.tree_tokens if built.runner.takes_trees else 0
+        heads = HeadDrafter(built.heads, sampler, options.heads.most_tokens, tree_tokens)
     backend = ModelTarget(
         built.runner,
         sampler,

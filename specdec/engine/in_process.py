@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 from specdec.protocol.backends import DraftBackend, TargetBackend
 from specdec.protocol.drafter import DrafterMachine
+from specdec.protocol.drafts import DraftChooser
 from specdec.protocol.ingress import Delivery, IngressMachine
 from specdec.protocol.leases import Times
 from specdec.protocol.lookup import LookUpOptions
@@ -27,6 +28,7 @@ class InProcessService:
         drafter: None where there is no draft model.
         lookup: Of the target; None for none.
         tree_tokens: Most tokens of a draft of the draft model that is a tree.
+        chooser: Of the target; None takes drafts in order, and all of them.
         on_message: Told of each message with the names of its sender and receiver.
         clock: Seconds, only for leases, which nobody lets run out here.
     """
@@ -40,6 +42,7 @@ class InProcessService:
         on_message: OnMessage | None = None,
         lookup: LookUpOptions | None = None,
         tree_tokens: int = 0,
+        chooser: DraftChooser | None = None,
     ) -> None:
         times = Times(lease_s=1e6, silence_s=1e6)
         planner = fixed_plan(num_draft_tokens, "in_turn", tree_tokens=tree_tokens) if drafter is not None else no_drafts
@@ -47,7 +50,7 @@ class InProcessService:
         self._on_message = on_message
         self.ingress = IngressMachine("ingress", times)
         self.router = RouterMachine("router", planner, times)
-        self.target = TargetMachine("target", target, times, lookup=lookup)
+        self.target = TargetMachine("target", target, times, lookup=lookup, chooser=chooser)
         self.drafter = DrafterMachine("drafter", drafter, times) if drafter is not None else None
         self.router.worker_joined("target", "target", clock())
         if drafter is not None:

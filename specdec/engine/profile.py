@@ -37,7 +37,10 @@ def profile_target(backend: TargetBackend, listener: StepListener, limit_s: floa
         for length in (0, *(length for length in DRAFT_LENGTHS for _ in range(NUM_STEPS))):
             draft = (1,) * length
             results = observed.verify(
-                [VerifyJob(key, log, draft, _spec(i)) for i, (key, log) in enumerate(zip(keys, logs, strict=True))]
+                [
+                    VerifyJob(key, log, draft, _spec(i), wants_own=bool(draft))
+                    for i, (key, log) in enumerate(zip(keys, logs, strict=True))
+                ]
             )
             if not _are_decided(results):
                 break

@@ -243,7 +243,7 @@ class ModelTarget:
         logprobs = self._sampler.logprobs(
             logits if rows is None else logits[rows], told, [result.run for result in verified]
         )
-        drafts = self._next_drafts(groups, verified, hidden)
+        drafts = self._next_drafts([jobs[i].wants_own for i, _, _ in scheduled], groups, verified, hidden)
         return [
             Verification(
                 Status.DECIDED,
@@ -264,14 +264,22 @@ class ModelTarget:
         ]
 
     def _next_drafts(
-        self, groups: Sequence[RowGroup], verified: Sequence[VerifiedRun], hidden: torch.Tensor | None
+        self,
+        wanted: Sequence[bool],
+        groups: Sequence[RowGroup],
+        verified: Sequence[VerifiedRun],
+        hidden: torch.Tensor | None,
     ) -> list[Draft]:
-        """What the heads propose after each run, from the row that its last token was chosen in."""
-        if self._heads is None or hidden is None:
-            return [NO_DRAFT] * len(groups)
-        last = [rows[-1] for rows in _rows_kept(groups, verified)]
-        decided = [(group.spec, [*group.tokens, *result.run]) for group, result in zip(groups, verified, strict=True)]
-        return self._heads.drafts(hidden[last], decided)
+        """What the heads propose after each run, where wanted, from the row that its last token was chosen in."""
+        drafts = [NO_DRAFT] * len(groups)
+        places = [i for i, is_wanted in enumerate(wanted) if is_wanted]
+        if self._heads is None or hidden is None or not places:
+            return drafts
+        rows = _rows_kept(groups, verified)
+        decided = [(groups[i].spec, [*groups[i].tokens, *verified[i].run]) for i in places]
+        for i, draft in zip(places, self._heads.drafts(hidden[[rows[i][-1] for i in places]], decided), strict=True):
+            drafts[i] = draft
+        return drafts
 
 
 def as_chain(job: VerifyJob) -> VerifyJob:

@@ -39,6 +39,7 @@ class VerifyJob(NamedTuple):
         room: How many tokens a backend that knows without a draft model what comes next may draft by itself.
         parents: Where the draft is a tree, as in :class:`specdec.protocol.drafts.Draft`. A backend may verify less of
             it, such as a chain.
+        wants_own: Whether what the backend itself proposes for the next round is of use.
     """
 
     key: str
@@ -49,6 +50,7 @@ class VerifyJob(NamedTuple):
     source: DraftSource = ""
     room: int = 0
     parents: Tokens = ()
+    wants_own: bool = True
 
     @property
     def proposed(self) -> Draft:

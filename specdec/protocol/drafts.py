@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from specdec.protocol.marks import TokenLog
 from specdec.protocol.messages import Candidates, Offer, Outcome
+from specdec.sampling.params import SequenceSpec
 from specdec.sampling.trees import depths
 from specdec.types import Tokens
 
@@ -89,6 +90,26 @@ class Draft(NamedTuple):
 
 
 NO_DRAFT = Draft()
+
+
+class DraftChooser(Protocol):
+    """Says which of several drafts to verify, and how much of one, by what they gain; no token depends on it."""
+
+    def best(self, drafts: Sequence[Draft], spec: SequenceSpec, num_rows: int) -> Draft:
+        """Of some drafts for a sequence, in a step of so many, the one that gains most."""
+        ...
+
+    def cut(self, draft: Draft, spec: SequenceSpec, num_rows: int) -> Draft:
+        """As much of a backend's own draft as is worth its time."""
+        ...
+
+    def wants_own(self, spec: SequenceSpec, num_rows: int) -> bool:
+        """Whether a draft of the backend's own is of use in the next round."""
+        ...
+
+    def judge(self, draft: Draft, accepted: Tokens, spec: SequenceSpec) -> None:
+        """Learn what was accepted of a draft that was verified whole."""
+        ...
 
 
 def remaining_draft(offer: Offer, log: TokenLog, *, needs_candidates: bool) -> Draft:

@@ -14,6 +14,7 @@ from specdec.protocol.drafts import (
     OFFERED,
     OFFERS_KEPT,
     Draft,
+    DraftChooser,
     DraftSource,
     awaits_token,
     remaining_draft,
@@ -52,11 +53,13 @@ class TargetMachine(WorkerMachine[TargetRow]):
         fingerprint: str = "",
         last_interval: LastInterval | None = None,
         lookup: LookUpOptions | None = None,
+        chooser: DraftChooser | None = None,
     ) -> None:
         super().__init__(name, times, gauges, fingerprint=fingerprint)
         self._backend = backend
         self._last_interval = last_interval
         self._lookup = lookup
+        self._chooser = chooser
         self._served = ServedTexts(lookup.history_tokens) if lookup is not None and lookup.history_tokens else None
         self._max_model_len = backend.max_model_len
         self._groups = StepGroups()
@@ -120,12 +123,13 @@ class TargetMachine(WorkerMachine[TargetRow]):
         deciding: list[TargetRow] = []
         jobs: list[VerifyJob] = []
         for row in rows:
-            draft = self._draft(row, now_s)
+            draft = self._draft(row, now_s, len(rows))
             if draft is not None:
                 deciding.append(row)
                 room = 0 if row.suspects else self._room(row)
                 drafted = draft.tokens, row.spec, draft.candidates, draft.source
-                jobs.append(VerifyJob(row.seq, row.log, *drafted, room, draft.parents))
+                wants_own = self._chooser is None or self._chooser.wants_own(row.spec, len(rows))
+                jobs.append(VerifyJob(row.seq, row.log, *drafted, room, draft.parents, wants_own))
         if not jobs:
             return False
         try:
@@ -175,6 +179,8 @@ class TargetMachine(WorkerMachine[TargetRow]):
             how += "p" if not result.num_drafted else bonus if full else corrected
         if source in LOOK_UPS and result.num_drafted and row.lookup is not None:
             row.lookup.judge(result.num_drafted, result.num_accepted)
+        if self._chooser is not None and result.num_drafted == len(draft.tokens) > 0:
+            self._chooser.judge(draft, run[: result.num_accepted], row.spec)
         logprobs = None if result.logprobs is None else result.logprobs[:count]
         row.notes = row.notes + Notes(
             how,
@@ -303,11 +309,11 @@ class TargetMachine(WorkerMachine[TargetRow]):
         if not kept.is_used:
             self.counters.num_stale_offers += 1
 
-    def _draft(self, row: TargetRow, now_s: float) -> Draft | None:
-        """What a row has verified in this step: of a long match what follows it, else of an offer.
+    def _draft(self, row: TargetRow, now_s: float, num_rows: int) -> Draft | None:
+        """What a row has verified in this step: of offers, matches and the backend's own what gains most.
 
-        Where there is none, of any match or of the backend's own, whichever is longer. None where it is held back for
-        an offer.
+        Where nobody knows that it is of a long match what follows it, else of an offer, else of any match or of the
+        backend's own, whichever is longer. None where it is held back for an offer.
         """
         if row.suspects:
             return NO_DRAFT
@@ -315,18 +321,24 @@ class TargetMachine(WorkerMachine[TargetRow]):
         if row.lookup is not None:
             found = row.lookup.draft(row.log, self._room(row))
             is_long = row.lookup.is_long and bool(found.tokens)
-        offered = self._offered(row, at_least=len(found.tokens) if is_long else 0)
-        if offered.tokens:
-            return offered
-        if not is_long and self._waits(row, now_s):
+        offered, kept = self._offered(row)
+        if not offered.tokens and not is_long and self._waits(row, now_s):
             return None
-        return max(found, row.own_draft.first(self._room(row)), key=attrgetter("depth"))
+        own = row.own_draft if self._chooser is None else self._chooser.cut(row.own_draft, row.spec, num_rows)
+        drafts = offered, found, own.first(self._room(row))
+        if self._chooser is not None:
+            draft = self._chooser.best(drafts, row.spec, num_rows)
+        elif offered.depth > (len(found.tokens) if is_long else 0):
+            draft = offered
+        else:
+            draft = max(drafts[1:], key=attrgetter("depth"))
+        if kept is not None and draft is offered:
+            self.counters.num_used_offers += not kept.is_used
+            kept.is_used = True
+        return draft
 
-    def _offered(self, row: TargetRow, at_least: int) -> Draft:
-        """The longest usable draft of the kept offers, cut to what may be committed (rule 6).
-
-        None of them where it would not be longer than ``at_least``.
-        """
+    def _offered(self, row: TargetRow) -> tuple[Draft, KeptOffer | None]:
+        """The longest usable draft of the kept offers, cut to what may be committed (rule 6), and its offer."""
         best, chosen = NO_DRAFT, None
         for kept in reversed([*row.offers]):
             rest = self._rest(row, kept.offer)
@@ -337,13 +349,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
                 self._drop_offer(row, kept)
             elif rest.depth > best.depth:
                 best, chosen = rest, kept
-        most = min(row.plan.num_draft_tokens, self._room(row))
-        if chosen is None or min(most, best.depth) <= at_least:
-            return NO_DRAFT
-        if not chosen.is_used:
-            self.counters.num_used_offers += 1
-        chosen.is_used = True
-        return best.first(most)
+        return best.first(min(row.plan.num_draft_tokens, self._room(row))), chosen
 
     def _room(self, row: TargetRow) -> int:
         """Draft tokens that may be committed, and the one after them."""

@@ -7,6 +7,7 @@ verification", section 4; Cai et al. 2024, "Medusa", section 2.1.2.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -23,18 +24,22 @@ class Node(NamedTuple):
     rank: int
 
 
+def kept_share(place: int, rank: int) -> float:
+    """How often a shape takes a token of this place and rank to be kept where the one it follows was."""
+    return FIRST_KEPT * KEPT_AFTER**place * RANKS[min(rank, len(RANKS) - 1)]
+
+
 def tree_shape(num_tokens: int, num_places: int) -> tuple[Node, ...]:
     """The likeliest ``num_tokens`` tokens of all trees over so many places, the likeliest first."""
     nodes: list[Node] = []
-    waiting = [(-FIRST_KEPT, Node(-1, 0, 0))]
+    waiting = [(-kept_share(0, 0), Node(-1, 0, 0))]
     while waiting and len(nodes) < num_tokens:
         value, node = heapq.heappop(waiting)
         parent, place, rank = node
         if rank + 1 < len(RANKS):
             heapq.heappush(waiting, (value * RANKS[rank + 1] / RANKS[rank], Node(parent, place, rank + 1)))
         if place + 1 < num_places:
-            best = FIRST_KEPT * KEPT_AFTER ** (place + 1)
-            heapq.heappush(waiting, (value * best, Node(len(nodes), place + 1, 0)))
+            heapq.heappush(waiting, (value * kept_share(place + 1, 0), Node(len(nodes), place + 1, 0)))
         nodes.append(node)
     return tuple(nodes)
 
@@ -42,6 +47,16 @@ def tree_shape(num_tokens: int, num_places: int) -> tuple[Node, ...]:
 def chain_shape(num_places: int) -> tuple[Node, ...]:
     """A token at each place."""
     return tuple(Node(place - 1, place, 0) for place in range(num_places))
+
+
+def nodes_of(parents: Sequence[int]) -> tuple[Node, ...]:
+    """The shape of a tree of which it is known what each token follows; siblings rank in their order."""
+    num_children: Counter[int] = Counter()
+    nodes: list[Node] = []
+    for parent, depth in zip(parents, depths(parents), strict=True):
+        nodes.append(Node(parent, depth - 1, num_children[parent]))
+        num_children[parent] += 1
+    return tuple(nodes)
 
 
 def depths(parents: Sequence[int]) -> list[int]:

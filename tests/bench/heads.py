@@ -1,8 +1,9 @@
-"""What heads on a target gain without a draft model: ``python -m tests.bench.heads --target FOLDER [--trees 0,8,16]``.
+"""What heads on a target gain without a draft model: ``python -m tests.bench.heads --target FOLDER [--trees 0,auto]``.
 
 Each row generates the same tokens with heads and plainly, by turns, one stream, and names the ratio of their times; of
-a tree, how many tokens it has, 0 for a chain of a token from each head. Beside them what a verification of so many
-tokens takes over a single token's, so that the ratio can be told from the tokens a round.
+a tree, how many tokens it has, 0 for a chain of a token from each head, auto for as many of the largest's as step times
+and what was kept before say. Beside them what a verification of so many tokens takes over a single token's, so that the
+ratio can be told from the tokens a round.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ import torch
 from cluster.bench.prompts import CODE
 from cluster.identity import demo_folder
 from cluster.models import Dtype
+from specdec.control.gains import DraftGains
 from specdec.engine.build import BackendOptions, build_target
 from specdec.engine.heads import HeadsOptions
 from specdec.engine.in_process import InProcessService
+from specdec.engine.observed import ObservedTarget
+from specdec.engine.profile import profile_target
+from specdec.engine.timing import StepReport
 from specdec.models.compat import tokenizer_width
 from specdec.models.loading import ModelSource, load_tokenizer
 from specdec.sampling.params import SamplingParams
@@ -33,7 +38,7 @@ def main() -> None:
     parser.add_argument("--target", default=str(demo_folder("target")), help="folder of the target")
     parser.add_argument("--heads", default=str(demo_folder("heads")), help="folder of its heads")
     parser.add_argument("--dtype", default="float32", choices=get_args(Dtype))
-    parser.add_argument("--trees", default="0,8,16,32", help="tokens of a tree")
+    parser.add_argument("--trees", default="0,8,16,32,auto", help="tokens of a tree")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--num-prompts", type=int, default=4)
@@ -46,10 +51,15 @@ def main() -> None:
         "| tree | T | over plain (least, median, most) | tokens a round | draft tokens a round | a round over plain's |"
     )
     print("|---|---|---|---|---|---|")
-    for size in map(int, arguments.trees.split(",")):
-        heads = HeadsOptions(arguments.heads, 64, size)
+    trees = arguments.trees.split(",")
+    for size in trees:
+        most = max(int(tree) for tree in trees if tree != "auto") if size == "auto" else int(size)
+        heads = HeadsOptions(arguments.heads, 64, most)
         options = BackendOptions(vocab_size=tokenizer_width(tokenizer), max_num_sequences=4, heads=heads)
-        service = InProcessService(build_target(source, options)[0], None, 0)
+        target, report = build_target(source, options)[0], StepReport()
+        profile_target(target, report.profiled)
+        chooser = DraftGains(report.gauges) if size == "auto" else None
+        service = InProcessService(ObservedTarget(target, [report]), None, 0, chooser=chooser)
         for temperature in (0.0, 1.0):
             sampling = SamplingParams(temperature=temperature)
             cases = [Case(prompt, arguments.max_tokens, sampling, i, None, ()) for i, prompt in enumerate(prompts)]

@@ -173,8 +173,8 @@ def test_a_target_alone_has_no_draft():
         ({"method": ["lookup"]}, (False, False, True, False)),
         ({"method": ["lookup", "model"]}, (True, True, True, True)),
         ({"method": "lookup+model", "pool": "drafts"}, (True, False, True, True)),
-        ({"method": "heads"}, (False, False, False, False)),
-        ({"method": ["lookup", "heads"], "heads": "h"}, (False, False, True, False)),
+        ({"method": "heads"}, (False, False, False, True)),
+        ({"method": ["lookup", "heads"], "heads": "h"}, (False, False, True, True)),
         ({"method": ["lookup", "model", "heads"]}, (True, True, True, True)),
     ],
 )

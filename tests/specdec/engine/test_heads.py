@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from specdec import ModelSource, SpeculativeEngine
+from specdec.control.gains import DraftGains
 from specdec.engine.draft_backend import ModelDrafter
 from specdec.engine.heads import HeadDrafter, HeadsOptions
 from specdec.engine.in_process import InProcessService
 from specdec.engine.target_backend import ModelTarget
+from specdec.engine.timing import StepTimer
 from specdec.models.runner import ModelRunner
+from specdec.protocol.drafts import DraftChooser
 from specdec.protocol.lookup import LookUpOptions
 from specdec.protocol.messages import ACCEPTED, HEADED
 from specdec.sampling.params import SamplingParams
@@ -77,6 +80,7 @@ def with_heads(
     tree: int = 0,
     chunk: int = 64,
     processors: tuple[LogitsProcessor, ...] = (),
+    chooser: DraftChooser | None = None,
 ) -> InProcessService:
     """A target with heads, without a draft model or with one; ``tree`` is how many tokens a tree has."""
     model = make_model(family) if family != "qwen3_5" else make_recurrent(family)
@@ -88,7 +92,7 @@ def with_heads(
         options = {"num_blocks": num_blocks, "chunk": chunk, "processors": processors}
         target = backend(ModelTarget, model, heads=(fitted(family), most, tree), **options)
     drafter = None if draft is None else ModelDrafter(draft(), Sampler(VOCAB_SIZE), **LENGTHS)
-    return InProcessService(target, drafter, 4, lookup=lookup)
+    return InProcessService(target, drafter, 4, lookup=lookup, chooser=chooser)
 
 
 def plainly(family: str, cases: list[Case]) -> list[list[int]]:
@@ -115,6 +119,40 @@ def test_the_tokens_are_those_without_drafts(family: str, temperature: float) ->
     for tree in (0, 12):
         outputs, stats = run(with_heads(family, tree=tree), bounded)
         assert outputs == wanted
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("free_tokens", "least", "most"), [(1 << 20, 11.5, 12.0), (3, 1.0, 2.5), (1, 0.0, 0.0)])
+def test_as_much_of_a_tree_is_verified_as_its_step_time_is_worth(
+    temperature: float, free_tokens: int, least: float, most: float
+) -> None:
+    """All where a step costs the same, a chain where it has room for no more, hardly any where each token costs."""
+    sampling = SamplingParams(temperature=temperature)
+    cases = [replace(case, max_tokens=60, eos_token_ids=()) for case in make_cases(sampling)]
+    timer = StepTimer()
+    for rows in range(1, len(cases) + 1):
+        for tokens in range(rows, 33 * rows, rows):
+            timer.add(rows, tokens, max(1.0, tokens / (rows * free_tokens)))
+    service = with_heads("llama", tree=12, chooser=DraftGains(timer.report))
+    outputs, _ = run(service, cases)
+    assert outputs == plainly("llama", cases)
+    counters = service.target.counters
+    if most:
+        assert counters.num_drafts > 0.5 * counters.num_rounds
+        assert least <= counters.num_draft_tokens / counters.num_drafts <= most
+    else:
+        assert 0 < counters.num_drafts < 0.1 * counters.num_rounds
+
+
+def test_each_way_is_weighed_against_the_others_and_no_token_changes() -> None:
+    cases = predicted_cases("llama", SamplingParams(temperature=1.0, top_p=0.95))
+    timer = StepTimer()
+    timer.add(1, 1, 1.0)
+    draft, chooser = partial(runner, "llama", NOISE, "rescan"), DraftGains(timer.report)
+    outputs = collect(with_heads("llama", draft=draft, lookup=LookUpOptions(16), tree=12, chooser=chooser), cases)
+    assert [output.tokens for output in outputs] == plainly("llama", cases)
+    letters = letters_of(outputs)
+    assert min(letters["a"], letters["x"], letters["h"]) > 0, letters
 
 
 def test_greedy_output_is_that_of_transformers_by_either_rule() -> None:
