@@ -53,7 +53,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     trees = arguments.trees.split(",")
     for size in trees:
-        most = max(int(tree) for tree in trees if tree != "auto") if size == "auto" else int(size)
+        most = max((int(tree) for tree in trees if tree != "auto"), default=32) if size == "auto" else int(size)
         heads = HeadsOptions(arguments.heads, 64, most)
         options = BackendOptions(vocab_size=tokenizer_width(tokenizer), max_num_sequences=4, heads=heads)
         target, report = build_target(source, options)[0], StepReport()

@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from cluster.identity import demo_folder
 from specdec import BackendOptions, ModelSource, SamplingParams, SpeculativeEngine
+from specdec.engine.heads import HeadsOptions
 from specdec.errors import ModelLoadError
 from specdec.models.admission import check_admission
 from specdec.models.compiled import compile_layers
@@ -199,3 +200,28 @@ def test_a_compiled_pair_says_what_a_plain_one_says() -> None:
             for engine, length in ((plain, 0), (compiled, 0), (compiled, 3), (compiled, 7))
         ]
         assert all(text == texts[0] for text in texts)
+
+
+@pytest.mark.parametrize("tree_tokens", [0, 12])
+def test_heads_on_a_compiled_target_say_what_they_say_on_a_plain_one(tree_tokens: int) -> None:
+    """In chains and in trees: no token changes, and as many are kept."""
+    lines: list[str] = []
+    heads = HeadsOptions(str(demo_folder("heads")), 64, tree_tokens)
+    plain, compiled = (
+        SpeculativeEngine.from_pretrained(
+            ModelSource(str(demo_folder("target")), dtype="float32", device="cpu", compile=is_compiled),
+            options=BackendOptions(kv_memory=64 << 20, heads=heads),
+            progress=lines.append,
+        )
+        for is_compiled in (False, True)
+    )
+    assert "12 of 12 layers compiled, 1 kind" in lines
+    for temperature in (0.0, 1.0):
+        sampling = SamplingParams(temperature=temperature, ignore_eos=True)
+        alone, *drafted = (
+            engine.generate("import os\n\ndef ", sampling, seed=7, max_tokens=40, num_speculative_tokens=bound)
+            for engine, bound in ((plain, 0), (plain, None), (compiled, None))
+        )
+        assert [one.token_ids for one in drafted] == [alone.token_ids] * 2
+        kept = [one.stats.num_accepted_tokens for one in drafted]
+        assert kept[0] == kept[1] > 3
