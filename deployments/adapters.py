@@ -38,6 +38,10 @@ _FORGETS_AFTER_NS = 3600 * 10**9
 """By then no replica hears anything of what was before an adapter was unloaded."""
 
 
+Twins = tuple[Adapter, Adapter | None]
+"""An adapter, and its twin for the draft model, if it has one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """What a name means from now on.
@@ -45,11 +49,12 @@ class Change:
     Attributes:
         order: Of two changes the greater one holds, at every replica, whichever it hears of first. A time in
             nanoseconds, later than that of all changes that its replica knew, and the replica's name.
-        model: The adapter; None where it was unloaded.
+        twins: The adapter, without the model that it changes: a replica of an update may have another one. None where
+            it was unloaded.
     """
 
     order: tuple[int, str]
-    model: ServedModel | None
+    twins: Twins | None
 
 
 Changes = Mapping[str, Change]
@@ -62,11 +67,26 @@ def configured_adapters(args: AppArgs, base: ServedModel) -> tuple[ServedModel, 
     Raises:
         InvalidParameterError: One cannot be found, or cannot be served; or its name is a model's.
     """
-    return tuple(served_adapter(args, base, one.name, one.path, one.draft) for one in args.lora.adapters)
+    return tuple(_served(base, _checked_twins(args, base, one.name, one.path, one.draft)) for one in args.lora.adapters)
 
 
-def served_adapter(args: AppArgs, base: ServedModel, name: str, path: str, draft: str | None) -> ServedModel:
-    """An adapter of ``base``, checked against the models' layers, as a model that requests can name.
+def _served(base: ServedModel, twins: Twins) -> ServedModel:
+    """An adapter of ``base`` as a model that requests can name."""
+    adapter, twin = twins
+    decision = f"{base.decision}:{adapter.fingerprint}"
+    return replace(
+        base,
+        name=adapter.name,
+        decision=decision,
+        root=adapter.path,
+        parent=base.name,
+        adapter=adapter,
+        draft_adapter=twin,
+    )
+
+
+def _checked_twins(args: AppArgs, base: ServedModel, name: str, path: str, draft: str | None) -> Twins:
+    """An adapter of ``base``, checked against the models' layers.
 
     Raises:
         InvalidParameterError: It, or its twin, cannot be found, or cannot be served; or the name is a model's.
@@ -74,11 +94,7 @@ def served_adapter(args: AppArgs, base: ServedModel, name: str, path: str, draft
     if name in (base.name, f"{base.name}-draft") or name.startswith(f"{base.name}:"):
         raise InvalidParameterError("lora_name", f"lora_name: {name} is, or begins like, the name of a model")
     adapter = _checked("lora_path", target_source(args), args.lora, name, path)
-    twin = None if draft is None else _checked("draft_lora_path", draft_source(args), args.lora, name, draft)
-    decision = f"{base.decision}:{adapter.fingerprint}"
-    return replace(
-        base, name=name, decision=decision, root=adapter.path, parent=base.name, adapter=adapter, draft_adapter=twin
-    )
+    return adapter, None if draft is None else _checked("draft_lora_path", draft_source(args), args.lora, name, draft)
 
 
 def _checked(parameter: str, source: ModelSource | None, config: LoraConfig, name: str, path: str) -> Adapter:
@@ -160,9 +176,10 @@ class LoadedAdapters:
         self.changes[name] = change
         since_ns = self._newest_ns() - _FORGETS_AFTER_NS
         self.changes = {
-            name: one for name, one in self.changes.items() if one.model is not None or one.order[0] > since_ns
+            name: one for name, one in self.changes.items() if one.twins is not None or one.order[0] > since_ns
         }
-        self._publish(tuple(one.model for one in self.changes.values() if one.model is not None))
+        loaded = [one.twins for one in self.changes.values() if one.twins is not None]
+        self._publish(tuple(_served(self._base, twins) for twins in loaded))
 
     async def load(self, name: str, path: str, draft: str | None, in_place: bool) -> None:
         """Check an adapter, and let requests name it.
@@ -173,12 +190,12 @@ class LoadedAdapters:
         config = self._args.lora
         path = allowed_path(config, path, "lora_path")
         draft = None if draft is None else allowed_path(config, draft, "draft_lora_path")
-        model = await asyncio.to_thread(served_adapter, self._args, self._base, name, path, draft)
+        twins = await asyncio.to_thread(_checked_twins, self._args, self._base, name, path, draft)
         async with self._one_by_one:
             held = self._held(name)
-            if name in self._configured or (held is not None and held != model and not in_place):
+            if name in self._configured or (held is not None and held != twins and not in_place):
                 raise InvalidParameterError("lora_name", f"lora_name: there is another adapter of the name {name}")
-            await self._change(name, model)
+            await self._change(name, twins)
 
     async def unload(self, name: str) -> bool:
         """Let no new request name an adapter; whether there was one.
@@ -193,14 +210,14 @@ class LoadedAdapters:
             await self._change(name, None)
         return is_there
 
-    async def _change(self, name: str, model: ServedModel | None) -> None:
-        await self._tell(name, Change((max(time.time_ns(), self._newest_ns() + 1), self._replica), model))
+    async def _change(self, name: str, twins: Twins | None) -> None:
+        await self._tell(name, Change((max(time.time_ns(), self._newest_ns() + 1), self._replica), twins))
 
     def _newest_ns(self) -> int:
         return max((one.order[0] for one in self.changes.values()), default=0)
 
-    def _held(self, name: str) -> ServedModel | None:
-        return self.changes[name].model if name in self.changes else None
+    def _held(self, name: str) -> Twins | None:
+        return self.changes[name].twins if name in self.changes else None
 
     @property
     def _configured(self) -> frozenset[str]:

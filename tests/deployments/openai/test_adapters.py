@@ -48,7 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Service:
     """A script, with the adapters of a configuration, as an ingress has them."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, folder: Path, replica: str = "one") -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, folder: Path, replica: str = "one", decision: str = ""
+    ) -> None:
         self.args = AppArgs.model_validate(
             {"lora": {"adapters": [{"name": "sql", "path": str(folder / "sql")}], "folder": str(folder)}}
         )
@@ -72,7 +74,8 @@ class Service:
         async def ask() -> list[Changes]:
             return [peer.adapters.changes for peer in self.peers]
 
-        self.adapters = LoadedAdapters(self.args, info.target, replica, publish, tell, ask)
+        base = replace(info.target, decision=decision)
+        self.adapters = LoadedAdapters(self.args, base, replica, publish, tell, ask)
         publish(())
         settings = ApiSettings(admin_keys=("ops",))
         self.app = create_app(self.bench.service, settings, tokenizer, self.bench.observer, ApiKeys(KEYS))
@@ -250,6 +253,21 @@ async def test_a_replica_that_starts_learns_of_what_was_loaded(
     await new.adapters.load("chat", "sql", None, False)
     await new.adapters.learn()
     assert new.names() == {"sql": "sql", "chat": "sql"}, "it forgets nothing of its own"
+
+
+async def test_a_replica_of_an_update_has_the_adapter_of_its_own_model(
+    tokenizer: PreTrainedTokenizerFast, folder: Path
+) -> None:
+    """As a model that is quantized anew: other tokens, another fingerprint."""
+    old, new = Service(tokenizer, folder, "old", "int8"), Service(tokenizer, folder, "new", "int4")
+    new.peers = [old]
+    await old.adapters.load("chat", "chat", None, False)
+    await new.adapters.learn()
+    (ours,), (theirs,) = (
+        [m for m in one.bench.service.model_info().adapters if m.name == "chat"] for one in (new, old)
+    )
+    assert ours.adapter == theirs.adapter
+    assert (ours.decision[:5], theirs.decision[:5]) == ("int4:", "int8:")
 
 
 async def test_a_replica_that_was_not_told_learns_of_it_later(
