@@ -131,6 +131,8 @@ $(DEV): $(SERVE)
 	@touch $@
 
 $(VLLM_READY): pyproject.toml constraints-vllm.txt | $(SERVE)
+	@$(BIN)/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null \
+		|| { echo "Install libnuma1 first (Debian, Ubuntu: apt install libnuma1)" >&2; exit 1; }
 	@echo "[setup] $(VLLM), with vLLM for CPUs: some minutes"
 	@[ -x $(VLLM)/bin/python ] || $(BIN)/python -m venv $(VLLM)
 	@$(VLLM)/bin/python -m pip install --disable-pip-version-check --no-input --quiet --constraint constraints-vllm.txt \
