@@ -38,8 +38,7 @@ def generate(target: ModelSource, draft: ModelSource | None, temperature: float)
     return engine.generate_batch(PROMPTS, SamplingParams(temperature=temperature), seed=3, max_tokens=40)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("role", ["target", "hybrid"])
+@pytest.mark.parametrize(("role", "temperature"), [("target", 1.0), ("hybrid", 0.0)])
 def test_the_text_is_the_quantized_targets_own(role, temperature):
     target = demo(role, quantization="int8")
     alone = generate(target, None, temperature)

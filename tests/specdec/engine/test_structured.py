@@ -175,13 +175,17 @@ class Counted(NamedTuple):
     num_draft_forwards: int
 
 
-@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
-@pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize(
+    ("pair", "temperature", "acceptance"),
+    [("plain", 0.0, "coupled"), ("plain", 1.0, "rejection"), ("hybrid", 0.0, "rejection"), ("hybrid", 1.0, "coupled")],
+)
 def test_what_a_grammar_forces_goes_first_in_every_draft(
-    pair: str, acceptance: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+    pair: str, temperature: float, acceptance: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same tokens in fewer steps of the draft model, and of the target where the draft model knows no grammar."""
+    """The same tokens in fewer steps of the draft model, and of the target where the draft model knows no grammar.
+
+    Of pair, temperature and rule each two meet once.
+    """
     engine = engine_of(pair)
     params = replace(sampling(temperature, BOOKING), acceptance=acceptance)
     in_target, in_draft = (one._backend._sampler for one in (engine._service.target, engine._service.drafter))
