@@ -256,6 +256,19 @@ def test_a_worker_that_cannot_load_an_adapter_says_so(fault: str, adapters: dict
     assert gauges(service)["kv_blocks_in_use"] == 0
 
 
+def test_a_twin_that_is_gone_costs_its_own_drafts_alone(adapters: dict[str, Adapter], tmp_path: Path) -> None:
+    twin = save_adapter(tmp_path / "twin", make_model("llama"), 8, seed=9)
+    shutil.rmtree(twin.path)
+    cases = [
+        replace(case, draft_adapter=twin if i % 2 else None) for i, case in enumerate(make_cases(adapters, SAMPLED))
+    ]
+    wanted = collect(make_service("llama", NOISE, 0, adapters=ROOM), cases)
+    service = make_service("llama", NOISE, 3, adapters=ROOM)
+    outputs = collect(service, cases)
+    assert [output.tokens for output in outputs] == [output.tokens for output in wanted]
+    assert ["a" in output.notes.how for output in outputs] == [case.draft_adapter is None for case in cases]
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, REJECTION], ids=["greedy", "sampled", "rejection"])
 def test_an_adapter_whose_numbers_overflow_ends_its_own_texts_alone(
     sampling: SamplingParams, adapters: dict[str, Adapter], tmp_path: Path
