@@ -3,7 +3,8 @@
     python -m tests.bench.one_pass --target FOLDER --draft FOLDER --one-pass FOLDER
 
 First the time that a drafter takes for a round of 7 tokens: a chain alone, and with branches for 16 outcomes, in one
-batch. Then what each draft gains in one process, in turn, one stream: the same texts with drafts and without, by turns.
+batch; by this machine's clock and on a device whose steps all take the same. Then what each draft gains in one process,
+in turn, one stream: the same texts with drafts and without, by turns.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from cluster.bench.prompts import CODE
 from cluster.identity import demo_folder
 from cluster.models import Dtype
 from specdec.engine.build import BackendOptions, build_drafter, build_target
-from specdec.engine.draft_backend import ModelDrafter
+from specdec.engine.emulation import EmulatedDevice, EmulatedDrafter, StepCost
 from specdec.engine.in_process import InProcessService
 from specdec.models.compat import tokenizer_width
 from specdec.models.loading import ModelSource, load_tokenizer
-from specdec.protocol.backends import DraftJob, Status
+from specdec.protocol.backends import DraftBackend, DraftJob, Status
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.types import Tokens
 from tests.bench.edits import measure
@@ -33,7 +34,7 @@ from tests.specdec.engine.pairs import Case
 NUM_DRAFT_TOKENS = 7
 
 
-def round_s(drafter: ModelDrafter, prompt: Tokens, num_branches: int, number: int) -> float:
+def round_s(drafter: DraftBackend, prompt: Tokens, num_branches: int, number: int) -> float:
     """Seconds that a drafter takes for a round: the chain and branches after other outcomes, each of 7 tokens."""
     spec = SequenceSpec(SamplingParams(temperature=0.0), 1, len(prompt), 1 << 20)
     chain = f"{number}"
@@ -63,7 +64,7 @@ def round_s(drafter: ModelDrafter, prompt: Tokens, num_branches: int, number: in
     return took_s
 
 
-def round_times(drafter: ModelDrafter, prompts: Sequence[Tokens], rounds: int) -> Iterator[str]:
+def round_times(drafter: DraftBackend, prompts: Sequence[Tokens], rounds: int) -> Iterator[str]:
     """Median milliseconds of a round, without branches and with 16."""
     for num_branches in (0, 16):
         times = [round_s(drafter, prompts[i % len(prompts)], num_branches, i) for i in range(rounds + 1)]
@@ -77,6 +78,7 @@ def main() -> None:
     parser.add_argument("--draft", default=str(demo_folder("draft")), help="gives a token a step")
     parser.add_argument("--one-pass", required=True, help="folder of the draft that gives all in one pass")
     parser.add_argument("--dtype", default="float32", choices=get_args(Dtype))
+    parser.add_argument("--emulated-step-ms", type=float, default=30.0, help="of a draft step on the emulated device")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=128)
     arguments = parser.parse_args()
@@ -90,9 +92,11 @@ def main() -> None:
     for name, path, step in (("a token a step", arguments.draft, 1), ("one pass", arguments.one_pass, 1 + 7)):
         options = BackendOptions(**common, num_step_tokens=step)
         drafters[name], *_ = build_drafter(ModelSource(path, dtype=source.dtype), options, source)
-    print("| draft | ms a round of 7 tokens | with 16 branches |\n|---|---|---|")
+    print("| draft | ms a round of 7 tokens | with 16 branches | emulated | with 16 branches |\n|---|---|---|---|---|")
     for name, drafter in drafters.items():
-        print(f"| {name} | {' | '.join(round_times(drafter, prompts, 8 * arguments.rounds))} |", flush=True)
+        emulated = EmulatedDrafter(drafter, EmulatedDevice(StepCost(arguments.emulated_step_ms)))
+        times = [ms for one in (drafter, emulated) for ms in round_times(one, prompts, 8 * arguments.rounds)]
+        print(f"| {name} | {' | '.join(times)} |", flush=True)
     print("\n| draft | T | over plain (least, median, most) | tokens a round | accepted |\n|---|---|---|---|---|")
     for temperature in (0.0, 1.0):
         sampling = SamplingParams(temperature=temperature)

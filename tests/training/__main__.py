@@ -277,9 +277,12 @@ def _one_pass(options: argparse.Namespace) -> None:
     held_out = tokens.TokenFile(options.work, "heldout").tokens
     extent = evaluate.Extent(num_windows=options.num_windows)
     figures = one_pass.acceptance(reached.model, on, held_out, masks, extent)
-    for temperature, shares in figures.items():
-        shown = " / ".join(f"{share:.3f}" for share in shares)
-        logging.info("one pass after %.2fM tokens, T=%g: %s", reached.num_tokens / 1e6, temperature, shown)
+    for temperature, kept in figures.items():
+        shown = " / ".join(f"{share:.3f}" for share in kept.shares)
+        logging.info(
+            "one pass after %.2fM tokens, T=%g: %s, %.2f tokens a round",
+            *(reached.num_tokens / 1e6, temperature, shown, kept.tokens_a_round),
+        )
 
 
 def _chat(options: argparse.Namespace) -> None:

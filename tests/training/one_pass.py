@@ -140,27 +140,50 @@ def train_one_pass(
     return checkpoint
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """How much of passes is the target's.
+
+    Attributes:
+        shares: How often the first, second, ... token and all before it are, after each token of a text.
+        tokens_a_round: Tokens of a pass, the target's own included, where each begins after what the one before gave.
+            That is less than the shares add up to: where little is kept, more passes begin.
+    """
+
+    shares: list[float]
+    tokens_a_round: float
+
+
 @torch.inference_mode()
 def acceptance(
     draft: PreTrainedModel, target: PreTrainedModel, text: np.ndarray, masks: Masks, extent: Extent
-) -> dict[float, list[float]]:
-    """By temperature: how often a pass's first, second, ... token and all before it are the target's, on own text.
-
-    Both models draw with the same noise, after anchors in text that the target wrote at this temperature.
-    """
+) -> dict[float, Kept]:
+    """What is kept of passes, by temperature, in text that the target wrote; both models draw with the same noise."""
     target.eval()
     draft.eval()
     windows = next(batches(text, extent.window_tokens, extent.num_windows, extent.seed))
     prompts, seeds = windows[:, : extent.num_prompt_tokens], [extent.seed * 1000 + i for i in range(len(windows))]
-    shares: dict[float, list[float]] = {}
+    kept: dict[float, Kept] = {}
     for temperature in (0.0, 1.0):
         written = generate(target, prompts, seeds, extent.num_generated_tokens, temperature)
         matches = [
             _matches(draft, target, row, seed, masks, extent, temperature)
             for row, seed in zip(written, seeds, strict=True)
         ]
-        shares[temperature] = torch.cat(matches).float().cumprod(1).mean(0).tolist()
-    return shares
+        kept[temperature] = kept_of([of_row.long().cumprod(1) for of_row in matches])
+    return kept
+
+
+def kept_of(texts: list[Tensor]) -> Kept:
+    """What is kept of passes, from whether each of their tokens and all before it are: int64 [A, N] for each text."""
+    num_tokens = num_rounds = 0
+    for counts in (of_text.sum(1).tolist() for of_text in texts):
+        place = 0
+        while place < len(counts):
+            place += 1 + counts[place]
+            num_rounds += 1
+        num_tokens += place
+    return Kept(torch.cat(texts).float().mean(0).tolist(), num_tokens / num_rounds)
 
 
 def _matches(
@@ -177,7 +200,7 @@ def _matches(
     noise = gumbel([seed] * len(row), range(1, len(row) + 1), vocab_size, row.device)
     chosen = scores(target(row[None], use_cache=False).logits[0].float(), noise, temperature).argmax(-1)
     found = []
-    for anchor in range(extent.num_prompt_tokens, len(row) - masks.num_masks, 4):
+    for anchor in range(extent.num_prompt_tokens, len(row) - masks.num_masks):
         tokens = torch.cat((row[: anchor + 1], row.new_full((masks.num_masks,), draft.config.pard_token)))
         logits = draft(tokens[None], use_cache=False).logits[0, anchor:, :vocab_size].float()
         places = slice(anchor, anchor + 1 + masks.num_masks)

@@ -309,3 +309,10 @@ def test_masks_in_training_say_what_they_say_in_a_pass_of_their_own(text):
     torch.testing.assert_close(
         logits[: len(window)], draft(window[None], use_cache=False).logits[0], rtol=1e-4, atol=1e-4
     )
+
+
+def test_more_passes_begin_where_little_is_kept():
+    easy, hard = torch.ones(4, 3, dtype=torch.int64), torch.zeros(4, 3, dtype=torch.int64)
+    kept = one_pass.kept_of([torch.cat((easy, hard))])
+    assert kept.shares == [0.5] * 3
+    assert kept.tokens_a_round == 8 / 5, "one pass over what is easy, and one for each token that is hard"
