@@ -43,4 +43,5 @@ def test_a_target_that_is_quantized_anew_loses_no_stream() -> None:
     assert not any(outcome[what] for what in ("lost", "doubled", "changed")), outcome
     assert not outcome["broken"], outcome["errors"]
     assert outcome["is_other"], "the fingerprint is as it was"
+    assert outcome["num_with_adapter"] == 10, "what was loaded is forgotten"
     assert set(outcome["statuses"]) <= {200, 503}

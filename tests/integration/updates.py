@@ -11,11 +11,13 @@ import json
 import os
 import secrets
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -26,6 +28,8 @@ from tests.integration.running import eventually, free_port
 
 UPDATES: dict[str, dict[str, Any]] = {"same": {"block_size": 32}, "other": {"demo": "hybrid"}, "quantized": {}}
 """What an update changes: a key that decides no token but needs a restart; the target; over HTTP its quantization."""
+BEFORE: dict[str, dict[str, Any]] = {"quantized": {"replicas": {"target": 2, "ingress": 2}}}
+"""What is other before an update: replicas that are drained one after the other."""
 ARGS: dict[str, Any] = {"num_speculative_tokens": 4, "drain_timeout_s": 600, "access": {"admin_keys": ["admin"]}}
 HEADERS = {"Authorization": f"Bearer {secrets.token_hex(8)}"}
 """The old replicas have the time that their streams need while new ones load beside them."""
@@ -33,8 +37,8 @@ TIMEOUT_S = 200.0
 
 
 @contextmanager
-def service() -> Iterator[str]:
-    """The demo pair on a Ray node with cores for old and new workers at once; gives its URL."""
+def service(changes: dict[str, Any]) -> Iterator[str]:
+    """The demo pair, with some keys changed, on a node with cores for old and new workers at once; gives its URL."""
     import ray
     from ray import serve
 
@@ -43,7 +47,7 @@ def service() -> Iterator[str]:
         port = free_port()
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
         url = f"http://127.0.0.1:{port}"
-        deploy({})
+        deploy(changes)
         yield url
     finally:
         ray.shutdown()
@@ -72,13 +76,32 @@ def quantize(url: str) -> None:
     assert fingerprint(url) == answer.json()["target"]["fingerprint"]
 
 
+def load_adapter(url: str, folder: str) -> None:
+    """Load an adapter while the service runs: no update is to forget it."""
+    from cluster.identity import demo_folder
+    from specdec.models.describe import linear_shapes
+    from specdec.models.loading import ModelSource
+    from tests.specdec.adapters import write_adapter
+
+    write_adapter(Path(folder) / "sql", linear_shapes(ModelSource(str(demo_folder("target")))), 4, 0)
+    body = {"lora_name": "sql", "lora_path": "sql"}
+    answer = httpx.post(f"{url}/v1/load_lora_adapter", json=body, headers=HEADERS, timeout=TIMEOUT_S, trust_env=False)
+    assert answer.status_code == 200, answer.text
+
+
+def num_with_adapter(url: str) -> int:
+    """How many of ten lists of models, which ingresses give in turn, have the adapter."""
+    answers = [httpx.get(f"{url}/v1/models", headers=HEADERS, timeout=TIMEOUT_S, trust_env=False) for _ in range(10)]
+    return sum("sql" in [model["id"] for model in answer.json()["data"]] for answer in answers)
+
+
 def fingerprint(url: str) -> str:
     """Of the target that the service has for new requests."""
     found = httpx.get(f"{url}/v1/admin/quantization", headers=HEADERS, timeout=TIMEOUT_S, trust_env=False)
     return str(found.json()["target"]["fingerprint"])
 
 
-def under_update(url: str, kind: str, num_streams: int, max_tokens: int) -> dict[str, Any]:
+def under_update(url: str, kind: str, after: dict[str, Any], num_streams: int, max_tokens: int) -> dict[str, Any]:
     """Run streams undisturbed, then under an update, and compare; new requests are sent all the while."""
     eventually(lambda: status_of_a_request(url) == 200, 120, "requests are answered")
     streams = Streams(url, "specdec-demo", num_streams, max_tokens, headers=HEADERS)
@@ -88,7 +111,7 @@ def under_update(url: str, kind: str, num_streams: int, max_tokens: int) -> dict
     statuses: list[int | None] = []
     with streams.running() as wait:
         eventually(streams.have_begun, 120, "all streams have begun")
-        what, argument = (quantize, url) if kind == "quantized" else (deploy, UPDATES[kind])
+        what, argument = (quantize, url) if kind == "quantized" else (deploy, after)
         update = threading.Thread(target=what, args=(argument,))
         update.start()
         while update.is_alive():
@@ -98,7 +121,7 @@ def under_update(url: str, kind: str, num_streams: int, max_tokens: int) -> dict
     errors = sorted({stream.error for stream in ended if stream.error is not None})
     compared = asdict(Comparison.of(ended, undisturbed))
     compared |= {"statuses": statuses, "errors": errors, "chunks": list(streams.num_chunks.values())}
-    return compared | {"is_other": fingerprint(url) != before}
+    return compared | {"is_other": fingerprint(url) != before, "num_with_adapter": num_with_adapter(url)}
 
 
 def status_of_a_request(url: str) -> int | None:
@@ -123,8 +146,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     prepare_for_ray()
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
     os.environ["SPECDEC_API_KEYS"] = f"admin={HEADERS['Authorization'].removeprefix('Bearer ')}"
-    with service() as url:
-        outcome = under_update(url, options.update, options.streams, options.max_tokens)
+    with tempfile.TemporaryDirectory() as folder:
+        lora = {"lora": {"folder": folder}}
+        with service(lora | BEFORE.get(options.update, {})) as url:
+            load_adapter(url, folder)
+            after = lora | UPDATES[options.update]
+            outcome = under_update(url, options.update, after, options.streams, options.max_tokens)
     sys.stdout.write(json.dumps(outcome) + "\n")
 
 
