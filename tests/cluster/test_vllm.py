@@ -105,7 +105,8 @@ def test_a_python_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeyp
 
 
 def test_this_python_has_no_vllm() -> None:
-    with pytest.raises(InvalidParameterError, match="No module named 'vllm'"):
+    message = "target.engine: vllm needs vLLM .* in the Python of the target's replica .*: No module named 'vllm'"
+    with pytest.raises(InvalidParameterError, match=message):
         check_engine(args_of(python=sys.executable))
 
 
