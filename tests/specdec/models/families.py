@@ -90,12 +90,14 @@ _MODEL_NAMES = {"gpt2": "GPT2LMHeadModel", "bert": "BertLMHeadModel"}
 
 
 def make_model(family: str, seed: int = 0) -> PreTrainedModel:
-    """A random model whose weights are scaled to 1 / sqrt(fan in), so that logits vary by about 1."""
+    """A random model in float32 whose weights are scaled to 1 / sqrt(fan in), so that logits vary by about 1."""
     name, options = {**FAMILIES, **REFUSED}[family]
     config_name = _CONFIG_NAMES.get(family, f"{name}Config")
     torch.manual_seed(seed)
     config = getattr(transformers, config_name)(**{**_COMMON, **options})
-    return randomize(getattr(transformers, _MODEL_NAMES.get(family, f"{name}ForCausalLM"))(config), seed)
+    model = getattr(transformers, _MODEL_NAMES.get(family, f"{name}ForCausalLM"))(config)
+    # Whatever torch's default is, which loading a model changes for a while.
+    return randomize(model.float(), seed)
 
 
 @torch.no_grad()
