@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from specdec.errors import ModelLoadError
 from specdec.models.attention import ATTENTION_NAME
-from specdec.models.loading import quiet
+from specdec.models.quiet import quiet
 from specdec.models.runner import ModelRunner, RowInput
 
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}

@@ -11,8 +11,9 @@ from transformers import GenerationConfig
 from specdec.errors import ModelLoadError
 from specdec.models.compat import PairReport, check_pair
 from specdec.models.configuration import eos_token_ids, generation_defaults, max_model_len
-from specdec.models.loading import ModelSource, auto_class, load_config, load_tokenizer, quiet
+from specdec.models.loading import ModelSource, auto_class, load_config, load_tokenizer
 from specdec.models.lora.slots import layer_shapes
+from specdec.models.quiet import quiet
 from specdec.sampling.params import GenerationDefaults
 
 

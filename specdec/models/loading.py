@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +16,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import logging as transformers_logging
 
 from specdec.errors import ModelLoadError
 from specdec.models.allocation import allocation
@@ -31,13 +27,13 @@ from specdec.models.lora.slots import AdapterRoom, AdapterSlots
 from specdec.models.packed import pack_linear_layers
 from specdec.models.probe import AttentionLayer, find_layers
 from specdec.models.quantization import is_quantized, quantizing, stored_bytes
+from specdec.models.quiet import Bar, no_bar, quiet
 from specdec.models.recurrent.binding import RecurrentLayer
 from specdec.models.recurrent.opaque import OpaqueState, find_opaque_state
 from specdec.sampling.params import GenerationDefaults
 from specdec.types import Progress, Quantization
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
-Bar = Callable[[Any, Any, Any], Any]
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 _RECURRENT_KINDS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
@@ -318,7 +314,7 @@ def _load_weights(
 ) -> PreTrainedModel:
     def bar(_: Any, args: Any, kwargs: Any) -> Any:
         if kwargs.get("desc") != BAR:
-            return _no_bar(_, args, kwargs)
+            return no_bar(_, args, kwargs)
         return watched(args[0], weights_bytes(source.path, source.revision), report)
 
     device_map = source.device_map
@@ -364,28 +360,3 @@ def _dtype(name: str, device: torch.device) -> torch.dtype | str:
     if name not in _DTYPES:
         raise ModelLoadError(f"dtype must be auto or one of {', '.join(_DTYPES)}, got {name!r}")
     return _DTYPES[name]
-
-
-def _no_bar(_: Any, args: Any, kwargs: Any) -> Any:
-    return transformers_logging.EmptyTqdm(*args, **kwargs)
-
-
-@contextmanager
-def quiet(bar: Bar | None = None) -> Iterator[None]:
-    """Keep transformers' progress bars and its warnings to developers from the user, for a while.
-
-    The bars of downloads are huggingface_hub's, and stay: ``disable_progress_bar`` would take them too.
-
-    Args:
-        bar: What stands in for transformers' bars; see its ``set_tqdm_hook``.
-    """
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    hook = transformers_logging.set_tqdm_hook(bar or _no_bar)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        transformers_logging.set_tqdm_hook(hook)

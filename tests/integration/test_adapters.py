@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from openai import NotFoundError, OpenAI
+from openai import InternalServerError, NotFoundError, OpenAI
 
 from cluster.identity import demo_folder
 from specdec import AdapterRoom, BackendOptions, ModelSource, SamplingParams, SpeculativeEngine
@@ -138,6 +138,23 @@ def test_a_stream_ends_on_the_adapter_that_is_unloaded(
     text = first + "".join(chunk.choices[0].text for chunk in stream if chunk.choices)
     assert text.startswith(wanted["a7"])
     assert change(service, "unload_lora_adapter", lora_name="a7").status_code == 404
+
+
+def test_an_adapter_whose_folder_is_gone_fails_alone_and_is_served_again_when_it_is_back(
+    service: RunningService, client: OpenAI, wanted: dict[str, str], folder: Path
+) -> None:
+    others = ["a21", "a22", "a23", "a24"]  # they take its place on the device
+    for name in ("a20", *others):
+        assert change(service, "load_lora_adapter", lora_name=name, lora_path=name).status_code == 200
+    (folder / "a20").rename(folder / "away")
+    assert [say(client, name) for name in others] == [wanted[name] for name in others]
+    with pytest.raises(InternalServerError, match="there is no folder"):
+        say(client, "a20")
+    assert say(client, "a21") == wanted["a21"]
+    assert change(service, "load_lora_adapter", lora_name="again", lora_path="a20").status_code == 400
+    (folder / "away").rename(folder / "a20")
+    assert say(client, "a20") == wanted["a20"]
+    eventually(lambda: nothing_held(service), 30, "nothing is held any more")
 
 
 def test_a_killed_target_comes_back_without_adapters_and_loads_what_streams_name(

@@ -66,8 +66,8 @@ class AdapterCheckpoint:
         self._folder = folder
         config, self._tensors, self.fingerprint = self._read(max_rank * sum(map(sum, shapes.values())))
         self.ranks: dict[str, int] = {}
-        for key, tensor in self._tensors.items():
-            self._check(key, tensor, shapes, max_rank)
+        for key in sorted(self._tensors):  # safetensors gives them in another order each time
+            self._check(key, self._tensors[key], shapes, max_rank)
         if not self.ranks:
             raise self._refused("it has no weights")
         self.weights = [self._scaled(name, config, rank) for name, rank in self.ranks.items()]

@@ -218,7 +218,7 @@ async def test_nobody_may_where_no_key_is_named(keys: dict[str, str], service: S
         ({"lora_name": "x", "lora_path": "large"}, "lora_path", "rank 17; at most 16"),
         ({"lora_name": "x", "lora_path": "chat-draft"}, "lora_path", "are not those of a layer of"),
         ({"lora_name": "x", "lora_path": "chat", "draft_lora_path": "/etc"}, "draft_lora_path", "a folder in"),
-        ({"lora_name": "x", "lora_path": "chat", "draft_lora_path": "sql"}, "draft_lora_path", "to no linear layer"),
+        ({"lora_name": "x", "lora_path": "chat", "draft_lora_path": "sql"}, "draft_lora_path", "0.mlp.down_proj"),
         ({"lora_name": "demo", "lora_path": "chat"}, "lora_name", "name of a model"),
         ({"lora_name": "demo:chat", "lora_path": "chat"}, "lora_name", "name of a model"),
         ({"lora_name": "sql", "lora_path": "chat"}, "lora_name", "another adapter"),

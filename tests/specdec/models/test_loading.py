@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from huggingface_hub.utils import tqdm as hub_tqdm
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
 import specdec.demo
 from specdec.errors import ModelLoadError
 from specdec.models.admission import check_admission
-from specdec.models.loading import LoadedModel, ModelSource, load_model, load_tokenizer, prepare_model, quiet
+from specdec.models.loading import LoadedModel, ModelSource, load_model, load_tokenizer, prepare_model
 from specdec.models.runner import ModelRunner
 from specdec.sampling.params import GenerationDefaults
 from tests.specdec.models.families import FAMILIES, REFUSED, VOCAB_SIZE, make_model
@@ -65,17 +64,6 @@ def test_loading_leaves_transformers_settings_as_they_were() -> None:
     before = (transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled())
     load_model(ModelSource(str(DRAFT), device="cpu"))
     assert (transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()) == before
-
-
-def test_bars_of_downloads_are_shown_and_those_of_weights_are_not(capsys: pytest.CaptureFixture[str]) -> None:
-    with quiet():
-        for bar in (hub_tqdm, transformers_logging.tqdm):
-            assert list(bar(range(2), desc=f"from {bar.__module__}", disable=False)) == [0, 1]
-    shown = capsys.readouterr().err
-    assert "from huggingface_hub" in shown
-    assert "from transformers" not in shown
-    load_model(ModelSource(str(DRAFT), device="cpu"))
-    assert "Loading weights" not in capsys.readouterr().err
 
 
 def test_too_little_memory_for_the_weights_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

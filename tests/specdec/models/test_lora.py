@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -247,6 +248,17 @@ def test_weights_that_do_not_fit_are_refused(spoil: str, tmp_path: Path) -> None
         os.truncate(file, 1 << 40)
     with pytest.raises(ModelLoadError, match=r"the adapter .* cannot be served"):
         check(adapter.path)
+
+
+def test_of_several_layers_that_do_not_fit_the_first_by_name_is_told(tmp_path: Path) -> None:
+    """Not another one each time."""
+    adapter = save_adapter(tmp_path / "one", make_model("llama"), 4)
+    file = Path(adapter.path) / "adapter_model.safetensors"
+    save_file({key.replace("layers.", "layers.1"): tensor for key, tensor in load_file(file).items()}, file)
+    first = re.escape(min(load_file(file)).removeprefix("base_model.model."))
+    for _ in range(8):
+        with pytest.raises(ModelLoadError, match=f"{first} belongs to no linear layer"):
+            check(adapter.path)
 
 
 def test_weights_without_a_first_product_have_no_rank(tmp_path: Path) -> None:
