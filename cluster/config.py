@@ -125,13 +125,15 @@ class AppArgs(StrictModel):
         description="tokens in one forward pass, more only where half of them would be one for each sequence; chosen "
         "by device where none is given",
     )
-    max_num_sequences: int = Field(256, ge=1, le=1 << 16, description="whole sequences the cache need not exceed")
+    max_num_sequences: int = Field(
+        256, ge=1, le=1 << 16, description="sequences of full length that the cache is made for at most"
+    )
     skip_admission_check: bool = Field(
         False, description="serve models without comparing their cached forward with their plain one"
     )
     num_speculative_tokens: DraftLength = Field(
         "auto",
-        description=f"draft tokens per round, 0 to {MAX_NUM_SPECULATIVE_TOKENS}, 0 being plain decoding; auto: a "
+        description=f"draft tokens per round of requests that name none, 0 to {MAX_NUM_SPECULATIVE_TOKENS}; auto: a "
         "service measures and takes what gives the most tokens per second, one process drafts 4 in turn",
     )
     acceptance: Acceptance = Field(

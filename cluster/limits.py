@@ -76,7 +76,12 @@ class ResponsesStore(StrictModel):
     max_responses: int = Field(
         10_000, ge=1, le=10_000_000, description="responses at most; then the oldest of the API key go that has most"
     )
-    max_bytes: int = Field(256 << 20, ge=1 << 10, le=1 << 40, description="of all of them; then the same")
+    max_bytes: int = Field(
+        256 << 20,
+        ge=1 << 10,
+        le=1 << 40,
+        description="of all kept responses; then the oldest go of the API key that has most",
+    )
     max_age_s: float = Field(86400.0, gt=0, le=31_536_000, description="how long a response is kept")
 
 

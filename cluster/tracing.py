@@ -21,7 +21,7 @@ class Tracing(StrictModel):
         None,
         pattern=r"^(file|otlp|[^\W\d][\w.]*:[^\W\d]\w*)$",
         description="where OpenTelemetry traces of requests go: file (beside Serve's logs), otlp (a collector, over "
-        "HTTP; needs specdec[otlp]), or package.module:function that returns span processors; none: no traces",
+        "HTTP; needs the extra otlp), or package.module:function that returns span processors; none: no traces",
     )
     endpoint: str | None = Field(
         None,
@@ -49,7 +49,7 @@ class Tracing(StrictModel):
             elif not callable(getattr(importlib.import_module(module), function)):
                 raise TypeError(f"{function} is no function")
         except (ImportError, AttributeError, TypeError) as error:
-            hint = "; install specdec[otlp]" if self.exporter == "otlp" else ""
+            hint = "; install specdec's extra otlp" if self.exporter == "otlp" else ""
             raise InvalidParameterError("tracing.exporter", f"tracing.exporter: {error}{hint}") from None
 
     def variables(self) -> dict[str, str]:

@@ -11,7 +11,7 @@ MEMORY = ("--target-kv-memory", "16MiB", "--draft-kv-memory", "8MiB", "--max-mod
 
 @pytest.fixture(autouse=True)
 def _torchao() -> None:
-    pytest.importorskip("torchao", reason="torchao is not installed: pip install 'specdec[quantization]'")
+    pytest.importorskip("torchao", reason="torchao is not installed: pip install -e '.[quantization]'")
 
 
 def test_doctor_compares_a_quantized_model_with_its_original(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,7 +38,7 @@ def test_an_update_to_another_model_changes_no_answer_that_was_begun() -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_a_target_that_is_quantized_anew_loses_no_stream() -> None:
-    pytest.importorskip("torchao", reason="torchao is not installed: pip install 'specdec[quantization]'")
+    pytest.importorskip("torchao", reason="torchao is not installed: pip install -e '.[quantization]'")
     outcome = under("quantized")
     assert not any(outcome[what] for what in ("lost", "doubled", "changed")), outcome
     assert not outcome["broken"], outcome["errors"]

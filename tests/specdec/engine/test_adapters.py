@@ -296,7 +296,7 @@ def test_an_adapter_whose_numbers_overflow_ends_its_own_texts_alone(
 def test_beside_another_feature_each_text_is_its_own_adapters(feature: str, tmp_path: Path) -> None:
     quantization: Quantization = "none"
     if feature == "quantized":
-        pytest.importorskip("torchao", reason="torchao is not installed: pip install 'specdec[quantization]'")
+        pytest.importorskip("torchao", reason="torchao is not installed: pip install -e '.[quantization]'")
         quantization = "int8"
     role = "hybrid" if feature == "hybrids" else "target"
     source = demo(role, quantization=quantization, adapters=replace(ROOM, max_rank=8))

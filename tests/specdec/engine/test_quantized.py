@@ -22,7 +22,7 @@ from specdec.models.quantization_report import compare
 from specdec.models.runner import ModelRunner
 from tests.specdec.engine.features import assert_texts_are_its_own, demo
 
-pytest.importorskip("torchao", reason="torchao is not installed: pip install 'specdec[quantization]'")
+pytest.importorskip("torchao", reason="torchao is not installed: pip install -e '.[quantization]'")
 
 PROMPTS = ["def read(path):\n", "class A:\n", "import sys\n"]
 DRAFTS = {

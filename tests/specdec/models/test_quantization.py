@@ -27,7 +27,7 @@ from specdec.types import Quantization
 from tests.specdec.models.families import randomize
 from tests.specdec.models.recurrent_families import make_recurrent
 
-pytest.importorskip("torchao", reason="torchao is not installed: pip install 'specdec[quantization]'")
+pytest.importorskip("torchao", reason="torchao is not installed: pip install -e '.[quantization]'")
 torchao = pytest.importorskip("torchao.quantization")
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
