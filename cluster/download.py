@@ -123,13 +123,12 @@ def _fetch(key: str, name: str, model: ModelConfig, report: Callable[[str], None
     if _is_path(name):
         raise InvalidParameterError(key, f"{key}: there is no folder {name}")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
 
     report(f"getting {name}, from the hub or its cache on this machine")
     token = model.token.get_secret_value() if model.token else None
     try:
         folder = snapshot_download(name, revision=model.revision, token=token, allow_patterns=list(_NEEDED))
-    except (OSError, ValueError, HFValidationError) as error:  # all the hub's errors are of these kinds
+    except Exception as error:  # a lost connection is the HTTP client's own kind of error
         reason = " ".join(str(error).split())
         raise InvalidParameterError(key, f"{key}: cannot get {name}: {reason}") from None
     return Path(folder).name

@@ -6,8 +6,10 @@ import asyncio
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from fastapi import APIRouter, FastAPI, Response
@@ -34,6 +36,8 @@ _MAX_HUB_ID = 200
 """Characters."""
 _LEARNS_FOR_S, _ASKS_EVERY_S = 10.0, 10.0
 """So long a replica that has started asks the others each second; then in these times, for what it was not told."""
+_NUM_CHECKERS = 2
+"""Threads of their own, as a hub may take its time: other requests need those of the event loop."""
 _FORGETS_AFTER_NS = 3600 * 10**9
 """By then no replica hears anything of what was before an adapter was unloaded."""
 
@@ -155,16 +159,19 @@ class LoadedAdapters:
         self._publish, self._tell, self._ask = publish, tell, ask
         self.changes: dict[str, Change] = {}
         self._one_by_one = asyncio.Lock()
+        self._checkers = ThreadPoolExecutor(_NUM_CHECKERS, thread_name_prefix="adapters")
         self._learns_until_s = time.monotonic() + _LEARNS_FOR_S
         self._asks_next_s = 0.0
 
     async def learn(self) -> None:
-        """Ask all others what they know, at first always, then seldom; to be called again and again."""
+        """Ask all others what they know: each time at first and until one answers, then seldom; to be called often."""
         now_s = time.monotonic()
         if now_s < self._asks_next_s:
             return
-        self._asks_next_s = 0.0 if now_s < self._learns_until_s else now_s + _ASKS_EVERY_S
-        for known in await self._ask():
+        answers = await self._ask()
+        if answers and now_s >= self._learns_until_s:
+            self._asks_next_s = now_s + _ASKS_EVERY_S
+        for known in answers:
             for name, change in known.items():
                 self.changed(name, change)
 
@@ -190,7 +197,8 @@ class LoadedAdapters:
         config = self._args.lora
         path = allowed_path(config, path, "lora_path")
         draft = None if draft is None else allowed_path(config, draft, "draft_lora_path")
-        twins = await asyncio.to_thread(_checked_twins, self._args, self._base, name, path, draft)
+        check = partial(_checked_twins, self._args, self._base, name, path, draft)
+        twins = await asyncio.get_running_loop().run_in_executor(self._checkers, check)
         async with self._one_by_one:
             held = self._held(name)
             if name in self._configured or (held is not None and held != twins and not in_place):

@@ -168,8 +168,9 @@ async def _tell_ingresses(name: str, change: Change) -> None:
 
 async def _ask_ingresses() -> list[Changes]:
     with suppress(DeploymentUnavailableError, RayError, TimeoutError):  # the first replica to start finds no other
-        answers: list[Changes] = await _ingresses().broadcast("adapter_changes").results_async(timeout_s=_ASK_S)
-        return answers
+        asked = _ingresses().broadcast("adapter_changes")
+        answers = await asked.results_async(timeout_s=_ASK_S, return_exceptions=True)
+        return [answer for answer in answers if not isinstance(answer, BaseException)]  # a dead one costs no other's
     return []
 
 

@@ -25,6 +25,9 @@ from deployments.openai.strict_json import StrictJsonRoute
 from specdec.errors import SpecdecError
 from specdec.types import Quantization
 
+_UNDER_WAY = frozenset({"NOT_STARTED", "DEPLOYING", "DELETING"})
+"""Serve's words for an application that changes; after an update that failed nothing changes any more."""
+
 
 class QuantizationBody(Body):
     """How the models' weights are to be held; what is absent stays as it is."""
@@ -41,6 +44,7 @@ def add_quantization_routes(app: FastAPI, args: AppArgs) -> None:
         args: What the service was deployed with.
     """
     router = APIRouter(prefix="/v1/admin", route_class=StrictJsonRoute)
+    one_by_one = asyncio.Lock()
 
     @router.get("/quantization")
     async def quantization(api: ApiOf, arrival: ArrivalOf) -> dict[str, Any]:
@@ -51,8 +55,8 @@ def add_quantization_routes(app: FastAPI, args: AppArgs) -> None:
     async def quantize(body: QuantizationBody, api: ApiOf, arrival: ArrivalOf) -> dict[str, Any]:
         api.check_admin(arrival)
         wanted = requantized(args, body.target, body.draft)
-        if wanted != args:
-            await asyncio.to_thread(_deploy, wanted)
+        async with one_by_one:
+            await asyncio.to_thread(_deploy, wanted, wanted != args)
         return await asyncio.to_thread(described, wanted)
 
     app.include_router(router)
@@ -85,19 +89,28 @@ def requantized(args: AppArgs, target: Quantization | None, draft: Quantization 
         raise ApiError(400, str(error), param="target", code=INVALID) from None
 
 
-def _deploy(args: AppArgs) -> None:
+def _deploy(args: AppArgs, is_new: bool) -> None:
     """Hand the application to Serve again, from within a replica of it; does not wait for the new replicas.
+
+    Serve takes whatever it is given: of two ingresses that both look before either deploys, the later one's holds.
+
+    Args:
+        args: What is to be served.
+        is_new: Whether this replica serves anything else. Where not, an application that runs is left alone, as all its
+            replicas are alike; one whose update has failed is deployed.
 
     Raises:
         ApiError: 409: an update is under way, or the application is kept as a file says; 400: it cannot be served.
     """
     name = serve.get_replica_context().app_name
     found = _get_global_client().get_serve_details()["applications"][name]
+    if found["status"] in _UNDER_WAY:
+        raise ApiError(409, f"the application is {found['status']}: try again when it runs", code="update_under_way")
+    if not is_new and found["status"] == "RUNNING":
+        return
     if found["source"] == "declarative":
         message = "the application is deployed from a Serve configuration: change target.quantization there"
         raise ApiError(409, message, code="declarative_application")
-    if found["status"] != "RUNNING":
-        raise ApiError(409, f"the application is {found['status']}: try again when it runs", code="update_under_way")
     try:
         application = load_builder(APPLICATION)(args)
     except SpecdecError as error:

@@ -185,7 +185,7 @@ def _cached_folder(name: str, revision: str | None, token: str | None, file: str
 def _get(name: str, file: str, revision: str | None, token: str | None) -> Path | None:
     """A file of a model on the hub, from its cache where that is current; None where the model has none."""
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
         return Path(hf_hub_download(name, file, revision=revision, token=token))
@@ -193,6 +193,6 @@ def _get(name: str, file: str, revision: str | None, token: str | None) -> Path 
         raise ModelLoadError(f"{file} of {name} is not in the hub's cache, and the hub does not answer") from error
     except EntryNotFoundError:
         return None
-    except (OSError, ValueError, HFValidationError) as error:
+    except Exception as error:  # a lost connection is the HTTP client's own kind of error
         reason = " ".join(str(error).split())
         raise ModelLoadError(f"{name} cannot be found on the hub: {reason}") from error

@@ -211,5 +211,5 @@ def _folder(path: str) -> Path:
 
     try:
         return Path(snapshot_download(path, allow_patterns=["config.json", "*.safetensors"]))
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a lost connection is the HTTP client's own kind of error
         raise ModelLoadError(f"cannot load the heads {path}: {error}") from error

@@ -55,12 +55,13 @@ def test_the_hub_is_asked_for_the_revision_with_the_token(monkeypatch):
     assert "some/target" in lines[0]
 
 
-def test_what_the_hub_refuses_is_said_with_the_key(monkeypatch):
+@pytest.mark.parametrize("kind", [LocalEntryNotFoundError, httpx2.RemoteProtocolError])
+def test_what_the_hub_does_not_give_is_said_with_the_key(monkeypatch, kind):
     def refuse(*_args, **_options):
-        raise LocalEntryNotFoundError("not in the cache, and the hub cannot be reached")
+        raise kind("the hub cannot be reached")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
-    with pytest.raises(InvalidParameterError, match=r"target.model: cannot get some/target: not in the cache"):
+    with pytest.raises(InvalidParameterError, match=r"target.model: cannot get some/target: the hub cannot be reached"):
         fetch_models(args("some/target"), lambda _line: None)
 
 

@@ -8,7 +8,7 @@ const NEWEST = 18; // rounds in the lanes
 const SAY_EVERY_MS = 4000; // to screen readers, while a stream runs
 const REDRAW_EVERY_MS = matchMedia("(prefers-reduced-motion: reduce)").matches ? 1000 : 0;
 
-let key = "", model = "", hasDraft = false, stopping = null;
+let key = "", model = "", stopping = null;
 
 const element = (tag, className, text) => {
   const made = document.createElement(tag);
@@ -230,7 +230,7 @@ async function call(path, options = {}) {
 async function connect() {
   const models = (await (await call("v1/models")).json()).data;
   model = models[0].id;
-  hasDraft = models.length > 1;
+  const hasDraft = models.some(({ id }) => id === `${model}-draft`); // the others are adapters
   byId("model").textContent = hasDraft ? `${model}, with a draft` : `${model}, without a draft model`;
   byId("access").hidden = true;
 }

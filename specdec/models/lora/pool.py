@@ -26,6 +26,7 @@ class AdapterPool:
 
     def __init__(self, slots: AdapterSlots | None) -> None:
         self._slots = slots
+        self._max_loras = 0 if slots is None else slots.room.max_loras
         self._holders: dict[str, tuple[float, str, Adapter]] = {}
         self._first: list[Adapter] = []
         self._slot_of: OrderedDict[str, int] = OrderedDict()
@@ -49,7 +50,7 @@ class AdapterPool:
         adapters: dict[str, Adapter] = {}
         for _, _, adapter in sorted(self._holders.values()):
             adapters.setdefault(adapter.fingerprint, adapter)
-        self._first = [*adapters.values()][: 0 if self._slots is None else self._slots.room.max_loras]
+        self._first = [*adapters.values()][: self._max_loras]
         self._failures = {name: reason for name, reason in self._failures.items() if name in adapters}
 
     def prepare(self) -> None:
@@ -63,8 +64,7 @@ class AdapterPool:
                 self._slot_of.move_to_end(name)
             elif name not in self._failures and name not in self._reading:
                 # One that comes slowly, from the hub or over a network, holds up none but its own.
-                most = len(self._first)
-                self._reader = self._reader or ThreadPoolExecutor(most, thread_name_prefix="adapters")
+                self._reader = self._reader or ThreadPoolExecutor(self._max_loras, thread_name_prefix="adapters")
                 self._reading[name] = self._reader.submit(self._read, adapter)
             elif name in self._reading and self._reading[name].done():
                 self._take(name, self._reading.pop(name), needed)
@@ -101,7 +101,7 @@ class AdapterPool:
         except Exception as error:  # whatever a file makes of its reader: it is the adapter's own
             self._failures[name] = str(error) if isinstance(error, ModelLoadError) else reason_of(error)
             return
-        free = set(range(self._slots.room.max_loras)) - set(self._slot_of.values())
+        free = set(range(self._max_loras)) - set(self._slot_of.values())
         slot = min(free) if free else self._slot_of.pop(next(one for one in self._slot_of if one not in needed))
         self._slots.put(slot, weights)
         self._slot_of[name] = slot

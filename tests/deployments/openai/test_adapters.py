@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,9 @@ from deployments.adapters import Change, Changes, LoadedAdapters, add_adapter_ro
 from deployments.openai import ApiSettings, SequenceRequest, ServedModel, create_app
 from deployments.openai.keys import ApiKeys
 from specdec.models.describe import linear_shapes
+from specdec.models.fingerprint import adapter_reference
 from specdec.models.loading import ModelSource
+from specdec.types import Adapter
 from tests.specdec.adapters import write_adapter
 
 from .conftest import Bench
@@ -287,6 +291,22 @@ async def test_a_replica_that_was_not_told_learns_of_it_later(
     assert other.names() == {"sql": "sql", "chat": "chat"}
 
 
+async def test_a_replica_that_nobody_answers_asks_again_soon(
+    tokenizer: PreTrainedTokenizerFast, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [1000.0]
+    monkeypatch.setattr(adapters_module.time, "monotonic", lambda: now_s[0])
+    one, other = Service(tokenizer, folder, "one"), Service(tokenizer, folder, "other")
+    await one.adapters.load("chat", "chat", None, False)
+    other.peers = []
+    now_s[0] += 20
+    await other.adapters.learn()
+    other.peers = [one, other]
+    now_s[0] += 1
+    await other.adapters.learn()
+    assert other.names() == {"sql": "sql", "chat": "chat"}
+
+
 @pytest.mark.parametrize("what", ["two loads", "a load and an unload"])
 async def test_replicas_agree_whatever_they_hear_of_first(
     what: str, tokenizer: PreTrainedTokenizerFast, folder: Path
@@ -323,3 +343,42 @@ async def test_an_adapter_that_is_gone_is_refused_and_nothing_is_lost(
     assert "has no adapter_model.safetensors" in error["message"]
     await asyncio.sleep(0)
     assert (await post("completions", model="sql", prompt="x"))[0] == 200
+
+
+async def test_a_hub_whose_connection_is_lost_is_a_refusal(
+    service: Service, post: Post, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(*_: object, **__: object) -> str:
+        raise httpx2.ReadTimeout("The read operation timed out")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lose)
+    monkeypatch.setattr(service.adapters, "_args", AppArgs.model_validate({"lora": {"hub": True}}))
+    status, error = await post("load_lora_adapter", lora_name="x", lora_path="some/adapter")
+    assert (status, error["param"]) == (400, "lora_path")
+    assert "some/adapter cannot be found on the hub" in error["message"]
+
+
+async def test_loads_that_take_long_keep_no_large_request_waiting(
+    service: Service, post: Post, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large body is read in a thread of the event loop, which has one here."""
+    may_go_on, waiting = threading.Event(), []
+
+    def slow_reference(name: str, path: str) -> Adapter:
+        waiting.append(name)
+        assert may_go_on.wait(60)
+        return adapter_reference(name, path)
+
+    monkeypatch.setattr(adapters_module, "adapter_reference", slow_reference)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    names = [f"chat-{i}" for i in range(10)]
+    loads = [asyncio.create_task(post("load_lora_adapter", lora_name=name, lora_path="chat")) for name in names]
+    try:
+        async with asyncio.timeout(20):
+            while not waiting:
+                await asyncio.sleep(0.01)
+            assert (await post("completions", model="demo", prompt="x", user="x" * 20_000))[0] == 200
+        assert len(waiting) <= 2
+    finally:
+        may_go_on.set()
+    assert [status for status, _ in await asyncio.gather(*loads)] == [200] * 10

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
 import httpx2
 import pytest
 
 from cluster.config import AppArgs
+from deployments import requantize
 from deployments.openai.app import create_app
 from deployments.openai.errors import ApiError
 from deployments.openai.keys import ApiKeys
@@ -18,13 +25,46 @@ KEYS = {"admin": "secret", "guest": "other"}
 PATH = "/v1/admin/quantization"
 
 
-async def ask(bench: Bench, key: str, body: object = None, **settings: tuple[str, ...]) -> httpx2.Response:
+class Serve:
+    """Stands for Serve and its client: an application in a state, and what it was given to deploy."""
+
+    def __init__(self, status: str = "RUNNING", source: str = "imperative") -> None:
+        self.found = {"status": status, "source": source, "route_prefix": "/"}
+        self.deployed: list[AppArgs] = []
+
+    def get_replica_context(self) -> SimpleNamespace:
+        return SimpleNamespace(app_name="specdec")
+
+    def get_serve_details(self) -> dict[str, Any]:
+        return {"applications": {"specdec": dict(self.found)}}
+
+    def RunTarget(self, target: AppArgs, **_: str) -> AppArgs:
+        return target
+
+    def run_many(self, targets: list[AppArgs], **_: bool) -> None:
+        self.deployed += targets
+        self.found["status"] = "DEPLOYING"
+
+
+@pytest.fixture(autouse=True)
+def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
+    serve = Serve()
+    monkeypatch.setattr(requantize, "serve", serve)
+    monkeypatch.setattr(requantize, "_get_global_client", lambda: serve)
+    monkeypatch.setattr(requantize, "load_builder", lambda _: lambda args: args)
+    return serve
+
+
+async def ask(bench: Bench, key: str, *bodies: object, **settings: tuple[str, ...]) -> Any:
+    """Send bodies at once, or ask what holds; gives the answers, or the only one."""
     app = create_app(bench.service, ApiSettings(**settings), bench.tokenizer, keys=ApiKeys(KEYS))
     add_quantization_routes(app, AppArgs())
     headers = {"Authorization": f"Bearer {key}"}
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://api") as http:
-        method = "GET" if body is None else "POST"
-        return await http.request(method, PATH, json=body, headers=headers)
+        answers = await asyncio.gather(
+            *(http.request("GET" if body is None else "POST", PATH, json=body, headers=headers) for body in bodies)
+        )
+    return answers[0] if len(answers) == 1 else answers
 
 
 @pytest.mark.parametrize("body", [None, {"target": "int8"}])
@@ -36,7 +76,7 @@ async def test_only_an_administrators_key_will_do(bench, body, key, admins):
 
 
 async def test_what_holds_is_told(bench):
-    told = (await ask(bench, "secret", admin_keys=("admin",))).json()
+    told = (await ask(bench, "secret", None, admin_keys=("admin",))).json()
     assert {role: told[role]["quantization"] for role in told} == {"target": "none", "draft": "none"}
     assert told["target"]["fingerprint"] != told["draft"]["fingerprint"]
     assert (await ask(bench, "secret", {"target": "none"}, admin_keys=("admin",))).json() == told, "nothing to do"
@@ -49,6 +89,48 @@ async def test_what_holds_is_told(bench):
 async def test_what_cannot_be_is_refused(bench, body, param):
     answer = await ask(bench, "secret", body, admin_keys=("admin",))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("status", "source", "target", "answer", "is_deployed"),
+    [
+        ("RUNNING", "imperative", "int8", 202, True),
+        ("RUNNING", "imperative", "none", 202, False),
+        ("DEPLOYING", "imperative", "int8", 409, False),
+        ("DEPLOYING", "imperative", "none", 409, False),
+        ("NOT_STARTED", "imperative", "none", 409, False),
+        ("DELETING", "imperative", "none", 409, False),
+        ("DEPLOY_FAILED", "imperative", "int8", 202, True),
+        ("DEPLOY_FAILED", "imperative", "none", 202, True),
+        ("UNHEALTHY", "imperative", "none", 202, True),
+        ("RUNNING", "declarative", "int8", 409, False),
+        ("RUNNING", "declarative", "none", 202, False),
+        ("DEPLOY_FAILED", "declarative", "none", 409, False),
+    ],
+)
+async def test_it_is_deployed_unless_it_runs_so_or_an_update_is_under_way(
+    bench, serve, status, source, target, answer, is_deployed
+):
+    """An ingress of before an update has what was before: what it serves is not what will be, nor a way back."""
+    serve.found |= {"status": status, "source": source}
+    assert (await ask(bench, "secret", {"target": target}, admin_keys=("admin",))).status_code == answer
+    assert [args.target.quantization for args in serve.deployed] == [target] * is_deployed
+
+
+async def test_of_two_changes_at_once_one_is_refused(bench, serve, monkeypatch):
+    both_look = threading.Barrier(2)
+    details = serve.get_serve_details
+
+    def looked() -> dict[str, Any]:
+        found = details()
+        with suppress(threading.BrokenBarrierError):  # one alone waits for the other in vain
+            both_look.wait(0.5)
+        return found
+
+    monkeypatch.setattr(serve, "get_serve_details", looked)
+    answers = await ask(bench, "secret", {"target": "int8"}, {"target": "int4"}, admin_keys=("admin",))
+    assert sorted(answer.status_code for answer in answers) == [202, 409]
+    assert len(serve.deployed) == 1
 
 
 def test_all_else_stays_as_it_was():

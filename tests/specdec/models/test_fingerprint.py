@@ -3,8 +3,10 @@
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
+import httpx2
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -131,6 +133,18 @@ def test_an_adapter_on_the_hub_stays_the_commit_that_it_was(tmp_path: Path, monk
     after = adapter_reference("a", "some/adapter")
     assert (after.path, after.fingerprint == before.fingerprint) == (f"some/adapter@{'2' * 40}", False)
     assert adapter_folder(before.path) == tmp_path / ("1" * 40)
+
+
+@pytest.mark.parametrize("fingerprint", [model_fingerprint, vocabulary_fingerprint, adapter_folder])
+def test_a_connection_that_is_lost_is_said(
+    fingerprint: Callable[[str], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(*_: object, **__: object) -> str:
+        raise httpx2.ReadTimeout("The read operation timed out")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lose)
+    with pytest.raises(ModelLoadError, match="some/model cannot be found on the hub: The read operation timed out"):
+        fingerprint("some/model")
 
 
 def test_what_cannot_be_read_says_so(folder: Path) -> None:

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import httpx2
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -128,3 +129,12 @@ def test_what_cannot_be_read_is_refused_with_the_reason(tmp_path: Path, target: 
         load_heads(str(tmp_path), target)
     with pytest.raises(ModelLoadError, match="there is no folder"):
         load_heads("./nowhere", target)
+
+
+def test_a_connection_that_is_lost_is_said(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(*_: object, **__: object) -> str:
+        raise httpx2.RemoteProtocolError("Server disconnected")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lose)
+    with pytest.raises(ModelLoadError, match="cannot load the heads some/heads: Server disconnected"):
+        load_heads("some/heads", target)
