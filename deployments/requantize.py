@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI
 from ray import serve
 from ray.serve.context import _get_global_client
+from ray.serve.schema import ApplicationStatus
 
 from cluster.config import AppArgs
 from cluster.config_files import merged
@@ -104,9 +105,10 @@ def _deploy(args: AppArgs, is_new: bool) -> None:
     """
     name = serve.get_replica_context().app_name
     found = _get_global_client().get_serve_details()["applications"][name]
-    if found["status"] in _UNDER_WAY:
-        raise ApiError(409, f"the application is {found['status']}: try again when it runs", code="update_under_way")
-    if not is_new and found["status"] == "RUNNING":
+    status = ApplicationStatus(found["status"]).value
+    if status in _UNDER_WAY:
+        raise ApiError(409, f"the application is {status}: try again when it runs", code="update_under_way")
+    if not is_new and status == "RUNNING":
         return
     if found["source"] == "declarative":
         message = "the application is deployed from a Serve configuration: change target.quantization there"

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from ray.serve.schema import ApplicationStatus
 
 from cluster.config import AppArgs
 from deployments import requantize
@@ -29,7 +30,7 @@ class Serve:
     """Stands for Serve and its client: an application in a state, and what it was given to deploy."""
 
     def __init__(self, status: str = "RUNNING", source: str = "imperative") -> None:
-        self.found = {"status": status, "source": source, "route_prefix": "/"}
+        self.found = {"status": ApplicationStatus(status), "source": source, "route_prefix": "/"}
         self.deployed: list[AppArgs] = []
 
     def get_replica_context(self) -> SimpleNamespace:
@@ -43,7 +44,7 @@ class Serve:
 
     def run_many(self, targets: list[AppArgs], **_: bool) -> None:
         self.deployed += targets
-        self.found["status"] = "DEPLOYING"
+        self.found["status"] = ApplicationStatus.DEPLOYING
 
 
 @pytest.fixture(autouse=True)
@@ -112,8 +113,11 @@ async def test_it_is_deployed_unless_it_runs_so_or_an_update_is_under_way(
     bench, serve, status, source, target, answer, is_deployed
 ):
     """An ingress of before an update has what was before: what it serves is not what will be, nor a way back."""
-    serve.found |= {"status": status, "source": source}
-    assert (await ask(bench, "secret", {"target": target}, admin_keys=("admin",))).status_code == answer
+    serve.found |= {"status": ApplicationStatus(status), "source": source}
+    told = await ask(bench, "secret", {"target": target}, admin_keys=("admin",))
+    assert told.status_code == answer
+    if told.status_code == 409 and source == "imperative":
+        assert f"the application is {status}:" in told.json()["error"]["message"]
     assert [args.target.quantization for args in serve.deployed] == [target] * is_deployed
 
 
