@@ -24,7 +24,7 @@ from deployments.live import LiveKeys, WatchedFile
 from deployments.metrics.replica import Measured, ReplicaMetrics
 from deployments.names import INGRESS, ROUTER
 from deployments.openai.admission import Admission
-from deployments.openai.app import create_app
+from deployments.openai.app import create_app, request_grammars
 from deployments.openai.keys import ApiKeys
 from deployments.openai.observer import Observer
 from deployments.openai.service import ModelInfo, ModelRole, ServedModel
@@ -89,6 +89,7 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
         self._tokenizer = load_tokenizer(target_source(self._args))
         self._observer = Observer(self._replica_metrics.registry, self._args.model_name)
         self._admission = Admission(self._args.limits)
+        self._grammars = request_grammars(self._tokenizer)
         return self._http_application(self._args)
 
     def _go_by(self, args: AppArgs) -> None:
@@ -129,7 +130,16 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
             admin_keys=access.admin_keys,
             tracer=serve_tracer(),
         )
-        app = create_app(self._service, settings, self._tokenizer, self._observer, keys, self._admission, self._store)
+        app = create_app(
+            self._service,
+            settings,
+            self._tokenizer,
+            self._observer,
+            keys,
+            self._admission,
+            self._store,
+            self._grammars,
+        )
         if args.lora.is_dynamic:
             add_adapter_routes(app, self._adapters)
         add_quantization_routes(app, self._args)

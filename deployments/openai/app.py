@@ -36,6 +36,7 @@ def create_app(
     keys: ApiKeys | None = None,
     admission: Admission | None = None,
     store: ResponseStore | None = None,
+    grammars: Grammars | None = None,
 ) -> FastAPI:
     """Build the OpenAI-style API over a token service.
 
@@ -47,14 +48,15 @@ def create_app(
         keys: Who may call; by default everybody.
         admission: The book of an application that this one takes the place of, whose requests go on counting.
         store: Keeps responses; by default nothing is kept.
+        grammars: Of :func:`request_grammars`, which are made by default.
     """
     # FastAPI's own spans would stand between Serve's and ours, and its counters beside ours.
     telemetry: Any = {"tracing": False, "metrics": False, "logs": False}
     app = FastAPI(title="specdec", docs_url=None, redoc_url=None, redirect_slashes=False, telemetry=telemetry)
     observer = observer if observer is not None else Observer(CollectorRegistry())
     ignored = IgnoredFields(settings.unknown_fields, observer)
-    eos_token_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    grammars = Grammars(tokenizer, tokenizer_width(tokenizer), eos_token_ids, tries_first=True)
+    if grammars is None:
+        grammars = request_grammars(tokenizer)
     answers = AnswerForms(tokenizer, settings.tool_parser, settings.reasoning_tags)
     texts = TokenTexts(tokenizer)
     app.state.api = Api(service, tokenizer, settings, observer, texts, ignored, grammars, answers, store)
@@ -81,3 +83,9 @@ def create_app(
     for group in (completions, responses, models, tokens, admin, pages, *((ui,) if settings.ui else ())):
         app.include_router(group.router)
     return app
+
+
+def request_grammars(tokenizer: PreTrainedTokenizerBase) -> Grammars:
+    """What compiles the grammars of requests, its tables made; applications that follow each other have one."""
+    eos_token_ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    return Grammars(tokenizer, tokenizer_width(tokenizer), eos_token_ids, tries_first=True)

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic_core import from_json
+
 from deployments.openai.context import Api
 from deployments.openai.messages import Json
 from deployments.openai.schemas.chat import ChatMessage, ConversationBody
@@ -115,8 +117,8 @@ def _arguments(message: ChatMessage, place: int) -> list[Json]:
     for number, call in enumerate(message.tool_calls or ()):
         param = f"messages[{place}].tool_calls[{number}].function.arguments"
         try:
-            arguments = json.loads(call.function.arguments or "{}")
-        except (ValueError, RecursionError) as error:
+            arguments = from_json(call.function.arguments or "{}")  # it refuses half surrogate pairs
+        except ValueError as error:
             raise InvalidParameterError(param, f"{param} must be the JSON text of an object: {error}") from error
         if not isinstance(arguments, dict):
             raise InvalidParameterError(param, f"{param} must be the JSON text of an object")

@@ -20,6 +20,7 @@ _QUICK_BYTES = 1 << 14
 """Bodies up to this long are parsed and checked on the event loop: a thread would cost more."""
 _MOST_FIELDS = 1 << 14
 """Of one body, those of the objects in it included."""
+_FLOAT_OR_MORE = (float, dict, list)
 
 
 class StrictJsonRequest(Request):
@@ -35,7 +36,7 @@ class StrictJsonRequest(Request):
         """The body as Python values, or as what it must be.
 
         Raises:
-            ApiError: It is JSON but for a NaN or an infinity, which is named; or it has too many fields.
+            ApiError: It is JSON but for a NaN or a number beyond all floats, which is named; or it has too many fields.
             HTTPException: It is not valid JSON.
             RequestValidationError: It is not what it must be.
         """
@@ -46,10 +47,10 @@ class StrictJsonRequest(Request):
 
     def _read(self, body: bytes) -> Any:
         try:
-            value = from_json(body, allow_inf_nan=False)
+            value = from_json(body)
         except ValueError as error:
-            _refuse_infinite(body)
             raise HTTPException(400, f"the body is not valid JSON: {error}") from None
+        _refuse_infinite(value)
         if body.count(b":") > _MOST_FIELDS and _num_fields(value) > _MOST_FIELDS:
             raise ApiError(400, f"the body must have at most {_MOST_FIELDS} fields", code=INVALID)
         if self.model is None:
@@ -68,16 +69,13 @@ def _num_fields(value: Any) -> int:
     return sum(map(_num_fields, value)) if isinstance(value, list) else 0
 
 
-def _refuse_infinite(body: bytes) -> None:
-    """Name the field of a NaN or an infinity, if there is nothing else wrong with a body."""
-    try:
-        value = from_json(body)
-    except ValueError:
-        return
+def _refuse_infinite(value: Any) -> None:
+    """Name the field of a NaN or an infinity, which a number beyond all floats has become, too."""
     path = _path_of_infinite(value)
     if path is not None:
         param = dotted(path)
-        raise ApiError(400, f"{param} must be a finite number: JSON has no NaN, no Infinity", param=param, code=INVALID)
+        text = f"{param or 'the body'} must be a finite number, of at most 1.7e308: JSON has no NaN, no Infinity"
+        raise ApiError(400, text, param=param or None, code=INVALID)
 
 
 def _path_of_infinite(value: Any) -> tuple[str | int, ...] | None:
@@ -86,7 +84,7 @@ def _path_of_infinite(value: Any) -> tuple[str | int, ...] | None:
         return None if isfinite(value) else ()
     parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, part in parts:
-        path = _path_of_infinite(part)
+        path = _path_of_infinite(part) if isinstance(part, _FLOAT_OR_MORE) else None  # many are token ids
         if path is not None:
             return (key, *path)
     return None

@@ -70,6 +70,7 @@ async def check_compiled(api: Api, asked: AskedGrammar, eos_token_ids: Tokens) -
 
     Raises:
         InvalidParameterError: It cannot be compiled; it names the field.
+        ServiceUnavailableError: It cannot be tried now.
     """
     with api.grammars.awaited(asked.grammar, eos_token_ids) as compiled:
         try:

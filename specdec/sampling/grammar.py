@@ -48,10 +48,7 @@ def llguidance_grammar(grammar: Grammar, special_tokens: frozenset[str] = frozen
     Raises:
         ValueError: It is too long, or not of the form that its kind asks for.
     """
-    num_bytes = len(grammar.text.encode())
-    most = _MOST_COMPOSED_BYTES if grammar.kind == "llguidance" else MAX_GRAMMAR_BYTES
-    if num_bytes > most:
-        raise ValueError(f"it has {num_bytes} bytes, at most {most} are taken")
+    check_length(grammar)
     match grammar.kind:
         case "llguidance":
             return grammar.text
@@ -66,6 +63,18 @@ def llguidance_grammar(grammar: Grammar, special_tokens: frozenset[str] = frozen
         case "grammar":
             return _rules(grammar.text)
     return grammar_from(grammar.kind, grammar.text)
+
+
+def check_length(grammar: Grammar) -> None:
+    """Refuse a grammar whose text is too long to be kept, or to travel.
+
+    Raises:
+        ValueError: It is; or it has no UTF-8 form.
+    """
+    num_bytes = len(grammar.text.encode())
+    most = _MOST_COMPOSED_BYTES if grammar.kind == "llguidance" else MAX_GRAMMAR_BYTES
+    if num_bytes > most:
+        raise ValueError(f"it has {num_bytes} bytes, at most {most} are taken")
 
 
 def _json(schema: str) -> str:

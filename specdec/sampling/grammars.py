@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
 
-from specdec.errors import InvalidParameterError
-from specdec.sampling.grammar import Grammar, llguidance_grammar
+from specdec.errors import InvalidParameterError, ServiceUnavailableError, reason_of
+from specdec.sampling.grammar import Grammar, check_length, llguidance_grammar
 from specdec.sampling.trial import takes_too_much
 from specdec.types import Tokens
 
@@ -66,12 +66,19 @@ class Grammars:
     def compiled(self, grammar: Grammar, eos_token_ids: Tokens) -> Future[LLMatcher]:
         """A matcher at the grammar's beginning, to be copied; it is begun now, or was before.
 
-        Its exception is an InvalidParameterError for ``grammar``, which says what is wrong with it.
+        Its exception is an InvalidParameterError for ``grammar``, which says what is wrong with it; or a
+        ServiceUnavailableError where it could not be tried, which says nothing of it and is not given again.
         """
+        try:
+            check_length(grammar)
+        except ValueError as error:  # not kept, as what is kept is bounded by number
+            refused: Future[LLMatcher] = Future()
+            refused.set_exception(_invalid(str(error)))
+            return refused
         key = grammar, eos_token_ids
         with self._lock:
             future = self._compiled.pop(key, None)
-            if future is None:
+            if future is None or _was_not_tried(future):
                 future = self._threads.submit(self._compile, grammar, eos_token_ids)
             self._compiled[key] = future
             while len(self._compiled) > _MOST_KEPT:
@@ -100,6 +107,7 @@ class Grammars:
 
         Raises:
             InvalidParameterError: It cannot be compiled, within what it may cost.
+            ServiceUnavailableError: It cannot be tried now.
         """
         self.compiled(grammar, self.eos_token_ids).result()
 
@@ -128,6 +136,8 @@ class Grammars:
             return takes_too_much(llguidance_grammar(grammar))
         except (ValueError, TypeError, RecursionError):
             return False  # it is wrong, which is told by whoever compiles it
+        except OSError as error:
+            raise ServiceUnavailableError(f"the grammar cannot be tried now: {reason_of(error)}") from error
 
     def _tokens(self, eos_token_ids: Tokens) -> LLTokenizer:
         made = self._tokenizers.get(eos_token_ids)
@@ -147,6 +157,10 @@ def _with_deep_stacks() -> ThreadPoolExecutor:
     finally:
         threading.stack_size(before)
     return threads
+
+
+def _was_not_tried(future: Future[LLMatcher]) -> bool:
+    return future.done() and isinstance(future.exception(), ServiceUnavailableError)
 
 
 def _invalid(reason: str) -> InvalidParameterError:

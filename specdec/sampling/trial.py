@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -31,10 +32,15 @@ def takes_too_much(text: str, most_cpu_s: int = _MOST_CPU_S) -> bool:
     Args:
         text: In llguidance's own form.
         most_cpu_s: Another bound.
+
+    Raises:
+        OSError: The process was not begun, or did not come to an end of its own: that says nothing of the grammar.
     """
     # The script's own folder is left out of the path: its neighbours have names that others have, too.
     command = [sys.executable, "-P", __file__, str(most_cpu_s), *filter(None, sys.path)]
     ended = subprocess.run(command, input=text.encode(), capture_output=True, check=False)
+    if ended.returncode > 0 or ended.returncode == -signal.SIGKILL:  # which is no limit of ours
+        raise OSError(f"the process that tries it ended with {ended.returncode}")
     return ended.returncode < 0  # by a signal
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from specdec.errors import InvalidParameterError
+from specdec.text.prompts import check_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,7 +40,7 @@ def encode_chat(
 
     Raises:
         InvalidParameterError: There is no template, the template refuses the conversation, a variable has a name that
-            is not the template's to give, or nothing comes out.
+            is not the template's to give, or what comes out is nothing, or half a surrogate pair.
     """
     variables = dict(chat_template_kwargs or {})
     reserved = _reserved_names(tokenizer)
@@ -87,6 +88,7 @@ def _apply(
         RecursionError,
     ) as error:
         raise InvalidParameterError(blamed, f"the chat template refused the conversation: {error}") from error
+    check_text(text, blamed)
     return text
 
 

@@ -133,7 +133,7 @@ async def test_api_keys_of_the_ingress_follow_their_file(tmp_path: Path, monkeyp
     ingress._service = RoutedTokens(ModelInfo(ServedModel("m", "target", 100, 100)))
     ingress._ingress_host = SimpleNamespace(tell=lambda change: None)
     ingress._store = None
-    ingress._asgi_app = ingress.__serve_build_asgi_app__()
+    app = ingress._asgi_app = ingress.__serve_build_asgi_app__()
 
     async def ask(key: str) -> int:
         transport = httpx2.ASGITransport(app=ingress._asgi_app)
@@ -141,6 +141,8 @@ async def test_api_keys_of_the_ingress_follow_their_file(tmp_path: Path, monkeyp
             return int((await http.get("/v1/models", headers={"authorization": f"Bearer {key}"})).status_code)
 
     await _check_rotation(keys, ingress, ask)
+    assert ingress._asgi_app is not app
+    assert ingress._asgi_app.state.api.grammars is app.state.api.grammars, "what is compiled is not thrown away"
     assert ingress.config_report() == {"num_config_errors": 2}
 
 

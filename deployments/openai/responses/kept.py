@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from deployments.openai.arrival import Arrival
 from deployments.openai.context import Api
@@ -16,6 +16,7 @@ from deployments.openai.messages import Json
 from deployments.openai.responses.store import Record, ResponseStore
 from deployments.openai.schemas.responses import ResponsesBody
 from deployments.openai.schemas.responses_input import CallItem, InputItem, MessageItem, ReasoningItem, ResultItem
+from specdec.errors import InvalidParameterError
 
 _ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
 
@@ -76,8 +77,17 @@ async def earlier_items(api: Api, arrival: Arrival, body: ResponsesBody) -> list
 
 
 def read_items(items: Sequence[Json]) -> list[InputItem]:
-    """Kept items as those of a request."""
-    return _ITEMS.validate_python(items)
+    """Kept items as those of a request.
+
+    Raises:
+        InvalidParameterError: The model has written what no request may say, such as a call's name that is too long.
+    """
+    try:
+        return _ITEMS.validate_python(items)
+    except ValidationError as error:
+        first = error.errors()[0]
+        text = f"previous_response_id: item {first['loc'][0]} of that conversation cannot be taken: {first['msg']}"
+        raise InvalidParameterError("previous_response_id", text) from error
 
 
 def written_items(body: ResponsesBody) -> list[Json]:

@@ -15,6 +15,7 @@ from deployments.openai.schemas.responses import ResponsesBody, TextFormat
 from deployments.openai.schemas.responses_input import CallItem, InputItem, MessageItem, ReasoningItem, ResultItem
 from deployments.openai.schemas.responses_tools import FunctionChoice, FunctionTool, ResponsesToolChoice
 from deployments.openai.schemas.tools import (
+    MOST_CALLS,
     CalledFunction,
     CallSpec,
     ChosenFunction,
@@ -72,7 +73,7 @@ def turns_of(body: ResponsesBody, earlier: Sequence[InputItem] = ()) -> Turns:
         earlier: What was said up to the response that it names.
 
     Raises:
-        InvalidParameterError: It says nothing.
+        InvalidParameterError: It says nothing, or has too many calls in a row.
     """
     turns = _Turns()
     if body.instructions is not None:
@@ -121,6 +122,8 @@ class _Turns:
         if self._thought or not self.messages or self.messages[-1]["role"] != "assistant":
             self.add(place, role="assistant", content=None)
         calls = self.messages[-1].setdefault("tool_calls", [])
+        if len(calls) == MOST_CALLS:
+            raise InvalidParameterError(place, f"{place}: at most {MOST_CALLS} calls in a row are taken")
         self.places[f"messages[{len(self.messages) - 1}].tool_calls[{len(calls)}]"] = place
         function = CalledFunction(name=item.name, arguments=item.arguments)
         calls.append(CallSpec(id=item.call_id, type="function", function=function))

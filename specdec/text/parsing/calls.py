@@ -70,7 +70,19 @@ def whole_call(text: str, index: int) -> list[ToolCallDelta]:
     arguments = call.get("arguments", call.get("parameters", {}))
     if not isinstance(arguments, dict):
         return []
-    return [ToolCallDelta(index, call["name"], json.dumps(arguments, ensure_ascii=False))]
+    return [parsed_call(index, call["name"], arguments)]
+
+
+def parsed_call(index: int, name: str, arguments: Any) -> ToolCallDelta:
+    """A whole call from what a parser made of it: half surrogate pairs, which have no UTF-8 form, are escapes again.
+
+    Args:
+        index: Of the call in its answer.
+        name: The function's.
+        arguments: JSON text, or what is to be written so.
+    """
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return ToolCallDelta(index, *(part.encode(errors="backslashreplace").decode() for part in (name, text)))
 
 
 def unfinished(text: str, tag: str) -> int:

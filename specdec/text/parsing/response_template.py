@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from specdec.text.parsing.calls import parsed_call
 from specdec.text.parsing.events import AnswerEvent, ContentDelta, ReasoningDelta, ToolCallDelta
 
 if TYPE_CHECKING:
@@ -80,7 +80,6 @@ class ResponseTemplateParser:
 
     def _call(self, call: Mapping[str, Any]) -> ToolCallDelta:
         function = call.get("function", call)
-        arguments = function["arguments"]
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        told = parsed_call(self._num_calls, str(function["name"]), function["arguments"])
         self._num_calls += 1
-        return ToolCallDelta(self._num_calls - 1, str(function["name"]), text)
+        return told

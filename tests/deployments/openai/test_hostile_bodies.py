@@ -135,6 +135,37 @@ async def test_a_body_may_have_so_many_fields_and_no_more(http: httpx2.AsyncClie
         assert answer.json()["error"]["message"] == "the body must have at most 16384 fields"
 
 
+CALL = {"name": "f", "arguments": json.dumps({"q": "\ud83d"})}
+CALLED: dict[str, tuple[dict[str, Any], str]] = {
+    "/v1/chat/completions": (
+        {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": CALL}]},
+        "messages[1].tool_calls[0].function.arguments",
+    ),
+    "/v1/responses": ({"type": "function_call", "call_id": "1", **CALL}, "input[1].arguments"),
+}
+
+
+@pytest.mark.parametrize("path", CALLED)
+async def test_half_a_surrogate_pair_in_the_json_of_arguments_is_named(http: httpx2.AsyncClient, path: str) -> None:
+    turn, param = CALLED[path]
+    name = "messages" if "chat" in path else "input"
+    answer = await http.post(path, json={"model": "demo", name: [{"role": "user", "content": "x"}, turn]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert "hex escape" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [b"true", b"false"])
+async def test_a_number_beyond_all_floats_is_named(bench: Bench, http: httpx2.AsyncClient, stream: bytes) -> None:
+    bench.says("ok")
+    tools = b'[{"type": "function", "name": "f", "parameters": {"properties": {"a": {"maximum": 1e400}}}}]'
+    content = RESPONSE + b'"tool_choice": "none", "tools": ' + tools + b', "stream": ' + stream + b"}"
+    answer = await http.post("/v1/responses", content=content, headers=JSON)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == "tools[0].parameters.properties.a.maximum"
+    assert "finite" in answer.json()["error"]["message"]
+
+
 class Checked(BaseModel):
     """A body that notes whether the event loop's thread checks it."""
 

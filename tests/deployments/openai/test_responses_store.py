@@ -267,6 +267,18 @@ def test_the_oldest_go_where_there_are_too_many() -> None:
     assert (len(shelf), shelf.num_bytes) == (0, 0)
 
 
+async def test_what_the_model_should_not_have_called_is_not_gone_on_with(bench: Bench, clients: Clients) -> None:
+    tools: Any = [{"type": "function", **tool["function"]} for tool in CHAT["tools"]]
+    call = f'<tool_call>{{"arguments": {{}}, "name": "{"f" * 257}"}}</tool_call>'
+    for said, reason in ((call, "at most 256 characters"), (CALL_A * 129, "at most 128 calls in a row")):
+        bench.says(said)
+        first = await clients("alice", 0).responses.create(**ASK, tools=tools)
+        assert {item.type for item in first.output} == {"function_call"}
+        with pytest.raises(openai.BadRequestError, match=reason) as caught:
+            await clients("alice", 0).responses.create(model="demo", input="x", previous_response_id=first.id)
+        assert caught.value.body["param"] == "previous_response_id"
+
+
 def test_nobody_makes_anothers_go_by_keeping_many() -> None:
     shelf = Shelf(100, 100, 10.0)
     assert shelf.put("alice", "a", record(20))

@@ -339,3 +339,14 @@ async def test_bodies_of_clients(bench: Bench, http: httpx2.AsyncClient, name: s
 
 def test_the_tools_are_those_of_chat() -> None:
     assert FLAT[0] == {"type": "function", "name": "weather", "description": "Of a city.", "parameters": CITY}
+
+
+async def test_so_many_calls_are_taken_in_a_row_and_no_more(bench: Bench, http: httpx2.AsyncClient) -> None:
+    bench.says("ok")
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    said = {"role": "user", "content": "x"}
+    await whole(http, input=[*[call] * 128, said, *[call] * 128], chat_template=NO_TOOLS)
+    answer = await http.post(PATH, json={"model": "demo", "input": [call] * 129})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "input[128]"
+    assert "at most 128 calls in a row" in answer.json()["error"]["message"]

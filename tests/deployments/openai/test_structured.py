@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 from typing import Any
 
@@ -176,3 +177,33 @@ async def test_a_grammar_that_waits_its_turn_for_too_long_is_given_up(
     may_end.set()
     assert [(await one).status_code for one in running] == [200, 200]
     assert compiled == ["b", "c"]
+
+
+async def test_a_grammar_that_is_too_long_is_not_kept(bench: Bench, http: httpx2.AsyncClient) -> None:
+    for letter in "abcde":
+        body = {"model": "demo", "prompt": "a", "guided_regex": letter * 1_000_000}
+        answer = await http.post("/v1/completions", json=body)
+        assert answer.status_code == 400
+        assert "it has 1000000 bytes, at most 65536 are taken" in answer.text
+    grammars = bench.app.state.api.grammars
+    assert not grammars._compiled
+    assert not grammars._awaited
+
+
+async def test_a_grammar_that_could_not_be_tried_is_tried_again(
+    bench: Bench, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passing = [OSError(errno.EMFILE, "Too many open files")]
+
+    def short_of_files(_text: str) -> bool:
+        if passing:
+            raise passing.pop()
+        return False
+
+    monkeypatch.setattr("specdec.sampling.grammars.takes_too_much", short_of_files)
+    bench.says("aa")
+    body = {"model": "demo", "prompt": "a", "guided_regex": "a+"}
+    first, second = [await http.post("/v1/completions", json=body) for _ in range(2)]
+    assert (first.status_code, second.status_code) == (503, 200)
+    assert first.json()["error"]["message"].startswith("the grammar cannot be tried now: OSError: [Errno 24] Too many")
+    assert first.headers["retry-after"]

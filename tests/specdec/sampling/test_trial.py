@@ -135,6 +135,22 @@ def test_what_nobody_waits_for_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> 
         assert again.result(60)
 
 
+def test_a_trial_that_something_else_has_ended_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel kills a process of whose memory it has need."""
+    python = tmp_path / "python"
+    monkeypatch.setattr(sys, "executable", str(python))
+
+    def ended_by(line: str) -> bool:
+        python.write_text(f"#!/bin/sh\n{line}\n")
+        python.chmod(0o700)
+        return takes_too_much("")
+
+    assert ended_by("kill -SEGV $$")
+    for line in ("kill -KILL $$", "exit 1"):
+        with pytest.raises(OSError, match="the process that tries it ended"):
+            ended_by(line)
+
+
 def test_what_is_wrong_is_told_as_ever() -> None:
     grammars = Grammars(TOKENIZER, len(TOKENIZER), (0,), tries_first=True)
     for grammar, reason in ((Grammar("regex", "("), "unclosed group"), (Grammar("choice", "[]"), "none of them empty")):

@@ -66,3 +66,14 @@ def test_whatever_a_template_does_is_its_own_fault(demo_tokenizer: PreTrainedTok
 def test_an_empty_prompt_is_refused(demo_tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(InvalidParameterError, match="empty prompt"):
         encode_chat(demo_tokenizer, ASK, "{# nothing #}")
+
+
+@pytest.mark.parametrize(
+    ("template", "said", "blamed"), [("{{ '\\ud83d' }}", "x", "chat_template"), (None, "\ud83d", "messages")]
+)
+def test_half_a_surrogate_pair_is_refused(
+    demo_tokenizer: PreTrainedTokenizerFast, template: str | None, said: str, blamed: str
+) -> None:
+    with pytest.raises(InvalidParameterError, match="half a surrogate pair") as caught:
+        encode_chat(demo_tokenizer, [{"role": "user", "content": said}], template)
+    assert caught.value.parameter == blamed

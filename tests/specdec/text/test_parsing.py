@@ -75,6 +75,10 @@ HERMES: dict[str, tuple[str, Said]] = {
         '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>',
         ("", "", [("f", '{"a": 1}')]),
     ),
+    "half surrogate pairs": (
+        '<tool_call>{"arguments": {"é": "\\ud83d", "🙂": "\\ud83d\\ude42"}, "name": "f\\ud83d"}</tool_call>',
+        ("", "", [("f\\ud83d", '{"é": "\\ud83d", "🙂": "🙂"}')]),
+    ),
     "only a name": ('<tool_call>{"name": "f"}</tool_call>', ("", "", [("f", "{}")])),
     "parameters": ('<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>', ("", "", [("f", '{"a": 1}')])),
     "no JSON": ("a <tool_call>f(1)</tool_call> b", ("a<tool_call>f(1)</tool_call> b", "", [])),
@@ -196,6 +200,11 @@ BY_TEMPLATE: dict[str, tuple[str, Said]] = {
         '<think>hm, <c</think>ok<call>{"name": "f", "arguments": {"a": "é"}}</call>'
         '<call>{"name":"g","arguments":{}}</call>',
         ("ok", "hm, <c", [("f", '{"a": "é"}'), ("g", "{}")]),
+    ),
+    "half surrogate pairs": (
+        '<call>{"name": "f\\ud83d", "arguments": {"a": "\\ud83d"}}</call>'
+        '<call>{"name": "g", "arguments": "\\ud83d"}</call>',
+        ("", "", [("f\\ud83d", '{"a": "\\ud83d"}'), ("g", "\\ud83d")]),
     ),
     "broken": ('a<call>{"name": </call>b', ('a<call>{"name": </call>b', "", [])),
     "no call": ("a<call>[1]</call>b", ("a<call>[1]</call>b", "", [])),
