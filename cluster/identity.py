@@ -19,7 +19,7 @@ DEMO_TARGETS: dict[Demo, str] = {"plain": "target", "hybrid": "hybrid"}
 
 
 def demo_folder(name: str) -> Path:
-    """The folder of a demo model: ``target``, ``hybrid`` (another target), ``draft``, or ``heads``."""
+    """The folder of a demo model: ``target``, ``hybrid``, ``draft``, ``heads``, or ``chat`` (a draft's own layers)."""
     return Path(specdec.demo.__file__).parent / name
 
 

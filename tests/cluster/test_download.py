@@ -97,3 +97,11 @@ def test_of_what_is_in_the_cache_the_hub_is_not_asked(monkeypatch):
 def test_a_folder_that_is_here_and_holds_no_model_is_refused(tmp_path):
     with pytest.raises(InvalidParameterError, match=r"target.model: the folder .* has no config.json"):
         check_models(args(tmp_path), pytest.fail)
+
+
+def test_in_the_place_of_the_chat_demo_nothing_is_overwritten(tmp_path, monkeypatch):
+    monkeypatch.setattr("cluster.download.chat_demo_folder", lambda: tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(InvalidParameterError, match=rf"demo: chat cannot be had: {tmp_path} .* remove it"):
+        fetch_models(AppArgs(demo="chat"), lambda line: None)
+    assert (tmp_path / "notes.txt").read_text() == "mine"

@@ -1,4 +1,4 @@
-"""``specdec serve --demo chat``, made as on a fresh machine, and asked what README asks, by the line it prints."""
+"""``specdec serve --demo chat``, made as on a fresh machine; asked by the line it prints, and with drafts."""
 
 from __future__ import annotations
 
@@ -32,5 +32,14 @@ def test_the_model_that_talks_answers_readmes_question_in_a_sentence(tmp_path: P
         (said,) = json.loads(tried.stdout)["choices"]
         assert said["finish_reason"] == "stop"
         assert said["message"]["content"].startswith("Photosynthesis is")
+        drafted = service.client().chat.completions.create(
+            model=service.model,
+            messages=[{"role": "user", "content": question[1]}],
+            temperature=0,
+            max_tokens=80,
+            extra_body={"num_speculative_tokens": 3},
+        )
+        assert drafted.choices[0].message.content == said["message"]["content"]
+        assert service.count("spec_decode_num_accepted_tokens") > 0
     finally:
         service.stop()

@@ -301,7 +301,8 @@ def export_layers(draft: PreTrainedModel, folder: Path) -> None:
         n: t.to(torch.bfloat16).contiguous() for n, t in draft.state_dict().items() if not any(s in n for s in shared)
     }
     save_file(own, folder / "layers.safetensors")
-    (folder / "config.json").write_text(json.dumps(draft.config.to_dict(), indent=2) + "\n")
+    fields = {name: value for name, value in draft.config.to_dict().items() if not name.startswith("_")}
+    (folder / "config.json").write_text(json.dumps(fields | {"dtype": "bfloat16"}, indent=2) + "\n")
 
 
 def load_target(folder: Path) -> PreTrainedModel:
