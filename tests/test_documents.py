@@ -28,7 +28,6 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted(
     path for path in ROOT.rglob("*.md") if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
 )
-MOST_LINES = {"README.md": 150, "ARCHITECTURE.md": 80}
 
 
 def name(path: Path) -> str:
@@ -45,11 +44,6 @@ def commands(text: str) -> list[list[str]]:
     indented = re.findall(r"^ {4}((?:specdec|make) .*)$", text, flags=re.MULTILINE)
     found = [shlex.split(" ".join(span.split())) for span in spans + indented if "..." not in span]
     return [words for words in found if words[0] == "make" or len(words) > 2]
-
-
-@pytest.mark.parametrize(("path", "most"), MOST_LINES.items())
-def test_a_document_that_newcomers_read_is_short(path: str, most: int) -> None:
-    assert len((ROOT / path).read_text().splitlines()) <= most
 
 
 def test_the_table_of_keys_is_that_of_the_configuration() -> None:
