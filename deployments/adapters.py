@@ -138,7 +138,7 @@ class LoadedAdapters:
         args: The service's configuration.
         base: The model that they change.
         replica: This replica's name.
-        publish: Told of all adapters when they have changed.
+        publish: Told of each change: a name, and what it means now; None where it means nothing any more.
         tell: Tells all replicas, this one among them, what a name means from now on.
         ask: What all replicas know.
 
@@ -151,7 +151,7 @@ class LoadedAdapters:
         args: AppArgs,
         base: ServedModel,
         replica: str,
-        publish: Callable[[tuple[ServedModel, ...]], None],
+        publish: Callable[[str, ServedModel | None], None],
         tell: Callable[[str, Change], Awaitable[None]],
         ask: Callable[[], Awaitable[list[Changes]]],
     ) -> None:
@@ -185,8 +185,7 @@ class LoadedAdapters:
         self.changes = {
             name: one for name, one in self.changes.items() if one.twins is not None or one.order[0] > since_ns
         }
-        loaded = [one.twins for one in self.changes.values() if one.twins is not None]
-        self._publish(tuple(_served(self._base, twins) for twins in loaded))
+        self._publish(name, None if change.twins is None else _served(self._base, change.twins))
 
     async def load(self, name: str, path: str, draft: str | None, in_place: bool) -> None:
         """Check an adapter, and let requests name it.

@@ -68,13 +68,13 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
         self._store = None if store is None else RemoteResponses(store)
         own = fingerprints(args)
         info = model_info(args, own)
-        info = replace(info, adapters=configured_adapters(args, info.target))
+        info = replace(info, adapters={one.name: one for one in configured_adapters(args, info.target)})
         self._service = RoutedTokens(info)
         self._adapters = LoadedAdapters(
             args,
             info.target,
             replica_id(),
-            publish=lambda loaded: self._service.set_adapters((*info.adapters, *loaded)),
+            publish=self._service.set_adapter,
             tell=_tell_ingresses,
             ask=_ask_ingresses,
         )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
+from types import MappingProxyType
 
 from deployments.inbox import Inbox
 from deployments.openai.service import ModelInfo, SequenceRequest, ServedModel, TokenDelta
@@ -27,7 +28,8 @@ class RoutedTokens:
     """
 
     def __init__(self, info: ModelInfo) -> None:
-        self._info = info
+        self._adapters = dict(info.adapters)
+        self._info = replace(info, adapters=MappingProxyType(self._adapters))
         self._inboxes: dict[str, Inbox] = {}
         self._host: LoopHost[IngressMachine] | None = None
         self._has_router: Callable[[], bool] = lambda: False
@@ -76,9 +78,15 @@ class RoutedTokens:
         """What is served."""
         return self._info
 
-    def set_adapters(self, adapters: Iterable[ServedModel]) -> None:
-        """Let new requests name these adapters; open ones keep theirs."""
-        self._info = replace(self._info, adapters=tuple(adapters))
+    def set_adapter(self, name: str, adapter: ServedModel | None) -> None:
+        """Let new requests name an adapter, or with None no longer; open ones keep theirs.
+
+        One change costs the same whether there are 4 adapters or 4,000.
+        """
+        if adapter is None:
+            self._adapters.pop(name, None)
+        else:
+            self._adapters[name] = adapter
 
     def check_health(self) -> None:
         """Return if sequences are taken.

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from fastapi import Depends, Request
@@ -76,13 +77,13 @@ class Api:
         info = self.service.model_info()
         if name is None:
             return info.target
-        for model in info.models:
-            if name in model.names:
-                return model
-        names = ", ".join(model.name for model in info.models[:_MOST_NAMED])
-        names += ", ..." if len(info.models) > _MOST_NAMED else ""
+        found = info.find(name)
+        if found is not None:
+            return found
+        names = list(islice(chain((model.name for model in info.base_models), info.adapters), _MOST_NAMED + 1))
+        known = ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
         raise ApiError(
-            404, f"there is no model {name[:_MOST_SHOWN]!r}; there is: {names}", param="model", code="model_not_found"
+            404, f"there is no model {name[:_MOST_SHOWN]!r}; there is: {known}", param="model", code="model_not_found"
         )
 
     async def admit(self, arrival: Arrival, model: ServedModel, num_sequences: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Literal, Protocol
@@ -44,11 +44,6 @@ class ServedModel:
     draft_adapter: Adapter | None = None
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """What requests may call it: an adapter also with its model's name before it."""
-        return (self.name,) if self.parent is None else (self.name, f"{self.parent}:{self.name}")
-
-    @property
     def label(self) -> str:
         """In metrics, where adapters are not told apart: they come and go."""
         return self.parent or self.name
@@ -70,7 +65,8 @@ class ModelInfo:
         acceptance_rules: Rules that a request may choose.
         acceptance: The one of them that holds where it chooses none.
         created_s: When the service was started, in seconds since the epoch.
-        adapters: The adapters of the target, each a model that requests can name.
+        adapters: The adapters of the target by name, each a model that requests can name. A view of what is loaded
+            now: it changes as adapters are loaded and unloaded, and nobody copies it per request.
     """
 
     target: ServedModel
@@ -79,12 +75,22 @@ class ModelInfo:
     acceptance_rules: tuple[Acceptance, ...] = ("coupled",)
     acceptance: Acceptance = "coupled"
     created_s: int = 0
-    adapters: tuple[ServedModel, ...] = ()
+    adapters: Mapping[str, ServedModel] = field(default_factory=dict)
 
     @property
-    def models(self) -> tuple[ServedModel, ...]:
-        """All models that requests can name, the target first."""
-        return (self.target, *(() if self.draft is None else (self.draft,)), *self.adapters)
+    def base_models(self) -> tuple[ServedModel, ...]:
+        """The models without their adapters, the target first."""
+        return (self.target,) if self.draft is None else (self.target, self.draft)
+
+    def find(self, name: str) -> ServedModel | None:
+        """The model that a request calls ``name``: an adapter also with the target's name and a colon before its own.
+
+        Takes the same time however many adapters there are.
+        """
+        for model in self.base_models:
+            if name == model.name:
+                return model
+        return self.adapters.get(name.removeprefix(f"{self.target.name}:"))
 
 
 @dataclass(frozen=True, slots=True)

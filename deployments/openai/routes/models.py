@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
 
 from deployments.openai.context import ApiOf
 from deployments.openai.service import ServedModel
@@ -12,11 +13,16 @@ from deployments.openai.service import ServedModel
 router = APIRouter(prefix="/v1")
 
 
-@router.get("/models")
-async def models(api: ApiOf) -> dict[str, Any]:
+@router.get("/models", response_model=None)
+async def models(api: ApiOf) -> Response:
     """All models that requests can name."""
     info = api.service.model_info()
-    return {"object": "list", "data": [_model(model, info.created_s) for model in info.models]}
+    served = [*info.base_models, *info.adapters.values()]
+
+    def write() -> Response:
+        return JSONResponse({"object": "list", "data": [_model(model, info.created_s) for model in served]})
+
+    return await api.write(len(served), write)
 
 
 @router.get("/models/{name:path}")

@@ -17,8 +17,8 @@ _PAGE = Path(__file__).parent.parent / "docs.html"
 
 @router.get("/")
 async def root(api: ApiOf) -> dict[str, Any]:
-    """What this is, and where to go on."""
-    models = [model.name for model in api.service.model_info().models]
+    """What this is, and where to go on. It answers without a key, so it names no adapters: those are tenants' own."""
+    models = [model.name for model in api.service.model_info().base_models]
     known = {"name": "specdec", "version": installed_version("specdec"), "models": models, "docs": "/docs"}
     return known | ({"ui": "/ui"} if api.settings.ui else {})
 

@@ -62,13 +62,16 @@ class Service:
         self.asked: list[SequenceRequest] = []
         self.bench.script = self.script
         info = self.bench.service.model_info()
-        configured = configured_adapters(self.args, info.target)
         self.peers = [self]
         self.told: list[tuple[str, Change]] = []
         self.tells_for_s = 0.0
 
-        def publish(loaded: tuple[ServedModel, ...]) -> None:
-            self.bench.service._info = replace(info, adapters=(*configured, *loaded))
+        adapters = {one.name: one for one in configured_adapters(self.args, info.target)}
+        self.bench.service._info = replace(info, adapters=adapters)
+
+        def publish(name: str, model: ServedModel | None) -> None:
+            adapters.pop(name, None)
+            adapters.update({} if model is None else {name: model})
 
         async def tell(name: str, change: Change) -> None:
             await asyncio.sleep(self.tells_for_s)
@@ -80,7 +83,6 @@ class Service:
 
         base = replace(info.target, decision=decision)
         self.adapters = LoadedAdapters(self.args, base, replica, publish, tell, ask)
-        publish(())
         settings = ApiSettings(admin_keys=("ops",))
         self.app = create_app(self.bench.service, settings, tokenizer, self.bench.observer, ApiKeys(KEYS))
         add_adapter_routes(self.app, self.adapters)
@@ -88,7 +90,7 @@ class Service:
     def names(self) -> dict[str, str]:
         """The adapters that requests can name, with the names of their folders."""
         models = self.bench.service.model_info().adapters
-        return {model.name: Path(model.root).name for model in models}
+        return {name: Path(model.root).name for name, model in models.items()}
 
     def script(self, request: SequenceRequest) -> list[Any]:
         self.asked.append(request)
@@ -180,6 +182,24 @@ async def test_any_name_is_a_name_everywhere(name: str, service: Service, post: 
     assert (await post("unload_lora_adapter", lora_name=name))[0] == 200
 
 
+async def test_a_request_looks_its_adapter_up_and_walks_over_none(service: Service, post: Post) -> None:
+    class Looked(dict[str, ServedModel]):
+        def __iter__(self) -> Any:
+            raise AssertionError("a request walked over all adapters")
+
+        values = items = keys = __iter__  # type: ignore[assignment]
+
+    info = service.bench.service.model_info()
+    service.bench.service._info = replace(info, adapters=Looked(info.adapters))
+    for name in ("sql", "demo:sql", "demo", "demo-draft"):
+        assert (await post("completions", model=name, prompt="x"))[0] == 200
+    assert [bool(request.spec.adapter) for request in service.asked] == [True, True, False, False]
+
+
+async def test_the_open_page_names_no_adapter(http: httpx2.AsyncClient) -> None:
+    assert (await http.get("/")).json()["models"] == ["demo", "demo-draft"]
+
+
 async def test_a_name_changes_its_adapter_only_where_that_is_said(service: Service, post: Post) -> None:
     assert (await post("load_lora_adapter", lora_name="mine", lora_path="chat"))[0] == 200
     status, error = await post("load_lora_adapter", lora_name="mine", lora_path="sql")
@@ -267,9 +287,7 @@ async def test_a_replica_of_an_update_has_the_adapter_of_its_own_model(
     new.peers = [old]
     await old.adapters.load("chat", "chat", None, False)
     await new.adapters.learn()
-    (ours,), (theirs,) = (
-        [m for m in one.bench.service.model_info().adapters if m.name == "chat"] for one in (new, old)
-    )
+    ours, theirs = (one.bench.service.model_info().adapters["chat"] for one in (new, old))
     assert ours.adapter == theirs.adapter
     assert (ours.decision[:5], theirs.decision[:5]) == ("int4:", "int8:")
 
