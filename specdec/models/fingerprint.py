@@ -1,14 +1,12 @@
 """What decides a model's tokens, as short texts: processes of other fingerprints serve other models.
 
-Nothing here imports torch or reads whole weights, but those of adapters, so that a process without a model can tell
-which model it speaks of.
+Nothing here imports torch, so that a process without a model can tell which model it speaks of.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from io import BufferedIOBase
@@ -16,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import ModelLoadError
+from specdec.models.file_hashes import file_hashes
+from specdec.models.weight_files import check_weight_files
 from specdec.types import Adapter
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -32,10 +32,6 @@ _TOKENIZER = (
     "*.tiktoken",
 )
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-_SAMPLES_PER_TENSOR = 3
-_SAMPLE_BYTES = 64
-_MAX_HEADER_BYTES = 100_000_000
-"""The safetensors format allows no larger header."""
 _DIGITS = 16
 
 
@@ -48,7 +44,7 @@ def digest(parts: Mapping[str, Any]) -> str:
 def model_fingerprint(path: str, revision: str | None = None, token: str | None = None) -> str:
     """What a model is: of a local folder its content, never its name or age; of a hub id the commit.
 
-    Of weights, the headers of the safetensors files and a few bytes of each tensor are read, not all of them.
+    Every byte of the weights counts. The hashes of large files are kept: see :mod:`specdec.models.file_hashes`.
 
     Args:
         path: Hub id or local folder.
@@ -56,14 +52,14 @@ def model_fingerprint(path: str, revision: str | None = None, token: str | None 
         token: Hub token for gated models.
 
     Raises:
-        ModelLoadError: It cannot be found or read.
+        ModelLoadError: It cannot be found or read, or a file of weights is missing or damaged.
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return digest({"hub": path, "commit": _cached_folder(path, revision, token).name})
     try:
-        files = _hashes(folder, _CONFIGURATION + _TOKENIZER)
-        files |= {file.name: _weights_hash(file) for file in _found(folder, _WEIGHTS)}
+        check_weight_files(folder)
+        files = file_hashes(_found(folder, _CONFIGURATION + _TOKENIZER + _WEIGHTS))
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"the fingerprint of {path} cannot be taken: {error}") from error
     return digest(files)
@@ -125,7 +121,7 @@ def vocabulary_fingerprint(path: str, revision: str | None = None, token: str | 
             _get(path, "tokenizer.json", revision, token)
         file = folder / "tokenizer.json"
         if not file.is_file():
-            return digest(_hashes(folder, _TOKENIZER))
+            return digest(file_hashes(_found(folder, _TOKENIZER)))
         tokenizer = json.loads(file.read_text(encoding="utf-8"))
         added = sorted((entry["id"], entry["content"]) for entry in tokenizer.get("added_tokens") or ())
         return digest({"vocabulary": tokenizer["model"]["vocab"], "added": added})
@@ -147,31 +143,6 @@ def torchao_version() -> str:
 
 def _found(folder: Path, patterns: Iterable[str]) -> list[Path]:
     return sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
-
-
-def _hashes(folder: Path, patterns: Iterable[str]) -> dict[str, str]:
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in _found(folder, patterns)}
-
-
-def _weights_hash(path: Path) -> str:
-    """Of a safetensors file its header and bytes of every tensor; of an index all of it."""
-    if path.suffix == ".json":
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    with path.open("rb", buffering=0) as file:
-        size = int.from_bytes(file.read(8), "little")
-        if not 2 <= size <= _MAX_HEADER_BYTES:
-            raise ValueError(f"{path.name} is not a safetensors file")
-        header = file.read(size)
-        summed = hashlib.sha256(header)
-        for name, entry in json.loads(header).items():
-            if name == "__metadata__":
-                continue
-            first, end = entry["data_offsets"]
-            for sample in range(_SAMPLES_PER_TENSOR):
-                # The last sample ends where the tensor ends.
-                offset = first + max(0, end - first - _SAMPLE_BYTES) * sample // max(1, _SAMPLES_PER_TENSOR - 1)
-                summed.update(os.pread(file.fileno(), min(_SAMPLE_BYTES, end - offset), 8 + size + offset))
-    return summed.hexdigest()
 
 
 def _cached_folder(name: str, revision: str | None, token: str | None, file: str = "config.json") -> Path:

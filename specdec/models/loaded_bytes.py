@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
-from huggingface_hub import try_to_load_from_cache
+from specdec.models.weight_files import local_folder, tensor_bytes
 
 EVERY_S = 2.0
 BAR = "Loading weights"
@@ -21,20 +19,13 @@ def weights_bytes(path: str, revision: str | None = None) -> dict[str, int]:
     Args:
         path: Local folder, or hub id whose files are in the hub's cache; nothing is downloaded.
         revision: Branch, tag or commit on the hub.
+
+    Raises:
+        ModelLoadError: A file is damaged.
     """
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        cached = try_to_load_from_cache(path, "config.json", revision=revision)
-        if not isinstance(cached, str):
-            return {}
-        folder = Path(cached).parent
-    sizes: dict[str, int] = {}
-    for name in folder.glob("*.safetensors"):
-        with name.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        header.pop("__metadata__", None)
-        sizes |= {tensor: entry["data_offsets"][1] - entry["data_offsets"][0] for tensor, entry in header.items()}
-    return sizes
+    folder = local_folder(path, revision)
+    files = [] if folder is None else folder.glob("*.safetensors")
+    return {name: size for file in files for name, size in tensor_bytes(file).items()}
 
 
 def watched(

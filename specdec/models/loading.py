@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -30,6 +31,7 @@ from specdec.models.quantization import is_quantized, quantizing, stored_bytes
 from specdec.models.quiet import Bar, no_bar, quiet
 from specdec.models.recurrent.binding import RecurrentLayer
 from specdec.models.recurrent.opaque import OpaqueState, find_opaque_state
+from specdec.models.weight_files import check_weight_files, local_folder
 from specdec.sampling.params import GenerationDefaults
 from specdec.types import Progress, Quantization
 
@@ -122,8 +124,8 @@ def load_model(source: ModelSource, progress: Progress | None = None) -> LoadedM
         progress: Called with a line for each stage, and every two seconds with how many bytes of weights are loaded.
 
     Raises:
-        ModelLoadError: the model is missing, is not a causal language model, has no safetensors, needs code of its
-            own, is larger than its device's memory, or is of a kind that cannot be served exactly.
+        ModelLoadError: the model is missing, is not a causal language model, has no safetensors or damaged ones, needs
+            code of its own, is larger than its device's memory, or is of a kind that cannot be served exactly.
     """
     report = progress or _say_nothing
     report(f"reading the configuration of {source.path}")
@@ -282,8 +284,8 @@ def _check_folder(path: str, needs_weights: bool = True) -> None:
         return
     if not (folder / "config.json").is_file():
         raise ModelLoadError(f"{path} has no config.json")
-    if needs_weights and not any(folder.glob("*.safetensors")):
-        raise ModelLoadError(f"{path} has no *.safetensors file; other formats are not read")
+    if needs_weights:
+        check_weight_files(folder)
 
 
 def _from_pretrained(loader: Any, source: ModelSource, bar: Bar | None = None, **options: Any) -> Any:
@@ -296,11 +298,14 @@ def _from_pretrained(loader: Any, source: ModelSource, bar: Bar | None = None, *
             )
     except torch.OutOfMemoryError:
         raise
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, SafetensorError) as error:
+        folder = local_folder(source.path, source.revision)
+        if isinstance(error, SafetensorError) and folder is not None:
+            check_weight_files(folder)  # names the file, of one from the hub too
         reason = str(error).strip()
         if "trust_remote_code" in reason:
             reason = "it needs code of its own, which is not run"
-        elif "safetensors" in reason and isinstance(error, OSError):
+        elif isinstance(error, OSError) and "safetensors" in reason and "-of-" not in reason:
             reason = "it has no safetensors; other formats are not read"
         raise ModelLoadError(f"cannot load {source.path}: {reason}") from error
 

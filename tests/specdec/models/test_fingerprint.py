@@ -1,19 +1,21 @@
 """Fingerprints: the content of a model's files decides, and nothing else."""
 
+import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import httpx2
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from cluster.config import AppArgs
 from cluster.identity import demo_folder, fingerprints
 from specdec.errors import ModelLoadError
+from specdec.models import file_hashes as file_hashes_module
+from specdec.models.file_hashes import _read, file_hashes
 from specdec.models.fingerprint import (
     ADAPTER_WEIGHTS,
     adapter_folder,
@@ -58,20 +60,42 @@ def test_what_the_configuration_says_counts(folder: Path, file: str, values: dic
     assert vocabulary_fingerprint(str(folder)) == vocabulary
 
 
-def test_one_tensor_of_other_weights_counts(folder: Path) -> None:
-    before = model_fingerprint(str(folder))
-    tensors = load_file(folder / "model.safetensors")
-    for name, tensor in tensors.items():
-        save_file(tensors | {name: tensor + 0.01}, folder / "model.safetensors", metadata={"format": "pt"})
-        assert model_fingerprint(str(folder)) != before, name
-
-
-def test_a_tensor_that_is_smaller_than_a_sample_is_read_to_its_end(folder: Path) -> None:
-    seen = set()
-    for value in (1.0, 2.0):
-        save_file({"a": torch.tensor([0.0, value]), "b": torch.empty(0)}, folder / "model.safetensors")
+def test_every_byte_of_the_weights_counts(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    seen, content = {model_fingerprint(str(folder))}, bytearray(file.read_bytes())
+    for at in (len(content) - 1, len(content) // 2, len(content) // 3, 3 * len(content) // 4):
+        content[at] ^= 1
+        file.write_bytes(content)
         seen.add(model_fingerprint(str(folder)))
-    assert len(seen) == 2
+    assert len(seen) == 5
+
+
+def test_a_large_file_is_read_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+    monkeypatch.setattr(file_hashes_module, "MIN_KEPT_BYTES", 4)
+    monkeypatch.setattr(file_hashes_module, "_read", lambda file: read.append(file) or _read(file))
+    file, cache = tmp_path / "weights", tmp_path / "cache"
+    file.write_bytes(b"first")
+    status = file.stat()
+    first = file_hashes([file], cache)
+    assert first == file_hashes([file], cache) == {"weights": hashlib.sha256(b"first").hexdigest()}
+    assert len(read) == 1
+    time.sleep(0.02)  # a tick of a file system's clock
+    file.write_bytes(b"other")
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))  # what rsync does
+    assert file_hashes([file], cache) == {"weights": hashlib.sha256(b"other").hexdigest()}
+    assert len(read) == 2
+    for entry in cache.iterdir():
+        entry.write_text("a crash cut this o")
+    assert file_hashes([file], cache) == {"weights": hashlib.sha256(b"other").hexdigest()}
+
+
+def test_hashes_that_cannot_be_kept_are_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_hashes_module, "MIN_KEPT_BYTES", 0)
+    (tmp_path / "not-a-folder").touch()
+    assert file_hashes([tmp_path / "not-a-folder"], tmp_path / "not-a-folder") == {
+        "not-a-folder": hashlib.sha256(b"").hexdigest()
+    }
 
 
 def test_a_vocabulary_is_its_tokens_and_their_ids(folder: Path) -> None:

@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from transformers.utils import logging as transformers_logging
 import specdec.demo
 from specdec.errors import ModelLoadError
 from specdec.models.admission import check_admission
+from specdec.models.fingerprint import model_fingerprint
 from specdec.models.loading import LoadedModel, ModelSource, load_model, load_tokenizer, prepare_model
 from specdec.models.runner import ModelRunner
 from specdec.sampling.params import GenerationDefaults
@@ -86,11 +88,58 @@ def test_a_missing_folder_is_named() -> None:
 
 def test_a_folder_without_configuration_or_safetensors_is_refused(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ModelLoadError, match=r"no \*.safetensors file"):
+    with pytest.raises(ModelLoadError, match=r"has neither model.safetensors nor model.safetensors.index.json"):
         load_model(ModelSource(str(folder)))
     (folder / "config.json").unlink()
     with pytest.raises(ModelLoadError, match=r"no config.json"):
         load_model(ModelSource(str(folder)))
+
+
+def junk_of_the_same_length(content: bytes) -> bytes:
+    return b"\x7f" * len(content)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda content: b"", r"model\.safetensors is empty$"),
+        (lambda content: content[:20], r"model\.safetensors is cut off: it has 20 bytes, and its header alone"),
+        (
+            lambda content: content[: len(content) // 2],
+            r"model\.safetensors is cut off: it has .* of .* bytes$",
+        ),
+        (lambda content: content + b"more", r"model\.safetensors is damaged: it has .* its header describes"),
+        (junk_of_the_same_length, r"model\.safetensors is not a safetensors file$"),
+        (lambda content: content[:8] + b"{" * 3000 + content[3008:], r"model\.safetensors is not a safetensors file$"),
+    ],
+)
+def test_a_damaged_file_of_weights_is_named(folder: Path, spoil: Callable[[bytes], bytes], message: str) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(spoil(file.read_bytes()))
+    for use in (lambda: load_model(ModelSource(str(folder), device="cpu")), lambda: model_fingerprint(str(folder))):
+        with pytest.raises(ModelLoadError, match=message):
+            use()
+
+
+def test_a_damaged_or_missing_shard_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers.AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="1MB")
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    source = ModelSource(str(folder), device="cpu")
+    load_model(source)
+    shard = min(folder.glob("model-00002-*.safetensors"))
+    os.truncate(shard, shard.stat().st_size - 1)
+    with pytest.raises(ModelLoadError, match=rf"{shard.name} is cut off"):
+        load_model(source)
+    with monkeypatch.context() as patch:  # of a model on the hub no folder is checked before it is loaded
+        patch.setattr("specdec.models.loading._check_folder", lambda path: None)
+        with pytest.raises(ModelLoadError, match=rf"{shard.name} is cut off"):
+            load_model(source)
+    shard.unlink()
+    with pytest.raises(ModelLoadError, match=rf"lacks 1 of \d files that .*\.index\.json names: {shard.name}"):
+        load_model(source)
+    (folder / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(ModelLoadError, match=r"index\.json is not an index of safetensors files"):
+        load_model(source)
 
 
 def test_missing_weights_are_not_filled_with_random_numbers(folder: Path) -> None:
