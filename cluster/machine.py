@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import psutil
 
+from specdec.models.host_memory import host_memory
+
 PACKAGES = ("specdec", "torch", "transformers", "accelerate", "ray", "pydantic")
 
 
@@ -33,8 +35,9 @@ class Hardware:
     Attributes:
         versions: By package, Python included.
         num_cpus: Cores this process may use.
-        total_bytes: The machine's memory.
+        total_bytes: The machine's memory, or this process's limit where that is lower.
         free_bytes: What of it can still be had.
+        has_limit: Whether ``total_bytes`` is a limit on this process, as a container has one.
         gpus: In the order of CUDA's device numbers.
     """
 
@@ -43,13 +46,14 @@ class Hardware:
     total_bytes: int
     free_bytes: int
     gpus: tuple[Gpu, ...]
+    has_limit: bool = False
 
 
 def this_machine() -> Hardware:
     """Look at this machine; imports torch."""
     import torch
 
-    memory = psutil.virtual_memory()
+    memory = host_memory()
     versions = {"python": platform.python_version()}
     versions |= {name: importlib.metadata.version(name) for name in PACKAGES}
     gpus = []
@@ -58,4 +62,6 @@ def this_machine() -> Hardware:
         gpus.append(Gpu(torch.cuda.get_device_name(index), total_bytes, free_bytes))
     process = psutil.Process()
     num_cpus = len(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else psutil.cpu_count()
-    return Hardware(versions, num_cpus, memory.total, memory.available, tuple(gpus))
+    return Hardware(
+        versions, num_cpus, memory.total_bytes, memory.free_bytes, tuple(gpus), memory.limit_bytes is not None
+    )

@@ -66,7 +66,8 @@ def machine_lines(machine: Hardware) -> Iterator[str]:
     """Versions and devices."""
     yield _line("versions", ", ".join(f"{name} {version}" for name, version in machine.versions.items()))
     yield _line("cores", str(machine.num_cpus))
-    yield _line("memory", f"{gib(machine.free_bytes)} free of {gib(machine.total_bytes)}")
+    limit = " (the limit of this process's control group)" if machine.has_limit else ""
+    yield _line("memory", f"{gib(machine.free_bytes)} free of {gib(machine.total_bytes)}{limit}")
     if not machine.gpus:
         yield _line("GPUs", "none")
     for index, gpu in enumerate(machine.gpus):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from specdec.errors import InvalidParameterError, MemoryPlanError
+from specdec.models.host_memory import host_memory
 from specdec.models.loading import LoadedModel
 from specdec.models.probe import AttentionLayer
 from specdec.models.recurrent.opaque import NUM_COPIES
@@ -96,8 +95,7 @@ def free_memory_bytes(device: torch.device) -> int:
     """Bytes that can be taken on a device now without pushing anything out."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    available = _meminfo_available()
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") if available is None else available
+    return host_memory().free_bytes
 
 
 def plan_memory(
@@ -229,17 +227,6 @@ def _budget(needs: _Needs, fraction: float) -> int:
     shares = needs.by_device()
     total = sum(shares.values())
     return min(int(free_memory_bytes(device) * fraction) * total // share for device, share in shares.items())
-
-
-def _meminfo_available() -> int | None:
-    """Linux counts caches it can drop as available, which ``SC_AVPHYS_PAGES`` does not; None elsewhere."""
-    path = Path("/proc/meminfo")
-    if not path.is_file():
-        return None
-    for line in path.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
 
 
 def _mib(num_bytes: int) -> str:

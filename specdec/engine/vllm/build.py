@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import psutil
 import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -25,6 +24,7 @@ from specdec.engine.vllm.target import VllmTarget
 from specdec.errors import InvalidParameterError, ModelLoadError, reason_of
 from specdec.models.compat import check_width, tokenizer_width
 from specdec.models.describe import describe_model
+from specdec.models.host_memory import host_memory
 from specdec.models.loading import ModelSource, is_recurrent, load_config, load_tokenizer
 from specdec.protocol.backends import Status, VerifyJob
 from specdec.protocol.marks import TokenLog
@@ -151,4 +151,4 @@ def _memory(options: BackendOptions) -> dict[str, Any]:
         share = GPU_KV_FRACTION * (options.device_share or 1.0) if wanted == "auto" else wanted
         return {"gpu_memory_utilization": share}
     fraction = CPU_KV_FRACTION if wanted == "auto" else wanted
-    return {"kv_cache_memory_bytes": int(fraction * psutil.virtual_memory().available)}
+    return {"kv_cache_memory_bytes": int(fraction * host_memory().free_bytes)}
