@@ -10,7 +10,7 @@ from cluster.machine import Hardware, this_machine
 from cluster.models import ModelConfig
 from cluster.placement import Devices, Placement, placement_of
 from specdec.engine.shares import on_one_gpu
-from specdec.errors import SpecdecError
+from specdec.errors import InvalidParameterError, SpecdecError
 
 if TYPE_CHECKING:
     from specdec.engine.build import Built
@@ -60,7 +60,7 @@ class Findings:
     """All that was found.
 
     Attributes:
-        placement: What each replica would get.
+        placement: What each replica would get; None where there is no room, and then nothing else is looked at.
         target: None where there is a problem with it.
         draft: The same; also None where there is no draft.
         pair: What holds for both together: see :class:`specdec.models.compat.PairReport`.
@@ -70,7 +70,7 @@ class Findings:
     """
 
     machine: Hardware
-    placement: Placement
+    placement: Placement | None
     target: ModelFindings | None = None
     draft: ModelFindings | None = None
     pair: dict[str, Any] | None = None
@@ -89,8 +89,13 @@ def examine(args: AppArgs, progress: Progress | None = None) -> Findings:
 
     machine = this_machine()
     devices = Devices(len(machine.gpus), machine.num_cpus)
-    findings = Findings(machine, placement_of(args, devices))
-    shares = findings.placement.target.gpu_share, findings.placement.draft.gpu_share
+    findings = Findings(machine, None)
+    try:
+        findings.placement = placement = placement_of(args, devices, can_grow=False)
+    except InvalidParameterError as error:
+        findings.problems.append(str(error))
+        return findings
+    shares = placement.target.gpu_share, placement.draft.gpu_share
     source = target_source(args)
     if args.target.engine == "vllm":
         _examine_engine(args, findings)

@@ -143,7 +143,7 @@ class LocalService:
         )
         self._report("Serve is up")
         args = self._config.app_args()
-        placement = placement_of(args, ray_devices())
+        placement = placement_of(args, ray_devices(), can_grow=False)
         for remark in placement.remarks:
             self._report(remark)
         app = load_builder(self._application)(args)

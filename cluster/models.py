@@ -119,12 +119,6 @@ class TargetConfig(ModelConfig):
             raise ValueError(f"engine_args: {refused}")
         return self
 
-    @property
-    def num_gpus(self) -> int:
-        """GPUs that one replica spreads the model over."""
-        size = self.engine_args.get("tensor_parallel_size", 1)
-        return size if isinstance(size, int) else 1
-
 
 DraftMethod = Literal["model", "lookup", "heads", "lookup+model", "lookup+heads", "model+heads", "lookup+model+heads"]
 

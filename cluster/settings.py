@@ -61,6 +61,11 @@ def prepare_for_vllm(num_threads: int, environment: MutableMapping[str, str] = o
     environment.update(VLLM_SETTINGS, OMP_NUM_THREADS=str(num_threads))
 
 
+def hide_gpus(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Let this process and those it starts see no GPU; to be called before CUDA is used."""
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+
+
 KEY_PREFIX = "SPECDEC__"
 """Variables that begin so are keys of the configuration: ``SPECDEC__TARGET__DTYPE`` is ``target.dtype``.
 

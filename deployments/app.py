@@ -18,7 +18,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from cluster.config import AppArgs
 from cluster.download import check_models
 from cluster.identity import fingerprints
-from cluster.placement import ActorShare, placement_of, plan_placement, ray_devices
+from cluster.placement import ActorShare, placement_of, ray_devices
 from cluster.replicas import ReplicaRange
 from cluster.settings import api_keys, check_ray
 from cluster.sources import draft_source, read_template, target_source
@@ -105,7 +105,7 @@ def build_draft_pool(pool: DraftPoolArgs) -> Application:
     args = pool.app_args()
     check_ray(args.access.allow_unauthenticated_ray)
     check_files(args)
-    placement = plan_placement(ray_devices(), args.replicas, args.actors, has_target=False)
+    placement = placement_of(args, ray_devices(), has_target=False)
     for remark in placement.remarks:
         logger.info(remark)
     return _worker(DraftServer, DRAFT, "draft", args, placement.draft, pool.applications)
@@ -172,4 +172,4 @@ def _worker(
         ray_actor_options=ray_options,
         **pinned_options(args.drain_timeout_s),
     )
-    return deployment.bind(args, share.num_torch_threads, share.gpu_share, *more)
+    return deployment.bind(args, share.num_torch_threads, share.num_gpus, *more)

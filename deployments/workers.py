@@ -17,7 +17,7 @@ from cluster.config import AppArgs
 from cluster.doubles import emulated_drafter, emulated_target, scripted_pair
 from cluster.identity import fingerprints
 from cluster.live import set_log_level
-from cluster.settings import prepare_for_vllm
+from cluster.settings import hide_gpus, prepare_for_vllm
 from cluster.sources import backend_options, draft_source, target_source
 from cluster.startup import startup
 from cluster.vllm import vllm_options
@@ -76,13 +76,14 @@ class TargetServer(_Worker):
     Args:
         args: The service's configuration.
         num_torch_threads: Threads for torch on a CPU.
-        gpu_share: Part of a GPU that is this replica's.
+        num_gpus: GPUs that Ray gave this replica; a fraction is a part of one, and 0 is none.
     """
 
-    def __init__(self, args: AppArgs, num_torch_threads: int, gpu_share: float) -> None:
+    def __init__(self, args: AppArgs, num_torch_threads: int, num_gpus: float) -> None:
         self._args = args
         set_log_level(args)
         torch.set_num_threads(num_torch_threads)
+        gpu_share = _gpu_share(num_gpus)
         name, report = replica_id(), StepReport()
         own = fingerprints(args, of_draft=args.target.engine != "vllm")
         recorder = Recorder(name, "target") if args.trace else None
@@ -124,16 +125,17 @@ class DraftServer(_Worker):
     Args:
         args: The service's configuration.
         num_torch_threads: Threads for torch on a CPU.
-        gpu_share: Part of a GPU that is this replica's.
+        num_gpus: GPUs that Ray gave this replica; a fraction is a part of one, and 0 is none.
         applications: Whose routers it drafts for; its own application's where none are named.
     """
 
     def __init__(
-        self, args: AppArgs, num_torch_threads: int, gpu_share: float, applications: tuple[str, ...] = ()
+        self, args: AppArgs, num_torch_threads: int, num_gpus: float, applications: tuple[str, ...] = ()
     ) -> None:
         self._args = args
         set_log_level(args)
         torch.set_num_threads(num_torch_threads)
+        gpu_share = _gpu_share(num_gpus)
         name, times, report, own = replica_id(), args.protocol.times(), StepReport(), fingerprints(args)
         recorder = Recorder(name, "drafter") if args.trace else None
         with _startup() as say:
@@ -200,6 +202,13 @@ def _startup() -> Iterator[Progress]:
             show(line)
 
         yield say
+
+
+def _gpu_share(num_gpus: float) -> float:
+    """Part of its GPU that a replica has; one that has none sees none, as those of its node are others'."""
+    if not num_gpus:
+        hide_gpus()
+    return min(1.0, num_gpus or 1.0)
 
 
 def _target_backend(args: AppArgs, gpu_share: float, say: Progress) -> tuple[TargetBackend, LastProgress | None]:

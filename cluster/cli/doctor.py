@@ -48,7 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
 def report(findings: Findings) -> Iterator[str]:
     """The findings as lines of text."""
     yield from machine_lines(findings.machine)
-    yield from placement_lines(findings.placement, has_draft=findings.draft is not None)
+    if findings.placement is not None:
+        yield from placement_lines(findings.placement, has_draft=findings.draft is not None)
     for role, model in (("target", findings.target), ("draft", findings.draft)):
         if model is not None:
             yield from model_lines(role, model)

@@ -12,6 +12,7 @@ import yaml
 
 from cluster.config import ServiceConfig
 from cluster.config_files import check_named, read_yaml
+from cluster.placement import check_gpus
 from cluster.serve_config import node_environment, serve_config
 from cluster.strict import validated
 from specdec.errors import InvalidParameterError
@@ -78,6 +79,7 @@ def render(path: Path, overlay: Path | None = None) -> dict[str, str]:
         data = laid_over(placement(overlay), data)
     config = validated(ServiceConfig, data, f"{path}: ")
     check_named(path, config)
+    check_gpus(config)
     if overlay is not None:
         _check_pods(config)
     head = f"# Written by: specdec render {path.name}\n"

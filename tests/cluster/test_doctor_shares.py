@@ -29,7 +29,7 @@ from specdec.errors import MemoryPlanError
             {"target": {"device": "cuda:0"}, "draft": {"device": "cuda:0"}},
             [("target", "cuda:0", 1.0), ("draft", "cuda:1", 1.0)],
         ),
-        (2, {"target": {"device": "cuda:1"}}, [("target", "cuda:1", 1.0), ("draft", "auto", 1.0)]),
+        (2, {"draft": {"device": "cpu"}}, [("target", "auto", 1.0), ("draft", "cpu", 1.0)]),
     ],
 )
 def test_each_model_has_the_share_of_the_service(

@@ -12,7 +12,6 @@ import pytest
 from cluster.cli.main import main
 from cluster.config import AppArgs
 from cluster.identity import fingerprints
-from cluster.placement import Devices, plan_placement
 from cluster.settings import VLLM_SETTINGS, prepare_for_vllm
 from cluster.strict import validated
 from cluster.vllm import check_engine, runtime_env, versions, vllm_options
@@ -114,15 +113,6 @@ def test_one_process_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (tmp_path / "pair.yaml").write_text("demo: plain\ntarget: {engine: vllm}\n")
     assert main(["generate", "text", "--config", str(tmp_path / "pair.yaml")]) == 2
     assert "needs its own process" in capsys.readouterr().err
-
-
-def test_a_target_over_two_gpus_has_them_for_itself() -> None:
-    placed = plan_placement(Devices(4, 8), gpus_per_target=2)
-    assert placed.target.ray_actor_options["num_gpus"] == 2
-    assert placed.draft.ray_actor_options["num_gpus"] == 1
-    assert args_of(engine_args={"tensor_parallel_size": 2}).target.num_gpus == 2
-    without = plan_placement(Devices(0, 2), gpus_per_target=2)
-    assert "num_gpus" not in without.target.ray_actor_options
 
 
 def test_the_engine_decides_tokens_but_in_float32() -> None:

@@ -49,9 +49,9 @@ def test_an_application_that_draws_on_a_pool_deploys_no_drafter(deployed: dict[s
 
 def test_a_pool_is_drafters_that_know_whom_they_serve(deployed: dict[str, tuple[Any, ...]]) -> None:
     app.build_draft_pool(pool_args(replicas={"draft": 2}, actors={"draft": {"num_cpus": 3}}))
-    (name, (args, num_torch_threads, gpu_share, applications)) = next(iter(deployed.items()))
+    (name, (args, num_torch_threads, num_gpus, applications)) = next(iter(deployed.items()))
     assert (name, len(deployed)) == (DRAFT, 1)
-    assert (num_torch_threads, gpu_share, applications) == (3, 1.0, ("chat", "code"))
+    assert (num_torch_threads, num_gpus, applications) == (3, 1.0, ("chat", "code"))
     assert type(args) is AppArgs
     assert reconfigured(args, {"log_level": "debug"}).log_level == "debug", "its user_config is that of every drafter"
 

@@ -184,7 +184,8 @@ def test_versions_are_the_installed_ones(overlay):
 def test_a_target_in_vllm_has_the_gpus_of_its_pod_and_the_vllm_of_its_image():
     args, target = app_args("prod-vllm"), groups("prod-vllm")["target"]
     assert (args.target.engine, args.target.python) == ("vllm", None)
-    assert args.target.num_gpus == args.actors.target.num_gpus == offered(target)["num_gpus"] == 4
+    size = args.target.engine_args["tensor_parallel_size"]
+    assert size == args.actors.target.num_gpus == offered(target)["num_gpus"] == 4
     assert args.actors.target.num_cpus == offered(target)["num_cpus"]
     assert runtime_env(args) == {}
 
