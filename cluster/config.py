@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from cluster.chat_demo import NAME as CHAT_MODEL
-from cluster.limits import Access, Limits, ResponsesStore, Tls
+from cluster.limits import Access, Limits, ResponsesStore, Store, Tls
 from cluster.lora import LoraConfig
 from cluster.models import DraftConfig, TargetConfig
 from cluster.replicas import Replicas
@@ -181,6 +181,9 @@ class AppArgs(StrictModel):
     limits: Limits = Field(default_factory=Limits, description="what is taken in at once")
     lora: LoraConfig = Field(default_factory=LoraConfig, description="adapters by request")
     access: Access = Field(default_factory=Access, description="who may call")
+    store: Store = Field(
+        default_factory=Store, description="where stored responses and adapters loaded at run time are kept"
+    )
     responses_store: ResponsesStore = Field(default_factory=ResponsesStore, description="responses kept for later")
     protocol: ProtocolTimes = Field(default_factory=ProtocolTimes, description="leases and repeats")
     replicas: Replicas = Field(default_factory=Replicas, description="copies of each deployment")
@@ -203,6 +206,11 @@ class AppArgs(StrictModel):
     unknown_fields: Literal["ignore", "refuse"] = Field(
         "ignore",
         description="fields of requests that the API does not know: ignored, counted and named in a header, or a 400",
+    )
+    unsupported_tools: Literal["refuse", "drop"] = Field(
+        "refuse",
+        description="tools of /v1/responses that are no functions (web_search, custom, ...): a 400, or left out and "
+        "named in the header x-specdec-ignored-fields",
     )
     trust_request_chat_template: bool = Field(
         False, description="let requests bring a chat_template: a program, for those who may run one"

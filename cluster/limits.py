@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, field_validator
 
 from cluster.strict import StrictModel
 from specdec.errors import InvalidParameterError
@@ -62,11 +63,46 @@ class Limits(StrictModel):
         "request_timeout, in a stream an error event; the header x-request-timeout-seconds, less half a second, may "
         "shorten it; none: no bound. Serve's own request_timeout_s must be larger, or unset",
     )
+    stream_headers_after_s: float = Field(
+        10.0,
+        gt=0,
+        le=86400,
+        description="a stream that still waits after so many seconds gets its headers; what fails later is an error "
+        "event in it",
+    )
+    stream_comment_every_s: float = Field(
+        15.0, gt=0, le=86400, description="while a stream has nothing to send, it sends an SSE comment this often"
+    )
     retry_after_s: int = Field(1, ge=1, le=3600, description="what Retry-After says with a 429 or 503")
 
 
+class Store(StrictModel):
+    """Where the stored responses, and the adapters loaded at run time, are kept."""
+
+    redis_url: str | None = Field(
+        None,
+        description="Redis that keeps them beyond the life of the cluster, redis://host:6379/0 or rediss://...; its "
+        "password comes from the variable SPECDEC_REDIS_PASSWORD; none: an actor in the Ray cluster keeps them",
+    )
+    key_prefix: str = Field(
+        "specdec",
+        pattern=r"^[\w.-]{1,64}$",
+        description="of all keys in Redis; services of the same name that share a Redis need different ones",
+    )
+
+    @field_validator("redis_url")
+    @classmethod
+    def _has_no_password(cls, url: str | None) -> str | None:
+        found = None if url is None else urlsplit(url)
+        if found is not None and (found.scheme not in ("redis", "rediss") or not found.hostname):
+            raise ValueError("must be redis://host:port/database, or rediss:// for TLS")
+        if found is not None and found.password:
+            raise ValueError("must hold no password: set the variable SPECDEC_REDIS_PASSWORD on every node")
+        return url
+
+
 class ResponsesStore(StrictModel):
-    """What is kept of responses, in the memory of a process of its own, for as long as that lives."""
+    """What is kept of the responses of ``/v1/responses``."""
 
     enabled: bool = Field(
         False,

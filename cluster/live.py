@@ -19,6 +19,7 @@ LIVE_KEYS = (
     "affinity_slack",
     "stream_interval",
     "unknown_fields",
+    "unsupported_tools",
     "log_level",
 )
 """Keys and sections of the configuration that a ``user_config`` may change."""

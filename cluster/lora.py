@@ -43,6 +43,12 @@ class LoraConfig(StrictModel):
         description="folder, on every machine, from which POST /v1/load_lora_adapter takes others; none: from none",
     )
     hub: bool = Field(False, description="let it take adapters from the hub, too")
+    max_adapter_bytes: int = Field(
+        1 << 30, ge=1 << 10, le=1 << 40, description="largest adapter that a request may load from the hub, in bytes"
+    )
+    load_timeout_s: float = Field(
+        300.0, gt=0, le=86400, description="longest time that a request to load an adapter may take; then 504"
+    )
     max_loras: int = Field(4, ge=1, le=4096, description="adapters on a device at once; sequences with others wait")
     max_rank: int = Field(16, ge=1, le=4096, description="largest rank; max_loras of it are counted as memory")
 

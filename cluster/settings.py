@@ -82,6 +82,11 @@ def keys_from_environment(environment: Mapping[str, str] = os.environ) -> dict[s
     }
 
 
+def redis_password(environment: Mapping[str, str] = os.environ) -> str | None:
+    """The password of the Redis that ``store.redis_url`` names; None where there is none."""
+    return environment.get("SPECDEC_REDIS_PASSWORD") or None
+
+
 API_KEYS_VARIABLE = "SPECDEC_API_KEYS"
 _LEAST_KEY_CHARACTERS = 16
 

@@ -29,7 +29,6 @@ from deployments.autoscaling import Autoscaler
 from deployments.ingress import OpenAIIngress, model_info
 from deployments.metrics.families import Part
 from deployments.names import DRAFT, INGRESS, ROUTER, TARGET
-from deployments.response_store import response_keeper
 from deployments.router import SpeculationRouter
 from deployments.transport.options import pinned_options
 from deployments.workers import DraftServer, TargetServer
@@ -79,7 +78,7 @@ def build_app(args: AppArgs) -> Application:
         graceful_shutdown_timeout_s=args.drain_timeout_s,
         graceful_shutdown_wait_loop_s=0.2,
     )
-    return ingress.bind(args, router.bind(args, *workers), response_keeper(args.responses_store))
+    return ingress.bind(args, router.bind(args, *workers))
 
 
 class DraftPoolArgs(AppArgs):

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
-from ray.exceptions import RayError
-from ray.serve.exceptions import DeploymentUnavailableError
 
 from cluster.config import AppArgs
 from cluster.identity import fingerprints
 from cluster.live import set_log_level
 from cluster.settings import api_keys
 from cluster.sources import draft_source, read_template, target_source
-from deployments.adapters import Change, Changes, LoadedAdapters, add_adapter_routes, configured_adapters
+from deployments.adapters import LoadedAdapters, add_adapter_routes, configured_adapters
 from deployments.autoscaling import Report
 from deployments.live import LiveKeys, WatchedFile
 from deployments.metrics.replica import Measured, ReplicaMetrics
-from deployments.names import INGRESS, ROUTER
+from deployments.names import ROUTER
 from deployments.openai.admission import Admission
 from deployments.openai.app import create_app, request_grammars
 from deployments.openai.keys import ApiKeys
@@ -31,11 +28,12 @@ from deployments.openai.service import ModelInfo, ModelRole, ServedModel
 from deployments.openai.settings import ApiSettings
 from deployments.requantize import add_quantization_routes
 from deployments.requests import RoutedTokens
-from deployments.response_store import RemoteResponses
+from deployments.store import Store
+from deployments.stores import open_store
 from deployments.trace import add_trace_route
 from deployments.tracing import serve_tracer
 from deployments.transport.endpoints import IngressEndpoint, PeerGroup, replica_id
-from specdec.errors import ServiceUnavailableError, SpecdecError
+from specdec.errors import SpecdecError
 from specdec.models.compat import check_width, tokenizer_width
 from specdec.models.describe import describe_model
 from specdec.models.loading import ModelSource, load_tokenizer
@@ -44,7 +42,8 @@ from specdec.types import Fingerprints
 
 logger = logging.getLogger("ray.serve")
 
-_ASK_S, _TELL_S = 1.0, 10.0
+_READ_S = 3.0
+"""How long a start waits for what was loaded: without it, requests ask for what they do not find."""
 ROUTERS = PeerGroup(
     ROUTER, IngressMachine.router_joined, IngressMachine.router_lost, refused=IngressMachine.router_refused
 )
@@ -57,31 +56,30 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
     Args:
         args: The service's configuration.
         router: Handle of the routers' deployment, so that Serve deploys it too.
-        store: Handle of what keeps responses; None where they are not kept.
     """
 
-    def __init__(self, args: AppArgs, router: Any, store: Any = None) -> None:
+    def __init__(self, args: AppArgs, router: Any) -> None:
         self._args = self._in_force = args
         set_log_level(args)
         self._keys_file = WatchedFile(args.access.api_keys_file)
         self._router = router
-        self._store = None if store is None else RemoteResponses(store)
         own = fingerprints(args)
         info = model_info(args, own)
         info = replace(info, adapters={one.name: one for one in configured_adapters(args, info.target)})
         self._service = RoutedTokens(info)
-        self._adapters = LoadedAdapters(
-            args,
-            info.target,
-            replica_id(),
-            publish=self._service.set_adapter,
-            tell=_tell_ingresses,
-            ask=_ask_ingresses,
-        )
+        self._store: Store | None = None
+        if args.lora.is_dynamic or args.responses_store.enabled:
+            self._store = open_store(args, serve.get_replica_context().app_name)
+        self._adapters: LoadedAdapters | None = None
+        if self._store is not None and args.lora.is_dynamic:
+            self._adapters = LoadedAdapters(args, info.target, self._store, self._service.set_adapter)
         machine = IngressMachine(replica_id(), args.protocol.times(), fingerprints=own)
         self._machine = machine
         self._ingress_host = self.start_ingress(machine, routers=ROUTERS, after=self._service.deliver, fingerprints=own)
         self._service.connect(self._ingress_host, lambda: bool(self.linked_peers()))
+        if self._adapters is not None:
+            self._adapters.start()
+            self._closers.append(self._adapters.close)
         self.start_metrics(ReplicaMetrics("ingress", args.model_name, self._report))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -101,9 +99,9 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
 
     async def check_health(self) -> None:
         """Serve's health check, once a second: API keys are read again when their file has changed."""
+        if self._adapters is not None and not self._has_served:  # the first check ends the start
+            await self._adapters.read(_READ_S)
         await super().check_health()
-        if self._args.lora.is_dynamic:
-            await self._adapters.learn()
         if self._keys_file.has_changed():
             try:
                 self._go_by(self._in_force)
@@ -128,6 +126,7 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
             ui=args.ui == "on",
             send_request_id=False,  # Serve's proxy sends it
             admin_keys=access.admin_keys,
+            unsupported_tools=args.unsupported_tools,
             tracer=serve_tracer(),
         )
         app = create_app(
@@ -137,10 +136,11 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
             self._observer,
             keys,
             self._admission,
-            self._store,
+            self._store if args.responses_store.enabled else None,
             self._grammars,
+            None if self._adapters is None else self._adapters.refresh,
         )
-        if args.lora.is_dynamic:
+        if self._adapters is not None:
             add_adapter_routes(app, self._adapters)
         add_quantization_routes(app, self._args)
         if args.trace:
@@ -151,14 +151,6 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
         drains = {"is_draining": float(self._service.is_draining)}
         return self._machine.report() | self.config_report() | drains
 
-    async def adapter_changes(self) -> Changes:
-        """What this replica knows of adapters that were loaded and unloaded."""
-        return self._adapters.changes
-
-    async def adapter_changed(self, name: str, change: Change) -> None:
-        """An adapter was loaded, or unloaded, through some replica."""
-        self._adapters.changed(name, change)
-
     async def refusal(self) -> str:
         """Why this replica takes no requests, for operators; empty where it does."""
         return self._service.state()
@@ -167,25 +159,6 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
         """Refuse new requests from now on, with 503; open ones go on. Gives how many sequences of them are open."""
         self._service.drain()
         return self._service.num_open
-
-
-async def _tell_ingresses(name: str, change: Change) -> None:
-    try:
-        await _ingresses().broadcast("adapter_changed", name, change).results_async(timeout_s=_TELL_S)
-    except (RayError, TimeoutError) as error:
-        raise ServiceUnavailableError("not every ingress knows of the change: send the request again") from error
-
-
-async def _ask_ingresses() -> list[Changes]:
-    with suppress(DeploymentUnavailableError, RayError, TimeoutError):  # the first replica to start finds no other
-        asked = _ingresses().broadcast("adapter_changes")
-        answers = await asked.results_async(timeout_s=_ASK_S, return_exceptions=True)
-        return [answer for answer in answers if not isinstance(answer, BaseException)]  # a dead one costs no other's
-    return []
-
-
-def _ingresses() -> Any:
-    return serve.get_deployment_handle(INGRESS, serve.get_replica_context().app_name)
 
 
 def model_info(args: AppArgs, own: Fingerprints) -> ModelInfo:

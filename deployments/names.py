@@ -5,5 +5,3 @@ ROUTER = "SpeculationRouter"
 DRAFT = "DraftServer"
 TARGET = "TargetServer"
 DEPLOYMENTS = (INGRESS, ROUTER, DRAFT, TARGET)
-STORE = "ResponseStore"
-"""It is there only where responses are kept."""

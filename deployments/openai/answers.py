@@ -17,8 +17,11 @@ from deployments.openai.context import Api
 from deployments.openai.errors import ClientGoneError, api_error
 from deployments.openai.generation import Generation, SampleDelta
 from deployments.openai.job import Job
+from deployments.openai.messages import Json
 from deployments.openai.writing import Event, Writer
 
+WARNING = "x-specdec-warning"
+"""Header of an answer that is whole and right, and of which something else failed."""
 _T = TypeVar("_T")
 
 
@@ -37,11 +40,15 @@ async def _whole(api: Api, job: Job, writer: Writer) -> Response:
             before = choices.get(delta.index)
             choices[delta.index] = delta if before is None else before + delta
 
-        def write() -> Response:
-            return JSONResponse(writer.whole([choices[index] for index in range(len(job.sequences))], generation))
+        def write() -> Json:
+            return writer.whole([choices[index] for index in range(len(job.sequences))], generation)
 
-        response = await api.write(sum(_num_prompt_logprobs(job, delta) for delta in choices.values()), write)
-        await writer.settle(generation)
+        count = sum(_num_prompt_logprobs(job, delta) for delta in choices.values())
+        body = await api.write(count, write)
+        warning = await writer.settle(generation)
+        response = await api.write(count, lambda: JSONResponse(body))
+        if warning:
+            response.headers[WARNING] = warning
         for index, choice in choices.items():
             generation.delivered(index, len(choice.token_ids))
     return response

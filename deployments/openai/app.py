@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -15,10 +16,10 @@ from deployments.openai.ignored import IgnoredFields
 from deployments.openai.keys import ApiKeys, CheckKeys
 from deployments.openai.middleware import Admit, Arrivals, BodyLimit, CatchErrors
 from deployments.openai.observer import Observer
-from deployments.openai.responses.store import ResponseStore
 from deployments.openai.routes import admin, completions, models, pages, responses, tokens, ui
 from deployments.openai.service import TokenService
 from deployments.openai.settings import ApiSettings
+from deployments.store import Store
 from specdec.models.compat import tokenizer_width
 from specdec.sampling.grammars import Grammars
 from specdec.text.parsing.selection import AnswerForms
@@ -35,8 +36,9 @@ def create_app(
     observer: Observer | None = None,
     keys: ApiKeys | None = None,
     admission: Admission | None = None,
-    store: ResponseStore | None = None,
+    store: Store | None = None,
     grammars: Grammars | None = None,
+    refresh: Callable[[], Awaitable[None]] | None = None,
 ) -> FastAPI:
     """Build the OpenAI-style API over a token service.
 
@@ -49,6 +51,7 @@ def create_app(
         admission: The book of an application that this one takes the place of, whose requests go on counting.
         store: Keeps responses; by default nothing is kept.
         grammars: Of :func:`request_grammars`, which are made by default.
+        refresh: Learns of adapters that other ingresses have loaded.
     """
     # FastAPI's own spans would stand between Serve's and ours, and its counters beside ours.
     telemetry: Any = {"tracing": False, "metrics": False, "logs": False}
@@ -59,7 +62,7 @@ def create_app(
         grammars = request_grammars(tokenizer)
     answers = AnswerForms(tokenizer, settings.tool_parser, settings.reasoning_tags)
     texts = TokenTexts(tokenizer)
-    app.state.api = Api(service, tokenizer, settings, observer, texts, ignored, grammars, answers, store)
+    app.state.api = Api(service, tokenizer, settings, observer, texts, ignored, grammars, answers, store, refresh)
     add_error_handlers(app, settings.limits.retry_after_s)
     if admission is None:
         admission = Admission(settings.limits)
@@ -77,7 +80,10 @@ def create_app(
             allow_origins=settings.allowed_origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=[
+                *("x-request-id", "retry-after", "x-should-retry"),
+                *("x-specdec-ignored-fields", "x-specdec-warning"),
+            ],
         )
     app.add_middleware(Arrivals, settings=settings, observer=observer)
     for group in (completions, responses, models, tokens, admin, pages, *((ui,) if settings.ui else ())):

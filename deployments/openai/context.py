@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -15,9 +17,10 @@ from deployments.openai.arrival import Arrival
 from deployments.openai.errors import ApiError
 from deployments.openai.ignored import IgnoredFields
 from deployments.openai.observer import Observer
-from deployments.openai.responses.store import ResponseStore
 from deployments.openai.service import ServedModel, TokenService
 from deployments.openai.settings import ApiSettings
+from deployments.store import Store
+from specdec.errors import ServiceUnavailableError
 from specdec.sampling.grammars import Grammars
 from specdec.text.parsing.selection import AnswerForms
 from specdec.text.pieces import TokenTexts
@@ -25,6 +28,7 @@ from specdec.text.pieces import TokenTexts
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_logger = logging.getLogger("ray.serve")
 _T = TypeVar("_T")
 _MOST_SHOWN = 256
 """Characters of a model's name that an error repeats."""
@@ -46,6 +50,7 @@ class Api:
         grammars: Compiles what requests bring, to refuse what cannot be.
         answers: How the model's answers are written.
         store: Keeps responses; None where the service keeps none.
+        refresh: Learns of the adapters that other ingresses have loaded; None where none can be.
     """
 
     service: TokenService
@@ -56,10 +61,11 @@ class Api:
     ignored: IgnoredFields
     grammars: Grammars
     answers: AnswerForms
-    store: ResponseStore | None = None
+    store: Store | None = None
+    refresh: Callable[[], Awaitable[None]] | None = None
 
-    def check_admin(self, arrival: Arrival) -> None:
-        """Let on who may administer.
+    def check_admin(self, arrival: Arrival, act: str = "") -> None:
+        """Let on who may administer, and log what is to be done.
 
         Raises:
             ApiError: 403: the request's API key may not.
@@ -67,6 +73,13 @@ class Api:
         if arrival.account.key not in self.settings.admin_keys or not arrival.account.key:
             text = "this needs one of the API keys that access.admin_keys names"
             raise ApiError(403, text, "permission_error", code="admin_key_needed")
+        _logger.info("admin request_id=%s key=%s %s", arrival.label, arrival.account.key, act)
+
+    async def look_for(self, name: str | None) -> None:
+        """Ask the store for a model that is not known: another ingress may just have loaded that adapter."""
+        if self.refresh is not None and name is not None and self.service.model_info().find(name) is None:
+            with suppress(ServiceUnavailableError):  # then there is no such model
+                await self.refresh()
 
     def model(self, name: str | None) -> ServedModel:
         """The served model of that name; the target where there is none.

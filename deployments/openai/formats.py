@@ -179,8 +179,9 @@ class Envelope:
         """One chunk."""
         return [self._chunk(self._format.chunk(delta), generation, num_sent)]
 
-    async def settle(self, generation: Generation) -> None:
-        """Nothing."""
+    async def settle(self, generation: Generation) -> str:
+        """Nothing is to be done."""
+        return ""
 
     def closing(self, generation: Generation) -> list[Event]:
         """The chunk without choices that ends a stream, if it was asked for."""

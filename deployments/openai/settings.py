@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
 UnknownFields = Literal["ignore", "refuse"]
+UnsupportedTools = Literal["refuse", "drop"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class ApiSettings:
         reasoning_tags: Around its reasoning: ``auto``, ``none``, or both with a comma between them.
         unknown_fields: What becomes of fields that nobody knows: ``ignore`` names them in a header, ``refuse``
             answers 400.
+        unsupported_tools: What becomes of tools of responses that are no functions: ``drop`` names them in a header,
+            ``refuse`` answers 400.
         allowed_origins: Web pages that may call from a browser.
         ui: Serve the page ``/ui``.
         send_request_id: Send ``x-request-id`` in answers; off where a proxy in front does it.
@@ -38,6 +41,7 @@ class ApiSettings:
     limits: Limits = field(default_factory=Limits)
     stream_interval: int = 1
     chat_template: str | None = None
+    unsupported_tools: UnsupportedTools = "refuse"
     trust_request_chat_template: bool = False
     tool_parser: str = "auto"
     reasoning_tags: str = "auto"

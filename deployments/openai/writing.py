@@ -47,11 +47,10 @@ class Writer(Protocol):
         """
         ...
 
-    async def settle(self, generation: Generation) -> None:
+    async def settle(self, generation: Generation) -> str:
         """Do what must be done before a client knows that the answer has ended.
 
-        Raises:
-            ServiceUnavailableError: It cannot be done.
+        A whole answer was written before, a stream's end was not. Returns a warning for the client; empty for none.
         """
         ...
 

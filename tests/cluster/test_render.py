@@ -105,6 +105,12 @@ def test_traces_need_variables_on_every_node(service, tmp_path, capsys):
         ({"demo": "plain", "tls": {"ssl_certfile": "c"}}, (), "tls: ssl_certfile and ssl_keyfile need each other"),
         ({"target": "t", "draft": {"pool": "p"}}, (), "draft.pool: this is one application"),
         ({"demo": "plain"}, ("--overlay", "nowhere"), "overlay: nowhere is no folder"),
+        (
+            {"demo": "plain", "store": {"redis_url": "redis://:hf_0123@host"}},
+            (),
+            "store.redis_url: must hold no password",
+        ),
+        ({"demo": "plain", "store": {"redis_url": "host:6379"}}, (), "store.redis_url: must be redis://host"),
         ({"limits": {}}, (), "target: names no model"),
         ({"demo": "plain", "prot": 1}, (), "unknown key 'prot'; the nearest known key is 'port'"),
     ],

@@ -132,7 +132,7 @@ async def test_api_keys_of_the_ingress_follow_their_file(tmp_path: Path, monkeyp
     ingress._keys_file, ingress._replica_metrics = WatchedFile(str(keys)), SimpleNamespace(registry=CollectorRegistry())
     ingress._service = RoutedTokens(ModelInfo(ServedModel("m", "target", 100, 100)))
     ingress._ingress_host = SimpleNamespace(tell=lambda change: None)
-    ingress._store = None
+    ingress._store = ingress._adapters = None
     app = ingress._asgi_app = ingress.__serve_build_asgi_app__()
 
     async def ask(key: str) -> int:

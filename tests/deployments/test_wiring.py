@@ -9,13 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import RayActorError
 
 import specdec.demo
 from cluster.config import AppArgs
 from cluster.identity import fingerprints
-from deployments import ingress, router, workers
-from deployments.adapters import Change, Changes
+from deployments import router, workers
 from deployments.autoscaling import Load
 from deployments.metrics.replica import Measured
 from specdec.protocol.messages import Alive, Submit
@@ -150,20 +148,3 @@ async def test_a_router_tells_how_late_the_drafts_of_its_targets_are(started: di
         server._exposed._at_s = float("-inf")  # a second later
         await server._report()
     assert await server.exposed_draft_share() == pytest.approx(0.25)
-
-
-async def test_an_ingress_that_is_dead_costs_no_other_ones_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    known: Changes = {"chat": Change((1, "one"), None)}
-
-    class Ingresses:
-        def broadcast(self, method: str) -> Ingresses:
-            assert method == "adapter_changes"
-            return self
-
-        async def results_async(self, *, timeout_s: float, return_exceptions: bool = False) -> list[Any]:
-            if not return_exceptions:
-                raise RayActorError
-            return [RayActorError(), known]
-
-    monkeypatch.setattr(ingress, "_ingresses", Ingresses)
-    assert await ingress._ask_ingresses() == [known]

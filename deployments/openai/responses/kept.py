@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,11 +14,12 @@ from deployments.openai.arrival import Arrival
 from deployments.openai.context import Api
 from deployments.openai.errors import ApiError
 from deployments.openai.messages import Json
-from deployments.openai.responses.store import Record, ResponseStore
 from deployments.openai.schemas.responses import ResponsesBody
 from deployments.openai.schemas.responses_input import CallItem, InputItem, MessageItem, ReasoningItem, ResultItem
-from specdec.errors import InvalidParameterError
+from deployments.store import Store
+from specdec.errors import InvalidParameterError, ServiceUnavailableError
 
+_logger = logging.getLogger("ray.serve")
 _ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
 
 
@@ -28,38 +30,59 @@ def owner_of(arrival: Arrival) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Record:
+    """A stored response, as JSON.
+
+    Attributes:
+        response: The response.
+        input_items: Of the conversation up to it, a list.
+    """
+
+    response: bytes
+    input_items: bytes
+
+    def packed(self) -> bytes:
+        """As one value: JSON on two lines."""
+        return self.response + b"\n" + self.input_items
+
+    @classmethod
+    def unpacked(cls, value: bytes) -> Record:
+        """What :meth:`packed` gave."""
+        response, _, input_items = value.partition(b"\n")
+        return cls(response, input_items)
+
+
+@dataclass(frozen=True, slots=True)
 class ConversationKeeper:
     """Where a response goes when it has ended.
 
     Attributes:
         items: Of the conversation up to it, as they are kept.
+        num_characters: About how long those are.
     """
 
     api: Api
-    store: ResponseStore
+    store: Store
     owner: str
     items: list[Json]
+    num_characters: int
 
-    async def keep(self, name: str, response: Json) -> None:
-        """Keep it.
+    async def keep(self, name: str, response: Json) -> str:
+        """Keep it; returns why it was not kept: its tokens were generated, so the answer goes out all the same."""
 
-        Raises:
-            ApiError: It is larger than the store.
-            ServiceUnavailableError: The store does not answer.
-        """
+        def work() -> bytes:
+            return Record(_written(response), _written(self.items)).packed()
 
-        def work() -> Record:
-            return Record(_written(response), _written(self.items))
-
-        record = await self.api.encode(sum(len(str(item)) for item in self.items), work)
-        if not await self.store.put(self.owner, name, record):
-            raise ApiError(
-                400, "store: the response is larger than responses_store.max_bytes", param="store", code="invalid_value"
-            )
+        try:
+            is_kept = await self.store.put(self.owner, name, await self.api.encode(self.num_characters, work))
+        except ServiceUnavailableError as error:
+            _logger.warning("The response %s is not stored: %s", name, error)
+            return "the response is not stored: the store does not answer"
+        return "" if is_kept else "the response is not stored: it is larger than responses_store.max_bytes"
 
 
-async def earlier_items(api: Api, arrival: Arrival, body: ResponsesBody) -> list[Json]:
-    """The items of the conversation up to the end of the response that a request goes on from.
+async def earlier_record(api: Api, arrival: Arrival, body: ResponsesBody) -> Record | None:
+    """The response that a request goes on from, if it names one.
 
     Raises:
         ApiError: There is no such response.
@@ -67,13 +90,22 @@ async def earlier_items(api: Api, arrival: Arrival, body: ResponsesBody) -> list
     """
     name = body.previous_response_id
     if name is None or api.store is None:
-        return []
-    record = await api.store.get(owner_of(arrival), name)
-    if record is None:
+        return None
+    found = await api.store.get(owner_of(arrival), name)
+    if found is None:
         text = f"previous_response_id: there is no response {name!r}, or none any more"
         raise ApiError(400, text, param="previous_response_id", code="previous_response_not_found")
-    items: list[Json] = json.loads(record.input_items) + json.loads(record.response)["output"]
-    return items
+    return Record.unpacked(found)
+
+
+def conversation_of(record: Record) -> list[Json]:
+    """The items of the conversation up to the end of a stored response, without log probabilities."""
+    items: list[Json] = json.loads(record.input_items)
+    output: list[Json] = json.loads(record.response)["output"]
+    for part in (part for item in output for part in item.get("content") or ()):
+        if part.get("logprobs"):
+            part["logprobs"] = []
+    return items + output
 
 
 def read_items(items: Sequence[Json]) -> list[InputItem]:

@@ -62,10 +62,15 @@ class ResponseWriter:
         self._finish = delta.finish
         return [self._event(event) for event in self._output.read(delta)]
 
-    async def settle(self, generation: Generation) -> None:
-        """Keep the response."""
-        if self._kept is not None:
-            await self._kept.keep(self._id, self._ended(generation))
+    async def settle(self, generation: Generation) -> str:
+        """Store the response; where that fails, the response says so."""
+        if self._kept is None:
+            return ""
+        response = self._ended(generation)
+        warning = await self._kept.keep(self._id, response)
+        if warning:
+            response |= {"store": False, "warning": warning}
+        return warning
 
     def closing(self, generation: Generation) -> list[Event]:
         """The response, at its end."""

@@ -20,6 +20,7 @@ router = APIRouter(prefix="/v1", route_class=StrictJsonRoute)
 async def completions(body: CompletionBody, request: Request, api: ApiOf, arrival: ArrivalOf) -> Response:
     """Go on with a text."""
     ignored = api.ignored.names(body)
+    await api.look_for(body.model)
     job = await while_connected(request.receive, completion_job(api, body, arrival))
     return with_ignored(await answer(api, job, Envelope(job, CompletionFormat(api, job)), request), ignored)
 
@@ -28,5 +29,6 @@ async def completions(body: CompletionBody, request: Request, api: ApiOf, arriva
 async def chat_completions(body: ChatBody, request: Request, api: ApiOf, arrival: ArrivalOf) -> Response:
     """Go on with a conversation."""
     ignored = api.ignored.names(body)
+    await api.look_for(body.model)
     job = await while_connected(request.receive, chat_job(api, body, arrival))
     return with_ignored(await answer(api, job, Envelope(job, ChatFormat(api, job)), request), ignored)

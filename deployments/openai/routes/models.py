@@ -28,6 +28,7 @@ async def models(api: ApiOf) -> Response:
 @router.get("/models/{name:path}")
 async def model(name: str, api: ApiOf) -> dict[str, Any]:
     """One of them."""
+    await api.look_for(name)
     return _model(api.model(name), api.service.model_info().created_s)
 
 

@@ -14,12 +14,20 @@ from deployments.openai.errors import ApiError
 from deployments.openai.ignored import with_ignored
 from deployments.openai.job import chat_job
 from deployments.openai.messages import Json
-from deployments.openai.responses.kept import ConversationKeeper, earlier_items, owner_of, read_items, written_items
-from deployments.openai.responses.store import Record, ResponseStore
+from deployments.openai.responses.kept import (
+    ConversationKeeper,
+    Record,
+    conversation_of,
+    earlier_record,
+    owner_of,
+    read_items,
+    written_items,
+)
 from deployments.openai.responses.translation import Turns, as_chat, named_as_sent, turns_of
 from deployments.openai.responses.writer import ResponseWriter
-from deployments.openai.schemas.responses import ResponsesBody
+from deployments.openai.schemas.responses import Included, ResponsesBody
 from deployments.openai.strict_json import StrictJsonRoute
+from deployments.store import Store
 
 router = APIRouter(prefix="/v1", route_class=StrictJsonRoute)
 
@@ -29,15 +37,19 @@ async def responses(body: ResponsesBody, request: Request, api: ApiOf, arrival: 
     """Go on with a conversation, in the words of OpenAI's newer API."""
     ignored = api.ignored.names(body)
     body.check_together(has_store=api.store is not None)
-    earlier = await earlier_items(api, arrival, body)
+    await api.look_for(body.model)
+    record = await earlier_record(api, arrival, body)
+    num_characters = body.num_characters + (0 if record is None else len(record.packed()))
 
     def work() -> tuple[Turns, ConversationKeeper | None]:
+        earlier = [] if record is None else conversation_of(record)
         turns = turns_of(body, read_items(earlier))
         if api.store is None or body.store is False:
             return turns, None
-        return turns, ConversationKeeper(api, api.store, owner_of(arrival), earlier + written_items(body))
+        items = earlier + written_items(body)
+        return turns, ConversationKeeper(api, api.store, owner_of(arrival), items, num_characters)
 
-    turns, kept = await api.encode(body.num_characters + sum(len(str(item)) for item in earlier), work)
+    turns, kept = await api.encode(num_characters, work)
     with named_as_sent(turns):
         job = await while_connected(request.receive, chat_job(api, as_chat(body, turns), arrival))
         answered = await answer(api, job, ResponseWriter(api, job, body, kept), request)
@@ -45,8 +57,15 @@ async def responses(body: ResponsesBody, request: Request, api: ApiOf, arrival: 
 
 
 @router.get("/responses/{response_id}", response_model=None)
-async def kept_response(response_id: str, api: ApiOf, arrival: ArrivalOf, stream: bool = False) -> Response:
-    """A response that is kept."""
+async def kept_response(
+    response_id: str,
+    api: ApiOf,
+    arrival: ArrivalOf,
+    include: Annotated[list[Included] | None, Query()] = None,
+    include_: Annotated[list[Included] | None, Query(alias="include[]")] = None,
+    stream: bool = False,
+) -> Response:
+    """A response that is kept, as it was sent: with log probabilities where it was made with them."""
     if stream:
         raise ApiError(400, "stream: a kept response is not streamed", param="stream", code="unsupported_parameter")
     record = await _record(api, arrival, response_id)
@@ -84,17 +103,17 @@ async def input_items(
     return {"object": "list", "data": page, **ends, "has_more": start + limit < len(items)}
 
 
-def _store(api: Api, response_id: str) -> ResponseStore:
+def _store(api: Api, response_id: str) -> Store:
     if api.store is None:
         raise _not_found(response_id)
     return api.store
 
 
 async def _record(api: Api, arrival: Arrival, response_id: str) -> Record:
-    record = await _store(api, response_id).get(owner_of(arrival), response_id)
-    if record is None:
+    found = await _store(api, response_id).get(owner_of(arrival), response_id)
+    if found is None:
         raise _not_found(response_id)
-    return record
+    return Record.unpacked(found)
 
 
 def _not_found(response_id: str) -> ApiError:

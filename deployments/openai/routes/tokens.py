@@ -21,6 +21,7 @@ async def tokenize(body: TokenizeBody, api: ApiOf, response: Response) -> dict[s
     """The tokens of a text or a conversation."""
     with_ignored(response, api.ignored.names(body))
     body.check_together()
+    await api.look_for(body.model)
     model = api.model(body.model)
     tokens = await _tokens(api, body)
     answer = {"count": len(tokens), "max_model_len": model.max_model_len, "tokens": tokens}
@@ -33,6 +34,7 @@ async def tokenize(body: TokenizeBody, api: ApiOf, response: Response) -> dict[s
 async def detokenize(body: DetokenizeBody, api: ApiOf, response: Response) -> dict[str, Any]:
     """The text of tokens, special ones included."""
     with_ignored(response, api.ignored.names(body))
+    await api.look_for(body.model)
     model = api.model(body.model)
 
     def text() -> str:

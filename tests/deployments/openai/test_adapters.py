@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote
 
@@ -18,10 +20,13 @@ from transformers import PreTrainedTokenizerFast
 
 from cluster.config import AppArgs
 from cluster.identity import demo_folder
+from cluster.limits import ResponsesStore
 from deployments import adapters as adapters_module
-from deployments.adapters import Change, Changes, LoadedAdapters, add_adapter_routes, configured_adapters
+from deployments.adapters import LoadedAdapters, add_adapter_routes, configured_adapters
 from deployments.openai import ApiSettings, SequenceRequest, ServedModel, create_app
 from deployments.openai.keys import ApiKeys
+from deployments.store import NOTHING, Changes, MemoryStore, Store, Version
+from specdec.errors import ServiceUnavailableError
 from specdec.models.describe import linear_shapes
 from specdec.models.fingerprint import adapter_reference
 from specdec.models.loading import ModelSource
@@ -29,6 +34,7 @@ from specdec.types import Adapter
 from tests.specdec.adapters import write_adapter
 
 from .conftest import Bench
+from .stores import FaultyStore, eventually
 
 PATHS = ("chat", "sql")
 KEYS = {"ops": "sk-ops-0123456789abc", "user": "sk-user-0123456789ab"}
@@ -49,11 +55,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+class CountingStore(MemoryStore):
+    """Counts the names that it tells of."""
+
+    num_read = 0
+
+    async def changes(self, since: Version, wait_s: float) -> Changes:
+        found = await super().changes(since, wait_s)
+        self.num_read += len(found.values)
+        return found
+
+
+def replace_name(adapter: Adapter, name: str) -> Adapter:
+    return Adapter(name, adapter.path, adapter.fingerprint)
+
+
 class Service:
     """A script, with the adapters of a configuration, as an ingress has them."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, folder: Path, replica: str = "one", decision: str = ""
+        self, tokenizer: PreTrainedTokenizerFast, folder: Path, store: Store | None = None, decision: str = ""
     ) -> None:
         self.args = AppArgs.model_validate(
             {"lora": {"adapters": [{"name": "sql", "path": str(folder / "sql")}], "folder": str(folder)}}
@@ -62,29 +83,25 @@ class Service:
         self.asked: list[SequenceRequest] = []
         self.bench.script = self.script
         info = self.bench.service.model_info()
-        self.peers = [self]
-        self.told: list[tuple[str, Change]] = []
-        self.tells_for_s = 0.0
-
+        self.num_published = 0
         adapters = {one.name: one for one in configured_adapters(self.args, info.target)}
         self.bench.service._info = replace(info, adapters=adapters)
 
         def publish(name: str, model: ServedModel | None) -> None:
+            self.num_published += 1
             adapters.pop(name, None)
             adapters.update({} if model is None else {name: model})
 
-        async def tell(name: str, change: Change) -> None:
-            await asyncio.sleep(self.tells_for_s)
-            self.told.append((name, change))
-            self.adapters.changed(name, change)
-
-        async def ask() -> list[Changes]:
-            return [peer.adapters.changes for peer in self.peers]
-
-        base = replace(info.target, decision=decision)
-        self.adapters = LoadedAdapters(self.args, base, replica, publish, tell, ask)
-        settings = ApiSettings(admin_keys=("ops",))
-        self.app = create_app(self.bench.service, settings, tokenizer, self.bench.observer, ApiKeys(KEYS))
+        self.store = MemoryStore(ResponsesStore()) if store is None else store
+        self.adapters = LoadedAdapters(self.args, replace(info.target, decision=decision), self.store, publish)
+        self.app = create_app(
+            self.bench.service,
+            ApiSettings(admin_keys=("ops",)),
+            tokenizer,
+            self.bench.observer,
+            ApiKeys(KEYS),
+            refresh=self.adapters.refresh,
+        )
         add_adapter_routes(self.app, self.adapters)
 
     def names(self) -> dict[str, str]:
@@ -263,88 +280,94 @@ async def test_configured_adapters_stay(post: Post) -> None:
     assert (status, error["param"]) == (400, "lora_name")
 
 
-async def test_a_replica_that_starts_learns_of_what_was_loaded(
+async def test_ingresses_learn_what_is_loaded_at_start_and_on_change(
+    tokenizer: PreTrainedTokenizerFast, folder: Path
+) -> None:
+    store = MemoryStore(ResponsesStore())
+    old = Service(tokenizer, folder, store)
+    await old.adapters.load("chat", "chat", None, False)
+    new = Service(tokenizer, folder, store)
+    new.adapters.start()
+    try:
+        await new.adapters.read(10)
+        assert new.names() == old.names() == {"sql": "sql", "chat": "chat"}
+        await old.adapters.unload("chat")
+        await eventually(lambda: new.names() == old.names() == {"sql": "sql"})
+        await new.adapters.load("chat", "sql", None, False)
+        await old.adapters.refresh()
+        await old.adapters.load("chat", "chat", None, True)
+        await eventually(lambda: new.names() == {"sql": "sql", "chat": "chat"})
+    finally:
+        new.adapters.close()
+
+
+async def test_a_name_that_another_ingress_has_just_loaded_is_no_404(
+    tokenizer: PreTrainedTokenizerFast, folder: Path
+) -> None:
+    store = MemoryStore(ResponsesStore())
+    one, other = Service(tokenizer, folder, store), Service(tokenizer, folder, store)
+    await one.adapters.load("chat", "chat", None, False)
+    headers = {"Authorization": f"Bearer {KEYS['user']}"}
+    transport = httpx2.ASGITransport(app=other.app)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://api", headers=headers) as http:
+        for path, body in (("completions", {"prompt": "x"}), ("responses", {"input": "x"})):
+            assert (await http.post(f"/v1/{path}", json={"model": "chat", **body})).status_code == 200
+            other.bench.service._info.adapters.clear()  # type: ignore[attr-defined]
+            other.adapters._version = NOTHING
+        assert (await http.get("/v1/models/chat")).status_code == 200
+        assert (await http.get("/v1/models/nothing")).status_code == 404
+
+
+async def test_adapters_of_a_store_that_is_gone_are_kept_and_of_one_that_is_empty_forgotten(
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("ray.serve"), "propagate", True)
+    service = Service(tokenizer, folder, FaultyStore(MemoryStore(ResponsesStore())))
+    await service.adapters.load("chat", "chat", None, False)
+    service.store.fault = ServiceUnavailableError("gone")  # type: ignore[attr-defined]
+    with pytest.raises(ServiceUnavailableError):
+        await service.adapters.unload("chat")
+    assert service.names() == {"sql": "sql", "chat": "chat"}
+    service.store.fault, service.store.inner = None, MemoryStore(ResponsesStore())  # type: ignore[attr-defined]
+    await service.adapters.refresh()
+    assert service.names() == {"sql": "sql"}
+    assert "has lost what it had" in caplog.text
+
+
+async def test_loading_many_adapters_is_linear_in_their_number(
     tokenizer: PreTrainedTokenizerFast, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old, new = Service(tokenizer, folder, "old"), Service(tokenizer, folder, "new")
-    old.peers = new.peers = [new, old]
-    await old.adapters.load("chat", "chat", None, False)
-    await new.adapters.learn()
-    assert new.names() == old.names() == {"sql": "sql", "chat": "chat"}
-    await old.adapters.unload("chat")
-    await new.adapters.learn()
-    assert new.names() == old.names() == {"sql": "sql"}, "what is not there is learnt, too"
-    await new.adapters.load("chat", "sql", None, False)
-    await new.adapters.learn()
-    assert new.names() == {"sql": "sql", "chat": "sql"}, "it forgets nothing of its own"
+    """What is published and read, counted; an ingress that starts then reads each once."""
+    adapter = adapter_reference("a", str(folder / "chat"))
+    monkeypatch.setattr(adapters_module, "_checked_twins", lambda *args: (replace_name(adapter, args[2]), None))
+    store = CountingStore(ResponsesStore())
+    service = Service(tokenizer, folder, store)
+    for number in range(400):
+        await service.adapters.load(f"a{number}", "chat", None, False)
+    assert len(service.names()) == 401
+    assert (service.num_published, store.num_read) == (400, 400)
+    new = Service(tokenizer, folder, store)
+    await new.adapters.refresh()
+    assert (new.num_published, new.names()) == (400, service.names())
 
 
 async def test_a_replica_of_an_update_has_the_adapter_of_its_own_model(
     tokenizer: PreTrainedTokenizerFast, folder: Path
 ) -> None:
     """As a model that is quantized anew: other tokens, another fingerprint."""
-    old, new = Service(tokenizer, folder, "old", "int8"), Service(tokenizer, folder, "new", "int4")
-    new.peers = [old]
+    store = MemoryStore(ResponsesStore())
+    old, new = (Service(tokenizer, folder, store, decision) for decision in ("int8", "int4"))
     await old.adapters.load("chat", "chat", None, False)
-    await new.adapters.learn()
+    await new.adapters.refresh()
     ours, theirs = (one.bench.service.model_info().adapters["chat"] for one in (new, old))
     assert ours.adapter == theirs.adapter
     assert (ours.decision[:5], theirs.decision[:5]) == ("int4:", "int8:")
 
 
-async def test_a_replica_that_was_not_told_learns_of_it_later(
-    tokenizer: PreTrainedTokenizerFast, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now_s = [1000.0]
-    monkeypatch.setattr(adapters_module.time, "monotonic", lambda: now_s[0])
-    one, other = Service(tokenizer, folder, "one"), Service(tokenizer, folder, "other")
-    one.peers = other.peers = [one, other]
-    now_s[0] += 20
-    await other.adapters.learn()
-    await one.adapters.load("chat", "chat", None, False)
-    await other.adapters.learn()
-    assert other.names() == {"sql": "sql"}, "it does not ask all the time"
-    now_s[0] += 10
-    await other.adapters.learn()
-    assert other.names() == {"sql": "sql", "chat": "chat"}
-
-
-async def test_a_replica_that_nobody_answers_asks_again_soon(
-    tokenizer: PreTrainedTokenizerFast, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now_s = [1000.0]
-    monkeypatch.setattr(adapters_module.time, "monotonic", lambda: now_s[0])
-    one, other = Service(tokenizer, folder, "one"), Service(tokenizer, folder, "other")
-    await one.adapters.load("chat", "chat", None, False)
-    other.peers = []
-    now_s[0] += 20
-    await other.adapters.learn()
-    other.peers = [one, other]
-    now_s[0] += 1
-    await other.adapters.learn()
-    assert other.names() == {"sql": "sql", "chat": "chat"}
-
-
-@pytest.mark.parametrize("what", ["two loads", "a load and an unload"])
-async def test_replicas_agree_whatever_they_hear_of_first(
-    what: str, tokenizer: PreTrainedTokenizerFast, folder: Path
-) -> None:
-    """Two ingresses change the meaning of a name at once; each hears of its own change first."""
-    one, other = Service(tokenizer, folder, "one"), Service(tokenizer, folder, "other")
-    await one.adapters.load("mine", "chat", None, False)
-    if what == "two loads":
-        await other.adapters.load("mine", "sql", None, False)
-    else:
-        await other.adapters.unload("mine")
-    for sender, receiver in ((one, other), (other, one)):
-        for told in sender.told:
-            receiver.adapters.changed(*told)
-    last = {"mine": "sql"} if what == "two loads" else {}
-    assert one.names() == other.names() == {"sql": "sql"} | last
-
-
 async def test_of_two_loads_of_a_name_at_once_one_is_refused(service: Service, post: Post) -> None:
-    service.tells_for_s = 0.5  # the second one is checked meanwhile
     answers = await asyncio.gather(*(post("load_lora_adapter", lora_name="mine", lora_path=path) for path in PATHS))
     assert sorted(status for status, _ in answers) == [200, 400]
     (path,) = (path for path, (status, _) in zip(PATHS, answers, strict=True) if status == 200)
@@ -374,6 +397,58 @@ async def test_a_hub_whose_connection_is_lost_is_a_refusal(
     status, error = await post("load_lora_adapter", lora_name="x", lora_path="some/adapter")
     assert (status, error["param"]) == (400, "lora_path")
     assert "some/adapter cannot be found on the hub" in error["message"]
+
+
+def has_size(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """The hub says so of every file."""
+    found = SimpleNamespace(size=size)
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda url: found)
+
+
+async def test_an_adapter_on_the_hub_that_is_too_large_is_not_downloaded(
+    service: Service, post: Post, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    downloads: list[object] = []
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *args, **_: downloads.append(args))
+    has_size(monkeypatch, 2049)
+    lora = {"hub": True, "max_adapter_bytes": 2048}
+    monkeypatch.setattr(service.adapters, "_args", AppArgs.model_validate({"lora": lora}))
+    status, error = await post("load_lora_adapter", lora_name="x", lora_path="some/adapter")
+    assert (status, error["param"], downloads) == (400, "lora_path", [])
+    assert "lora.max_adapter_bytes" in error["message"]
+
+
+async def test_a_load_that_takes_too_long_is_504(service: Service, post: Post, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end = threading.Event()
+
+    def hang(*_: object, **__: object) -> str:
+        may_end.wait(60)
+        raise OSError
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", hang)
+    has_size(monkeypatch, 1)
+    lora = {"hub": True, "load_timeout_s": 0.05}
+    monkeypatch.setattr(service.adapters, "_args", AppArgs.model_validate({"lora": lora}))
+    try:
+        status, error = await post("load_lora_adapter", lora_name="x", lora_path="some/adapter")
+    finally:
+        may_end.set()
+    assert (status, error["code"]) == (504, "load_timeout")
+
+
+async def test_what_an_administrator_does_is_logged(
+    post: Post, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("ray.serve"), "propagate", True)
+    with caplog.at_level("INFO", logger="ray.serve"):
+        await post("load_lora_adapter", lora_name="a\nb", lora_path="chat")
+        await post("unload_lora_adapter", lora_name="a\nb")
+        await post("unload_lora_adapter", key="user", lora_name="a")
+    told = [text.split(" ", 2)[2] for text in caplog.messages if text.startswith("admin ")]
+    assert told == [
+        r"key=ops load_lora_adapter lora_name='a\nb' lora_path='chat'",
+        r"key=ops unload_lora_adapter lora_name='a\nb'",
+    ]
 
 
 async def test_loads_that_take_long_keep_no_large_request_waiting(

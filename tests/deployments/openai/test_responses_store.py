@@ -16,35 +16,18 @@ from transformers import PreTrainedTokenizerFast
 from cluster.limits import ResponsesStore
 from deployments.openai import ApiSettings, create_app
 from deployments.openai.keys import ApiKeys
-from deployments.openai.responses.store import Record, Shelf
-from deployments.response_store import RemoteResponses, ResponseKeeper
+from deployments.store import MemoryStore, Store
+from specdec.errors import ServiceUnavailableError
+from specdec.types import TokenLogprobs
 
 from .conftest import Bench
 from .responses_client import ASK, PATH, checked, events
+from .scripted import rounds
+from .stores import FaultyStore
 from .test_tools import BODY as CHAT
 from .test_tools import CALL_A
 
 KEYS = {"alice": "sk-alice-0123456789", "bob": "sk-bob-0123456789"}
-
-
-class Near:
-    """A handle of a deployment that is in this process."""
-
-    def __init__(self, deployed: object) -> None:
-        self._deployed = deployed
-
-    def __getattr__(self, name: str) -> Any:
-        class Method:
-            remote = getattr(self._deployed, name)
-
-        return Method
-
-
-class Gone:
-    """A handle of a deployment that is not there."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise RuntimeError("the replica is dead")
 
 
 @pytest.fixture
@@ -52,7 +35,7 @@ def bench(tokenizer: PreTrainedTokenizerFast) -> Bench:
     return Bench(tokenizer, max_model_len=1024)
 
 
-def app_of(bench: Bench, store: RemoteResponses, keys: dict[str, str] | None = None) -> Any:
+def app_of(bench: Bench, store: Store, keys: dict[str, str] | None = None) -> Any:
     """An ingress of the service."""
     settings = ApiSettings(trust_request_chat_template=True)
     return create_app(bench.service, settings, bench.tokenizer, None, ApiKeys(keys or {}), store=store)
@@ -61,7 +44,7 @@ def app_of(bench: Bench, store: RemoteResponses, keys: dict[str, str] | None = N
 @pytest.fixture
 async def ingresses(bench: Bench) -> AsyncIterator[list[httpx2.AsyncClient]]:
     """Two, with keys, and one store."""
-    store = RemoteResponses(Near(ResponseKeeper(ResponsesStore(enabled=True))))
+    store = MemoryStore(ResponsesStore())
     async with AsyncExitStack() as stack:
         apps = [app_of(bench, store, KEYS) for _ in range(2)]
         clients = (httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://api") for app in apps)
@@ -199,37 +182,81 @@ async def test_the_items_of_its_input_page_by_page(
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     answer = await ingresses[0].get(f"{PATH}/{kept.id}?stream=true", headers=headers)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
+    answer = await ingresses[0].get(f"{PATH}/{kept.id}?include[]=everything", headers=headers)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "include[][0]")
 
 
 async def test_without_keys_whoever_sends_the_same_is_the_same(bench: Bench) -> None:
     bench.says("ok")
-    app = app_of(bench, RemoteResponses(Near(ResponseKeeper(ResponsesStore(enabled=True)))))
+    app = app_of(bench, MemoryStore(ResponsesStore()))
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://api") as http:
         name = (await http.post(PATH, json=ASK)).json()["id"]
         assert (await http.get(f"{PATH}/{name}")).status_code == 200
         assert (await http.get(f"{PATH}/{name}", headers={"Authorization": "Bearer x"})).status_code == 404
 
 
-async def test_a_store_that_is_gone_is_said(bench: Bench) -> None:
-    bench.says("ok")
-    async with httpx2.AsyncClient(
-        transport=httpx2.ASGITransport(app=app_of(bench, RemoteResponses(Gone()))), base_url="http://api"
-    ) as http:
-        for stored in (await http.post(PATH, json=ASK), await http.get(f"{PATH}/resp_1")):
-            assert (stored.status_code, stored.json()["error"]["code"]) == (503, "service_unavailable")
-        found = await events(http)
-        assert [event["type"] for event in found[-2:]] == ["error", "response.failed"]
-        assert found[-2]["code"] == "service_unavailable"
-        assert (await http.post(PATH, json=ASK | {"store": False})).status_code == 200
+GONE = "the response is not stored: the store does not answer"
+TOO_LARGE = "the response is not stored: it is larger than responses_store.max_bytes"
 
 
-async def test_a_response_that_no_store_could_hold(bench: Bench) -> None:
-    bench.says("ok")
-    keeper = ResponseKeeper(ResponsesStore(enabled=True, max_bytes=1024))
-    app = app_of(bench, RemoteResponses(Near(keeper)))
-    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://api") as http:
-        answer = await http.post(PATH, json=ASK | {"metadata": {"a": "x" * 500}, "instructions": "x " * 200})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "store")
+@pytest.mark.parametrize(
+    ("fault", "max_bytes", "warning"),
+    [(ServiceUnavailableError("gone"), 1 << 20, GONE), (None, 1024, TOO_LARGE)],
+    ids=["gone", "too large"],
+)
+async def test_an_answer_that_cannot_be_stored_goes_out_and_says_so(
+    bench: Bench, fault: Exception | None, max_bytes: int, warning: str
+) -> None:
+    """Its tokens were generated and are billed: no error makes a client generate them again."""
+    bench.says("x = 1")
+    store = FaultyStore(MemoryStore(ResponsesStore(max_bytes=max_bytes)))
+    store.fault = fault
+    transport = httpx2.ASGITransport(app=app_of(bench, store))
+    ask = ASK | {"metadata": {"a": "x" * 500}, "instructions": "x " * 200}
+    async with httpx2.AsyncClient(transport=transport, base_url="http://api") as http:
+        answer = await http.post(PATH, json=ask)
+        assert (answer.status_code, answer.headers["x-specdec-warning"]) == (200, warning)
+        whole = answer.json()
+        assert (whole["store"], whole["warning"], whole["status"]) == (False, warning, "completed")
+        assert whole["output"][0]["content"][0]["text"] == "x = 1"
+        found = await events(http, **ask)
+        assert [event["type"] for event in found[-2:]] == ["response.output_item.done", "response.completed"]
+        last = found[-1]["response"]
+        assert (last["store"], last["warning"]) == (False, warning)
+        assert len(bench.service.opened) == 2
+        kept_out = await http.post(PATH, json=ask | {"store": False})
+        assert kept_out.status_code == 200
+        assert "x-specdec-warning" not in kept_out.headers
+        assert "warning" not in kept_out.json()
+
+
+async def test_a_conversation_whose_store_is_gone_is_refused_before_anything_is_generated(bench: Bench) -> None:
+    store = FaultyStore(MemoryStore(ResponsesStore()))
+    store.fault = ServiceUnavailableError("gone")
+    transport = httpx2.ASGITransport(app=app_of(bench, store))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://api") as http:
+        for answer in (
+            await http.post(PATH, json=ASK | {"previous_response_id": "resp_1"}),
+            await http.get(f"{PATH}/resp_1"),
+            await http.delete(f"{PATH}/resp_1"),
+        ):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "service_unavailable")
+    assert bench.service.opened == []
+
+
+async def test_log_probabilities_stay_with_their_response(bench: Bench, clients: Clients) -> None:
+    """A stored conversation does not carry those of each turn into every later one."""
+    entry = TokenLogprobs(-0.5, 1)
+    tokens = bench.tokenizer.encode("x = 1")
+    bench.script = lambda request: rounds([*tokens, 0], logprobs=[entry] * (len(tokens) + 1))
+    include: Any = ["message.output_text.logprobs"]
+    first = await clients("alice", 0).responses.create(**ASK, include=include)
+    kept = await clients("alice", 1).responses.retrieve(first.id, include=include)
+    assert kept.output[0].content[0].logprobs
+    second = await clients("alice", 0).responses.create(model="demo", input="More.", previous_response_id=first.id)
+    page = await clients("alice", 0).responses.input_items.list(second.id, order="asc")
+    assert [item.content[0].text for item in page.data] == [ASK["input"], "x = 1", "More."]
+    assert not page.data[1].content[0].logprobs
 
 
 async def test_without_a_store_there_is_nothing(bench: Bench, http: httpx2.AsyncClient) -> None:
@@ -239,32 +266,6 @@ async def test_without_a_store_there_is_nothing(bench: Bench, http: httpx2.Async
         await http.get(f"{PATH}/resp_1/input_items"),
     ):
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "response_not_found")
-
-
-def record(size: int) -> Record:
-    return Record(b"x" * (size - 2), b"[]")
-
-
-def test_the_oldest_go_where_there_are_too_many() -> None:
-    now = [0.0]
-    shelf = Shelf(3, 100, 10.0, clock=lambda: now[0])
-    for name in "abcd":
-        assert shelf.put("o", name, record(10))
-    assert [name for name in "abcd" if shelf.get("o", name)] == ["b", "c", "d"]
-    assert (len(shelf), shelf.num_bytes) == (3, 30)
-    assert shelf.put("o", "e", record(85))
-    assert [name for name in "bcde" if shelf.get("o", name)] == ["d", "e"]
-    assert (len(shelf), shelf.num_bytes) == (2, 95)
-    assert not shelf.put("o", "f", record(101))
-    assert shelf.num_bytes == 95
-    now[0] = 6.0
-    assert shelf.put("o", "d", record(15))
-    now[0] = 10.0
-    assert shelf.get("o", "e") is None
-    assert (len(shelf), shelf.num_bytes) == (1, 15)
-    assert not shelf.delete("p", "d")
-    assert shelf.delete("o", "d")
-    assert (len(shelf), shelf.num_bytes) == (0, 0)
 
 
 async def test_what_the_model_should_not_have_called_is_not_gone_on_with(bench: Bench, clients: Clients) -> None:
@@ -277,14 +278,3 @@ async def test_what_the_model_should_not_have_called_is_not_gone_on_with(bench: 
         with pytest.raises(openai.BadRequestError, match=reason) as caught:
             await clients("alice", 0).responses.create(model="demo", input="x", previous_response_id=first.id)
         assert caught.value.body["param"] == "previous_response_id"
-
-
-def test_nobody_makes_anothers_go_by_keeping_many() -> None:
-    shelf = Shelf(100, 100, 10.0)
-    assert shelf.put("alice", "a", record(20))
-    for number in range(30):
-        assert shelf.put("bob", str(number), record(10))
-    assert shelf.get("alice", "a")
-    assert [number for number in range(30) if shelf.get("bob", str(number))] == list(range(22, 30))
-    assert shelf.put("carol", "c", record(95))
-    assert (len(shelf), shelf.num_bytes) == (1, 95)

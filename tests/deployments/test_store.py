@@ -1,0 +1,220 @@
+"""The store's contract, of each of its kinds: in memory, in Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from cluster.limits import ResponsesStore
+from deployments import store as store_module
+from deployments.store import NOTHING, Changes, MemoryStore, Store
+from deployments.stores import RedisStore
+from specdec.errors import ServiceUnavailableError
+
+MakeStore = Callable[..., Store]
+
+
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A Redis of its own."""
+    program = shutil.which("redis-server")
+    if program is None:
+        pytest.skip("redis-server is not installed (Debian: apt install redis-server)")
+    pytest.importorskip("redis", reason="Redis' client is not installed (the extra redis)")
+    folder = tmp_path_factory.mktemp("redis")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    flags = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
+    process = subprocess.Popen([program, *flags], stdout=subprocess.DEVNULL)
+    try:
+        deadline_s = time.monotonic() + 30
+        while time.monotonic() < deadline_s:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.02)
+        yield f"redis://127.0.0.1:{port}/0"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def make(request: pytest.FixtureRequest) -> AsyncIterator[MakeStore]:
+    """Makes an empty store with bounds."""
+    if request.param == "memory":
+        yield lambda **bounds: MemoryStore(ResponsesStore(**bounds))
+        return
+    url = request.getfixturevalue("redis_url")
+    stores: list[RedisStore] = []
+
+    def redis(**bounds: Any) -> Store:
+        stores.append(RedisStore(url, f"{request.node.name}-{len(stores)}", ResponsesStore(**bounds)))
+        return stores[-1]
+
+    yield redis
+    for store in stores:
+        await store._client.aclose()
+
+
+async def there(store: Store, owner: str, names: Any) -> list[str]:
+    return [name for name in names if await store.get(owner, str(name)) is not None]
+
+
+def record(size: int) -> bytes:
+    return b"x" * size
+
+
+async def test_a_record_is_its_owners_until_it_is_deleted(make: MakeStore) -> None:
+    store = make()
+    assert await store.put("alice", "a", b"\x00\xff\n")
+    assert await store.get("alice", "a") == b"\x00\xff\n"
+    assert await store.get("bob", "a") is None
+    assert not await store.delete("bob", "a")
+    assert await store.put("alice", "a", b"other")
+    assert await store.get("alice", "a") == b"other"
+    assert await store.delete("alice", "a")
+    assert not await store.delete("alice", "a")
+    assert await store.get("alice", "a") is None
+
+
+async def test_the_oldest_go_where_there_are_too_many_or_they_are_too_large(make: MakeStore) -> None:
+    store = make(max_responses=3, max_bytes=1024)
+    for name in "abcd":
+        assert await store.put("o", name, record(100))
+    assert await there(store, "o", "abcd") == ["b", "c", "d"]
+    assert await store.put("o", "e", record(850))
+    assert await there(store, "o", "bcde") == ["d", "e"]
+    assert not await store.put("o", "f", record(1025))
+    assert await there(store, "o", "de") == ["d", "e"]
+    assert await store.put("o", "d", record(10)), "written again, it is the newest, and its old size is forgotten"
+    assert await store.put("o", "g", record(160))
+    assert await there(store, "o", "deg") == ["d", "e", "g"]
+    assert await store.put("o", "h", record(4))
+    assert await there(store, "o", "degh") == ["d", "g", "h"]
+
+
+async def test_no_owner_pushes_out_another_by_keeping_many(make: MakeStore) -> None:
+    store = make(max_responses=100, max_bytes=1024)
+    assert await store.put("alice", "a", record(200))
+    for number in range(30):
+        assert await store.put("bob", str(number), record(100))
+    assert await there(store, "alice", "a") == ["a"]
+    assert await there(store, "bob", range(30)) == [*range(22, 30)]
+    assert await store.put("carol", "c", record(1000))
+    assert await there(store, "carol", "c") == ["c"], "the newest stays, though its owner has most"
+    assert await there(store, "bob", range(30)) == await there(store, "alice", "a") == []
+
+
+async def test_a_record_goes_when_it_is_too_old(make: MakeStore) -> None:
+    store = make(max_age_s=0.2)
+    assert await store.put("o", "a", b"x")
+    async with asyncio.timeout(10):
+        while await store.get("o", "a") is not None:
+            await asyncio.sleep(0.02)
+    assert not await store.delete("o", "a")
+
+
+async def test_names_are_read_whole_and_then_by_their_changes(make: MakeStore) -> None:
+    store = make()
+    empty = await store.changes(NOTHING, 0.0)
+    assert (empty.is_all, empty.values) == (True, {})
+    assert not await store.assign("a", b"1")
+    assert not await store.assign("b", b"2")
+    assert await store.assign("a", b"3")
+    first = await store.changes(empty.version, 0.0)
+    assert (first.is_all, first.values) == (False, {"a": b"3", "b": b"2"})
+    assert await store.assign("a", None)
+    assert not await store.assign("never", None)
+    later = await store.changes(first.version, 0.0)
+    assert (later.is_all, later.values) == (False, {"a": None, "never": None})
+    assert (await store.changes(later.version, 0.0)).values == {}
+    everything = await store.changes(NOTHING, 0.0)
+    assert (everything.is_all, everything.values["b"], everything.version) == (True, b"2", later.version)
+    assert everything.values.get("a") is None
+
+
+async def test_whoever_watches_is_told_at_the_change(make: MakeStore) -> None:
+    store = make()
+    start = await store.changes(NOTHING, 0.0)
+    watch = asyncio.create_task(store.changes(start.version, 60.0))
+    await asyncio.sleep(0.05)
+    assert not watch.done()
+    await store.assign("a", b"1")
+    async with asyncio.timeout(10):
+        found: Changes = await watch
+    assert found.values == {"a": b"1"}
+    assert (await store.changes(found.version, 0.01)).values == {}
+
+
+async def test_names_that_are_gone_are_not_remembered_for_ever(make: MakeStore) -> None:
+    """Whoever read before that reads all again."""
+    store = make()
+    await store.assign("stays", b"1")
+    early = await store.changes(NOTHING, 0.0)
+    for number in range(1030):
+        await store.assign(str(number), None)
+    found = await store.changes(early.version, 0.0)
+    assert found.is_all
+    assert found.values["stays"] == b"1"
+    assert len(found.values) < 1030
+
+
+async def test_a_store_that_lost_everything_says_so_by_its_id() -> None:
+    lost = MemoryStore(ResponsesStore())
+    await lost.assign("a", b"1")
+    version = (await lost.changes(NOTHING, 0.0)).version
+    found = await MemoryStore(ResponsesStore()).changes(version, 60.0)
+    assert (found.is_all, found.values) == (True, {})
+
+
+async def test_an_eviction_looks_at_no_other_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted, as the number of records and owners grows tenfold."""
+    looked_at: list[Any] = []
+
+    def counted(heap: list[Any]) -> Any:
+        looked_at.append(heap[0])
+        return heapq.heappop(heap)
+
+    monkeypatch.setattr(store_module, "heappop", counted)
+    counts = []
+    for count in (1_000, 10_000):
+        store = MemoryStore(ResponsesStore(max_responses=count))
+        for number in range(count):
+            await store.put(f"o{number % (count // 10)}", str(number), b"x")
+        looked_at.clear()
+        for number in range(100):
+            await store.put("new", str(number), b"x")
+        assert len(store) == count
+        counts.append(len(looked_at))
+    assert counts[1] < 2 * counts[0]
+
+
+async def test_a_redis_that_is_gone_is_unavailable() -> None:
+    pytest.importorskip("redis")
+    store = RedisStore("redis://127.0.0.1:1/0", "gone", ResponsesStore())
+    for call in (store.get("o", "a"), store.put("o", "a", b"x"), store.changes(NOTHING, 0.0)):
+        with pytest.raises(ServiceUnavailableError):
+            await call
+
+
+async def test_stores_of_two_services_share_nothing(redis_url: str) -> None:
+    one, other = (RedisStore(redis_url, name, ResponsesStore()) for name in ("one", "other"))
+    await one.put("o", "a", b"x")
+    await one.assign("n", b"1")
+    assert await other.get("o", "a") is None
+    assert (await other.changes(NOTHING, 0.0)).values == {}
+    again = RedisStore(redis_url, "one", ResponsesStore())
+    assert await again.get("o", "a") == b"x"
+    assert (await again.changes(NOTHING, 0.0)).values == {"n": b"1"}
+    for store in (one, other, again):
+        await store._client.aclose()
