@@ -38,6 +38,8 @@ from specdec.text.parsing.selection import AnswerForms
 
 logger = logging.getLogger("ray.serve")
 
+INGRESS_HEALTH_TIMEOUT_S = 5.0
+"""Serve replaces an ingress whose loop stands still through three health checks in a row; its default is 3 x 30 s."""
 _MOST_REQUESTS = 100_000
 """Serve's own limit of a replica of the ingress, never reached: that of ``limits`` is, whose refusals are OpenAI's."""
 _TOLD_S, _LOOK_BACK_S = 1.0, 5.0
@@ -75,6 +77,7 @@ def build_app(args: AppArgs) -> Application:
         max_ongoing_requests=_MOST_REQUESTS,
         max_queued_requests=-1,
         health_check_period_s=1.0,
+        health_check_timeout_s=INGRESS_HEALTH_TIMEOUT_S,
         graceful_shutdown_timeout_s=args.drain_timeout_s,
         graceful_shutdown_wait_loop_s=0.2,
     )

@@ -21,8 +21,8 @@ STALE_S = 10.0
 class ReplicaPoll:
     """A method of every replica of a deployment, asked not too often however often its answers are wanted.
 
-    A replica that is gone answers nothing, and costs nobody else's answer. Where one hangs, Serve's broadcast gives no
-    answers at all: then those of before hold, for a while, so that Serve can replace it.
+    A replica that is gone or hangs has no answer, and costs nobody else's. Where none answers because all hang, their
+    answers of before hold for :data:`STALE_S`, as a pause of one second should not make a service unready.
 
     Args:
         handle: Gives a handle of the deployment; may raise as long as there is none.
@@ -54,28 +54,31 @@ class ReplicaPoll:
 
     async def _ask(self) -> None:
         try:
-            answers = await asyncio.wait_for(self._broadcast(), PATIENCE_S)
-        except TimeoutError:
-            logger.warning("A replica hangs: %s was not answered within %g s", self._method, PATIENCE_S)
-            self.num_failures += 1
-            if time.monotonic() - self._answered_s > STALE_S:
-                self.answers = []
+            found = await asyncio.wait_for(self._replicas(), PATIENCE_S)
         except Exception as error:  # no application, no replica
             is_news, self._silence = repr(error) != self._silence, repr(error)
             logger.log(logging.INFO if is_news else logging.DEBUG, "Nobody answers %s: %r", self._method, error)
             self.answers = []
-        else:
-            self._silence = ""
-            failed = [answer for answer in answers if isinstance(answer, BaseException)]
-            if failed:
-                logger.warning("A replica did not answer %s: %r", self._method, failed[0])
-            self.answers = [answer for answer in answers if not isinstance(answer, BaseException)]
+            return
+        self._silence = ""
+        asked = (asyncio.wait_for(replica.get_async(), PATIENCE_S) for replica in found)
+        told = await asyncio.gather(*asked, return_exceptions=True)
+        failed = [answer for answer in told if isinstance(answer, BaseException)]
+        answers = [answer for answer in told if not isinstance(answer, BaseException)]
+        self.num_failures += len(failed)
+        for failure in failed:
+            why = f"timed out after {PATIENCE_S:g} s" if isinstance(failure, TimeoutError) else repr(failure)
+            logger.warning("A replica did not answer %s: %s", self._method, why)
+        all_hang = not answers and any(isinstance(failure, TimeoutError) for failure in failed)
+        if not all_hang:
             self._answered_s = time.monotonic()
-            self.num_failures += len(failed)
+        if not all_hang or time.monotonic() - self._answered_s > STALE_S:
+            self.answers = answers
 
-    async def _broadcast(self) -> list[Any]:
-        answers: list[Any] = await self._handle().broadcast(self._method).results_async(return_exceptions=True)
-        return answers
+    async def _replicas(self) -> list[Any]:
+        """One pending answer for each replica: Serve's public method gives all answers or, where one hangs, none."""
+        found: list[Any] = await self._handle().broadcast(self._method)._fetch_replica_results_async()
+        return found
 
 
 RequiredPart = Literal["ingress", "router", "target"]

@@ -69,6 +69,10 @@ class Health:
 
     async def __call__(self, request: Request) -> Response:
         """Answer."""
+        if request.method not in ("GET", "HEAD"):
+            headers = {"Allow": "GET, HEAD"}
+            text = f"{request.method} is not allowed on /health"
+            return ApiError(405, text, code="method_not_allowed", headers=headers).response()
         missing = missing_parts(*await asyncio.gather(self._ingresses.get(), self._routers.get()))
         if not missing:
             return JSONResponse({"status": "ready", "missing": {}})

@@ -299,9 +299,6 @@ REPORTED = (
     ),
     _gauge(_ROUTER, "planned_branches", "Branches per round that are planned, mean of the sequences that draft."),
     _gauge(
-        _ROUTER, "estimated_acceptance_rate", "Share of draft tokens accepted of late, as the controller estimates it."
-    ),
-    _gauge(
         _ROUTER,
         "estimated_guess_rate",
         "Share of the draft's next guesses that are right, as the controller estimates it.",

@@ -37,12 +37,9 @@ BOARD = Board(
         "Acceptance": (
             Chart(
                 "Acceptance rate",
-                "Share of verified draft tokens that were accepted, and the controller's estimate.",
+                "Share of verified draft tokens that were accepted.",
                 "percentunit",
-                {
-                    "accepted": ratio(f.ACCEPTED_TOKENS, f.DRAFT_TOKENS),
-                    "estimated": mean(named("estimated_acceptance_rate")),
-                },
+                {"accepted": ratio(f.ACCEPTED_TOKENS, f.DRAFT_TOKENS)},
             ),
             Chart(
                 "Accepted by position",

@@ -209,13 +209,11 @@ class Controller:
         """
         plans = [one.plan for one in self._sequences.values()]
         drafting = [plan for plan in plans if plan.num_draft_tokens]
-        count, groups = max(1, len(drafting)), self._groups.values()
-        rates = [group.acceptance_rate for group in groups] or [PRIOR_RATE]
+        count = max(1, len(drafting))
         overall = {
             "num_undrafted": float(self._num_undrafted),
             "planned_draft_tokens": sum(plan.num_draft_tokens for plan in drafting) / count,
             "planned_branches": sum(plan.num_branches for plan in drafting) / count,
-            "estimated_acceptance_rate": sum(rates) / len(rates),
         } | {f"planned_sequences/{way}": float(sum(plan.way == way for plan in plans)) for way in WAYS}
         for target, group in self._groups.items():
             overall |= {f"{name}/{target}": value for name, value in group.figures().items()}

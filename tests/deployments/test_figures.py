@@ -13,22 +13,35 @@ ROUTER: Workers = {"T#1": ("target", False)}
 
 
 class Handle:
-    """Stands for a deployment's handle: gives what its replicas answer, exceptions among it, or hangs."""
+    """Stands for a deployment's handle: gives what its replicas answer, exceptions among it, or nothing from one."""
 
     def __init__(self, *answers: Any) -> None:
         self.answers: list[Any] = list(answers)
-        self.hangs = False
         self.num_asked = 0
 
     def broadcast(self, method: str) -> Handle:
+        self.num_asked += 1
         return self
 
-    async def results_async(self, return_exceptions: bool) -> list[Any]:
-        assert return_exceptions
-        self.num_asked += 1
-        if self.hangs:
+    async def _fetch_replica_results_async(self) -> list[Replica]:
+        return [Replica(answer) for answer in self.answers]
+
+
+class Replica:
+    """One replica's answer that is to come."""
+
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+
+    async def get_async(self) -> Any:
+        if self._answer is HANGS:
             await asyncio.Event().wait()
-        return self.answers
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+
+HANGS = object()
 
 
 def asked(handle: Handle, fresh_s: float = 0.0) -> ReplicaPoll:
@@ -60,23 +73,38 @@ async def test_a_replica_that_fails_costs_no_other_ones_answer() -> None:
     assert ingresses.num_failures == 1
 
 
-async def test_answers_of_before_hold_while_a_replica_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deployments.figures.PATIENCE_S", PATIENCE_S / 100)
+
+
+async def test_a_replica_that_hangs_costs_no_other_ones_answer(
+    impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at first, and not when what was answered before would be too old."""
+    monkeypatch.setattr("deployments.figures.STALE_S", 0.0)
+    handle = Handle("", HANGS, "draining", HANGS)
+    ingresses = asked(handle)
+    for num_failures in (2, 4):
+        assert await ingresses.get() == ["", "draining"]
+        assert ingresses.num_failures == num_failures
+
+
+async def test_answers_of_before_hold_while_all_hang(impatient: None) -> None:
     handle = Handle("")
     ingresses = asked(handle)
     await ingresses.get()
-    handle.hangs = True
+    handle.answers = [HANGS]
     assert await ingresses.get() == [""]
     assert ingresses.num_failures == 1
 
 
-async def test_answers_that_are_old_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deployments.figures.PATIENCE_S", PATIENCE_S / 100)
+async def test_answers_that_are_old_are_dropped(impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deployments.figures.STALE_S", 0.0)
     handle = Handle("")
     ingresses = asked(handle)
     assert await ingresses.get() == [""]
-    handle.hangs = True
+    handle.answers = [HANGS]
     assert set(missing_parts(await ingresses.get(), [ROUTER])) == {"ingress"}
 
 

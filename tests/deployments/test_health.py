@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from deployments import status
 from deployments.figures import ReplicaPoll
@@ -21,7 +22,7 @@ async def health(monkeypatch: pytest.MonkeyPatch, stages: Any, missing: dict[str
     monkeypatch.setattr(ReplicaPoll, "get", nobody)
     monkeypatch.setattr(status, "missing_parts", lambda *_: dict(missing))
     monkeypatch.setattr(status, "starting", stages)
-    answer = await Health(StatusArgs())(None)  # type: ignore[arg-type]
+    answer = await Health(StatusArgs())(Request({"type": "http", "method": "GET"}))
     return answer.status_code, json.loads(bytes(answer.body))
 
 
@@ -42,3 +43,9 @@ async def test_a_head_that_does_not_answer_leaves_the_rest(monkeypatch: pytest.M
 
     code, answer = await health(monkeypatch, broken, {"target": "all of them drain"})
     assert (code, answer["missing"], answer["starting"]) == (503, {"target": "all of them drain"}, {})
+
+
+async def test_only_get_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = await Health(StatusArgs())(Request({"type": "http", "method": "POST"}))
+    assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD")
+    assert json.loads(bytes(answer.body))["error"]["code"] == "method_not_allowed"
