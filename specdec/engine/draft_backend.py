@@ -15,6 +15,7 @@ from specdec.models.runner import ModelRunner, RowInput
 from specdec.protocol.backends import DraftJob, Proposal, Status
 from specdec.protocol.lookup import point_masses
 from specdec.sampling.pipeline import RowGroup, Sampler
+from specdec.tokens import TokenSequence, as_list, followed
 
 _WAITING = Proposal(Status.WAITING)
 _PREFILLING = Proposal(Status.PREFILLING)
@@ -35,7 +36,7 @@ class _Deciding:
 
     place: int
     job: DraftJob
-    tokens: list[int]
+    tokens: TokenSequence
     start: int
     num_tokens: int
     has_failed: bool = False
@@ -45,7 +46,7 @@ class _Deciding:
         count = self.job.num_guesses
         guesses, likelihoods = drawn.guesses[:count], drawn.likelihoods[: 1 + count]
         if self.num_tokens > 1:
-            self.tokens = [*self.tokens, drawn.token]
+            self.tokens = followed(self.tokens, (drawn.token,))
         self.drawn.append(Proposal(Status.DECIDED, drawn.token, drawn.candidates, guesses, likelihoods))
 
     def proposal(self) -> Proposal:
@@ -202,7 +203,7 @@ class ModelDrafter:
         if sequence is None:
             return None
         num_cached = len(sequence.tokens)
-        tokens = job.tokens[num_cached : num_cached + budget]
+        tokens = as_list(job.tokens[num_cached : num_cached + budget])
         slot = self._runner.adapters.slot(adapter)
         if num_cached + len(tokens) < len(job.tokens):
             return RowInput(sequence, tokens, 0, adapter=slot)

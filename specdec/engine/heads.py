@@ -13,6 +13,7 @@ from specdec.protocol.drafts import NO_DRAFT, Draft
 from specdec.sampling.params import SequenceSpec
 from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.sampling.trees import chain_shape, tree_shape
+from specdec.tokens import TokenBuffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class HeadDrafter:
         ranks = {(node.place, node.rank) for node in self._shape}
         self._num_ranks = [sum(place == at for place, _ in ranks) for at in range(self._most)]
 
-    def drafts(self, hidden: torch.Tensor, decided: Sequence[tuple[SequenceSpec, list[int]]]) -> list[Draft]:
+    def drafts(self, hidden: torch.Tensor, decided: Sequence[tuple[SequenceSpec, TokenBuffer]]) -> list[Draft]:
         """A draft for each sequence; the heads know its last token only by what made the model choose it.
 
         Args:
@@ -64,7 +65,7 @@ class HeadDrafter:
         logits = self._heads.logits(hidden[drafting] if len(drafting) < len(decided) else hidden)
         places: list[list[list[Drawn]]] = [[] for _ in drafting]
         for of_head, num_ranks in zip(logits, self._num_ranks[: max(counts)], strict=False):
-            groups = [RowGroup(*decided[i]) for i in drafting]
+            groups = [RowGroup(decided[i][0], decided[i][1].array) for i in drafting]
             siblings = propose_siblings(self._sampler, of_head, groups, num_ranks)
             for i, of_row, drawn in zip(drafting, places, siblings, strict=True):
                 decided[i][1].append(drawn[0].token)

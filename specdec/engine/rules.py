@@ -16,6 +16,7 @@ from specdec.sampling.pipeline import Sampler
 from specdec.sampling.rejection import propose_several, propose_truncated, verify_rejection, verify_rejection_trees
 from specdec.sampling.rows import RowGroup, Rows, VerifiedRun
 from specdec.sampling.trees import path_to
+from specdec.tokens import followed
 from specdec.types import Tokens
 
 
@@ -67,7 +68,7 @@ class TreeRows(NamedTuple):
 def tree_rows(group: RowGroup, parents: Tokens) -> TreeRows:
     """The rows of a group whose draft is a tree."""
     paths = [[group.draft[at] for at in path_to(parents, node)] for node in range(-1, len(parents))]
-    return TreeRows(parents, [RowGroup(group.spec, [*group.tokens, *path]) for path in paths])
+    return TreeRows(parents, [RowGroup(group.spec, followed(group.tokens, path)) for path in paths])
 
 
 def _verify_trees(

@@ -8,6 +8,7 @@ from specdec.models.blocks import CachedSequence
 from specdec.models.runner import ModelRunner
 from specdec.protocol.marks import common_prefix_length
 from specdec.sampling.params import SequenceSpec
+from specdec.tokens import TokenSequence
 from specdec.types import Adapter
 
 Rank = tuple[bool, float, str]
@@ -39,7 +40,7 @@ class SequenceStates:
     def prepare(
         self,
         key: str,
-        tokens: list[int],
+        tokens: TokenSequence,
         agreed: int,
         salt: bytes | None,
         rank: Rank,
@@ -87,7 +88,7 @@ class SequenceStates:
         self._sequences[key], self._ranks[key] = sequence, rank
         return sequence
 
-    def _fork(self, parent: CachedSequence, tokens: list[int], agreed: int) -> CachedSequence | None:
+    def _fork(self, parent: CachedSequence, tokens: TokenSequence, agreed: int) -> CachedSequence | None:
         """A copy, as far as ``tokens`` go; None without a slot for its state, or where that does not reach back."""
         if parent.state is not None and parent.state.oldest > _num_kept(parent, tokens, agreed):
             return None
@@ -95,7 +96,7 @@ class SequenceStates:
         self._cut_back(fork, tokens, agreed)
         return fork if fork.tokens or not parent.tokens else None
 
-    def _cut_back(self, sequence: CachedSequence, tokens: list[int], agreed: int) -> int:
+    def _cut_back(self, sequence: CachedSequence, tokens: TokenSequence, agreed: int) -> int:
         """Forget what is not in ``tokens`` before the last; gives the length to keep, if the state reaches so far."""
         keep = _num_kept(sequence, tokens, agreed)
         is_spoilt = sequence.state is not None and sequence.state.oldest > keep  # a failed step has half moved it
@@ -169,9 +170,9 @@ class SequenceStates:
             self._runner.free(sequence)
 
 
-def _num_kept(sequence: CachedSequence, tokens: list[int], agreed: int) -> int:
+def _num_kept(sequence: CachedSequence, tokens: TokenSequence, agreed: int) -> int:
     """Length of what is cached that ``tokens`` go on from, which are known to agree up to ``agreed``."""
-    cached = sequence.tokens
+    cached = sequence.tokens.array
     keep = common_prefix_length(cached, tokens, min(agreed, len(cached), len(tokens)))
     return min(keep, len(tokens) - 1)
 

@@ -8,19 +8,19 @@ from torch import Tensor
 
 from specdec.models.vocabulary import Translation
 from specdec.protocol.backends import DraftJob
-from specdec.protocol.marks import common_prefix_length
+from specdec.tokens import TokenBuffer, as_list, common_prefix_length
 
 
 @dataclass(slots=True)
 class _Text:
     """A sequence in both vocabularies: ``ends[i]`` tokens of the draft's spell the first ``i`` of the target's."""
 
-    tokens: list[int]
+    tokens: TokenBuffer
     in_draft: list[int]
     ends: list[int]
 
     def first(self, length: int) -> _Text:
-        return _Text(self.tokens[:length], self.in_draft[: self.ends[length]], self.ends[: length + 1])
+        return _Text(TokenBuffer(self.tokens[:length]), self.in_draft[: self.ends[length]], self.ends[: length + 1])
 
 
 class Translator:
@@ -28,7 +28,7 @@ class Translator:
 
     def __init__(self, translation: Translation) -> None:
         self._translation = translation
-        self._empty = _Text([], [*translation.beginning], [len(translation.beginning)])
+        self._empty = _Text(TokenBuffer(), [*translation.beginning], [len(translation.beginning)])
         self._texts: dict[str, _Text] = {}
 
     def logits(self, draft_logits: Tensor) -> Tensor:
@@ -38,13 +38,14 @@ class Translator:
     def translated(self, job: DraftJob) -> DraftJob:
         """The same job in the draft's tokens, lengths too."""
         text = self._texts.get(job.key) or self._texts.get(job.fork_of or "") or self._empty
-        kept = common_prefix_length(text.tokens, job.tokens)
+        kept = common_prefix_length(text.tokens.array, job.tokens)
+        new = as_list(job.tokens[kept:])
         if kept < len(text.tokens) or text is not self._texts.get(job.key):
             text = self._texts[job.key] = text.first(kept)
-        for token in job.tokens[kept:]:
+        for token in new:
             text.in_draft.extend(self._translation.spelled[token])
             text.ends.append(len(text.in_draft))
-        text.tokens.extend(job.tokens[kept:])
+        text.tokens.extend(new)
         agreed, num_committed = (text.ends[min(length, len(job.tokens))] for length in (job.agreed, job.num_committed))
         return job._replace(tokens=text.in_draft, agreed=agreed, num_committed=num_committed)
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import numpy as np
 
 from specdec.models.recurrent.slots import SequenceState
+from specdec.tokens import TokenArray, TokenBuffer, TokenSequence, as_array
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +25,7 @@ class CachedSequence:
         state: What recurrent layers keep of it; None where the model has none, or none is held.
     """
 
-    tokens: list[int] = field(default_factory=list)
+    tokens: TokenBuffer = field(default_factory=TokenBuffer)
     block_ids: list[int] = field(default_factory=list)
     salt: bytes | None = b""
     block_digests: list[bytes] = field(default_factory=list)
@@ -122,7 +122,7 @@ class BlockPool:
         """Forget all tokens from position ``length`` on, and free the blocks this leaves unused, reserved ones too."""
         if not 0 <= length <= len(sequence.tokens):
             raise ValueError(f"length must be in [0, {len(sequence.tokens)}], got {length}")
-        del sequence.tokens[length:]
+        sequence.tokens.truncate(length)
         del sequence.block_digests[length // self.block_size :]
         num_kept = self.blocks_for(length)
         if len(sequence.block_ids) > num_kept:
@@ -136,7 +136,7 @@ class BlockPool:
         block_ids = sequence.block_ids[: self.blocks_for(len(sequence.tokens))]
         for block in block_ids:
             self._num_users[block] += 1
-        return CachedSequence(list(sequence.tokens), block_ids, sequence.salt, list(sequence.block_digests))
+        return CachedSequence(sequence.tokens.copy(), block_ids, sequence.salt, list(sequence.block_digests))
 
     def free(self, sequence: CachedSequence) -> None:
         """Give all blocks back; the sequence is empty afterwards and may be filled anew."""
@@ -166,14 +166,14 @@ class BlockPool:
             return
         digests = sequence.block_digests
         for index in range(len(digests), min(verified_length, len(sequence.tokens)) // self.block_size):
-            digest = self._digest(digests, sequence.salt, sequence.tokens, index)
+            digest = self._digest(digests, sequence.salt, sequence.tokens.array, index)
             digests.append(digest)
             # Equal content may be cached twice; the first stays the one that is found.
             if digest not in self._block_of:
                 self._block_of[digest] = sequence.block_ids[index]
                 self._digest_of[sequence.block_ids[index]] = digest
 
-    def reuse_prefix(self, sequence: CachedSequence, tokens: Sequence[int]) -> int:
+    def reuse_prefix(self, sequence: CachedSequence, tokens: TokenSequence) -> int:
         """Fill an empty sequence with the longest kept prefix of ``tokens``, in full blocks.
 
         At least one token is left over, since its logits are wanted.
@@ -185,7 +185,7 @@ class BlockPool:
             raise ValueError("the sequence must be empty")
         if sequence.salt is None:
             return 0
-        digests = sequence.block_digests
+        tokens, digests = as_array(tokens), sequence.block_digests
         for index in range((len(tokens) - 1) // self.block_size):
             digest = self._digest(digests, sequence.salt, tokens, index)
             block = self._block_of.get(digest)
@@ -198,10 +198,10 @@ class BlockPool:
         sequence.tokens.extend(tokens[: len(digests) * self.block_size])
         return len(sequence.tokens)
 
-    def _digest(self, parents: list[bytes], salt: bytes, tokens: Sequence[int], index: int) -> bytes:
+    def _digest(self, parents: list[bytes], salt: bytes, tokens: TokenArray, index: int) -> bytes:
         """Digest of block ``index`` and, through its parent's, of all before it."""
         parent = parents[index - 1] if index else blake2b(salt, digest_size=16).digest()
-        content = array("q", tokens[index * self.block_size : (index + 1) * self.block_size])
+        content = tokens[index * self.block_size : (index + 1) * self.block_size]
         return blake2b(parent + content.tobytes(), digest_size=16).digest()
 
     def _copy_on_write(self, blocks: list[int], index: int) -> None:

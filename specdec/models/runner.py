@@ -24,6 +24,7 @@ from specdec.models.recurrent.slots import DEFAULT_WINDOW_TOKENS, SequenceState,
 from specdec.models.recurrent.snapshots import SnapshotPool
 from specdec.models.recurrent.step import StateRow, StateStep
 from specdec.sampling.trees import depths
+from specdec.tokens import TokenSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,9 @@ class ModelRunner:
             [blocks[at // size] * size + at % size for at in (start + i, start + place)] for i, place in enumerate(path)
         ]
         moved = [(source, destination) for destination, source in slots if source != destination]
-        sequence.tokens[start:] = [sequence.tokens[start + place] for place in path]
+        kept = sequence.tokens.array[[start + place for place in path]]
+        sequence.tokens.truncate(start)
+        sequence.tokens.extend(kept)
         if moved:
             self._cache.move_slots([source for source, _ in moved], [destination for _, destination in moved])
 
@@ -161,7 +164,7 @@ class ModelRunner:
         if isinstance(self.states, StatePool) and sequence.state is not None:
             self.states.keep_prefix(sequence.state, sequence.block_digests, self.pool.block_size)
 
-    def reuse_prefix(self, sequence: CachedSequence, tokens: Sequence[int]) -> int:
+    def reuse_prefix(self, sequence: CachedSequence, tokens: TokenSequence) -> int:
         """Fill an empty sequence with the longest kept prefix of ``tokens``, in full blocks.
 
         At least one token is left over. Recurrent layers go as far as a copy of their state was kept.

@@ -66,7 +66,7 @@ class SnapshotRunner(ModelRunner):
             sequence, tokens = row.sequence, list(row.tokens)
             assert sequence.state is not None, "no state is reserved"
             before, sequence.state.oldest = sequence.state.oldest, len(sequence.tokens) + 1
-            logits = self._snapshots.read(sequence.state, sequence.tokens, tokens, self._read)
+            logits = self._snapshots.read(sequence.state, sequence.tokens.array, tokens, self._read)
             assert sequence.state.oldest >= before
             sequence.tokens.extend(tokens)
             wanted.append(logits[len(tokens) - row.num_logits :])

@@ -11,6 +11,7 @@ from specdec.protocol.drafts import NO_DRAFT, Draft, DraftSource
 from specdec.protocol.marks import TokenLog
 from specdec.protocol.messages import Candidates
 from specdec.sampling.params import SequenceSpec
+from specdec.tokens import TokenSequence
 from specdec.types import PromptLogprobs, TokenLogprobs, Tokens
 
 
@@ -121,8 +122,8 @@ class DraftJob(NamedTuple):
 
     Attributes:
         key: The sequence or branch; the backend keeps its state under this name until ``release``.
-        tokens: Committed tokens and what is drafted after them so far. Must not be changed by the backend, nor kept:
-            the next job may have the same list, with other tokens by then.
+        tokens: Committed tokens and what is drafted after them so far. The backend must not keep them: the array may
+            have other tokens once the step is over.
         agreed: Length up to which ``tokens`` is known to equal the tokens of this key's last job; for the first job of
             a branch, those of the last job of ``fork_of``.
         num_committed: How many of ``tokens`` are committed; what follows is drafted.
@@ -133,7 +134,7 @@ class DraftJob(NamedTuple):
     """
 
     key: str
-    tokens: list[int]
+    tokens: TokenSequence
     spec: SequenceSpec
     agreed: int = 0
     num_committed: int = 0

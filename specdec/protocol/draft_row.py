@@ -9,6 +9,7 @@ from specdec.protocol.branches import Likelihoods, foreseen, likely_outcomes
 from specdec.protocol.marks import common_prefix_length
 from specdec.protocol.messages import Candidates, Interval, Offer, Open, Outcome, Plan
 from specdec.protocol.worker import MOST_INTERVALS, WorkerRow
+from specdec.tokens import TokenBuffer
 from specdec.types import Tokens
 
 
@@ -72,12 +73,11 @@ class Branch:
         num_offered: Tokens of ``path`` that the target was told of.
         is_begun: Whether the backend was ever asked for it.
         is_waiting: Whether it found no room when it was asked last.
-        tokens: All of its sequence, from the log's first token on; empty until it is first asked for.
-        job: What was asked of the backend last, where it would be asked the same again.
+        tokens: All of its sequence, from the log's first token on; None until it is first asked for.
     """
 
     __slots__ = (
-        *("is_begun", "is_waiting", "job", "key", "num_offered", "num_useful", "num_wanted", "path", "position"),
+        *("is_begun", "is_waiting", "key", "num_offered", "num_useful", "num_wanted", "path", "position"),
         *("token", "tokens"),
     )
 
@@ -89,8 +89,7 @@ class Branch:
         self.num_wanted = self.num_useful = self.num_offered = 0
         self.is_begun = False
         self.is_waiting = False
-        self.tokens: list[int] = []
-        self.job: DraftJob | None = None
+        self.tokens: TokenBuffer | None = None
 
 
 class DraftRow(WorkerRow):
@@ -136,7 +135,7 @@ class DraftRow(WorkerRow):
         super().__init__(message)
         self.priority = self.spec.arrival_s, self.seq
         self.path = Path()
-        self.tokens = list(self.log.tokens)
+        self.tokens = TokenBuffer(self.log.tokens)
         self.branches: dict[tuple[int, int], Branch] = {}
         self.ending_token_ids = message.spec.ending_token_ids
         self.forked_for = 0, 0, 0
@@ -157,21 +156,23 @@ class DraftRow(WorkerRow):
 
     def take(self, branch: Branch | None, proposal: Proposal) -> int:
         """Add to the chain, or to a branch, what a backend proposed, as far as it is of use; gives how many tokens."""
-        path, tokens = (self.path, self.tokens) if branch is None else (branch.path, branch.tokens)
+        path = self.path if branch is None else branch.path
         room = (self.num_wanted if branch is None else branch.num_useful) - len(path)
-        count = 0
+        new: list[int] = []
         for one in (proposal, *proposal.further)[:room]:
             assert one.token is not None, "only what was decided is drafted"
             path.append(one)
-            tokens.append(one.token)
-            count += 1
+            new.append(one.token)
             if one.token in self.ending_token_ids:
                 break
-        return count
+        tokens = self.tokens if branch is None else branch.tokens
+        if tokens is not None:
+            tokens.extend(new)
+        return len(new)
 
     def advance(self, start: int) -> int:
         """Take off the chain, which begins at ``start``, what of it is committed; gives the length to which that is."""
-        same = common_prefix_length(self.path.tokens, self.log.tokens[start:])
+        same = common_prefix_length(self.path.tokens, self.log.tail(start))
         self.path.drop_first(same)
         self.agreed = min(self.agreed, start + same)
         return start + same
@@ -180,13 +181,14 @@ class DraftRow(WorkerRow):
         """The branch is the chain from now on."""
         position = branch.position
         self.path = branch.path
-        self.tokens = branch.tokens or [*self.tokens[:position], branch.token]
+        self.tokens = self._tokens_of(branch)
         self.offered_end = position + 1 + branch.num_offered
 
     def drop_chain(self, start: int) -> None:
         """Nothing of the chain is left, which agreed with the log up to ``start``."""
         self.path = Path()
-        self.tokens[start:] = self.log.tokens[start:]
+        self.tokens.truncate(start)
+        self.tokens.extend(self.log.array(start))
         self.offered_end = len(self.tokens)
 
     def skip(self) -> None:
@@ -250,7 +252,6 @@ class DraftRow(WorkerRow):
         most, num_tokens = self.limit - branch.position - 1, self.plan.num_draft_tokens
         branch.num_wanted = max(0, min(num_tokens, most))
         branch.num_useful = max(0, min(num_tokens + 1, most))
-        branch.job = None
 
     # What is wanted.
 
@@ -262,7 +263,7 @@ class DraftRow(WorkerRow):
         num_tokens = self.plan.num_draft_tokens
         if num_tokens and self.plan.way != "in_turn":
             num_tokens += 1 + (self.num_verified if self.num_branches else num_tokens)
-        most = self.limit - len(self.log.tokens)
+        most = self.limit - len(self.log)
         return num_tokens if num_tokens <= most else max(0, most)
 
     def growing_branches(self) -> list[tuple[Branch, DraftJob]]:
@@ -288,7 +289,7 @@ class DraftRow(WorkerRow):
         """To propose what comes next in the chain."""
         num_tokens = self.num_wanted - len(self.path)
         return DraftJob(
-            self.seq, self.tokens, self.spec, self.agreed, len(self.log), None, self.num_guesses, num_tokens
+            self.seq, self.tokens.array, self.spec, self.agreed, len(self.log), None, self.num_guesses, num_tokens
         )
 
     def branch_job(self, branch: Branch) -> DraftJob:
@@ -297,18 +298,19 @@ class DraftRow(WorkerRow):
         Up to the outcome its tokens are the sequence's. Nothing further is said to agree: where the backend has lost
         the branch, it begins again with a copy of the sequence.
         """
-        job, position, num_committed = branch.job, branch.position, len(self.log.tokens)
-        agreed = min(self.agreed, position)
-        if job is not None and job.num_committed == num_committed and job.agreed == agreed:
-            return job  # its tokens are the same list, with more at the end
-        if not branch.tokens:
-            branch.tokens = self.tokens[:position]
-            branch.tokens.append(branch.token)
-        num_tokens = branch.num_useful - len(branch.path)
-        branch.job = DraftJob(
-            branch.key, branch.tokens, self.spec, agreed, num_committed, self.seq, self.num_guesses, num_tokens
-        )
-        return branch.job
+        if branch.tokens is None:
+            branch.tokens = self._tokens_of(branch)
+        tokens, agreed, num_tokens = branch.tokens.array, min(self.agreed, branch.position), branch.num_useful
+        num_tokens -= len(branch.path)
+        return DraftJob(branch.key, tokens, self.spec, agreed, len(self.log), self.seq, self.num_guesses, num_tokens)
+
+    def _tokens_of(self, branch: Branch) -> TokenBuffer:
+        """All of a branch's sequence."""
+        if branch.tokens is not None:
+            return branch.tokens
+        tokens = TokenBuffer(self.tokens.array[: branch.position])
+        tokens.extend((branch.token, *branch.path.tokens))
+        return tokens
 
     # What is offered.
 

@@ -288,7 +288,7 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         length = len(row.log)
         start = self._advance(row, old_length)
         if start < length:
-            branch = row.branches.pop((start, row.log.tokens[start]), None)
+            branch = row.branches.pop((start, int(row.log.tokens[start])), None)
             self._drop_branches(row)
             if branch is not None:
                 self._promote(row, branch)

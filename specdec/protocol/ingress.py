@@ -65,7 +65,7 @@ class Request:
     def ended(self) -> Finish | None:
         """How its delivered tokens end it, if they do; requests that a model's length would end have a limit below."""
         start, limit = self.spec.output_start, self.spec.output_start + self.spec.max_tokens
-        return Ending.of(self.spec, limit).of_log(self.log.tokens, start)
+        return Ending.of(self.spec, limit).of_log(start, self.log.tail(start))
 
 
 class IngressMachine:

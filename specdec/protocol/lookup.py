@@ -242,7 +242,7 @@ class LookUp:
 
     def draft(self, log: TokenLog, room: int) -> Draft:
         """What may follow a log, which only grows from call to call; ``room`` tokens at most."""
-        new = log.tokens[self._num_read : self._num_read + _MOST_READ]
+        new = log.tail(self._num_read, self._num_read + _MOST_READ)
         self._num_read += len(new)
         match = self._longest_match(log, new)
         self.is_long = match is not None and match.length >= LONG_MATCH
@@ -269,7 +269,8 @@ class LookUp:
         own.find(own.index.tokens)
         served = self._served_match
         if self._served is not None and not (served and served.length):
-            served = self._served_match = self._served.longest_match(self._spec.cache_salt, log.tokens)
+            end = list(log.tail(max(0, len(log) - _MOST_NEEDED)))
+            served = self._served_match = self._served.longest_match(self._spec.cache_salt, end)
         return own if served is None or served.length <= own.length else served
 
     def judge(self, num_drafted: int, num_accepted: int) -> None:

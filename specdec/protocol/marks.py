@@ -6,14 +6,24 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
 
+from specdec.tokens import (
+    PrefixDigests,
+    SharedTokens,
+    TokenArray,
+    TokenBuffer,
+    TokenSequence,
+    common_prefix_length,
+)
 from specdec.types import Tokens
 
-_MODULUS = (1 << 61) - 1
-_BASE = 0x1D3F84A56B2C97E1 % _MODULUS
+__all__ = ["Extension", "Mark", "TokenLog", "common_prefix_length"]
+
+_MARKS_KEPT = 16
+"""Of a log: a step and the offers that wait for it ask for the same few again and again."""
 
 
 class Mark(NamedTuple):
-    """The first ``length`` tokens of a log, prompt included, and a 61-bit rolling hash of them."""
+    """The first ``length`` tokens of a log, prompt included, and a 64-bit hash of them."""
 
     length: int
     digest: int
@@ -29,52 +39,75 @@ class Extension(Enum):
 
 
 class TokenLog:
-    """A log of tokens that only grows, with the digest of each of its prefixes, worked out when it is asked for.
+    """A log of tokens that only grows, with a digest of each of its prefixes, worked out when it is asked for.
 
-    Polynomial rolling hash modulo the Mersenne prime 2**61 - 1 (Karp and Rabin 1987).
+    A prompt that is given as :class:`SharedTokens` is not copied until somebody asks for all tokens in one piece.
+
+    Args:
+        prompt: Its first tokens.
+        output: What follows them.
     """
 
-    __slots__ = ("_digests", "_tokens")
+    __slots__ = ("_digests", "_marks", "_part", "prompt")
 
-    def __init__(self, tokens: Iterable[int] = ()) -> None:
-        self._tokens: list[int] = []
-        self._digests: list[int] = [0]
-        self.extend(tokens)
+    def __init__(self, prompt: SharedTokens | Iterable[int] | TokenArray = (), output: TokenSequence = ()) -> None:
+        self.prompt = prompt if isinstance(prompt, SharedTokens) else SharedTokens(prompt)
+        # What grows, and how many tokens are before it: all of the prompt, or none once the two are in one piece.
+        self._part = TokenBuffer(output), len(self.prompt)
+        self._digests = PrefixDigests(self.prompt.hash_state(len(self.prompt)))
+        self._marks: dict[int, Mark] = {}
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        own, num_before = self._part
+        return num_before + len(own.array)
 
     @property
-    def tokens(self) -> list[int]:
-        """The tokens themselves; callers must not change the list."""
-        return self._tokens
+    def tokens(self) -> TokenArray:
+        """int32 [length], read-only: all tokens in one piece. It stays as it is when the log grows."""
+        own, num_before = self._part
+        if num_before:
+            if not len(own):
+                return self.prompt.tokens
+            joined = TokenBuffer(self.prompt.tokens)
+            joined.extend(own.array)
+            self._part = joined, 0
+            return joined.array
+        return own.array
+
+    def array(self, start: int, stop: int | None = None) -> TokenArray:
+        """Tokens [start, stop), read-only."""
+        own, num_before = self._part
+        stop = num_before + len(own) if stop is None else stop
+        if start >= num_before:
+            return own.array[start - num_before : stop - num_before]
+        return self.prompt.tokens[start:stop] if stop <= num_before else self.tokens[start:stop]
 
     def tail(self, start: int, stop: int | None = None) -> Tokens:
-        """Tokens [start, stop) as a tuple."""
-        return tuple(self._tokens[start:stop])
+        """Tokens [start, stop) as a tuple; for short pieces."""
+        return tuple(self.array(start, stop).tolist())
 
     def mark(self, length: int | None = None) -> Mark:
         """The mark of the first ``length`` tokens; of all of them by default."""
-        length = len(self._tokens) if length is None else length
-        return Mark(length, self._digest(length))
+        length = len(self) if length is None else length
+        mark = self._marks.get(length)
+        if mark is None:
+            mark = Mark(length, self._digest(length))
+            if len(self._marks) >= _MARKS_KEPT:
+                self._marks = {}
+            self._marks[length] = mark
+        return mark
 
     def has(self, mark: Mark) -> bool:
         """Whether the first tokens of this log are those of ``mark``."""
-        length, digest = mark
-        return length <= len(self._tokens) and self._digest(length) == digest
+        return mark.length <= len(self) and self.mark(mark.length) == mark
 
     def since(self, mark: Mark) -> Tokens | None:
         """The tokens after a mark; None where this log does not have it."""
-        length, digest = mark
-        tokens, digests = self._tokens, self._digests
-        if length > len(tokens):
-            return None
-        own = digests[length] if length < len(digests) else self._digest(length)
-        return tuple(tokens[length:]) if own == digest else None
+        return self.tail(mark.length) if self.has(mark) else None
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens."""
-        self._tokens.extend(tokens)
+        self._part[0].extend(tokens)
 
     def extend_to(self, base: int, tokens: Tokens, mark: Mark) -> Extension:
         """Take what a message has beyond this log, if and only if the result has the message's mark.
@@ -96,27 +129,17 @@ class TokenLog:
         self.extend(new)
         if self.mark() == mark:
             return Extension.EXTENDED
-        del self._tokens[old:], self._digests[old + 1 :]
+        own, num_before = self._part
+        own.truncate(old - num_before)
+        self._digests.forget(old - len(self.prompt))
+        self._marks = {}
         return Extension.MISMATCH
 
     def _digest(self, length: int) -> int:
-        digests = self._digests
-        known = len(digests)
-        if length >= known:
-            digest, new = digests[known - 1], []
-            for token in self._tokens[known - 1 :]:
-                digest = (digest * _BASE + token + 1) % _MODULUS
-                new.append(digest)
-            digests[known:] = new  # the same, and at once, where two threads are asked at a time
-        return digests[length]
-
-
-def common_prefix_length(a: list[int], b: list[int], start: int = 0) -> int:
-    """Length of the longest common prefix of two token lists, known to agree on the first ``start`` tokens."""
-    end = min(len(a), len(b))
-    if a[start:end] == b[start:end]:
-        return end
-    for i in range(start, end):
-        if a[i] != b[i]:
-            return i
-    return end
+        num_prompt = len(self.prompt)
+        if length <= num_prompt:
+            state = self.prompt.hash_state(length)
+        else:
+            own, num_before = self._part
+            state = self._digests.state(own.array[num_prompt - num_before :], length - num_prompt)
+        return int.from_bytes(state.digest(), "little")

@@ -271,7 +271,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
         if row is not None:
             self._backend.release(row.seq)
             if self._served is not None:
-                self._served.add(row.spec.cache_salt, row.log.tokens)
+                self._served.add(row.spec.cache_salt, row.log.tail(0))
 
     def _repeat(self, now_s: float) -> None:
         """Rule: a verdict is repeated until acknowledged, by a paused row too, and with its finish until Close."""

@@ -69,7 +69,7 @@ class TargetRow(WorkerRow):
         super().__init__(message)
         self.priority = self.spec.arrival_s, self.seq
         self.ending = Ending.of(self.spec, max_model_len)
-        self.finish: Finish | None = self.ending.of_log(self.log.tokens, self.spec.output_start)
+        self.finish: Finish | None = self.ending.of_log(self.spec.output_start, self.log.tail(self.spec.output_start))
         self.reason = ""
         self.num_failures = self.failed_length = 0
         self.is_cleared = not message.suspects

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec.sampling.rows import RowGroup, Rows
+from specdec.tokens import as_list
 from specdec.types import Tokens
 
 _MOST_KEPT = 256
@@ -84,7 +85,7 @@ def _completing(group: RowGroup) -> Iterator[tuple[int, int]]:
     words = group.spec.sampling.bad_words
     longest = max(map(len, words)) - 1
     start = max(group.spec.output_start, len(group.tokens) - longest)
-    output = (*group.tokens[start:], *group.draft)
+    output = (*as_list(group.tokens[start:]), *group.draft)
     num_before = len(output) - len(group.draft)
     for offset in range(1 + len(group.draft)):
         end = num_before + offset

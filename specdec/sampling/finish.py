@@ -50,12 +50,12 @@ class Ending:
                 return num_committed, "length"
         return len(run), None
 
-    def of_log(self, tokens: Sequence[int], output_start: int) -> Finish | None:
+    def of_log(self, output_start: int, output: Sequence[int]) -> Finish | None:
         """How a log that was opened is finished already, if it is; the prompt's tokens end nothing.
 
         A prompt that leaves no room for a token is finished by ``length``.
         """
-        _, finish = self.walk(output_start, tokens[output_start:])
-        if finish is None and len(tokens) >= self.most_length:
+        _, finish = self.walk(output_start, output)
+        if finish is None and output_start + len(output) >= self.most_length:
             return "length"
         return finish

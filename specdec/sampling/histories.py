@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.sampling.rows import RowGroup
+from specdec.tokens import TokenBuffer, TokenSequence, as_array, as_list, common_prefix_length
 
 _MAX_KEPT_TOKENS = 1 << 21
 _LEAST_SIZE = 64
@@ -46,11 +47,13 @@ class History:
         vocab_size: V; ids outside [0, V) are left out.
     """
 
-    def __init__(self, prompt: list[int], lists_prompt: bool, vocab_size: int) -> None:
-        self._prompt = prompt
-        self._output: list[int] = []
+    def __init__(self, prompt: TokenSequence, lists_prompt: bool, vocab_size: int) -> None:
+        self._prompt = as_array(prompt)
+        self._output = TokenBuffer()
         self._vocab_size = vocab_size
-        self._ids = array("q", (i for i in dict.fromkeys(prompt if lists_prompt else ()) if 0 <= i < vocab_size))
+        self._ids = array(
+            "q", (i for i in dict.fromkeys(as_list(prompt) if lists_prompt else ()) if 0 <= i < vocab_size)
+        )
         self._counts = array("q", bytes(8 * len(self._ids)))
         self._places = {token: place for place, token in enumerate(self._ids)}
         self._num_prompt_ids = len(self._ids)
@@ -60,19 +63,21 @@ class History:
         """Memory, in tokens."""
         return _LEAST_SIZE + len(self._prompt) + len(self._output)
 
-    def has_prompt_of(self, log: list[int]) -> bool:
+    def has_prompt_of(self, log: TokenSequence) -> bool:
         """Whether the log begins with this history's prompt."""
-        return log[: len(self._prompt)] == self._prompt
+        return np.array_equal(log[: len(self._prompt)], self._prompt)
 
-    def move_to(self, log: list[int]) -> None:
+    def move_to(self, log: TokenSequence) -> None:
         """Become the history of ``log``, which has the same prompt, by the tokens in which the two outputs differ."""
-        output = log[len(self._prompt) :]
-        kept = agreeing(self._output, output)
-        for token in reversed(self._output[kept:]):
+        output, known = log[len(self._prompt) :], self._output
+        kept = common_prefix_length(known.array, output)
+        new = as_list(output[kept:])
+        for token in reversed(known.array[kept:].tolist()):
             self._pop(token)
-        for token in output[kept:]:
+        for token in new:
             self._push(token)
-        self._output = output
+        known.truncate(kept)
+        known.extend(new)
 
     def counted(self, draft: tuple[int, ...]) -> Counted:
         """A copy of the counts, with places for a draft's tokens."""
@@ -148,17 +153,3 @@ class Histories:
         while self._num_tokens > self._max_kept_tokens and len(self._kept) > 1:
             self._num_tokens -= self._kept.popitem(last=False)[1].size
         return history.counted(group.draft)
-
-
-def agreeing(a: list[int], b: list[int]) -> int:
-    """Length of the longest common prefix, by comparing slices, which Python does without a loop of its own."""
-    low, high = 0, min(len(a), len(b))
-    if a[:high] == b[:high]:
-        return high
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from specdec.sampling.grammar import Grammar
 from specdec.sampling.grammars import Grammars
-from specdec.sampling.histories import agreeing
 from specdec.sampling.params import SequenceSpec
 from specdec.sampling.rows import RowGroup, Rows
+from specdec.tokens import TokenArray, TokenSequence, as_array, common_prefix_length
 from specdec.types import Tokens
 
 _MOST_KEPT = 512
@@ -37,7 +37,7 @@ class _Matcher:
     a copy is kept; masks are computed on copies.
     """
 
-    def __init__(self, inner: LLMatcher, read: list[int]) -> None:
+    def __init__(self, inner: LLMatcher, read: TokenArray) -> None:
         self.inner = inner
         self._read = read
         self._parted = inner.deep_copy(), read
@@ -50,7 +50,7 @@ class _Matcher:
         """
         found_at, found = self._forced
         num_read = len(self._read) - found_at
-        if num_read >= len(found) or self._read[found_at:] != found[:num_read]:
+        if num_read >= len(found) or self._read[found_at:].tolist() != found[:num_read]:
             num_read, found = 0, self._found(eos_token_ids)
             self._forced = len(self._read), found
         return found[num_read:]
@@ -67,29 +67,29 @@ class _Matcher:
         """Another, at the same place."""
         return _Matcher(self.inner.deep_copy(), self._read)
 
-    def follow(self, output: list[int], start: LLMatcher) -> None:
+    def follow(self, output: TokenArray, start: LLMatcher) -> None:
         """Become the matcher of ``output``; from ``start``, where nothing is known of its beginning.
 
         Raises:
             ValueError: The grammar does not allow it.
         """
-        kept = agreeing(self._read, output)
+        kept = common_prefix_length(self._read, output)
         if kept < self._forced[0]:
             self._forced = 0, []
         if kept < len(self._read) or self.inner.is_error():
             parted, known = self._parted
-            if agreeing(known, output) < len(known):
-                parted, known = start, []
+            if common_prefix_length(known, output) < len(known):
+                parted, known = start, known[:0]
             self.inner, self._read = parted.deep_copy(), known
             self._consume(output[:kept])
             self._parted = self.inner.deep_copy(), self._read
         self._consume(output)
 
-    def _consume(self, output: list[int]) -> None:
+    def _consume(self, output: TokenArray) -> None:
         """Read on to the end of ``output``, which begins with what was read."""
-        new = output[len(self._read) :]
+        new = output[len(self._read) :].tolist()
         num_read = self.inner.try_consume_tokens(new) if new else 0
-        self._read = output[: len(self._read) + num_read]
+        self._read = output[: len(self._read) + num_read].copy()  # what it is a part of may change
         if num_read < len(new):
             raise ValueError(self.inner.get_error() or f"the grammar does not allow the token {new[num_read]} there")
 
@@ -118,7 +118,7 @@ class Matchers:
         grammar = spec.sampling.grammar
         return grammar is None or self._grammars.compiled(grammar, spec.eos_token_ids).done()
 
-    def allowed(self, spec: SequenceSpec, tokens: list[int], draft: Tokens) -> Tokens:
+    def allowed(self, spec: SequenceSpec, tokens: TokenSequence, draft: Tokens) -> Tokens:
         """A draft up to the first token that the grammar forbids, and not beyond an end-of-sequence token.
 
         Under the rejection rule that token stays, as the last: it is refused by its probability, which is 0, and what
@@ -132,9 +132,9 @@ class Matchers:
                 count += 1
         return draft[:count]
 
-    def forced(self, spec: SequenceSpec, tokens: list[int], most: int) -> Tokens:
+    def forced(self, spec: SequenceSpec, tokens: TokenSequence, most: int) -> Tokens:
         """The tokens of which each is the only one that its mask allows, ``most`` at most: a draft without a model."""
-        output = tokens[spec.output_start :]
+        output = as_array(tokens[spec.output_start :])
         if _has_ended(output, spec.eos_token_ids):
             return ()
         try:
@@ -142,8 +142,8 @@ class Matchers:
         except ValueError:
             return ()
 
-    def _num_allowed(self, spec: SequenceSpec, tokens: list[int], draft: Tokens) -> int:
-        output = tokens[spec.output_start :]
+    def _num_allowed(self, spec: SequenceSpec, tokens: TokenSequence, draft: Tokens) -> int:
+        output = as_array(tokens[spec.output_start :])
         if _has_ended(output, spec.eos_token_ids):
             return int(draft[0] in spec.eos_token_ids)
         try:
@@ -172,7 +172,8 @@ class Matchers:
         places: list[int] = []
         used: Counter[MatcherKey] = Counter()
         for number, (i, group) in enumerate(zip(chosen, rows.groups, strict=True)):
-            spec, output, start = group.spec, group.tokens[group.spec.output_start :], rows.starts[number] + number
+            spec, start = group.spec, rows.starts[number] + number
+            output = as_array(group.tokens[spec.output_start :])
             own = bitmask[start : start + rows.counts[number]]
             masked[i] = replace(group, mask=own)
             if _has_ended(output, spec.eos_token_ids):
@@ -214,7 +215,7 @@ class Matchers:
         bits[list(tokens)] = 1
         return torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32))
 
-    def _matcher(self, spec: SequenceSpec, number: int, output: list[int]) -> _Matcher:
+    def _matcher(self, spec: SequenceSpec, number: int, output: TokenArray) -> _Matcher:
         """The sequence's matcher of that number, after ``output``.
 
         Raises:
@@ -226,7 +227,7 @@ class Matchers:
         own = self._kept.pop(key, [])
         self._kept[key] = own
         if number == len(own):
-            own.append(own[0].copy() if own else _Matcher(start.deep_copy(), []))
+            own.append(own[0].copy() if own else _Matcher(start.deep_copy(), as_array(())))
         own[number].follow(output, start)
         return own[number]
 
@@ -274,7 +275,7 @@ def _key(spec: SequenceSpec) -> MatcherKey:
     return spec.sampling.grammar, spec.eos_token_ids, spec.seed, spec.output_start, spec.arrival_s
 
 
-def _has_ended(output: list[int], eos_token_ids: Tokens) -> bool:
+def _has_ended(output: TokenArray, eos_token_ids: Tokens) -> bool:
     """Whether an end-of-sequence token is in an output that goes on: ``ignore_eos`` or ``min_tokens`` asked for it."""
     return any(token in output for token in eos_token_ids)
 

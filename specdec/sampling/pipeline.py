@@ -20,6 +20,7 @@ from specdec.sampling.noise import NoiseCache
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.rows import RowGroup, Rows, VerifiedRun
 from specdec.sampling.truncation import thresholds, uses_truncation
+from specdec.tokens import TokenSequence
 from specdec.types import TokenLogprobs, Tokens
 
 __all__ = ["LogitsProcessor", "RowGroup", "Sampler", "VerifiedRun"]
@@ -49,7 +50,8 @@ class LogitsProcessor(Protocol):
 
         Args:
             groups: The sequences of the N rows, in order; at least one. Row i of a group follows
-                ``[*group.tokens, *group.draft[:i]]``. Neither they nor their lists may be changed, or kept.
+                ``[*group.tokens, *group.draft[:i]]``, where ``group.tokens`` is an int32 array. Neither the groups nor
+                their tokens may be changed, or kept.
             logits: float32 [N, V], after penalties, biases and min_tokens; may be changed in place.
 
         Returns:
@@ -106,13 +108,13 @@ class Sampler:
         """Whether a sequence's rows can be sampled now: its grammar, if it has one, is compiled beside the step."""
         return spec.sampling.grammar is None or self.matchers is None or self.matchers.is_ready(spec)
 
-    def allowed(self, spec: SequenceSpec, tokens: list[int], draft: Tokens) -> Tokens:
+    def allowed(self, spec: SequenceSpec, tokens: TokenSequence, draft: Tokens) -> Tokens:
         """The part of a draft after ``tokens`` that is worth a row: see :meth:`Matchers.allowed`."""
         if spec.sampling.grammar is None or not draft:
             return draft
         return () if self.matchers is None else self.matchers.allowed(spec, tokens, draft)
 
-    def forced(self, spec: SequenceSpec, tokens: list[int], most: int) -> Tokens:
+    def forced(self, spec: SequenceSpec, tokens: TokenSequence, most: int) -> Tokens:
         """What the grammar leaves no choice about after ``tokens``: see :meth:`Matchers.forced`."""
         if spec.sampling.grammar is None or self.matchers is None or most <= 0:
             return ()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.tokens import TokenSequence
 from specdec.types import Tokens
 
 T = TypeVar("T")
@@ -24,14 +25,14 @@ class RowGroup:
 
     Attributes:
         spec: The sequence's parameters.
-        tokens: Prompt and output before the first row. Never changed, never kept.
+        tokens: Prompt and output before the first row: int32 [n] from the engine. Never changed, never kept.
         draft: Draft tokens under verification; empty for plain decoding and for drafting.
         mask: int32 [1 + len(draft), V / 32], a bit for each token that the sequence's grammar allows in each row; None
             where it has none, or where that is not known yet.
     """
 
     spec: SequenceSpec
-    tokens: list[int]
+    tokens: TokenSequence
     draft: Tokens = ()
     mask: Tensor | None = field(default=None, compare=False)
 

@@ -20,6 +20,7 @@ from specdec.errors import reason_of
 from specdec.protocol.messages import Candidates
 from specdec.sampling.params import SequenceSpec
 from specdec.sampling.pipeline import LogitsProcessor, RowGroup, Sampler
+from specdec.tokens import TokenBuffer
 from specdec.types import TokenLogprobs
 
 SPEC = "specdec"
@@ -78,7 +79,7 @@ class AcceptanceSampler:
     def __init__(self, runner: Any, sampler: Sampler) -> None:
         self._runner = runner
         self._sampler = sampler
-        self._logs: dict[str, tuple[Any, list[int]]] = {}
+        self._logs: dict[str, tuple[Any, TokenBuffer]] = {}
         self.told: dict[str, Told] = {}
         self.reported: dict[str, Reported] = {}
 
@@ -102,9 +103,9 @@ class AcceptanceSampler:
         if groups:
             logits = logits if len(rows) == len(logits) else logits[torch.tensor(rows, device=logits.device)]
             runs = self._decide(logits.float(), [req_ids[i] for i in places], groups)
-            for i, group, run in zip(places, groups, runs, strict=True):
+            for i, run in zip(places, runs, strict=True):
                 tokens[i, : len(run)] = torch.tensor(run, dtype=torch.int32)
-                group.tokens.extend(run)
+                self._log(req_ids[i]).extend(run)
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
 
     def _groups(self, req_ids: list[str], counts: list[int]) -> tuple[list[int], list[RowGroup], list[int]]:
@@ -119,7 +120,7 @@ class AcceptanceSampler:
                 num_drafted = num_filled(draft)
                 mask = self.told[req_id].mask if req_id in self.told else None
                 places.append(i)
-                groups.append(RowGroup(self._spec(req_id), self._log(req_id), tuple(draft[:num_drafted]), mask))
+                groups.append(RowGroup(self._spec(req_id), self._log(req_id).array, tuple(draft[:num_drafted]), mask))
                 rows.extend(range(first, first + 1 + num_drafted))
             first += 1 + count
         return places, groups, rows
@@ -140,11 +141,11 @@ class AcceptanceSampler:
         spec: SequenceSpec = self._runner.requests[req_id].sampling_params.extra_args[SPEC]
         return spec
 
-    def _log(self, req_id: str) -> list[int]:
+    def _log(self, req_id: str) -> TokenBuffer:
         state = self._runner.requests[req_id]
         known = self._logs.get(req_id)
         if known is None or known[0] is not state:
-            known = self._logs[req_id] = (state, [*state.prompt_token_ids, *state.output_token_ids])
+            known = self._logs[req_id] = (state, TokenBuffer([*state.prompt_token_ids, *state.output_token_ids]))
         return known[1]
 
     def _forget(self) -> None:

@@ -184,7 +184,7 @@ class VllmTarget:
         self._num_opened += 1
         request = Request(
             request_id=f"{job.key}#{self._num_opened}",
-            prompt_token_ids=list(job.log.tokens),
+            prompt_token_ids=job.log.tokens.tolist(),
             sampling_params=self._sampling_params(job),
             pooling_params=None,
             arrival_time=job.spec.arrival_s,
@@ -287,7 +287,7 @@ class VllmTarget:
         return Verification(
             Status.DECIDED,
             run,
-            common_prefix_length(list(draft), list(run)),
+            common_prefix_length(draft, run),
             len(draft),
             report.logprobs,
             None if told is None else _prompt_logprobs(told, job.spec.sampling.prompt_logprobs or 0),

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from specdec.models.recurrent.slots import SequenceState, StateSlots, Window
+from specdec.tokens import TokenSequence, as_list
 
 Reader = Callable[[list[int], int, Any], tuple[torch.Tensor, Any]]
 """From tokens, the position of the first, and the state before it, to their logits [n, V] and the state after."""
@@ -85,7 +86,7 @@ class SnapshotPool:
         self.slots.give_back(state)
         del self._held[state.slot]
 
-    def read(self, state: SequenceState, past: list[int], tokens: list[int], reader: Reader) -> torch.Tensor:
+    def read(self, state: SequenceState, past: TokenSequence, tokens: list[int], reader: Reader) -> torch.Tensor:
         """Bring a state to ``past`` and read ``tokens`` after it: their logits [n, V]."""
         held = self._held[state.slot]
         length = len(past)
@@ -93,7 +94,7 @@ class SnapshotPool:
             held.copies = [entry for entry in held.copies if entry[0] <= length]
             held.length, kept = held.copies[-1]
             held.state = copy.deepcopy(kept)
-            self._advance(held, past[held.length :], reader)
+            self._advance(held, as_list(past[held.length :]), reader)
         if length - held.copies[-1][0] >= self.window.num_tokens:
             held.copies = [held.copies[-1], (length, copy.deepcopy(held.state))]
         logits = self._advance(held, tokens, reader)

@@ -215,7 +215,7 @@ def test_a_drafter_whose_matchers_do_not_go_back_is_found_out(
 ) -> None:
     """What it has read of a chain that was refused must go, or its masks are those of another text."""
     check_cells(few_cells(pair, 1.0))
-    monkeypatch.setattr(matchers_module, "agreeing", lambda read, output: min(len(read), len(output)))
+    monkeypatch.setattr(matchers_module, "common_prefix_length", lambda read, output: min(len(read), len(output)))
     with pytest.raises(AssertionError, match="forbidden drafts"):
         check_cells(few_cells(pair, 1.0))
 

@@ -115,7 +115,7 @@ class Rounds:
         parts = [torch.cat(step) for step in zip(*steps, strict=True)]
         self.compare([list(sequence.tokens) for sequence, _ in self.rows], parts)
         for sequence, have in self.rows:
-            have[:] = sequence.tokens[: len(have) + self.rng.randint(0, 2 * num_draft_tokens + 1)]
+            have[:] = list(sequence.tokens)[: len(have) + self.rng.randint(0, 2 * num_draft_tokens + 1)]
             self.runner.truncate(sequence, len(have))
 
     def drop_all(self) -> None:

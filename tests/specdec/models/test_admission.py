@@ -44,7 +44,7 @@ def test_a_model_whose_state_is_rolled_back_wrongly_is_refused(
 
     def one_too_many(sequence: CachedSequence, length: int) -> None:
         """The last token kept is, in truth, the first that was refused."""
-        refused = sequence.tokens[length:]
+        refused = sequence.tokens[length:].tolist()
         right(sequence, length)
         if refused and length > 1:
             slot = sequence.block_ids[(length - 1) // 4] * 4 + (length - 1) % 4

@@ -178,7 +178,7 @@ def test_forks_of_one_past_diverge_without_disturbing_each_other(models: Models,
     for fork in forks:
         batch.runner.truncate(fork, 20)  # into what they once shared
     batch.forward([(fork, list(fork.tokens), batch.tokens(3), 3) for fork in forks])
-    assert have == sequence.tokens[:21]
+    assert have == list(sequence.tokens)[:21]
     assert batch.difference <= TOLERANCE
 
 

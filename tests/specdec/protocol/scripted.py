@@ -260,7 +260,7 @@ class ScriptedDraft:
         return [self._propose(job, taken=job.key in taken) for job in jobs]
 
     def _check_agreed(self, job: DraftJob, base: list[int]) -> None:
-        expect(base[: job.agreed] == job.tokens[: job.agreed], "a draft job does not agree as far as it says")
+        expect(base[: job.agreed] == [*job.tokens[: job.agreed]], "a draft job does not agree as far as it says")
 
     def _propose(self, job: DraftJob, *, taken: bool) -> Proposal:
         expect(job.agreed <= len(job.tokens) < self.max_model_len, "a draft job is longer than the model reads")

@@ -1,10 +1,17 @@
 from __future__ import annotations
 
+import random
+import struct
+import threading
+from hashlib import blake2b
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.protocol.marks import Extension, Mark, TokenLog, common_prefix_length
+from specdec.protocol.marks import Extension, Mark, TokenLog
+from specdec.tokens import SharedTokens
 
 tokens_strategy = st.lists(st.integers(0, 3), max_size=8)
 
@@ -17,6 +24,28 @@ def test_a_mark_depends_on_tokens_and_length_alone():
     assert len({TokenLog(tokens).mark() for tokens in ([], [0], [0, 0], [1, 0], [0, 1], [1], [2])}) == 7
 
 
+def test_a_mark_is_the_same_on_every_machine_and_in_every_version():
+    digest = blake2b(struct.pack("<3i", 1, 70_000, 2), digest_size=8).digest()
+    assert TokenLog([1, 70_000, 2]).mark() == Mark(3, int.from_bytes(digest, "little"))
+    assert TokenLog([1, 70_000, 2]).mark().digest == 5558890658498822268
+
+
+def test_marks_of_long_logs_do_not_depend_on_how_they_grew_or_on_what_was_asked_before():
+    """Longer than the distance at which states of the hash are kept, with the prompt's end between two of them."""
+    rng = random.Random(0)
+    tokens = [rng.randrange(1 << 17) for _ in range(5000)]
+    whole, prompt = TokenLog(tokens), SharedTokens(tokens[:1500])
+    logs = [TokenLog(prompt, tokens[1500:1600]) for _ in range(2)]
+    lengths = rng.sample(range(5001), 200)
+    for start in range(1600, 5000, 170):
+        for log in logs:
+            log.extend(tokens[start : start + 170])
+        logs[0].mark(rng.randrange(start))
+    logs[1].tokens  # noqa: B018  (joins the prompt and the rest)
+    for length in lengths:
+        assert logs[0].mark(length) == logs[1].mark(length) == whole.mark(length) == TokenLog(tokens[:length]).mark()
+
+
 def test_has_compares_the_prefix_of_that_length():
     log = TokenLog([5, 6, 7])
     assert log.has(TokenLog([5, 6]).mark())
@@ -25,42 +54,79 @@ def test_has_compares_the_prefix_of_that_length():
     assert not log.has(TokenLog([5, 6, 7, 8]).mark())
 
 
-def test_tail():
-    log = TokenLog([5, 6, 7])
-    assert (log.tail(0), log.tail(2), log.tail(3), log.tail(1, 2)) == ((5, 6, 7), (7,), (), (6,))
+@pytest.mark.parametrize("num_prompt", range(5))
+def test_pieces_of_a_log_with_and_without_its_prompt(num_prompt):
+    tokens = [5, 6, 7, 8]
+    log = TokenLog(tokens[:num_prompt], tokens[num_prompt:])
+    pieces = [(start, stop) for start in range(5) for stop in (*range(start, 5), 9, None)]
+    for start, stop in pieces:
+        assert log.tail(start, stop) == tuple(tokens[start:stop])
+        assert log.array(start, stop).tolist() == tokens[start:stop]
+    assert all(type(token) is int for token in log.tail(0))
+    assert (log.tokens.tolist(), log.tokens.dtype, len(log)) == (tokens, np.int32, 4)
+
+
+def test_samples_of_a_request_share_its_prompt_until_all_of_it_is_wanted_in_one_piece():
+    prompt = SharedTokens(range(1000))
+    logs = [TokenLog(prompt, (i,)) for i in range(2)]
+    for log in logs:
+        log.extend((7,))
+    assert all(np.shares_memory(log.array(0, 1000), prompt.tokens) for log in logs)
+    assert [log.tokens[998:].tolist() for log in logs] == [[998, 999, 0, 7], [998, 999, 1, 7]]
+
+
+def test_what_a_log_hands_out_stays_as_it_is_and_cannot_be_changed():
+    log = TokenLog([5], [6])
+    whole, end = log.tokens, log.array(1)
+    assert log.extend_to(2, (7, 8), Mark(4, 0)) is Extension.MISMATCH
+    log.extend([9] * 1000)
+    assert (whole.tolist(), end.tolist()) == ([5, 6], [6])
+    for array in (whole, end, log.tokens, TokenLog([5]).tokens):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+
+
+def test_a_token_that_does_not_fit_is_refused_and_nothing_is_appended():
+    log = TokenLog([5])
+    with pytest.raises(OverflowError):
+        log.extend((6, 1 << 31))
+    assert log.tail(0) == (5,)
 
 
 @pytest.mark.parametrize(
     ("base", "sent", "whole", "expected", "after"),
     [
-        (3, (8,), [5, 6, 7, 8], Extension.EXTENDED, [5, 6, 7, 8]),
-        (1, (6, 7, 8, 9), [5, 6, 7, 8, 9], Extension.EXTENDED, [5, 6, 7, 8, 9]),
-        (0, (5, 6), [5, 6], Extension.NOTHING_NEW, [5, 6, 7]),
-        (3, (), [5, 6, 7], Extension.NOTHING_NEW, [5, 6, 7]),
-        (1, (9,), [5, 9], Extension.MISMATCH, [5, 6, 7]),
-        (1, (9, 7, 8), [5, 9, 7, 8], Extension.MISMATCH, [5, 6, 7]),
-        (3, (8,), [5, 6, 9, 8], Extension.MISMATCH, [5, 6, 7]),
-        (4, (9,), [5, 6, 7, 8, 9], Extension.GAP, [5, 6, 7]),
+        (3, (8,), [5, 6, 7, 8], Extension.EXTENDED, (5, 6, 7, 8)),
+        (1, (6, 7, 8, 9), [5, 6, 7, 8, 9], Extension.EXTENDED, (5, 6, 7, 8, 9)),
+        (0, (5, 6), [5, 6], Extension.NOTHING_NEW, (5, 6, 7)),
+        (3, (), [5, 6, 7], Extension.NOTHING_NEW, (5, 6, 7)),
+        (1, (9,), [5, 9], Extension.MISMATCH, (5, 6, 7)),
+        (1, (9, 7, 8), [5, 9, 7, 8], Extension.MISMATCH, (5, 6, 7)),
+        (3, (8,), [5, 6, 9, 8], Extension.MISMATCH, (5, 6, 7)),
+        (4, (9,), [5, 6, 7, 8, 9], Extension.GAP, (5, 6, 7)),
     ],
 )
 def test_extend_to(base, sent, whole, expected, after):
-    log = TokenLog([5, 6, 7])
+    log = TokenLog([5, 6], [7])
     assert log.extend_to(base, sent, TokenLog(whole).mark()) is expected
-    assert log.tokens == after
+    assert log.tail(0) == after
     assert log.mark() == TokenLog(after).mark()
 
 
-def test_a_refused_extension_leaves_a_log_that_can_go_on():
-    log = TokenLog([5, 6])
-    assert log.extend_to(2, (7, 8), Mark(4, 0)) is Extension.MISMATCH
-    assert log.extend_to(2, (7, 8), TokenLog([5, 6, 7, 8]).mark()) is Extension.EXTENDED
-    assert log.mark(3) == TokenLog([5, 6, 7]).mark()
+@pytest.mark.parametrize("length", [2, 2000])
+def test_a_refused_extension_leaves_a_log_that_can_go_on(length):
+    """Its digests forget what was refused, states kept on the way included."""
+    tokens = list(range(2 * length))
+    log, refused = TokenLog([], tokens[:length]), (9,) * length
+    assert log.extend_to(length, refused, Mark(2 * length, 0)) is Extension.MISMATCH
+    assert log.extend_to(length, tuple(tokens[length:]), TokenLog(tokens).mark()) is Extension.EXTENDED
+    assert log.mark(2 * length - 1) == TokenLog(tokens[:-1]).mark()
 
 
-@given(tokens_strategy, tokens_strategy, st.integers(0, 8))
-def test_extend_to_takes_exactly_the_logs_that_continue_this_one(mine, theirs, base):
+@given(tokens_strategy, tokens_strategy, st.integers(0, 8), st.integers(0, 8))
+def test_extend_to_takes_exactly_the_logs_that_continue_this_one(mine, theirs, base, num_prompt):
     base = min(base, len(theirs))
-    log = TokenLog(mine)
+    log = TokenLog(mine[:num_prompt], mine[num_prompt:])
     extension = log.extend_to(base, tuple(theirs[base:]), TokenLog(theirs).mark())
     if base > len(mine):
         assert extension is Extension.GAP
@@ -68,34 +134,18 @@ def test_extend_to_takes_exactly_the_logs_that_continue_this_one(mine, theirs, b
         assert (extension is Extension.EXTENDED) == (theirs[: len(mine)] == mine)
     else:
         assert (extension is Extension.NOTHING_NEW) == (mine[: len(theirs)] == theirs)
-    assert log.tokens == (theirs if extension is Extension.EXTENDED else mine)
-
-
-@given(tokens_strategy, tokens_strategy)
-def test_common_prefix_length(a, b):
-    length = common_prefix_length(a, b)
-    assert a[:length] == b[:length]
-    assert length == min(len(a), len(b)) or a[length] != b[length]
-    assert common_prefix_length(a, b, start=length) == length
-
-
-class Interrupted(list[int]):
-    """Digests during whose first use another thread asks for the mark."""
-
-    def __init__(self, log: TokenLog) -> None:
-        super().__init__([0])
-        self._log, self._is_interrupted = log, False
-
-    def __len__(self) -> int:
-        count = super().__len__()
-        if not self._is_interrupted:
-            self._is_interrupted = True
-            self._log.mark()
-        return count
+    assert list(log.tail(0)) == (theirs if extension is Extension.EXTENDED else mine)
 
 
 def test_two_threads_that_ask_for_a_mark_at_a_time_get_the_same():
-    log = TokenLog(range(9))
-    log._digests = Interrupted(log)
-    assert log.mark() == log.mark() == TokenLog(range(9)).mark()
-    assert log.mark(4) == TokenLog(range(4)).mark()
+    tokens = list(range(300_000))
+    prompt, wanted = SharedTokens(tokens[:150_000]), TokenLog(tokens).mark()
+    for _ in range(3):
+        log, found = TokenLog(SharedTokens(prompt.tokens), tokens[150_000:]), list[Mark]()
+        threads = [threading.Thread(target=lambda log=log, found=found: found.append(log.mark())) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [wanted] * 4
+        assert log.mark(200_000) == TokenLog(tokens[:200_000]).mark()

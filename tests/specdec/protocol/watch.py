@@ -155,9 +155,9 @@ class Watch:
 
     @staticmethod
     def _check_draft_row(row: DraftRow) -> None:
-        expect(row.tokens == [*row.log.tokens, *row.path.tokens], "a chain does not continue its log")
+        expect(list(row.tokens) == [*row.log.tail(0), *row.path.tokens], "a chain does not continue its log")
         for branch in row.branches.values():
-            if branch.tokens:
+            if branch.tokens is not None:
                 whole = [*row.tokens[: branch.position], branch.token, *branch.path.tokens]
                 expect(branch.tokens == whole, "a branch does not continue its sequence")
 

@@ -52,11 +52,11 @@ def test_walk_ends_at_the_first_reason_and_commits_nothing_after_it() -> None:
 
 def test_a_log_that_is_finished_when_opened() -> None:
     spec = make_spec(output_start=3, max_tokens=3, eos_token_ids=(EOS,))
-    assert Ending.of(spec, LONG).of_log([EOS, EOS, EOS], 3) is None
-    assert Ending.of(spec, LONG).of_log([1, 1, 1, 1, EOS], 3) == "stop"
-    assert Ending.of(spec, LONG).of_log([1, 1, 1, 1, 1], 3) is None
-    assert Ending.of(spec, LONG).of_log([1, 1, 1, 1, 1, 1], 3) == "length"
-    assert Ending.of(spec, LONG).of_log([1, 1, 1, 1, 1, EOS], 3) == "stop"
-    assert Ending.of(spec, 4).of_log([1, 1, 1, 1], 3) == "length"
-    assert Ending.of(spec, 3).of_log([1, 1, 1], 3) == "length"
-    assert Ending.of(spec, 5).of_log([1, 1, 1, 1], 3) is None
+    assert Ending.of(spec, LONG).of_log(3, []) is None
+    assert Ending.of(spec, LONG).of_log(3, [1, EOS]) == "stop"
+    assert Ending.of(spec, LONG).of_log(3, [1, 1]) is None
+    assert Ending.of(spec, LONG).of_log(3, [1, 1, 1]) == "length"
+    assert Ending.of(spec, LONG).of_log(3, [1, 1, EOS]) == "stop"
+    assert Ending.of(spec, 4).of_log(3, [1]) == "length"
+    assert Ending.of(spec, 3).of_log(3, []) == "length"
+    assert Ending.of(spec, 5).of_log(3, [1]) is None

@@ -8,7 +8,6 @@ from collections import Counter
 import pytest
 import torch
 
-from specdec.sampling import histories as module
 from specdec.sampling.histories import Histories, History
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.pipeline import RowGroup, Sampler
@@ -73,14 +72,6 @@ def test_what_was_counted_is_not_counted_again(monkeypatch: pytest.MonkeyPatch) 
     for end in (4000, 4003, 4001, 4008):
         check(histories, RowGroup(spec, log[:end], (1, 2)))
     assert pushed == [*log[100:4000], *log[4000:4003], *log[4001:4008]]
-
-
-@pytest.mark.parametrize("length", [0, 1, 2, 31, 1000])
-def test_the_common_prefix_is_found_wherever_it_ends(length: int) -> None:
-    a = list(range(length))
-    for end in {0, 1, length // 3, length - 1, length} & set(range(length + 1)):
-        assert module.agreeing(a, [*a[:end], -1, *a[end + 1 :]]) == end
-        assert module.agreeing(a, a[:end]) == module.agreeing(a[:end], a) == end
 
 
 def test_one_sampler_over_many_steps_penalises_like_plain_python() -> None:

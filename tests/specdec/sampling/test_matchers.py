@@ -125,7 +125,7 @@ def test_a_refused_draft_leaves_nothing_behind() -> None:
 
 def test_that_a_matcher_goes_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above is worth something: a matcher that only reads on fails it."""
-    monkeypatch.setattr(module, "agreeing", lambda read, output: min(len(read), len(output)))
+    monkeypatch.setattr(module, "common_prefix_length", lambda read, output: min(len(read), len(output)))
     with pytest.raises(AssertionError):
         test_masks_follow_logs_that_grow_shrink_and_change()
 
