@@ -11,13 +11,21 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 FULL = 0.8
-"""Share of their caches that targets are to use, before there are more of them."""
+"""Share of their capacity (a target's cache, an ingress's slots) above which there are more replicas."""
+ROOMY = 0.6
+"""The same for one replica fewer: those that stay would have no more than this share in use."""
 LATE_DRAFTS = 0.05
 """Exposed draft time from which there are more drafters."""
 LATE_LOOP_S = 0.05
 """Lag of its event loop from which there are more routers, or ingresses."""
+LONG_QUEUE_S = 1.0
+"""Queue time above which users wait: no target begins a sequence that came so long ago."""
+USERS_WAIT = 0.1
+"""Share of the last seconds in which users waited, from which it counts."""
 BUSY = 0.4
 """Share of their time from which drafters and loops are busy: others are of no help to those that are not."""
+SATURATED = 0.8
+"""The same of a target: it takes steps all the time."""
 IDLE_SEQUENCES = 0.5
 """Fewer than this need no drafter; a controller that only looks now and then whether drafting pays has fewer."""
 MEAN_DRAFT_TOKENS = 1.0
@@ -30,16 +38,22 @@ class Load:
 
     Attributes:
         sequences: That it holds.
-        waiting: Of these, those that wait for room.
-        used: Of a target the share of its cache that is in use; of others the share of their time that they are busy.
+        waiting: Of a target's those that wait for room in its cache.
+        used: Share of a target's cache that is in use; of an ingress's slots those taken or waited for, which may be
+            more than all.
+        busy: Share of its time that it is in a step, or that its event loop runs.
         late: Of a drafter the exposed draft time of its targets (:class:`ExposedDrafts`), of an event loop its lag in
             seconds.
+        users_wait: 1 while users wait, else 0. At an ingress: requests wait for slots, or one was refused for want of
+            room. At a target and a router: at any ingress, or a sequence's queue time is above ``LONG_QUEUE_S``.
     """
 
     sequences: float = 0.0
     waiting: float = 0.0
     used: float = 0.0
+    busy: float = 0.0
     late: float = 0.0
+    users_wait: float = 0.0
 
 
 Report = Mapping[str, float]
@@ -54,14 +68,24 @@ def load_of(part: str, report: Report, before: Report, seconds: float) -> Load:
         before: Empty where there was none.
         seconds: Between them.
     """
-    if part == "target":
+
+    def grown(name: str) -> float:
+        return max(0.0, report.get(name, 0.0) - before.get(name, 0.0)) if before else 0.0
+
+    if part in ("target", "draft"):
+        busy = min(1.0, grown("busy_s") / max(seconds, 1e-3))
+        if part == "draft":
+            return Load(report.get("num_sequences", 0.0), busy=busy)
         names = "num_sequences", "num_waiting_sequences", "kv_cache_usage_perc"
-        return Load(*(report.get(name, 0.0) for name in names))
-    if part == "draft":
-        busy_s = max(0.0, report.get("busy_s", 0.0) - before.get("busy_s", 0.0)) if before else 0.0
-        return Load(report.get("num_sequences", 0.0), used=busy_s / max(seconds, 1e-3))
-    held = report.get("num_sessions" if part == "router" else "num_requests", 0.0)
-    return Load(held, used=report.get("loop_busy_share", 0.0), late=report.get("loop_lag_s", 0.0))
+        sequences, waiting, used = (report.get(name, 0.0) for name in names)
+        return Load(sequences, waiting, used, busy)
+    return Load(
+        report.get("num_sessions" if part == "router" else "num_requests", 0.0),
+        used=report.get("slots_used_share", 0.0),
+        busy=report.get("loop_busy_share", 0.0),
+        late=report.get("loop_lag_s", 0.0),
+        users_wait=float(report.get("num_waiting_requests", 0.0) > 0 or grown("num_requests_refused") > 0),
+    )
 
 
 class ExposedDrafts:
@@ -103,34 +127,84 @@ def _mean_draft(report: Report) -> float:
     return report["num_accepted_tokens"] / num_drafts if num_drafts else MEAN_DRAFT_TOKENS
 
 
-def desired_replicas(part: str, loads: Sequence[Load], sequences: float | None = None) -> int:
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What one reason to have replicas asks for: more where there are fewer than ``least``, fewer above ``most``."""
+
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, needed: float, full: float = FULL, roomy: float = ROOMY) -> Bounds:
+        """For so many whole capacities, of which each replica has one.
+
+        Between the two bounds nothing changes, so that a load that stays as it is never starts and stops a replica in
+        turn.
+        """
+        return cls(math.ceil(needed / full - 1e-6), math.ceil(needed / roomy - 1e-6))
+
+
+def desired_replicas(
+    part: str, loads: Sequence[Load], sequences: float | None = None, limit: float = math.inf
+) -> tuple[int, float]:
     """How many replicas there should be for the load that there is.
 
-    Targets: so many that their caches have room for what they hold, and for what waits. Drafters: one more while they
-    are busy and drafts come late, none where nothing is drafted. Routers and ingresses: one more while their loops are
-    busy and lag. Drafters and loops become one fewer where the others have the time for it.
+    Targets: so many that their caches have room for what they hold, and for what waits; one more while users wait and
+    targets are saturated. Ingresses: so many that there are slots for all; one more while requests wait or are refused.
+    Routers and ingresses: one more while their loops are busy and lag, or users wait. Drafters: one more while they are
+    busy and drafts come late, none where nothing is drafted. There is one fewer where those that stay have the room and
+    the time, and hold fewer sequences than those did at which users waited.
 
     Args:
         part: ``ingress``, ``router``, ``target`` or ``draft``.
         loads: Of each replica that runs; at least one.
         sequences: That one replica is to hold; None for as many as it keeps up with.
+        limit: Sequences of one replica at which users were last seen to wait, as this gave it the last time.
+
+    Returns:
+        The number, and the limit to give the next time.
     """
+    count = len(loads)
     held = sum(load.sequences for load in loads)
     if part == "draft" and held < IDLE_SEQUENCES:
-        return 0
+        return 0, limit
+    reasons: list[Bounds] = []
     if part == "target":
-        needed = sum(load.used + load.waiting / max(1.0, load.sequences - load.waiting) for load in loads) / FULL
+        reasons.append(
+            Bounds.of(sum(load.used + load.waiting / max(1.0, load.sequences - load.waiting) for load in loads))
+        )
     else:
-        needed = _one_more_or_fewer(loads, LATE_DRAFTS if part == "draft" else LATE_LOOP_S)
-    by_count = held / sequences if sequences else 0.0
-    return max(1, math.ceil(max(needed, by_count) - 1e-6))
+        reasons.append(_by_time(part, loads))
+    if part == "ingress":
+        reasons.append(Bounds.of(sum(load.used for load in loads)))
+    if sequences:
+        reasons.append(Bounds.of(held / sequences, 1.0, ROOMY / FULL))
+    if part != "draft":
+        per_replica = max(1.0, held / count)
+        if _users_wait_for(part, loads):
+            limit = min(limit, per_replica)
+            reasons.append(Bounds(count + 1, count + 1))
+        else:
+            limit = max(limit, per_replica)
+            reasons.append(Bounds.of(held / limit, math.inf, ROOMY / FULL))
+    least, most = max(bounds.least for bounds in reasons), max(bounds.most for bounds in reasons)
+    return int(max(1, least if least > count else min(count, most))), limit
 
 
-def _one_more_or_fewer(loads: Sequence[Load], late: float) -> int:
-    count, busy = len(loads), sum(load.used for load in loads)
-    if busy > BUSY * count and max(load.late for load in loads) > late:
-        return count + 1
-    return count - 1 if busy <= BUSY * (count - 1) else count
+def _by_time(part: str, loads: Sequence[Load]) -> Bounds:
+    """Of drafters and loops, by their time."""
+    count, busy = len(loads), sum(load.busy for load in loads)
+    late = max(load.late for load in loads) > (LATE_DRAFTS if part == "draft" else LATE_LOOP_S)
+    is_busy = busy > BUSY * count
+    return Bounds(count + 1 if is_busy and late else 0, count - 1 if busy <= BUSY * (count - 1) else count)
+
+
+def _users_wait_for(part: str, loads: Sequence[Load]) -> bool:
+    """Whether users wait, and more replicas of this part may change that."""
+    if max(load.users_wait for load in loads) < USERS_WAIT:
+        return False
+    busy = sum(load.busy for load in loads) / len(loads)
+    return part == "ingress" or busy > (SATURATED if part == "target" else BUSY)
 
 
 class Autoscaler:
@@ -146,17 +220,19 @@ class Autoscaler:
         self._sequences = sequences
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """How many replicas there should be, and nothing to remember.
+        """How many replicas there should be, and what to remember until the next call.
 
         Args:
             context: Serve's ``AutoscalingContext``.
         """
         told: Mapping[str, Mapping[Any, float]] = context.aggregated_metrics or {}
+        state = dict(context.policy_state or {})
         figures = {name: told.get(name, {}) for name in asdict(Load())}
         if not figures["sequences"]:  # those that start have told nothing yet
-            return context.target_num_replicas, {}
+            return context.target_num_replicas, state
         loads = [
             Load(**{name: by_replica.get(replica, 0.0) for name, by_replica in figures.items()})
             for replica in context.running_replicas
         ]
-        return desired_replicas(self._part, loads, self._sequences), {}
+        number, limit = desired_replicas(self._part, loads, self._sequences, state.get("limit", math.inf))
+        return number, {"limit": limit}

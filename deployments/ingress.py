@@ -16,7 +16,7 @@ from cluster.live import set_log_level
 from cluster.settings import api_keys
 from cluster.sources import draft_source, read_template, target_source
 from deployments.adapters import LoadedAdapters, add_adapter_routes, configured_adapters
-from deployments.autoscaling import Report
+from deployments.autoscaling import LONG_QUEUE_S, Report
 from deployments.live import LiveKeys, WatchedFile
 from deployments.metrics.replica import Measured, ReplicaMetrics
 from deployments.names import ROUTER
@@ -149,7 +149,17 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
 
     async def _report(self) -> Report:
         drains = {"is_draining": float(self._service.is_draining)}
-        return self._machine.report() | self.config_report() | drains
+        users = {
+            "slots_used_share": self._admission.slots_used,
+            "num_waiting_requests": float(self._admission.num_waiting),
+            "num_requests_refused": float(self._admission.num_refused),
+            "longest_queue_s": self._observer.longest_queue_s(),
+        }
+        return self._machine.report() | self.config_report() | drains | users
+
+    async def users_wait(self) -> float:
+        """1 while users of this ingress wait, or are refused, else 0: for the autoscaling of targets and routers."""
+        return float(self._replica_metrics.load.users_wait > 0 or self._observer.longest_queue_s() > LONG_QUEUE_S)
 
     async def refusal(self) -> str:
         """Why this replica takes no requests, for operators; empty where it does."""

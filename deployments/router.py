@@ -18,6 +18,7 @@ from deployments.names import DRAFT, TARGET
 from deployments.tracing import sequence_tracer
 from deployments.transport.endpoints import PeerGroup, RouterEndpoint, replica_id
 from deployments.transport.wire import FingerprintKind
+from deployments.users import users_load, users_poll
 from deployments.waking import Waker
 from specdec.control.controller import Controller
 from specdec.control.ways import WAYS, Bounds
@@ -61,6 +62,7 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
         self._least: dict[WorkerKind, int] = {"target": least(args.replicas.target), "drafter": drafters}
         self._exposed = ExposedDrafts()
         self.start_metrics(ReplicaMetrics("router", args.model_name, self._report))
+        self._users = users_poll()
         if args.has_draft and not drafters:
             self._closers.append(Waker(self._lacks_drafter, self._call_drafter).close)
 
@@ -85,6 +87,10 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
         targets = {name: report for name, (kind, report) in reports.items() if kind == "target"}
         exposed = {"exposed_draft_share": self._exposed.update(targets, time.monotonic())}
         return self._machine.figures() | workers | exposed | self.config_report()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve's hook: this replica's load, and whether users wait."""
+        return await super().record_autoscaling_stats() | await users_load(self._users)
 
     async def exposed_draft_share(self) -> float:
         """The newest exposed draft time of all targets, as a share of theirs, for the drafters' autoscaling."""

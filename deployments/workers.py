@@ -30,6 +30,7 @@ from deployments.names import ROUTER
 from deployments.tracing import sequence_tracer
 from deployments.transport.endpoints import WorkerEndpoint, replica_id
 from deployments.transport.host import WorkerHost
+from deployments.users import users_load, users_poll
 from specdec.control.gains import DraftGains
 from specdec.engine.build import Built, build_drafter, build_target
 from specdec.engine.observed import ObservedDrafter, ObservedTarget, StepListener
@@ -117,6 +118,11 @@ class TargetServer(_Worker):
             recorder=recorder,
         )
         self._measure("target", machine, report)
+        self._users = users_poll()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve's hook: this replica's load, and whether users wait."""
+        return await super().record_autoscaling_stats() | await users_load(self._users)
 
 
 class DraftServer(_Worker):

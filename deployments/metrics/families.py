@@ -171,6 +171,15 @@ REPORTED = (
     ),
     _gauge(_ALL, "loop_lag_s", "Time by which the event loop was late, once a second.", name="loop_lag_seconds"),
     _gauge(_ALL, "loop_busy_share", "Share of a core that the event loop's thread uses, from 0 to 1."),
+    _gauge(_INGRESS, "slots_used_share", "Share of an ingress's slots that are taken or waited for; it may be over 1."),
+    _gauge(_INGRESS, "num_waiting_requests", "Requests that wait for slots.", name="slot_waiters"),
+    _gauge(
+        _INGRESS,
+        "longest_queue_s",
+        "Queue time until now of the sequence that waits longest for a target to begin it.",
+        name="longest_queue_seconds",
+    ),
+    _counter(_INGRESS, "num_requests_refused", "Requests that were refused for want of room, with 429."),
     # Steps.
     _counter(_WORKERS, "num_steps", "Steps of a worker."),
     _counter(_WORKERS, "busy_s", "Seconds that a worker's steps took.", name="busy_seconds"),

@@ -26,6 +26,7 @@ class Admission:
         num_bytes: Of their bodies.
         num_sequences: Places that are taken.
         num_tokens: Tokens that are counted.
+        num_refused: Requests that were refused for want of room, with 429.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -34,6 +35,7 @@ class Admission:
         self.num_bytes = 0
         self.num_sequences = 0
         self.num_tokens = 0
+        self.num_refused = 0
         self._entered: Counter[str] = Counter()
         self._held: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
@@ -49,6 +51,12 @@ class Admission:
     def num_waiting(self) -> int:
         """Requests that wait for their places."""
         return len(self._waiting)
+
+    @property
+    def slots_used(self) -> float:
+        """Share of the places that are taken or waited for; it may be more than 1."""
+        wanted = self.num_sequences + sum(waiter.count for waiter in self._waiting)
+        return wanted / self.limits.max_concurrent_requests
 
     def set_limits(self, limits: Limits) -> None:
         """Go by other limits from now on: who waits for more than there will ever be is refused, and others come in."""
@@ -160,6 +168,7 @@ class Admission:
         return ApiError(400, text, param="n", code="invalid_value")
 
     def _full(self, why: str) -> ApiError:
+        self.num_refused += 1
         headers = {"Retry-After": str(self.limits.retry_after_s)}
         return ApiError(429, f"no more requests are taken now: {why}", "rate_limit_error", None, "overloaded", headers)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator
@@ -87,6 +88,11 @@ class Observer:
         self.num_accepted_tokens = counter(families.ACCEPTED_TOKENS)
         self.accepted_per_position = AcceptedPerPosition()
         registry.register(self.accepted_per_position)
+        self._waiting_since: dict[object, float] = {}
+
+    def longest_queue_s(self) -> float:
+        """Queue time until now of the sequence that waits longest for a target to begin it; 0 where none waits."""
+        return max(0.0, self.clock() - min(self._waiting_since.values(), default=math.inf))
 
     def prompt_tokens(self, model: str, key: str, num_tokens: int) -> None:
         """Count a prompt; once, however many samples were asked for."""
@@ -107,9 +113,12 @@ class Observer:
         """Count sequences that wait."""
         gauge = self.num_waiting.labels(model)
         gauge.inc(num_sequences)
+        waiting = object()
+        self._waiting_since[waiting] = self.clock()
         try:
             yield
         finally:
+            del self._waiting_since[waiting]
             gauge.dec(num_sequences)
 
     def opened(self, model: str, key: str, age_s: float) -> SequenceObserver:
@@ -140,6 +149,7 @@ class SequenceObserver:
         self._num_undelivered = 0
         self._gauge = metrics.num_waiting.labels(model)
         self._gauge.inc()
+        metrics._waiting_since[self] = self._arrived_s
         # Looked up once: tokens come in every round.
         self._inter_token_latency = metrics.inter_token_latency.labels(model)
         self._num_generation_tokens = metrics.num_generation_tokens.labels(model, key)
@@ -152,6 +162,7 @@ class SequenceObserver:
     def admitted(self) -> None:
         """A target has begun it."""
         self._begun_s = self._metrics.clock()
+        self._metrics._waiting_since.pop(self, None)
         self._metrics.queue_time.labels(self._model).observe(self._begun_s - self._arrived_s)
         self._gauge.dec()
         self._gauge = self._metrics.num_running.labels(self._model)
@@ -205,6 +216,7 @@ class SequenceObserver:
     def closed(self, reason: Reason) -> None:
         """It has ended; told exactly once, admitted or not."""
         self._gauge.dec()
+        self._metrics._waiting_since.pop(self, None)
         metrics, model, now_s = self._metrics, self._model, self._metrics.clock()
         metrics.num_success.labels(model, self._key, reason).inc()
         if self._begun_s is None:  # it waited in vain

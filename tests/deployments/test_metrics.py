@@ -117,6 +117,7 @@ def test_machines_report_what_the_list_names() -> None:
     by_replicas = {"loop_lag_s", "loop_busy_share", "exposed_draft_share", "least_workers"}
     by_backends |= {"num_emulated_steps", "num_overruns", "is_scripted", "num_forbidden_draft_tokens"}
     by_backends |= {"num_loaded_adapters", "num_adapter_loads"}
+    by_replicas |= {"slots_used_share", "num_waiting_requests", "num_requests_refused", "longest_queue_s"}
     by_groups = {"estimated_guess_rate", "estimated_gain", "measured_gain"}
     for family in REPORTED:
         if not family.figure.startswith(("kv_", "state_", "num_state")) and family.figure not in (

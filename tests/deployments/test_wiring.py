@@ -119,8 +119,8 @@ async def test_drafters_tell_serve_how_late_drafts_are_for_the_application_that_
     monkeypatch.setattr(workers.serve, "get_replica_context", lambda: SimpleNamespace(app_name="mine"))
     monkeypatch.setattr(workers.serve, "get_deployment_handle", lambda name, application: Shares(shares[application]))
     for server, late in ((pool, 0.3), (own, 0.0)):
-        server._replica_metrics = SimpleNamespace(load=Load(4, used=0.9))  # type: ignore[assignment]
-        assert await server.record_autoscaling_stats() == asdict(Load(4, used=0.9, late=late))
+        server._replica_metrics = SimpleNamespace(load=Load(4, busy=0.9))  # type: ignore[assignment]
+        assert await server.record_autoscaling_stats() == asdict(Load(4, busy=0.9, late=late))
 
 
 class Shares:
