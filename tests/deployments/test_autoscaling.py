@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from dataclasses import asdict
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -170,18 +171,15 @@ async def test_a_full_ingress_tells_that_users_wait() -> None:
     now_s = 10.0
     admission = Admission(Limits(max_concurrent_requests=2, max_queued_requests=1, max_share_per_key=1.0))
     observer = Observer(CollectorRegistry(), clock=lambda: now_s)
-    server = object.__new__(OpenAIIngress)
-    server._admission, server._observer = admission, observer
-    server._machine = SimpleNamespace(report=dict)
-    server._service = SimpleNamespace(is_draining=False)
-    server.config_report = dict
-    server._replica_metrics = ReplicaMetrics("ingress", "m", server._report)
+    parts = {"_machine": SimpleNamespace(report=dict), "_service": SimpleNamespace(is_draining=False)}
+    server: Any = SimpleNamespace(_admission=admission, _observer=observer, config_report=dict, **parts)
+    server._replica_metrics = ReplicaMetrics("ingress", "m", partial(OpenAIIngress._report, server))
 
     async def look() -> tuple[float, float]:
         metrics, before = server._replica_metrics, server._replica_metrics._machine.report
         await metrics._refresh()
         metrics.load = load_of("ingress", metrics._machine.report, before, 1.0)
-        return metrics.load.used, await server.users_wait()
+        return metrics.load.used, await OpenAIIngress.users_wait(server)
 
     assert await look() == (0, 0)
     tickets = [admission.enter("k", 1) for _ in range(3)]

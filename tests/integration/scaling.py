@@ -1,7 +1,8 @@
 """Load that comes and goes under ranges of replicas: how many there were when, and what became of the streams.
 
 ``python -m tests.integration.scaling`` prints a table; the suite asserts its counts. Steps are emulated, so that
-streams last while replicas start; the targets' caches are small, so that a few dozen streams fill them.
+streams last while replicas start. The ingresses have few slots, so that a few dozen streams wait for them, while the
+targets' caches have room: replicas come because users wait.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from tests.integration.running import RunningService, eventually
 from tests.integration.updates import status_of_a_request
 
 DRAFTS = ("--num-speculative-tokens", "4")
-CACHE = ("--max-model-len", "1024", "--target-kv-memory", "64MiB")
-"""Of the demo target: room for 2700 tokens."""
+CACHE = ("--max-model-len", "1024", "--target-kv-memory", "256MiB")
+"""Of the demo target: room for 10,800 tokens."""
+SLOTS = "--limits-max-concurrent-requests=16"
 DELAYS = "upscale_delay_s: 1, downscale_delay_s: 2"
 SHORT_TOKENS, LONG_TOKENS = 220, 900
 NUM_SHORT, NUM_LONG = 12, 2
@@ -40,6 +42,7 @@ class Outcome:
         compared: All streams against their undisturbed runs.
         statuses: Of short requests that were sent all the while.
         num_handed_over: Sequences that routers took from workers that drain.
+        changes: The numbers of targets and of ingresses, one after another, each time that one changed.
         num_drafts: Drafts that were verified, for the streams under load and for the one after the pool was at zero.
     """
 
@@ -49,6 +52,7 @@ class Outcome:
     compared: Comparison | None = None
     statuses: Counter[int | None] = field(default_factory=Counter)
     num_handed_over: float = 0.0
+    changes: dict[str, list[int]] = field(default_factory=lambda: {"target": [], "ingress": []})
     num_drafts: tuple[float, float] = (0.0, 0.0)
 
 
@@ -57,14 +61,20 @@ def start(most_targets: int) -> RunningService:
     ranges = (
         f"--replicas-target={{min: 1, max: {most_targets}, {DELAYS}}}",
         f"--replicas-draft={{min: 0, max: 1, {DELAYS}}}",
+        f"--replicas-ingress={{min: 1, max: 2, {DELAYS}}}",
     )
-    return RunningService(*DRAFTS, *CACHE, *ranges, "--emulate-step-ms", "target=300,draft=20")
+    return RunningService(*DRAFTS, *CACHE, SLOTS, *ranges, "--emulate-step-ms", "target=300,draft=20")
 
 
 def linked(service: RunningService, kind: str) -> int:
     """Workers of a kind that the router is linked to."""
     found = [v for k, v in service.metrics().items() if k.startswith("specdec_router_workers{") and f'"{kind}"' in k]
     return int(max(found, default=0.0))
+
+
+def ingresses(service: RunningService) -> int:
+    """Ingresses whose metrics there are."""
+    return sum(name.startswith("specdec_slots_used_share{") for name in service.metrics())
 
 
 def undisturbed() -> dict[int, Stream]:
@@ -82,7 +92,7 @@ def under_load(service: RunningService, expected: dict[int, Stream], most_target
     """Many short streams until all targets are there, then a few long ones alone, then nothing, then one."""
     outcome, ran = Outcome(), list[tuple[int, Stream]]()
     short, long = _streams(service)
-    with _short_requests(service, outcome), ThreadPoolExecutor(NUM_LONG) as pool:
+    with _watched(service, outcome), _short_requests(service, outcome), ThreadPoolExecutor(NUM_LONG) as pool:
         with _load(short, at_once, ran):
             outcome.seconds["load to the first draft"] = _until(lambda: linked(service, "drafter") == 1, "a draft")
             more = _until(lambda: linked(service, "target") == most_targets, "all targets are there")
@@ -97,6 +107,7 @@ def under_load(service: RunningService, expected: dict[int, Stream], most_target
                 outcome.seconds.setdefault("end of load to one target", time.monotonic() - ended_s)
             time.sleep(0.2)
         ran += [(NUM_SHORT + i, stream.result()) for i, stream in enumerate(going)]
+        outcome.seconds["end of load to one ingress"] = _until(lambda: ingresses(service) == 1, "one ingress")
     outcome.num_handed_over, before = service.count("handed_over"), service.count("spec_decode_num_drafts")
     outcome.seconds["end of streams to no draft"] = _until(lambda: linked(service, "drafter") == 0, "no draft")
     with ThreadPoolExecutor(1) as pool:
@@ -142,6 +153,26 @@ def _load(streams: Streams, at_once: int, ran: list[tuple[int, Stream]]) -> Iter
 
 
 @contextmanager
+def _watched(service: RunningService, outcome: Outcome) -> Iterator[None]:
+    """Note every change of the numbers of targets and ingresses."""
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.5):
+            for part, number in (("target", linked(service, "target")), ("ingress", ingresses(service))):
+                if outcome.changes[part][-1:] != [number]:
+                    outcome.changes[part].append(number)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+@contextmanager
 def _short_requests(service: RunningService, outcome: Outcome) -> Iterator[None]:
     is_over = threading.Event()
 
@@ -177,6 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     compared = outcome.compared
     assert compared is not None
     print(f"targets: 1 to {outcome.most_targets} to {outcome.least_targets}")
+    print("; ".join(f"{part}: {', '.join(map(str, numbers))}" for part, numbers in outcome.changes.items()))
     print(f"sequences handed over: {outcome.num_handed_over:.0f}; drafts verified: {outcome.num_drafts}")
     counts = {what: len(getattr(compared, what)) for what in ("broken", "lost", "doubled", "changed")}
     print(f"tokens compared: {compared.num_tokens}; streams by what became of them: {counts}")

@@ -20,6 +20,7 @@ def test_replicas_follow_the_load_and_streams_do_not_notice() -> None:
     assert compared is not None
     assert not compared.broken
     assert compared.is_exact
+    assert outcome.changes == {"target": [1, 2, 1], "ingress": [1, 2, 1]}, "replicas came and went in turn"
     assert outcome.most_targets == 2
     assert outcome.least_targets == 1, "the long streams went on there"
     assert set(outcome.statuses) == {200}, "somebody was refused"
