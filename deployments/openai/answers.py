@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import aclosing
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,20 +23,33 @@ from deployments.openai.writing import Event, Writer
 
 WARNING = "x-specdec-warning"
 """Header of an answer that is whole and right, and of which something else failed."""
+_COMMENT = b": still here\n\n"
+"""No event: what reads SSE skips it, and what stands between sees that the connection is alive."""
 _T = TypeVar("_T")
 
 
 async def answer(api: Api, job: Job, writer: Writer, request: Request) -> Response:
-    """The answer to a job: a stream if it asks for one. Nothing is sent before every sequence was taken in."""
+    """The answer to a job: a stream if it asks for one.
+
+    Nothing is sent before one of its sequences has begun, but a stream's headers where that takes too long.
+    """
     if job.body.stream:
         return StreamedAnswer(api, job, writer)
     return await while_connected(request.receive, _whole(api, job, writer))
 
 
+@asynccontextmanager
+async def _generating(api: Api, job: Job) -> AsyncIterator[Generation]:
+    """A job's generation, from when it has its places and the first of its sequences has begun."""
+    await api.admit(job.arrival, job.model, len(job.sequences))
+    async with Generation(api, job) as generation:
+        yield generation
+
+
 async def _whole(api: Api, job: Job, writer: Writer) -> Response:
     """Generate everything, then write it down."""
     choices: dict[int, SampleDelta] = {}
-    async with Generation(api, job) as generation:
+    async with _generating(api, job) as generation:
         async for delta in generation:
             before = choices.get(delta.index)
             choices[delta.index] = delta if before is None else before + delta
@@ -71,6 +85,9 @@ class StreamedAnswer(Response):
         self._job = job
         self._writer = writer
         self._num_sent = 0
+        self._sending = asyncio.Lock()
+        self._has_begun = self._has_ended = False
+        self._sent_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate and send."""
@@ -80,17 +97,39 @@ class StreamedAnswer(Response):
             return
 
     async def _stream(self, send: Send) -> None:
-        """Errors before the first event are raised, and become an answer of their own; later ones become an event."""
-        async with Generation(self._api, self._job) as generation:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            try:
+        """Generate; send the headers though nothing has begun yet, and comments while there is nothing else to send.
+
+        Errors before the headers are raised, and become an answer of their own; later ones become an event.
+        """
+        limits = self._api.settings.limits
+        headers_by_s = self._job.arrival.clock_s + limits.stream_headers_after_s
+        work = asyncio.ensure_future(self._generate(send))
+        try:
+            await asyncio.sleep(0)  # a refusal for want of room comes at once, and is told by its status
+            while not work.done():
+                due_s = self._sent_s + limits.stream_comment_every_s if self._has_begun else headers_by_s
+                rest_s = due_s - time.monotonic()
+                if rest_s > 0:
+                    await asyncio.wait({work}, timeout=min(rest_s, limits.stream_comment_every_s))
+                else:
+                    await self._send(send, _COMMENT)
+            await work
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+
+    async def _generate(self, send: Send) -> None:
+        try:
+            async with _generating(self._api, self._job) as generation:
                 await self._events(send, generation)
-            except ClientGoneError:
+        except ClientGoneError:
+            raise
+        except Exception as error:
+            if not self._has_begun:
                 raise
-            except Exception as error:
-                told = api_error(error, self._api.settings.limits.retry_after_s, self._job.arrival.label)
-                await self._send(send, _encoded(self._writer.failed(told)))
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            told = api_error(error, self._api.settings.limits.retry_after_s, self._job.arrival.label)
+            await self._send(send, _encoded(self._writer.failed(told)))
+        await self._send(send, b"", is_end=True)
 
     async def _events(self, send: Send, generation: Generation) -> None:
         await self._send(send, _encoded(self._writer.opening(generation)))
@@ -129,11 +168,17 @@ class StreamedAnswer(Response):
     def _written(self, delta: SampleDelta, generation: Generation) -> bytes:
         return _encoded(self._writer.news(delta, generation, self._num_sent))
 
-    async def _send(self, send: Send, events: bytes) -> None:
-        if not events:
-            return
+    async def _send(self, send: Send, events: bytes, *, is_end: bool = False) -> None:
+        """Send events, after the headers where these were not sent; one message at a time, and none after the end."""
         try:
-            await send({"type": "http.response.body", "body": events, "more_body": True})
+            async with self._sending:
+                if not self._has_begun:
+                    self._has_begun = True
+                    await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                if (events or is_end) and not self._has_ended:
+                    self._has_ended = is_end
+                    await send({"type": "http.response.body", "body": events, "more_body": not is_end})
+                self._sent_s = time.monotonic()
         except OSError as error:
             raise ClientGoneError from error
 

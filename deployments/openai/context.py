@@ -100,12 +100,11 @@ class Api:
         )
 
     async def admit(self, arrival: Arrival, model: ServedModel, num_sequences: int) -> None:
-        """Take a place per sequence of a request that is parsed, waiting for them if need be.
+        """Take a place per sequence of a request that is checked, waiting for them if need be.
 
         Raises:
             ApiError: 429: nobody may wait any more; 503 or 504: it has waited too long.
         """
-        arrival.account.model = model.name
         self.service.check_health()
         if arrival.account.ticket is not None:
             with self.observer.queued(model.label, num_sequences):

@@ -26,8 +26,7 @@ async def conversation_tokens(api: Api, messages: Sequence[ChatMessage], body: C
 
     Raises:
         InvalidParameterError: The template refuses, or there is none.
-        UnsupportedParameterError: The request brings a template, and the service does not trust it; or it asks for
-            what the template does not know.
+        UnsupportedParameterError: The request brings a template, and the service does not trust it.
     """
     body.check_template()
     template = template_of(api, body)
@@ -79,12 +78,15 @@ def _reasoning_variables(api: Api, body: ConversationBody) -> Json:
     if effort is None:
         return {}
     known = api.answers.of(template_of(api, body)).variables
-    if effort != "none" and known.isdisjoint(("reasoning_effort", "enable_thinking")):
-        raise UnsupportedParameterError(
-            "reasoning_effort", "reasoning_effort is not supported: this model's chat template does not know it"
-        )
     variables: Json = {"reasoning_effort": effort} if "reasoning_effort" in known else {}
     return variables | ({"enable_thinking": effort != "none"} if "enable_thinking" in known else {})
+
+
+def ignored_by_template(api: Api, body: ConversationBody) -> list[str]:
+    """Fields of a conversation that have no effect because its template does not know them."""
+    if body.reasoning_effort in (None, "none"):
+        return []
+    return [] if _reasoning_variables(api, body) else ["reasoning_effort"]
 
 
 def _turns(messages: Sequence[ChatMessage]) -> list[Json]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
+from itertools import chain
 from urllib.parse import quote
 
 from fastapi import Response
@@ -34,14 +36,18 @@ class IgnoredFields:
         self._observer = observer
         self._seen: set[str] = set()
 
-    def names(self, body: Body) -> tuple[str, ...]:
+    def names(self, body: Body, others: Iterable[str] = ()) -> tuple[str, ...]:
         """The ignored fields of a body, each once, in a form that fits into a header.
+
+        Args:
+            body: It.
+            others: Known fields of it that have no effect here.
 
         Raises:
             ApiError: One is unknown, and such are refused.
         """
         names: dict[str, None] = {}
-        for field, is_known in ignored_fields(body):
+        for field, is_known in chain(((name, True) for name in others), ignored_fields(body)):
             name = quote(field[:_MOST_CHARACTERS], safe="[]")
             if not is_known and self._unknown == "refuse":
                 raise ApiError(400, f"unknown field {name!r}", param=name, code="unknown_parameter")

@@ -82,7 +82,7 @@ async def completion_job(api: Api, body: CompletionBody, arrival: Arrival) -> Jo
     for prompt in body.prompt if body.truncate_prompt_tokens is None else ():
         if not isinstance(prompt, str):  # too long is seen at once, without a look at each of a million ids
             output_limit(body, model, len(prompt), _DEFAULT_COMPLETION_TOKENS)
-    await api.admit(arrival, model, len(body.prompt) * (body.n or 1))
+    arrival.account.model = model.name
     prompts = await api.encode(sum(map(len, body.prompt)), lambda: _encode_prompts(api, body, model))
     async with arrival.waiting(to_begin=True):
         grammar = await checked_grammar(api, body)
@@ -100,7 +100,7 @@ async def chat_job(api: Api, body: ChatBody, arrival: Arrival) -> Job:
     model = api.model(body.model)
     _check_count(api, body, 1)
     body.check_tools()
-    await api.admit(arrival, model, body.n or 1)
+    arrival.account.model = model.name
     prompt = _truncated(body, tuple(await conversation_tokens(api, body.messages, body)), model)
     assistant = Assistant(api, body, prompt)
     async with arrival.waiting(to_begin=True):

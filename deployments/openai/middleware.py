@@ -33,6 +33,8 @@ _CLOSE = {"Connection": "close"}
 _DRAINED_BODIES = 4
 _DRAIN_S = 2.0
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_STORED = "/v1/responses/"
+"""Below it is what clients said: who reads and deletes it is logged."""
 _TIMEOUT_HEADER = "x-request-timeout-seconds"
 _MOST_WAITED_S = 300.0
 """Of a longer wait at Serve's proxy the cause is more likely that clocks differ."""
@@ -57,8 +59,9 @@ class Arrivals:
             await self._app(scope, receive, send)
             return
         headers, tracer = Headers(scope=scope), self._settings.tracer
-        is_told = scope["method"] == "POST" and not is_open(scope)
-        span = RequestSpan(tracer, headers) if tracer is not None and is_told else None
+        is_work = scope["method"] == "POST" and not is_open(scope)
+        is_told = is_work or _STORED in scope["path"]
+        span = RequestSpan(tracer, headers) if tracer is not None and is_work else None
         arrival = self._arrival(headers, "" if span is None else span.label)
         scope.setdefault("state", {})["arrival"] = arrival
         status = 0
@@ -77,7 +80,7 @@ class Arrivals:
             route = getattr(scope.get("route"), "path", "none")  # of what was refused before it was looked for
             self._observer.answered(route, status, scope["state"].get("error_code", ""))
             if is_told:
-                told = _log(arrival, quote(scope["path"]), status)
+                told = _log(arrival, scope["method"], quote(scope["path"]), status)
                 if span is not None:
                     account = arrival.account
                     phases = {"queue": arrival.clock_s, "prompt": account.admitted_s, "stream": account.first_token_s}
@@ -124,7 +127,7 @@ def _wanted_timeout_s(header: str) -> float:
     return wanted_s - min(_SERVES_HEAD_START_S, wanted_s / 2)
 
 
-def _log(arrival: Arrival, path: str, status: int) -> dict[str, Any]:
+def _log(arrival: Arrival, method: str, path: str, status: int) -> dict[str, Any]:
     """One line of a request, with figures as fields, which it returns: in JSON where the log is JSON."""
     account, now_s = arrival.account, time.monotonic()
     first_s = None if account.first_token_s is None else round(account.first_token_s - arrival.clock_s, 4)
@@ -132,6 +135,7 @@ def _log(arrival: Arrival, path: str, status: int) -> dict[str, Any]:
         "request_id": arrival.label,
         "key": account.key,
         "model": account.model,
+        "method": method,
         "path": path,
         "status": status,
         "prompt_tokens": account.num_prompt_tokens,

@@ -36,6 +36,7 @@ _RENAMED = (
     (re.compile(r"^(tools\[\d+\])\.function(?!\w)"), r"\1"),
     (re.compile(r"^messages$"), "input"),
 )
+_INDEX = re.compile(r"^messages\[(\d+)\]")
 _MESSAGE = re.compile(r"^messages\[\d+\](\.tool_calls\[\d+\])?(\.function)?")
 
 
@@ -63,6 +64,24 @@ class Turns:
 
     messages: list[ChatMessage]
     places: dict[str, str]
+
+    def cuts(self) -> list[int]:
+        """Where the conversation may begin after what its system messages say at first: there, or at a later turn."""
+        roles = [message.role for message in self.messages]
+        head = next((i for i, role in enumerate(roles) if role not in ("system", "developer")), len(roles))
+        return [head, *(i for i in range(head + 1, len(roles)) if roles[i] == "user")]
+
+    def begun_at(self, cut: int) -> Turns:
+        """The conversation without the turns between those system messages and a cut."""
+        head = self.cuts()[0]
+        kept = {old: new for new, old in enumerate([*range(head), *range(cut, len(self.messages))])}
+        found = ((_INDEX.match(name), name, place) for name, place in self.places.items())
+        places = {
+            f"messages[{kept[int(index[1])]}]{name[index.end() :]}": place
+            for index, name, place in found
+            if index is not None and int(index[1]) in kept
+        }
+        return Turns([self.messages[old] for old in kept], places)
 
 
 def turns_of(body: ResponsesBody, earlier: Sequence[InputItem] = ()) -> Turns:
@@ -139,8 +158,8 @@ def as_chat(body: ResponsesBody, turns: Turns) -> ResponseChat:
         "top_logprobs": body.top_logprobs if body.wants_logprobs else None,
         "response_format": None if body.text is None else _response_format(body.text.format),
         "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
-        "tools": None if body.tools is None else [_tool(tool) for tool in body.tools],
-        "tool_choice": _tool_choice(body.tool_choice) if body.tools or body.tool_choice != "auto" else None,
+        "tools": None if body.tools is None else [_tool(tool) for tool in body.functions],
+        "tool_choice": _tool_choice(body.tool_choice) if body.functions or body.tool_choice != "auto" else None,
     }
     return ResponseChat.model_construct(**shared, **asked)
 

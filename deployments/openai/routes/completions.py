@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from deployments.openai.answers import answer, while_connected
 from deployments.openai.context import ApiOf, ArrivalOf
+from deployments.openai.conversation import ignored_by_template
 from deployments.openai.formats import ChatFormat, CompletionFormat, Envelope
 from deployments.openai.ignored import with_ignored
 from deployments.openai.job import chat_job, completion_job
@@ -28,7 +29,7 @@ async def completions(body: CompletionBody, request: Request, api: ApiOf, arriva
 @router.post("/chat/completions", response_model=None)
 async def chat_completions(body: ChatBody, request: Request, api: ApiOf, arrival: ArrivalOf) -> Response:
     """Go on with a conversation."""
-    ignored = api.ignored.names(body)
+    ignored = api.ignored.names(body, ignored_by_template(api, body))
     await api.look_for(body.model)
     job = await while_connected(request.receive, chat_job(api, body, arrival))
     return with_ignored(await answer(api, job, Envelope(job, ChatFormat(api, job)), request), ignored)

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Query, Request, Response
 from deployments.openai.answers import answer, while_connected
 from deployments.openai.arrival import Arrival
 from deployments.openai.context import Api, ApiOf, ArrivalOf
+from deployments.openai.conversation import conversation_tokens, ignored_by_template
 from deployments.openai.errors import ApiError
 from deployments.openai.ignored import with_ignored
 from deployments.openai.job import chat_job
@@ -28,6 +29,7 @@ from deployments.openai.responses.writer import ResponseWriter
 from deployments.openai.schemas.responses import Included, ResponsesBody
 from deployments.openai.strict_json import StrictJsonRoute
 from deployments.store import Store
+from specdec.errors import UnsupportedParameterError
 
 router = APIRouter(prefix="/v1", route_class=StrictJsonRoute)
 
@@ -35,7 +37,11 @@ router = APIRouter(prefix="/v1", route_class=StrictJsonRoute)
 @router.post("/responses", response_model=None)
 async def responses(body: ResponsesBody, request: Request, api: ApiOf, arrival: ArrivalOf) -> Response:
     """Go on with a conversation, in the words of OpenAI's newer API."""
-    ignored = api.ignored.names(body)
+    if body.other_tools() and api.settings.unsupported_tools == "refuse":
+        (place, kind), *_ = body.other_tools()
+        text = f"{place}.type must be 'function': {kind[:64]!r} is not supported"
+        raise UnsupportedParameterError(f"{place}.type", text)
+    dropped = [f"tools.{kind}" for _, kind in body.other_tools()]
     body.check_together(has_store=api.store is not None)
     await api.look_for(body.model)
     record = await earlier_record(api, arrival, body)
@@ -50,10 +56,38 @@ async def responses(body: ResponsesBody, request: Request, api: ApiOf, arrival: 
         return turns, ConversationKeeper(api, api.store, owner_of(arrival), items, num_characters)
 
     turns, kept = await api.encode(num_characters, work)
+    if body.truncation == "auto":
+        turns = await while_connected(request.receive, _fitted(api, body, turns))
+    chat = as_chat(body, turns)
+    dropped += ["reasoning.effort" for _ in ignored_by_template(api, chat)]
+    ignored = api.ignored.names(body, dropped)
     with named_as_sent(turns):
-        job = await while_connected(request.receive, chat_job(api, as_chat(body, turns), arrival))
+        job = await while_connected(request.receive, chat_job(api, chat, arrival))
         answered = await answer(api, job, ResponseWriter(api, job, body, kept), request)
     return with_ignored(answered, ignored)
+
+
+async def _fitted(api: Api, body: ResponsesBody, turns: Turns) -> Turns:
+    """A conversation without its oldest turns, as many as must go for the rest and the output to fit.
+
+    The system messages that it begins with stay, and so does its last turn: where these alone are too long, the request
+    is refused later.
+    """
+    room = api.model(body.model).max_model_len - (body.max_output_tokens or 1)
+
+    async def fits(begun: Turns) -> bool:
+        with named_as_sent(begun):
+            chat = as_chat(body, begun)
+            return len(await conversation_tokens(api, chat.messages, chat)) <= room
+
+    if await fits(turns):
+        return turns
+    cuts = turns.cuts()
+    low, high = 1, len(cuts) - 1  # of the cuts; what begins at ``high`` is taken to fit
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if await fits(turns.begun_at(cuts[middle])) else (middle + 1, high)
+    return turns.begun_at(cuts[high])
 
 
 @router.get("/responses/{response_id}", response_model=None)

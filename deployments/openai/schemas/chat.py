@@ -69,8 +69,8 @@ class ChatMessage(Body):
             raise PydanticCustomError(
                 "of_tool", "only messages of a tool have a tool_call_id", {"field": "tool_call_id"}
             )
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise PydanticCustomError("no_content", "a message without tool_calls has content", {"field": "content"})
+        if self.content is None and self.role != "assistant":  # an assistant that says nothing sends null
+            raise PydanticCustomError("no_content", "a message of this role has content", {"field": "content"})
         return self
 
     @property
@@ -119,7 +119,8 @@ class ConversationBody(TemplatedBody):
 
     Attributes:
         tools: What may be called.
-        reasoning_effort: A variable of the template; ``none`` also switches thinking off where the template can.
+        reasoning_effort: A variable of the template; ``none`` also switches thinking off where the template can. It has
+            no effect where the template does not know it.
     """
 
     tools: Tools | None = None

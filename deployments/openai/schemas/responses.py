@@ -12,7 +12,7 @@ from deployments.openai.schemas.common import SamplingBody
 from deployments.openai.schemas.fields import Body
 from deployments.openai.schemas.others import REFUSED_IN_RESPONSES, REPLACED_IN_RESPONSES, TAKEN_IN_RESPONSES
 from deployments.openai.schemas.responses_input import Input
-from deployments.openai.schemas.responses_tools import FunctionTools, ResponsesToolChoice
+from deployments.openai.schemas.responses_tools import FunctionTool, ResponsesToolChoice, ResponsesTools
 from specdec.errors import InvalidParameterError, UnsupportedParameterError
 
 LOGPROBS = "message.output_text.logprobs"
@@ -102,7 +102,7 @@ class ResponsesBody(TemplatedBody, SamplingBody):
         tools: What may be called.
         tool_choice: Whether something is called; by default the model chooses where there are tools.
         parallel_tool_calls: Whether an answer may hold several calls; by default it may.
-        truncation: ``disabled``: what is too long is refused.
+        truncation: ``disabled``: what is too long is refused; ``auto``: the oldest turns are left out until it fits.
     """
 
     refused_unless: ClassVar[dict[str, tuple[Any, ...]]] = REFUSED_IN_RESPONSES
@@ -121,10 +121,10 @@ class ResponsesBody(TemplatedBody, SamplingBody):
     reasoning: Reasoning | None = None
     thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     include_reasoning: bool | None = None
-    tools: FunctionTools | None = None
+    tools: ResponsesTools | None = None
     tool_choice: ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["disabled", "auto"] | None = None
     stream_options: ResponseStreamOptions | None = None
 
     @property
@@ -138,6 +138,16 @@ class ResponsesBody(TemplatedBody, SamplingBody):
         if isinstance(self.input, str):
             return len(self.input)
         return sum(_ITEM_CHARACTERS + len(item.text) for item in self.input)
+
+    @property
+    def functions(self) -> list[FunctionTool]:
+        """The tools that are functions."""
+        return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
+
+    def other_tools(self) -> list[tuple[str, str]]:
+        """The tools that are none: where each is, and its kind."""
+        kinds = enumerate(None if isinstance(tool, FunctionTool) else str(tool["type"]) for tool in self.tools or ())
+        return [(f"tools[{index}]", kind) for index, kind in kinds if kind is not None]
 
     def check_together(self, *, has_store: bool) -> None:
         """Check what concerns several fields, or depends on the service.

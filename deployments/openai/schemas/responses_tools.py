@@ -49,9 +49,25 @@ ResponsesToolChoice = Annotated[
 ]
 
 
-def _different(tools: list[FunctionTool]) -> list[FunctionTool]:
-    check_different(tool.name for tool in tools)
+def _kind_of_tool(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return "<other>" if isinstance(kind, str) and kind != "function" else "<function>"
+
+
+def _different(tools: list[AnyTool]) -> list[AnyTool]:
+    check_different(tool.name for tool in tools if isinstance(tool, FunctionTool))
     return tools
 
 
-FunctionTools = Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS, fail_fast=True), AfterValidator(_different)]
+AnyTool = FunctionTool | dict[str, Any]
+"""A function, or a tool of another kind, as it came: the service is configured to refuse or to drop it."""
+ResponsesTools = Annotated[
+    list[
+        Annotated[
+            Annotated[FunctionTool, Tag("<function>")] | Annotated[dict[str, Any], Tag("<other>")],
+            Discriminator(_kind_of_tool),
+        ]
+    ],
+    Field(max_length=MOST_TOOLS, fail_fast=True),
+    AfterValidator(_different),
+]

@@ -267,6 +267,7 @@ async function stream(answer, isSpeculated, seed, signal) {
     const events = (held + part.value).split("\n\n");
     held = events.pop();
     for (const event of events) {
+      if (event.startsWith(":")) continue;
       const data = event.replace(/^data: /, "");
       if (data === "[DONE]") continue;
       const chunk = JSON.parse(data);

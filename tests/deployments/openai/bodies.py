@@ -229,7 +229,7 @@ CHATS: dict[str, Sent] = {
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages[0].content[0].type",
     ),
-    "openai: reasoning": Sent({"reasoning_effort": "high"}, "reasoning_effort"),
+    "openai: reasoning": Sent({"reasoning_effort": "high"}),
     "openai: web search": Sent({"web_search_options": {}}, "web_search_options"),
     "openai: audio": Sent({"modalities": ["text", "audio"], "audio": {"voice": "x", "format": "wav"}}, "modalities"),
     "langchain: ChatOpenAI": Sent(
@@ -300,7 +300,7 @@ RESPONSES: dict[str, Sent] = {
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         "input[0].content[0].type",
     ),
-    "openai: reasoning": Sent({"reasoning": {"effort": "high", "summary": "auto"}}, "reasoning.effort"),
+    "openai: reasoning": Sent({"reasoning": {"effort": "high", "summary": "auto"}}),
     "codex": Sent(
         {
             "instructions": "You are an agent.",

@@ -24,7 +24,6 @@ NOT_BY_THE_TABLE = {
     "tools[0].type": "unsupported_parameter",
     "tool_choice": "invalid_value",
     "tool_choice.type": "unsupported_parameter",
-    "reasoning_effort": "unsupported_parameter",
 }
 
 

@@ -194,14 +194,16 @@ async def test_each_request_is_a_line(bench: Bench, caplog: pytest.LogCaptureFix
         answer = await http.post("/v1/completions", json=ASK | {"n": 2}, headers={"x-request-id": "mine"})
         await http.post("/v1/completions", json=ASK | {"model": "nobody"})
         await http.get("/v1/models")
+        await http.delete("/v1/responses/resp_1", headers={"x-request-id": "other"})
     usage = answer.json()["usage"]
-    good, bad = [record.request for record in caplog.records if hasattr(record, "request")]
+    good, bad, deleted = [record.request for record in caplog.records if hasattr(record, "request")]
     assert good.pop("duration_s") >= good.pop("time_to_first_token_s") >= 0
     assert good.pop("draft_tokens") == good.pop("accepted_tokens") > 0
     assert good == {
         "request_id": "mine",
         "key": "",
         "model": "demo",
+        "method": "POST",
         "path": "/v1/completions",
         "status": 200,
         "prompt_tokens": usage["prompt_tokens"],
@@ -209,6 +211,8 @@ async def test_each_request_is_a_line(bench: Bench, caplog: pytest.LogCaptureFix
         "finish": "stop",
     }
     assert (bad["status"], bad["time_to_first_token_s"], bad["finish"]) == (404, None, "")
+    told = [deleted[name] for name in ("request_id", "method", "path", "status")]
+    assert told == ["other", "DELETE", "/v1/responses/resp_1", 404]
 
 
 async def test_no_path_breaks_a_line_of_the_log(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:

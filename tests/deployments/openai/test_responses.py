@@ -9,6 +9,7 @@ import httpx2
 import pytest
 from openai import AsyncOpenAI
 from pydantic import BaseModel
+from transformers import PreTrainedTokenizerFast
 
 from deployments.openai import ApiSettings, TokenDelta, create_app
 from deployments.openai.schemas.others import REFUSED_IN_RESPONSES
@@ -237,6 +238,40 @@ async def test_the_demo_draft_is_a_model_of_its_own(bench: Bench, http: httpx2.A
     assert bench.service.opened[0].model == "draft"
 
 
+async def test_the_oldest_turns_go_where_a_conversation_is_too_long_and_no_more_than_must(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """The system messages stay, and a call's result goes with its call."""
+    bench = Bench(tokenizer, max_model_len=128)
+    bench.says("ok")
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "1", "output": "r"}
+    turns = [{"role": "user" if i % 2 == 0 else "assistant", "content": f"turn {i} " + "x " * 8} for i in range(20)]
+    items = [{"role": "developer", "content": "system"}, *turns[:2], call, result, *turns[2:], turns[0]]
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    ask = {"instructions": "rules", "chat_template": template, "max_output_tokens": 20}
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=bench.app), base_url="http://api") as http:
+        refused = await http.post(PATH, json=ASK | ask | {"input": items})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+        answer = await http.post(PATH, json=ASK | ask | {"input": items, "truncation": "auto"})
+        assert (answer.status_code, answer.json()["truncation"]) == (200, "auto")
+        prompt = bench.service.opened[-1].prompt
+        text = tokenizer.decode(prompt)
+        assert text.startswith("<system>rules<system>system<user>turn ")
+        first = next(i for i in range(0, 20, 2) if f"turn {i} " in text.removesuffix(turns[0]["content"]))
+        kept = "".join(f"<{one['role']}>{one['content']}" for one in [*turns[first:], turns[0]])
+        assert text == f"<system>rules<system>system{kept}"
+        dropped = "".join(f"<{one['role']}>{one['content']}" for one in turns[first - 2 : first])
+        assert len(prompt) + 20 <= 128 < len(prompt) + 20 + len(tokenizer.encode(dropped))
+        whole_ = await http.post(PATH, json=ASK | ask | {"input": items[:2], "truncation": "auto"})
+        assert whole_.status_code == 200
+        assert tokenizer.decode(bench.service.opened[-1].prompt).endswith(turns[0]["content"])
+        wrong = await http.post(
+            PATH, json=ASK | ask | {"input": [*items, call | {"arguments": "["}], "truncation": "auto"}
+        )
+        assert wrong.json()["error"]["param"] == f"input[{len(items)}].arguments"
+
+
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": None}, "input", "string or a list"),
     ({"input": []}, "input", "at least 1"),
@@ -266,7 +301,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"conversation": "conv_1"}, "conversation", "not supported"),
     ({"background": True}, "background", "only False"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt", "not supported"),
-    ({"truncation": "auto"}, "truncation", "disabled"),
+    ({"truncation": "some"}, "truncation", "disabled"),
+    ({"truncation": "auto", "input": "x" * 2000}, "input", "the prompt has"),
     ({"top_logprobs": 2}, "top_logprobs", "include"),
     ({**LOGPROBS, "top_logprobs": 21}, "top_logprobs", "at most 20"),
     ({"include": ["everything"]}, "include[0]", "message.output_text.logprobs"),

@@ -288,7 +288,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "uniqueItems",
     ),
     ({"chat_template": NO_TOOLS}, "tools", "has no tools"),
-    ({"reasoning": {"effort": "low"}}, "reasoning.effort", "does not know it"),
     ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "'low'"),
     ({"reasoning_effort": "low"}, "reasoning_effort", "the field to send is reasoning"),
     ({"thinking_token_budget": 5}, "thinking_token_budget", "no reasoning"),
@@ -320,6 +319,40 @@ async def test_a_choice_among_no_tools_is_taken_where_it_is_free(bench: Bench, h
     bench.says("ok")
     for choice in ("auto", "none"):
         assert (await whole(http, tool_choice=choice))["tool_choice"] == choice
+
+
+OTHERS: list[dict[str, Any]] = [
+    {"type": "web_search", "external_web_access": True},
+    {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark", "definition": "x"}},
+    {"type": "local_shell"},
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tools_that_are_no_functions_are_left_out_where_the_service_is_told_so(
+    tokenizer: PreTrainedTokenizerFast, stream: bool
+) -> None:
+    """As agents send them with their first request, where unknown fields are refused too."""
+    bench = Bench(tokenizer, ApiSettings(unsupported_tools="drop", unknown_fields="refuse"), max_model_len=1024)
+    bench.says("ok")
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=bench.app), base_url="http://api") as http:
+        answers = [
+            await http.post(PATH, json={"model": "demo", "stream": stream} | ASK | {"tools": tools})
+            for tools in ([OTHERS[0], *FLAT, *OTHERS[1:]], FLAT, OTHERS)
+        ]
+        assert [answer.status_code for answer in answers] == [200] * 3
+        named = "tools.web_search, tools.custom, tools.local_shell"
+        headers = [answer.headers.get("x-specdec-ignored-fields") for answer in answers]
+        assert headers == [named, None, named]
+        some, functions, none = (
+            read_events(answer.text)[-1]["response"] if stream else answer.json() for answer in answers
+        )
+        assert [tool["name"] for tool in some["tools"]] == [tool["name"] for tool in FLAT]
+        assert (some["tools"], none["tools"]) == (functions["tools"], [])
+        prompts = [request.prompt for request in bench.service.opened]
+        assert prompts[0] == prompts[1] != prompts[2]
+        refused = await http.post(PATH, json={"model": "demo"} | ASK | {"tools": OTHERS, "tool_choice": "required"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice")
 
 
 @pytest.mark.parametrize("name", RESPONSES)
