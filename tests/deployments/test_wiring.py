@@ -133,8 +133,18 @@ class Shares:
         assert hasattr(router.SpeculationRouter, method)
         return self
 
-    async def results_async(self, return_exceptions: bool) -> list[float]:
-        return self._shares
+    async def _fetch_replica_results_async(self) -> list[Share]:
+        return [Share(share) for share in self._shares]
+
+
+class Share:
+    """What one router says."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+
+    async def get_async(self) -> float:
+        return self._share
 
 
 async def test_a_router_tells_how_late_the_drafts_of_its_targets_are(started: dict[str, Any]) -> None:

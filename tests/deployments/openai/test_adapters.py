@@ -444,7 +444,7 @@ async def test_what_an_administrator_does_is_logged(
         await post("load_lora_adapter", lora_name="a\nb", lora_path="chat")
         await post("unload_lora_adapter", lora_name="a\nb")
         await post("unload_lora_adapter", key="user", lora_name="a")
-    told = [text.split(" ", 2)[2] for text in caplog.messages if text.startswith("admin ")]
+    told = [text.split(" ", 2)[2] for text in dict.fromkeys(caplog.messages) if text.startswith("admin ")]
     assert told == [
         r"key=ops load_lora_adapter lora_name='a\nb' lora_path='chat'",
         r"key=ops unload_lora_adapter lora_name='a\nb'",
