@@ -59,6 +59,8 @@ class DeviceLostError(SpecdecError):
     """A backend's device can no longer be used: whoever drives the backend must fail, and be replaced."""
 
 
+NOT_FINITE = "the model's outputs are not finite numbers"
+"""Why a sequence ends whose hidden states or largest logit are NaN or infinite."""
 _MOST_REASON_CHARACTERS = 300
 
 

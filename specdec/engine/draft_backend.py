@@ -157,17 +157,20 @@ class ModelDrafter:
             budget -= len(row.tokens)
             placed.append((i, row))
             results[i] = _PREFILLING
-            self._states.keep_prefix(job.key, job.num_committed)
         if placed:
             # Rows with the same adapter lie behind one another.
             placed.sort(key=lambda entry: -1 if entry[1].adapter is None else entry[1].adapter)
+            logits = self._runner.forward([row for _, row in placed])
             deciding: list[_Deciding] = []
             num_logits = 0
-            for i, row in placed:
-                if row.num_logits:
-                    deciding.append(_Deciding(i, jobs[i], jobs[i].tokens, num_logits, row.num_logits))
-                    num_logits += row.num_logits
-            logits = self._runner.forward([row for _, row in placed])
+            for number, (i, row) in enumerate(placed):
+                if number in self._runner.spoilt_rows:
+                    results[i] = _FAILED
+                else:
+                    self._states.keep_prefix(asked[i].key, asked[i].num_committed)
+                    if row.num_logits:
+                        deciding.append(_Deciding(i, jobs[i], jobs[i].tokens, num_logits, row.num_logits))
+                num_logits += row.num_logits
             if self._translator is not None:
                 logits = self._translator.logits(logits)
             self._draw(logits, deciding)
@@ -180,7 +183,7 @@ class ModelDrafter:
         for ahead in range(max((one.num_tokens for one in deciding), default=0)):
             drawing = [one for one in deciding if one.num_tokens > ahead and not one.has_failed]
             rows = logits
-            if len(drawing) < len(logits):
+            if len(drawing) < len(logits):  # also where rows that are not finite are left out
                 rows = logits[[one.start + ahead for one in drawing]]
             groups = self._sampler.masked([RowGroup(one.job.spec, one.tokens) for one in drawing])
             num_guesses = max((one.job.num_guesses for one in drawing), default=0)

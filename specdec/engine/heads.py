@@ -66,7 +66,8 @@ class HeadDrafter:
         places: list[list[list[Drawn]]] = [[] for _ in drafting]
         for of_head, num_ranks in zip(logits, self._num_ranks[: max(counts)], strict=False):
             groups = [RowGroup(decided[i][0], decided[i][1].array) for i in drafting]
-            siblings = propose_siblings(self._sampler, of_head, groups, num_ranks)
+            # Heads that overflow draft badly, and no more: what they were drawn from stays a distribution.
+            siblings = propose_siblings(self._sampler, of_head.nan_to_num(0.0), groups, num_ranks)
             for i, of_row, drawn in zip(drafting, places, siblings, strict=True):
                 decided[i][1].append(drawn[0].token)
                 of_row.append(drawn)

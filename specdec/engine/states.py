@@ -138,9 +138,9 @@ class SequenceStates:
         self._runner.truncate(sequence, length)
         self.num_reread_tokens += max(0, length - len(sequence))
 
-    def keep_path(self, key: str, start: int, path: Sequence[int]) -> None:
-        """Keep one path of the tree that was cached from position ``start`` on: see :meth:`ModelRunner.keep_path`."""
-        self._runner.keep_path(self._sequences[key], start, path)
+    def keep_paths(self, paths: Sequence[tuple[str, int, Sequence[int]]]) -> None:
+        """Keep one path of each tree that was cached (key, start, path): see :meth:`ModelRunner.keep_paths`."""
+        self._runner.keep_paths([(self._sequences[key], start, path) for key, start, path in paths])
 
     def keep_prefix(self, key: str, verified_length: int) -> None:
         """Offer the full blocks of a sequence's first tokens, which are committed, to others that begin like it."""

@@ -12,7 +12,7 @@ from specdec.engine.heads import HeadDrafter
 from specdec.engine.prompt_logprobs import PromptReader
 from specdec.engine.rules import tree_rows, verify
 from specdec.engine.states import SequenceStates, prefix_salt, rank_of
-from specdec.errors import reason_of
+from specdec.errors import NOT_FINITE, reason_of
 from specdec.models.blocks import CachedSequence
 from specdec.models.runner import ModelRunner, RowInput
 from specdec.protocol.backends import Status, Verification, VerifyJob
@@ -119,6 +119,10 @@ class ModelTarget:
         firsts = {i: len(row.sequence.tokens) for i, row, _ in scheduled}
         logits = self._runner.forward([row for _, row, _ in scheduled])
         hidden = self._runner.hidden
+        if self._runner.spoilt_rows:
+            spoilt, scheduled, logits, hidden = _without_spoilt(self._runner.spoilt_rows, scheduled, logits, hidden)
+            for i in spoilt:
+                results[i] = Verification(Status.FAILED, reason=NOT_FINITE)  # it is released next
         kept = self._read_prompts(jobs, scheduled, firsts, logits)
         if kept is not None:
             logits, hidden = logits[kept], None if hidden is None else hidden[kept]
@@ -238,8 +242,8 @@ class ModelTarget:
         failures = self._sampler.take_failures()
         for number, tree in trees.items():
             failures |= {id(groups[number]): failures[id(node)] for node in tree.nodes if id(node) in failures}
-            i, path = scheduled[number][0], verified[number].path
-            self._states.keep_path(jobs[i].key, len(jobs[i].log), path)
+        with_trees = [(jobs[scheduled[number][0]], verified[number].path) for number in trees]
+        self._states.keep_paths([(job.key, len(job.log), path) for job, path in with_trees])
         told, rows = _without_refused(groups, verified) if trees else (groups, None)
         logprobs = self._sampler.logprobs(
             logits if rows is None else logits[rows], told, [result.run for result in verified]
@@ -281,6 +285,22 @@ class ModelTarget:
         for i, draft in zip(places, self._heads.drafts(hidden[[rows[i][-1] for i in places]], decided), strict=True):
             drafts[i] = draft
         return drafts
+
+
+def _without_spoilt(
+    spoilt_rows: Sequence[int], scheduled: Scheduled, logits: torch.Tensor, hidden: torch.Tensor | None
+) -> tuple[list[int], Scheduled, torch.Tensor, torch.Tensor | None]:
+    """Take out rows that are not finite: gives the indices of their jobs, then the other rows with their logits."""
+    spoilt = frozenset(spoilt_rows)
+    kept: list[int] = []
+    start = 0
+    for number, (_, row, _) in enumerate(scheduled):
+        if number not in spoilt:
+            kept += range(start, start + row.num_logits)
+        start += row.num_logits
+    others = [entry for number, entry in enumerate(scheduled) if number not in spoilt]
+    failed = [scheduled[number][0] for number in spoilt_rows]
+    return failed, others, logits[kept], None if hidden is None else hidden[kept]
 
 
 def as_chain(job: VerifyJob) -> VerifyJob:

@@ -59,6 +59,8 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
         self._copies: list[tuple[int, int]] = []
+        self._was_used = bytearray(num_blocks)
+        self._uncleared: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -160,6 +162,16 @@ class BlockPool:
         self._copies.clear()
         return waves
 
+    def take_uncleared(self) -> list[int]:
+        """Blocks that still hold what an earlier owner left, to be zeroed after the copies and before any write.
+
+        Attention multiplies masked positions too, so a new owner must not find a value there that is not finite.
+        Blocks that nobody has held before are zero already.
+        """
+        blocks = sorted(self._uncleared)
+        self._uncleared.clear()
+        return blocks
+
     def keep_prefix(self, sequence: CachedSequence, verified_length: int) -> None:
         """Offer the full blocks of the first ``verified_length`` tokens, whose state is final, for reuse."""
         if sequence.salt is None:
@@ -207,6 +219,7 @@ class BlockPool:
     def _copy_on_write(self, blocks: list[int], index: int) -> None:
         copy = self._take(blocks[index - 1] if index else None)
         self._copies.append((blocks[index], copy))
+        self._uncleared.discard(copy)  # the copy overwrites all of it
         self._release(blocks[index])
         blocks[index] = copy
 
@@ -222,6 +235,9 @@ class BlockPool:
             self._is_empty[block] = 0
             self._num_empty -= 1
         self._num_users[block] = 1
+        if self._was_used[block]:
+            self._uncleared.add(block)
+        self._was_used[block] = 1
         return block
 
     def _roomiest_block(self) -> int:

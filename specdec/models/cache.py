@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 
 import torch
 from transformers.cache_utils import Cache
@@ -45,10 +46,13 @@ class PagedCache(Cache):  # type: ignore[misc]
                 self._latent.add(layer.index)
 
     def clear(self, blocks: Sequence[int]) -> None:
-        """Fill blocks with zeros."""
+        """Fill blocks with zeros in all layers."""
+        if not blocks:
+            return
+        index = _on_devices(torch.tensor(blocks))
         for pools in self._pools.values():
             for pool in pools:
-                pool[blocks] = 0.0
+                pool.index_fill_(0, index(pool.device), 0.0)
 
     def begin(self, plan: StepPlan) -> None:
         """The step whose keys and values come next."""
@@ -113,19 +117,22 @@ class PagedCache(Cache):  # type: ignore[misc]
     def copy_blocks(self, waves: list[list[tuple[int, int]]]) -> None:
         """Copy whole blocks in all layers, in the order :meth:`BlockPool.take_copies` gives."""
         for wave in waves:
-            pairs = torch.tensor(wave)
+            pairs = _on_devices(torch.tensor(wave).T.contiguous())
             for pools in self._pools.values():
-                sources, destinations = pairs.to(pools[0].device).unbind(1)
+                sources, destinations = pairs(pools[0].device)
                 for pool in pools:
                     pool.index_copy_(0, destinations, pool.index_select(0, sources))
 
-    def move_slots(self, sources: list[int], destinations: list[int]) -> None:
-        """Copy single positions in all layers; all are read before any is written."""
+    def move_slots(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy single positions (source, destination) in all layers; all are read before any is written."""
+        if not moves:
+            return
+        pairs = _on_devices(torch.tensor(moves).T.contiguous())
         for pools in self._pools.values():
-            read, written = (torch.tensor(slots, device=pools[0].device) for slots in (sources, destinations))
+            sources, destinations = pairs(pools[0].device)
             for pool in pools:
                 slots = pool.flatten(0, 1)
-                slots.index_copy_(0, written, slots.index_select(0, read))
+                slots.index_copy_(0, destinations, slots.index_select(0, sources))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Longest row before the step."""
@@ -135,3 +142,8 @@ class PagedCache(Cache):  # type: ignore[misc]
     def num_bytes(self) -> int:
         """Bytes of all pools."""
         return sum(pool.nbytes for pools in self._pools.values() for pool in pools)
+
+
+def _on_devices(tensor: torch.Tensor) -> Callable[[torch.device], torch.Tensor]:
+    """The tensor on the device asked for, uploaded to each once."""
+    return cache(lambda device: tensor.to(device))

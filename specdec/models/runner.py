@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -71,6 +71,8 @@ class ModelRunner:
         progress: Layers done, for whoever watches from another thread.
         hidden: After :meth:`keep_hidden`, what the vocabulary head read in the newest step, [rows of logits, hidden
             size].
+        spoilt_rows: Rows of the newest step in which a hidden state or the largest logit is not a finite number, by
+            index, in order. Their logits mean nothing, and nothing of what they cached may be reused.
     """
 
     def __init__(
@@ -92,7 +94,8 @@ class ModelRunner:
         self.loaded = loaded
         self.progress = StepProgress()
         self.hidden: torch.Tensor | None = None
-        self._has_nans = False
+        self.spoilt_rows: tuple[int, ...] = ()
+        self._finite_tokens: torch.Tensor | None = None
         self.pool = BlockPool(num_blocks, block_size)
         self.adapters = AdapterPool(loaded.adapters)
         self._vocab_size = vocab_size
@@ -134,24 +137,23 @@ class ModelRunner:
         """Whether the new tokens of a row may be a tree: a recurrent state has one past only."""
         return self.states is None and self.loaded.opaque_state is None
 
-    def keep_path(self, sequence: CachedSequence, start: int, path: Sequence[int]) -> None:
-        """Of the tree that was cached from position ``start`` on keep one path, at the positions that it was read at.
+    def keep_paths(self, paths: Sequence[tuple[CachedSequence, int, Sequence[int]]]) -> None:
+        """Keep one path of each tree that was cached, at the positions that its tokens were read at.
 
         Args:
-            sequence: As the step with the tree has left it.
-            start: Where the tree begins.
-            path: Numbers of the path's tokens in the tree.
+            paths: No sequence twice. Of each: the sequence as the step with the tree has left it, the position where
+                the tree begins, and the path's tokens by their numbers in the tree, ascending.
         """
-        size, blocks = self.pool.block_size, sequence.block_ids
-        slots = [
-            [blocks[at // size] * size + at % size for at in (start + i, start + place)] for i, place in enumerate(path)
-        ]
-        moved = [(source, destination) for destination, source in slots if source != destination]
-        kept = sequence.tokens.array[[start + place for place in path]]
-        sequence.tokens.truncate(start)
-        sequence.tokens.extend(kept)
-        if moved:
-            self._cache.move_slots([source for source, _ in moved], [destination for _, destination in moved])
+        size = self.pool.block_size
+        moves: list[tuple[int, int]] = []
+        for sequence, start, path in paths:
+            blocks = sequence.block_ids
+            for to, of in ((start + i, start + place) for i, place in enumerate(path) if i != place):
+                moves.append((blocks[of // size] * size + of % size, blocks[to // size] * size + to % size))
+            kept = sequence.tokens.array[[start + place for place in path]]
+            sequence.tokens.truncate(start)
+            sequence.tokens.extend(kept)
+        self._cache.move_slots(moves)
 
     @property
     def shares_prefixes(self) -> bool:
@@ -267,11 +269,11 @@ class ModelRunner:
         device = self.loaded.device
         plan = StepPlan(spans, len(tokens), self.pool.block_size, self._cache.trash_slot)
         self._cache.copy_blocks(self.pool.take_copies())
-        if self._has_nans:
-            self._cache.clear(self._unwritten_blocks(rows))
+        self._cache.clear(self.pool.take_uncleared())
         self._cache.begin(plan)
         states = self._begin_states(rows, spans, len(tokens))
-        with self._functions, self._used_adapters(rows, spans, len(tokens)):
+        watched = self.loaded.model.base_model.register_forward_hook(self._note_finite_tokens)
+        with watched, self._functions, self._used_adapters(rows, spans, len(tokens)):
             output = self.loaded.model(
                 input_ids=torch.tensor([tokens], device=device),
                 position_ids=torch.tensor([positions], device=device),
@@ -287,14 +289,23 @@ class ModelRunner:
         for state, after in states:
             state.oldest, state.newest = after.oldest_after, after.length
         logits = output.logits[0]
-        self._has_nans = self._has_nans or bool(logits[:, 0].isnan().any())
+        self.spoilt_rows = self._find_spoilt_rows(rows, logits)
         return self._finish(logits)
 
-    def _unwritten_blocks(self, rows: Sequence[RowInput]) -> list[int]:
-        """Blocks that a sequence has got and not written yet: masked keys are multiplied, too, and must be finite."""
-        return [
-            block for row in rows for block in row.sequence.block_ids[self.pool.blocks_for(len(row.sequence.tokens)) :]
-        ]
+    def _note_finite_tokens(self, _module: object, _inputs: object, output: Any) -> None:
+        """After the last layer: which of the step's tokens have a finite hidden state, bool [N]."""
+        self._finite_tokens = output[0][0].isfinite().all(-1)
+
+    def _find_spoilt_rows(self, rows: Sequence[RowInput], logits: torch.Tensor) -> tuple[int, ...]:
+        """One reduction over all tokens and logits and one download; more only where a row is spoilt."""
+        assert self._finite_tokens is not None, "the model's layers are not run by its base model"
+        finite = torch.cat((self._finite_tokens, logits.amax(1).isfinite().to(self._finite_tokens.device)))
+        self._finite_tokens = None
+        if finite.all():
+            return ()
+        sizes = [len(row.tokens) for row in rows] + [row.num_logits for row in rows]
+        is_finite = [bool(part.all()) for part in finite.cpu().split_with_sizes(sizes)]
+        return tuple(i for i in range(len(rows)) if not (is_finite[i] and is_finite[len(rows) + i]))
 
     def _used_adapters(
         self, rows: Sequence[RowInput], spans: list[RowSpan], num_tokens: int

@@ -61,7 +61,9 @@ class SnapshotRunner(ModelRunner):
     def forward(self, rows: Sequence[RowInput]) -> torch.Tensor:
         """As :meth:`ModelRunner.forward`."""
         self._lay_out(rows)
-        wanted = []
+        self.pool.take_copies()  # blocks are only counted here: there is nothing to copy or to clear
+        self.pool.take_uncleared()
+        wanted, is_finite = [], []
         for row in rows:
             sequence, tokens = row.sequence, list(row.tokens)
             assert sequence.state is not None, "no state is reserved"
@@ -70,6 +72,8 @@ class SnapshotRunner(ModelRunner):
             assert sequence.state.oldest >= before
             sequence.tokens.extend(tokens)
             wanted.append(logits[len(tokens) - row.num_logits :])
+            is_finite.append(logits.amax(1).isfinite().all())
+        self.spoilt_rows = tuple(i for i, finite in enumerate(torch.stack(is_finite).tolist()) if not finite)
         return self._finish(torch.cat(wanted))
 
     def _read(self, tokens: list[int], position: int, state: Any) -> tuple[torch.Tensor, Any]:

@@ -80,7 +80,8 @@ class Sampler:
     Order, as in transformers: logit_bias, repetition, frequency and presence penalties, allowed_token_ids, min_tokens,
     bad_words, processors, grammar, temperature, top_k, top_p, min_p. Temperature 0, and any below 1e-5, takes the
     lowest id among the largest logits before the temperature.
-    What nobody in the batch uses costs nothing. Not safe for several threads at once.
+    What nobody in the batch uses costs nothing. Not safe for several threads at once. The largest logit of every row
+    must be finite: whoever runs the model takes out rows of which it is not.
 
     Args:
         vocab_size: V, the tokens both models know; logits may have more columns (padding), which are never chosen.
@@ -139,7 +140,7 @@ class Sampler:
     def take_failures(self) -> dict[int, Exception]:
         """What processors and grammars have raised since the last call, by the ``id`` of the group that it concerns.
 
-        So it is with groups whose model gave NaNs. What was chosen for such a group means nothing.
+        What was chosen for such a group means nothing.
         """
         failures, self._failures = self._failures, {}
         return failures
@@ -247,7 +248,7 @@ class Sampler:
 
     def _edited(self, logits: Tensor, rows: Rows) -> Tensor:
         """Everything before the temperature: [N, V], a copy if anything changes."""
-        unedited = logits = self._finite(logits[:, : self.vocab_size], rows)
+        unedited = logits = logits[:, : self.vocab_size]
         if not self._processors and not rows.using(_is_edited):
             return logits
         logits = logits.clone()
@@ -259,16 +260,6 @@ class Sampler:
         if self._processors and rows.groups:
             logits = self._processed(logits, rows)
         return apply_masks(logits, unedited, rows)
-
-    def _finite(self, logits: Tensor, rows: Rows) -> Tensor:
-        """[N, V] with zeros in the place of NaNs; their groups fail. A NaN in the last layer is one in all of a row."""
-        is_nan = logits[:, 0].isnan()
-        if not is_nan.any():
-            return logits
-        for group, part in zip(rows.groups, is_nan.split_with_sizes(rows.counts), strict=True):
-            if part.any():
-                self._failures[id(group)] = ValueError("the model's logits are not numbers")
-        return logits.where(~is_nan[:, None], 0.0)
 
     def _processed(self, logits: Tensor, rows: Rows) -> Tensor:
         """What the processors make of [N, V], but for rows of which they leave nothing to draw from: a new tensor."""

@@ -16,7 +16,7 @@ from vllm.v1.outputs import SamplerOutput
 
 from specdec.engine.rules import verify
 from specdec.engine.vllm.checks import require
-from specdec.errors import reason_of
+from specdec.errors import NOT_FINITE, reason_of
 from specdec.protocol.messages import Candidates
 from specdec.sampling.params import SequenceSpec
 from specdec.sampling.pipeline import LogitsProcessor, RowGroup, Sampler
@@ -127,10 +127,16 @@ class AcceptanceSampler:
 
     def _decide(self, logits: Tensor, req_ids: list[str], groups: list[RowGroup]) -> list[Sequence[int]]:
         """The run of each group; what is to be told of it is kept."""
+        is_finite = logits.amax(1).isfinite()
+        logits = logits.where(is_finite[:, None], 0.0)
         told = [self.told.get(req_id, Told()) for req_id in req_ids]
         drawn = [one.candidates[: len(group.draft)] for one, group in zip(told, groups, strict=True)]
         runs: list[Sequence[int]] = [result.run for result in verify(self._sampler, logits, groups, drawn)]
         failures = self._sampler.take_failures()
+        parts = is_finite.cpu().split_with_sizes([1 + len(group.draft) for group in groups])
+        for group, part in zip(groups, parts, strict=True):
+            if not part.all():
+                failures[id(group)] = ValueError(NOT_FINITE)
         for req_id, group, logprobs in zip(req_ids, groups, self._sampler.logprobs(logits, groups, runs), strict=True):
             failure = reason_of(failures[id(group)]) if id(group) in failures else ""
             if logprobs is not None or failure:

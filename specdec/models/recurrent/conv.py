@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,9 +72,9 @@ class ConvWindows:
         """Bytes of all slots."""
         return self._ring.nbytes
 
-    def clear(self, slot: int) -> None:
-        """Make a slot that of an empty sequence."""
-        self._ring[slot] = 0
+    def clear(self, slots: Sequence[int]) -> None:
+        """Make slots those of empty sequences."""
+        self._ring[slots] = 0
 
     def copy(self, source: int, destination: int) -> None:
         """Make a slot like another."""

@@ -31,8 +31,8 @@ class ScanStates(Protocol):
         """Bytes of all slots."""
         ...
 
-    def clear(self, slot: int) -> None:
-        """Make a slot that of an empty sequence."""
+    def clear(self, slots: Sequence[int]) -> None:
+        """Make slots those of empty sequences."""
         ...
 
     def copy(self, source: int, destination: int) -> None:
@@ -73,6 +73,7 @@ class StatePool:
         self.window = window
         self.slots = StateSlots(num_slots)
         self.prefixes = PrefixStates(num_slots // 2)
+        self._uncleared: set[int] = set()
         self._step: StateStep | None = None
         self._next_scan: dict[int, int] = {}
         num_kept = window.num_kept_tokens
@@ -109,8 +110,7 @@ class StatePool:
         """The state of an empty sequence; None where no slot is free."""
         state = self._take_slot()
         if state is not None:
-            for keeper in self._keepers():
-                keeper.clear(state.slot)
+            self._uncleared.add(state.slot)
         return state
 
     def copy(self, state: SequenceState) -> SequenceState | None:
@@ -155,7 +155,12 @@ class StatePool:
         self.slots.give_back(state)
 
     def begin(self, step: StateStep) -> None:
-        """The step whose convolutions and scans come next."""
+        """The step whose convolutions and scans come next; slots taken since the last one are cleared first."""
+        if self._uncleared:
+            slots = sorted(self._uncleared)
+            for keeper in self._keepers():
+                keeper.clear(slots)
+            self._uncleared.clear()
         self._step = step
         self._next_scan = dict.fromkeys(self._scans, 0)
 
@@ -189,6 +194,10 @@ class StatePool:
 
     def _copy(self, state: SequenceState, copy: SequenceState) -> None:
         copy.oldest, copy.newest = state.oldest, state.newest
+        if state.slot in self._uncleared:  # of an empty sequence that no step has read yet
+            self._uncleared.add(copy.slot)
+            return
+        self._uncleared.discard(copy.slot)
         for keeper in self._keepers():
             keeper.copy(state.slot, copy.slot)
 

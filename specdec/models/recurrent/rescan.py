@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -11,6 +12,29 @@ from specdec.models.recurrent.step import ScanGroup, StateRow, StateStep
 from specdec.models.zeros import zeros
 
 TensorShape = tuple[tuple[int, ...], torch.dtype]
+Span = tuple[int, int, int]
+"""Kept inputs of one slot: the slot, the first position, the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """Where a group's rows begin; int64, made once per step.
+
+    Attributes:
+        slots: [B], of the rows.
+        cut: Which of the rows were cut back since their last step.
+        cut_slots: The slots of those.
+    """
+
+    slots: torch.Tensor
+    cut: torch.Tensor
+    cut_slots: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[StateRow], device: torch.device) -> _Start:
+        cut = [i for i, row in enumerate(rows) if row.is_cut_back]
+        lists = [row.slot for row in rows], cut, [rows[i].slot for i in cut]
+        return cls(*(torch.tensor(numbers, dtype=torch.int64, device=device) for numbers in lists))
 
 
 class Rescan:
@@ -45,10 +69,10 @@ class Rescan:
         """Bytes of all slots."""
         return sum(pool.nbytes for pool in (self._first, self._last, *self._inputs))
 
-    def clear(self, slot: int) -> None:
-        """Make a slot that of an empty sequence."""
-        self._first[slot] = 0
-        self._last[slot] = 0
+    def clear(self, slots: Sequence[int]) -> None:
+        """Make slots those of empty sequences, inputs too: what is neutral is multiplied, and must be finite."""
+        for pool in (self._first, self._last, *self._inputs):
+            pool[slots] = 0
 
     def copy(self, source: int, destination: int) -> None:
         """Make a slot like another."""
@@ -63,9 +87,10 @@ class Rescan:
         """Outputs [B, T, ...]."""
         lead = max(0, group.num_tokens - step.window.num_tokens)
         if not lead:
-            self._move(scan, step, index, [row for row in group.rows if row.oldest_after > row.oldest])
-        slots = self._slots(step, index, group)
-        state, again = self._begin(scan, step, index, group.rows, is_long=lead > 0)
+            self._move(scan, step, index, group.rows)
+        start = step.memo(("start", index, self._last.device), lambda: _Start.of(group.rows, self._last.device))
+        state = self._states(start)
+        again = self._kept(scan, step, ("again", index), lambda: _spans_again(group.rows, is_long=lead > 0))
         inputs, reads = (tuple(group.take(value) for value in values) for values in (scan.inputs, scan.reads))
         if group.is_padded:
             inputs = scan.neutral(inputs, group.is_padding)
@@ -79,55 +104,44 @@ class Rescan:
         else:
             some, rest = (tuple(v[:, : num_again + lead] for v in values) for values in (inputs, reads))
             leading, state = scan.whole(some, rest, state)
-            self._first.index_copy_(0, slots, state.float())
+            self._first.index_copy_(0, start.slots, state.float())
             some, rest = (tuple(v[:, num_again + lead :] for v in values) for values in (inputs, reads))
             outputs, state = scan.few(some, rest, state)
             outputs = torch.cat([leading.to(outputs.dtype), outputs], dim=1)
-        self._last.index_copy_(0, slots, state.float())
+        self._last.index_copy_(0, start.slots, state.float())
         return outputs[:, num_again:]
 
-    def _slots(self, step: StateStep, index: int, group: ScanGroup) -> torch.Tensor:
-        device = self._last.device
-        return step.memo(("slots", index, device), lambda: torch.tensor([r.slot for r in group.rows], device=device))
-
-    def _begin(
-        self, scan: Scan, step: StateStep, index: int, rows: Sequence[StateRow], is_long: bool
-    ) -> tuple[torch.Tensor, Tensors]:
-        """Each row's state to begin with, and the kept inputs to scan from there before the new ones, [B, any, ...].
-
-        Those are neutral for rows that were not cut back.
-        """
-        cut = [row for row in rows if row.newest != row.num_computed_tokens]
-        state = (self._first if len(cut) == len(rows) else self._last)[[row.slot for row in rows]]
-        if 0 < len(cut) < len(rows):
-            state[[i for i, row in enumerate(rows) if row in cut]] = self._first[[row.slot for row in cut]]
-        spans = [
-            (row.slot, row.oldest if is_long else row.oldest_after, row.num_computed_tokens)
-            if row in cut
-            else (row.slot, 0, 0)
-            for row in rows
-        ]
-        return state, self._kept(scan, step, ("again", index), spans)
+    def _states(self, start: _Start) -> torch.Tensor:
+        """Each row's state to begin with: that at its window's beginning if it was cut back, else that at its end."""
+        if not len(start.cut):
+            return self._last.index_select(0, start.slots)
+        if len(start.cut) == len(start.slots):
+            return self._first.index_select(0, start.slots)
+        states = self._last.index_select(0, start.slots)
+        return states.index_copy_(0, start.cut, self._first.index_select(0, start.cut_slots))
 
     def _move(self, scan: Scan, step: StateStep, index: int, rows: Sequence[StateRow]) -> None:
         """Bring the states at the windows' beginnings to where the windows begin now."""
-        if not rows:
-            return
-        slots = [row.slot for row in rows]
-        inputs = self._kept(scan, step, ("moved", index), [(row.slot, row.oldest, row.oldest_after) for row in rows])
-        reads = tuple(_nothing(read, inputs[0]) for read in scan.reads)
-        self._first[slots] = scan.few(inputs, reads, self._first[slots])[1].float()
-
-    def _kept(self, scan: Scan, step: StateStep, kind: tuple[str, int], spans: list[tuple[int, int, int]]) -> Tensors:
-        """Kept inputs of spans (slot, first position, end), filled up with neutral ones to the longest: [B, T, ...]."""
         device = self._last.device
-        indices, is_beyond = step.memo((*kind, self._size, device), lambda: self._entries(spans, device))
+        moving, slots = step.memo(("moving", index, device), lambda: _moving(rows, device))
+        if not moving:
+            return
+        spans = [(row.slot, row.oldest, row.oldest_after) for row in moving]
+        inputs = self._kept(scan, step, ("moved", index), lambda: spans)
+        reads = tuple(_nothing(read, inputs[0]) for read in scan.reads)
+        _, states = scan.few(inputs, reads, self._first.index_select(0, slots))
+        self._first.index_copy_(0, slots, states.float())
+
+    def _kept(self, scan: Scan, step: StateStep, kind: tuple[str, int], spans: Callable[[], list[Span]]) -> Tensors:
+        """Kept inputs of spans, filled up with neutral ones to the longest: [B, T, ...]."""
+        device = self._last.device
+        indices, is_beyond = step.memo((*kind, self._size, device), lambda: self._entries(spans(), device))
         inputs: Tensors = tuple(
             pool.flatten(0, 1).index_select(0, indices).view(*is_beyond.shape, *pool.shape[2:]) for pool in self._inputs
         )
         return scan.neutral(inputs, is_beyond)
 
-    def _entries(self, spans: list[tuple[int, int, int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def _entries(self, spans: list[Span], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         most = max(end - first for _, first, end in spans)
         places = [slot * self._size + (first + i) % self._size for slot, first, _ in spans for i in range(most)]
         lengths = torch.tensor([end - first for _, first, end in spans], device=device)
@@ -149,6 +163,22 @@ class Rescan:
                 sources.append(row.start + offset)
                 places.append(row.slot * self._size + (row.num_computed_tokens + offset) % self._size)
         return torch.tensor(sources, device=device), torch.tensor(places, device=device)
+
+
+def _spans_again(rows: Sequence[StateRow], is_long: bool) -> list[Span]:
+    """What rows that were cut back scan again before their new tokens; nothing for the others."""
+    return [
+        (row.slot, row.oldest if is_long else row.oldest_after, row.num_computed_tokens)
+        if row.is_cut_back
+        else (row.slot, 0, 0)
+        for row in rows
+    ]
+
+
+def _moving(rows: Sequence[StateRow], device: torch.device) -> tuple[list[StateRow], torch.Tensor]:
+    """The rows whose window begins later after this step, and their slots, int64."""
+    moving = [row for row in rows if row.oldest_after > row.oldest]
+    return moving, torch.tensor([row.slot for row in moving], dtype=torch.int64, device=device)
 
 
 def _nothing(read: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:

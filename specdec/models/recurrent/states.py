@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from specdec.models.recurrent.scan import Scan
@@ -33,9 +35,9 @@ class EveryState:
         """Bytes of all slots."""
         return self._pool.nbytes
 
-    def clear(self, slot: int) -> None:
-        """Make a slot that of an empty sequence."""
-        self._pool[slot, 0] = 0
+    def clear(self, slots: Sequence[int]) -> None:
+        """Make slots those of empty sequences; other states are written before they are read."""
+        self._pool[slots, 0] = 0
 
     def copy(self, source: int, destination: int) -> None:
         """Make a slot like another."""

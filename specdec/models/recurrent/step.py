@@ -39,6 +39,11 @@ class StateRow:
     oldest_after: int
 
     @property
+    def is_cut_back(self) -> bool:
+        """Whether tokens were taken back since the last step."""
+        return self.newest != self.num_computed_tokens
+
+    @property
     def length(self) -> int:
         """Tokens its state has seen after the step."""
         return self.num_computed_tokens + self.num_new_tokens

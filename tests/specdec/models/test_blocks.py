@@ -34,9 +34,15 @@ class PoolMachine(RuleBasedStateMachine):
             for (_, destination), content in zip(wave, contents, strict=True):
                 memory[destination * size : (destination + 1) * size] = content
 
+    def _prepare(self, memory: list[int], pool: BlockPool) -> None:
+        """Carry out the copies, then clear the blocks that have a new owner."""
+        self._copy(memory, pool.take_copies())
+        for block in pool.take_uncleared():
+            memory[block * pool.block_size : (block + 1) * pool.block_size] = [-1] * pool.block_size
+
     def _forward(self, writes: list[tuple[CachedSequence, list[int], list[int]]]) -> None:
-        """Carry out the copies, then write the new tokens of several sequences."""
-        self._copy(self.memory, self.pool.take_copies())
+        """Prepare the blocks, then write the new tokens of several sequences."""
+        self._prepare(self.memory, self.pool)
         for sequence, expected, tokens in writes:
             for token in tokens:
                 expected.append(token)
@@ -50,13 +56,14 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data(), tokens=TOKENS, lookahead=st.integers(0, 5))
     def grow(self, data: st.DataObject, tokens: list[int], lookahead: int) -> None:
-        writes = []
+        writes, taken = [], set[int]()
         for index in data.draw(st.sets(st.integers(0, len(self.live) - 1), min_size=1, max_size=3)):
             sequence, expected = self.live[index]
             length = len(sequence.tokens) + len(tokens) + lookahead
             before = (list(sequence.block_ids), self.pool.num_free)
             if self.pool.reserve(sequence, length):
                 writes.append((sequence, expected, tokens))
+                taken |= {*sequence.block_ids[len(before[0]) :]}
             else:
                 assert (sequence.block_ids, self.pool.num_free) == before
                 # One more than these is lacking where the tail is shared, and has to be copied.
@@ -64,6 +71,10 @@ class PoolMachine(RuleBasedStateMachine):
         for sequence, _, new in writes:
             assert self.pool.is_reserved(sequence, len(sequence.tokens) + len(new))
         self._forward(writes)
+        written = {self._slot(sequence, i) for sequence, expected, _ in writes for i in range(len(expected))}
+        size = self.pool.block_size
+        slots = {block * size + i for block in taken for i in range(size)}
+        assert all(self.memory[slot] == -1 for slot in slots - written), "a new owner finds what another left"
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -115,8 +126,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def everybody_reads_their_own(self) -> None:
-        memory = list(self.memory)  # as the next step will see it: outstanding copies come first
-        self._copy(memory, deepcopy(self.pool).take_copies())
+        memory = list(self.memory)  # as the next step will see it: outstanding copies and clearing come first
+        self._prepare(memory, deepcopy(self.pool))
         for sequence, expected in self.live:
             assert sequence.tokens == expected
             # What is cached at a position depends on all tokens up to it.
@@ -224,6 +235,23 @@ def test_prefixes_are_not_shared_beyond_verified_length_salt_or_bypass() -> None
     assert pool.reuse_prefix(CachedSequence(salt=None), [*prompt, 7]) == 0
     assert pool.reuse_prefix(CachedSequence(), [7, 7, 7]) == 0
     assert pool.reuse_prefix(CachedSequence(), [0, 2, 3, 4, 5, 6, 7]) == 0
+
+
+def test_only_blocks_that_another_has_held_are_cleared_and_copies_are_not() -> None:
+    pool = BlockPool(3, 4)
+    first = grown(pool, [1, 2, 3, 4, 5])
+    assert pool.take_uncleared() == []  # nobody has held them before
+    left = list(first.block_ids)
+    pool.free(first)
+    second = grown(pool, [1, 2, 3, 4, 5, 6])
+    assert pool.take_uncleared() == sorted(left)
+    third = pool.fork(second)
+    assert pool.reserve(third, 8)  # copies the tail to the last block
+    assert pool.take_uncleared() == []
+    copy = third.block_ids[1]
+    pool.free(third)
+    assert grown(pool, [7]).block_ids == [copy]
+    assert pool.take_uncleared() == [copy]  # after the copies
 
 
 def test_a_kept_block_that_is_written_again_is_not_found() -> None:

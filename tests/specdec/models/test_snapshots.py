@@ -37,6 +37,19 @@ def test_the_check_finds_out_whether_several_tokens_are_read_right(family: str) 
     assert check_admission(make_runner(family, reads_many=False)).relative_error < 1e-4
 
 
+def test_branches_leave_no_copies_to_be_carried_out() -> None:
+    runner = make_runner("rwkv", READS_MANY["rwkv"])
+    sequence = runner.new_sequence()
+    assert runner.reserve(sequence, 3)
+    runner.forward([RowInput(sequence, [5, 6, 7], 1)])
+    for _ in range(3):
+        branch = runner.fork(sequence)
+        assert runner.reserve(branch, 4)
+        runner.forward([RowInput(branch, [8], 1)])
+        runner.free(branch)
+    assert runner.pool.take_copies() == []
+
+
 @pytest.mark.parametrize("family", OPAQUE)
 def test_rows_equal_whole_forwards(family: str) -> None:
     game = Rounds(make_runner(family, READS_MANY[family]), make_recurrent(family), seed=4)

@@ -9,6 +9,7 @@ from specdec.models.loading import prepare_model
 from specdec.models.runner import ModelRunner, RowInput
 from specdec.sampling.trees import path_to
 from tests.specdec.models.families import FAMILIES, VOCAB_SIZE, make_model
+from tests.specdec.operators import Operators
 
 PARENTS = (-1, 0, 1, -1, 0, 3, 3, 5, 1, 2, 2)
 """Two tokens first; the deepest path has four."""
@@ -65,7 +66,7 @@ def test_what_follows_a_kept_path_reads_that_path_alone(family: str, path: tuple
     runner.reserve(sequence, LENGTH + len(tree))
     runner.forward([RowInput(sequence, log[:-1], 0)])
     runner.forward([RowInput(sequence, (log[-1], *tree), 1 + len(tree), PARENTS)])
-    runner.keep_path(sequence, LENGTH, path)
+    runner.keep_paths([(sequence, LENGTH, path)])
     runner.truncate(sequence, LENGTH + len(path))
     kept = log + tuple(tree[node] for node in path)
     assert tuple(sequence.tokens) == kept
@@ -75,3 +76,16 @@ def test_what_follows_a_kept_path_reads_that_path_alone(family: str, path: tuple
     for i, row in enumerate(got):
         want = last_logits(alone, kept + more[: i + 1])
         torch.testing.assert_close(row, want, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_the_paths_of_all_rows_are_kept_by_one_copy_per_tensor(num_rows: int) -> None:
+    runner = runner_of("llama")
+    sequences = [runner.new_sequence() for _ in range(num_rows)]
+    for sequence in sequences:
+        runner.reserve(sequence, 1 + len(PARENTS))
+    runner.forward([RowInput(sequence, tokens(1 + len(PARENTS), 1), 1, PARENTS) for sequence in sequences])
+    with Operators() as seen:
+        runner.keep_paths([(sequence, 1, PATH) for sequence in sequences])
+    assert seen.names.count("aten.index_copy_.default") == 2 * len(runner.loaded.attention_layers)
+    assert seen.names.count("aten.lift_fresh.default") == 1  # one upload of all positions
