@@ -11,7 +11,7 @@ from cluster.chat_demo import NAME as CHAT_MODEL
 from cluster.limits import Access, Limits, ResponsesStore, Store, Tls
 from cluster.lora import LoraConfig
 from cluster.models import DraftConfig, TargetConfig
-from cluster.replicas import Replicas
+from cluster.replicas import Replicas, Updates
 from cluster.strict import StrictModel, refused_key
 from cluster.tracing import Tracing
 from cluster.values import ImportStrings, ReasoningTagsSetting, Switch, ToolParser
@@ -187,6 +187,9 @@ class AppArgs(StrictModel):
     responses_store: ResponsesStore = Field(default_factory=ResponsesStore, description="responses kept for later")
     protocol: ProtocolTimes = Field(default_factory=ProtocolTimes, description="leases and repeats")
     replicas: Replicas = Field(default_factory=Replicas, description="copies of each deployment")
+    updates: Updates = Field(
+        default_factory=Updates, description="what happens to running replicas when a change restarts them"
+    )
     actors: Actors = Field(
         default_factory=Actors, description="explicit placement; chosen from what there is otherwise"
     )
@@ -344,6 +347,9 @@ class ServiceConfig(AppArgs):
 
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes any free one")
+    update_timeout_s: float = Field(
+        900.0, gt=0, le=604800, description="an update that takes longer is told by /health as late; it goes on"
+    )
     tls: Tls = Field(default_factory=Tls, description="HTTPS")
     tracing: Tracing = Field(default_factory=Tracing, description="OpenTelemetry traces")
 

@@ -27,6 +27,8 @@ from specdec.errors import InvalidParameterError, SpecdecError
 from specdec.types import Progress
 
 APPLICATION = "deployments.app:build_app"
+LOCAL_APPLICATION = "deployments.app:build_local_app"
+"""The same where ``specdec serve`` deploys it, and the service itself may deploy it again."""
 APPLICATION_NAME = "specdec"
 STATUS = "deployments.status"
 """Module with a builder for each of the service's status applications: ``build_health`` for ``/health``, and so on."""
@@ -65,7 +67,7 @@ class LocalService:
         application: Import string of the builder: ``module:function``, which takes :class:`cluster.config.AppArgs`.
     """
 
-    def __init__(self, config: ServiceConfig, report: Progress, application: str = APPLICATION) -> None:
+    def __init__(self, config: ServiceConfig, report: Progress, application: str = LOCAL_APPLICATION) -> None:
         self._config = config
         self._report = report
         self._application = application
@@ -148,7 +150,7 @@ class LocalService:
             self._report(remark)
         app = load_builder(self._application)(args)
         targets = [serve.RunTarget(target=app, name=APPLICATION_NAME, route_prefix="/")]
-        if self._application == APPLICATION:
+        if self._application == LOCAL_APPLICATION:
             targets += [
                 serve.RunTarget(target=app, name=f"{APPLICATION_NAME}-{part}", route_prefix=f"/{part}")
                 for part, app in status_applications(self._config).items()
@@ -290,17 +292,18 @@ def load_builder(import_string: str) -> Callable[[AppArgs], Any]:
     return builder
 
 
-def status_applications(config: AppArgs) -> dict[str, Any]:
+def status_applications(config: ServiceConfig) -> dict[str, Any]:
     """The small applications that tell whether the service is ready, and how it does; by the path of each."""
     module = importlib.import_module(STATUS)
     args = module.StatusArgs(**status_args(config))
     return {part: getattr(module, f"build_{part}")(args) for part in STATUS_PARTS}
 
 
-def status_args(config: AppArgs) -> dict[str, Any]:
+def status_args(config: ServiceConfig) -> dict[str, Any]:
     """What the builders of the status applications take, where it is not as they have it anyway."""
     keys = ("metrics_need_key", "api_keys_file")
     given = config.access.model_dump(include=set(keys), exclude_unset=True)
+    given |= config.model_dump(include={"update_timeout_s"}, exclude_unset=True)
     return {"application": APPLICATION_NAME, **given}
 
 

@@ -21,8 +21,28 @@ LIVE_KEYS = (
     "unknown_fields",
     "unsupported_tools",
     "log_level",
+    "replicas",
+    "access.api_keys_file",
+    "access.admin_keys",
+    "access.allowed_origins",
 )
 """Keys and sections of the configuration that a ``user_config`` may change."""
+
+
+def without_live(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A configuration as two: what a change of restarts replicas, and what a ``user_config`` may change."""
+    fixed: dict[str, Any] = {}
+    live: dict[str, Any] = {}
+    for key, value in given.items():
+        if key in LIVE_KEYS:
+            live[key] = value
+        elif any(path.startswith(f"{key}.") for path in LIVE_KEYS):
+            parts = {True: live, False: fixed}
+            for name, one in value.items():
+                parts[f"{key}.{name}" in LIVE_KEYS].setdefault(key, {})[name] = one
+        else:
+            fixed[key] = value
+    return fixed, live
 
 
 def reconfigured(args: AppArgs, user_config: Mapping[str, Any] | None) -> AppArgs:
@@ -39,15 +59,13 @@ def reconfigured(args: AppArgs, user_config: Mapping[str, Any] | None) -> AppArg
     for key, value in (user_config or {}).items():
         if key not in AppArgs.model_fields:
             raise InvalidParameterError(key, f"user_config: {unknown_key(key, LIVE_KEYS)}")
-        if key not in LIVE_KEYS:
-            raise InvalidParameterError(
-                key,
-                f"user_config: {key} cannot change without a restart, as {', '.join(LIVE_KEYS)} can; put it in args",
-            )
-        if isinstance(value, Mapping):
-            changes |= {f"{key}.{name}": one for name, one in value.items()}
-        else:
-            changes[key] = value
+        named = {f"{key}.{name}": one for name, one in value.items()} if isinstance(value, Mapping) else {key: value}
+        for path in named:
+            if key not in LIVE_KEYS and path not in LIVE_KEYS:
+                known = ", ".join(LIVE_KEYS)
+                text = f"user_config: {path} cannot change without a restart, as {known} can; put it in args"
+                raise InvalidParameterError(path, text)
+        changes |= named
     data = args.model_dump(exclude_unset=True)
     return validated(AppArgs, merged(AppArgs, data, changes), "user_config: ")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
@@ -11,7 +11,14 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from cluster.strict import StrictModel, first_error, refused_key
 
 MOST_REPLICAS = 1024
+AUTOSCALER = "deployments.autoscaling:Autoscaler"
+"""Import string of what decides how many replicas of a range there are."""
+_TOLD_S, _LOOK_BACK_S = 1.0, 5.0
+"""How often Serve is told of a replica's load, and of which time it takes the mean."""
 _HELP = f"a whole number, at least 1 and at most {MOST_REPLICAS}, or a range such as {{min: 1, max: 4}}"
+_SURGE = "surge: a new replica starts first, and the old one serves until it is ready; it needs room for both"
+_REPLACE = "replace: the old one stops first, and new requests wait until the new one is ready"
+_AUTO = "auto: surge where the cluster has room for one more when the configuration is applied, else replace"
 
 
 class ReplicaRange(StrictModel):
@@ -73,6 +80,39 @@ class Replicas(StrictModel):
             if least(getattr(self, name)) < 1:
                 raise refused_key(f"replicas.{name}", f"replicas.{name}: min must be at least 1: nobody would answer")
         return self
+
+
+class Updates(StrictModel):
+    """What happens to running replicas when a change restarts them."""
+
+    target: Literal["auto", "surge", "replace"] = Field("auto", description=f"{_SURGE}; {_REPLACE}; {_AUTO}")
+    draft: Literal["auto", "surge", "replace"] = Field(
+        "auto", description="the same for the draft; while it is replaced answers are the same, but slower"
+    )
+    router: Literal["surge", "replace"] = Field("surge", description="the same for the router")
+    ingress: Literal["surge", "replace"] = Field("surge", description="the same for the HTTP ingress")
+
+
+def scaling(count: int | ReplicaRange, part: str) -> dict[str, Any]:
+    """The options of a Serve deployment, as plain data, for a number of replicas or for a range.
+
+    Args:
+        count: How many.
+        part: The deployment's name in the configuration.
+    """
+    if isinstance(count, int) or count.min == count.max:
+        return {"num_replicas": count if isinstance(count, int) else count.max}
+    policy = {"policy_function": AUTOSCALER, "policy_kwargs": {"part": part, "sequences": count.sequences}}
+    config = {
+        "min_replicas": count.min,
+        "max_replicas": count.max,
+        "upscale_delay_s": count.upscale_delay_s,
+        "downscale_delay_s": count.downscale_delay_s,
+        "metrics_interval_s": _TOLD_S,
+        "look_back_period_s": _LOOK_BACK_S,
+        "policy": policy,
+    }
+    return {"autoscaling_config": config}
 
 
 def least(count: int | ReplicaRange) -> int:

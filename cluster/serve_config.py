@@ -7,7 +7,8 @@ from typing import Any
 from cluster.config import AppArgs, ServiceConfig, is_loopback
 from cluster.drain import INGRESS
 from cluster.launch import APPLICATION, APPLICATION_NAME, LOADERS, STATUS, STATUS_PARTS, status_args
-from cluster.live import LIVE_KEYS
+from cluster.live import without_live
+from cluster.replicas import most, scaling
 from cluster.settings import RAY_SETTINGS
 from specdec.errors import InvalidParameterError
 
@@ -18,31 +19,38 @@ EVERY_ADDRESS = "0.0.0.0"
 def serve_config(config: ServiceConfig) -> dict[str, Any]:
     """What ``serve deploy`` takes, as plain data.
 
-    Keys that can change without a restart are in each deployment's ``user_config``, all others in the builder's
-    ``args``.
+    Serve restarts every replica where the builder's ``args`` change. So all that can change without that is under
+    ``deployments``: keys in each deployment's ``user_config``, numbers of replicas as Serve's own options.
 
     Raises:
         InvalidParameterError: A key means this machine alone, or is a secret, which the cluster would show.
     """
     _check(config)
     args = config.model_copy(update={"host": EVERY_ADDRESS}).app_args()
-    given = args.model_dump(mode="json", exclude_unset=True)
-    live = {key: given.pop(key) for key in LIVE_KEYS if key in given}
+    fixed, live = without_live(args.model_dump(mode="json", exclude_unset=True))
+    fixed.pop("updates", None)
+    if "replicas" in live and not _is_placed(args):
+        models = live["replicas"].keys() & {"target", "draft"}
+        fixed |= {"replicas": {part: most(getattr(args.replicas, part)) for part in sorted(models)}} if models else {}
     target, draft = LOADERS
-    deployments = [INGRESS, ROUTER, target, *([draft] if args.has_own_draft else [])]
+    deployments = {"ingress": INGRESS, "router": ROUTER, "target": target, "draft": draft}
+    if not args.has_own_draft:
+        del deployments["draft"]
     application = {
         "name": APPLICATION_NAME,
         "route_prefix": "/",
         "import_path": APPLICATION,
-        "args": given,
-        "deployments": [{"name": name, "user_config": live} for name in deployments],
+        "args": fixed,
+        "deployments": [
+            {"name": name, **_own_options(args, part), "user_config": live} for part, name in deployments.items()
+        ],
     }
     host = config.host if "host" in config.model_fields_set else EVERY_ADDRESS
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": host, "port": config.port, **config.tls.http_options()},
         "logging_config": {"encoding": config.log_format.upper(), "enable_access_log": False},
-        "applications": [application, *(_status_application(part, args) for part in STATUS_PARTS)],
+        "applications": [application, *(_status_application(part, config) for part in STATUS_PARTS)],
     }
 
 
@@ -51,15 +59,29 @@ def node_environment(config: ServiceConfig) -> dict[str, str]:
     return RAY_SETTINGS | config.tracing.variables()
 
 
-def _status_application(part: str, args: AppArgs) -> dict[str, Any]:
+def _own_options(args: AppArgs, part: str) -> dict[str, Any]:
+    """Options of one deployment that the configuration names, and that restart none of its replicas."""
+    options = scaling(getattr(args.replicas, part), part) if part in args.replicas.model_fields_set else {}
+    if part in args.updates.model_fields_set and getattr(args.updates, part) != "auto":
+        options["max_surge_percent"] = 100 if getattr(args.updates, part) == "surge" else 0
+    return options
+
+
+def _is_placed(args: AppArgs) -> bool:
+    """Whether no model's share of a device depends on how many replicas there are."""
+    models = [args.actors.target, *([args.actors.draft] if args.has_own_draft else [])]
+    return all(one.num_gpus is not None and one.num_cpus is not None for one in models)
+
+
+def _status_application(part: str, config: ServiceConfig) -> dict[str, Any]:
     """One of the applications that tell of the service; its replica runs where the ingress may."""
     application: dict[str, Any] = {
         "name": f"{APPLICATION_NAME}-{part}",
         "route_prefix": f"/{part}",
         "import_path": f"{STATUS}:build_{part}",
-        "args": status_args(args),
+        "args": status_args(config),
     }
-    if labels := args.actors.ingress.label_selector:
+    if labels := config.actors.ingress.label_selector:
         options = {"num_cpus": 0, "label_selector": dict(labels)}
         application["deployments"] = [{"name": part.capitalize(), "ray_actor_options": options}]
     return application

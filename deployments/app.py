@@ -13,19 +13,19 @@ from typing import Any
 from pydantic import Field, model_validator
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+from ray.serve.config import AutoscalingConfig
 
 from cluster.config import AppArgs
 from cluster.download import check_models
 from cluster.identity import fingerprints
 from cluster.placement import ActorShare, placement_of, ray_devices
-from cluster.replicas import ReplicaRange
+from cluster.replicas import ReplicaRange, scaling
 from cluster.settings import api_keys, check_ray
 from cluster.sources import draft_source, read_template, target_source
 from cluster.strict import refused_key
+from cluster.updates import free_resources, plan_updates
 from cluster.vllm import check_engine, runtime_env
 from deployments.adapters import configured_adapters
-from deployments.autoscaling import Autoscaler
 from deployments.ingress import OpenAIIngress, model_info
 from deployments.metrics.families import Part
 from deployments.names import DRAFT, INGRESS, ROUTER, TARGET
@@ -42,8 +42,6 @@ INGRESS_HEALTH_TIMEOUT_S = 5.0
 """Serve replaces an ingress whose loop stands still through three health checks in a row; its default is 3 x 30 s."""
 _MOST_REQUESTS = 100_000
 """Serve's own limit of a replica of the ingress, never reached: that of ``limits`` is, whose refusals are OpenAI's."""
-_TOLD_S, _LOOK_BACK_S = 1.0, 5.0
-"""How often Serve is told of a replica's load, and of which time it takes the mean."""
 
 
 def build_app(args: AppArgs) -> Application:
@@ -55,25 +53,37 @@ def build_app(args: AppArgs) -> Application:
     Raises:
         SpecdecError: No replica could serve that. Serve then leaves the version before as it is.
     """
+    return _build_app(args, is_local=False)
+
+
+def _build_app(args: AppArgs, *, is_local: bool) -> Application:
     check_ray(args.access.allow_unauthenticated_ray)
     check_files(args)
     engine = check_engine(args)
     if engine is not None:
         logger.info(engine)
     placement = placement_of(args, ray_devices())
-    for remark in placement.remarks:
+    parts: list[Part] = (
+        ["target", "draft", "router", "ingress"] if args.has_own_draft else ["target", "router", "ingress"]
+    )
+    updates = plan_updates(args.updates, args.replicas, placement, free_resources(), parts)
+    surge = updates.surge_percent
+    for remark in (*placement.remarks, *updates.remarks):
         logger.info(remark)
-    workers = [_worker(TargetServer, TARGET, "target", args, placement.target, environment=runtime_env(args))]
+    environment = runtime_env(args)
+    workers = [_worker(TargetServer, "target", args, placement.target, surge["target"], environment=environment)]
     if args.has_own_draft:
-        workers.append(_worker(DraftServer, DRAFT, "draft", args, placement.draft))
+        workers.append(_worker(DraftServer, "draft", args, placement.draft, surge["draft"]))
     router = serve.deployment(SpeculationRouter, name=ROUTER).options(
         **replica_options(args.replicas.router, "router"),
         ray_actor_options=placement.router.ray_actor_options,
+        max_surge_percent=surge["router"],
         **pinned_options(args.drain_timeout_s),
     )
     ingress = serve.deployment(OpenAIIngress, name=INGRESS).options(
         **replica_options(args.replicas.ingress, "ingress"),
         ray_actor_options=placement.ingress.ray_actor_options,
+        max_surge_percent=surge["ingress"],
         max_ongoing_requests=_MOST_REQUESTS,
         max_queued_requests=-1,
         health_check_period_s=1.0,
@@ -81,7 +91,12 @@ def build_app(args: AppArgs) -> Application:
         graceful_shutdown_timeout_s=args.drain_timeout_s,
         graceful_shutdown_wait_loop_s=0.2,
     )
-    return ingress.bind(args, router.bind(args, *workers))
+    return ingress.bind(args, router.bind(args, *workers), is_local)
+
+
+def build_local_app(args: AppArgs) -> Application:
+    """The same as :func:`build_app` where ``specdec serve`` deploys it: the service may then deploy itself again."""
+    return _build_app(args, is_local=True)
 
 
 class DraftPoolArgs(AppArgs):
@@ -108,9 +123,10 @@ def build_draft_pool(pool: DraftPoolArgs) -> Application:
     check_ray(args.access.allow_unauthenticated_ray)
     check_files(args)
     placement = placement_of(args, ray_devices(), has_target=False)
-    for remark in placement.remarks:
+    updates = plan_updates(args.updates, args.replicas, placement, free_resources(), ["draft"])
+    for remark in (*placement.remarks, *updates.remarks):
         logger.info(remark)
-    return _worker(DraftServer, DRAFT, "draft", args, placement.draft, pool.applications)
+    return _worker(DraftServer, "draft", args, placement.draft, updates.surge_percent["draft"], pool.applications)
 
 
 def check_files(args: AppArgs) -> None:
@@ -140,38 +156,28 @@ def check_files(args: AppArgs) -> None:
 
 def replica_options(count: int | ReplicaRange, part: Part) -> dict[str, Any]:
     """A deployment's options for a number of replicas, or for a range within which Serve follows the load."""
-    if isinstance(count, int) or count.min == count.max:
-        return {"num_replicas": count if isinstance(count, int) else count.max}
-    kwargs = {"part": part, "sequences": count.sequences}
-    with warnings.catch_warnings():  # the variables that are to stand in place of this key are not read yet
-        warnings.simplefilter("ignore", DeprecationWarning)
-        config = AutoscalingConfig(
-            min_replicas=count.min,
-            max_replicas=count.max,
-            upscale_delay_s=count.upscale_delay_s,
-            downscale_delay_s=count.downscale_delay_s,
-            metrics_interval_s=_TOLD_S,
-            look_back_period_s=_LOOK_BACK_S,
-            policy=AutoscalingPolicy(
-                policy_function=f"{Autoscaler.__module__}:{Autoscaler.__name__}", policy_kwargs=kwargs
-            ),
-        )
-    return {"autoscaling_config": config}
+    options = scaling(count, part)
+    if "autoscaling_config" in options:
+        with warnings.catch_warnings():  # the variables that are to stand in place of a key are not read yet
+            warnings.simplefilter("ignore", DeprecationWarning)
+            options["autoscaling_config"] = AutoscalingConfig.model_validate(options["autoscaling_config"])
+    return options
 
 
 def _worker(
     cls: type[Any],
-    name: str,
     part: Part,
     args: AppArgs,
     share: ActorShare,
+    surge_percent: int,
     *more: Any,
     environment: Mapping[str, Any] = MappingProxyType({}),
 ) -> Application:
     ray_options = share.ray_actor_options | ({"runtime_env": dict(environment)} if environment else {})
-    deployment = serve.deployment(cls, name=name).options(
+    deployment = serve.deployment(cls, name=TARGET if part == "target" else DRAFT).options(
         **replica_options(getattr(args.replicas, part), part),
         ray_actor_options=ray_options,
+        max_surge_percent=surge_percent,
         **pinned_options(args.drain_timeout_s),
     )
     return deployment.bind(args, share.num_torch_threads, share.num_gpus, *more)

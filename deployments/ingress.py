@@ -56,10 +56,14 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
     Args:
         args: The service's configuration.
         router: Handle of the routers' deployment, so that Serve deploys it too.
+        is_local: Whether ``specdec serve`` has deployed the service.
     """
 
-    def __init__(self, args: AppArgs, router: Any) -> None:
+    _is_local = False
+
+    def __init__(self, args: AppArgs, router: Any, is_local: bool = False) -> None:
         self._args = self._in_force = args
+        self._is_local = is_local
         set_log_level(args)
         self._keys_file = WatchedFile(args.access.api_keys_file)
         self._router = router
@@ -94,6 +98,8 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
         """Requests that are open end by the old keys."""
         app = self._http_application(args)
         self._asgi_app = app  # the name by which Serve's wrapper finds it for each request
+        if args.access.api_keys_file != self._in_force.access.api_keys_file:
+            self._keys_file = WatchedFile(args.access.api_keys_file)
         self._in_force = args
         self._ingress_host.tell(lambda machine, _now_s: machine.set_times(args.protocol.times()))
 
@@ -142,7 +148,7 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
         )
         if self._adapters is not None:
             add_adapter_routes(app, self._adapters)
-        add_quantization_routes(app, self._args)
+        add_quantization_routes(app, self._args, is_local=self._is_local)
         if args.trace:
             add_trace_route(app, self._router)
         return app

@@ -57,6 +57,8 @@ class LiveKeys(Endpoint):
     async def check_health(self) -> None:
         """Serve's health check, whose first one ends the start."""
         await super().check_health()
+        if not self._has_served:
+            await self.await_turn()
         self._has_served = True
 
     async def reconfigure(self, user_config: dict[str, Any] | None) -> None:

@@ -1,7 +1,8 @@
 """``/v1/admin/quantization``: another quantization for a service that runs.
 
-The application is deployed again with other keys, and Serve replaces its replicas in turn, as for any update of the
-configuration: new ones load the original weights, old ones drain, and fingerprints keep the two apart.
+Where ``specdec serve`` runs the service, the application is deployed again with another key, and Serve replaces its
+replicas as for any update of the configuration: new ones load the original weights, old ones drain, and fingerprints
+keep the two apart. Elsewhere the service is what its configuration says, and that is where the key is changed.
 """
 
 from __future__ import annotations
@@ -11,13 +12,11 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from ray import serve
-from ray.serve.context import _get_global_client
-from ray.serve.schema import ApplicationStatus
 
 from cluster.config import AppArgs
 from cluster.config_files import merged
 from cluster.identity import fingerprints
-from cluster.launch import APPLICATION, load_builder
+from cluster.launch import LOCAL_APPLICATION, load_builder
 from cluster.strict import validated
 from deployments.openai.context import ApiOf, ArrivalOf
 from deployments.openai.errors import INVALID, ApiError
@@ -37,12 +36,13 @@ class QuantizationBody(Body):
     draft: Quantization | None = None
 
 
-def add_quantization_routes(app: FastAPI, args: AppArgs) -> None:
+def add_quantization_routes(app: FastAPI, args: AppArgs, *, is_local: bool = False) -> None:
     """Tell how the models are quantized, and let administrators change it.
 
     Args:
         app: Gets the routes.
         args: What the service was deployed with.
+        is_local: Whether ``specdec serve`` has deployed it, so that it may be deployed again from here.
     """
     router = APIRouter(prefix="/v1/admin", route_class=StrictJsonRoute)
     one_by_one = asyncio.Lock()
@@ -57,7 +57,7 @@ def add_quantization_routes(app: FastAPI, args: AppArgs) -> None:
         api.check_admin(arrival)
         wanted = requantized(args, body.target, body.draft)
         async with one_by_one:
-            await asyncio.to_thread(_deploy, wanted, wanted != args)
+            await asyncio.to_thread(_deploy, wanted, wanted != args, is_local)
         return await asyncio.to_thread(described, wanted)
 
     app.include_router(router)
@@ -90,7 +90,7 @@ def requantized(args: AppArgs, target: Quantization | None, draft: Quantization 
         raise ApiError(400, str(error), param="target", code=INVALID) from None
 
 
-def _deploy(args: AppArgs, is_new: bool) -> None:
+def _deploy(args: AppArgs, is_new: bool, is_local: bool) -> None:
     """Hand the application to Serve again, from within a replica of it; does not wait for the new replicas.
 
     Serve takes whatever it is given: of two ingresses that both look before either deploys, the later one's holds.
@@ -99,26 +99,31 @@ def _deploy(args: AppArgs, is_new: bool) -> None:
         args: What is to be served.
         is_new: Whether this replica serves anything else. Where not, an application that runs is left alone, as all its
             replicas are alike; one whose update has failed is deployed.
+        is_local: Whether it may be deployed from here.
 
     Raises:
         ApiError: 409: an update is under way, or the application is kept as a file says; 400: it cannot be served.
     """
     name = serve.get_replica_context().app_name
-    found = _get_global_client().get_serve_details()["applications"][name]
-    status = ApplicationStatus(found["status"]).value
+    status = serve.status().applications[name].status.value
     if status in _UNDER_WAY:
         raise ApiError(409, f"the application is {status}: try again when it runs", code="update_under_way")
     if not is_new and status == "RUNNING":
         return
-    if found["source"] == "declarative":
-        message = "the application is deployed from a Serve configuration: change target.quantization there"
+    if not is_local:
+        lines = ", ".join(
+            f"{role}.quantization: {model.quantization}"
+            for role, model in (("target", args.target), ("draft", args.draft))
+            if "quantization" in model.model_fields_set
+        )
+        message = f"the service is what its configuration says: put {lines} there, render it and deploy it again"
         raise ApiError(409, message, code="declarative_application")
     try:
-        application = load_builder(APPLICATION)(args)
+        application = load_builder(LOCAL_APPLICATION)(args)
     except SpecdecError as error:
         raise ApiError(400, str(error), code=INVALID) from None
     serve.run_many(
-        [serve.RunTarget(target=application, name=name, route_prefix=found["route_prefix"])],
+        [serve.RunTarget(target=application, name=name, route_prefix="/")],
         wait_for_ingress_deployment_creation=False,
         wait_for_applications_running=False,
     )

@@ -58,17 +58,18 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
         self._router_host = self.start_router(
             self._machine, workers=groups, fingerprints=own, recorder=recorder, heard=self._machine.worker_heard
         )
-        drafters = 0 if args.draft.pool else least(args.replicas.draft)
-        self._least: dict[WorkerKind, int] = {"target": least(args.replicas.target), "drafter": drafters}
+        self._least = _least_workers(args)
+        self._waker: Waker | None = None
         self._exposed = ExposedDrafts()
         self.start_metrics(ReplicaMetrics("router", args.model_name, self._report))
         self._users = users_poll()
-        if args.has_draft and not drafters:
-            self._closers.append(Waker(self._lacks_drafter, self._call_drafter).close)
+        self._call_drafters()
 
     def _go_by(self, args: AppArgs) -> None:
         before, planner = self._in_force, planner_of(args)
         self._in_force = args
+        self._least = _least_workers(args)
+        self._call_drafters()
 
         def change(_host_machine: Any, now_s: float) -> None:
             self._machine.set_times(args.protocol.times())
@@ -96,6 +97,18 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
         """The newest exposed draft time of all targets, as a share of theirs, for the drafters' autoscaling."""
         return self._exposed.share
 
+    def _is_serving(self) -> bool:
+        has_target = any(
+            kind == "target" and not report.get("is_draining") for kind, report in self._machine.reports().values()
+        )
+        return super()._is_serving() and has_target
+
+    def _call_drafters(self) -> None:
+        """Call for a drafter when one is wanted, where there may be none."""
+        if self._args.has_draft and not self._least["drafter"] and self._waker is None:
+            self._waker = Waker(self._lacks_drafter, self._call_drafter)
+            self._closers.append(self._waker.close)
+
     def _lacks_drafter(self) -> bool:
         reports = self._machine.reports().values()
         is_there = any(kind == "drafter" and not report.get("is_draining") for kind, report in reports)
@@ -109,6 +122,11 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
         """Every live worker by its name: its kind, and whether it drains."""
         reports = self._machine.reports().items()
         return {name: (kind, bool(report.get("is_draining"))) for name, (kind, report) in reports}
+
+
+def _least_workers(args: AppArgs) -> dict[WorkerKind, int]:
+    """Workers of each kind that there are in any case; of a pool's, which are another application's, none."""
+    return {"target": least(args.replicas.target), "drafter": 0 if args.draft.pool else least(args.replicas.draft)}
 
 
 def planner_of(args: AppArgs) -> Planner | PlanController:

@@ -24,6 +24,7 @@ from deployments.metrics.page import metrics_page
 from deployments.names import DEPLOYMENTS, DRAFT, INGRESS, ROUTER, TARGET
 from deployments.openai.errors import ApiError
 from deployments.openai.keys import ApiKeys
+from deployments.update_watch import UpdateWatch
 from specdec.errors import SpecdecError
 
 logger = logging.getLogger("ray.serve")
@@ -35,6 +36,7 @@ _OPTIONS: dict[str, Any] = {
     "ray_actor_options": {"num_cpus": 0},
     "max_ongoing_requests": 1000,
     "health_check_period_s": 1.0,
+    "max_surge_percent": 100,
     "graceful_shutdown_timeout_s": 2.0,
     "graceful_shutdown_wait_loop_s": 0.2,
 }
@@ -44,6 +46,7 @@ class StatusArgs(StrictModel):
     """Arguments of the three builders."""
 
     application: str = Field("specdec", min_length=1, description="name of the application that is told of")
+    update_timeout_s: float = Field(900.0, gt=0, description="an update that takes longer is told as late")
     draft_pool: str | None = Field(None, min_length=1, description="name of the application of its drafters, a pool")
     metrics_need_key: bool = Field(True, description="where there are API keys, ask for one at /metrics")
     api_keys_file: str | None = Field(
@@ -66,6 +69,7 @@ class Health:
         self._application = args.application
         self._ingresses = _asked(args, INGRESS, "refusal", _HEALTH_S)
         self._routers = _asked(args, ROUTER, "workers", _HEALTH_S)
+        self._update = UpdateWatch(args.application, args.update_timeout_s)
 
     async def __call__(self, request: Request) -> Response:
         """Answer."""
@@ -73,13 +77,17 @@ class Health:
             headers = {"Allow": "GET, HEAD"}
             text = f"{request.method} is not allowed on /health"
             return ApiError(405, text, code="method_not_allowed", headers=headers).response()
-        missing = missing_parts(*await asyncio.gather(self._ingresses.get(), self._routers.get()))
+        ingresses, routers, update = await asyncio.gather(
+            self._ingresses.get(), self._routers.get(), self._update.get()
+        )
+        missing = missing_parts(ingresses, routers)
+        of_update = {} if update is None else {"update": update}
         if not missing:
-            return JSONResponse({"status": "ready", "missing": {}})
+            return JSONResponse({"status": "ready", "missing": {}} | of_update)
         stages = await self._stages()
         if "target" in missing and TARGET in stages:
             missing["target"] = stages[TARGET]
-        return JSONResponse({"status": "unavailable", "missing": missing, "starting": stages}, 503)
+        return JSONResponse({"status": "unavailable", "missing": missing, "starting": stages} | of_update, 503)
 
     async def _stages(self) -> dict[str, str]:
         """What replicas that start do, by deployment; nothing where Ray's head does not answer."""

@@ -13,7 +13,7 @@ from cluster.cli.flags import add_config_flags, add_model_argument, config_overr
 from cluster.config import ServiceConfig
 from cluster.config_files import load_config
 from cluster.download import fetch_models
-from cluster.launch import APPLICATION, LocalService, check_port
+from cluster.launch import LOCAL_APPLICATION, LocalService, check_port
 from cluster.supervise import STOP_TIMEOUT_S, StopRequested, catch_stop, stop_begun, supervised
 from specdec.types import Progress
 
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     return serve(load_config(arguments.config, config_overrides(arguments)))
 
 
-def serve(config: ServiceConfig, application: str = APPLICATION) -> int:
+def serve(config: ServiceConfig, application: str = LOCAL_APPLICATION) -> int:
     """Start everything, serve, and stop everything on SIGINT or SIGTERM.
 
     Args:

@@ -19,6 +19,7 @@ import ray
 from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
 
+from deployments.succession import Succession
 from deployments.transport.discovery import Discovery
 from deployments.transport.host import DRAIN_POLL_S, Host, LoopHost, M, WorkerHost
 from deployments.transport.keeper import LinkKeeper
@@ -111,8 +112,16 @@ class Endpoint:
         return keeper
 
     async def identity(self) -> Identity:
-        """Where this replica runs."""
-        return Identity(serve.get_replica_context().deployment, self._me, os.getpid(), node_id())
+        """Where this replica runs, and what it can work with."""
+        deployment = serve.get_replica_context().deployment
+        return Identity(deployment, self._me, os.getpid(), node_id(), self._fingerprints, self._is_serving())
+
+    def _is_serving(self) -> bool:
+        """Whether it takes new sequences."""
+        return not self._is_draining
+
+    async def await_turn(self) -> None:
+        """Return when this replica, which has started, may take the place of others (``deployments.succession``)."""
 
     async def recorded(self) -> WorkerTrace | None:
         """What this replica's recorder holds; None where nothing is recorded."""
@@ -151,6 +160,12 @@ class _DrainingEndpoint(Endpoint):
     router; they end within seconds, as nobody can reach a router that is listed no more.
     """
 
+    _match: FingerprintKind = "decision"
+
+    def _has_clients(self) -> bool:
+        """Whether anybody is linked who asks for what this replica does."""
+        raise NotImplementedError
+
     def __del__(self) -> Coroutine[Any, Any, None] | None:
         return None if self._host is None else self._shut_down()
 
@@ -158,6 +173,8 @@ class _DrainingEndpoint(Endpoint):
         if self._host is not None:
             with suppress(HostFailedError):  # a machine that has failed or hangs has nothing to finish
                 self._host.check(self._stall_s)
+                if self._has_clients():
+                    await Succession(await self.identity(), self._match).hand_over(self._has_clients)
                 await self.drain()
         self.close_transport()
 
@@ -199,9 +216,15 @@ class WorkerEndpoint(_DrainingEndpoint):
         )
         self._open_traced(host, recorder)
         self._open(host, stall_s, times, fingerprints)
-        for application in applications or (None,):
+        self._match = match
+        self._keepers = [
             self._dial_routers(routers, match, host, _ignore, _ignore, application=application)
+            for application in applications or (None,)
+        ]
         return host
+
+    def _has_clients(self) -> bool:
+        return any(keeper.linked for keeper in self._keepers)
 
 
 class RouterEndpoint(_DrainingEndpoint):
@@ -239,6 +262,7 @@ class RouterEndpoint(_DrainingEndpoint):
         self._open_traced(host, recorder)
         self._open(host, stall_s, times, fingerprints)
         self._groups = {group.deployment: group for group in workers}
+        self._clients: set[str] = set()
         answerer = Answerer(self._me, fingerprints, host, self._refusal, self._joined, self._lost, times)
         self._streams = StreamAnswerer(answerer.answer)
         if heard is not None:
@@ -269,13 +293,25 @@ class RouterEndpoint(_DrainingEndpoint):
 
     def _joined(self, hello: Hello) -> None:
         group = self._groups.get(hello.deployment)
-        if group is not None and self._host is not None:
+        if group is None:
+            self._clients.add(hello.caller)
+        elif self._host is not None:
             self._host.tell(lambda machine, now_s: group.joined(machine, hello.caller, now_s))
 
     def _lost(self, hello: Hello) -> None:
         group = self._groups.get(hello.deployment)
-        if group is not None and self._host is not None:
+        if group is None:
+            self._clients.discard(hello.caller)
+        elif self._host is not None:
             self._host.tell(lambda machine, now_s: group.lost(machine, hello.caller, now_s))
+
+    def _has_clients(self) -> bool:
+        return bool(self._clients)
+
+    async def await_turn(self) -> None:
+        """Return when this router may take the place of others: when a target serves that it can work with."""
+        target = next(name for name, group in self._groups.items() if group.match == "decision")
+        await Succession(await self.identity()).await_turn(target)
 
     def _refusal(self, hello: Hello) -> str:
         """Why a call is refused; empty if it is not."""
@@ -286,7 +322,8 @@ class RouterEndpoint(_DrainingEndpoint):
         if self._host.failed:
             return "the machine has failed"
         group = self._groups.get(hello.deployment)
-        return mismatch(self._fingerprints, hello.fingerprints, "decision" if group is None else group.match)
+        match = "decision" if group is None else group.match
+        return mismatch(self._fingerprints, hello.fingerprints, match, hello.wire)
 
 
 class IngressEndpoint(Endpoint):
@@ -332,7 +369,12 @@ class IngressEndpoint(Endpoint):
                 host.tell(lambda machine, now_s: told(machine, peer, now_s))
 
         self._routers = self._dial_routers(routers.deployment, routers.match, host, joined, lost, refused)
+        self._router_deployment = routers.deployment
         return host
+
+    async def await_turn(self) -> None:
+        """Return when this ingress may take the place of others: when it is linked, and a router that fits serves."""
+        await Succession(await self.identity()).await_turn(self._router_deployment, lambda: bool(self.linked_peers()))
 
     def linked_peers(self) -> frozenset[str]:
         """Replica ids of the routers whose link is up."""

@@ -185,7 +185,7 @@ class Dialer:
     def _accept(self, greeting: Greeting, callee: str) -> None:
         if greeting.replica != callee:
             raise LinkRefusedError(f"{greeting.replica} answered in place of {callee}")
-        other_model = mismatch(self._fingerprints, greeting.fingerprints, self._match)
+        other_model = mismatch(self._fingerprints, greeting.fingerprints, self._match, greeting.wire)
         if other_model:
             raise OtherModelError(f"{callee} refused: {other_model}")
         if greeting.refusal:

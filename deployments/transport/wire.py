@@ -10,12 +10,14 @@ from msgspec import Struct
 
 from specdec.errors import SpecdecError
 from specdec.protocol.messages import Message
-from specdec.types import Fingerprints
+from specdec.types import UNKNOWN, Fingerprints
 
 Batch = tuple[Any, ...]
 """Messages that travel together; an empty batch is a heartbeat."""
 FingerprintKind = Literal["decision", "vocabulary"]
 
+WIRE_VERSION = 1
+"""Version of frames and messages. Raise it with every change that a process of the version before would misread."""
 MAX_FRAME_BYTES = 256 << 20
 """Longest frame that is sent or taken; Serve's limit for its own messages is the same (``cluster.settings``)."""
 
@@ -28,12 +30,14 @@ class Hello(Struct, frozen=True, array_like=True, tag=True):
         callee: Replica id the caller means. Serve may send a call elsewhere after a death, so the callee compares.
         deployment: Name of the caller's deployment.
         fingerprints: What the caller's models are.
+        wire: The caller's version of frames and messages.
     """
 
     caller: str
     callee: str
     deployment: str
     fingerprints: Fingerprints = Fingerprints()
+    wire: int = WIRE_VERSION
 
 
 class Greeting(Struct, frozen=True, array_like=True, tag=True):
@@ -43,11 +47,13 @@ class Greeting(Struct, frozen=True, array_like=True, tag=True):
         replica: Replica id of the callee.
         fingerprints: What the callee's models are.
         refusal: Why the callee will not open this link; empty if it does.
+        wire: The callee's version of frames and messages.
     """
 
     replica: str
     fingerprints: Fingerprints = Fingerprints()
     refusal: str = ""
+    wire: int = WIRE_VERSION
 
 
 class Messages(Struct, frozen=True, array_like=True, tag=True):
@@ -93,8 +99,17 @@ def decode(data: bytes, expected: type[F]) -> F:
     return frame
 
 
-def mismatch(mine: Fingerprints, theirs: Fingerprints, kind: FingerprintKind) -> str:
-    """Why two replicas must not work together (rule 14); empty if they may. An empty fingerprint matches any."""
+def mismatch(mine: Fingerprints, theirs: Fingerprints, kind: FingerprintKind, wire: int = WIRE_VERSION) -> str:
+    """Why two replicas must not work together (rule 14); empty if they may. An empty fingerprint matches any.
+
+    Args:
+        mine: What this replica's models are.
+        theirs: What the peer's are.
+        kind: Which of them must be equal.
+        wire: The peer's version of frames and messages.
+    """
+    if wire != WIRE_VERSION:
+        return f"its wire version is {wire}, here it is {WIRE_VERSION}: another version of the service"
     here, there = getattr(mine, kind), getattr(theirs, kind)
     if not here or not there or here == there:
         return ""
@@ -103,12 +118,25 @@ def mismatch(mine: Fingerprints, theirs: Fingerprints, kind: FingerprintKind) ->
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Where a replica runs, for operators and tests."""
+    """Where a replica runs, and what it can work with.
+
+    Attributes:
+        deployment: Name of its deployment.
+        replica: Serve's id of it.
+        pid: Of its process.
+        node: Ray's id of its node.
+        fingerprints: What its models are.
+        is_serving: Whether it takes new sequences: it does not drain, and has the peers that it needs for that.
+        wire: Its version of frames and messages.
+    """
 
     deployment: str
     replica: str
     pid: int
     node: str
+    fingerprints: Fingerprints = UNKNOWN
+    is_serving: bool = True
+    wire: int = WIRE_VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +168,7 @@ class LinkRefusedError(LinkError):
 
 
 class OtherModelError(LinkRefusedError):
-    """There is no link between two models, or two versions of one (rule 14)."""
+    """There is no link between two models, two versions of one (rule 14), or two wire versions."""
 
 
 class HostFailedError(SpecdecError):

@@ -6,6 +6,7 @@ import pytest
 
 from cluster.config import AppArgs
 from cluster.live import LIVE_KEYS, reconfigured, set_log_level
+from cluster.strict import key_paths
 from specdec.errors import InvalidParameterError
 
 ARGS = AppArgs.model_validate(
@@ -19,6 +20,7 @@ def test_what_a_user_config_does_not_name_stays():
     assert changed.limits.max_sequences == 3
     assert changed.num_branches == 5
     assert changed.target == ARGS.target
+    assert reconfigured(ARGS, {"access": {"admin_keys": ["a"]}, "replicas": {"target": 2}}).access.admin_keys == ("a",)
     assert reconfigured(ARGS, {}) == ARGS
     assert reconfigured(ARGS, None) == ARGS
 
@@ -26,6 +28,10 @@ def test_what_a_user_config_does_not_name_stays():
 @pytest.mark.parametrize(
     ("user_config", "words"),
     [
+        (
+            {"access": {"metrics_need_key": False}},
+            "user_config: access.metrics_need_key cannot change without a restart",
+        ),
         ({"target": "other"}, "user_config: target cannot change without a restart"),
         ({"num_speculative_tokens": 3}, "user_config: num_speculative_tokens cannot change without a restart"),
         ({"limit": {}}, "user_config: unknown key 'limit'; the nearest known key is 'limits'"),
@@ -51,7 +57,7 @@ def test_the_log_level_goes_back_to_serves_own(monkeypatch):
 
 
 def test_live_keys_are_keys_and_decide_no_token():
-    assert set(LIVE_KEYS) <= set(AppArgs.model_fields)
+    assert set(LIVE_KEYS) <= set(key_paths(AppArgs))
     deciding = {"demo", "target", "draft", "acceptance", "logits_processors", "chat_template", "scripted"}
     assert not deciding & set(LIVE_KEYS)
 

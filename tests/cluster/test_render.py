@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import yaml
+from ray.serve._private.deploy_utils import get_app_code_version
+from ray.serve.schema import ServeApplicationSchema
 
 from cluster.cli.main import main
 from cluster.cli.render import OVERLAYS, laid_over
@@ -55,12 +57,20 @@ def test_no_key_is_lost(tmp_path):
     rendered = serve_config(config)
     application, *status = rendered["applications"]
     args = AppArgs.model_validate(application["args"])
-    assert not set(LIVE_KEYS) & args.model_fields_set
-    assert reconfigured(args, application["deployments"][0]["user_config"]) == config.app_args()
+    assert not set(LIVE_KEYS) - {"replicas"} & args.model_fields_set
+    assert "updates" not in application["args"]
+    given = config.app_args()
+    assert reconfigured(args, application["deployments"][0]["user_config"]).model_dump(
+        exclude={"updates"}
+    ) == given.model_dump(exclude={"updates"})
+    surge = {one["name"]: one["max_surge_percent"] for one in application["deployments"]}
+    assert surge == {"OpenAIIngress": 0, "SpeculationRouter": 0, "TargetServer": 100, "DraftServer": 0}
     assert rendered["http_options"] == {"host": "0.0.0.0", "port": 9000, **config.tls.http_options()}
     assert rendered["logging_config"]["encoding"] == config.log_format.upper()
     for one in status:
-        assert StatusArgs.model_validate(one["args"]).api_keys_file == config.access.api_keys_file
+        status_keys = StatusArgs.model_validate(one["args"])
+        assert status_keys.api_keys_file == config.access.api_keys_file
+        assert status_keys.update_timeout_s == config.update_timeout_s
 
 
 def test_a_draftless_service_has_no_deployment_of_drafts(service, capsys):
@@ -133,9 +143,49 @@ def test_an_overlay_says_where_and_the_file_what(service, capsys):
     config = service(target="t", draft="d", replicas={"target": 3})
     application = printed(capsys, config, "--overlay", "prod")["applications"][0]
     args = AppArgs.model_validate(application["args"])
-    assert (args.target.model, args.replicas.target, args.replicas.router.max) == ("t", 3, 4)
+    _ingress, router, target, _draft = application["deployments"]
+    assert (args.target.model, target["num_replicas"], router["autoscaling_config"]["max_replicas"]) == ("t", 3, 4)
     assert args.actors.target.label_selector == {"role": "target"}
     assert printed(capsys, config)["applications"][0]["args"].keys() == {"target", "draft", "replicas"}
+
+
+PLACED = {name: {"num_gpus": 1, "num_cpus": 4} for name in ("target", "draft")}
+
+
+def version_of(keys):
+    """What Serve compares to tell whether replicas are to be started again."""
+    application = serve_config(ServiceConfig.model_validate(keys))["applications"][0]
+    options = {one["name"]: one.get("ray_actor_options") for one in application["deployments"]}
+    return get_app_code_version(ServeApplicationSchema.model_validate(application)), options
+
+
+@pytest.mark.parametrize(
+    ("keys", "restarts"),
+    [
+        ({"limits": {"max_sequences": 2}}, False),
+        ({"log_level": "debug"}, False),
+        ({"access": {"admin_keys": ["a"], "api_keys_file": "keys", "allowed_origins": ["*"]}}, False),
+        ({"replicas": {"target": 3, "ingress": 2}}, False),
+        ({"updates": {"target": "replace"}, "update_timeout_s": 7}, False),
+        ({"block_size": 32}, True),
+        ({"access": {"metrics_need_key": False}}, True),
+    ],
+)
+def test_what_decides_no_token_restarts_nothing(keys, restarts):
+    before = {"target": "t", "draft": "d", "actors": PLACED}
+    assert (version_of(before | keys) != version_of(before)) is restarts
+
+
+def test_a_range_grows_without_a_restart():
+    grown = [
+        {"target": "t", "draft": "d", "actors": PLACED, "replicas": {"target": {"min": 1, "max": most}}}
+        for most in (4, 8)
+    ]
+    assert version_of(grown[0]) == version_of(grown[1])
+    shared = [keys | {"actors": {}} for keys in grown]
+    assert version_of(shared[0]) != version_of(shared[1]), "the share of a device depends on it"
+    counts = [keys | {"replicas": {"router": 1 + i}} for i, keys in enumerate(shared)]
+    assert version_of(counts[0]) == version_of(counts[1])
 
 
 def test_a_kustomization_of_ones_own_stays_as_it_is(service, tmp_path, capsys):

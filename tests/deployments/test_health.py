@@ -15,6 +15,16 @@ from deployments.status import Health, StatusArgs
 LOADS = {"TargetServer": "loading x: 3.1 of 7.5 GB", "DraftServer": "timing its steps"}
 
 
+@pytest.fixture(autouse=True)
+def _no_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve is not there to be asked; asking it would start a Ray."""
+
+    async def none(_: Any) -> None:
+        return None
+
+    monkeypatch.setattr(status.UpdateWatch, "get", none)
+
+
 async def health(monkeypatch: pytest.MonkeyPatch, stages: Any, missing: dict[str, str]) -> tuple[int, dict[str, Any]]:
     async def nobody(_: ReplicaPoll) -> list[Any]:
         return []
@@ -49,3 +59,17 @@ async def test_only_get_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = await Health(StatusArgs())(Request({"type": "http", "method": "POST"}))
     assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD")
     assert json.loads(bytes(answer.body))["error"]["code"] == "method_not_allowed"
+
+
+@pytest.mark.parametrize("missing", [{}, {"target": "all of them drain"}])
+async def test_an_update_is_told_and_changes_no_status(
+    monkeypatch: pytest.MonkeyPatch, missing: dict[str, str]
+) -> None:
+    late = {"status": "late", "seconds": 901.0, "waiting_for": {"TargetServer": "waits for room"}}
+
+    async def update(_: Any) -> dict[str, Any]:
+        return late
+
+    monkeypatch.setattr(status.UpdateWatch, "get", update)
+    code, answer = await health(monkeypatch, lambda _: {}, missing)
+    assert (code, answer["update"]) == (503 if missing else 200, late)

@@ -58,10 +58,10 @@ def deploy(changes: dict[str, Any]) -> None:
     from ray import serve
 
     from cluster.config import AppArgs
-    from deployments.app import build_app
+    from deployments.app import build_local_app
 
     actors = {name: {"num_cpus": 1} for name in ("target", "draft")}
-    serve.run(build_app(AppArgs.model_validate({**ARGS, "actors": actors, **changes})), name="specdec")
+    serve.run(build_local_app(AppArgs.model_validate({**ARGS, "actors": actors, **changes})), name="specdec")
 
 
 def quantize(url: str) -> None:

@@ -257,6 +257,15 @@ def test_no_pod_of_prod_has_two_replicas_of_a_deployment(overlay):
         assert any(has[resource] < 2 * amount for resource, amount in takes.items()), role
 
 
+@pytest.mark.parametrize("overlay", PROD)
+@pytest.mark.parametrize("role", ["router", "ingress"])
+def test_an_update_has_a_pod_for_a_new_ingress_and_router(overlay, role):
+    args, front = app_args(overlay), groups(overlay)["front"]
+    has, takes = offered(front), wanted(getattr(args.actors, role))
+    places = front["maxReplicas"] * min(has[resource] // amount for resource, amount in takes.items() if amount)
+    assert places > most(getattr(args.replicas, role))
+
+
 @overlays
 def test_ingress_router_and_status_run_where_no_model_does(overlay):
     args = app_args(overlay)

@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx2
 import pytest
-from ray.serve.schema import ApplicationStatus
 
 from cluster.config import AppArgs
 from deployments import requantize
@@ -27,39 +26,39 @@ PATH = "/v1/admin/quantization"
 
 
 class Serve:
-    """Stands for Serve and its client: an application in a state, and what it was given to deploy."""
+    """Stands for Serve: an application in a state, and what it was given to deploy."""
 
-    def __init__(self, status: str = "RUNNING", source: str = "imperative") -> None:
-        self.found = {"status": ApplicationStatus(status), "source": source, "route_prefix": "/"}
+    def __init__(self) -> None:
+        self.state = "RUNNING"
         self.deployed: list[AppArgs] = []
 
     def get_replica_context(self) -> SimpleNamespace:
         return SimpleNamespace(app_name="specdec")
 
-    def get_serve_details(self) -> dict[str, Any]:
-        return {"applications": {"specdec": dict(self.found)}}
+    def status(self) -> SimpleNamespace:
+        found = SimpleNamespace(status=SimpleNamespace(value=self.state))
+        return SimpleNamespace(applications={"specdec": found})
 
     def RunTarget(self, target: AppArgs, **_: str) -> AppArgs:
         return target
 
     def run_many(self, targets: list[AppArgs], **_: bool) -> None:
         self.deployed += targets
-        self.found["status"] = ApplicationStatus.DEPLOYING
+        self.state = "DEPLOYING"
 
 
 @pytest.fixture(autouse=True)
 def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
     serve = Serve()
     monkeypatch.setattr(requantize, "serve", serve)
-    monkeypatch.setattr(requantize, "_get_global_client", lambda: serve)
     monkeypatch.setattr(requantize, "load_builder", lambda _: lambda args: args)
     return serve
 
 
-async def ask(bench: Bench, key: str, *bodies: object, **settings: tuple[str, ...]) -> Any:
+async def ask(bench: Bench, key: str, *bodies: object, is_local: bool = True, **settings: tuple[str, ...]) -> Any:
     """Send bodies at once, or ask what holds; gives the answers, or the only one."""
     app = create_app(bench.service, ApiSettings(**settings), bench.tokenizer, keys=ApiKeys(KEYS))
-    add_quantization_routes(app, AppArgs())
+    add_quantization_routes(app, AppArgs(), is_local=is_local)
     headers = {"Authorization": f"Bearer {key}"}
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://api") as http:
         answers = await asyncio.gather(
@@ -93,45 +92,46 @@ async def test_what_cannot_be_is_refused(bench, body, param):
 
 
 @pytest.mark.parametrize(
-    ("status", "source", "target", "answer", "is_deployed"),
+    ("status", "is_local", "target", "answer", "is_deployed"),
     [
-        ("RUNNING", "imperative", "int8", 202, True),
-        ("RUNNING", "imperative", "none", 202, False),
-        ("DEPLOYING", "imperative", "int8", 409, False),
-        ("DEPLOYING", "imperative", "none", 409, False),
-        ("NOT_STARTED", "imperative", "none", 409, False),
-        ("DELETING", "imperative", "none", 409, False),
-        ("DEPLOY_FAILED", "imperative", "int8", 202, True),
-        ("DEPLOY_FAILED", "imperative", "none", 202, True),
-        ("UNHEALTHY", "imperative", "none", 202, True),
-        ("RUNNING", "declarative", "int8", 409, False),
-        ("RUNNING", "declarative", "none", 202, False),
-        ("DEPLOY_FAILED", "declarative", "none", 409, False),
+        ("RUNNING", True, "int8", 202, True),
+        ("RUNNING", True, "none", 202, False),
+        ("DEPLOYING", True, "int8", 409, False),
+        ("DEPLOYING", True, "none", 409, False),
+        ("NOT_STARTED", True, "none", 409, False),
+        ("DELETING", True, "none", 409, False),
+        ("DEPLOY_FAILED", True, "int8", 202, True),
+        ("DEPLOY_FAILED", True, "none", 202, True),
+        ("UNHEALTHY", True, "none", 202, True),
+        ("RUNNING", False, "int8", 409, False),
+        ("RUNNING", False, "none", 202, False),
+        ("DEPLOY_FAILED", False, "none", 409, False),
     ],
 )
 async def test_it_is_deployed_unless_it_runs_so_or_an_update_is_under_way(
-    bench, serve, status, source, target, answer, is_deployed
+    bench, serve, status, is_local, target, answer, is_deployed
 ):
     """An ingress of before an update has what was before: what it serves is not what will be, nor a way back."""
-    serve.found |= {"status": ApplicationStatus(status), "source": source}
-    told = await ask(bench, "secret", {"target": target}, admin_keys=("admin",))
+    serve.state = status
+    told = await ask(bench, "secret", {"target": target}, is_local=is_local, admin_keys=("admin",))
     assert told.status_code == answer
-    if told.status_code == 409 and source == "imperative":
-        assert f"the application is {status}:" in told.json()["error"]["message"]
+    if told.status_code == 409:
+        line = f"the application is {status}:" if is_local else f"put target.quantization: {target} there"
+        assert line in told.json()["error"]["message"]
     assert [args.target.quantization for args in serve.deployed] == [target] * is_deployed
 
 
 async def test_of_two_changes_at_once_one_is_refused(bench, serve, monkeypatch):
     both_look = threading.Barrier(2)
-    details = serve.get_serve_details
+    status = serve.status
 
-    def looked() -> dict[str, Any]:
-        found = details()
+    def looked() -> SimpleNamespace:
+        found = status()
         with suppress(threading.BrokenBarrierError):  # one alone waits for the other in vain
             both_look.wait(0.5)
         return found
 
-    monkeypatch.setattr(serve, "get_serve_details", looked)
+    monkeypatch.setattr(serve, "status", looked)
     answers = await ask(bench, "secret", {"target": "int8"}, {"target": "int4"}, admin_keys=("admin",))
     assert sorted(answer.status_code for answer in answers) == [202, 409]
     assert len(serve.deployed) == 1

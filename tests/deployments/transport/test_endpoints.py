@@ -34,6 +34,7 @@ async def router() -> AsyncIterator[RouterEndpoint]:
     router = RouterEndpoint()
     router._host, router._me, router._closers, router._is_draining = LoopHost(Noted()), "r", [], False
     router._stall_s = 30.0
+    router._clients = set()
     router._fingerprints = Fingerprints("d", "v")
     router._groups = {
         name: PeerGroup(name, Noted.joined, Noted.lost, match)

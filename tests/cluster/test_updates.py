@@ -1,0 +1,62 @@
+"""Which deployments get a successor beside them, and which in their place."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.placement import ActorShare, Placement
+from cluster.replicas import Replicas, Updates
+from cluster.updates import plan_updates
+
+NO_ROOM = "no room for a second {0} beside the one that runs"
+
+
+def plan(free: dict[str, float], replicas: dict[str, object] | None = None, **updates: str):
+    gpu, none = ActorShare({"num_cpus": 4, "num_gpus": 1}), ActorShare({"num_cpus": 0})
+    half = ActorShare({"num_cpus": 1, "num_gpus": 0.5, "accelerator_type": "L40S", "resources": {"bay": 1}})
+    placement = Placement(target=gpu, draft=half, router=none, ingress=none)
+    return plan_updates(Updates.model_validate(updates), Replicas.model_validate(replicas or {}), placement, free)
+
+
+@pytest.mark.parametrize(
+    ("free", "target", "draft"),
+    [
+        ({}, 0, 0),
+        ({"CPU": 64}, 0, 0),
+        ({"CPU": 64, "GPU": 1}, 100, 0),
+        ({"CPU": 64, "GPU": 1, "bay": 1, "accelerator_type:L40S": 1}, 100, 0),  # the target takes it first
+        ({"CPU": 64, "GPU": 1.5, "bay": 1, "accelerator_type:L40S": 1}, 100, 100),
+        ({"CPU": 64, "GPU": 0.5, "bay": 1, "accelerator_type:L40S": 1}, 0, 100),
+        ({"CPU": 64, "GPU": 1.5, "bay": 1}, 100, 0),
+        ({"CPU": 3, "GPU": 2}, 0, 0),
+    ],
+)
+def test_a_model_surges_where_there_is_room(free, target, draft):
+    found = plan(free)
+    assert found.surge_percent == {"target": target, "draft": draft, "router": 100, "ingress": 100}
+    said = [part for part in ("target", "draft") if not found.surge_percent[part]]
+    assert len(found.remarks) == len(said)
+    for part, remark in zip(said, found.remarks, strict=True):
+        assert NO_ROOM.format(part) in remark
+        assert ("new requests wait" in remark) is (part == "target")
+
+
+def test_what_is_said_counts():
+    assert plan({}, target="surge", router="replace").surge_percent == {
+        "target": 100,
+        "draft": 0,
+        "router": 0,
+        "ingress": 100,
+    }
+    found = plan({"CPU": 64, "GPU": 8}, target="replace", draft="surge")
+    assert (found.surge_percent["target"], found.surge_percent["draft"], found.remarks) == (0, 100, ())
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("count", [1, 3, 5, {"min": 1, "max": 7}])
+def test_no_more_surge_than_there_is_room_for(num_gpus, count):
+    percent = plan({"CPU": 64, "GPU": num_gpus}, {"target": count}, draft="replace").surge_percent["target"]
+    most = count if isinstance(count, int) else count["max"]
+    for running in range(1, most + 1):
+        surge = (percent * running + 99) // 100  # as Serve rounds it
+        assert 1 <= surge <= min(num_gpus, most)

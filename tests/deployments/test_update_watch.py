@@ -1,0 +1,75 @@
+"""What ``/health`` says of an update."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deployments.update_watch import UpdateWatch, told
+
+FAILED = "Traceback\n  File x\nspecdec.errors.MemoryPlanError: no room"
+
+
+def deployment(status: str, states: dict[str, int], message: str = "") -> Any:
+    return SimpleNamespace(status=SimpleNamespace(value=status), replica_states=states, message=message)
+
+
+def application(status: str, message: str = "", **deployments: Any) -> Any:
+    return SimpleNamespace(
+        status=SimpleNamespace(value=status), last_deployed_time_s=100.0, message=message, deployments=deployments
+    )
+
+
+HEALTHY = deployment("HEALTHY", {"RUNNING": 1})
+WAITS = deployment(
+    "UPDATING",
+    {"RUNNING": 1, "STARTING": 1},
+    "Deployment 'TargetServer' has 1 replicas that have taken more than 30s to be scheduled. "
+    "Resources required for each replica: {'GPU': 1.0}, total resources available: {}.",
+)
+
+
+@pytest.mark.parametrize("found", [None, application("RUNNING", TargetServer=HEALTHY), application("UNHEALTHY")])
+def test_nothing_is_said_without_an_update(found: Any) -> None:
+    assert told(found, 60, 200) is None
+
+
+@pytest.mark.parametrize(("now_s", "status"), [(159, "under_way"), (161, "late")])
+def test_an_update_without_a_place_is_late_after_a_while(now_s: float, status: str) -> None:
+    found = told(application("DEPLOYING", TargetServer=WAITS, SpeculationRouter=HEALTHY), 60, now_s)
+    assert found is not None
+    assert (found["status"], found["seconds"]) == (status, now_s - 100)
+    assert found["waiting_for"].keys() == {"TargetServer"}
+    assert "waits for room; it asks for {'GPU': 1.0}" in found["waiting_for"]["TargetServer"]
+
+
+def test_an_update_that_failed_says_why() -> None:
+    failed = deployment("DEPLOY_FAILED", {"RUNNING": 1}, FAILED)
+    found = told(application("DEPLOY_FAILED", TargetServer=failed, OpenAIIngress=HEALTHY), 60, 110)
+    assert found is not None
+    assert (found["status"], found["waiting_for"]) == (
+        "failed",
+        {"TargetServer": "specdec.errors.MemoryPlanError: no room"},
+    )
+    found = told(application("DEPLOY_FAILED", FAILED, OpenAIIngress=HEALTHY), 60, 110)
+    assert found is not None
+    assert found["waiting_for"] == {"application": "specdec.errors.MemoryPlanError: no room"}, "the builder refused it"
+
+
+async def test_serve_is_not_asked_each_time_and_may_not_answer() -> None:
+    asked: list[int] = []
+
+    def status() -> Any:
+        asked.append(1)
+        if len(asked) == 2:
+            raise ConnectionError
+        return SimpleNamespace(applications={"a": application("DEPLOYING", TargetServer=WAITS)})
+
+    watch = UpdateWatch("a", 1.0, status)
+    first = await watch.get()
+    assert first is not None
+    assert (await watch.get(), len(asked)) == (first, 1)
+    watch._asked_s = float("-inf")
+    assert (await watch.get(), len(asked)) == (None, 2)
