@@ -33,6 +33,7 @@ BURNS: tuple[tuple[str, float, str, str, str, Severity], ...] = (
 
 SERVICE = "by (namespace, ray_io_cluster, application)"
 MODEL = "by (namespace, ray_io_cluster, application, model_name)"
+SERVICE_ANYWHERE = "by (namespace, application)"
 ON_MODEL = "on (namespace, ray_io_cluster, application, model_name)"
 ON_SERVICE = "on (namespace, ray_io_cluster, application)"
 
@@ -62,6 +63,7 @@ def alerts() -> Iterator[Rule]:
     yield from _speculation()
     yield from _load()
     yield from _faults()
+    yield from _updates()
 
 
 def _missing_parts() -> Iterator[Rule]:
@@ -72,6 +74,16 @@ def _missing_parts() -> Iterator[Rule]:
         "critical",
         "No router of any service tells anything: all of them are down, or nobody scrapes them",
         "See whether Prometheus has the targets of the PodMonitor, and whether the RayService's pods run.",
+    )
+    # An upgrade makes another Ray cluster of the same service, so that the cluster is no part of what is missed.
+    told = f"max {SERVICE_ANYWHERE}"
+    yield _alert(
+        "SpecdecServiceMissing",
+        f"{told} (present_over_time(specdec_router_workers[1d])) unless {told} (specdec_router_workers)",
+        "5m",
+        "critical",
+        "A service that had routers within the last day has none that reports",
+        "See whether the RayService's pods run and are scraped; silence the alert if the service was deleted.",
     )
     by_kind = "max by (namespace, ray_io_cluster, application, kind)"
     yield _alert(
@@ -145,6 +157,26 @@ def _load() -> Iterator[Rule]:
         "A tenth of the sequences wait longer than 5 s to begin, or none begins at all",
         "Add target replicas, or lower limits.max_queued_requests so that clients are refused early.",
     )
+    refused = f'sum {SERVICE} (rate(specdec_http_requests_total{{status="429"}}[5m]))'
+    answered = f"sum {SERVICE} (rate(specdec_http_requests_total[5m]))"
+    yield _alert(
+        "SpecdecRefusing",
+        f"{refused} / ({answered} > 0) > 0.05",
+        "5m",
+        "warning",
+        "More than 5 % of all requests are refused with 429",
+        "Add target replicas, raise replicas.target.max, or raise limits if the targets have room.",
+    )
+    gpu = "by (namespace, ray_io_cluster, instance, GpuIndex)"
+    used = f"max {gpu} (ray_node_gram_used)"
+    yield _alert(
+        "SpecdecGpuMemoryFull",
+        f"{used} / ({used} + max {gpu} (ray_node_gram_available)) > 0.97",
+        "10m",
+        "warning",
+        "A GPU has less than 3 % of its memory free: the next allocation may fail",
+        "Lower kv_memory of the model on that GPU, or give it a larger share.",
+    )
     for name, family, most_s in SLOS_S:
         for speed, times, short, long, lasting, severity in BURNS:
             least = f"{times} * {round(1 - SLO_SHARE, 6)}"
@@ -203,6 +235,35 @@ def _faults() -> Iterator[Rule]:
         "warning",
         "A router has no link to a worker that lives, or drafts do not reach their targets",
         "Check the network between the nodes, and whether all have the same version, models and environment.",
+    )
+
+
+def _updates() -> Iterator[Rule]:
+    """By Serve's own status of applications (1: the deployment failed, 5: it is under way), and by KubeRay's."""
+    status = f"max {SERVICE} (ray_serve_application_status)"
+    yield _alert(
+        "SpecdecUpdateFailed",
+        f"{status} == 1",
+        "1m",
+        "warning",
+        "An update has failed: what ran before serves on, unless it was replaced",
+        "Read `update` at /health, then deploy the previous configuration again.",
+    )
+    yield _alert(
+        "SpecdecUpdateLate",
+        f"{status} == 5",
+        "15m",
+        "warning",
+        "An update takes longer than 15 minutes",
+        "Read `update` at /health: a surge waits for a free device; free one, or set updates of that model to replace.",
+    )
+    yield _alert(
+        "SpecdecRayServiceNotReady",
+        'max by (namespace, exported_namespace, name) (kuberay_service_condition_ready{condition="false"}) == 1',
+        "5m",
+        "critical",
+        "KubeRay says that a RayService is not ready: it has no pod that takes requests",
+        "Run kubectl describe on the RayService, and look for pods that do not start.",
     )
 
 

@@ -100,12 +100,63 @@ _ANSWERS = {
     'specdec_http_requests_total{status="503"}': counted((6, 20), (0, 30)),
 }
 
+_REFUSALS = {
+    'specdec_http_requests_total{status="200"}': counted((60, 50)),
+    'specdec_http_requests_total{status="429"}': counted((6, 20), (0, 30)),
+}
+
 CASES = (
     Case("SpecdecNothingTells", {"specdec_router_workers{}": "1+0x4 _x20 1+0x15"}, 20, 35, is_of_none=True),
+    # One of two services is gone; the other's series go on.
+    Case(
+        "SpecdecServiceMissing",
+        {
+            'specdec_router_workers{replica="r"}': "1+0x4 _x20 1+0x15",
+            'specdec_router_workers{application="other", replica="o"}': held((1, 40)),
+        },
+        20,
+        35,
+    ),
+    # An upgrade: another Ray cluster of the same service takes over.
+    Case(
+        "SpecdecServiceMissing",
+        {
+            'specdec_router_workers{ray_io_cluster="a"}': "1+0x9 _x30",
+            'specdec_router_workers{ray_io_cluster="b"}': "_x8 1+0x31",
+        },
+        None,
+        30,
+    ),
     Case("SpecdecFewerWorkers", _linked("target", "r", (2, 20), (1, 30), (2, 20)) | _least(2, 0), *(40, 60), _TARGETS),
     # Some have gone, and there are as many as there are to be in any case.
     Case("SpecdecFewerWorkers", _linked("target", "r", (3, 20), (2, 90)) | _least(2, 0), None, 90),
     Case("SpecdecErrors", _ANSWERS, 15, 40),
+    Case("SpecdecRefusing", _REFUSALS, 15, 40),
+    Case(
+        "SpecdecGpuMemoryFull",
+        {
+            'ray_node_gram_used{instance="i", GpuIndex="0"}': held((900, 5), (990, 20), (900, 20)),
+            'ray_node_gram_available{instance="i", GpuIndex="0"}': held((100, 5), (10, 20), (100, 20)),
+            'ray_node_gram_used{instance="i", GpuIndex="1"}': held((500, 45)),
+            'ray_node_gram_available{instance="i", GpuIndex="1"}': held((500, 45)),
+        },
+        *(20, 35),
+        {"namespace": "n", "instance": "i", "GpuIndex": "0"},
+        is_of_none=True,
+    ),
+    Case(
+        "SpecdecRayServiceNotReady",
+        {
+            'kuberay_service_condition_ready{name="specdec", condition="true"}': "1+0x9 _x20 1+0x10",
+            'kuberay_service_condition_ready{name="specdec", condition="false"}': "_x10 1+0x19 _x10",
+        },
+        *(20, 35),
+        {"namespace": "n", "name": "specdec"},
+        is_of_none=True,
+    ),
+    Case("SpecdecUpdateFailed", {"ray_serve_application_status{}": held((6, 5), (1, 10), (6, 10))}, 10, 20),
+    Case("SpecdecUpdateLate", {"ray_serve_application_status{}": held((6, 5), (5, 30), (6, 10))}, 30, 40),
+    Case("SpecdecUpdateLate", {"ray_serve_application_status{}": held((6, 5), (5, 10), (6, 30))}, None, 30),
     Case("SpecdecTargetDown", _linked("target", "r", *_GONE), 10, 20),
     Case("SpecdecTargetDown", _linked("target", "r", *_GONE) | _linked("target", "s", (1, 25)), None, 10),
     Case("SpecdecDraftDown", _linked("drafter", "r", *_GONE) | _least(1, 1), 10, 20),

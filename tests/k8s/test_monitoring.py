@@ -34,6 +34,9 @@ def series_of(family: Family) -> list[str]:
 
 
 SERIES = {name: family for family in FAMILIES for name in series_of(family)}
+FOREIGN = ("ray_node_gram_used", "ray_node_gram_available", "ray_serve_application_status")
+FOREIGN += ("kuberay_service_condition_ready",)
+"""Series of Ray's and KubeRay's own that alerts ask for."""
 GAUGES = {family.series for family in FAMILIES if family.kind == "gauge"}
 
 
@@ -46,7 +49,7 @@ def queries(dashboard: dict[str, Any]) -> list[str]:
 
 
 def names(expression: str) -> list[str]:
-    return re.findall(r"\b(?:specdec[_:]|ray_node_)[\w:]+", re.sub(r'"[^"]*"', "", expression))
+    return re.findall(r"\b(?:specdec[_:]|ray_|kuberay_)(?!io_)[\w:]+", re.sub(r'"[^"]*"', "", expression))
 
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: path.name)
@@ -123,7 +126,7 @@ def test_a_query_asks_for_what_there_is_as_it_should(query: str) -> None:
 def test_a_rule_asks_for_what_there_is_as_it_should(rule: dict[str, Any]) -> None:
     used = names(rule["expr"])
     assert used
-    for name in set(used) - RECORDED:
+    for name in set(used) - RECORDED - set(FOREIGN):
         check_use(name, rule["expr"])
 
 
@@ -152,6 +155,12 @@ def check_use(name: str, expression: str) -> None:
 def test_every_series_of_rays_that_is_shown_is_kept() -> None:
     shown = {name for dashboard in DASHBOARDS.values() for query in queries(dashboard) for name in names(query)}
     assert {name for name in shown if name.startswith("ray_")} == set(NODES)
+
+
+def test_every_series_of_rays_that_an_alert_asks_for_is_kept() -> None:
+    asked = {name for alert in ALERTS.values() for name in names(alert["expr"]) if name.startswith("ray_")}
+    assert asked
+    assert [name for name in asked if relabelled(name, plain_rules()) != name] == []
 
 
 def test_slos_are_bounds_of_their_histograms() -> None:

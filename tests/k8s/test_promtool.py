@@ -72,6 +72,6 @@ def fired(case: Case) -> dict[str, Any]:
 
 
 def with_labels(name: str) -> str:
-    """The series with the labels that every series has."""
-    whose = ", ".join(f'{key}="{value}"' for key, value in WHOSE.items())
+    """The series with the labels that every series has, where it has none of the name itself."""
+    whose = ", ".join(f'{key}="{value}"' for key, value in WHOSE.items() if f"{key}=" not in name)
     return re.sub(r"{(.*)}", lambda own: "{" + ", ".join(filter(None, [own[1], whose])) + "}", name)
