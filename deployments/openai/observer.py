@@ -22,6 +22,10 @@ CLIENT_GONE = 499
 """The status under which a request is counted whose client had gone before there was an answer."""
 
 
+MAX_KEYS, OTHER_KEYS = 512, "(other)"
+"""API keys with series of their own: each key has six, and all series are read once a second."""
+
+
 class AcceptedPerPosition(Collector):
     """Draft tokens accepted, by their place in the draft: kept by rounds, so that no token costs anything."""
 
@@ -88,15 +92,23 @@ class Observer:
         self.num_accepted_tokens = counter(families.ACCEPTED_TOKENS)
         self.accepted_per_position = AcceptedPerPosition()
         registry.register(self.accepted_per_position)
+        self._keys: set[str] = set()
         self._waiting_since: dict[object, float] = {}
 
     def longest_queue_s(self) -> float:
         """Queue time until now of the sequence that waits longest for a target to begin it; 0 where none waits."""
         return max(0.0, self.clock() - min(self._waiting_since.values(), default=math.inf))
 
+    def key_label(self, key: str) -> str:
+        """An API key's name as a label: the first ones to come have their own, all others are one."""
+        if key not in self._keys and len(self._keys) >= MAX_KEYS:
+            return OTHER_KEYS
+        self._keys.add(key)
+        return key
+
     def prompt_tokens(self, model: str, key: str, num_tokens: int) -> None:
         """Count a prompt; once, however many samples were asked for."""
-        self.num_prompt_tokens.labels(model, key).inc(num_tokens)
+        self.num_prompt_tokens.labels(model, self.key_label(key)).inc(num_tokens)
 
     def answered(self, path: str, status: int, code: str) -> None:
         """Count an answer, and its error's code where it is one."""
@@ -123,6 +135,7 @@ class Observer:
 
     def opened(self, model: str, key: str, age_s: float) -> SequenceObserver:
         """Begin to observe a sequence of a request that arrived ``age_s`` seconds ago."""
+        key = self.key_label(key)
         # Series that exist before the first event: a rate over them is right from the start.
         for counter in (self.num_drafts, self.num_draft_tokens, self.num_accepted_tokens, self.num_discarded_tokens):
             counter.labels(model).inc(0)

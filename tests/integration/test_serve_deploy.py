@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import time
@@ -10,14 +11,20 @@ import urllib.request
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 import yaml
 
 from cluster.cli.render import render
+from cluster.identity import demo_folder
 from cluster.launch import check_port
+from cluster.limits import ResponsesStore
 from cluster.settings import prepare_for_ray
+from specdec import ModelSource
+from specdec.models.describe import linear_shapes
 from tests.integration.kills import Comparison, Streams
 from tests.integration.running import eventually, serve_deploy
+from tests.specdec.adapters import write_adapter
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICE = ROOT / "k8s" / "overlays" / "dev" / "service.yaml"
@@ -50,12 +57,22 @@ def node():
 
 
 @pytest.fixture(scope="module")
-def rendered():
+def adapter(tmp_path_factory):
+    """An adapter of the demo target, in the folder from which the service may load."""
+    path = tmp_path_factory.mktemp("adapters") / "sql"
+    return write_adapter(path, linear_shapes(ModelSource(str(demo_folder("target")))), 4, 0)
+
+
+@pytest.fixture(scope="module")
+def rendered(adapter):
     """Serve's configuration; it listens on this machine alone, and not on the port that a pod would have to itself."""
     text = render(SERVICE)["serve.yaml"]
     assert "host: 0.0.0.0\n  port: 8000" in text
     port = check_port("127.0.0.1", 0)
-    return text.replace("host: 0.0.0.0\n  port: 8000", f"host: 127.0.0.1\n  port: {port}")
+    config = yaml.safe_load(text.replace("host: 0.0.0.0\n  port: 8000", f"host: 127.0.0.1\n  port: {port}"))
+    kept = {"responses_store": {"enabled": True}, "lora": {"folder": str(Path(adapter.path).parent)}}
+    config["applications"][0]["args"] |= kept
+    return yaml.safe_dump(config)
 
 
 def get(url, body=None, timeout_s=60):
@@ -140,7 +157,24 @@ def test_a_limit_changes_without_a_restart(rendered, node, deployed, tmp_path):
     assert replicas() == before
 
 
-def test_an_update_that_restarts_every_replica_breaks_no_stream(rendered, node, deployed, tmp_path):
+def load_adapter(adapter):
+    """Load it as some ingress would: over HTTP that takes an API key."""
+    from deployments.stores import RayStore
+
+    store = RayStore("store:specdec", ResponsesStore())
+    loaded = msgspec.json.encode(("another model's", adapter, None))
+    asyncio.run(store.assign("sql", loaded))
+
+
+def test_an_update_that_restarts_every_replica_breaks_no_stream_and_loses_nothing_stored(
+    rendered, node, deployed, adapter, tmp_path
+):
+    load_adapter(adapter)
+    stored = json.loads(
+        get(f"{deployed}/v1/responses", {"model": "specdec-demo", "input": "x", "max_output_tokens": 4})
+    )
+    assert stored["store"]
+    assert status_of(deployed, {"model": "sql", "prompt": "x", "max_tokens": 1}) == 200
     streams = Streams(deployed, "specdec-demo", count=4, max_tokens=1200)
     with streams.running() as wait:
         undisturbed = wait()
@@ -164,3 +198,6 @@ def test_an_update_that_restarts_every_replica_breaks_no_stream(rendered, node, 
         eventually(lambda: unchanged() <= STATUS_DEPLOYMENTS, 120, "every replica is another")
     assert unchanged() == STATUS_DEPLOYMENTS, application_status()
     eventually(lambda: application_status()[0] == "RUNNING", DEPLOY_TIMEOUT_S, "the update is done")
+    assert json.loads(get(f"{deployed}/v1/responses/{stored['id']}")) == stored
+    follow = {"model": "sql", "input": "y", "max_output_tokens": 1, "previous_response_id": stored["id"]}
+    assert json.loads(get(f"{deployed}/v1/responses", follow))["model"] == "sql"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Response
@@ -33,12 +34,13 @@ async def model(name: str, api: ApiOf) -> dict[str, Any]:
 
 
 def _model(model: ServedModel, created_s: int) -> dict[str, Any]:
+    root = Path(model.root)  # of a folder only its name: where it lies is nobody's business
     return {
         "id": model.name,
         "object": "model",
         "created": created_s,
         "owned_by": "specdec",
         "max_model_len": model.max_model_len,
-        "root": model.root or model.name,
+        "root": (root.name if root.is_absolute() else model.root) or model.name,
         "parent": model.parent,
     }

@@ -156,10 +156,10 @@ async def test_an_adapter_is_named_alone_or_after_its_model(name: str, service: 
     assert service.bench.metric("prompt_tokens_total", key="ops") == 2, "the label is the model's name"
 
 
-async def test_adapters_are_listed_with_parent_and_root(http: httpx2.AsyncClient, folder: Path) -> None:
+async def test_adapters_are_listed_with_parent_and_root(http: httpx2.AsyncClient) -> None:
     listed = {one["id"]: one for one in (await http.get("/v1/models")).json()["data"]}
     assert list(listed) == ["demo", "demo-draft", "sql"]
-    assert (listed["sql"]["parent"], listed["sql"]["root"]) == ("demo", str(folder / "sql"))
+    assert (listed["sql"]["parent"], listed["sql"]["root"]) == ("demo", "sql"), "no path of this machine"
     assert listed["demo"]["parent"] is None
     assert (await http.get("/v1/models/demo:sql")).json() == listed["sql"]
 

@@ -6,7 +6,7 @@ import httpx2
 from openai import AsyncOpenAI
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from deployments.openai.observer import Observer
+from deployments.openai.observer import MAX_KEYS, OTHER_KEYS, Observer
 from deployments.openai.tally import Round, RoundTally
 from specdec.protocol.messages import Notes
 
@@ -117,3 +117,15 @@ def test_updates_do_not_grow_with_tokens() -> None:
         return count
 
     assert num_updates(2) == num_updates(64) == 9 + 10 * 3
+
+
+def test_so_many_api_keys_have_series_of_their_own_and_all_others_one() -> None:
+    registry = CollectorRegistry()
+    observer = Observer(registry, "m")
+    for number in range(MAX_KEYS + 5):
+        observer.prompt_tokens("m", f"key-{number}", 2)
+        observer.prompt_tokens("m", "key-0", 1)
+    samples = [one for metric in registry.collect() for one in metric.samples if "prompt_tokens_total" in one.name]
+    counts = {one.labels["key"]: one.value for one in samples}
+    assert len(counts) == MAX_KEYS + 1
+    assert (counts["key-0"], counts[OTHER_KEYS]) == (2 + MAX_KEYS + 5, 10)
