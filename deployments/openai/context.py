@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -21,6 +21,7 @@ from deployments.openai.service import ServedModel, TokenService
 from deployments.openai.settings import ApiSettings
 from deployments.store import Store
 from specdec.errors import ServiceUnavailableError
+from specdec.fair_threads import FairThreads
 from specdec.sampling.grammars import Grammars
 from specdec.text.parsing.selection import AnswerForms
 from specdec.text.pieces import TokenTexts
@@ -33,8 +34,10 @@ _T = TypeVar("_T")
 _MOST_SHOWN = 256
 """Characters of a model's name that an error repeats."""
 _MOST_NAMED = 16
-_QUICK_CHARACTERS = 1 << 14
-"""Texts up to this long are tokenized on the event loop: a thread would cost more."""
+_QUICK_CHARACTERS = 1 << 11
+"""Texts up to this long are tokenized on the event loop, in a millisecond: a thread would cost as much."""
+_NUM_THREADS = 3
+"""At most two of them for one API key. More would wait for the interpreter's lock, and the event loop with them."""
 _CHARACTERS_PER_LOGPROB = 16
 """About as many are tokenized in the time that it takes to write one log probability, or to place one token."""
 
@@ -51,6 +54,8 @@ class Api:
         answers: How the model's answers are written.
         store: Keeps responses; None where the service keeps none.
         refresh: Learns of the adapters that other ingresses have loaded; None where none can be.
+        threads: Do what takes long, each API key's work in its turn.
+        caller: Name of the API key of the request that this is for; empty where none is asked for.
     """
 
     service: TokenService
@@ -63,6 +68,8 @@ class Api:
     answers: AnswerForms
     store: Store | None = None
     refresh: Callable[[], Awaitable[None]] | None = None
+    threads: FairThreads = field(default_factory=lambda: FairThreads(_NUM_THREADS, "requests"))
+    caller: str = ""
 
     def check_admin(self, arrival: Arrival, act: str = "") -> None:
         """Let on who may administer, and log what is to be done.
@@ -113,18 +120,28 @@ class Api:
         arrival.account.admitted_s = time.monotonic()
 
     async def encode(self, num_characters: int, work: Callable[[], _T]) -> _T:
-        """Run tokenizing work, in a thread where the text is long."""
-        return work() if num_characters <= _QUICK_CHARACTERS else await asyncio.to_thread(work)
+        """Run tokenizing work, in a thread where the text is long, in the turn of the request's API key."""
+        return work() if num_characters <= _QUICK_CHARACTERS else await self.beside_loop(work)
+
+    async def beside_loop(self, work: Callable[[], _T]) -> _T:
+        """Run work in a thread, in the turn of the request's API key. Work that has not begun is dropped on cancel."""
+        return await asyncio.wrap_future(self.threads.submit(self.caller, work))
 
     async def write(self, num_logprobs: int, work: Callable[[], _T]) -> _T:
         """Run work that writes log probabilities, or text piece by piece, in a thread where they are many."""
         return await self.encode(num_logprobs * _CHARACTERS_PER_LOGPROB, work)
 
 
+def api_of(request: Request) -> Api:
+    """The parts of the API, for one request."""
+    api: Api = request.app.state.api
+    arrival: Arrival = request.state.arrival
+    return replace(api, caller=arrival.account.key)
+
+
 # FastAPI runs what is no coroutine in another thread, and hand-overs wait where cores are busy.
 async def _api(request: Request) -> Api:
-    api: Api = request.app.state.api
-    return api
+    return api_of(request)
 
 
 async def _arrival(request: Request) -> Arrival:

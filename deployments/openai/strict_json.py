@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine
 from math import isfinite
 from typing import Any
@@ -14,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 
+from deployments.openai.context import api_of
 from deployments.openai.errors import INVALID, ApiError, dotted
 
 _QUICK_BYTES = 1 << 14
@@ -43,7 +43,7 @@ class StrictJsonRequest(Request):
         body = await self.body()
         if len(body) <= _QUICK_BYTES:
             return self._read(body)
-        return await asyncio.to_thread(self._read, body)
+        return await api_of(self).beside_loop(lambda: self._read(body))
 
     def _read(self, body: bytes) -> Any:
         try:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
 
 from specdec.errors import InvalidParameterError, ServiceUnavailableError, reason_of
+from specdec.fair_threads import FairThreads
 from specdec.sampling.grammar import Grammar, check_length, llguidance_grammar
 from specdec.sampling.trial import takes_too_much
 from specdec.types import Tokens
@@ -23,8 +25,9 @@ if TYPE_CHECKING:
 _MOST_KEPT = 512
 _MOST_MESSAGE_CHARACTERS = 500
 _STACK_BYTES = 32 << 20
-_NUM_THREADS = 2
-"""One that takes its time does not hold up all others."""
+"""Of the threads that compile: it stands whatever :mod:`specdec.sampling.trial` lets through."""
+_NUM_THREADS = 3
+"""At most two of them for one key."""
 _LIMITS = LLParserLimits(max_grammar_size=100_000, verbose_errors=False)
 """Bounds on time and memory, to compile as well as to find a mask; the rest is llguidance's own."""
 
@@ -58,13 +61,15 @@ class Grammars:
         self._compiled: OrderedDict[GrammarKey, Future[LLMatcher]] = OrderedDict()
         self._awaited: Counter[GrammarKey] = Counter()
         self._lock = threading.Lock()
-        self._threads = _with_deep_stacks()
+        self._threads = FairThreads(_NUM_THREADS, "grammars", _STACK_BYTES)
         if eos_token_ids:
             with suppress(ValueError):  # the tokenizer is not a fast one: whoever asks for a grammar is told so
                 self._tokens(eos_token_ids)
 
-    def compiled(self, grammar: Grammar, eos_token_ids: Tokens) -> Future[LLMatcher]:
-        """A matcher at the grammar's beginning, to be copied; it is begun now, or was before.
+    def compiled(self, grammar: Grammar, eos_token_ids: Tokens, caller: str = "") -> Future[LLMatcher]:
+        """A matcher at the grammar's beginning, to be copied; it is queued now, or was before.
+
+        Callers take turns: one with many grammars delays another's by one of them.
 
         Its exception is an InvalidParameterError for ``grammar``, which says what is wrong with it; or a
         ServiceUnavailableError where it could not be tried, which says nothing of it and is not given again.
@@ -79,19 +84,23 @@ class Grammars:
         with self._lock:
             future = self._compiled.pop(key, None)
             if future is None or _was_not_tried(future):
-                future = self._threads.submit(self._compile, grammar, eos_token_ids)
+                future = self._threads.submit(caller, partial(self._compile, grammar, eos_token_ids))
             self._compiled[key] = future
             while len(self._compiled) > _MOST_KEPT:
                 self._compiled.popitem(last=False)
         return future
 
     @contextmanager
-    def awaited(self, grammar: Grammar, eos_token_ids: Tokens) -> Iterator[Future[LLMatcher]]:
-        """What :meth:`compiled` gives, for as long as somebody waits: what nobody waits for any more is not begun."""
+    def awaited(self, grammar: Grammar, eos_token_ids: Tokens, caller: str = "") -> Iterator[Future[LLMatcher]]:
+        """What :meth:`compiled` gives, for as long as somebody waits: what nobody waits for any more is not begun.
+
+        What another caller has asked for before is compiled in the turn of whichever comes first.
+        """
         key = grammar, eos_token_ids
         with self._lock:
             self._awaited[key] += 1
-        future = self.compiled(grammar, eos_token_ids)
+        future = self.compiled(grammar, eos_token_ids, caller)
+        self._threads.also_for(caller, future)
         try:
             yield future
         finally:
@@ -145,18 +154,6 @@ class Grammars:
             made = from_tokenizer(self._tokenizer, n_vocab=self.vocab_size, eos_token=list(eos_token_ids))
             self._tokenizers[eos_token_ids] = made
         return made
-
-
-def _with_deep_stacks() -> ThreadPoolExecutor:
-    """Threads whose stacks stand whatever :mod:`specdec.sampling.trial` lets through."""
-    threads = ThreadPoolExecutor(_NUM_THREADS, "grammars")
-    before, together = threading.stack_size(_STACK_BYTES), threading.Barrier(_NUM_THREADS)
-    try:
-        for begun in [threads.submit(together.wait) for _ in range(_NUM_THREADS)]:
-            begun.result()
-    finally:
-        threading.stack_size(before)
-    return threads
 
 
 def _was_not_tried(future: Future[LLMatcher]) -> bool:

@@ -77,7 +77,7 @@ class Line:
         self.drafter.start_worker(
             both, routers="Router", stall_s=30.0, fingerprints=Fingerprints("e", "v"), match="vocabulary"
         )
-        self.tokens = RoutedTokens(ModelInfo(ServedModel("demo", "target", max_model_len, 4096)))
+        self.tokens = RoutedTokens(ModelInfo(ServedModel("demo", "target", max_model_len, 4096, (4095,))))
         self._as("Ingress", "i")
         group = PeerGroup("Router", IngressMachine.router_joined, IngressMachine.router_lost)
         ingress = self.ingress.start_ingress(
