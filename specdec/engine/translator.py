@@ -32,7 +32,8 @@ class Translator:
         self._texts: dict[str, _Text] = {}
 
     def logits(self, draft_logits: Tensor) -> Tensor:
-        """See :meth:`Translation.logits`."""
+        """See :meth:`Translation.logits`; the maps are uploaded at the first call."""
+        self._translation = self._translation.on(draft_logits.device)
         return self._translation.logits(draft_logits)
 
     def translated(self, job: DraftJob) -> DraftJob:

@@ -7,7 +7,7 @@ target decides: nothing here touches the output.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from llguidance import LLTokenizer
@@ -46,11 +46,19 @@ class Translation:
         return len(self.spelled)
 
     def logits(self, draft_logits: Tensor) -> Tensor:
-        """The draft's logits [N, its width] as float32 [N, vocab_size], in the order of the target's tokens."""
-        device = draft_logits.device
-        logits = torch.full((len(draft_logits), self.vocab_size), _NOT_SHARED, device=device)
-        logits[:, self.shared.to(device)] = draft_logits[:, self.shared_in_draft.to(device)].float()
+        """The draft's logits [N, its width] as float32 [N, vocab_size], in the order of the target's tokens.
+
+        They lie where the maps do: see :meth:`on`.
+        """
+        logits = torch.full((len(draft_logits), self.vocab_size), _NOT_SHARED, device=draft_logits.device)
+        logits[:, self.shared] = draft_logits[:, self.shared_in_draft].float()
         return logits
+
+    def on(self, device: torch.device) -> Translation:
+        """The same with its maps on a device; this object where they are there."""
+        if self.shared.device == device:
+            return self
+        return replace(self, shared=self.shared.to(device), shared_in_draft=self.shared_in_draft.to(device))
 
 
 def translate(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> Translation:

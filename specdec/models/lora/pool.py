@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from threading import Thread
 
 from specdec.errors import ModelLoadError, reason_of
 from specdec.models.fingerprint import adapter_folder
@@ -15,7 +16,7 @@ _NONE_SERVED = "this worker serves no adapters"
 
 
 class AdapterPool:
-    """Adapters by what is in them, loaded when a sequence needs them. Used by one thread; files are read by another.
+    """Adapters by what is in them, loaded when a sequence needs them. Used by one thread; each file is read by its own.
 
     Where there are more than slots, those of the sequences that came first have them, as long as these last; sequences
     with others wait. Of what nobody needs, the least recently used one goes first.
@@ -32,7 +33,6 @@ class AdapterPool:
         self._slot_of: OrderedDict[str, int] = OrderedDict()
         self._reading: dict[str, Future[Weights]] = {}
         self._failures: dict[str, str] = {}
-        self._reader: ThreadPoolExecutor | None = None
         self.num_loads = 0
 
     def hold(self, key: str, adapter: Adapter | None, arrival_s: float) -> None:
@@ -56,16 +56,14 @@ class AdapterPool:
     def prepare(self) -> None:
         """Before a step: begin to read what is needed, and copy to the device what has been read."""
         needed = {adapter.fingerprint for adapter in self._first}
-        for name in self._reading.keys() - needed:
-            self._reading.pop(name).cancel()
+        for name in [name for name, reading in self._reading.items() if name not in needed and reading.done()]:
+            del self._reading[name]  # until then it is kept, so that a file that hangs holds one thread at most
         for adapter in self._first:
             name = adapter.fingerprint
             if name in self._slot_of:
                 self._slot_of.move_to_end(name)
             elif name not in self._failures and name not in self._reading:
-                # One that comes slowly, from the hub or over a network, holds up none but its own.
-                self._reader = self._reader or ThreadPoolExecutor(self._max_loras, thread_name_prefix="adapters")
-                self._reading[name] = self._reader.submit(self._read, adapter)
+                self._reading[name] = self._start_reading(adapter)
             elif name in self._reading and self._reading[name].done():
                 self._take(name, self._reading.pop(name), needed)
 
@@ -86,6 +84,19 @@ class AdapterPool:
     def gauges(self) -> dict[str, float]:
         """What is held now, and how many were loaded since the start."""
         return {"num_loaded_adapters": float(len(self._slot_of)), "num_adapter_loads": float(self.num_loads)}
+
+    def _start_reading(self, adapter: Adapter) -> Future[Weights]:
+        """Read in a thread of its own: a file that comes slowly or never holds up no other, nor the process's end."""
+        reading: Future[Weights] = Future()
+
+        def read() -> None:
+            try:
+                reading.set_result(self._read(adapter))
+            except BaseException as error:
+                reading.set_exception(error)
+
+        Thread(target=read, name=f"adapter-{adapter.name}", daemon=True).start()
+        return reading
 
     def _read(self, adapter: Adapter) -> Weights:
         assert self._slots is not None, "nothing is read where nothing is served"

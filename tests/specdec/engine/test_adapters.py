@@ -8,7 +8,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -56,23 +55,15 @@ ORDER = ("a", "b", None, "c", "d", "a", "c")
 
 
 class AtOnce:
-    """Reads files in the caller's thread, so that a step of a test is a step."""
+    """In the place of a thread: reads files in the caller's, so that a step of a test is a step."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(work(*args))
-        except Exception as error:
-            future.set_exception(error)
-        return future
+    def __init__(self, target: Callable[[], None], **_: Any) -> None:
+        self.start = target
 
 
 @pytest.fixture(autouse=True)
 def reads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr(pool_module, "Thread", AtOnce)
 
 
 @pytest.fixture(scope="module")
@@ -309,26 +300,37 @@ def test_beside_another_feature_each_text_is_its_own_adapters(feature: str, tmp_
     assert [text == other for text, other in zip(texts, plain, strict=True)] == [one is None for one in chosen] * 2
 
 
-def test_an_adapter_that_comes_slowly_holds_up_no_other(
-    adapters: dict[str, Adapter], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("slow", ["a", "ab"])
+def test_adapters_that_come_slowly_hold_up_no_others(
+    slow: str, adapters: dict[str, Adapter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool_module, "ThreadPoolExecutor", ThreadPoolExecutor)
+    """Also where as many hang as there are slots, and whoever wanted them is gone."""
+    monkeypatch.setattr(pool_module, "Thread", threading.Thread)
     may_go_on = threading.Event()
-    folder_of = pool_module.adapter_folder
+    folder_of, read = pool_module.adapter_folder, list[str]()
 
     def slow_folder_of(path: str) -> Path:
-        assert path != adapters["a"].path or may_go_on.wait(60)
+        read.append(path)
+        assert all(path != adapters[name].path for name in slow) or may_go_on.wait(60)
         return folder_of(path)
 
     monkeypatch.setattr(pool_module, "adapter_folder", slow_folder_of)
-    pool = AdapterPool(prepare_tiny(make_model("llama"), ROOM).adapters)
-    for arrival_s, name in enumerate("bacd"):
-        pool.hold(name, adapters[name], arrival_s)
-        if name != "a":
-            wait_for(pool, [adapters[name]])
+    pool = AdapterPool(prepare_tiny(make_model("llama"), AdapterRoom(2, 64)).adapters)
+    for _ in range(2):
+        for name in slow:
+            pool.hold(name, adapters[name], 1.0)
+        pool.prepare()
+        for name in slow:
+            pool.release(name)
+    for name in "cd":
+        pool.hold(name, adapters[name], 2.0)
+    wait_for(pool, [adapters["c"], adapters["d"]])
+    pool.hold("a", adapters["a"], 0.0)
+    pool.prepare()
     assert pool.must_wait(adapters["a"])
     may_go_on.set()
     wait_for(pool, [adapters["a"]])
+    assert sorted(read) == sorted(adapters[name].path for name in {*slow, *"cd"}), "a file was read twice"
 
 
 def wait_for(pool: AdapterPool, adapters: Sequence[Adapter]) -> None:

@@ -9,7 +9,9 @@ from torch import nn
 
 from specdec.engine.draft_backend import ModelDrafter
 from specdec.engine.target_backend import ModelTarget
+from specdec.models.attention import AttentionContext, Workspace, paged_attention
 from specdec.models.loading import LoadedModel, prepare_model
+from specdec.models.plan import RowSpan, StepPlan
 from specdec.models.progress import StepProgress
 from specdec.models.runner import ModelRunner, RowInput
 from specdec.models.snapshot_runner import SnapshotRunner
@@ -73,3 +75,14 @@ def test_a_layer_that_blocks_stops_the_clock_and_layers_that_advance_do_not() ->
     thread.join(60)
     assert seen == [[float(n)] * 2 for n in range(4) for _ in range(2)]
     assert backends[0].last_progress() == 4.0
+
+
+@pytest.mark.xfail(strict=True, reason="part 17 item 7: a layer counts when it is launched, not when it is done")
+def test_a_layer_that_is_launched_and_not_done_is_no_progress() -> None:
+    """Nothing on the meta device is ever computed."""
+    progress = StepProgress()
+    plan = StepPlan([RowSpan(0, 3, 0, [0])], 3, block_size=4, trash_slot=8)
+    query, pool = (torch.empty(shape, device="meta") for shape in ((1, 2, 3, 8), (2, 4, 2, 8)))
+    context = AttentionContext(plan, Workspace(), progress=progress)
+    paged_attention(nn.Module(), query, pool, pool, sliding_window=None, attention_context=context)
+    assert progress.num_layers == 0

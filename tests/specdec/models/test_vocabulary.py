@@ -7,12 +7,14 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from specdec.engine.translator import Translator
 from specdec.errors import IncompatiblePairError
 from specdec.models.compat import check_pair
 from specdec.models.describe import describe_model, describe_pair
 from specdec.models.loading import ModelSource, load_tokenizer
 from specdec.models.vocabulary import Translation, translate
 from tests.specdec.checkpoints import save_checkpoint
+from tests.specdec.operators import Operators
 from tests.specdec.vocabularies import DRAFT, save_shuffled, save_smaller
 
 SPECIAL = (0, 1, 2)
@@ -74,6 +76,18 @@ def test_logits_stand_where_the_target_has_them(
     few = translate(target, smaller).logits(logits[:, :1500])
     assert few.shape == (3, 4096)
     assert few[:, 1500:].max() < few[:, tokens(1500)].min() - 1000
+
+
+def test_the_maps_are_uploaded_once(target: PreTrainedTokenizerFast, shuffled: PreTrainedTokenizerFast) -> None:
+    translation = translate(target, shuffled)
+    assert translation.on(torch.device("cpu")) is translation
+    translator, logits = Translator(translation), torch.empty(2, 4096, device="meta")
+    with Operators() as first:
+        translator.logits(logits)
+    with Operators() as later:
+        translator.logits(logits)
+    assert first.names.count("aten._to_copy.default") == 2
+    assert "aten._to_copy.default" not in later.names
 
 
 def test_ends_of_text_are_one_another_whatever_they_are_called(
