@@ -101,7 +101,8 @@ def propose_siblings(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup
     """Up to ``count`` different draft tokens for one place of each group, the likeliest or first drawn first.
 
     Arguments as for :func:`propose`. Under rejection each is told with what it was drawn from, given those before it:
-    with temperature 0 that is itself.
+    with temperature 0 that is itself. With another temperature there are always ``count``, so that the shape of a tree
+    tells nothing of the tokens in it; those for which no probability was left have none, and are never kept.
     """
     found = [
         [first, *(Drawn(token) for token in first.guesses[: count - 1])]
@@ -116,7 +117,7 @@ def propose_siblings(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup
         drafts = propose_several(sampler, rows, part, count)
         for number, i in enumerate(random):
             drawn = [(int(d.tokens[number]), d.ids[number].tolist(), d.probs[number].tolist()) for d in drafts]
-            found[i] = [Drawn(t, Candidates(tuple(ids), tuple(probs))) for t, ids, probs in drawn if any(probs)]
+            found[i] = [Drawn(t, Candidates(tuple(ids), tuple(probs))) for t, ids, probs in drawn]
     return found
 
 

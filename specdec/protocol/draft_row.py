@@ -110,6 +110,10 @@ class DraftRow(WorkerRow):
         num_branches: Most branches, by its plan and by its share of those that the drafter holds in all.
         num_guesses: Most guesses that are of use at one place.
         is_skipped: Whether nothing is drafted for it any more.
+        ending_token_ids: End the sequence: no branch follows one.
+        last_token_ids: End a chain. There are none under the rejection rule: how long a chain is, and when it is
+            complete, decide whether the target verifies it, and must not depend on the tokens that were drawn for it
+            (rule 9). What follows an ending token is drafted in vain, at most once a sequence where the draft is right.
     """
 
     __slots__ = (
@@ -120,6 +124,7 @@ class DraftRow(WorkerRow):
         "forked_for",
         "intervals",
         "is_skipped",
+        "last_token_ids",
         "limit",
         "num_branches",
         "num_forks",
@@ -138,6 +143,8 @@ class DraftRow(WorkerRow):
         self.tokens = TokenBuffer(self.log.tokens)
         self.branches: dict[tuple[int, int], Branch] = {}
         self.ending_token_ids = message.spec.ending_token_ids
+        is_drawn = message.spec.sampling.acceptance == "rejection"
+        self.last_token_ids = frozenset[int]() if is_drawn else self.ending_token_ids
         self.forked_for = 0, 0, 0
         self.num_forks = 0
         self.num_verified = 0
@@ -163,7 +170,7 @@ class DraftRow(WorkerRow):
             assert one.token is not None, "only what was decided is drafted"
             path.append(one)
             new.append(one.token)
-            if one.token in self.ending_token_ids:
+            if one.token in self.last_token_ids:
                 break
         tokens = self.tokens if branch is None else branch.tokens
         if tokens is not None:
@@ -275,8 +282,8 @@ class DraftRow(WorkerRow):
         ]
 
     def _has_ended(self, path: Path) -> bool:
-        """Whether nothing can follow a path: its last token ends the sequence."""
-        return bool(path.tokens) and path.tokens[-1] in self.ending_token_ids
+        """Whether nothing is drafted after a path: its last token ends the sequence."""
+        return bool(path.tokens) and path.tokens[-1] in self.last_token_ids
 
     def likely_outcomes(self) -> list[Outcome]:
         """The fan-out over what is verified now, as far as the chain's guesses name it by now."""

@@ -212,6 +212,9 @@ def look_up_for(spec: SequenceSpec, options: LookUpOptions | None, served: Serve
     if options is None or not (options.for_all or spec.prediction):
         return None
     most = options.most if spec.num_speculative_tokens is None else spec.num_speculative_tokens
+    # A text that was served for the same seed is made of this sequence's own random numbers: under the rejection rule
+    # it would be tested by the numbers that it was drawn with (rule 9).
+    served = served if spec.sampling.acceptance == "coupled" else None
     return LookUp(spec, most, served) if most else None
 
 

@@ -310,10 +310,12 @@ class TargetMachine(WorkerMachine[TargetRow]):
             self.counters.num_stale_offers += 1
 
     def _draft(self, row: TargetRow, now_s: float, num_rows: int) -> Draft | None:
-        """What a row has verified in this step: of offers, matches and the backend's own what gains most.
+        """What a row has verified in this step; None where it is held back for an offer.
 
-        Where nobody knows that it is of a long match what follows it, else of an offer, else of any match or of the
-        backend's own, whichever is longer. None where it is held back for an offer.
+        A chooser takes what gains most. Without one a long match goes first, unless the plan drafts more tokens than
+        it has; then an offer; then the longer of a short match and the backend's own draft. Nothing here depends on
+        what was drawn for a draft (rule 9): a match is no draw, the backend's own draft has a fixed length, and a
+        drafter's chain grows with time alone (:class:`specdec.protocol.draft_row.DraftRow`).
         """
         if row.suspects:
             return NO_DRAFT
@@ -328,7 +330,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
         drafts = offered, found, own.first(self._room(row))
         if self._chooser is not None:
             draft = self._chooser.best(drafts, row.spec, num_rows)
-        elif offered.depth > (len(found.tokens) if is_long else 0):
+        elif offered.tokens and self._most_offered(row) > (len(found.tokens) if is_long else 0):
             draft = offered
         else:
             draft = max(drafts[1:], key=attrgetter("depth"))
@@ -349,7 +351,11 @@ class TargetMachine(WorkerMachine[TargetRow]):
                 self._drop_offer(row, kept)
             elif rest.depth > best.depth:
                 best, chosen = rest, kept
-        return best.first(min(row.plan.num_draft_tokens, self._room(row))), chosen
+        return best.first(self._most_offered(row)), chosen
+
+    def _most_offered(self, row: TargetRow) -> int:
+        """Draft tokens in a row that are verified of an offer, at most."""
+        return min(row.plan.num_draft_tokens, self._room(row))
 
     def _room(self, row: TargetRow) -> int:
         """Draft tokens that may be committed, and the one after them."""
@@ -359,7 +365,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
         """Whether a draft is planned for a row's next round, and of any use: not for the first, nor the last."""
         if row.suspects or row.round_start == len(row.log):
             return False
-        return min(row.plan.num_draft_tokens, self._room(row)) > 0
+        return self._most_offered(row) > 0
 
     def _waits(self, row: TargetRow, now_s: float) -> bool:
         """Whether a row is held back for an offer: only in turn, never before its first token, in vain only once."""

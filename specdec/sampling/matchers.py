@@ -121,16 +121,14 @@ class Matchers:
     def allowed(self, spec: SequenceSpec, tokens: TokenSequence, draft: Tokens) -> Tokens:
         """A draft up to the first token that the grammar forbids, and not beyond an end-of-sequence token.
 
-        Under the rejection rule that token stays, as the last: it is refused by its probability, which is 0, and what
-        is drawn in its place depends on what it was drawn from.
+        Under the rejection rule all of it stays: how much of a draft is verified must not depend on its tokens. One
+        that is forbidden is refused by its probability, which is 0, and what is drawn in its place depends on what it
+        was drawn from.
         """
-        draft = _to_end(draft, spec.eos_token_ids)
-        count = self._num_allowed(spec, tokens, draft)
-        if count < len(draft):
-            self.num_forbidden_draft_tokens += 1
-            if spec.sampling.acceptance == "rejection":
-                count += 1
-        return draft[:count]
+        whole = _to_end(draft, spec.eos_token_ids)
+        count = self._num_allowed(spec, tokens, whole)
+        self.num_forbidden_draft_tokens += count < len(whole)
+        return draft if spec.sampling.acceptance == "rejection" else whole[:count]
 
     def forced(self, spec: SequenceSpec, tokens: TokenSequence, most: int) -> Tokens:
         """The tokens of which each is the only one that its mask allows, ``most`` at most: a draft without a model."""
@@ -179,9 +177,9 @@ class Matchers:
             if _has_ended(output, spec.eos_token_ids):
                 own[:] = self._only(spec.eos_token_ids)
                 continue
-            draft = list(group.draft)
+            draft = list(_to_end(group.draft, spec.eos_token_ids))
             if draft and draft[-1] in spec.eos_token_ids:
-                own[-1] = self._only(spec.eos_token_ids)
+                own[len(draft) :] = self._only(spec.eos_token_ids)
             else:
                 draft.append(spec.eos_token_ids[0])
             key = _key(spec)

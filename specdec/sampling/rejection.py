@@ -7,9 +7,11 @@ distribution, so that what travels, 32 ids and probabilities, is exactly what it
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
 from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +22,8 @@ from specdec.sampling.trees import children_of, depths
 from specdec.types import Tokens
 
 NUM_DRAFT_CANDIDATES = 32
+_PATH_TOKENS = 256
+"""Longer than anything that is drafted at once: two paths of a sequence that differ do so in so many last tokens."""
 
 
 class TruncatedDraft(NamedTuple):
@@ -53,9 +57,9 @@ def propose_several(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup]
     The first is that of :func:`propose_truncated`; each further one is drawn from what those before it have left, by a
     number of its own, and has probabilities of 0 where that is nothing.
     """
-    rows = Rows(groups)
     probs, ids = sampler.probs(logits, groups).topk(min(NUM_DRAFT_CANDIDATES, sampler.vocab_size), dim=1)
-    uniform = uniforms(rows.seeds(), rows.positions(), Purpose.DRAFT, logits.device, count)
+    seeds = [_path_seed(group) for group in groups]
+    uniform = uniforms(seeds, Rows(groups).positions(), Purpose.DRAFT, logits.device, count)
     drafts = []
     for number in range(count):
         probs = probs / probs.sum(1, keepdim=True).clamp_min(torch.finfo(probs.dtype).tiny)
@@ -63,6 +67,17 @@ def propose_several(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup]
         drafts.append(TruncatedDraft(ids.gather(1, places).squeeze(1), ids, probs))
         probs = probs.scatter(1, places, 0.0)
     return drafts
+
+
+def _path_seed(group: RowGroup) -> int:
+    """The seed of what is drawn after these very tokens.
+
+    A drafter draws several paths over the same positions: a chain, and branches beside it. Which branches there are
+    depends on what was drawn for the chain. With numbers by seed and position alone a branch's tokens would depend on
+    them as well, and whether a branch is verified must not depend on its tokens.
+    """
+    path = np.asarray(group.tokens[-_PATH_TOKENS:], dtype=np.int64)
+    return group.spec.seed ^ int.from_bytes(blake2b(path.tobytes(), digest_size=8).digest(), "little")
 
 
 def verify_rejection(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import chain as joined
+from itertools import cycle, pairwise
+from typing import Literal
 
 import pytest
 import torch
@@ -11,13 +15,15 @@ from msgspec import structs
 from scipy.stats import chi2
 from torch import Tensor
 
+from specdec.control.gains import DraftGains
 from specdec.engine.heads import HeadDrafter
 from specdec.engine.rules import propose, tree_rows, verify
 from specdec.protocol import lookup as lookup_module
 from specdec.protocol import target as target_module
 from specdec.protocol.backends import DraftJob, Proposal, Status, Verification, VerifyJob
+from specdec.protocol.draft_row import DraftRow, Path
 from specdec.protocol.drafter import DrafterMachine
-from specdec.protocol.drafts import Draft, remaining_draft
+from specdec.protocol.drafts import Draft, DraftChooser, remaining_draft
 from specdec.protocol.leases import Times
 from specdec.protocol.lookup import LookUpOptions
 from specdec.protocol.marks import TokenLog
@@ -28,11 +34,13 @@ from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.types import Tokens
 from tests.specdec.engine.test_heads import LinearHeads
 
-VOCAB, NUM_TOKENS, DRAFT_STEPS = 6, 12, 3
-NUM_DRAWS = (25_000, pytest.param(250_000, marks=[pytest.mark.soak, pytest.mark.timeout(1800)]))
+VOCAB, NUM_TOKENS, END = 6, 12, 5
+NUM_DRAWS = (1_000, pytest.param(250_000, marks=[pytest.mark.soak, pytest.mark.timeout(1800)]))
 """Under the rejection rule; under the coupled one equal tokens are asked for, by the tests of each kind of draft."""
-PROMPT = (0,)
+PROMPT = (1, 2, 3, 4, 0) * 2
 PLAN = Plan(num_draft_tokens=2, num_branches=4, acceptance_rate=0.9)
+PREDICTION = (1, 2, 3, 4, 0) * 3
+"""What the model is likely to say, if it does not end."""
 
 
 class Chain:
@@ -127,28 +135,54 @@ class BonusTestedAgain(Backend):
         return remaining_draft(offer, log, needs_candidates=needs_candidates)
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What drafts there are, and who chooses among them.
+
+    Attributes:
+        kind: The target's backend; one with heads drafts as well.
+        draft_steps: Of the drafter for each step of the target, in turn.
+        chooses: Whether a chooser compares drafts by what they promise; it learns from all sequences.
+        ends: Whether a token ends a text.
+        noise: How far the draft's logits are from the target's.
+    """
+
+    kind: Callable[[Tensor], Backend] = Backend
+    acceptance: Literal["coupled", "rejection"] = "rejection"
+    plan: Plan = PLAN
+    draft_steps: tuple[int, ...] = (3,)
+    lookup: LookUpOptions | None = None
+    prediction: Tokens = ()
+    chooses: bool = False
+    ends: bool = True
+    noise: float = 0.3
+
+    def logits(self) -> tuple[Tensor, Tensor]:
+        """Of target and draft, each [VOCAB, VOCAB]."""
+        generator = torch.Generator().manual_seed(5)
+        if not self.ends:
+            logits = torch.randn(VOCAB, VOCAB, generator=generator)
+            return logits, logits + self.noise * torch.randn(VOCAB, VOCAB, generator=generator)
+        logits = 0.3 * torch.randn(VOCAB, VOCAB, generator=generator)
+        logits[:, END] += 2.5
+        for token, following in pairwise((*range(END), 0)):
+            logits[token, following] += 3.0
+        return logits, logits + self.noise * torch.randn(VOCAB, VOCAB, generator=generator)
+
+
 class Line:
     """A target, and a drafter that hears of its verdicts a step late, without anybody between them."""
 
-    def __init__(
-        self,
-        target: Backend,
-        draft: Backend,
-        acceptance: str,
-        seeds: range,
-        lookup: LookUpOptions | None = None,
-        prediction: Tokens = (),
-        num_siblings: int = 0,
-    ) -> None:
-        self.target = TargetMachine("T", target, Times(lease_s=1e6), lookup=lookup)
+    def __init__(self, setup: Setup, seeds: range, chooser: DraftChooser | None) -> None:
+        logits, draft_logits = setup.logits()
+        target, draft = setup.kind(logits), Backend(draft_logits)
+        self.target = TargetMachine("T", target, Times(lease_s=1e6), lookup=setup.lookup, chooser=chooser)
         self.drafter = DrafterMachine("D", draft, Times(lease_s=1e6), branches_in_all=1 << 16)
-        self.backend = target
-        self.logs: dict[str, TokenLog] = {}
-        sampling = SamplingParams(acceptance=acceptance)
-        plan = structs.replace(PLAN, num_siblings=num_siblings)
+        self.draft_steps = cycle(setup.draft_steps)
+        sampling, eos = SamplingParams(acceptance=setup.acceptance), (END,) if setup.ends else ()
         for seed in seeds:
-            spec = SequenceSpec(sampling, seed, len(PROMPT), NUM_TOKENS, prediction=prediction)
-            opening = Open(str(seed), Inc(0, 0), "R", PROMPT, spec, plan, 1e6)
+            spec = SequenceSpec(sampling, seed, len(PROMPT), NUM_TOKENS, eos, prediction=setup.prediction)
+            opening = Open(str(seed), Inc(0, 0), "R", PROMPT, spec, setup.plan, 1e6)
             self.target.receive(opening, 0.0)
             self.drafter.receive(opening, 0.0)
 
@@ -157,7 +191,7 @@ class Line:
         while len(self.target._rows):
             self.target.step(0.0)
             verdicts = self.target.take_outbox()["R"]
-            for _ in range(DRAFT_STEPS):
+            for _ in range(next(self.draft_steps)):
                 self.drafter.step(0.0)
             for offer in self.drafter.take_outbox().get("R", []):
                 self.target.receive(offer, 0.0)
@@ -178,67 +212,69 @@ class Line:
             self.target.receive(message, 0.0)
 
 
-def p_value(
-    kind: Callable[[Tensor], Backend],
-    acceptance: str,
-    num_sequences: int,
-    lookup: LookUpOptions | None = None,
-    prediction: Tokens = (),
-    num_siblings: int = 0,
-) -> float:
+def p_value(setup: Setup, num_draws: int) -> float:
     """Chi-square over all transitions: each token was drawn from the target's row of the one before."""
-    generator = torch.Generator().manual_seed(5)
-    logits = torch.randn(VOCAB, VOCAB, generator=generator)
-    draft = Backend(logits + 0.8 * torch.randn(VOCAB, VOCAB, generator=generator))
     counts = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
-    num_hits = num_promoted = num_looked_up = num_of_heads = 0
-    for start in range(0, num_sequences, 2000):
-        seeds = range(start, min(start + 2000, num_sequences))
-        line = Line(kind(logits), draft, acceptance, seeds, lookup, prediction, num_siblings)
-        outputs = torch.tensor([[*PROMPT, *output] for output in line.run()])
-        pairs = torch.stack((outputs[:, :-1].flatten(), outputs[:, 1:].flatten()))
+    chooser = DraftGains(dict) if setup.chooses else None
+    counters: Counter[str] = Counter()
+    start, batch = 0, 250 if num_draws < 10_000 else 2000
+    while counts.sum() < num_draws:
+        line = Line(setup, range(start, start + batch), chooser)
+        start += batch
+        pairs = torch.tensor(list(joined.from_iterable(pairwise((PROMPT[-1], *output)) for output in line.run()))).T
         counts += torch.bincount(pairs[0] * VOCAB + pairs[1], minlength=VOCAB * VOCAB).view(VOCAB, VOCAB)
-        num_hits += line.target.counters.num_branch_hits
-        num_looked_up += line.target.counters.num_lookup_drafts
-        num_of_heads += line.target.counters.num_heads_drafts
-        num_promoted += line.drafter.counters.num_promoted
-    assert counts.sum() == num_sequences * NUM_TOKENS
-    assert min(num_hits, num_promoted) > num_sequences / 2
-    assert lookup is None or num_looked_up > num_sequences
-    assert num_of_heads > num_sequences / 4 or not isinstance(line.backend, WithHeads)
-    expected = counts.sum(1, keepdim=True) * logits.double().softmax(1)
-    statistic = float(((counts - expected) ** 2 / expected).sum())
-    return float(chi2.sf(statistic, VOCAB * (VOCAB - 1)))
+        for name in ("num_branch_hits", "num_lookup_drafts", "num_heads_drafts", "num_used_offers"):
+            counters[name] += getattr(line.target.counters, name)
+        counters["num_promoted"] += line.drafter.counters.num_promoted
+    if setup.lookup is not None:
+        assert counters["num_lookup_drafts"] > num_draws / 50
+    if isinstance(line.target._backend, WithHeads):
+        assert counters["num_heads_drafts"] > num_draws / 50
+    assert counters["num_used_offers"] > num_draws / 50, counters
+    assert not setup.plan.num_branches or min(counters["num_branch_hits"], counters["num_promoted"]) > num_draws / 50
+    expected = counts.sum(1, keepdim=True) * setup.logits()[0].double().softmax(1)
+    is_possible = expected > 0  # nothing follows what ends a text
+    statistic = float(((counts - expected) ** 2 / expected)[is_possible].sum())
+    p = float(chi2.sf(statistic, int(is_possible.any(1).sum()) * (VOCAB - 1)))
+    print(f"p = {p:.3g} of {int(counts.sum())} draws; {dict(counters)}")
+    return p
 
 
-@pytest.mark.parametrize(
-    ("acceptance", "num_draws"),
-    [
-        ("rejection", 25_000),
-        ("coupled", 20_000),
-        pytest.param("rejection", 250_000, marks=pytest.mark.soak),
-    ],
-)
-def test_output_is_the_targets_in_distribution(acceptance: str, num_draws: int) -> None:
-    assert p_value(Backend, acceptance, num_draws // NUM_TOKENS + 1) > 1e-3
-
-
-@pytest.mark.parametrize("num_draws", NUM_DRAWS)
-def test_with_drafts_by_look_up_among_them_it_is_so_as_well(num_draws: int) -> None:
-    """A prediction is drafted at every sequence's beginning, and matches of the few kinds of tokens later on."""
-    lookup, prediction = LookUpOptions(4), (1, 2, 3, 4, 5, 0, 2, 4)
-    assert p_value(Backend, "rejection", num_draws // NUM_TOKENS + 1, lookup, prediction) > 1e-3
-
-
-@pytest.mark.parametrize("num_draws", NUM_DRAWS)
-@pytest.mark.parametrize("kind", [WithHeads, WithTrees])
-def test_with_drafts_of_heads_among_them_it_is_so_as_well(kind: Callable[[Tensor], Backend], num_draws: int) -> None:
-    assert p_value(kind, "rejection", num_draws // NUM_TOKENS + 1) > 1e-3
+AHEAD = Plan(num_draft_tokens=3, num_branches=4, acceptance_rate=0.5)
+SETUPS = {
+    "branches": Setup(),
+    "texts_without_end": Setup(ends=False, noise=0.8),
+    "siblings": Setup(plan=structs.replace(PLAN, num_siblings=2), noise=0.8),
+    "siblings_or_look_up": Setup(plan=structs.replace(AHEAD, num_siblings=2), lookup=LookUpOptions(2), chooses=True),
+    "in_turn_and_often_late": Setup(plan=Plan(num_draft_tokens=2, way="in_turn"), draft_steps=(1, 2)),
+    "prediction": Setup(plan=AHEAD, draft_steps=(6,), lookup=LookUpOptions(1), prediction=PREDICTION),
+    "look_up": Setup(plan=AHEAD, draft_steps=(6,), lookup=LookUpOptions(1)),
+    "look_up_or_model": Setup(plan=AHEAD, draft_steps=(6,), lookup=LookUpOptions(2), chooses=True, noise=0.8),
+    "heads": Setup(WithHeads, draft_steps=(1, 2), lookup=LookUpOptions(2)),
+    "heads_or_model": Setup(WithHeads, plan=AHEAD, draft_steps=(6,), chooses=True, noise=0.8),
+    "trees_or_model": Setup(WithTrees, plan=AHEAD, draft_steps=(6,), chooses=True, noise=0.8),
+}
+"""Where a draft model's drafts and others are both to be had, each is verified often."""
 
 
 @pytest.mark.parametrize("num_draws", NUM_DRAWS)
-def test_with_siblings_beside_draft_tokens_it_is_so_as_well(num_draws: int) -> None:
-    assert p_value(Backend, "rejection", num_draws // NUM_TOKENS + 1, num_siblings=2) > 1e-3
+@pytest.mark.parametrize("name", SETUPS)
+def test_output_is_the_targets_in_distribution(name: str, num_draws: int) -> None:
+    assert p_value(SETUPS[name], num_draws) > 1e-3
+
+
+def test_under_the_coupled_rule_it_is_so_as_well() -> None:
+    assert p_value(Setup(acceptance="coupled", ends=False, noise=0.8), NUM_DRAWS[0]) > 1e-3
+
+
+def test_a_chain_that_ends_with_its_text_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its length decides whether it is verified, and depends on what was drawn."""
+
+    def ends_with_text(row: DraftRow, path: Path) -> bool:
+        return bool(path.tokens) and path.tokens[-1] == END
+
+    monkeypatch.setattr(DraftRow, "_has_ended", ends_with_text)
+    assert p_value(SETUPS["trees_or_model"], 3_000) < 1e-6
 
 
 def test_a_sibling_that_is_kept_too_often_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,16 +282,16 @@ def test_a_sibling_that_is_kept_too_often_would_be_found(monkeypatch: pytest.Mon
 
     def biased(draft: Draft, siblings: Sequence[Tokens]) -> Draft:
         tree, count = beside(draft, siblings), len(draft.tokens)
-        told = (Candidates((token, (token + 1) % VOCAB), (0.6, 0.4)) for token in tree.tokens[count:])
+        told = (Candidates((token, (token + 1) % VOCAB), (0.1, 0.9)) for token in tree.tokens[count:])
         return tree._replace(candidates=(*tree.candidates[:count], *told))
 
     beside = Draft.beside
     monkeypatch.setattr(Draft, "beside", biased)
-    assert p_value(Backend, "rejection", 2_000, num_siblings=2) < 1e-6
+    assert p_value(SETUPS["siblings"], 9_000) < 1e-6
 
 
 def test_heads_that_tell_another_distribution_than_they_drew_from_would_be_found() -> None:
-    assert p_value(HeadsToldWrong, "rejection", 2_000) < 1e-6
+    assert p_value(replace(SETUPS["heads_or_model"], kind=HeadsToldWrong), 1_000) < 1e-6
 
 
 def test_a_looked_up_token_that_is_kept_too_often_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +301,7 @@ def test_a_looked_up_token_that_is_kept_too_often_would_be_found(monkeypatch: py
         return tuple(Candidates((token, (token + 1) % VOCAB), (0.6, 0.4)) for token in tokens)
 
     monkeypatch.setattr(lookup_module, "point_masses", biased)
-    assert p_value(Backend, "rejection", 2_000, LookUpOptions(4), (1, 2, 3, 4, 5, 0, 2, 4)) < 1e-6
+    assert p_value(SETUPS["prediction"], 1_000) < 1e-6
 
 
 def test_a_bonus_that_chooses_the_branch_and_is_tested_again_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,4 +310,4 @@ def test_a_bonus_that_chooses_the_branch_and_is_tested_again_would_be_found(monk
         monkeypatch.setattr(target_module, "remaining_draft", backend.remaining)
         return backend
 
-    assert p_value(broken, "rejection", 2_000) < 1e-6
+    assert p_value(Setup(broken, ends=False, noise=0.8), 15_000) < 1e-6

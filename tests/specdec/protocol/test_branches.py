@@ -156,6 +156,14 @@ def test_branches_are_a_part_of_the_batch_and_come_last():
     assert branch.agreed == len(branch.tokens) - 1
 
 
+@pytest.mark.parametrize(("acceptance", "goes_on"), [("coupled", False), ("rejection", True)])
+def test_how_long_a_chain_is_tells_nothing_of_its_tokens_under_the_rejection_rule(acceptance, goes_on):
+    row = row_of(machine_with(acceptance=acceptance))
+    assert row.take(None, Proposal(Status.DECIDED, EOS)) == 1
+    assert (row.num_wanted > len(row.path)) is goes_on
+    assert row.fork(Outcome(0, EOS)) is None  # nothing could follow it
+
+
 @pytest.mark.parametrize(("num_sequences", "each"), [(1, 4), (2, 4), (3, 3), (5, 2), (11, 0)])
 def test_sequences_share_the_branches_in_all_evenly(num_sequences, each):
     machine = DrafterMachine("D", Guessing(), Times(lease_s=5.0), branches_in_all=10)

@@ -139,7 +139,12 @@ def test_drafts_are_cut_where_the_grammar_forbids() -> None:
         return matchers.allowed(replace(spec, sampling=replace(spec.sampling, **sampling)), log, draft)
 
     assert cut((one, two, letter, one)) == (one, two)
-    assert cut((one, two, letter, one), acceptance="rejection") == (one, two, letter)
+    for draft in ((one, two, letter, one), (one, EOS[1], EOS[1], one)):
+        assert cut(draft, acceptance="rejection") == draft, "its length tells nothing of its tokens"
+        (group,), failures = matchers.masked([RowGroup(spec, log, draft)])
+        assert not failures
+        assert one in allowed_ids(group.mask)[0]
+        assert EOS[1] in allowed_ids(group.mask)[1]
     assert cut((letter,)) == ()
     assert cut((one, EOS[1], EOS[1])) == (one, EOS[1])
     assert cut((one, one, one, EOS[0])) == (one, one, one, EOS[0]), "it can only end there"

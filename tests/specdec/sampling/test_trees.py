@@ -150,8 +150,10 @@ def test_siblings_are_different_and_told_with_what_was_left() -> None:
     params = SamplingParams(acceptance="rejection")
     groups = [RowGroup(make_spec(params, seed=seed), [0]) for seed in range(50)]
     for drawn in propose_siblings(SAMPLER, table(3)[[0] * 50], groups, VOCAB + 2):
-        assert sorted(one.token for one in drawn) == list(range(VOCAB))  # and no more: nothing was left
-        for number, one in enumerate(drawn):
+        assert sorted(one.token for one in drawn[:VOCAB]) == list(range(VOCAB))
+        # Nothing was left for more; they are there, so that a tree's shape tells nothing of its tokens.
+        assert [sum(one.candidates.probs) for one in drawn[VOCAB:]] == [0, 0]
+        for number, one in enumerate(drawn[:VOCAB]):
             assert sum(one.candidates.probs) == pytest.approx(1)
             said = dict(zip(*one.candidates, strict=True))
             assert all(said[earlier.token] == 0 for earlier in drawn[:number])
