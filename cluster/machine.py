@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import psutil
 
+import specdec
 from specdec.models.host_memory import host_memory
 
-PACKAGES = ("specdec", "torch", "transformers", "accelerate", "ray", "pydantic")
+PACKAGES = ("torch", "transformers", "accelerate", "ray", "pydantic")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def this_machine() -> Hardware:
     import torch
 
     memory = host_memory()
-    versions = {"python": platform.python_version()}
+    versions = {"python": platform.python_version(), "specdec": specdec.__version__}
     versions |= {name: importlib.metadata.version(name) for name in PACKAGES}
     gpus = []
     for index in range(torch.cuda.device_count()):

@@ -49,7 +49,7 @@ class Tracing(StrictModel):
             elif not callable(getattr(importlib.import_module(module), function)):
                 raise TypeError(f"{function} is no function")
         except (ImportError, AttributeError, TypeError) as error:
-            hint = "; install specdec's extra otlp" if self.exporter == "otlp" else ""
+            hint = "; pip install 'specdec-serve[otlp]'" if self.exporter == "otlp" else ""
             raise InvalidParameterError("tracing.exporter", f"tracing.exporter: {error}{hint}") from None
 
     def variables(self) -> dict[str, str]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cluster.cli.render import OVERLAYS, render
+from cluster.cli.render import render
+from cluster.overlays import overlays
 
 ENVIRONMENT = Path(__file__).parent / "base" / "environment.env"
 
 
 def files() -> dict[Path, str]:
     """What is generated: the text of each file by its path."""
-    rendered = {folder: render(folder / "service.yaml", folder) for folder in sorted(OVERLAYS.iterdir())}
+    rendered = {folder: render(folder / "service.yaml", folder) for folder in sorted(overlays().iterdir())}
     texts = {folder / "serve.yaml": texts["serve.yaml"] for folder, texts in rendered.items()}
-    return texts | {ENVIRONMENT: rendered[OVERLAYS / "dev"]["environment.env"]}
+    return texts | {ENVIRONMENT: rendered[overlays() / "dev"]["environment.env"]}
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from specdec.sampling.rows import RowGroup
     from specdec.types import Adapter, TokenLogprobs
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Adapter",
     "AdapterRoom",

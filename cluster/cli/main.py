@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Sequence
 
 import argcomplete
 
+import specdec
 from cluster.cli import bench, config, doctor, generate, render, serve
 from cluster.cli.failures import exit_code
 from cluster.cli.flags import Parser
@@ -24,7 +24,7 @@ COMMANDS = {
 def build_parser() -> Parser:
     """The parser of the whole command line."""
     parser = Parser(prog="specdec", description="Speculative decoding as a distributed service.")
-    parser.add_argument("--version", action="version", version=f"specdec {importlib.metadata.version('specdec')}")
+    parser.add_argument("--version", action="version", version=f"specdec {specdec.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
     for name, (module, summary) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary, usage=f"specdec {name} {module.USAGE}")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +10,13 @@ import yaml
 
 from cluster.config import ServiceConfig
 from cluster.config_files import check_named, read_yaml
+from cluster.overlays import KUSTOMIZATION, copy_overlay, find_overlay, kustomization, laid_over, placement
 from cluster.placement import check_gpus
 from cluster.serve_config import node_environment, serve_config
 from cluster.strict import validated
 from specdec.errors import InvalidParameterError
 
 USAGE = "CONFIG.yaml [--overlay OVERLAY] [--out FOLDER]"
-OVERLAYS = Path(__file__).resolve().parents[2] / "k8s" / "overlays"
-KUSTOMIZATION = "kustomization.yaml"
 _POD_PORT = 8000
 
 
@@ -27,7 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``specdec render``."""
     parser.add_argument("config", metavar="CONFIG.yaml", help="the configuration that specdec serve takes")
     parser.add_argument(
-        "--overlay", help="folder of an overlay for Kubernetes, or the name of one in k8s/overlays, such as prod"
+        "--overlay",
+        help="folder of an overlay for Kubernetes, or the name of one that comes with specdec, such as prod",
     )
     parser.add_argument("--out", metavar="FOLDER", type=Path, help="where to write; without it Serve's YAML is printed")
 
@@ -39,27 +37,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out is None:
         print(files["serve.yaml"], end="")
         return 0
-    if overlay is not None and not (arguments.out / KUSTOMIZATION).exists():  # it may be the user's by now
-        files[KUSTOMIZATION] = kustomization(overlay, arguments.out)
     arguments.out.mkdir(parents=True, exist_ok=True)
+    if overlay is not None:
+        path = copy_overlay(overlay, arguments.out)
+        print(arguments.out / path)
+        if not (arguments.out / KUSTOMIZATION).exists():  # it may be the user's by now
+            files[KUSTOMIZATION] = _yaml(kustomization(overlay, path))
     for name, text in files.items():
         (arguments.out / name).write_text(text, encoding="utf-8")
         print(arguments.out / name)
     return 0
-
-
-def find_overlay(name: str) -> Path:
-    """The folder of an overlay, by its path or its name.
-
-    Raises:
-        InvalidParameterError: There is none.
-    """
-    for folder in (Path(name), OVERLAYS / name):
-        if (folder / KUSTOMIZATION).is_file():
-            return folder.resolve()
-    raise InvalidParameterError(
-        "overlay", f"overlay: {name} is no folder with a {KUSTOMIZATION}, and not in {OVERLAYS}"
-    )
 
 
 def render(path: Path, overlay: Path | None = None) -> dict[str, str]:
@@ -69,7 +56,7 @@ def render(path: Path, overlay: Path | None = None) -> dict[str, str]:
 
     Args:
         path: The service's configuration.
-        overlay: Says where replicas run (:func:`placement`); what the configuration itself says wins.
+        overlay: Says where replicas run (:func:`cluster.overlays.placement`); what the configuration itself says wins.
 
     Raises:
         InvalidParameterError: The configuration is wrong, or has a key that no cluster can follow.
@@ -85,43 +72,6 @@ def render(path: Path, overlay: Path | None = None) -> dict[str, str]:
     head = f"# Written by: specdec render {path.name}\n"
     environment = "".join(f"{name}={value}\n" for name, value in sorted(node_environment(config).items()))
     return {"serve.yaml": head + _yaml(serve_config(config)), "environment.env": head + environment}
-
-
-def placement(overlay: Path) -> dict[str, Any]:
-    """What an overlay's ``placement.yaml`` says, over what those say that its kustomization begins with."""
-    found: dict[str, Any] = {}
-    for below in read_yaml(overlay / KUSTOMIZATION).get("resources", []):
-        if (overlay / below / KUSTOMIZATION).is_file():
-            found = laid_over(found, placement(overlay / below))
-    own = overlay / "placement.yaml"
-    return laid_over(found, read_yaml(own)) if own.exists() else found
-
-
-def kustomization(overlay: Path, folder: Path) -> str:
-    """The kustomization that puts the rendered files, and further patches, in the place of an overlay's own."""
-    above = os.path.relpath(overlay, folder.resolve())
-    repeated = read_yaml(overlay / KUSTOMIZATION).get("transformers", [])
-    return _yaml(
-        {
-            "apiVersion": "kustomize.config.k8s.io/v1beta1",
-            "kind": "Kustomization",
-            "resources": [above],
-            "configMapGenerator": [
-                {"name": "specdec-serve", "behavior": "replace", "files": ["serve.yaml"]},
-                {"name": "specdec-environment", "behavior": "replace", "envs": ["environment.env"]},
-            ],
-            "transformers": [os.path.normpath(os.path.join(above, path)) for path in repeated],
-        }
-    )
-
-
-def laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Both mappings in one; where both have a key, ``above`` counts, section by section."""
-    result = dict(below)
-    for key, value in above.items():
-        old = below.get(key)
-        result[key] = laid_over(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-    return result
 
 
 def _check_pods(config: ServiceConfig) -> None:

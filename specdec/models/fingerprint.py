@@ -138,7 +138,7 @@ def torchao_version() -> str:
     try:
         return version("torchao")
     except PackageNotFoundError:
-        raise ModelLoadError("quantization needs torchao: install specdec's extra quantization") from None
+        raise ModelLoadError("quantization needs torchao: pip install 'specdec-serve[quantization]'") from None
 
 
 def _found(folder: Path, patterns: Iterable[str]) -> list[Path]:

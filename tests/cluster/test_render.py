@@ -8,10 +8,10 @@ from ray.serve._private.deploy_utils import get_app_code_version
 from ray.serve.schema import ServeApplicationSchema
 
 from cluster.cli.main import main
-from cluster.cli.render import OVERLAYS, laid_over
 from cluster.config import AppArgs, ServiceConfig
 from cluster.launch import status_args
 from cluster.live import LIVE_KEYS, reconfigured
+from cluster.overlays import laid_over, overlays
 from cluster.serve_config import serve_config
 from cluster.settings import RAY_SETTINGS
 from deployments.names import DEPLOYMENTS
@@ -190,8 +190,9 @@ def test_a_range_grows_without_a_restart():
 
 def test_a_kustomization_of_ones_own_stays_as_it_is(service, tmp_path, capsys):
     config, out = service(demo="plain"), tmp_path / "mine"
-    assert main(["render", config, "--overlay", str(OVERLAYS / "dev"), "--out", str(out)]) == 0
-    assert {path.name for path in out.iterdir()} == {"serve.yaml", "environment.env", "kustomization.yaml"}
+    assert main(["render", config, "--overlay", str(overlays() / "dev"), "--out", str(out)]) == 0
+    names = {"serve.yaml", "environment.env", "kustomization.yaml", "manifests"}
+    assert {path.name for path in out.iterdir()} == names
     (out / "kustomization.yaml").write_text("mine")
     assert main(["render", config, "--overlay", "dev", "--out", str(out)]) == 0
     assert (out / "kustomization.yaml").read_text() == "mine"

@@ -38,7 +38,7 @@ def test_an_exporter_that_is_not_there_is_refused_before_ray_starts(exporter: st
 
 def test_otlp_without_its_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, OTLP_LIBRARY, None)
-    with pytest.raises(InvalidParameterError, match=r"tracing\.exporter: .*; install specdec's extra otlp"):
+    with pytest.raises(InvalidParameterError, match=r"tracing\.exporter: .*; pip install 'specdec-serve\[otlp\]'"):
         Tracing(exporter="otlp").check()
 
 

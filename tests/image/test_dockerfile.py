@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
+
+import specdec
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -19,8 +20,7 @@ def test_hadolint_finds_nothing() -> None:
 
 
 def test_the_label_has_the_packages_version() -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert f'org.opencontainers.image.version="{version}"' in DOCKERFILE
+    assert f'org.opencontainers.image.version="{specdec.__version__}"' in DOCKERFILE
 
 
 def test_both_variants_are_built_by_the_same_stages() -> None:

@@ -96,7 +96,7 @@ def record(packages: Path) -> str:
 def test_the_bill_of_materials_names_what_constraints_pin(root: Path) -> None:
     bill = json.loads((root / "opt/specdec/specdec.cdx.json").read_text())
     assert bill["bomFormat"] == "CycloneDX"
-    assert bill["metadata"]["component"]["name"] == "specdec"
+    assert bill["metadata"]["component"]["name"] == "specdec-serve"
     versions = {component["name"].lower().replace("_", "-"): component["version"] for component in bill["components"]}
     pinned = dict(re.findall(r"^([^#=\s]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -25,13 +25,25 @@ STOP_TIMEOUT_S = 60.0
 class RunningService:
     """``specdec serve`` in a process of its own.
 
+    Args:
+        flags: Of the command.
+        environment: Variables beside those of this process.
+        python: Whose ``specdec``.
+        folder: Where it runs.
+
     Attributes:
         url: Where it listens.
         lines: What it printed.
         started_s: How long it took until it was ready.
     """
 
-    def __init__(self, *flags: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *flags: str,
+        environment: Mapping[str, str] | None = None,
+        python: str = sys.executable,
+        folder: Path | None = None,
+    ) -> None:
         port = free_port()
         scheme = "https" if "--tls-ssl-certfile" in flags else "http"
         self.url = f"{scheme}://127.0.0.1:{port}"
@@ -39,13 +51,14 @@ class RunningService:
         self._children: list[psutil.Process] = []
         self._ready = threading.Event()
         started_s = time.monotonic()
-        command = [sys.executable, "-m", "cluster.cli", "serve", "--port", str(port), *flags]
+        command = [python, "-m", "cluster.cli", "serve", "--port", str(port), *flags]
         self._process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             env={**os.environ, **(environment or {})},
+            cwd=folder,
         )
         threading.Thread(target=self._read, daemon=True).start()
         while not self._ready.wait(0.2):

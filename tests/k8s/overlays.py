@@ -13,8 +13,9 @@ from typing import Any
 
 import yaml
 
-from cluster.cli.render import OVERLAYS
+from cluster.overlays import overlays
 
+OVERLAYS = overlays()
 NAMES = sorted(folder.name for folder in OVERLAYS.iterdir())
 OLDEST_KUBECTL = (1, 32)
 

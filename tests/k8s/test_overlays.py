@@ -11,7 +11,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from cluster.cli.render import OVERLAYS
+import specdec
 from cluster.config import AppArgs
 from cluster.config_files import load_config
 from cluster.launch import APPLICATION, APPLICATION_NAME, STATUS, STATUS_PARTS
@@ -22,7 +22,7 @@ from cluster.vllm import runtime_env
 from deployments.names import DEPLOYMENTS
 from k8s.__main__ import files
 from tests.k8s.crd_schema import load_definition, problems, schema_of
-from tests.k8s.overlays import NAMES, built, groups, of_kind, pods, ray_service, selects, serve_text
+from tests.k8s.overlays import NAMES, OVERLAYS, built, groups, of_kind, pods, ray_service, selects, serve_text
 
 K8S = Path(__file__).resolve().parents[2] / "k8s"
 CRDS = {
@@ -172,13 +172,12 @@ def test_pods_have_the_settings_of_the_local_service(overlay):
 
 @overlays
 def test_versions_are_the_installed_ones(overlay):
-    version = importlib.metadata.version("specdec")
     assert ray_service(overlay)["spec"]["rayClusterConfig"]["rayVersion"] == importlib.metadata.version("ray")
     for name, pod in pods(overlay):
         asks_for_gpu = "nvidia.com/gpu" in container(pod)["resources"]["limits"]
         has_vllm = overlay == "prod-vllm" and name == "target"
         variant = "-vllm" if has_vllm else "-cuda" if asks_for_gpu else ""
-        assert container(pod)["image"] == f"specdec:{version}{variant}"
+        assert container(pod)["image"] == f"specdec:{specdec.__version__}{variant}"
 
 
 def test_a_target_in_vllm_has_the_gpus_of_its_pod_and_the_vllm_of_its_image():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Response
 from fastapi.responses import FileResponse, HTMLResponse
 
+import specdec
 from deployments.openai.context import ApiOf
 
 router = APIRouter()
@@ -19,14 +19,14 @@ _PAGE = Path(__file__).parent.parent / "docs.html"
 async def root(api: ApiOf) -> dict[str, Any]:
     """What this is, and where to go on. It answers without a key, so it names no adapters: those are tenants' own."""
     models = [model.name for model in api.service.model_info().base_models]
-    known = {"name": "specdec", "version": installed_version("specdec"), "models": models, "docs": "/docs"}
+    known = {"name": "specdec", "version": specdec.__version__, "models": models, "docs": "/docs"}
     return known | ({"ui": "/ui"} if api.settings.ui else {})
 
 
 @router.get("/version")
 async def version() -> dict[str, str]:
     """The program's version."""
-    return {"version": installed_version("specdec")}
+    return {"version": specdec.__version__}
 
 
 @router.get("/ping")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from loop import answer_requests, arguments
 
+import specdec
 from cluster.bench.load import fresh_salt
 from specdec import BackendOptions, ModelSource, SamplingParams, SpeculativeEngine
 
@@ -26,7 +27,7 @@ def main(*, is_compiled: bool = False) -> None:
         result = engine.generate(prompt_ids, sampling, seed=0, cache_salt=fresh_salt(), **options)
         return {"token_ids": list(result.token_ids), "num_accepted": result.stats.num_accepted_tokens}
 
-    versions = {name: importlib.metadata.version(name) for name in ("specdec", "torch")}
+    versions = {"specdec": specdec.__version__, "torch": importlib.metadata.version("torch")}
     answer_requests(versions, f"engine in process, in turn{', layers compiled' if is_compiled else ''}", generate)
 
 

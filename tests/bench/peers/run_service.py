@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 from loop import answer_requests, arguments
 
+import specdec
 from cluster.bench.load import fresh_salt
 from cluster.bench.services import Services
 from cluster.cli.serve import serve
@@ -41,7 +42,9 @@ def main(*, is_compiled: bool = False, engine: Mapping[str, Any] = MappingProxyT
             choice = post(json=body | extras).raise_for_status().json()["choices"][0]
             return {"token_ids": choice["token_ids"]}
 
-        versions = {name: importlib.metadata.version(name) for name in ("specdec", "ray", "torch")}
+        versions = {name: importlib.metadata.version(name) for name in ("ray", "torch")} | {
+            "specdec": specdec.__version__
+        }
         settings = "service over HTTP, draft and target in two processes, one thread each; way and draft length: auto"
         for name, value in {**engine, **keys}.items():
             settings += f"; {name}: {value}"

@@ -189,7 +189,9 @@ def test_torchao_is_named_where_it_is_missing(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr("specdec.models.fingerprint.version", missing)
-    with pytest.raises(ModelLoadError, match="quantization needs torchao: install specdec's extra quantization"):
+    with pytest.raises(
+        ModelLoadError, match=r"quantization needs torchao: pip install 'specdec-serve\[quantization\]'"
+    ):
         load(demo_folder("target"), "int8", torch.float32)
     with pytest.raises(ModelLoadError, match="quantization needs torchao"):
         fingerprints(AppArgs.model_validate({"target": {"quantization": "int8"}}))
