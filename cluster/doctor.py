@@ -29,6 +29,7 @@ class ModelFindings:
         device: Where it was loaded.
         max_model_len: Longest sequence it is served with, in tokens.
         memory: The plan: see :class:`specdec.models.memory.MemoryPlan`.
+        memory_line: The plan in a line.
         num_full_sequences: Sequences of ``max_model_len`` that the cache holds at once.
         admission: The check of its cached forward: see :class:`specdec.models.admission.AdmissionReport`; None where
             it was skipped.
@@ -46,6 +47,7 @@ class ModelFindings:
     device: str
     max_model_len: int
     memory: dict[str, Any]
+    memory_line: str
     num_full_sequences: int
     admission: dict[str, Any] | None
     defaults: dict[str, Any]
@@ -171,7 +173,8 @@ def _findings(
         dtype=str(built.loaded.dtype).removeprefix("torch."),
         device=str(built.loaded.device),
         max_model_len=built.memory.max_model_len,
-        memory=asdict(built.memory),
+        memory=asdict(built.memory) | {"total_bytes": built.memory.total_bytes},
+        memory_line=built.memory.describe(),
         num_full_sequences=built.memory.num_full_sequences,
         admission=None if built.admission is None else asdict(built.admission),
         notes=built.notes,
@@ -190,7 +193,7 @@ def _comparison(
     from specdec.models.quantization_report import NUM_TEXTS, NUM_TOKENS, compare
 
     length = min(NUM_TOKENS, built.memory.max_model_len)
-    options = BackendOptions(length, max_num_sequences=NUM_TEXTS, skip_admission_check=True)
+    options = BackendOptions(length, max_num_sequences=NUM_TEXTS, skip_admission_check=True, measures_step=False)
     try:
         original = build_target(replace(source, quantization="none", compile=False), options, progress)[1]
     except SpecdecError as error:

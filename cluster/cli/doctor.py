@@ -88,7 +88,7 @@ def model_lines(role: str, model: ModelFindings) -> Iterator[str]:
     """One model: what it is, its memory, its admission check."""
     memory, admission = model.memory, model.admission
     yield _line(role, f"{model.name}: {model.num_parameters / 1e6:,.1f} M parameters, {model.dtype} on {model.device}")
-    yield _line("", f"weights {mib(memory['weights_bytes'])}, cache {mib(memory['cache_bytes'])}")
+    yield _line("", f"memory: {model.memory_line}")
     blocks = f"{memory['num_blocks']:,} blocks of {memory['block_size']} tokens"
     yield _line("", f"cache: {blocks}, {memory['bytes_per_token']:,} bytes a token")
     if memory["num_state_slots"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from specdec.engine.heads import HeadDrafter, HeadsOptions
 from specdec.engine.states import SequenceStates
 from specdec.engine.target_backend import ModelTarget
 from specdec.engine.translator import Translator
+from specdec.engine.warmup import StepLimits, measure_step
 from specdec.errors import MemoryPlanError, ModelLoadError
 from specdec.models.admission import AdmissionReport, check_admission
 from specdec.models.allocation import allocation
@@ -21,7 +23,7 @@ from specdec.models.compat import check_width
 from specdec.models.describe import describe_model, describe_pair
 from specdec.models.heads import MedusaHeads, load_heads
 from specdec.models.loading import LoadedModel, ModelSource, load_model, load_tokenizer
-from specdec.models.memory import MemoryPlan, choose_window_of, plan_memory
+from specdec.models.memory import MemoryPlan, StepMemory, choose_window_of, plan_memory
 from specdec.models.recurrent.slots import DEFAULT_WINDOW_TOKENS, Route
 from specdec.models.runner import ModelRunner
 from specdec.models.snapshot_runner import SnapshotRunner
@@ -37,7 +39,7 @@ CHUNK_TOKENS = {"cpu": 256, "cuda": 2048}
 CPU_KV_FRACTION = 0.25
 """Part of a machine's free memory that the cache may take: others need it too."""
 GPU_KV_FRACTION = 0.9
-"""Part of what a GPU has left for a model that its cache may take; the rest is for what a step computes."""
+"""Part of what a GPU has left for a model, beside a step, that its cache may take; allocators leave gaps."""
 _MIB = 1 << 20
 
 
@@ -81,6 +83,7 @@ class BackendOptions:
         other_vocabulary: Whether a draft may have a vocabulary that is not its target's; shared tokens are drafted.
         logits_processors: Hooks that may change the logits of every position, drafted or not, before it is sampled.
         heads: Heads on a target, which draft for it; None for none.
+        measures_step: Whether a step of the largest size is run at the start, so that the memory it takes is known.
     """
 
     max_model_len: int | None = None
@@ -97,6 +100,7 @@ class BackendOptions:
     other_vocabulary: bool = False
     logits_processors: tuple[LogitsProcessor, ...] = ()
     heads: HeadsOptions | None = None
+    measures_step: bool = True
 
 
 def build_target(
@@ -118,7 +122,7 @@ def build_target(
         built.runner,
         sampler,
         max_model_len=built.memory.max_model_len,
-        max_batch_tokens=_max_batch_tokens(built, options),
+        max_batch_tokens=_max_batch_tokens(built.loaded, options),
         heads=heads,
     )
     return backend, built
@@ -129,8 +133,8 @@ def build_drafter(
 ) -> tuple[ModelDrafter, ModelTarget, Built]:
     """Load a model and make a drafter of it, and a target over the same caches, for those who ask the model itself.
 
-    A draft model that reads less than ``options.max_model_len`` drafts as far as it reads. Raises like
-    :func:`build_target`, and:
+    A draft model that reads less than ``options.max_model_len`` drafts as far as it reads; one that reads more than its
+    target needs no cache for it. Raises like :func:`build_target`, and:
 
     Raises:
         IncompatiblePairError: It cannot draft for the target.
@@ -139,12 +143,15 @@ def build_drafter(
     if progress is not None:
         for note in pair.notes:
             progress(note)
-    built = _build(source, replace(options, vocab_size=pair.draft_vocab_size, heads=None), None, progress)
+    options = replace(options, vocab_size=pair.draft_vocab_size, heads=None)
+    if options.max_model_len is None and pair.translation is None:
+        options = replace(options, max_model_len=describe_model(target).max_model_len)
+    built = _build(source, options, None, progress)
     runner, states = built.runner, SequenceStates(built.runner)
     sampler = make_sampler(source, built.runner.vocab_size, built.loaded.eos_token_ids, options)
     lengths: dict[str, Any] = {
         "max_model_len": built.memory.max_model_len,
-        "max_batch_tokens": _max_batch_tokens(built, options),
+        "max_batch_tokens": _max_batch_tokens(built.loaded, options),
     }
     solo = ModelTarget(runner, sampler, states=states, **lengths)
     translator = None
@@ -192,37 +199,52 @@ def _build(source: ModelSource, options: BackendOptions, max_model_len: int | No
     """Load and check a model; without a ``max_model_len`` of its own it reads what it can of the options'."""
     loaded = load_model(source, progress)
     heads = None if options.heads is None else load_heads(options.heads.path, loaded)
-    wanted = options.kv_memory
-    share = options.device_share or 1.0
-    budget_bytes, fraction = _cache_room(loaded, wanted, share)
-    route = None if options.rollback == "auto" else options.rollback
-    window = choose_window_of(loaded, options.rollback_tokens, route)
-    try:
-        memory = plan_memory(
-            loaded,
-            budget_bytes=budget_bytes,
-            fraction=fraction,
-            max_model_len=max_model_len or min(options.max_model_len or loaded.max_model_len, loaded.max_model_len),
-            max_num_sequences=options.max_num_sequences,
-            block_size=options.block_size,
-            window=window,
-        )
-    except MemoryPlanError as error:
-        if wanted != "auto" or loaded.device.type != "cuda" or share == 1:
-            raise
-        raise MemoryPlanError(f"{error} (its share of the GPU is {share:g}; kv_memory can name more)") from error
     vocab_size = options.vocab_size or loaded.vocab_size
     check_width(loaded.name, loaded.vocab_size, vocab_size)
+    length = max_model_len or min(options.max_model_len or loaded.max_model_len, loaded.max_model_len)
+    memory = _planned(loaded, length, vocab_size, heads, options)
     if progress is not None and not options.skip_admission_check:
         progress(f"checking the cached forward of {loaded.name}")
     sizes = f"{loaded.weights_bytes / _MIB:,.1f} MiB of weights and {memory.cache_bytes / _MIB:,.1f} MiB of cache"
     with allocation(MemoryPlanError, f"{sizes} of {loaded.name} do not fit into the memory of {loaded.device}"):
         runner, admission = _admitted(loaded, memory, vocab_size, options)
-    notes = _notes(runner, options)
+    notes = (*_notes(runner, options), *_memory_notes(loaded.name, memory))
     if progress is not None:
-        for note in notes:
+        for note in (*notes, f"memory of {loaded.name}: {memory.describe()}"):
             progress(note)
     return Built(loaded, runner, memory, admission, notes, heads)
+
+
+def _planned(
+    loaded: LoadedModel, length: int, vocab_size: int, heads: MedusaHeads | None, options: BackendOptions
+) -> MemoryPlan:
+    """Memory for weights, for a step of the largest size, and for the cache."""
+    route = None if options.rollback == "auto" else options.rollback
+    window = choose_window_of(loaded, options.rollback_tokens, route)
+    step = None
+    if options.measures_step:
+        limits = StepLimits(options.max_num_sequences, _max_batch_tokens(loaded, options))
+        what = f"{loaded.name} and a step of max_batch_tokens ({limits.max_num_batched_tokens})"
+        with allocation(MemoryPlanError, f"{what} do not fit into the memory of {loaded.device}"):
+            step = measure_step(loaded, limits, max_model_len=length, vocab_size=vocab_size, window=window, heads=heads)
+    share = options.device_share or 1.0
+    budget_bytes, fraction = _cache_room(loaded, options.kv_memory, share, step)
+    try:
+        return plan_memory(
+            loaded,
+            budget_bytes=budget_bytes,
+            fraction=fraction,
+            max_model_len=length,
+            max_num_sequences=options.max_num_sequences,
+            block_size=options.block_size,
+            window=window,
+            step=step,
+            is_bounded=options.kv_memory == "auto" and loaded.device.type == "cpu",
+        )
+    except MemoryPlanError as error:
+        if options.kv_memory != "auto" or loaded.device.type != "cuda" or share == 1:
+            raise
+        raise MemoryPlanError(f"{error} (its share of the GPU is {share:g}; kv_memory can name more)") from error
 
 
 def _admitted(
@@ -256,7 +278,14 @@ def _notes(runner: ModelRunner, options: BackendOptions) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _cache_room(loaded: LoadedModel, wanted: Literal["auto"] | float | int, share: float) -> tuple[int | None, float]:
+def _memory_notes(name: str, memory: MemoryPlan) -> Iterator[str]:
+    if memory.total_bytes > memory.available_bytes:
+        yield f"{name} may take more memory than there is: lower kv_memory, max_model_len or max_batch_tokens"
+
+
+def _cache_room(
+    loaded: LoadedModel, wanted: Literal["auto"] | float | int, share: float, step: StepMemory | None = None
+) -> tuple[int | None, float]:
     """Bytes for the cache; None where they are the fraction beside it of what is free on each of its devices."""
     if isinstance(wanted, int):
         return wanted, 1.0
@@ -267,16 +296,20 @@ def _cache_room(loaded: LoadedModel, wanted: Literal["auto"] | float | int, shar
     if len({parameter.device for parameter in loaded.model.parameters()}) > 1:
         return None, GPU_KV_FRACTION * share
     free_bytes, total_bytes = torch.cuda.mem_get_info(loaded.device)
-    return gpu_budget_bytes(total_bytes, free_bytes, loaded.weights_bytes + loaded.adapter_bytes, share), 1.0
+    model_bytes = loaded.weights_bytes + loaded.adapter_bytes
+    step_bytes = 0 if step is None else step.activation_bytes.get(loaded.device, 0)
+    return gpu_budget_bytes(total_bytes, free_bytes, model_bytes, share, step_bytes), 1.0
 
 
-def gpu_budget_bytes(total_bytes: int, free_bytes: int, weights_bytes: int, device_share: float) -> int:
-    """Bytes for a model's cache on a GPU: of its share what its weights leave, and never more than is free.
+def gpu_budget_bytes(
+    total_bytes: int, free_bytes: int, weights_bytes: int, device_share: float, step_bytes: int = 0
+) -> int:
+    """Bytes for a model's cache on a GPU: of its share what weights and a step leave, and never more than is free.
 
     Whoever loads first must not take what the other models on the device were promised.
     """
-    return int(GPU_KV_FRACTION * max(0, min(free_bytes, total_bytes * device_share - weights_bytes)))
+    return int(GPU_KV_FRACTION * max(0, min(free_bytes, total_bytes * device_share - weights_bytes) - step_bytes))
 
 
-def _max_batch_tokens(built: Built, options: BackendOptions) -> int:
-    return options.max_batch_tokens or CHUNK_TOKENS[built.loaded.device.type]
+def _max_batch_tokens(loaded: LoadedModel, options: BackendOptions) -> int:
+    return options.max_batch_tokens or CHUNK_TOKENS[loaded.device.type]

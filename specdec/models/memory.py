@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -20,6 +20,23 @@ MAX_STATE_SLOTS = 1024
 """State slots where nobody says how many sequences there are at most."""
 NUM_BRANCH_SLOTS = 64
 """State slots beyond one per sequence: a drafter's branches have states of their own."""
+BOUND_SEQUENCES = 16
+"""A bounded cache holds no more sequences of full length than these. Most sequences are far shorter."""
+BOUND_BYTES = 192 << 20
+"""A bounded cache may have as much as this in any case."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """What a model takes beside its weights and its cache.
+
+    Attributes:
+        activation_bytes: Of a step of the largest size, by device: the most that is held at once while it runs.
+        process_bytes: Of the process on a CPU beside the model: the interpreter, libraries, other models.
+    """
+
+    activation_bytes: Mapping[torch.device, int] = field(default_factory=dict)
+    process_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +54,9 @@ class MemoryPlan:
         weights_bytes: Of the weights, which are there already.
         budget_bytes: What the cache was allowed to take.
         adapter_bytes: Of the slots for adapters, which are there already.
+        activation_bytes: Of a step of the largest size, measured; 0 where that was not done.
+        process_bytes: Of the process on a CPU beside the model.
+        available_bytes: What the plan has to fit into: free memory and what the process holds already.
         num_state_slots: Sequences and branches whose recurrent states are held at once; 0 without recurrent layers.
         state_bytes: Of one sequence's recurrent state.
         checkpoint_bytes: Of what is kept beside it so that it can be rolled back.
@@ -54,6 +74,9 @@ class MemoryPlan:
     weights_bytes: int
     budget_bytes: int
     adapter_bytes: int = 0
+    activation_bytes: int = 0
+    process_bytes: int = 0
+    available_bytes: int = 0
     num_state_slots: int = 0
     state_bytes: int = 0
     checkpoint_bytes: int = 0
@@ -62,8 +85,18 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Weights, slots for adapters and cache."""
-        return self.weights_bytes + self.adapter_bytes + self.cache_bytes
+        """The most that is held at once: weights, slots for adapters, a step, the cache, the rest of the process."""
+        model_bytes = self.weights_bytes + self.adapter_bytes + self.activation_bytes + self.cache_bytes
+        return model_bytes + self.process_bytes
+
+    def describe(self) -> str:
+        """The plan in a line."""
+        parts = [f"weights {_mib(self.weights_bytes)}"]
+        parts += [f"adapters {_mib(self.adapter_bytes)}"] if self.adapter_bytes else []
+        parts += [f"a step {_mib(self.activation_bytes)} (measured)"] if self.activation_bytes else []
+        parts += [f"cache {_mib(self.cache_bytes)}"]
+        parts += [f"the rest of the process {_mib(self.process_bytes)}"] if self.process_bytes else []
+        return f"{_mib(self.total_bytes)} planned of {_mib(self.available_bytes)}: {', '.join(parts)}"
 
     @property
     def num_full_sequences(self) -> int:
@@ -107,6 +140,8 @@ def plan_memory(
     max_num_sequences: int | None = None,
     block_size: int = 16,
     window: Window | None = None,
+    step: StepMemory | None = None,
+    is_bounded: bool = False,
 ) -> MemoryPlan:
     """Size the cache of a loaded model.
 
@@ -115,13 +150,16 @@ def plan_memory(
 
     Args:
         loaded: Its weights are in memory, so what is free is free for the cache.
-        budget_bytes: For the cache; by default ``fraction`` of what is free. A model spread over several devices is
-            bounded by the one with the least room for its share.
+        budget_bytes: For the cache; by default ``fraction`` of what is free and no step takes. A model spread over
+            several devices is bounded by the one with the least room for its share.
         fraction: In (0, 1]; of what is free.
         max_model_len: Longest sequence wanted, in tokens; by default the model's own, which it may not exceed.
         max_num_sequences: Take no more blocks than this many sequences of ``max_model_len`` can use.
         block_size: Positions per block.
         window: How far back recurrent states reach, for a model that has any.
+        step: What the model takes beside its weights and its cache.
+        is_bounded: Take no more blocks than :data:`BOUND_SEQUENCES` sequences of ``max_model_len`` can use, or
+            :data:`BOUND_BYTES` of them where that is more.
 
     Raises:
         MemoryPlanError: the budget does not hold one sequence of ``max_model_len``.
@@ -131,11 +169,14 @@ def plan_memory(
     if not 0 < fraction <= 1:
         raise InvalidParameterError("fraction", f"fraction must be in (0, 1], got {fraction}")
     needs = _Needs(loaded, length, block_size, window or choose_window_of(loaded, DEFAULT_WINDOW_TOKENS))
-    budget = _budget(needs, fraction) if budget_bytes is None else budget_bytes
+    step = step or StepMemory()
+    budget = _budget(needs, fraction, step) if budget_bytes is None else budget_bytes
     if needs.sequence_bytes + needs.block_bytes > budget:
         raise MemoryPlanError(_refusal(needs, budget))
     num_slots = _num_state_slots(needs, budget, max_num_sequences)
     num_blocks = _num_blocks(needs, budget, num_slots, max_num_sequences)
+    if is_bounded and needs.block_bytes:
+        num_blocks = min(num_blocks, max(BOUND_SEQUENCES * needs.num_blocks, BOUND_BYTES // needs.block_bytes))
     return MemoryPlan(
         num_blocks=num_blocks,
         block_size=block_size,
@@ -147,6 +188,9 @@ def plan_memory(
         weights_bytes=loaded.weights_bytes,
         budget_bytes=budget,
         adapter_bytes=loaded.adapter_bytes,
+        activation_bytes=sum(step.activation_bytes.values()),
+        process_bytes=step.process_bytes,
+        available_bytes=_available(loaded, step),
         num_state_slots=num_slots,
         state_bytes=needs.state_bytes,
         checkpoint_bytes=needs.slot_bytes - needs.state_bytes,
@@ -222,11 +266,18 @@ def _refusal(needs: _Needs, budget: int) -> str:
     return text + "give more memory"
 
 
-def _budget(needs: _Needs, fraction: float) -> int:
-    """Bytes for all layers such that each device holds its layers' share."""
+def _budget(needs: _Needs, fraction: float, step: StepMemory) -> int:
+    """Bytes for all layers such that each device holds its layers' share beside a step."""
     shares = needs.by_device()
     total = sum(shares.values())
-    return min(int(free_memory_bytes(device) * fraction) * total // share for device, share in shares.items())
+    rooms = {device: free_memory_bytes(device) - step.activation_bytes.get(device, 0) for device in shares}
+    return min(int(max(0, rooms[device]) * fraction) * total // share for device, share in shares.items())
+
+
+def _available(loaded: LoadedModel, step: StepMemory) -> int:
+    held_bytes = loaded.weights_bytes + loaded.adapter_bytes + step.process_bytes
+    devices = {loaded.device, *step.activation_bytes}
+    return held_bytes + sum(free_memory_bytes(device) for device in devices if device.type in ("cpu", "cuda"))
 
 
 def _mib(num_bytes: int) -> str:

@@ -27,7 +27,8 @@ __all__ = ["LogitsProcessor", "RowGroup", "Sampler", "VerifiedRun"]
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_NOISE_CACHE_BYTES = 64 << 20
+NOISE_CACHE_BYTES = 64 << 20
+"""Memory for Gumbel noise kept between steps, where nobody says otherwise."""
 
 
 class LogitsProcessor(Protocol):
@@ -94,7 +95,7 @@ class Sampler:
         self,
         vocab_size: int,
         processors: Sequence[LogitsProcessor] = (),
-        noise_cache_bytes: int = _DEFAULT_NOISE_CACHE_BYTES,
+        noise_cache_bytes: int = NOISE_CACHE_BYTES,
         grammars: Grammars | None = None,
     ) -> None:
         self.vocab_size = vocab_size

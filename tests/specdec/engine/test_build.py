@@ -1,5 +1,9 @@
 """How much of a device a model's cache takes."""
 
+import json
+import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +19,7 @@ from specdec.engine.shares import pair_share
 from specdec.errors import MemoryPlanError
 from specdec.models.loading import ModelSource
 from specdec.models.runner import ModelRunner
+from specdec.sampling.pipeline import NOISE_CACHE_BYTES
 
 DEMO = Path(specdec.demo.__path__[0])
 
@@ -89,6 +94,27 @@ def test_the_engine_gives_each_model_its_share(
     assert shares == expected
 
 
+def test_the_memory_of_a_step_is_measured_and_told() -> None:
+    lines: list[str] = []
+    options = BackendOptions(max_model_len=256, kv_memory=16 << 20, max_batch_tokens=512)
+    _, built = build_target(ModelSource(str(DEMO / "draft"), device="cpu"), options, lines.append)
+    logits_bytes = 512 * 4096 * 4
+    assert built.memory.activation_bytes > NOISE_CACHE_BYTES + 4 * logits_bytes  # logits, edited, scaled and sorted
+    assert built.memory.process_bytes > 100 << 20
+    assert lines[-1].startswith(f"memory of {DEMO / 'draft'}: ")
+    assert re.search(r"MiB planned of .*: weights .*, a step .* \(measured\), cache 16\.0 MiB, the rest of", lines[-1])
+    _, built = build_target(ModelSource(str(DEMO / "draft"), device="cpu"), replace(options, measures_step=False))
+    assert built.memory.activation_bytes == 0
+
+
+def test_a_draft_gets_no_cache_for_positions_that_its_target_lacks(tmp_path: Path) -> None:
+    target = Path(shutil.copytree(DEMO / "draft", tmp_path / "target"))
+    config = json.loads((target / "config.json").read_text()) | {"max_position_embeddings": 300}
+    (target / "config.json").write_text(json.dumps(config))
+    source, options = ModelSource(str(DEMO / "draft"), device="cpu"), BackendOptions(measures_step=False)
+    assert build_drafter(source, options, ModelSource(str(target)))[2].memory.max_model_len == 300
+
+
 def test_a_cache_that_cannot_be_had_is_told_with_its_sizes() -> None:
     """A petabyte: the system refuses it at once."""
     options = BackendOptions(block_size=1 << 40, kv_memory=1 << 62)
@@ -96,12 +122,13 @@ def test_a_cache_that_cannot_be_had_is_told_with_its_sizes() -> None:
         build_target(ModelSource(str(DEMO / "draft"), device="cpu"), options)
 
 
-def test_too_little_memory_for_the_check_of_a_model_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("measures_step", [True, False])
+def test_too_little_memory_for_a_step_is_told_as_such(measures_step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_memory(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("Tried to allocate 1 GiB.")
 
     monkeypatch.setattr(ModelRunner, "forward", no_memory)
-    options = BackendOptions(max_model_len=256, kv_memory=16 << 20)
+    options = BackendOptions(max_model_len=256, kv_memory=16 << 20, measures_step=measures_step)
     with pytest.raises(MemoryPlanError, match=r"do not fit into the memory of cpu: Tried to allocate 1 GiB\."):
         build_target(ModelSource(str(DEMO / "draft"), device="cpu"), options)
 

@@ -7,7 +7,7 @@ import torch
 from specdec.errors import InvalidParameterError, MemoryPlanError
 from specdec.models.cache import PagedCache
 from specdec.models.loading import LoadedModel
-from specdec.models.memory import cache_bytes_per_token, free_memory_bytes, plan_memory
+from specdec.models.memory import BOUND_BYTES, StepMemory, cache_bytes_per_token, free_memory_bytes, plan_memory
 
 Models = Callable[[str], tuple[LoadedModel, object]]
 
@@ -48,6 +48,28 @@ def test_a_fraction_of_what_is_free(models: Models, monkeypatch: pytest.MonkeyPa
     assert free_memory_bytes(torch.device("cpu")) > 1 << 20
     monkeypatch.setattr("specdec.models.memory.free_memory_bytes", lambda device: 40_000_000)
     assert plan_memory(models("llama")[0], fraction=0.25).budget_bytes == 10_000_000
+
+
+def test_a_step_is_left_its_memory(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, _ = models("llama")
+    monkeypatch.setattr("specdec.models.memory.free_memory_bytes", lambda device: 40_000_000)
+    plan = plan_memory(loaded, fraction=0.5, step=StepMemory({torch.device("cpu"): 10_000_000}, 3_000_000))
+    assert plan.budget_bytes == 15_000_000
+    assert plan.total_bytes == loaded.weights_bytes + 10_000_000 + plan.cache_bytes + 3_000_000
+    assert plan.available_bytes == loaded.weights_bytes + 40_000_000 + 3_000_000
+    with pytest.raises(MemoryPlanError, match=r"only 0\.0 MiB may be used"):
+        plan_memory(loaded, step=StepMemory({torch.device("cpu"): 50_000_000}))
+
+
+def test_a_bounded_cache_is_as_large_as_is_of_use(models: Models) -> None:
+    """Some sequences of full length, or so many bytes where one takes little; never more than all sequences can use."""
+    loaded, _ = models("llama")
+    options = {"budget_bytes": 4 << 30, "is_bounded": True}
+    assert plan_memory(loaded, **options).num_blocks == BOUND_BYTES // (16 * 1024)
+    assert plan_memory(loaded, **options, max_num_sequences=3).num_full_sequences == 3
+    long = replace(loaded, max_model_len=1 << 16)
+    assert plan_memory(long, **options).num_full_sequences == 16
+    assert plan_memory(long, budget_bytes=1 << 27, is_bounded=True).num_full_sequences == 1
 
 
 def test_the_device_with_the_least_room_for_its_share_decides(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:

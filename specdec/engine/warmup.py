@@ -1,0 +1,212 @@
+"""What a step of the largest size takes beside weights and cache, found out by running one."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
+
+import torch
+
+from specdec.engine.rules import verify
+from specdec.errors import ModelLoadError
+from specdec.models.blocks import CachedSequence
+from specdec.models.heads import MedusaHeads
+from specdec.models.loading import LoadedModel
+from specdec.models.memory import StepMemory
+from specdec.models.plan import max_group_numbers
+from specdec.models.recurrent.slots import SequenceState, Window
+from specdec.models.runner import ModelRunner, RowInput
+from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.sampling.pipeline import NOISE_CACHE_BYTES, RowGroup, Sampler
+from specdec.sampling.validation import MAX_NUM_SPECULATIVE_TOKENS
+
+_BLOCK_SIZE = 16
+_MAX_CPU_CHUNK_CONTEXT = 4096
+"""On a CPU the chunk of a prompt comes after no more tokens than these: attention to more takes it minutes."""
+_LARGEST_SAMPLING = SamplingParams(frequency_penalty=0.1, temperature=100.0, top_p=0.99, logprobs=1)
+"""Takes the most memory per row: logits are edited, and top_p sorts the whole vocabulary where all is as likely."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """How large a step of a model may be.
+
+    Attributes:
+        max_num_seqs: Most rows.
+        max_num_batched_tokens: Most tokens of all rows together, and so most rows of logits.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    @property
+    def max_num_logits(self) -> int:
+        """Most rows of logits: each sequence decides one token, and as many as are drafted for it."""
+        return min(self.max_num_batched_tokens, self.max_num_seqs * (1 + MAX_NUM_SPECULATIVE_TOKENS))
+
+
+def measure_step(
+    loaded: LoadedModel,
+    limits: StepLimits,
+    *,
+    max_model_len: int,
+    vocab_size: int,
+    window: Window | None = None,
+    heads: MedusaHeads | None = None,
+) -> StepMemory:
+    """Run a step that reads as much of a prompt as a step may, and one that decides as many tokens, and measure both.
+
+    They have a cache of their own, of a single block that stands for all blocks of all sequences: the tokens mean
+    nothing, but every tensor has the size that it will have.
+
+    Args:
+        loaded: The model.
+        limits: How large a step may be.
+        max_model_len: Longest sequence, in tokens.
+        vocab_size: Width of the tokenizer.
+        window: How far back recurrent states reach, for a model that has any.
+        heads: On it, if there are any.
+
+    Raises:
+        ModelLoadError: The model cannot run such a step.
+        torch.OutOfMemoryError: The device has no room for it.
+    """
+    devices = {parameter.device for parameter in loaded.model.parameters()} | {loaded.device}
+    held_bytes = resident_bytes()
+    with _measured(devices) as peaks:
+        try:
+            if loaded.opaque_state is not None:
+                _run_whole(loaded, limits, max_model_len, vocab_size)
+            else:
+                runner = ModelRunner(
+                    loaded,
+                    num_blocks=1,
+                    block_size=_BLOCK_SIZE,
+                    vocab_size=vocab_size,
+                    num_state_slots=1,
+                    window=window,
+                )
+                _run_steps(runner, limits, max_model_len, heads)
+        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            reason = f"{type(error).__name__}: {error}"
+            raise ModelLoadError(f"{loaded.name} cannot run a step of the largest size: {reason}") from error
+    peaks[loaded.device] = peaks.get(loaded.device, 0) + NOISE_CACHE_BYTES
+    beside = 0 if held_bytes is None else max(0, held_bytes - loaded.weights_bytes - loaded.adapter_bytes)
+    return StepMemory(peaks, beside if loaded.device.type == "cpu" else 0)
+
+
+def _run_steps(runner: ModelRunner, limits: StepLimits, max_model_len: int, heads: MedusaHeads | None) -> None:
+    """The chunk of a prompt, then rows that decide, of which as many are long as attention reads at once."""
+    num_tokens = min(limits.max_num_batched_tokens, max_model_len)
+    context = max_model_len - num_tokens
+    if runner.loaded.device.type == "cpu":
+        context = min(context, _MAX_CPU_CHUNK_CONTEXT)
+    runner.forward([_row(runner, context, num_tokens, 1)])
+    num_rows = min(limits.max_num_seqs, limits.max_num_logits)
+    num_logits = limits.max_num_logits
+    counts = [num_logits // num_rows + (1 if i < num_logits % num_rows else 0) for i in range(num_rows)]
+    counts = [min(count, max_model_len) for count in counts]
+    num_long = _num_long_rows(runner, max_model_len)
+    rows = [_row(runner, max_model_len - count if i < num_long else 0, count, count) for i, count in enumerate(counts)]
+    _sample(runner.forward(rows), counts, runner.vocab_size)
+    if heads is not None:
+        _draft(heads, num_rows, runner.loaded)
+
+
+@torch.inference_mode()
+def _draft(heads: MedusaHeads, num_rows: int, loaded: LoadedModel) -> None:
+    heads.logits(torch.zeros(num_rows, heads.config.hidden_size, dtype=loaded.dtype, device=loaded.device))
+
+
+def _row(runner: ModelRunner, context: int, num_tokens: int, num_logits: int) -> RowInput:
+    """New tokens after at most ``context`` tokens that seem to be cached, all of them in the cache's only block."""
+    context -= context % _BLOCK_SIZE
+    blocks = [0] * runner.pool.blocks_for(context + num_tokens)
+    sequence = CachedSequence([0] * context, blocks, salt=None)
+    if runner.states is not None:
+        sequence.state = SequenceState(0, max(0, context - runner.states.window.num_tokens), context)
+    tokens = list(islice(cycle(range(min(runner.vocab_size, 1000))), num_tokens))
+    return RowInput(sequence, tokens, num_logits)
+
+
+def _num_long_rows(runner: ModelRunner, max_model_len: int) -> int:
+    """Rows of the longest context that fill what attention gathers at once; one more would change nothing."""
+    layers = runner.loaded.attention_layers
+    per_token = max((layer.num_key_heads * max(layer.key_dim, layer.value_dim) for layer in layers), default=1)
+    return 1 + max_group_numbers(runner.loaded.device) // (per_token * max_model_len)
+
+
+@torch.inference_mode()
+def _run_whole(loaded: LoadedModel, limits: StepLimits, max_model_len: int, vocab_size: int) -> None:
+    """The same of a model that keeps its own states: one row, read at once."""
+    num_tokens = min(limits.max_num_batched_tokens, max_model_len)
+    tokens = torch.zeros(1, num_tokens, dtype=torch.long, device=loaded.device)
+    logits = loaded.model(input_ids=tokens, use_cache=False).logits[0, :, :vocab_size].float()
+    _sample(logits, [1] * num_tokens, vocab_size)
+
+
+def _sample(logits: torch.Tensor, counts: list[int], vocab_size: int) -> None:
+    """Decide all rows, and report of them, as a step does for requests that ask for the most."""
+    sampler = Sampler(vocab_size, noise_cache_bytes=0)
+    groups = [
+        RowGroup(SequenceSpec(_LARGEST_SAMPLING, seed, 1, 1), [0], (0,) * (count - 1))
+        for seed, count in enumerate(counts)
+    ]
+    runs = verify(sampler, logits, groups, [()] * len(groups))
+    sampler.logprobs(logits, groups, [result.run for result in runs])
+    sampler.take_failures()  # random weights may well give NaNs
+
+
+@contextmanager
+def _measured(devices: set[torch.device]) -> Iterator[dict[torch.device, int]]:
+    """By device, the most bytes that were held at once within, beyond those held before; there when it has ended."""
+    peaks: dict[torch.device, int] = {}
+    watches: list[tuple[torch.device, Callable[[], int]]] = [
+        (device, _watch_cuda(device) if device.type == "cuda" else _watch_process())
+        for device in devices
+        if device.type in ("cuda", "cpu")
+    ]
+    yield peaks
+    for device, growth in watches:
+        peaks[device] = growth()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _watch_cuda(device: torch.device) -> Callable[[], int]:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+
+    def growth() -> int:
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+
+    return growth
+
+
+def _watch_process() -> Callable[[], int]:
+    """How far the process's memory grows. Where its peak cannot be reset, only growth beyond an older peak is seen."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # see proc_pid_clear_refs(5)
+    before = peak_resident_bytes()
+    return lambda: max(0, peak_resident_bytes() - before)
+
+
+def peak_resident_bytes() -> int:
+    """Most memory that this process has held: since its start, or since its peak was reset."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def resident_bytes() -> int | None:
+    """Memory that this process holds now; None where the system does not tell."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    return None
