@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import cycle, islice
 from pathlib import Path
 
 import torch
@@ -24,6 +23,7 @@ from specdec.models.runner import ModelRunner, RowInput
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.pipeline import NOISE_CACHE_BYTES, RowGroup, Sampler
 from specdec.sampling.validation import MAX_NUM_SPECULATIVE_TOKENS
+from specdec.tokens import TokenBuffer
 
 _BLOCK_SIZE = 16
 _MAX_CPU_CHUNK_CONTEXT = 4096
@@ -129,11 +129,10 @@ def _row(runner: ModelRunner, context: int, num_tokens: int, num_logits: int) ->
     """New tokens after at most ``context`` tokens that seem to be cached, all of them in the cache's only block."""
     context -= context % _BLOCK_SIZE
     blocks = [0] * runner.pool.blocks_for(context + num_tokens)
-    sequence = CachedSequence([0] * context, blocks, salt=None)
+    sequence = CachedSequence(TokenBuffer([0] * context), blocks, salt=None)
     if runner.states is not None:
         sequence.state = SequenceState(0, max(0, context - runner.states.window.num_tokens), context)
-    tokens = list(islice(cycle(range(min(runner.vocab_size, 1000))), num_tokens))
-    return RowInput(sequence, tokens, num_logits)
+    return RowInput(sequence, [0] * num_tokens, num_logits)
 
 
 def _num_long_rows(runner: ModelRunner, max_model_len: int) -> int:
