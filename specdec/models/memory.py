@@ -150,8 +150,8 @@ def plan_memory(
 
     Args:
         loaded: Its weights are in memory, so what is free is free for the cache.
-        budget_bytes: For the cache; by default ``fraction`` of what is free and no step takes. A model spread over
-            several devices is bounded by the one with the least room for its share.
+        budget_bytes: For the cache; by default ``fraction`` of what is free and no step takes, on the device with the
+            least room for its share.
         fraction: In (0, 1]; of what is free.
         max_model_len: Longest sequence wanted, in tokens; by default the model's own, which it may not exceed.
         max_num_sequences: Take no more blocks than this many sequences of ``max_model_len`` can use.
@@ -166,17 +166,13 @@ def plan_memory(
         InvalidParameterError: ``max_model_len`` or ``fraction`` is out of range.
     """
     length = _checked_length(loaded, max_model_len)
-    if not 0 < fraction <= 1:
-        raise InvalidParameterError("fraction", f"fraction must be in (0, 1], got {fraction}")
     needs = _Needs(loaded, length, block_size, window or choose_window_of(loaded, DEFAULT_WINDOW_TOKENS))
     step = step or StepMemory()
     budget = _budget(needs, fraction, step) if budget_bytes is None else budget_bytes
     if needs.sequence_bytes + needs.block_bytes > budget:
         raise MemoryPlanError(_refusal(needs, budget))
     num_slots = _num_state_slots(needs, budget, max_num_sequences)
-    num_blocks = _num_blocks(needs, budget, num_slots, max_num_sequences)
-    if is_bounded and needs.block_bytes:
-        num_blocks = min(num_blocks, max(BOUND_SEQUENCES * needs.num_blocks, BOUND_BYTES // needs.block_bytes))
+    num_blocks = _num_blocks(needs, budget, num_slots, max_num_sequences, is_bounded)
     return MemoryPlan(
         num_blocks=num_blocks,
         block_size=block_size,
@@ -244,11 +240,15 @@ def _num_state_slots(needs: _Needs, budget: int, max_num_sequences: int | None) 
     return min(most, 1 + (spare // 2 if needs.block_bytes else spare) // needs.slot_bytes)
 
 
-def _num_blocks(needs: _Needs, budget: int, num_slots: int, max_num_sequences: int | None) -> int:
+def _num_blocks(needs: _Needs, budget: int, num_slots: int, max_num_sequences: int | None, is_bounded: bool) -> int:
     if not needs.block_bytes:
         return num_slots * needs.num_blocks
-    num_blocks = (budget - num_slots * needs.slot_bytes) // needs.block_bytes - 1
-    return num_blocks if max_num_sequences is None else min(num_blocks, max(1, max_num_sequences) * needs.num_blocks)
+    most = [(budget - num_slots * needs.slot_bytes) // needs.block_bytes - 1]
+    if max_num_sequences is not None:
+        most.append(max(1, max_num_sequences) * needs.num_blocks)
+    if is_bounded:
+        most.append(max(BOUND_SEQUENCES * needs.num_blocks, BOUND_BYTES // needs.block_bytes))
+    return min(most)
 
 
 def _refusal(needs: _Needs, budget: int) -> str:
@@ -268,6 +268,8 @@ def _refusal(needs: _Needs, budget: int) -> str:
 
 def _budget(needs: _Needs, fraction: float, step: StepMemory) -> int:
     """Bytes for all layers such that each device holds its layers' share beside a step."""
+    if not 0 < fraction <= 1:
+        raise InvalidParameterError("fraction", f"fraction must be in (0, 1], got {fraction}")
     shares = needs.by_device()
     total = sum(shares.values())
     rooms = {device: free_memory_bytes(device) - step.activation_bytes.get(device, 0) for device in shares}
