@@ -145,8 +145,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Size the cache of a loaded model.
 
-    Recurrent states take at most half of what one sequence leaves over, so that blocks are not short where sequences
-    are long.
+    Recurrent states take at most half of what one sequence leaves over: blocks are not short where sequences are long.
 
     Args:
         loaded: Its weights are in memory, so what is free is free for the cache.
@@ -158,8 +157,7 @@ def plan_memory(
         block_size: Positions per block.
         window: How far back recurrent states reach, for a model that has any.
         step: What the model takes beside its weights and its cache.
-        is_bounded: Take no more blocks than :data:`BOUND_SEQUENCES` sequences of ``max_model_len`` can use, or
-            :data:`BOUND_BYTES` of them where that is more.
+        is_bounded: Take blocks for no more than :data:`BOUND_SEQUENCES` such sequences, or :data:`BOUND_BYTES` of them.
 
     Raises:
         MemoryPlanError: the budget does not hold one sequence of ``max_model_len``.
