@@ -22,6 +22,7 @@ LIVE_KEYS = (
     "unsupported_tools",
     "log_level",
     "replicas",
+    "lora.adapters",
     "access.api_keys_file",
     "access.admin_keys",
     "access.allowed_origins",

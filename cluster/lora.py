@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -37,6 +37,11 @@ class LoraConfig(StrictModel):
     adapters: Annotated[tuple[AdapterConfig, ...], BeforeValidator(named_paths)] = Field(
         (), description="adapters that are always there: name, path, and maybe draft, the path of a twin for the draft"
     )
+    room: Literal["auto", "target", "both"] = Field(
+        "auto",
+        description="models that have room for adapters; auto: as adapters, folder and hub need; specdec render says "
+        "it, so that a change of adapters restarts nothing",
+    )
     folder: str | None = Field(
         None,
         min_length=1,
@@ -58,6 +63,8 @@ class LoraConfig(StrictModel):
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"adapters names {twice} twice")
+        if self.room == "target" and (self.is_dynamic or any(adapter.draft for adapter in self.adapters)):
+            raise ValueError("room must be both, or auto, where adapters may have a twin for the draft")
         return self
 
     @property
@@ -68,9 +75,11 @@ class LoraConfig(StrictModel):
     @property
     def is_enabled(self) -> bool:
         """Whether the target has room for adapters."""
-        return self.is_dynamic or bool(self.adapters)
+        return self.room != "auto" or self.is_dynamic or bool(self.adapters)
 
     @property
     def has_twins(self) -> bool:
         """Whether the draft has."""
+        if self.room != "auto":
+            return self.room == "both"
         return self.is_dynamic or any(adapter.draft for adapter in self.adapters)

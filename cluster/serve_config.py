@@ -32,6 +32,8 @@ def serve_config(config: ServiceConfig) -> dict[str, Any]:
     if "replicas" in live and not _is_placed(args):
         models = live["replicas"].keys() & {"target", "draft"}
         fixed |= {"replicas": {part: most(getattr(args.replicas, part)) for part in sorted(models)}} if models else {}
+    if "lora" in live:  # their room is fixed, and which there are is not
+        fixed.setdefault("lora", {}).setdefault("room", "both" if args.lora.has_twins else "target")
     target, draft = LOADERS
     deployments = {"ingress": INGRESS, "router": ROUTER, "target": target, "draft": draft}
     if not args.has_own_draft:

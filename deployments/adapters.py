@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -171,6 +171,10 @@ class LoadedAdapters:
         self._one_by_one = asyncio.Lock()
         self._workers = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="adapters")
         self._configured = frozenset(one.name for one in args.lora.adapters)
+
+    def set_configured(self, names: Iterable[str]) -> None:
+        """Refuse these names, which are the configuration's own."""
+        self._configured = frozenset(names)
 
     def start(self) -> None:
         """Follow the store from now on, on the event loop."""

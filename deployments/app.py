@@ -19,6 +19,7 @@ from cluster.config import AppArgs
 from cluster.download import check_models
 from cluster.identity import fingerprints
 from cluster.placement import ActorShare, placement_of, ray_devices
+from cluster.preflight import check_memory, gpu_bytes
 from cluster.replicas import ReplicaRange, scaling
 from cluster.settings import api_keys, check_ray
 from cluster.sources import draft_source, read_template, target_source
@@ -63,6 +64,7 @@ def _build_app(args: AppArgs, *, is_local: bool) -> Application:
     if engine is not None:
         logger.info(engine)
     placement = placement_of(args, ray_devices())
+    check_memory(args, placement, gpu_bytes())
     parts: list[Part] = (
         ["target", "draft", "router", "ingress"] if args.has_own_draft else ["target", "router", "ingress"]
     )
@@ -123,6 +125,7 @@ def build_draft_pool(pool: DraftPoolArgs) -> Application:
     check_ray(args.access.allow_unauthenticated_ray)
     check_files(args)
     placement = placement_of(args, ray_devices(), has_target=False)
+    check_memory(args, placement, gpu_bytes())
     updates = plan_updates(args.updates, args.replicas, placement, free_resources(), ["draft"])
     for remark in (*placement.remarks, *updates.remarks):
         logger.info(remark)

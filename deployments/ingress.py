@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from dataclasses import replace
@@ -69,7 +70,9 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
         self._router = router
         own = fingerprints(args)
         info = model_info(args, own)
-        info = replace(info, adapters={one.name: one for one in configured_adapters(args, info.target)})
+        self._target = info.target
+        self._configured = {one.name: one for one in configured_adapters(args, info.target)}
+        info = replace(info, adapters=self._configured)
         self._service = RoutedTokens(info)
         self._store: Store | None = None
         if args.lora.is_dynamic or args.responses_store.enabled:
@@ -94,12 +97,23 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
         self._grammars = request_grammars(self._tokenizer)
         return self._http_application(self._args)
 
+    async def _prepare(self, args: AppArgs) -> None:
+        if args.lora.adapters != self._in_force.lora.adapters:
+            found = await asyncio.to_thread(configured_adapters, args, self._target)
+            self._configured = {one.name: one for one in found}
+
     def _go_by(self, args: AppArgs) -> None:
         """Requests that are open end by the old keys."""
         app = self._http_application(args)
         self._asgi_app = app  # the name by which Serve's wrapper finds it for each request
         if args.access.api_keys_file != self._in_force.access.api_keys_file:
             self._keys_file = WatchedFile(args.access.api_keys_file)
+        if args.lora.adapters != self._in_force.lora.adapters:
+            gone = {one.name for one in self._in_force.lora.adapters} - self._configured.keys()
+            for name, adapter in [*((name, None) for name in gone), *self._configured.items()]:
+                self._service.set_adapter(name, adapter)
+            if self._adapters is not None:
+                self._adapters.set_configured(self._configured)
         self._in_force = args
         self._ingress_host.tell(lambda machine, _now_s: machine.set_times(args.protocol.times()))
 

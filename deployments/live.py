@@ -71,6 +71,7 @@ class LiveKeys(Endpoint):
             self._serves_level = logger.level
         try:
             args = reconfigured(self._args, user_config)
+            await self._prepare(args)
             self._go_by(args)
         except SpecdecError as error:
             if not self._has_served:
@@ -82,6 +83,13 @@ class LiveKeys(Endpoint):
     def _refused(self, what: str, error: SpecdecError) -> None:
         self._num_config_errors += 1
         logger.error("%s is refused, and what was in force stays so: %s", what, error)
+
+    async def _prepare(self, args: AppArgs) -> None:
+        """Do what takes long before :meth:`_go_by`.
+
+        Raises:
+            SpecdecError: A file that the configuration names cannot be used; then nothing has changed.
+        """
 
     def _go_by(self, args: AppArgs) -> None:
         """Go by a configuration that is valid.

@@ -157,6 +157,7 @@ NOT_TOGETHER = OF_VLLM | {
     "draft.device": "cpu",
     "draft.pool": "drafts",
     "lora.adapters": "sql=/srv/sql, chat=some/chat",
+    "lora.room": "target",
     "lora.folder": "/srv/adapters",
     "lora.hub": True,
 }

@@ -166,13 +166,15 @@ def version_of(keys):
         ({"log_level": "debug"}, False),
         ({"access": {"admin_keys": ["a"], "api_keys_file": "keys", "allowed_origins": ["*"]}}, False),
         ({"replicas": {"target": 3, "ingress": 2}}, False),
+        ({"lora": {"adapters": [{"name": "b", "path": "b"}]}}, False),
         ({"updates": {"target": "replace"}, "update_timeout_s": 7}, False),
         ({"block_size": 32}, True),
         ({"access": {"metrics_need_key": False}}, True),
+        ({"lora": {"adapters": [{"name": "a", "path": "a", "draft": "d"}]}}, True),  # the draft has no room for it
     ],
 )
 def test_what_decides_no_token_restarts_nothing(keys, restarts):
-    before = {"target": "t", "draft": "d", "actors": PLACED}
+    before = {"target": "t", "draft": "d", "actors": PLACED, "lora": {"adapters": [{"name": "a", "path": "a"}]}}
     assert (version_of(before | keys) != version_of(before)) is restarts
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -120,19 +121,59 @@ async def _check_rotation(keys: Path, replica: Any, ask: Callable[[str], Awaitab
     assert seen == [["alice"], ["alice", "bob"], ["bob"], ["bob"], ["bob"], ["alice"]]
 
 
+def _ingress(keys: dict[str, Any]) -> Ingress:
+    """An ingress without its links."""
+    ingress, args = object.__new__(Ingress), AppArgs.model_validate(keys)
+    ingress._args = ingress._in_force = args
+    ingress._keys_file = WatchedFile(args.access.api_keys_file)
+    ingress._replica_metrics = SimpleNamespace(registry=CollectorRegistry())
+    ingress._target = ServedModel("m", "target", 100, 100)
+    ingress._service = RoutedTokens(ModelInfo(ingress._target))
+    ingress._ingress_host = SimpleNamespace(tell=lambda change: None)
+    ingress._store = ingress._adapters = None
+    return ingress
+
+
+async def test_adapters_and_the_file_of_keys_change_without_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def configured(args: AppArgs, base: ServedModel) -> tuple[ServedModel, ...]:
+        if any(one.path == "absent" for one in args.lora.adapters):
+            raise InvalidParameterError("lora.adapters", "lora.adapters: there is no absent")
+        return tuple(replace(base, name=one.name) for one in args.lora.adapters)
+
+    monkeypatch.setattr("deployments.ingress.configured_adapters", configured)
+    files = {name: tmp_path / name for name in ("alice", "bob")}
+    for name, text in (("alice", ALICE), ("bob", BOB)):
+        files[name].write_text(text)
+    ingress = _ingress({"lora": {"room": "target"}, "access": {"api_keys_file": str(files["alice"])}})
+    ingress._asgi_app = ingress.__serve_build_asgi_app__()
+    ingress._has_served = True
+
+    async def listed(key: str, adapters: dict[str, str], file: str) -> list[str] | int:
+        lora = {"adapters": [{"name": name, "path": path} for name, path in adapters.items()]}
+        await ingress.reconfigure({"lora": lora, "access": {"api_keys_file": str(files[file])}})
+        transport = httpx2.ASGITransport(app=ingress._asgi_app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://test") as http:
+            answer = await http.get("/v1/models", headers={"authorization": f"Bearer {key.split(': ')[1]}"})
+        return [one["id"] for one in answer.json()["data"]][1:] if answer.status_code == 200 else answer.status_code
+
+    assert await listed(ALICE, {"sql": "a", "chat": "b"}, "alice") == ["sql", "chat"]
+    assert await listed(ALICE, {"chat": "b", "code": "c"}, "alice") == ["chat", "code"]
+    assert await listed(ALICE, {"chat": "absent"}, "alice") == ["chat", "code"], "it is refused, and nothing changes"
+    assert await listed(ALICE, {}, "bob") == 401
+    assert await listed(BOB, {}, "bob") == []
+    files["bob"].write_text(f"{BOB}\n{ALICE}\n")
+    assert ingress._keys_file.has_changed(), "the other file is watched now"
+
+
 async def test_api_keys_of_the_ingress_follow_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def healthy(self: LiveKeys) -> None: ...
 
     keys = tmp_path / "keys"
     keys.write_text(ALICE)
     monkeypatch.setattr(LiveKeys, "check_health", healthy)
-    args = AppArgs.model_validate({"access": {"api_keys_file": str(keys)}})
-    ingress = object.__new__(Ingress)
-    ingress._args = ingress._in_force = args
-    ingress._keys_file, ingress._replica_metrics = WatchedFile(str(keys)), SimpleNamespace(registry=CollectorRegistry())
-    ingress._service = RoutedTokens(ModelInfo(ServedModel("m", "target", 100, 100)))
-    ingress._ingress_host = SimpleNamespace(tell=lambda change: None)
-    ingress._store = ingress._adapters = None
+    ingress = _ingress({"access": {"api_keys_file": str(keys)}})
     app = ingress._asgi_app = ingress.__serve_build_asgi_app__()
 
     async def ask(key: str) -> int:

@@ -142,19 +142,24 @@ def status_of(url, body):
     return 200
 
 
-def test_a_limit_changes_without_a_restart(rendered, node, deployed, tmp_path):
+def test_limits_and_numbers_of_replicas_change_without_a_restart(rendered, node, deployed, tmp_path):
+    """As ``render`` writes them."""
     before = replicas()
     body = {"model": "specdec-demo", "prompt": "x", "max_tokens": 1, "n": 3}
     assert status_of(deployed, body) == 200
+    service = yaml.safe_load(SERVICE.read_text())
+    changes = {"limits": {"max_sequences": 2}, "replicas": {"router": 2}}
+    file = tmp_path / "service.yaml"
+    file.write_text(yaml.safe_dump(service | changes))
     limited = yaml.safe_load(rendered)
-    for deployment in limited["applications"][0]["deployments"]:
-        deployment["user_config"] = {"limits": {"max_sequences": 2}}
-    for changed, status in ((yaml.safe_dump(limited), 400), (rendered, 200)):
+    limited["applications"][0] = yaml.safe_load(render(file)["serve.yaml"])["applications"][0]
+    for changed, status, num_more in ((yaml.safe_dump(limited), 400, 1), (rendered, 200, 0)):
         serve_deploy(changed, node, tmp_path)
         eventually(lambda status=status: status_of(deployed, body) == status, 60, "the limit has changed")
+        eventually(lambda more=num_more: len(replicas()) == len(before) + more, 120, "the router has as many replicas")
+        assert before.items() <= replicas().items()
     assert application_status()[0] == "RUNNING"
     assert before
-    assert replicas() == before
 
 
 def load_adapter(adapter):
