@@ -192,6 +192,9 @@ class SharedTokens:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.tokens.tolist())
+
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, SharedTokens) and np.array_equal(self.tokens, other.tokens))
 

@@ -198,7 +198,7 @@ class Generation:
         with_offsets = spec.sampling.logprobs is not None
         output = OutputText(
             self._api.tokenizer,
-            request.prompt,
+            self.job.prompts[index // self.job.num_samples],
             spec,
             self.job.stops,
             self.job.body.skip_special_tokens is not False,

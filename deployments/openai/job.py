@@ -26,6 +26,7 @@ from specdec.text.parsing.events import AnswerParser, PlainParser
 from specdec.text.parsing.reasoning import ReasoningCounter
 from specdec.text.prompts import check_token_ids, encode_text
 from specdec.text.words import encode_bad_words, separates_special_tokens
+from specdec.tokens import SharedTokens
 from specdec.types import Tokens
 
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -191,6 +192,7 @@ def _job(
     bound = speculation_bound(body, model)
     sequences: list[SequenceRequest] = []
     for i, prompt in enumerate(prompts):
+        shared = SharedTokens(prompt)
         for j in range(num_samples):
             spec = SequenceSpec(
                 # A prompt is read once for what is asked of it: its first sample tells the others.
@@ -209,7 +211,7 @@ def _job(
                 draft_adapter=model.draft_adapter,
             )
             seq = f"{name}-{len(sequences)}"
-            sequences.append(SequenceRequest(seq, prompt, spec, model.role, arrival.cache_salt(body.cache_salt)))
+            sequences.append(SequenceRequest(seq, shared, spec, model.role, arrival.cache_salt(body.cache_salt)))
     return Job(
         body=body,
         model=model,

@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 
 from specdec.protocol.messages import Notes, Plan
 from specdec.sampling.params import PLAIN_DEFAULTS, Acceptance, GenerationDefaults, SequenceSpec
+from specdec.tokens import SharedTokens
 from specdec.types import Adapter, Finish, Tokens
 
 ModelRole = Literal["target", "draft"]
@@ -99,13 +100,13 @@ class SequenceRequest:
 
     Attributes:
         seq: Unique among all sequences of all ingresses.
-        prompt: The prompt's tokens, at least one.
+        prompt: The prompt's tokens, at least one; samples of one prompt share them.
         model: Which of the pair answers; the draft alone runs without speculation.
         cache_salt: Prefixes are shared only among sequences with the same salt.
     """
 
     seq: str
-    prompt: Tokens
+    prompt: SharedTokens
     spec: SequenceSpec
     model: ModelRole = "target"
     cache_salt: str | None = None

@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from specdec.errors import SpecdecError
 from specdec.protocol.messages import Message
+from specdec.tokens import SharedTokens
 from specdec.types import UNKNOWN, Fingerprints
 
 Batch = tuple[Any, ...]
@@ -62,25 +63,71 @@ class Messages(Struct, frozen=True, array_like=True, tag=True):
     batch: tuple[Message, ...] = ()
 
 
+class _Packed(Struct, frozen=True, array_like=True, tag="Messages"):
+    """``Messages`` as they travel: where a message has shared tokens, ``batch`` has their place in ``prompts``.
+
+    So all samples of a request that are opened in one batch carry their prompt once, and share it where they arrive.
+
+    Attributes:
+        prompts: Little-endian int32.
+        batch: An encoded tuple of messages.
+    """
+
+    prompts: tuple[bytes, ...]
+    batch: msgspec.Raw
+
+
 Frame = Hello | Greeting | Messages
 F = TypeVar("F", Hello, Greeting, Messages)
 
+
+class _Prompts:
+    """The shared tokens of a frame."""
+
+    def __init__(self, known: tuple[bytes, ...] = ()) -> None:
+        self.known = [SharedTokens.from_bytes(data) for data in known]
+        self._places: dict[int, int] = {}
+
+    def place(self, value: object) -> int:
+        """Where a message's tokens stand, by their identity; the encoder's hook."""
+        if not isinstance(value, SharedTokens):
+            raise TypeError(f"{type(value).__name__} is no part of a message")
+        place = self._places.setdefault(id(value), len(self.known))
+        if place == len(self.known):
+            self.known.append(value)
+        return place
+
+    def at(self, _kind: type, place: object) -> SharedTokens:
+        """The tokens at a place; the decoder's hook."""
+        if not isinstance(place, int) or not 0 <= place < len(self.known):
+            raise ValueError(f"there are {len(self.known)} prompts, and a message has number {place}")
+        return self.known[place]
+
+
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(Frame)
+_DECODER = msgspec.msgpack.Decoder(Hello | Greeting | _Packed)
+_PLAIN_BATCHES = msgspec.msgpack.Decoder(tuple[Message, ...], dec_hook=_Prompts().at)
 
 
 def encode(frame: Frame) -> bytes:
     """A frame as bytes.
 
     Raises:
-        LinkError: It is longer than a frame may be, or holds what is not a message.
+        FrameTooLongError: It is longer than a frame may be.
+        LinkError: It holds what is not a message.
     """
     try:
-        data = _ENCODER.encode(frame)
+        if isinstance(frame, Messages):
+            prompts = _Prompts()
+            batch = msgspec.msgpack.Encoder(enc_hook=prompts.place).encode(frame.batch)
+            packed = tuple(shared.tokens.tobytes() for shared in prompts.known)
+            data = _ENCODER.encode(_Packed(packed, msgspec.Raw(batch)))
+        else:
+            data = _ENCODER.encode(frame)
     except (TypeError, ValueError, OverflowError) as error:
         raise LinkError(f"a message cannot be encoded: {error}") from error
     if len(data) > MAX_FRAME_BYTES:
-        raise LinkError(f"a frame of {len(data)} bytes is too long; at most {MAX_FRAME_BYTES} are sent")
+        raise FrameTooLongError(f"a frame of {len(data)} bytes is too long; at most {MAX_FRAME_BYTES} are sent")
     return data
 
 
@@ -91,12 +138,20 @@ def decode(data: bytes, expected: type[F]) -> F:
         LinkError: They are no frame, or not of the kind that has to come now.
     """
     try:
-        frame = _DECODER.decode(data)
-    except msgspec.DecodeError as error:
+        packed = _DECODER.decode(data)
+        frame = _unpacked(packed) if isinstance(packed, _Packed) else packed
+    except (msgspec.DecodeError, ValueError) as error:
         raise LinkError(f"an undecodable frame of {len(data)} bytes: {error}") from error
     if not isinstance(frame, expected):
         raise LinkError(f"{type(frame).__name__} in place of {expected.__name__}")
     return frame
+
+
+def _unpacked(packed: _Packed) -> Messages:
+    if not packed.prompts:
+        return Messages(_PLAIN_BATCHES.decode(packed.batch))
+    decoder = msgspec.msgpack.Decoder(tuple[Message, ...], dec_hook=_Prompts(packed.prompts).at)
+    return Messages(decoder.decode(packed.batch))
 
 
 def mismatch(mine: Fingerprints, theirs: Fingerprints, kind: FingerprintKind, wire: int = WIRE_VERSION) -> str:
@@ -161,6 +216,10 @@ class LinkTimes:
 
 class LinkError(SpecdecError):
     """A link ended, or could not be opened; the sender of a lost message is not told."""
+
+
+class FrameTooLongError(LinkError):
+    """A frame would be longer than the carriers take."""
 
 
 class LinkRefusedError(LinkError):

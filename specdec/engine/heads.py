@@ -13,7 +13,7 @@ from specdec.protocol.drafts import NO_DRAFT, Draft
 from specdec.sampling.params import SequenceSpec
 from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.sampling.trees import chain_shape, tree_shape
-from specdec.tokens import TokenBuffer
+from specdec.tokens import TokenBuffer, TokenSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +50,12 @@ class HeadDrafter:
         ranks = {(node.place, node.rank) for node in self._shape}
         self._num_ranks = [sum(place == at for place, _ in ranks) for at in range(self._most)]
 
-    def drafts(self, hidden: torch.Tensor, decided: Sequence[tuple[SequenceSpec, TokenBuffer]]) -> list[Draft]:
+    def drafts(self, hidden: torch.Tensor, decided: Sequence[tuple[SequenceSpec, TokenSequence]]) -> list[Draft]:
         """A draft for each sequence; the heads know its last token only by what made the model choose it.
 
         Args:
             hidden: [R, hidden size], from which each sequence's last token was chosen.
-            decided: R sequences: parameters, and all committed tokens, which are changed here.
+            decided: R sequences: parameters, and all committed tokens.
         """
         drafts = [NO_DRAFT] * len(decided)
         counts = [self._count(spec) for spec, _ in decided]
@@ -63,13 +63,14 @@ class HeadDrafter:
         if not drafting:
             return drafts
         logits = self._heads.logits(hidden[drafting] if len(drafting) < len(decided) else hidden)
+        texts = {i: TokenBuffer(decided[i][1]) for i in drafting}
         places: list[list[list[Drawn]]] = [[] for _ in drafting]
         for of_head, num_ranks in zip(logits, self._num_ranks[: max(counts)], strict=False):
-            groups = [RowGroup(decided[i][0], decided[i][1].array) for i in drafting]
+            groups = [RowGroup(decided[i][0], texts[i].array) for i in drafting]
             # Heads that overflow draft badly, and no more: what they were drawn from stays a distribution.
             siblings = propose_siblings(self._sampler, of_head.nan_to_num(0.0), groups, num_ranks)
             for i, of_row, drawn in zip(drafting, places, siblings, strict=True):
-                decided[i][1].append(drawn[0].token)
+                texts[i].append(drawn[0].token)
                 of_row.append(drawn)
         self._sampler.take_failures()  # what a hook made of a draft fails no sequence
         for i, of_row in zip(drafting, places, strict=True):

@@ -16,6 +16,7 @@ from specdec.protocol.plans import fixed_plan, no_drafts
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.target import TargetMachine
 from specdec.sampling.params import SequenceSpec
+from specdec.tokens import SharedTokens
 
 OnMessage = Callable[[str, str, Message], None]
 
@@ -57,7 +58,7 @@ class InProcessService:
             self.router.worker_joined("drafter", "drafter", clock())
         self.ingress.router_joined("router", clock())
 
-    def start(self, seq: str, prompt: Iterable[int], spec: SequenceSpec) -> None:
+    def start(self, seq: str, prompt: SharedTokens | Iterable[int], spec: SequenceSpec) -> None:
         """Take a sequence in."""
         self.ingress.start(seq, prompt, spec, self._clock())
 

@@ -21,7 +21,7 @@ from specdec.protocol.lookup import point_masses
 from specdec.protocol.marks import Mark
 from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.sampling.rows import Rows, VerifiedRun
-from specdec.tokens import TokenBuffer, followed
+from specdec.tokens import followed
 
 Scheduled = list[tuple[int, RowInput, Draft]]
 """Rows of a step: index of the job, row, draft that is in it."""
@@ -281,7 +281,7 @@ class ModelTarget:
         if self._heads is None or hidden is None or not places:
             return drafts
         rows = _rows_kept(groups, verified)
-        decided = [(groups[i].spec, TokenBuffer(followed(groups[i].tokens, verified[i].run))) for i in places]
+        decided = [(groups[i].spec, followed(groups[i].tokens, verified[i].run)) for i in places]
         for i, draft in zip(places, self._heads.drafts(hidden[[rows[i][-1] for i in places]], decided), strict=True):
             drafts[i] = draft
         return drafts

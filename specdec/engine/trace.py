@@ -269,8 +269,8 @@ class Recorder:
                 figures = mark.length, len(tokens), 0
             case Ack(seq, inc, length):
                 figures = length, 0, 0
-            case Open(seq, inc, tokens=tokens):
-                figures = len(tokens), len(tokens), 0
+            case Open(seq, inc, prompt=prompt, output=output):
+                figures = len(prompt) + len(output), len(prompt) + len(output), 0
             case PlanUpdate(seq, inc, plan):
                 figures = 0, plan.num_draft_tokens, plan.num_branches
             case Close(seq, inc):

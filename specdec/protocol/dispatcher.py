@@ -99,12 +99,13 @@ class Dispatcher:
             session.seq,
             session.link_inc(link),
             self._router,
-            session.log.tail(0),
+            session.log.prompt,
             session.spec,
             session.plan,
             self.lease_s,
             fingerprint=fingerprints.deciding(session.spec.model) if is_deciding else fingerprints.vocabulary,
             suspects="" if group is None else group.name,
+            output=session.log.tail(len(session.log.prompt)),
         )
         self.send(link, message)
 

@@ -14,6 +14,7 @@ from specdec.protocol.marks import Extension, TokenLog
 from specdec.protocol.messages import Cancel, End, Gone, Message, NewTokens, Notes, Plan, Submit, Want
 from specdec.sampling.finish import Ending
 from specdec.sampling.params import SequenceSpec
+from specdec.tokens import SharedTokens
 from specdec.types import UNKNOWN, Fingerprints, Finish, Tokens
 
 logger = logging.getLogger(__name__)
@@ -53,10 +54,10 @@ class Request:
 
     __slots__ = ("attempt", "heard_s", "log", "router", "seq", "spec", "wanted_s")
 
-    def __init__(self, seq: str, tokens: Iterable[int], spec: SequenceSpec) -> None:
+    def __init__(self, seq: str, prompt: SharedTokens | Iterable[int], spec: SequenceSpec) -> None:
         self.seq = seq
         self.spec = spec
-        self.log = TokenLog(tokens)
+        self.log = TokenLog(prompt)
         self.attempt = 0
         self.router: str | None = None
         self.heard_s = 0.0
@@ -135,8 +136,11 @@ class IngressMachine:
         """Whether it drains, and no request is open."""
         return self.is_draining and not self._requests
 
-    def start(self, seq: str, prompt: Iterable[int], spec: SequenceSpec, now_s: float) -> None:
-        """Take a request in, and submit it as soon as there is a router; while it drains, it ends with an error."""
+    def start(self, seq: str, prompt: SharedTokens | Iterable[int], spec: SequenceSpec, now_s: float) -> None:
+        """Take a request in, and submit it as soon as there is a router; while it drains, it ends with an error.
+
+        Samples of one prompt that are given the same :class:`SharedTokens` hold it, and send it, once.
+        """
         if self.is_draining:
             self.num_refused_draining += 1
             self._deliveries.append(Delivery(seq, (), Notes(), "error", reason=DRAINING))
@@ -242,9 +246,9 @@ class IngressMachine:
         request.heard_s = request.wanted_s = now_s
         self._hold(request, self._choose_router(request))
         if request.router is not None:
-            tokens = request.log.tail(0)
-            decision = self.fingerprints.deciding(model)
-            submit = Submit(request.seq, request.attempt, self.name, tokens, request.spec, decision)
+            prompt, decision = request.log.prompt, self.fingerprints.deciding(model)
+            output = request.log.tail(len(prompt))
+            submit = Submit(request.seq, request.attempt, self.name, prompt, request.spec, decision, output)
             self._outbox.put(request.router, submit)
 
     def _able_routers(self, model: str) -> list[str]:

@@ -13,6 +13,7 @@ from msgspec.structs import force_setattr
 
 from specdec.protocol.marks import Mark
 from specdec.sampling.params import SequenceSpec
+from specdec.tokens import SharedTokens
 from specdec.types import Finish, PromptLogprobs, TokenLogprobs, Tokens, Way
 
 
@@ -143,15 +144,18 @@ class Submit(Struct, frozen=True, array_like=True, tag=True):
     """Ingress to router: a request, with the output the client already has.
 
     Attributes:
+        prompt: The log's first tokens. Messages of a batch that have the same object share it on the wire, too.
         decision: Fingerprint of everything that decides its tokens; the router refuses another (rule 14).
+        output: The rest of the log.
     """
 
     seq: str
     attempt: int
     ingress: str
-    tokens: Tokens
+    prompt: SharedTokens
     spec: SequenceSpec
     decision: str = ""
+    output: Tokens = ()
 
 
 class Want(Struct, frozen=True, array_like=True, tag=True):
@@ -213,9 +217,10 @@ class Gone(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Open(Struct, frozen=True, array_like=True, tag=True):
-    """Router to worker: hold this sequence, whose log is ``tokens``. Idempotent.
+    """Router to worker: hold this sequence, whose log is ``prompt`` and ``output``. Idempotent.
 
     Attributes:
+        prompt: As in :class:`Submit`.
         fingerprint: What the worker must be: the fingerprint of everything that decides tokens, or, where it is to
             draft, that of the vocabulary (rule 14).
         suspects: Name of the group that it is on probation with: only these share a step until each has taken one
@@ -225,12 +230,13 @@ class Open(Struct, frozen=True, array_like=True, tag=True):
     seq: str
     inc: Inc
     router: str
-    tokens: Tokens
+    prompt: SharedTokens
     spec: SequenceSpec
     plan: Plan
     lease_s: float
     fingerprint: str = ""
     suspects: str = ""
+    output: Tokens = ()
 
 
 class Verdict(Struct, frozen=True, array_like=True, tag=True):

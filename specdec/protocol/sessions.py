@@ -67,7 +67,7 @@ class Session(Row):
         self.ingress = message.ingress
         self.spec = message.spec
         self.plan = plan
-        self.log = TokenLog(message.tokens)
+        self.log = TokenLog(message.prompt, message.output)
         self.client_length = self.told_length = self.failed_length = len(self.log)
         self.notes = Notes()
         self.finish: Finish | None = None

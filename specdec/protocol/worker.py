@@ -33,7 +33,7 @@ class WorkerRow(LeasedRow):
 
     def __init__(self, message: Open) -> None:
         super().__init__(seq=message.seq, inc=message.inc, lease_s=message.lease_s)
-        self.log = TokenLog(message.tokens)
+        self.log = TokenLog(message.prompt, message.output)
         self.plan: Plan = message.plan
         self.router: str = message.router
         self.spec: SequenceSpec = message.spec

@@ -16,6 +16,7 @@ from specdec.protocol.leases import Times
 from specdec.protocol.marks import TokenLog
 from specdec.protocol.messages import End, NewTokens, Notes
 from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.tokens import SharedTokens
 
 INFO = ModelInfo(ServedModel("demo", "target", 128, 4096))
 
@@ -32,7 +33,7 @@ class Ingress:
         self.host.tell(lambda machine, now_s: machine.router_joined("R", now_s))
 
     def open(self, seq: str) -> AsyncGenerator[TokenDelta]:
-        return self.tokens.open(SequenceRequest(seq, (1,), SequenceSpec(SamplingParams(), 0, 1, 8)))
+        return self.tokens.open(SequenceRequest(seq, SharedTokens((1,)), SequenceSpec(SamplingParams(), 0, 1, 8)))
 
     def says(self, seq: str, tokens: tuple[int, ...], finish: str, reason: str = "") -> None:
         mark = TokenLog([1, *tokens]).mark()

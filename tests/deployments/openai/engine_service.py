@@ -49,7 +49,7 @@ class EngineService:
         self.opened.append(request)
         spec, count = request.spec, request.spec.num_speculative_tokens
         count = self._most_draft_tokens if count is None else count
-        case = Case(request.prompt, spec.max_tokens, spec.sampling, spec.seed, count, spec.eos_token_ids)
+        case = Case(tuple(request.prompt), spec.max_tokens, spec.sampling, spec.seed, count, spec.eos_token_ids)
         (output,) = collect(self._engine._service, [case])
         self.outputs.append(tuple(output.tokens))
         assert output.finish is not None

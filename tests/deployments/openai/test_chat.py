@@ -15,7 +15,7 @@ async def ask(client: AsyncOpenAI, **options: Any) -> Any:
 
 
 def prompt_of(bench: Bench, index: int = -1) -> str:
-    return bench.tokenizer.decode(bench.service.opened[index].prompt)
+    return bench.tokenizer.decode(list(bench.service.opened[index].prompt))
 
 
 async def test_an_answer(bench: Bench, client: AsyncOpenAI) -> None:

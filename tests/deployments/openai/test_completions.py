@@ -84,7 +84,7 @@ async def test_prompts_in_every_form(bench: Bench, client: AsyncOpenAI, prompt: 
     answer = await ask(client, prompt=prompt)
     several = prompt if isinstance(prompt[0], (str, list)) and not isinstance(prompt, str) else [prompt]
     expected = [tuple(bench.tokenizer.encode(one)) if isinstance(one, str) else tuple(one) for one in several]
-    assert [request.prompt for request in bench.service.opened] == expected
+    assert [tuple(request.prompt) for request in bench.service.opened] == expected
     assert [choice.index for choice in answer.choices] == list(range(len(expected)))
     assert answer.usage.prompt_tokens == sum(map(len, expected))
 

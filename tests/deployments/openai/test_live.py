@@ -112,7 +112,7 @@ async def test_one_refused_sequence_cancels_the_others(bench: Bench, live: Async
 
 
 async def test_many_streams_at_once_do_not_mix(bench: Bench, live: AsyncOpenAI) -> None:
-    bench.script = lambda request: bench.say(f"token {request.prompt[0]} again and again", 2)
+    bench.script = lambda request: bench.say(f"token {request.prompt.tokens[0]} again and again", 2)
 
     async def one(token: int) -> str:
         stream = await live.completions.create(model="demo", prompt=[token], stream=True)

@@ -38,7 +38,7 @@ def scored(bench: Bench, text: str, size: int = 1) -> None:
         own = ids[: request.spec.max_tokens]
         logprobs = None if request.spec.sampling.logprobs is None else entries
         finish = "stop" if own == ids else "length"
-        return rounds(own, size, finish, logprobs, told(request.prompt))
+        return rounds(own, size, finish, logprobs, told(tuple(request.prompt)))
 
     bench.script = script
 
@@ -104,7 +104,7 @@ async def test_a_chat_tells_of_its_prompt(bench: Bench, client: AsyncOpenAI, str
     extra = {"prompt_logprobs": 2, "return_token_ids": True}
     messages = [{"role": "user", "content": "x"}]
     answer = await client.chat.completions.create(model="demo", messages=messages, n=2, stream=stream, extra_body=extra)
-    prompt = bench.service.opened[0].prompt
+    prompt = tuple(bench.service.opened[0].prompt)
     parts = [chunk async for chunk in answer] if stream else [answer]
     assert not any(hasattr(choice, "prompt_logprobs") for part in parts for choice in part.choices)
     assert [part.prompt_logprobs for part in parts if hasattr(part, "prompt_logprobs")] == [expected(bench, prompt, 2)]

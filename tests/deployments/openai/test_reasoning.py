@@ -58,7 +58,7 @@ async def post(http: httpx2.AsyncClient, **fields: Any) -> dict[str, Any]:
 
 
 def prompt_of(bench: Bench) -> str:
-    return str(bench.tokenizer.decode(bench.service.opened[-1].prompt))
+    return str(bench.tokenizer.decode(list(bench.service.opened[-1].prompt)))
 
 
 def accepts(bench: Bench, text: str) -> bool:

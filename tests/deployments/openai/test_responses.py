@@ -25,7 +25,7 @@ LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 
 
 def prompt_of(bench: Bench) -> str:
-    return bench.tokenizer.decode(bench.service.opened[-1].prompt)
+    return bench.tokenizer.decode(list(bench.service.opened[-1].prompt))
 
 
 def texts(response: dict[str, Any]) -> list[str]:

@@ -63,7 +63,7 @@ Clients = Callable[[str, int], AsyncOpenAI]
 
 
 def prompt_of(bench: Bench) -> str:
-    return str(bench.tokenizer.decode(bench.service.opened[-1].prompt))
+    return str(bench.tokenizer.decode(list(bench.service.opened[-1].prompt)))
 
 
 async def test_a_conversation_goes_on_at_another_ingress(bench: Bench, clients: Clients) -> None:

@@ -197,7 +197,7 @@ async def test_a_conversation_is_that_of_chat(bench: Bench, http: httpx2.AsyncCl
     asked = {"role": "user", "content": "What weather?"}
     items = [asked, *(item.to_dict() for item in first.output), *results, {"role": "user", "content": "So?"}]
     await client.responses.create(model="demo", input=items, tools=FLAT, extra_body=template)
-    ours = json.loads(bench.tokenizer.decode(bench.service.opened[-1].prompt).removesuffix("<tool_call>"))
+    ours = json.loads(bench.tokenizer.decode(list(bench.service.opened[-1].prompt)).removesuffix("<tool_call>"))
     written = [
         {
             "id": call.call_id,
@@ -241,7 +241,7 @@ async def test_which_items_are_one_message(bench: Bench, http: httpx2.AsyncClien
     said_so = "{{ m.role[0] }}{{ m.reasoning_content or '' }}{{ m.content }}{{ (m.tool_calls or []) | length }} "
     shape = f"{{% for m in messages %}}{said_so}{{% endfor %}}"
     await whole(http, input=items, chat_template=shape)
-    prompt = bench.tokenizer.decode(bench.service.opened[-1].prompt)
+    prompt = bench.tokenizer.decode(list(bench.service.opened[-1].prompt))
     assert prompt == "aHm.1 tx0 a1 aHm.1 aa0 aa1 uu0 "
 
 

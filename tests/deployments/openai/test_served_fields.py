@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from deployments.openai import SequenceRequest
 from specdec.text.words import encode_bad_words
+from specdec.tokens import SharedTokens
 from specdec.types import TokenLogprobs
 from tests.deployments.openai.scripted import rounds
 
@@ -74,9 +75,11 @@ async def test_values_that_are_refused(refused: Callable[..., Any], field: str, 
 async def test_prompts_are_truncated_to_their_end(bench: Bench, http: httpx2.AsyncClient) -> None:
     ids = bench.tokenizer.encode(TEXT)
     for prompt in (TEXT, ids):
-        assert (await sent(bench, http, COMPLETION, prompt=prompt, truncate_prompt_tokens=3)).prompt == tuple(ids[-3:])
+        assert (await sent(bench, http, COMPLETION, prompt=prompt, truncate_prompt_tokens=3)).prompt == SharedTokens(
+            ids[-3:]
+        )
         kept = await sent(bench, http, COMPLETION, prompt=prompt, truncate_prompt_tokens=10**6)
-        assert kept.prompt == tuple(ids)
+        assert kept.prompt == SharedTokens(ids)
     long = [5] * 1000
     fitting = await sent(bench, http, COMPLETION, prompt=long, truncate_prompt_tokens=-1, max_tokens=10)
     assert len(fitting.prompt) == MAX_MODEL_LEN - 10
@@ -122,10 +125,10 @@ async def test_special_tokens_of_prompts(tokenizer: PreTrainedTokenizerFast) -> 
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=bench.app), base_url="http://api") as http:
         plain = await sent(bench, http, COMPLETION, add_special_tokens=False)
         for fields in ({}, {"add_special_tokens": True}):
-            assert (await sent(bench, http, COMPLETION, **fields)).prompt == (0, *plain.prompt)
+            assert tuple((await sent(bench, http, COMPLETION, **fields)).prompt) == (0, *plain.prompt)
         chat = await sent(bench, http, CHAT, add_special_tokens=False)
         assert (await sent(bench, http, CHAT)).prompt == chat.prompt
-        assert (await sent(bench, http, CHAT, add_special_tokens=True)).prompt == (0, *chat.prompt)
+        assert tuple((await sent(bench, http, CHAT, add_special_tokens=True)).prompt) == (0, *chat.prompt)
 
 
 async def test_special_tokens_of_the_text(bench: Bench, http: httpx2.AsyncClient) -> None:

@@ -44,7 +44,7 @@ def bench(tokenizer: PreTrainedTokenizerFast) -> Bench:
 
 
 def prompt_of(bench: Bench) -> str:
-    return str(bench.tokenizer.decode(bench.service.opened[-1].prompt))
+    return str(bench.tokenizer.decode(list(bench.service.opened[-1].prompt)))
 
 
 async def post(http: httpx2.AsyncClient, **fields: Any) -> dict[str, Any]:

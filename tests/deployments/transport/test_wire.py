@@ -12,6 +12,7 @@ from deployments.transport.wire import Greeting, Hello, LinkError, Messages, dec
 from specdec.protocol import messages as m
 from specdec.protocol.marks import Mark
 from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.tokens import SharedTokens
 from specdec.types import Fingerprints, TokenLogprobs
 
 INC, MARK = m.Inc(1, 2), Mark(7, (1 << 61) - 2)
@@ -26,19 +27,20 @@ SPEC = SequenceSpec(
     model="draft",
     wants_times=True,
 )
+PROMPT = SharedTokens((1, 2, 3))
 TIMES = None, m.RoundTimes((1.5, 2.5), ((0.5, 1.0), (1.0, 1.25)))
 LOGPROBS = TokenLogprobs(-0.5, 1, ((1, -0.5),)), TokenLogprobs(float("-inf"), 9)
 NOTES = m.Notes("ac", (0, 3), LOGPROBS, (None,), 2, TIMES)
 CANDIDATES = m.Candidates((1, 2), (0.25, 0.75))
 BRANCHES = ((m.Outcome(0, 5), (6, 7)),)
 ALL = (
-    m.Submit("s", 1, "i", (1, 2, 3), SPEC, "d"),
+    m.Submit("s", 1, "i", PROMPT, SPEC, "d", (7,)),
     m.Want("s", 1, "i", 3),
     m.Cancel("s", 1),
     m.NewTokens("s", 1, 3, (4, 5), NOTES, MARK, m.Plan(3, way="in_turn")),
     m.End("s", 1, MARK, "error", "why"),
     m.Gone("s", 1, "draining"),
-    m.Open("s", INC, "r", (1, 2, 3), SPEC, m.Plan(), 5.0, "f", "suspects"),
+    m.Open("s", INC, "r", PROMPT, SPEC, m.Plan(), 5.0, "f", "suspects", (7,)),
     m.Verdict("s", INC, 3, (4, 5), NOTES, MARK, "length"),
     m.Ack("s", INC, 5),
     m.Commit("s", INC, 3, (4, 5), MARK),
@@ -75,8 +77,8 @@ def test_greetings_travel_in_the_same_schema() -> None:
         b"\x00",
         b"GET / HTTP/1.1",
         pickle.dumps(Greeting("r")),
-        msgspec.msgpack.encode(["Messages", [["Unknown", 1]]]),
-        msgspec.msgpack.encode(["Messages", [["Cancel", "s", "one"]]]),
+        msgspec.msgpack.encode(["Messages", [], [["Unknown", 1]]]),
+        msgspec.msgpack.encode(["Messages", [], [["Cancel", "s", "one"]]]),
         encode(Messages(ALL))[:-1],
         encode(Messages(ALL)) + b"\x00",
     ],
@@ -105,3 +107,27 @@ def test_fingerprints_match_by_kind_and_empty_ones_match_any() -> None:
     assert not mismatch(mine, Fingerprints("", "v"), "decision")
     assert not mismatch(Fingerprints(), Fingerprints("e", "w"), "decision")
     assert "vocabulary fingerprint is w, here it is v" in mismatch(mine, Fingerprints("d", "w"), "vocabulary")
+
+
+def test_a_prompt_travels_once_a_frame_and_is_shared_where_it_arrives() -> None:
+    prompt, other = SharedTokens(range(10_000)), SharedTokens(range(10_000))
+    batch = (
+        *(m.Submit(str(i), 1, "i", prompt, SPEC) for i in range(128)),
+        m.Cancel("s", 1),
+        m.Open("o", INC, "r", other, SPEC, m.Plan(), 5.0),
+    )
+    data = encode(Messages(batch))
+    found = decode(data, Messages).batch
+    assert found == batch
+    assert len({id(message.prompt) for message in found[:128]}) == 1, "the samples share no prompt"
+    assert len(data) < 2 * prompt.tokens.nbytes + 130 * len(encode(Messages(batch[-1:]))[: -other.tokens.nbytes])
+
+
+@pytest.mark.parametrize("place", [1, -1, "x", None, b"\0\0\0\0"])
+def test_a_message_whose_prompt_is_not_in_its_frame_is_refused(place: object) -> None:
+    submit = msgspec.to_builtins(m.Submit("s", 1, "i", PROMPT, SPEC), enc_hook=lambda _: place)
+    for prompts in ([], [PROMPT.tokens.tobytes()]):
+        with pytest.raises(LinkError, match="undecodable frame"):
+            decode(msgspec.msgpack.encode(["Messages", prompts, [submit]]), Messages)
+    with pytest.raises(LinkError, match="undecodable frame"):
+        decode(msgspec.msgpack.encode(["Messages", [b"\0\0\0"], []]), Messages)

@@ -6,6 +6,7 @@ from specdec.protocol.ingress import Delivery, IngressMachine
 from specdec.protocol.leases import Times
 from specdec.protocol.messages import Cancel, End, Gone, NewTokens, Notes, Submit, Want
 from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.tokens import SharedTokens
 from tests.specdec.protocol.scripted import PROMPT, log_of
 
 TIMES = Times(renew_s=1.0, repeat_s=0.5, silence_s=4.0)
@@ -29,7 +30,7 @@ def submitted():
 
 
 def submission(attempt=1, output=()):
-    return Submit("s", attempt, "I", (*PROMPT, *output), SPEC)
+    return Submit("s", attempt, "I", SharedTokens(PROMPT), SPEC, output=output)
 
 
 def new_tokens(base, tokens, whole, attempt=1):

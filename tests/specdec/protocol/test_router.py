@@ -27,6 +27,7 @@ from specdec.protocol.messages import (
 )
 from specdec.protocol.router import RouterMachine
 from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.tokens import SharedTokens
 from tests.specdec.protocol.scripted import PROMPT, log_of
 
 TIMES = Times(lease_s=5.0, renew_s=1.0, settle_s=0.5, silence_s=4.0)
@@ -47,7 +48,7 @@ def join(machine, name, now_s=0.0):
 
 
 def submit(machine, seq="s", attempt=1, output=(), now_s=0.0):
-    machine.receive(Submit(seq, attempt, "I", (*PROMPT, *output), SPEC), now_s)
+    machine.receive(Submit(seq, attempt, "I", SharedTokens(PROMPT), SPEC, output=tuple(output)), now_s)
 
 
 def submitted(*workers, plan=PLAN):
@@ -59,7 +60,11 @@ def submitted(*workers, plan=PLAN):
 
 
 def opened(n=0, output=(), attempt=1, seq="s", plan=PLAN, suspects=""):
-    return Open(seq, Inc(attempt, n), "R", (*PROMPT, *output), SPEC, plan, TIMES.lease_s, suspects=suspects)
+    return Open(
+        *(seq, Inc(attempt, n), "R", SharedTokens(PROMPT), SPEC, plan, TIMES.lease_s),
+        suspects=suspects,
+        output=tuple(output),
+    )
 
 
 def notes(tokens):

@@ -21,6 +21,7 @@ from specdec.protocol.messages import (
 )
 from specdec.protocol.target import TargetMachine
 from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.tokens import SharedTokens
 from tests.specdec.protocol.scripted import EOS, PROMPT, log_of
 
 TIMES = Times(lease_s=5.0, repeat_s=0.5, credit_tokens=6)
@@ -52,7 +53,7 @@ class Oracle:
 def open_message(output=(), inc=INC, plan=None, seq="s", **spec):
     spec = {"sampling": SamplingParams(), "max_tokens": 12, "eos_token_ids": (EOS,), **spec}
     spec = SequenceSpec(seed=0, output_start=len(PROMPT), **spec)
-    return Open(seq, inc, "R", (*PROMPT, *output), spec, plan or Plan(8), TIMES.lease_s)
+    return Open(seq, inc, "R", SharedTokens((*PROMPT, *output)), spec, plan or Plan(8), TIMES.lease_s)
 
 
 def offer(committed, chain, inc=INC):
