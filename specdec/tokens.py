@@ -170,7 +170,7 @@ class SharedTokens:
         tokens: int32 [n], read-only.
     """
 
-    __slots__ = ("_digests", "tokens")
+    __slots__ = ("_block_digests", "_digests", "tokens")
 
     def __init__(self, tokens: Iterable[int] | TokenArray = ()) -> None:
         array = as_array(tokens)
@@ -179,6 +179,7 @@ class SharedTokens:
             array.flags.writeable = False
         self.tokens: TokenArray = array
         self._digests = PrefixDigests()
+        self._block_digests: dict[tuple[int, int], list[int]] = {}
 
     @classmethod
     def from_bytes(cls, data: bytes) -> SharedTokens:
@@ -207,3 +208,14 @@ class SharedTokens:
     def hash_state(self, length: int) -> blake2b:
         """See :meth:`PrefixDigests.state`."""
         return self._digests.state(self.tokens, length)
+
+    def block_digests(self, size: int, most: int) -> list[int]:
+        """The digests of the first ``most`` prefixes of whole blocks of ``size`` tokens; worked out once."""
+        known = self._block_digests.get((size, most))
+        if known is None:
+            known, state = [], blake2b(digest_size=8)
+            for start in range(0, min(most, len(self.tokens) // size) * size, size):
+                state.update(self.tokens[start : start + size].data)
+                known.append(int.from_bytes(state.digest(), "little"))
+            self._block_digests[size, most] = known
+        return known

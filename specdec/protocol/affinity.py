@@ -22,8 +22,11 @@ LEAST_SHARE = 0.5
 
 def block_digests(log: TokenLog, salt: str) -> list[int]:
     """A digest of each prefix of whole blocks, the shortest first; prefixes are shared only under the same salt."""
-    end = min(len(log), MOST_COMPARED * BLOCK_TOKENS)
-    return [hash((salt, log.mark(length))) for length in range(BLOCK_TOKENS, end + 1, BLOCK_TOKENS)]
+    count = min(len(log) // BLOCK_TOKENS, MOST_COMPARED)
+    digests = log.prompt.block_digests(BLOCK_TOKENS, MOST_COMPARED)[:count]  # once for all samples of a prompt
+    digests += [log.mark(BLOCK_TOKENS * number).digest for number in range(len(digests) + 1, count + 1)]
+    own = hash(salt)
+    return [digest ^ own for digest in digests]
 
 
 class CachedPrefixes:
@@ -85,6 +88,8 @@ def choose_router(loads: Mapping[str, int], log: TokenLog, salt: str, seq: str, 
         seq: Its name, by which a prompt is placed that has not even a block.
         slack: At least 0.
     """
+    if len(loads) == 1:
+        return next(iter(loads))
     lengths = (BLOCK_TOKENS * count for count in ROUTER_BLOCKS)
     key = next((str(log.mark(length).digest) for length in lengths if length <= len(log)), seq)
     most = min(loads.values()) + slack

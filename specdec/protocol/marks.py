@@ -54,7 +54,7 @@ class TokenLog:
         self.prompt = prompt if isinstance(prompt, SharedTokens) else SharedTokens(prompt)
         # What grows, and how many tokens are before it: all of the prompt, or none once the two are in one piece.
         self._part = TokenBuffer(output), len(self.prompt)
-        self._digests = PrefixDigests(self.prompt.hash_state(len(self.prompt)))
+        self._digests: PrefixDigests | None = None  # of what follows the prompt, which is hashed when it has to be
         self._marks: dict[int, Mark] = {}
 
     def __len__(self) -> int:
@@ -131,7 +131,8 @@ class TokenLog:
             return Extension.EXTENDED
         own, num_before = self._part
         own.truncate(old - num_before)
-        self._digests.forget(old - len(self.prompt))
+        if self._digests is not None:
+            self._digests.forget(old - len(self.prompt))
         self._marks = {}
         return Extension.MISMATCH
 
@@ -141,5 +142,7 @@ class TokenLog:
             state = self.prompt.hash_state(length)
         else:
             own, num_before = self._part
+            if self._digests is None:
+                self._digests = PrefixDigests(self.prompt.hash_state(num_prompt))
             state = self._digests.state(own.array[num_prompt - num_before :], length - num_prompt)
         return int.from_bytes(state.digest(), "little")

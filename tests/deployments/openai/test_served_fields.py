@@ -92,9 +92,9 @@ async def test_prompts_are_truncated_to_their_end(bench: Bench, http: httpx2.Asy
 
 async def test_the_end_of_a_conversation(bench: Bench, http: httpx2.AsyncClient) -> None:
     async def prompt(**fields: Any) -> str:
-        tokens = (await sent(bench, http, CHAT, **fields)).prompt
+        tokens = list((await sent(bench, http, CHAT, **fields)).prompt)
         answer = await http.post("/tokenize", json={"messages": MESSAGES, **fields})
-        assert answer.json()["tokens"] == list(tokens)
+        assert answer.json()["tokens"] == tokens
         return str(bench.tokenizer.decode(tokens))
 
     template = (

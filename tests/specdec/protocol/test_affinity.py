@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from hashlib import blake2b
 
 import pytest
 
@@ -13,6 +14,7 @@ from specdec.protocol.messages import Cancel, Inc, Notes, Open, Submit, Verdict
 from specdec.protocol.plans import fixed_plan
 from specdec.protocol.router import RouterMachine
 from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.tokens import SharedTokens
 
 SLACK = 4
 
@@ -186,3 +188,38 @@ def test_what_the_only_target_has_read_is_known_when_another_comes() -> None:
     machine.receive(Cancel("a", 1), 0.0)
     machine.worker_joined("T0", "target", 0.0)
     assert submit("b") == "T1", "the other would be first by name"
+
+
+def test_digests_of_blocks_are_worked_out_once_for_all_samples_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, hashed = SharedTokens(log_of(0, 4).tokens), list[int]()
+
+    class Counting:
+        def __init__(self, digest_size: int) -> None:
+            self._state = blake2b(digest_size=digest_size)
+
+        def update(self, data: memoryview) -> None:
+            hashed.append(len(data))
+            self._state.update(data)
+
+        def digest(self) -> bytes:
+            return self._state.digest()
+
+    monkeypatch.setattr("specdec.tokens.blake2b", Counting)
+    found = [block_digests(TokenLog(prompt), "a") for _ in range(8)]
+    assert (found, hashed) == ([found[0]] * 8, [BLOCK_TOKENS] * 4)
+    monkeypatch.undo()
+    tokens = [*prompt, *range(2 * BLOCK_TOKENS)]
+    assert block_digests(TokenLog(prompt, tokens[len(prompt) :]), "a") == block_digests(TokenLog(tokens), "a")
+
+
+def test_a_single_router_is_chosen_without_looking_at_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TokenLog, "mark", None)
+    assert choose_router({"a": 3}, log_of(0, 20), "", "s", 2) == "a"
+
+
+def test_a_router_is_chosen_by_the_first_blocks_alone() -> None:
+    """A long prompt is not hashed for it: 256 tokens are."""
+    log = log_of(0, 200)
+    known = log.prompt._digests._states
+    choose_router({"a": 0, "b": 0}, log, "", "s", 2)
+    assert len(known) == 1
