@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Iterator
 
 from cluster.limits import Limits
 from deployments.openai.errors import ApiError
+
+_MOST_OVERTAKEN = 16
+"""So many times a request that does not fit is passed over; then places are kept free until it fits."""
 
 
 class Admission:
     """One ingress' book of requests; on the event loop.
 
     Places are given in the order of arrival, first to keys below their share, and to the others where no such key
-    waits: a place is never kept free. Where all waiting places are taken, the newest request of a key beyond its share
-    of them gives way to one of a key below. Nobody waits for bytes or tokens: of these each key has its share and no
-    more, but for a single request.
+    waits. A request that needs more places than are free lets those behind it pass, but only 16 times: then places
+    are kept free for it until it fits, so that many small requests never starve a large one. Where all waiting places
+    are taken, the newest request of a key beyond its share of them gives way to one of a key below. Nobody waits for
+    bytes or tokens: of these each key has its share and no more, but for a single request.
 
     Attributes:
         num_requests: Requests that have entered and not left.
@@ -78,9 +83,7 @@ class Admission:
         is_below_share = self._share < 1 and self._entered[key] + 1 <= self._share * most
         if self.num_requests >= (2 * most if is_below_share else most):
             raise self._full(f"{self.num_requests} requests are being served or wait")
-        if self.num_bytes + num_bytes > limits.max_total_body_bytes:
-            raise self._full(f"requests of {self.num_bytes} bytes are being served or wait")
-        self._check_share("bytes", self._bytes[key], num_bytes, limits.max_total_body_bytes)
+        self._check_bytes(key, num_bytes)
         self.num_requests += 1
         self._add_bytes(key, num_bytes)
         self._entered[key] += 1
@@ -89,11 +92,13 @@ class Admission:
     async def _take(self, key: str, count: int) -> None:
         if count > self.limits.max_concurrent_requests:
             raise self._too_many()
-        if not self._waiting and self._fits(count):
-            self._grant(key, count)
-            return
-        self._make_room_to_wait(key)
         waiter = _Waiter(key, count, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiter)
+        self._admit()
+        if waiter.granted.done():
+            return
+        self._waiting.remove(waiter)
+        self._make_room_to_wait(key)
         self._waiting.append(waiter)
         try:
             await waiter.granted
@@ -133,22 +138,53 @@ class Admission:
         self._held[key] -= count
 
     def _admit(self) -> None:
-        """Give free places to those who wait. The next in turn is waited for: many small ones never starve a large."""
+        """Give free places to those who wait."""
         # Whoever has just given up stands in the list until its task's next turn.
         self._waiting = [waiter for waiter in self._waiting if not waiter.granted.done()]
-        while self._waiting:
-            first_of_keys = {waiter.key: waiter for waiter in reversed(self._waiting)}
-            in_order = (waiter for waiter in self._waiting if first_of_keys[waiter.key] is waiter)
-            waiter = next(filter(self._is_below_share, in_order), self._waiting[0])
-            if not self._fits(waiter.count):
-                return
+        while (waiter := self._next()) is not None:
             self._waiting.remove(waiter)
             self._grant(waiter.key, waiter.count)
             waiter.granted.set_result(None)
 
+    def _next(self) -> _Waiter | None:
+        """Whose turn it is of those who fit; None where nobody fits, or places are kept free for one that does not.
+
+        Those before it who do not fit are overtaken, and count that.
+        """
+        passed: list[_Waiter] = []
+        for waiter in self._in_turn():
+            if self._fits(waiter.count):
+                for one in passed:
+                    one.num_overtaken += 1
+                return waiter
+            if waiter.num_overtaken >= _MOST_OVERTAKEN:
+                return None
+            passed.append(waiter)
+        return None
+
+    def _in_turn(self) -> Iterator[_Waiter]:
+        """Those who wait, in the order of their turns: of each key below its share the first, then all by arrival."""
+        if self.num_sequences >= self.limits.max_concurrent_requests:
+            return
+        first_of_keys = {waiter.key: waiter for waiter in reversed(self._waiting)}
+        favored = [
+            waiter for waiter in self._waiting if first_of_keys[waiter.key] is waiter and self._is_below_share(waiter)
+        ]
+        yield from favored
+        passed = set(favored)
+        yield from (waiter for waiter in self._waiting if waiter not in passed)
+
     def _is_below_share(self, waiter: _Waiter) -> bool:
         held, share = self._held[waiter.key], self._share * self.limits.max_concurrent_requests
         return not held or held + waiter.count <= share
+
+    def _check_bytes(self, key: str, more: int, own: int = 0) -> None:
+        """Raise 429 where bodies would be too large together; ``own`` bytes are there of the request that asks."""
+        most = self.limits.max_total_body_bytes
+        if self.num_bytes + more > most:
+            raise self._full(f"requests of {self.num_bytes} bytes are being served or wait")
+        held = self._bytes[key] - own  # a single request may be larger than its key's share
+        self._check_share("bytes", held, own + more, most)
 
     def _add_bytes(self, key: str, num_bytes: int) -> None:
         self.num_bytes += num_bytes
@@ -193,10 +229,18 @@ class Ticket:
         self._num_sequences = num_sequences
 
     def body_came(self, num_bytes: int) -> None:
-        """Count the body as long as it is, now that all of it is there, and not as long as it might have been."""
-        if self._num_bytes >= 0:
-            self._admission._add_bytes(self._key, num_bytes - self._num_bytes)
-            self._num_bytes = num_bytes
+        """Count a body as long as what has come of it: for one whose length is not declared that grows as it comes.
+
+        Raises:
+            ApiError: 429: all bodies, or those of the key, are too large together now.
+        """
+        if self._num_bytes < 0:
+            return
+        more = num_bytes - self._num_bytes
+        if more > 0:
+            self._admission._check_bytes(self._key, more, self._num_bytes)
+        self._admission._add_bytes(self._key, more)
+        self._num_bytes = num_bytes
 
     def add_tokens(self, num_tokens: int) -> None:
         """Count what its prompts and its longest outputs come to.
@@ -235,3 +279,4 @@ class _Waiter:
         self.key = key
         self.count = count
         self.granted = granted
+        self.num_overtaken = 0

@@ -68,7 +68,7 @@ def create_app(
         admission = Admission(settings.limits)
     admission.set_limits(settings.limits)
     # The last one added stands outermost.
-    app.add_middleware(Admit, admission=admission, max_body_bytes=settings.limits.max_body_bytes)
+    app.add_middleware(Admit, admission=admission)
     app.add_middleware(CheckKeys, keys=keys or ApiKeys({}))
     app.add_middleware(CatchErrors, retry_after_s=settings.limits.retry_after_s)
     app.add_middleware(

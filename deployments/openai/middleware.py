@@ -178,10 +178,9 @@ class CatchErrors:
 class Admit:
     """Takes requests with a body in, or refuses them, before anything of the body is read."""
 
-    def __init__(self, app: ASGIApp, admission: Admission, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, admission: Admission) -> None:
         self._app = app
         self._admission = admission
-        self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
@@ -190,7 +189,7 @@ class Admit:
             return
         account = scope["state"]["arrival"].account
         declared = declared_bytes(scope)
-        account.ticket = self._admission.enter(account.key, self._max_body_bytes if declared is None else declared)
+        account.ticket = self._admission.enter(account.key, declared or 0)
         try:
             await self._app(scope, receive, send)
         finally:
@@ -224,8 +223,10 @@ class BodyLimit:
             return
         arrival: Arrival = scope["state"]["arrival"]
         until_s = min(arrival.clock_s + self._timeout_s, arrival.end_by_s)
-        limited = _LimitedBody(receive, send, self._max_body_bytes, until_s, arrival.account)
         declared = declared_bytes(scope)
+        limited = _LimitedBody(
+            receive, send, self._max_body_bytes, until_s, arrival.account, is_declared=declared is not None
+        )
         if declared is not None and declared > self._max_body_bytes:
             error = ApiError(413, limited.message, code="request_too_large", headers=_CLOSE)
             await error.response()(scope, limited.receive, limited.send)
@@ -242,14 +243,18 @@ class _LimitedBody:
         max_bytes: Of the body.
         until_s: When all of it must have come, monotonic.
         account: Is told how long it is.
+        is_declared: Whether the client has said how long it is, so that all of it is counted already.
     """
 
-    def __init__(self, receive: Receive, send: Send, max_bytes: int, until_s: float, account: Account) -> None:
+    def __init__(
+        self, receive: Receive, send: Send, max_bytes: int, until_s: float, account: Account, is_declared: bool
+    ) -> None:
         self._receive = receive
         self._send = send
         self._max_bytes = max_bytes
         self._until_s = until_s
         self._account = account
+        self._is_declared = is_declared
         self._num_bytes = 0
         self._is_read = False
         self._is_refused = False
@@ -273,7 +278,7 @@ class _LimitedBody:
         message = await self._receive()
         self._num_bytes += len(message.get("body", b""))
         self._is_read = not message.get("more_body")
-        if self._is_read and self._account.ticket is not None:
+        if self._account.ticket is not None and not self._is_refused and (self._is_read or not self._is_declared):
             self._account.ticket.body_came(self._num_bytes)
         return message
 

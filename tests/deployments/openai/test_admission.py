@@ -42,15 +42,29 @@ async def test_requests_and_bytes_are_refused_before_anything_is_read() -> None:
     admission.enter("", 40)
 
 
-async def test_places_are_given_in_order_and_a_large_request_is_not_starved() -> None:
-    admission = Admission(limits(4, 8))
-    first, second = await taken(admission, "", 2), await taken(admission, "", 2)
-    large, small = await waiting(admission.enter("", 1), 4), await waiting(admission.enter("", 1), 1)
-    first.leave()
-    assert await order(large, small) == [False, False]
-    second.leave()
-    assert await order(large, small) == [True, False]
+async def test_one_that_does_not_fit_lets_others_pass_and_has_its_turn_after_sixteen() -> None:
+    admission = Admission(limits(4, 40))
+    held = [await taken(admission, "b", 2)]
+    large = await waiting(admission.enter("", 1), 4)
+    for _ in range(16):
+        small = admission.enter("c", 1)
+        assert await order(await waiting(small)) == [True], "two places are free, and the large one needs four"
+        small.leave()
+    late = await waiting(admission.enter("c", 1))
+    assert await order(large, late) == [False, False], "now places are kept free"
+    held.pop().leave()
+    assert await order(large, late) == [True, False]
     assert admission.num_sequences == 4
+
+
+async def test_places_are_given_in_order_to_those_who_fit() -> None:
+    admission = Admission(limits(3, 8))
+    held = [await taken(admission, "") for _ in range(3)]
+    waits = [await waiting(admission.enter("", 1), count) for count in (1, 2, 1)]
+    held.pop().leave()
+    assert await order(*waits) == [True, False, False]
+    held.pop().leave()
+    assert await order(*waits) == [True, False, True], "the one that needs two is passed"
 
 
 async def test_where_nobody_may_wait_nobody_does() -> None:
@@ -160,15 +174,22 @@ async def test_of_bytes_and_tokens_a_key_holds_its_share_and_no_more_but_for_one
     other.add_tokens(50)
 
 
-async def test_a_body_counts_as_long_as_it_is_once_it_is_there() -> None:
-    admission = Admission(limits(max_total_body_bytes=100))
-    chunked = admission.enter("", 90)
-    with pytest.raises(ApiError, match="90 bytes"):
-        admission.enter("", 20)
+async def test_a_body_counts_as_long_as_what_has_come_of_it() -> None:
+    admission = Admission(limits(max_total_body_bytes=100, max_share_per_key=0.5))
+    chunked, other = admission.enter("a", 0), admission.enter("b", 40)
+    chunked.body_came(60)  # alone a request may be larger than its key's share
+    assert admission.num_bytes == 100
+    for ticket in (chunked, other):
+        with pytest.raises(ApiError, match="100 bytes") as caught:
+            ticket.body_came(61)
+        assert caught.value.status == 429
     chunked.body_came(5)
-    assert admission.num_bytes == 5
-    admission.enter("", 95).leave()
-    chunked.leave()
+    assert admission.num_bytes == 45
+    more = admission.enter("a", 0)
+    with pytest.raises(ApiError, match="this API key hold 5 bytes"):
+        more.body_came(46)
+    for ticket in (chunked, other, more):
+        ticket.leave()
     chunked.body_came(7)
     assert admission.num_bytes == 0
 
