@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from cluster.strict import StrictModel
 from specdec.errors import InvalidParameterError
+from specdec.sampling.validation import MAX_LOGPROBS
 
 _ORIGIN = re.compile(r"\*|https?://[^\s/,]+")
 
@@ -26,10 +27,24 @@ class Limits(StrictModel):
         256, ge=0, le=65536, description="requests that may wait beyond those; then 429; 0: none waits"
     )
     max_total_tokens: int | None = Field(
-        None,
+        1 << 26,
         ge=1,
-        description="tokens of all requests of one ingress together, prompts and longest outputs; beyond it 429; "
-        "none: no bound",
+        description="tokens of all requests of one ingress together, prompts and longest outputs; beyond it 429; at 4 "
+        "bytes a token the default bounds what an ingress and its router keep of them to 256 MiB each; none: no bound",
+    )
+    max_logprobs: int = Field(
+        MAX_LOGPROBS,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="alternatives per token that a request may ask for by logprobs, top_logprobs or prompt_logprobs; "
+        "beyond it 400",
+    )
+    max_prompt_logprobs_tokens: int = Field(
+        1 << 15,
+        ge=1,
+        le=1 << 30,
+        description="prompt tokens, all prompts together, of a request that asks for their log probabilities; beyond "
+        "it 400; with 20 alternatives the answer has about 1.4 kB a token, and takes several times that to write",
     )
     max_share_per_key: float | None = Field(
         None,

@@ -57,7 +57,7 @@ async def _whole(api: Api, job: Job, writer: Writer) -> Response:
         def write() -> Json:
             return writer.whole([choices[index] for index in range(len(job.sequences))], generation)
 
-        count = sum(_num_prompt_logprobs(job, delta) for delta in choices.values())
+        count = _num_prompt_ids(job) + sum(_num_entries(job, delta) for delta in choices.values())
         body = await api.write(count, write)
         warning = await writer.settle(generation)
         response = await api.write(count, lambda: JSONResponse(body))
@@ -68,8 +68,15 @@ async def _whole(api: Api, job: Job, writer: Writer) -> Response:
     return response
 
 
-def _num_prompt_logprobs(job: Job, delta: SampleDelta) -> int:
-    return len(delta.prompt_logprobs or ()) * (1 + (job.body.num_prompt_logprobs or 0))
+def _num_entries(job: Job, delta: SampleDelta) -> int:
+    """How many log probabilities and tokens are to be written of a piece."""
+    of_prompt = len(delta.prompt_logprobs or ()) * (1 + (job.body.num_prompt_logprobs or 0))
+    return of_prompt + len(delta.logprobs or ()) * (1 + (job.body.num_logprobs or 0)) + len(delta.token_ids)
+
+
+def _num_prompt_ids(job: Job) -> int:
+    """How many token ids of prompts are to be written: each choice tells its own."""
+    return job.num_prompt_tokens * job.num_samples if job.body.return_token_ids else 0
 
 
 class StreamedAnswer(Response):
@@ -132,11 +139,13 @@ class StreamedAnswer(Response):
         await self._send(send, b"", is_end=True)
 
     async def _events(self, send: Send, generation: Generation) -> None:
-        await self._send(send, _encoded(self._writer.opening(generation)))
+        count = _num_prompt_ids(self._job) + sum(len(echo.text) for echo in self._job.echoes) * self._job.num_samples
+        begun = await self._api.write(count, lambda: _encoded(self._writer.opening(generation)))
+        await self._send(send, begun)
         async with aclosing(self._gathered(generation)) as deltas:
             async for delta in deltas:
                 self._num_sent += len(delta.token_ids)
-                count = _num_prompt_logprobs(self._job, delta)
+                count = _num_entries(self._job, delta)
                 await self._send(send, await self._api.write(count, partial(self._written, delta, generation)))
                 generation.delivered(delta.index, len(delta.token_ids))
         await self._writer.settle(generation)

@@ -12,7 +12,13 @@ from deployments.openai.context import Api
 from deployments.openai.conversation import conversation_tokens
 from deployments.openai.echo import Echo, make_echo
 from deployments.openai.prediction import predicted_tokens
-from deployments.openai.sampling import output_limit, request_seed, sampling_params, speculation_bound
+from deployments.openai.sampling import (
+    check_prompt_logprobs,
+    output_limit,
+    request_seed,
+    sampling_params,
+    speculation_bound,
+)
 from deployments.openai.schemas.chat import ChatBody
 from deployments.openai.schemas.common import GenerationBody
 from deployments.openai.schemas.completions import CompletionBody
@@ -184,6 +190,7 @@ def _job(
     _check_spaces(api, body)
     bad_words = encode_bad_words(api.tokenizer, body.bad_words or ())
     sampling = sampling_params(body, model, info, api.settings, bad_words, grammar)
+    check_prompt_logprobs(body, sum(map(len, prompts)), api.settings.limits)
     limits = [output_limit(body, model, len(prompt), default_tokens) for prompt in prompts]
     if arrival.account.ticket is not None:
         lengths = (len(prompt) + len(prediction) + limit for prompt, limit in zip(prompts, limits, strict=True))

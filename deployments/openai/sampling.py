@@ -5,13 +5,14 @@ from __future__ import annotations
 import secrets
 from typing import TypeVar
 
+from cluster.limits import Limits
 from deployments.openai.schemas.common import GenerationBody
 from deployments.openai.service import ModelInfo, ServedModel
 from deployments.openai.settings import ApiSettings
 from specdec.errors import InvalidParameterError, UnsupportedParameterError
 from specdec.sampling.grammar import Grammar
 from specdec.sampling.params import SamplingParams
-from specdec.sampling.validation import MAX_LOGPROBS, validated, validated_num_speculative_tokens, validated_seed
+from specdec.sampling.validation import validated, validated_num_speculative_tokens, validated_seed
 from specdec.types import Tokens
 
 _T = TypeVar("_T")
@@ -77,6 +78,22 @@ def output_limit(body: GenerationBody, model: ServedModel, num_prompt_tokens: in
     return max(limit, 1)
 
 
+def check_prompt_logprobs(body: GenerationBody, num_prompt_tokens: int, limits: Limits) -> None:
+    """Refuse log probabilities of more prompt tokens than a request may have them of.
+
+    Raises:
+        InvalidParameterError: It names the field that asks for them.
+    """
+    most = limits.max_prompt_logprobs_tokens
+    if body.num_prompt_logprobs is not None and num_prompt_tokens > most:
+        name = body.logprobs_name if body.prompt_logprobs is None else "prompt_logprobs"
+        raise InvalidParameterError(
+            name,
+            f"{name}: log probabilities are given of at most {most} prompt tokens of one request "
+            f"(limits.max_prompt_logprobs_tokens), and its prompts have {num_prompt_tokens}",
+        )
+
+
 def speculation_bound(body: GenerationBody, model: ServedModel) -> int | None:
     """The request's bound on draft tokens per round; None where it leaves that to the service.
 
@@ -106,8 +123,10 @@ def _check_offered(body: GenerationBody, info: ModelInfo, settings: ApiSettings)
     if body.acceptance is not None and body.acceptance not in info.acceptance_rules:
         offered = ", ".join(info.acceptance_rules)
         raise UnsupportedParameterError("acceptance", f"acceptance must be one of: {offered}")
-    if (body.num_logprobs or 0) > MAX_LOGPROBS:
-        raise InvalidParameterError(body.logprobs_name, f"{body.logprobs_name} must be at most {MAX_LOGPROBS}")
+    most = settings.limits.max_logprobs
+    for name, count in ((body.logprobs_name, body.num_logprobs), ("prompt_logprobs", body.prompt_logprobs)):
+        if (count or 0) > most:
+            raise InvalidParameterError(name, f"{name} must be at most {most} (limits.max_logprobs)")
     stops = body.stop or []
     if len(stops) > settings.limits.max_stop_strings:
         raise InvalidParameterError("stop", f"stop must hold at most {settings.limits.max_stop_strings} strings")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
 
 from deployments.openai.context import Api, ApiOf
 from deployments.openai.conversation import conversation_tokens
 from deployments.openai.ignored import with_ignored
+from deployments.openai.messages import Json
 from deployments.openai.schemas.tokens import DetokenizeBody, TokenizeBody
 from deployments.openai.strict_json import StrictJsonRoute
 from specdec.text.prompts import check_token_ids
@@ -16,34 +16,37 @@ from specdec.text.prompts import check_token_ids
 router = APIRouter(route_class=StrictJsonRoute)
 
 
-@router.post("/tokenize")
-async def tokenize(body: TokenizeBody, api: ApiOf, response: Response) -> dict[str, Any]:
+@router.post("/tokenize", response_model=None)
+async def tokenize(body: TokenizeBody, api: ApiOf) -> Response:
     """The tokens of a text or a conversation."""
-    with_ignored(response, api.ignored.names(body))
+    ignored = api.ignored.names(body)
     body.check_together()
     await api.look_for(body.model)
     model = api.model(body.model)
     tokens = await _tokens(api, body)
-    answer = {"count": len(tokens), "max_model_len": model.max_model_len, "tokens": tokens}
-    if body.return_token_strs:
-        answer["token_strs"] = await api.write(len(tokens), lambda: [api.texts.text(token) for token in tokens])
-    return answer
+
+    def write() -> Response:
+        answer: Json = {"count": len(tokens), "max_model_len": model.max_model_len, "tokens": tokens}
+        if body.return_token_strs:
+            answer["token_strs"] = [api.texts.text(token) for token in tokens]
+        return JSONResponse(answer)
+
+    return with_ignored(await api.write(len(tokens), write), ignored)
 
 
-@router.post("/detokenize")
-async def detokenize(body: DetokenizeBody, api: ApiOf, response: Response) -> dict[str, Any]:
+@router.post("/detokenize", response_model=None)
+async def detokenize(body: DetokenizeBody, api: ApiOf) -> Response:
     """The text of tokens, special ones included."""
-    with_ignored(response, api.ignored.names(body))
+    ignored = api.ignored.names(body)
     await api.look_for(body.model)
     model = api.model(body.model)
 
-    def text() -> str:
+    def write() -> Response:
         if body.tokens:
             check_token_ids(body.tokens, model.vocab_size, "tokens")
-        decoded: str = api.tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False)
-        return decoded
+        return JSONResponse({"prompt": api.tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False)})
 
-    return {"prompt": await api.write(len(body.tokens), text)}
+    return with_ignored(await api.write(len(body.tokens), write), ignored)
 
 
 async def _tokens(api: Api, body: TokenizeBody) -> list[int]:

@@ -5,10 +5,12 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx2
 import pytest
 from openai import AsyncOpenAI, InternalServerError
 
-from deployments.openai import SequenceRequest, TokenDelta
+from cluster.limits import Limits
+from deployments.openai import ApiSettings, SequenceRequest, TokenDelta, create_app
 from deployments.openai.echo import make_echo
 from specdec.text.pieces import TokenTexts
 from specdec.types import PromptLogprobs, TokenLogprobs
@@ -273,3 +275,30 @@ async def test_a_prompt_is_told_of_even_where_no_text_is_ready(bench: Bench, cli
     )
     first, *_ = (await choices_of(answer, True))[0]
     assert (first.text, first.prompt_logprobs) == ("", expected(bench, (5, 6), 0))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"logprobs": 4}, "logprobs", "at most 3 (limits.max_logprobs)"),
+        ({"prompt_logprobs": 4}, "prompt_logprobs", "at most 3 (limits.max_logprobs)"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs", "at most 8 prompt tokens"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs", "(limits.max_prompt_logprobs_tokens), and its prompts have 9"),
+        ({"echo": True, "logprobs": 1}, "logprobs", "at most 8 prompt tokens"),
+        ({"logprobs": 3}, None, ""),
+        ({"prompt": [[1] * 8], "prompt_logprobs": 3}, None, ""),
+    ],
+)
+async def test_log_probabilities_are_bounded_by_the_configuration(
+    bench: Bench, fields: dict[str, Any], param: str | None, says: str
+) -> None:
+    scored(bench, TEXT)
+    settings = ApiSettings(limits=Limits(max_logprobs=3, max_prompt_logprobs_tokens=8))
+    app = create_app(bench.service, settings, bench.tokenizer, bench.observer)
+    body = {"model": "demo", "prompt": [[1] * 4, [2] * 5], "max_tokens": 2} | fields
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://api") as client:
+        answer = await client.post("/v1/completions", json=body)
+    assert answer.status_code == (200 if param is None else 400), answer.text
+    if param is not None:
+        assert answer.json()["error"]["param"] == param
+        assert says in answer.json()["error"]["message"]
