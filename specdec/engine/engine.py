@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_IDLE_WAIT_S = 0.005
+"""Before all sequences are looked at again, where each waits for something that another thread does."""
+
 Prompt = str | Sequence[int]
 
 
@@ -373,9 +376,12 @@ class SpeculativeEngine:
                 self._close(seq)
 
     def _pump(self) -> None:
-        for delivery in self._service.pump():
+        deliveries = self._service.pump()
+        for delivery in deliveries:
             if delivery.seq in self._deliveries:
                 self._deliveries[delivery.seq].append(delivery)
+        if self._service.is_idle and not deliveries:
+            time.sleep(_IDLE_WAIT_S)
 
     def _close(self, seq: str) -> None:
         self._deliveries.pop(seq, None)

@@ -30,6 +30,10 @@ class InProcessService:
         lookup: Of the target; None for none.
         tree_tokens: Most tokens of a draft of the draft model that is a tree.
         chooser: Of the target; None takes drafts in order, and all of them.
+
+    Attributes:
+        is_idle: Whether the newest ``pump`` found nothing to do: all sequences wait, for a grammar that is compiled or
+            an adapter that is read.
         on_message: Told of each message with the names of its sender and receiver.
         clock: Seconds, only for leases, which nobody lets run out here.
     """
@@ -48,6 +52,7 @@ class InProcessService:
         times = Times(lease_s=1e6, silence_s=1e6)
         planner = fixed_plan(num_draft_tokens, "in_turn", tree_tokens=tree_tokens) if drafter is not None else no_drafts
         self._clock = clock
+        self.is_idle = False
         self._on_message = on_message
         self.ingress = IngressMachine("ingress", times)
         self.router = RouterMachine("router", planner, times)
@@ -73,10 +78,11 @@ class InProcessService:
         for machine in (self.ingress, self.router):
             machine.step(now_s)
         self._exchange()
+        worked = False
         while self.drafter is not None and self.drafter.step(now_s):
-            pass
+            worked = True
         self._exchange()
-        self.target.step(now_s)
+        self.is_idle = not self.target.step(now_s) and not worked
         self._exchange()
         return self.ingress.take_deliveries()
 

@@ -10,14 +10,17 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 from itertools import takewhile
 from operator import attrgetter
+from typing import Any
+
+import numpy as np
 
 from specdec.protocol.drafts import NO_DRAFT, Draft
 from specdec.protocol.marks import TokenLog
 from specdec.protocol.messages import Candidates
 from specdec.sampling.params import SequenceSpec
+from specdec.tokens import TokenArray, TokenSequence, as_array
 from specdec.types import Tokens
 
 LEAST_MATCH = 3
@@ -29,12 +32,15 @@ _MOST_NEEDED = 64
 """Where matches were wrong again and again, one that is as long as this is still believed."""
 _MOST_PLACES = 32
 """Earlier places of the same tokens that are compared, the newest first."""
-_MOST_READ = 4096
-"""Tokens that are indexed at once: a long prompt must not hold up a step, and its own reading takes several."""
+_MOST_READ = 8192
+"""Tokens that a step indexes, of all rows together: a millisecond. A long prompt's own reading takes steps, too."""
+_FEW = 64
+"""So many tokens are indexed one by one."""
 _GAP = -1
 """Between two texts: no token, so that no match reaches across."""
-_KEY_BITS = 32
-_KEY_MASK = (1 << _KEY_BITS * LEAST_MATCH) - 1
+_LEAST_HASH_BITS, _MOST_HASH_BITS = 10, 17
+_FACTORS = 0x9E3779B1, 0x5EBCA77B, 0x42B2AE3D
+"""Odd, and so large that the upper bits of the sum depend on all three tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,38 +59,71 @@ class LookUpOptions:
 
 
 class TextIndex:
-    """A growing text, and where each run of ``LEAST_MATCH`` tokens stands in it; some 150 bytes a token.
+    """A growing text, and where each run of ``LEAST_MATCH`` tokens stands in it; some 12 bytes a token.
 
-    A run is found by its newest place, and each place leads to the one before.
+    A hash of a run finds its newest place, and each place leads to the one before with the same hash. What is found is
+    compared with the text.
 
     Args:
         text: What goes before all that is added, apart from it.
+        most_tokens: Tokens that it is likely to have in the end; with more it is slower.
 
     Attributes:
-        tokens: The text; callers must not change it.
+        tokens: The text, as int32; callers must not change it.
         num_apart: Tokens of what goes before.
     """
 
-    def __init__(self, text: Sequence[int] = ()) -> None:
-        self.tokens: list[int] = []
-        self._key = 0
-        self._newest: dict[int, int] = {}
-        self._before = array("q", (0,))
+    def __init__(self, text: Sequence[int] = (), most_tokens: int = 0) -> None:
+        bits = min(max(most_tokens.bit_length(), _LEAST_HASH_BITS), _MOST_HASH_BITS)
+        self.tokens = array("i")
+        self._shift = 32 - bits
+        # The newest place of each hash, and of each place the one before; a place is the number of tokens up to there.
+        self._newest = np.zeros(1 << bits, dtype=np.int32)
+        self._before = array("i", (0,))
         self.num_apart = len(text)
         if text:
             self.extend([*text, _GAP])
 
-    def extend(self, tokens: Sequence[int]) -> None:
+    def extend(self, tokens: TokenSequence) -> None:
         """Add tokens at the end."""
-        text, newest, before, key = self.tokens, self._newest, self._before, self._key
-        for token in tokens:
-            text.append(token)
-            key = _next_key(key, token)
-            before.append(newest.get(key, 0))
-            newest[key] = len(text)
-        self._key = key
+        first = len(self.tokens) + 1
+        self.tokens.frombytes(as_array(tokens).tobytes())
+        if len(tokens) > _FEW:
+            return self._extend_by_many(first)
+        text, newest, before = self.tokens, self._newest, self._before
+        for place in range(first, len(text) + 1):
+            if place < LEAST_MATCH:
+                before.append(0)
+                continue
+            key = self._hash(*text[place - LEAST_MATCH : place])
+            before.append(int(newest[key]))
+            newest[key] = place
+        return None
 
-    def search(self, text: Sequence[int]) -> tuple[int, int]:
+    def _extend_by_many(self, first: int) -> None:
+        """Place all tokens from the ``first`` on; the same as one by one."""
+        self._before.extend([0] * (min(LEAST_MATCH - 1, len(self.tokens)) + 1 - len(self._before)))
+        first = max(first, LEAST_MATCH)
+        if first > len(self.tokens):
+            return
+        text = np.frombuffer(self.tokens, dtype=np.int32)[first - LEAST_MATCH :].astype(np.int64)
+        keys = self._hash(text[:-2], text[1:-1], text[2:])
+        order = keys.argsort(kind="stable")
+        keys, places = keys[order], (order + first).astype(np.int32)
+        before = self._newest[keys]
+        is_again = keys[1:] == keys[:-1]
+        before[1:][is_again] = places[:-1][is_again]
+        is_last = np.append(~is_again, True)
+        self._newest[keys[is_last]] = places[is_last]
+        in_order = np.empty_like(before)
+        in_order[order] = before
+        self._before.frombytes(in_order.tobytes())
+
+    def _hash(self, a: Any, b: Any, c: Any) -> Any:
+        """Of a run of three tokens, or of the runs in three int64 arrays."""
+        return ((a * _FACTORS[0] + b * _FACTORS[1] + c * _FACTORS[2]) & 0xFFFFFFFF) >> self._shift
+
+    def search(self, text: array[int]) -> tuple[int, int]:
         """The longest match of a text's end, this one's or another's: the place after it, and its length or 0.
 
         What stands apart goes first. The end itself is no match.
@@ -92,7 +131,7 @@ class TextIndex:
         if text is self.tokens:
             place = self._before[-1]
         else:
-            place = self._newest.get(reduce(_next_key, text[-LEAST_MATCH:], 0), 0)
+            place = int(self._newest[self._hash(*text[-LEAST_MATCH:])]) if len(text) >= LEAST_MATCH else 0
         tokens, end, best, found = self.tokens, len(text), LEAST_MATCH - 1, 0
         for _ in range(_MOST_PLACES):
             if not place:
@@ -107,8 +146,22 @@ class TextIndex:
         return (found, best) if found else (0, 0)
 
 
-def _next_key(key: int, token: int) -> int:
-    return (key << _KEY_BITS | token + 1) & _KEY_MASK
+class Reading:
+    """Bounds what a step indexes for all of its rows together: many long prompts must not hold it up.
+
+    What a row has decoded since its step before is always read.
+    """
+
+    def __init__(self) -> None:
+        self._left = _MOST_READ
+
+    def take(self, num_unread: int) -> int:
+        """How many of a row's unread tokens it may index now."""
+        if num_unread <= _FEW:
+            return num_unread
+        count = min(num_unread, self._left)
+        self._left -= count
+        return count
 
 
 class Match:
@@ -130,12 +183,14 @@ class Match:
         """The text has gone on with these."""
         known = self.index.tokens
         for token in tokens:
-            if self.length and self.place < len(known) and known[self.place] == token:
+            if not self.length:
+                return
+            if self.place < len(known) and known[self.place] == token:
                 self.place, self.length = self.place + 1, self.length + 1
             else:
                 self.length = 0
 
-    def find(self, text: Sequence[int]) -> None:
+    def find(self, text: array[int]) -> None:
         """Look for the text's end, where none is followed."""
         if not self.length:
             self.place, self.length = self.index.search(text)
@@ -189,14 +244,14 @@ class ServedTexts:
         if self._num_newer + len(part) > self._most:
             self._older, self._num_older = self._newer, self._num_newer
             self._newer, self._num_newer = {}, 0
-        self._newer.setdefault(salt, TextIndex()).extend(part)
+        self._newer.setdefault(salt, TextIndex((), self._most)).extend(part)
         self._num_newer += len(part)
 
     def longest_match(self, salt: str, text: Sequence[int]) -> Match | None:
         """The longest match of a text's end in what was served with the same salt; None where there is none."""
         matches = [Match(half[salt]) for half in (self._newer, self._older) if salt in half]
         for match in matches:
-            match.find(text)
+            match.find(array("i", text))
         return max((match for match in matches if match.length), key=attrgetter("length"), default=None)
 
 
@@ -236,16 +291,24 @@ class LookUp:
         self._spec = spec
         self._most = most
         self._ending = spec.ending_token_ids
-        self._own = Match(TextIndex(spec.prediction))
+        most_tokens = len(spec.prediction) + spec.output_start + spec.max_tokens
+        self._own = Match(TextIndex(spec.prediction, most_tokens))
         self._served = served
         self._served_match: Match | None = None
         self._needed = LEAST_MATCH
         self._num_read = 0
         self.is_long = False
 
-    def draft(self, log: TokenLog, room: int) -> Draft:
-        """What may follow a log, which only grows from call to call; ``room`` tokens at most."""
-        new = log.tail(self._num_read, self._num_read + _MOST_READ)
+    def draft(self, log: TokenLog, room: int, reading: Reading) -> Draft:
+        """What may follow a log, which only grows from call to call.
+
+        Args:
+            log: All of the sequence's tokens.
+            room: Most tokens of the draft.
+            reading: What may be indexed in this step.
+        """
+        start = self._num_read
+        new = log.array(start, start + reading.take(len(log) - start))
         self._num_read += len(new)
         match = self._longest_match(log, new)
         self.is_long = match is not None and match.length >= LONG_MATCH
@@ -258,13 +321,13 @@ class LookUp:
         candidates = point_masses(self._spec, tokens)
         return Draft(tokens, candidates, "prediction" if match.place < match.index.num_apart else "lookup")
 
-    def _longest_match(self, log: TokenLog, new: Sequence[int]) -> Match | None:
+    def _longest_match(self, log: TokenLog, new: TokenArray) -> Match | None:
         """Of the log's end, after ``new``; None while the log is not read."""
         own = self._own
         own.index.extend(new)
-        own.follow(new)
-        if self._served_match is not None:
-            self._served_match.follow(new)
+        for match in (own, self._served_match):
+            if match is not None and match.length:
+                match.follow(new.tolist())
         if self._num_read < len(log):
             return None
         if self._spec.prediction and len(log) == self._spec.output_start:
@@ -272,7 +335,7 @@ class LookUp:
         own.find(own.index.tokens)
         served = self._served_match
         if self._served is not None and not (served and served.length):
-            end = list(log.tail(max(0, len(log) - _MOST_NEEDED)))
+            end = log.tail(max(0, len(log) - _MOST_NEEDED))
             served = self._served_match = self._served.longest_match(self._spec.cache_salt, end)
         return own if served is None or served.length <= own.length else served
 

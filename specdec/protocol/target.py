@@ -21,7 +21,7 @@ from specdec.protocol.drafts import (
 )
 from specdec.protocol.labels import label, labels
 from specdec.protocol.leases import Times
-from specdec.protocol.lookup import LookUpOptions, ServedTexts, look_up_for
+from specdec.protocol.lookup import LookUpOptions, Reading, ServedTexts, look_up_for
 from specdec.protocol.messages import Ack, Message, Notes, Offer, Open, RoundTimes, Verdict
 from specdec.protocol.spans import microseconds
 from specdec.protocol.suspects import FORGIVEN_TOKENS, MOST_ALONE_FAILURES, StepGroups
@@ -64,6 +64,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
         self._max_model_len = backend.max_model_len
         self._groups = StepGroups()
         self._num_waiting = 0
+        self._reading = Reading()
         self.counters = TargetCounters()
 
     def step(self, now_s: float) -> bool:
@@ -77,7 +78,13 @@ class TargetMachine(WorkerMachine[TargetRow]):
             self._served.read()
         rows = sorted((row for row in self._rows if self._may_go_on(row)), key=attrgetter("priority"))
         self._num_waiting = 0
-        worked = any(self._verify(batch, now_s) for batch in self._groups.batches(rows))
+        self._reading = Reading()
+        worked = False
+        for batch in self._groups.batches(rows):
+            if self._awaits_ack(batch, now_s):
+                break  # nothing is done until it comes: its arrival wakes whoever drives this machine
+            if worked := self._verify(batch, now_s):
+                break
         self._repeat(now_s)
         if worked:
             self.counters.num_steps += 1
@@ -107,19 +114,26 @@ class TargetMachine(WorkerMachine[TargetRow]):
     def _credit(self, row: TargetRow) -> int:
         return row.acked + self._times.credit_tokens - len(row.log)
 
-    def _verify(self, rows: Sequence[TargetRow], now_s: float) -> bool:
-        """A step of the backend; what goes wrong in it is contained, but for the loss of its device.
+    def _awaits_ack(self, rows: Sequence[TargetRow], now_s: float) -> bool:
+        """Whether everybody waits for a router to learn that these rows are about to be tried.
 
         Before suspects of a router are tried it is told so, by verdicts without tokens, and has to acknowledge that: if
         this process dies after it, it was with them alone. Nobody else has a step meanwhile, unless that takes long.
         """
-        unknown = [row for row in rows if not row.is_cleared]
+        unknown = _unknown(rows)
         for row in unknown:
             row.announced_s = min(row.announced_s, now_s)
             if now_s >= row.told_s + self._times.repeat_s:
                 self._tell(row, now_s)
-        if unknown:
-            return now_s < unknown[0].announced_s + self._times.repeat_s
+        return bool(unknown) and now_s < unknown[0].announced_s + self._times.repeat_s
+
+    def _verify(self, rows: Sequence[TargetRow], now_s: float) -> bool:
+        """A step of the backend; what goes wrong in it is contained, but for the loss of its device.
+
+        Rows of which a router has not acknowledged that they are tried have none.
+        """
+        if _unknown(rows):
+            return False
         deciding: list[TargetRow] = []
         jobs: list[VerifyJob] = []
         for row in rows:
@@ -321,7 +335,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
             return NO_DRAFT
         found, is_long = NO_DRAFT, False
         if row.lookup is not None:
-            found = row.lookup.draft(row.log, self._room(row))
+            found = row.lookup.draft(row.log, self._room(row), self._reading)
             is_long = row.lookup.is_long and bool(found.tokens)
         offered, kept = self._offered(row)
         if not offered.tokens and not is_long and self._waits(row, now_s):
@@ -377,3 +391,8 @@ class TargetMachine(WorkerMachine[TargetRow]):
             row.held_s = now_s
         row.is_patient = row.is_patient and now_s < row.held_s + row.plan.draft_wait_s
         return row.is_patient
+
+
+def _unknown(rows: Sequence[TargetRow]) -> list[TargetRow]:
+    """Suspects whose router does not know yet that they are about to be tried."""
+    return [row for row in rows if not row.is_cleared]

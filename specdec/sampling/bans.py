@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from specdec.sampling.kept import WhileAlive
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.rows import RowGroup, Rows
 from specdec.tokens import as_list
 from specdec.types import Tokens
-
-_MOST_KEPT = 256
 
 
 class AllowedTokens:
     """Keeps all but the tokens that ``allowed_token_ids`` names from being chosen.
 
-    The newest requests' masks are kept, a byte per token of the vocabulary each: a list may be as long as that.
+    A live request's mask is kept, a byte per token of the vocabulary: a list may be as long as that.
     """
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        # By identity: hashing a list costs as much as using it. The list is kept, so that its id stays its own.
-        self._kept: OrderedDict[int, tuple[Tokens, Tensor]] = OrderedDict()
+        self._kept = WhileAlive[SamplingParams, Tensor]()
 
     def apply(self, logits: Tensor, rows: Rows) -> None:
         """Forbid what is not allowed, in all rows of a sequence.
@@ -37,22 +35,19 @@ class AllowedTokens:
         if not chosen:
             return
         part, device = rows.part(chosen), logits.device
-        masks = torch.stack([self._forbidden(group.spec.sampling.allowed_token_ids, device) for group in part.groups])
+        masks = torch.stack([self._forbidden(group.spec.sampling, device) for group in part.groups])
         of_row = torch.tensor(part.spread(range(len(part.groups))), device=device)
         numbers = torch.tensor(rows.numbers(chosen), device=device)
         logits[numbers] = logits[numbers].masked_fill_(masks[of_row], -torch.inf)
 
-    def _forbidden(self, allowed: Tokens, device: torch.device) -> Tensor:
+    def _forbidden(self, params: SamplingParams, device: torch.device) -> Tensor:
         """Bool [V]: the tokens that a list does not name."""
-        kept = self._kept.pop(id(allowed), None)
-        if kept is None or kept[0] is not allowed or kept[1].device != device:
+        kept = self._kept.get(params)
+        if kept is None or kept.device != device:
             mask = torch.ones(self._vocab_size, dtype=torch.bool)
-            mask[torch.tensor(allowed)] = False
-            kept = allowed, mask.to(device)
-        self._kept[id(allowed)] = kept
-        while len(self._kept) > _MOST_KEPT:
-            self._kept.popitem(last=False)
-        return kept[1]
+            mask[torch.tensor(params.allowed_token_ids)] = False
+            kept = self._kept.put(params, mask.to(device))
+        return kept
 
 
 def apply_bad_words(logits: Tensor, rows: Rows) -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.sampling.histories import Histories
+from specdec.sampling.kept import WhileAlive
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.rows import Rows
 
@@ -95,23 +96,37 @@ def _padded(lists: Sequence[NDArray[Any]], fill: Sequence[int], device: torch.de
     return torch.from_numpy(padded).to(device)
 
 
-def apply_logit_bias(logits: Tensor, rows: Rows) -> None:
-    """Add each sequence's biases to all of its rows.
+class LogitBias:
+    """Adds each sequence's biases to all of its rows. A live request's arrays are made once, not in every step."""
 
-    Args:
-        logits: float32 [N, V], changed in place.
-        rows: The layout of the N rows.
-    """
-    chosen = rows.using(lambda params: params.logit_bias)
-    if not chosen:
-        return
-    part, device = rows.part(chosen), logits.device
-    pairs = [np.array(group.spec.sampling.logit_bias) for group in part.groups]
-    of_row, fill = torch.tensor(part.spread(range(len(pairs))), device=device), [0] * len(pairs)
-    ids = _padded([pair[:, 0].astype(np.int64) for pair in pairs], fill, device)[of_row]
-    biases = _padded([pair[:, 1].astype(np.float32) for pair in pairs], fill, device)[of_row]
-    place = (torch.tensor(rows.numbers(chosen), device=device).unsqueeze(1), ids)
-    logits[place] += biases
+    def __init__(self) -> None:
+        self._kept = WhileAlive[SamplingParams, tuple[NDArray[np.int64], NDArray[np.float32]]]()
+
+    def apply(self, logits: Tensor, rows: Rows) -> None:
+        """Add the biases.
+
+        Args:
+            logits: float32 [N, V], changed in place.
+            rows: The layout of the N rows.
+        """
+        chosen = rows.using(lambda params: params.logit_bias)
+        if not chosen:
+            return
+        part, device = rows.part(chosen), logits.device
+        arrays = [self._arrays(group.spec.sampling) for group in part.groups]
+        of_row, fill = torch.tensor(part.spread(range(len(arrays))), device=device), [0] * len(arrays)
+        ids = _padded([ids for ids, _ in arrays], fill, device)[of_row]
+        biases = _padded([biases for _, biases in arrays], fill, device)[of_row]
+        place = (torch.tensor(rows.numbers(chosen), device=device).unsqueeze(1), ids)
+        logits[place] += biases
+
+    def _arrays(self, params: SamplingParams) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The ids that a request biases, and by how much."""
+        kept = self._kept.get(params)
+        if kept is None:
+            ids, biases = zip(*params.logit_bias, strict=True)
+            kept = self._kept.put(params, (np.array(ids, dtype=np.int64), np.array(biases, dtype=np.float32)))
+        return kept
 
 
 def apply_min_tokens(logits: Tensor, rows: Rows) -> None:

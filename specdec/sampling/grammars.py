@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
@@ -35,7 +36,7 @@ GrammarKey = tuple[Grammar, Tokens]
 
 
 class Grammars:
-    """Compiles grammars in threads of its own, and keeps the newest 512. For any thread.
+    """Compiles grammars in threads of its own; keeps what somebody holds, and the 512 used last. For any thread.
 
     Args:
         tokenizer: A fast one; with another every grammar is refused.
@@ -59,6 +60,7 @@ class Grammars:
         self._special_tokens = frozenset(tokenizer.get_added_vocab())
         self._tokenizers: dict[Tokens, LLTokenizer] = {}
         self._compiled: OrderedDict[GrammarKey, Future[LLMatcher]] = OrderedDict()
+        self._held = WeakValueDictionary[GrammarKey, Future[LLMatcher]]()
         self._awaited: Counter[GrammarKey] = Counter()
         self._lock = threading.Lock()
         self._threads = FairThreads(_NUM_THREADS, "grammars", _STACK_BYTES)
@@ -82,10 +84,10 @@ class Grammars:
             return refused
         key = grammar, eos_token_ids
         with self._lock:
-            future = self._compiled.pop(key, None)
-            if future is None or _was_not_tried(future):
+            future = self._compiled.pop(key, None) or self._held.get(key)
+            if future is None or was_not_tried(future):
                 future = self._threads.submit(caller, partial(self._compile, grammar, eos_token_ids))
-            self._compiled[key] = future
+            self._compiled[key] = self._held[key] = future
             while len(self._compiled) > _MOST_KEPT:
                 self._compiled.popitem(last=False)
         return future
@@ -156,8 +158,9 @@ class Grammars:
         return made
 
 
-def _was_not_tried(future: Future[LLMatcher]) -> bool:
-    return future.done() and isinstance(future.exception(), ServiceUnavailableError)
+def was_not_tried(future: Future[LLMatcher]) -> bool:
+    """Whether it says nothing of the grammar, which is to be asked for again."""
+    return future.cancelled() or (future.done() and isinstance(future.exception(), ServiceUnavailableError))
 
 
 def _invalid(reason: str) -> InvalidParameterError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from array import array
 from collections import OrderedDict
 from typing import NamedTuple
@@ -9,15 +10,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.sampling.params import SequenceSpec
 from specdec.sampling.rows import RowGroup
 from specdec.tokens import TokenBuffer, TokenSequence, as_array, as_list, common_prefix_length
 
 _MAX_KEPT_TOKENS = 1 << 21
 _LEAST_SIZE = 64
 """What an empty history takes, in tokens."""
-
-HistoryKey = tuple[int, int, bool]
-"""A seed, where the output starts, whether the prompt is listed: it finds a history, whose tokens are then compared."""
 
 
 class Counted(NamedTuple):
@@ -134,22 +133,23 @@ class Histories:
 
     def __init__(self, max_kept_tokens: int = _MAX_KEPT_TOKENS) -> None:
         self._max_kept_tokens = max_kept_tokens
-        self._kept: OrderedDict[HistoryKey, History] = OrderedDict()
+        # By the sequence's own object: other sequences may have the same seed and as long a prompt.
+        self._kept: OrderedDict[int, tuple[weakref.ref[SequenceSpec], History]] = OrderedDict()
         self._num_tokens = 0
 
     def counted(self, group: RowGroup, vocab_size: int) -> Counted:
         """The counts before a group's first row."""
         spec = group.spec
-        lists_prompt = spec.sampling.repetition_penalty != 1
-        key = (spec.seed, spec.output_start, lists_prompt)
-        history = self._kept.pop(key, None)
+        owner, history = self._kept.pop(id(spec), (None, None))
         if history is not None:
             self._num_tokens -= history.size
-        if history is None or not history.has_prompt_of(group.tokens):
+        if history is None or owner is None or owner() is not spec or not history.has_prompt_of(group.tokens):
+            lists_prompt = spec.sampling.repetition_penalty != 1
             history = History(group.tokens[: spec.output_start], lists_prompt, vocab_size)
         history.move_to(group.tokens)
-        self._kept[key] = history
+        self._kept[id(spec)] = weakref.ref(spec), history
         self._num_tokens += history.size
         while self._num_tokens > self._max_kept_tokens and len(self._kept) > 1:
-            self._num_tokens -= self._kept.popitem(last=False)[1].size
+            _, (_, oldest) = self._kept.popitem(last=False)
+            self._num_tokens -= oldest.size
         return history.counted(group.draft)

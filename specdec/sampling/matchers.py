@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,8 @@ from llguidance.numpy import fill_next_token_bitmask_par_with_draft_tokens
 from torch import Tensor
 
 from specdec.sampling.grammar import Grammar
-from specdec.sampling.grammars import Grammars
+from specdec.sampling.grammars import Grammars, was_not_tried
+from specdec.sampling.kept import WhileAlive
 from specdec.sampling.params import SequenceSpec
 from specdec.sampling.rows import RowGroup, Rows
 from specdec.tokens import TokenArray, TokenSequence, as_array, common_prefix_length
@@ -106,6 +108,8 @@ class Matchers:
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
+        # A live sequence's grammar stays compiled, however many others there are.
+        self._compiled = WhileAlive[SequenceSpec, Future[LLMatcher]]()
         # A drafter has several for a sequence: the chain's, then one for each branch that grows.
         self._kept: OrderedDict[MatcherKey, list[_Matcher]] = OrderedDict()
         self._executor: LLExecutor | None = None
@@ -115,8 +119,15 @@ class Matchers:
 
     def is_ready(self, spec: SequenceSpec) -> bool:
         """Whether a sequence's grammar is compiled, or found to be wrong; else that is on its way."""
-        grammar = spec.sampling.grammar
-        return grammar is None or self._grammars.compiled(grammar, spec.eos_token_ids).done()
+        return spec.sampling.grammar is None or self._start(spec).done()
+
+    def _start(self, spec: SequenceSpec) -> Future[LLMatcher]:
+        """The matcher at the beginning of a sequence's grammar, once that is compiled."""
+        future = self._compiled.get(spec)
+        if future is None or was_not_tried(future):
+            assert spec.sampling.grammar is not None
+            future = self._compiled.put(spec, self._grammars.compiled(spec.sampling.grammar, spec.eos_token_ids))
+        return future
 
     def allowed(self, spec: SequenceSpec, tokens: TokenSequence, draft: Tokens) -> Tokens:
         """A draft up to the first token that the grammar forbids, and not beyond an end-of-sequence token.
@@ -219,8 +230,7 @@ class Matchers:
         Raises:
             ValueError: The grammar does not allow that, or cannot be compiled.
         """
-        assert spec.sampling.grammar is not None
-        start = self._grammars.compiled(spec.sampling.grammar, spec.eos_token_ids).result()
+        start = self._start(spec).result()
         key = _key(spec)
         own = self._kept.pop(key, [])
         self._kept[key] = own

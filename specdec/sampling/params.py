@@ -14,7 +14,7 @@ LEAST_TEMPERATURE = 1e-5
 """Below it only tokens tied within rounding would share the probability, and float32 comes to its end."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class SamplingParams:
     """How one sequence's tokens are chosen; applied to every row, drafted or not, or refused.
 
@@ -25,7 +25,7 @@ class SamplingParams:
         repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or output; 1 is off.
         presence_penalty: Subtracted once from the logits of tokens in the output; 0 is off.
         frequency_penalty: Subtracted per occurrence from the logits of tokens in the output; 0 is off.
-        logit_bias: Pairs (token id, bias) added to the logits.
+        logit_bias: Pairs (token id, bias) added to the logits; at most 1,024 from a user.
         allowed_token_ids: The only tokens that may be chosen; none names all.
         bad_words: Runs of tokens that the output must not hold: what would complete one, after output tokens that
             begin it, is not chosen, unless nothing else is left.
@@ -110,7 +110,7 @@ PLAIN_DEFAULTS = GenerationDefaults()
 """Of a model whose generation config says nothing."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class SequenceSpec:
     """Everything about a sequence that never changes while it is generated.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec.device_errors import is_device_lost
 from specdec.sampling.bans import AllowedTokens, apply_bad_words
-from specdec.sampling.edits import apply_logit_bias, apply_min_tokens, apply_penalties, uses_penalties
+from specdec.sampling.edits import LogitBias, apply_min_tokens, apply_penalties, uses_penalties
 from specdec.sampling.grammars import Grammars
 from specdec.sampling.histories import Histories
 from specdec.sampling.logprobs import token_logprobs
@@ -102,6 +102,7 @@ class Sampler:
         self._processors = tuple(processors)
         self._noise = NoiseCache(vocab_size, noise_cache_bytes)
         self._histories = Histories()
+        self._bias = LogitBias()
         self._allowed = AllowedTokens(vocab_size)
         self._failures: dict[int, Exception] = {}
         self.matchers = None if grammars is None else Matchers(grammars)
@@ -253,7 +254,7 @@ class Sampler:
         if not self._processors and not rows.using(_is_edited):
             return logits
         logits = logits.clone()
-        apply_logit_bias(logits, rows)
+        self._bias.apply(logits, rows)
         apply_penalties(logits, rows, self._histories)
         self._allowed.apply(logits, rows)
         apply_min_tokens(logits, rows)

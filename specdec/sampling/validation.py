@@ -15,6 +15,8 @@ MAX_PENALTY = 2.0
 MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 100.0
 MAX_LOGIT_BIAS = 100.0
+MAX_NUM_LOGIT_BIASES = 1024
+"""Each is added to each row in each step. OpenAI takes some 300."""
 MAX_LOGPROBS = 20
 MAX_NUM_SPECULATIVE_TOKENS = 64
 _MAX_COUNT = 2**31 - 1
@@ -205,6 +207,8 @@ def _logit_bias(pairs: object, vocab_size: int) -> tuple[tuple[int, float], ...]
     allowed = "pairs of a token id and a bias"
     if not isinstance(pairs, (list, tuple)):
         _refuse("logit_bias", allowed, pairs)
+    if len(pairs) > MAX_NUM_LOGIT_BIASES:
+        _refuse("logit_bias", f"at most {MAX_NUM_LOGIT_BIASES} biases", len(pairs))
     biases: dict[int, float] = {}
     for pair in pairs:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:

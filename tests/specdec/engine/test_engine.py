@@ -1,6 +1,9 @@
 """The public engine on the demo pair: text, streams, stops, cancellation, counts."""
 
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ import torch
 import specdec
 import specdec.demo
 from specdec import BackendOptions, CancellationToken, ModelSource, SamplingParams, SpeculativeEngine, TokenEvent
+from specdec.engine import engine as engine_module
 from specdec.errors import CancelledError, IncompatiblePairError, InvalidParameterError, SequenceFailedError
 from specdec.models.loading import load_tokenizer
 from specdec.sampling.params import SequenceSpec
@@ -27,6 +31,17 @@ def engine() -> SpeculativeEngine:
 
 def test_exported_names_exist() -> None:
     assert all(getattr(specdec, name).__name__ == name for name in specdec.__all__)
+
+
+def test_while_all_sequences_wait_for_another_thread_it_does_not_spin(
+    engine: SpeculativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(sleep=waits.append, perf_counter=time.perf_counter))
+    target: Any = engine._service.target._backend
+    monkeypatch.setattr(target._sampler, "is_ready", lambda _spec: len(waits) >= 3)
+    assert len(engine.generate(PROMPT, GREEDY, max_tokens=5).token_ids) == 5
+    assert waits == [0.005] * 3
 
 
 def test_counts_add_up(engine: SpeculativeEngine) -> None:

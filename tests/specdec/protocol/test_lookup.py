@@ -9,12 +9,14 @@ from dataclasses import replace
 
 import pytest
 
+from specdec.protocol import lookup as lookup_module
 from specdec.protocol.lookup import (
     LEAST_MATCH,
     LONG_MATCH,
     LookUp,
     LookUpOptions,
     Match,
+    Reading,
     ServedTexts,
     TextIndex,
     look_up_for,
@@ -99,7 +101,7 @@ def test_the_texts_do_not_run_into_each_other() -> None:
 
 
 def drafted(lookup: LookUp, log: TokenLog, room: int = 100) -> tuple[int, ...]:
-    return lookup.draft(log, room).tokens
+    return lookup.draft(log, room, Reading()).tokens
 
 
 def test_it_drafts_as_far_as_the_match_is_long_and_within_its_bounds() -> None:
@@ -125,6 +127,17 @@ def test_no_look_up_where_none_is_wanted() -> None:
     assert look_up_for(with_prediction, None) is None
     assert look_up_for(replace(SPEC, num_speculative_tokens=0), for_all) is None
     assert look_up_for(SPEC, LookUpOptions(0)) is None
+
+
+def test_under_the_rejection_rule_texts_served_before_are_not_looked_in() -> None:
+    """One that was served for the same seed is made of the random numbers that would test it."""
+    kept = served(1000, ("", range(10, 40)))
+    log = TokenLog([1, *range(10, 16)])
+    for rule, found in (("coupled", tuple(range(16, 22))), ("rejection", ())):
+        spec = replace(SPEC, sampling=SamplingParams(acceptance=rule))
+        lookup = look_up_for(spec, LookUpOptions(16), kept)
+        assert lookup is not None
+        assert drafted(lookup, log) == found
 
 
 def test_wrong_drafts_make_it_ask_for_longer_matches_and_a_right_one_for_short_ones_again() -> None:
@@ -153,12 +166,12 @@ def test_the_prediction_is_drafted_at_the_outputs_beginning_and_where_the_output
     prediction = tuple(range(50, 90))
     lookup = LookUp(replace(SPEC, prediction=prediction), 16)
     log = TokenLog([1, 2, 3, 4])
-    first = lookup.draft(log, 100)
+    first = lookup.draft(log, 100, Reading())
     assert (first.tokens, first.source) == (prediction[:LONG_MATCH], "prediction")
     log.extend([*prediction[:5], 7])  # the sixth is another
     assert drafted(lookup, log) == ()
     log.extend(prediction[6:9])
-    again = lookup.draft(log, 100)
+    again = lookup.draft(log, 100, Reading())
     assert (again.tokens, again.source) == (prediction[9:12], "prediction")
 
 
@@ -166,31 +179,61 @@ def test_what_is_in_the_prediction_and_in_the_text_counts_as_the_predictions() -
     text = tuple(range(50, 60))
     lookup = LookUp(replace(SPEC, output_start=13, prediction=text), 16)
     log = TokenLog([*text, 1, 2, 3, 9, *text[:4]])
-    found = lookup.draft(log, 100)
+    found = lookup.draft(log, 100, Reading())
     assert (found.tokens, found.source) == (text[4:8], "prediction")
-    found = LookUp(SPEC, 16).draft(log, 100)
+    found = LookUp(SPEC, 16).draft(log, 100, Reading())
     assert (found.tokens, found.source) == (text[4:8], "lookup")
 
 
 def test_under_the_rejection_rule_a_draft_is_a_point_mass_each() -> None:
     spec = replace(SPEC, sampling=SamplingParams(acceptance="rejection"))
     log = TokenLog([1, 2, 3, 4, 5, 1, 2, 3])
-    found = LookUp(spec, 16).draft(log, 100)
+    found = LookUp(spec, 16).draft(log, 100, Reading())
     assert found.tokens == (4, 5, 1)
     assert found.candidates == tuple(((token,), (1.0,)) for token in found.tokens)
-    assert LookUp(SPEC, 16).draft(log, 100).candidates == ()
+    assert LookUp(SPEC, 16).draft(log, 100, Reading()).candidates == ()
 
 
-def test_a_long_prompt_is_indexed_a_part_a_step_and_its_memory_is_bounded() -> None:
+def test_many_long_prompts_are_indexed_a_part_a_step_and_what_is_decoded_at_once() -> None:
     rng = random.Random(0)
     text = [rng.randrange(100_000) for _ in range(20_000)]
-    log, lookup = TokenLog([*text, *text[5:10]]), LookUp(SPEC, 16)
+    spec = replace(SPEC, output_start=len(text))
+    logs = [TokenLog([*text, *text[i : i + 5]]) for i in (5, 50, 100)]
     tracemalloc.start()
-    steps = next(i for i in range(100) if drafted(lookup, log))
+    lookups = [LookUp(spec, 16) for _ in logs]
+    drafted_in: dict[int, int] = {}
+    for step in range(20):
+        reading = Reading()
+        before = sum(lookup._num_read for lookup in lookups)
+        for i, (lookup, log) in enumerate(zip(lookups, logs, strict=True)):
+            if lookup.draft(log, 100, reading).tokens:
+                drafted_in.setdefault(i, step)
+        assert sum(lookup._num_read for lookup in lookups) - before <= 8192
     size, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert steps == len(log) // 4096
-    assert size / len(log) < 250
+    assert drafted_in == {i: (i + 1) * len(logs[0]) // 8192 for i in range(3)}, "in order of arrival"
+    assert size / sum(map(len, logs)) < 20, "bytes a token"
+    used_up = Reading()
+    used_up.take(1 << 20)
+    logs[0].extend(text[10:13])
+    assert lookups[0].draft(logs[0], 100, used_up).tokens == tuple(text[13:21])
+
+
+@pytest.mark.parametrize("num_bits", [2, 10])
+def test_many_tokens_at_once_are_indexed_as_one_by_one(num_bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup_module, "_LEAST_HASH_BITS", num_bits)
+    rng = random.Random(1)
+    for count in (65, 66, 300):
+        text = [rng.randrange(5) for _ in range(count)]
+        for start in (0, 1, 2, 50):
+            at_once, one_by_one = TextIndex(), TextIndex()
+            for index in (at_once, one_by_one):
+                index.extend(text[:start])
+            at_once.extend(text)
+            for token in text:
+                one_by_one.extend([token])
+            assert at_once._before == one_by_one._before
+            assert at_once._newest.tolist() == one_by_one._newest.tolist()
 
 
 @pytest.mark.parametrize("num_kinds", [2, 4, 10, 100])
@@ -226,7 +269,7 @@ def test_a_text_that_was_served_is_found_by_who_has_its_salt_and_by_no_other() -
 
     def found(salt: str) -> tuple[int, ...]:
         log = TokenLog([1, *range(10, 16)])
-        return LookUp(replace(SPEC, cache_salt=salt), 16, kept).draft(log, 100).tokens
+        return LookUp(replace(SPEC, cache_salt=salt), 16, kept).draft(log, 100, Reading()).tokens
 
     assert found("a") == tuple(range(16, 22))
     assert found("b") == tuple(range(50, 56))

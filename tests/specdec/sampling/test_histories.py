@@ -50,7 +50,6 @@ def test_counts_of_logs_that_grow_shrink_and_take_turns(repetition_penalty: floa
     rng = random.Random(int(max_kept_tokens + repetition_penalty * 10))
     histories = Histories(max_kept_tokens)
     params = SamplingParams(repetition_penalty=repetition_penalty, frequency_penalty=0.1)
-    # Two share a seed and the length of their prompts: they are found in each other's place.
     specs = [make_spec(params, seed, output_start=4) for seed in (1, 1, 2)]
     logs = [[rng.randrange(VOCAB) for _ in range(4)] for _ in specs]
     for _ in range(300):
@@ -58,9 +57,23 @@ def test_counts_of_logs_that_grow_shrink_and_take_turns(repetition_penalty: floa
         logs[i] = changed(rng, logs[i], 4)[:40]
         draft = tuple(rng.randrange(-2, VOCAB + 2) for _ in range(rng.randrange(12)))
         check(histories, RowGroup(specs[i], logs[i], draft))
-        kept = sum(history.size for history in histories._kept.values())
+        kept = sum(history.size for _, history in histories._kept.values())
         assert kept == histories._num_tokens
         assert kept <= max_kept_tokens or len(histories._kept) == 1
+
+
+def test_sequences_with_the_same_seed_and_as_long_a_prompt_have_histories_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pushed: list[int] = []
+    push = History._push
+    monkeypatch.setattr(History, "_push", lambda self, token: (pushed.append(token), push(self, token)))
+    histories, logs = Histories(), [[i, *range(5)] for i in range(3)]
+    specs = [make_spec(PENALTIES, seed=1, output_start=3) for _ in logs]
+    for _ in range(4):
+        for spec, log in zip(specs, logs, strict=True):
+            check(histories, RowGroup(spec, log))
+    assert len(pushed) == 3 * 3, "each output is counted once, not in every step"
 
 
 def test_what_was_counted_is_not_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:

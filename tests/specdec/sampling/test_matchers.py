@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import sys
@@ -369,6 +370,25 @@ def test_what_takes_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 def test_without_an_ending_token_nothing_could_end() -> None:
     with pytest.raises(InvalidParameterError, match="no end-of-sequence token"):
         Grammars(TOKENIZER, V).check(DIGITS)
+
+
+def test_the_grammars_of_live_sequences_are_kept_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec.sampling.grammars._MOST_KEPT", 2)
+    grammars, compiled = Grammars(TOKENIZER, V, EOS), []
+    work = grammars._compile
+    monkeypatch.setattr(grammars, "_compile", lambda *key: compiled.append(key) or work(*key))
+    matchers = Matchers(grammars)
+    specs = [spec_of(Grammar("regex", f"a{i}"), i) for i in range(5)]
+    for _ in range(3):
+        for spec in specs:
+            matchers.is_ready(spec)
+        assert not matchers.masked([RowGroup(spec, PROMPT) for spec in specs])[1]
+    assert len(compiled) == 5
+    grammars.check(Grammar("regex", "a0"))
+    assert len(compiled) == 5, "it is held, though three were used since"
+    del spec, specs
+    gc.collect()
+    assert len(matchers._compiled) == 0
 
 
 def test_each_grammar_is_compiled_once_and_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
