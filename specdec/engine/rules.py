@@ -15,6 +15,7 @@ from specdec.sampling.coupled import verify_coupled, walk_coupled
 from specdec.sampling.pipeline import Sampler
 from specdec.sampling.rejection import propose_several, propose_truncated, verify_rejection, verify_rejection_trees
 from specdec.sampling.rows import RowGroup, Rows, VerifiedRun
+from specdec.sampling.slices import row_slices
 from specdec.sampling.trees import path_to
 from specdec.tokens import followed
 from specdec.types import Tokens
@@ -27,7 +28,7 @@ def verify(
     candidates: Sequence[tuple[Candidates, ...]],
     trees: Mapping[int, TreeRows] | None = None,
 ) -> list[VerifiedRun]:
-    """Decide every group's run by the rule its request names.
+    """Decide every group's run by the rule its request names, slice by slice where there are many rows.
 
     Args:
         sampler: Applies each request's parameters.
@@ -36,8 +37,23 @@ def verify(
         candidates: Per group, what each draft token was drawn from; empty under the coupled rule.
         trees: Of the groups whose draft is a tree, by their numbers.
     """
+    runs: list[VerifiedRun] = []
+    for part, rows in row_slices(Rows(groups).counts, sampler.vocab_size):
+        of_part = {i - part.start: tree for i, tree in (trees or {}).items() if part.start <= i < part.stop}
+        runs += _verify(sampler, logits[rows], groups[part], candidates[part], of_part)
+    return runs
+
+
+def _verify(
+    sampler: Sampler,
+    logits: Tensor,
+    groups: Sequence[RowGroup],
+    candidates: Sequence[tuple[Candidates, ...]],
+    trees: Mapping[int, TreeRows],
+) -> list[VerifiedRun]:
+    """Arguments as for :func:`verify`."""
     runs: list[VerifiedRun | None] = [None] * len(groups)
-    for i, run in _verify_trees(sampler, logits, groups, candidates, trees or {}):
+    for i, run in _verify_trees(sampler, logits, groups, candidates, trees):
         runs[i] = run
     coupled, rejection = ([i for i in indexes if runs[i] is None] for indexes in _by_rule(groups))
     if coupled:
@@ -146,6 +162,14 @@ def propose(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup], num_gu
         num_guesses: How many other tokens are wanted beside each, at most: ranked with the noise under the coupled
             rule, by probability under rejection.
     """
+    proposals: list[Drawn] = []
+    for part, rows in row_slices([1] * len(groups), sampler.vocab_size):
+        proposals += _propose(sampler, logits[rows], groups[part], num_guesses)
+    return proposals
+
+
+def _propose(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup], num_guesses: int) -> list[Drawn]:
+    """Arguments as for :func:`propose`."""
     proposals = [Drawn(0)] * len(groups)
     coupled, rejection = _by_rule(groups)
     if coupled:

@@ -14,16 +14,19 @@ _BYTES_PER_DOUBLE = 8
 _LEAST_DOUBLE = 2.0**-1074
 
 
-def token_logprobs(logits: Tensor, tokens: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+def token_logprobs(
+    logits: Tensor, tokens: Sequence[int], num_top: Sequence[int], rows: Sequence[int] | None = None
+) -> list[TokenLogprobs]:
     """Log probability and rank of one token per row, and the row's most likely tokens.
 
     A token that is not certain has a log probability below 0.0, however likely it is. Rows are taken in slices of at
     most 64 MiB of float64 (or one row).
 
     Args:
-        logits: float32 [M, V], as the model gave them.
+        logits: float32 [at least M, V], as the model gave them.
         tokens: The tokens that stand at the rows' positions, M of them.
         num_top: How many of the most likely tokens to list for each row, M of them; ties by lower id are not promised.
+        rows: Numbers of the rows, M of them; by default the first M.
 
     Returns:
         One entry per row.
@@ -31,8 +34,9 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], num_top: Sequence[int]
     size = max(1, _MAX_SLICE_BYTES // (_BYTES_PER_DOUBLE * logits.shape[1]))
     entries: list[TokenLogprobs] = []
     for start in range(0, len(tokens), size):
-        part = slice(start, start + size)
-        entries += _slice_logprobs(logits[part], tokens[part], num_top[part])
+        part = slice(start, min(start + size, len(tokens)))
+        chosen = part if rows is None else torch.tensor(rows[part], dtype=torch.int64, device=logits.device)
+        entries += _slice_logprobs(logits[chosen], tokens[part], num_top[part])
     return entries
 
 

@@ -34,6 +34,8 @@ NOISE_CACHE_BYTES = 64 << 20
 class LogitsProcessor(Protocol):
     """A hook that may change the logits of a step, such as a mask: it is called once for all rows of the batch.
 
+    A batch of more than 128 MiB of logits comes in several parts.
+
     What it makes of a row must depend on that row alone, on ``spec`` and on the tokens before it: the same row is
     computed again by later rounds in another batch, by the other model and after a crash. It sees rows after draft
     tokens that may yet be refused.
@@ -234,8 +236,7 @@ class Sampler:
         numbers = [rows.starts[i] + j for i in asking for j in range(len(runs[i]))]
         tokens = [token for i in asking for token in runs[i]]
         num_top = [groups[i].spec.sampling.logprobs or 0 for i in asking for _ in runs[i]]
-        wanted = logits[torch.tensor(numbers, dtype=torch.int64, device=logits.device), : self.vocab_size]
-        entries = iter(token_logprobs(wanted, tokens, num_top))
+        entries = iter(token_logprobs(logits[:, : self.vocab_size], tokens, num_top, numbers))
         reports: list[tuple[TokenLogprobs, ...] | None] = [None] * len(groups)
         for i in asking:
             reports[i] = tuple(next(entries) for _ in runs[i])

@@ -1,0 +1,70 @@
+"""Many rows are sampled slice by slice: the same tokens and log probabilities, in bounded memory."""
+
+import pytest
+import torch
+
+from specdec.engine.rules import propose, tree_rows, verify
+from specdec.protocol.messages import Candidates
+from specdec.sampling import logprobs, slices
+from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.sampling.pipeline import RowGroup, Sampler
+from specdec.sampling.rows import Rows
+from specdec.sampling.slices import row_slices
+
+VOCAB = 97
+PARAMS = (
+    SamplingParams(temperature=0.8, top_p=0.9, logprobs=2),
+    SamplingParams(temperature=0.0, frequency_penalty=0.5, logprobs=0),
+    SamplingParams(temperature=1.2, acceptance="rejection", logprobs=1),
+    SamplingParams(temperature=1.0),
+)
+ROWS_BYTES = 4 * VOCAB
+
+
+def groups_of(num: int) -> list[RowGroup]:
+    made = []
+    for i in range(num):
+        spec = SequenceSpec(PARAMS[i % len(PARAMS)], seed=i, output_start=1, max_tokens=9)
+        made.append(RowGroup(spec, [3, 5, i % 7], tuple((7 * i + j) % VOCAB for j in range(i % 5))))
+    return made
+
+
+def test_slices_hold_whole_groups_and_no_more_rows_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slices, "MAX_SLICE_BYTES", 4 * ROWS_BYTES)
+    counts = [1, 2, 1, 1, 9, 3, 1]
+    found = list(row_slices(counts, VOCAB))
+    assert [(part.start, part.stop, rows.start, rows.stop) for part, rows in found] == [
+        (0, 3, 0, 4),
+        (3, 4, 4, 5),
+        (4, 5, 5, 14),
+        (5, 7, 14, 18),
+    ]
+
+
+@pytest.mark.parametrize("with_tree", [False, True])
+def test_what_is_decided_in_slices_is_what_is_decided_at_once(with_tree: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, generator = groups_of(24), torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(Rows(groups).num_rows, VOCAB, generator=generator)
+    drawn = [tuple(Candidates((token, 0), (0.7, 0.3)) for token in group.draft) for group in groups]
+    trees = {i: tree_rows(groups[i], (-1, -1, 0, 1)[: len(groups[i].draft)]) for i in (9, 12)} if with_tree else {}
+
+    def decided() -> tuple[object, ...]:
+        sampler = Sampler(VOCAB)
+        runs = verify(sampler, logits, groups, drawn, trees)
+        reports = sampler.logprobs(
+            logits, groups, [result.run[: 1 + len(g.draft)] for g, result in zip(groups, runs, strict=True)]
+        )
+        proposed = propose(sampler, logits[: len(groups)], [RowGroup(g.spec, g.tokens) for g in groups], 2)
+        return runs, reports, [one._replace(likelihoods=()) for one in proposed]
+
+    whole = decided()
+    sampled: list[int] = []
+    choose = Sampler.choose
+    monkeypatch.setattr(slices, "MAX_SLICE_BYTES", 6 * ROWS_BYTES)
+    monkeypatch.setattr(logprobs, "_MAX_SLICE_BYTES", 2 * ROWS_BYTES)
+    monkeypatch.setattr(
+        Sampler, "choose", lambda self, rows, part: sampled.append(len(rows)) or choose(self, rows, part)
+    )
+    assert decided() == whole
+    assert len(sampled) > 5
+    assert max(sampled) <= 6
