@@ -10,7 +10,7 @@ import pytest
 
 from deployments.transport.endpoints import PeerGroup, RouterEndpoint
 from deployments.transport.host import LoopHost, WorkerHost
-from deployments.transport.wire import Hello
+from deployments.transport.wire import WIRE_VERSION, Hello
 from specdec.types import Fingerprints
 from tests.deployments.transport.nodes import Inbox
 
@@ -64,6 +64,7 @@ async def test_targets_and_ingress_agree_on_decisions_drafters_on_the_vocabulary
     router: RouterEndpoint, deployment: str, fingerprints: Fingerprints, is_taken: bool
 ) -> None:
     assert (router._refusal(Hello("w", "r", deployment, fingerprints)) == "") == is_taken
+    assert "wire version" in router._refusal(Hello("w", "r", deployment, fingerprints, WIRE_VERSION + 1))
 
 
 async def test_who_drains_or_has_failed_takes_nobody(router: RouterEndpoint) -> None:

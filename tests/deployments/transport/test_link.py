@@ -6,11 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from msgspec.structs import replace
 
 from deployments.transport.host import LoopHost
 from deployments.transport.link import Answerer, Dialer, carry, spawn
 from deployments.transport.mailbox import Mailbox
 from deployments.transport.wire import (
+    WIRE_VERSION,
+    Frame,
     Greeting,
     Hello,
     LinkError,
@@ -119,6 +122,17 @@ async def test_a_callee_of_another_model_is_not_worked_with(ends: Ends) -> None:
     assert isinstance(error, OtherModelError)
     assert "decision fingerprint is d, here it is another" in str(error)
     assert other.ups == 0
+
+
+async def test_a_callee_of_another_wire_version_is_not_worked_with(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    def encoded(frame: Frame) -> bytes:
+        return encode(replace(frame, wire=WIRE_VERSION + 1) if isinstance(frame, Greeting) else frame)
+
+    monkeypatch.setattr("deployments.transport.link.encode", encoded)
+    error = await ended(ends.dial())
+    assert isinstance(error, OtherModelError)
+    assert f"its wire version is {WIRE_VERSION + 1}, here it is {WIRE_VERSION}" in str(error)
+    assert ends.ups == 0
 
 
 async def test_another_replica_in_place_of_the_callee_is_not_worked_with(ends: Ends) -> None:
