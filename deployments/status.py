@@ -89,6 +89,10 @@ class Health:
             missing["target"] = stages[TARGET]
         return JSONResponse({"status": "unavailable", "missing": missing, "starting": stages} | of_update, 503)
 
+    async def check_health(self) -> None:
+        """Serve's health check, once a second: how long an update takes is counted even if nobody asks."""
+        await self._update.get()
+
     async def _stages(self) -> dict[str, str]:
         """What replicas that start do, by deployment; nothing where Ray's head does not answer."""
         try:

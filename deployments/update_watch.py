@@ -14,7 +14,7 @@ from cluster.launch import LOADERS, describe, last_line
 
 logger = logging.getLogger("ray.serve")
 
-FRESH_S = 2.0
+FRESH_S = 5.0
 """Serve is asked again when its answer is older than this."""
 PATIENCE_S = 2.0
 """How long it may take to answer."""
@@ -23,7 +23,7 @@ Update = dict[str, Any]
 
 
 class UpdateWatch:
-    """What Serve says of an application's update, asked not too often.
+    """What Serve says of an application's update, asked not too often; ask it now and then, as it counts the seconds.
 
     Args:
         application: Name of the application.
@@ -36,6 +36,7 @@ class UpdateWatch:
         self._timeout_s = timeout_s
         self._status = status
         self._asked_s = float("-inf")
+        self._since_s = 0.0
         self._told: Update | None = None
 
     async def get(self) -> Update | None:
@@ -44,25 +45,27 @@ class UpdateWatch:
             self._asked_s = time.monotonic()
             try:
                 found = await asyncio.wait_for(asyncio.to_thread(self._status), PATIENCE_S)
-                self._told = told(found.applications.get(self._application), self._timeout_s, time.time())
+                application = found.applications.get(self._application)
+                if self._told is None:  # Serve's own time is that of the first deployment
+                    self._since_s = time.monotonic()
+                self._told = told(application, self._timeout_s, time.monotonic() - self._since_s)
             except Exception as error:
                 logger.info("Serve's status cannot be had: %r", error)
                 self._told = None
         return self._told
 
 
-def told(application: Any, timeout_s: float, now_s: float) -> Update | None:
+def told(application: Any, timeout_s: float, age_s: float) -> Update | None:
     """An update in words: whether it is ``under_way``, ``late`` or ``failed``, and what its deployments wait for.
 
     Args:
         application: Serve's status of it; None where there is no such application.
         timeout_s: An update that takes longer is late.
-        now_s: Time since the epoch.
+        age_s: How long it has not been as it is to be.
     """
     status = "RUNNING" if application is None else str(application.status.value)
     if status not in ("DEPLOYING", "DEPLOY_FAILED"):
         return None
-    age_s = max(0.0, now_s - application.last_deployed_time_s)
     state = "failed" if status == "DEPLOY_FAILED" else "late" if age_s > timeout_s else "under_way"
     waiting = _waiting(application.deployments)
     if not waiting and application.message:

@@ -17,9 +17,7 @@ def deployment(status: str, states: dict[str, int], message: str = "") -> Any:
 
 
 def application(status: str, message: str = "", **deployments: Any) -> Any:
-    return SimpleNamespace(
-        status=SimpleNamespace(value=status), last_deployed_time_s=100.0, message=message, deployments=deployments
-    )
+    return SimpleNamespace(status=SimpleNamespace(value=status), message=message, deployments=deployments)
 
 
 HEALTHY = deployment("HEALTHY", {"RUNNING": 1})
@@ -33,14 +31,14 @@ WAITS = deployment(
 
 @pytest.mark.parametrize("found", [None, application("RUNNING", TargetServer=HEALTHY), application("UNHEALTHY")])
 def test_nothing_is_said_without_an_update(found: Any) -> None:
-    assert told(found, 60, 200) is None
+    assert told(found, 60, 100) is None
 
 
-@pytest.mark.parametrize(("now_s", "status"), [(159, "under_way"), (161, "late")])
-def test_an_update_without_a_place_is_late_after_a_while(now_s: float, status: str) -> None:
-    found = told(application("DEPLOYING", TargetServer=WAITS, SpeculationRouter=HEALTHY), 60, now_s)
+@pytest.mark.parametrize(("age_s", "status"), [(59, "under_way"), (61, "late")])
+def test_an_update_without_a_place_is_late_after_a_while(age_s: float, status: str) -> None:
+    found = told(application("DEPLOYING", TargetServer=WAITS, SpeculationRouter=HEALTHY), 60, age_s)
     assert found is not None
-    assert (found["status"], found["seconds"]) == (status, now_s - 100)
+    assert (found["status"], found["seconds"]) == (status, age_s)
     assert found["waiting_for"].keys() == {"TargetServer"}
     assert "waits for room; it asks for {'GPU': 1.0}" in found["waiting_for"]["TargetServer"]
 
@@ -73,3 +71,22 @@ async def test_serve_is_not_asked_each_time_and_may_not_answer() -> None:
     assert (await watch.get(), len(asked)) == (first, 1)
     watch._asked_s = float("-inf")
     assert (await watch.get(), len(asked)) == (None, 2)
+
+
+async def test_seconds_count_from_when_the_update_was_first_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, running, updating = 1000.0, application("RUNNING"), application("DEPLOYING", TargetServer=WAITS)
+    found = running
+    monkeypatch.setattr("deployments.update_watch.time.monotonic", lambda: now_s)
+    watch = UpdateWatch("a", 60.0, lambda: SimpleNamespace(applications={"a": found}))
+    seen = []
+    for application_now, pause_s in ((running, 500), (updating, 40), (updating, 30), (running, 100), (updating, 5)):
+        found = application_now
+        update = await watch.get()
+        seen.append(None if update is None else (update["status"], update["seconds"]))
+        now_s += pause_s
+    assert seen == [None, ("under_way", 0), ("under_way", 40), None, ("under_way", 0)]
+    found = updating
+    now_s += 60
+    update = await watch.get()
+    assert update is not None
+    assert update["status"] == "late"
