@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+import numpy as np
 from msgspec import Struct
 
 Tokens = tuple[int, ...]
@@ -39,6 +40,60 @@ class TokenLogprobs(Struct, frozen=True, array_like=True):
 
 PromptLogprobs = tuple[TokenLogprobs | None, ...]
 """One entry per prompt token; None for the first, which nothing foretold."""
+
+
+class PackedLogprobs(Struct, frozen=True, array_like=True):
+    """Log probabilities of a prompt as little-endian arrays: N entries are passed on without being looked at.
+
+    Attributes:
+        num_top: Most likely tokens of an entry, at most.
+        logprobs: float64 [N].
+        ranks: int32 [N]; 0 for an entry that is None.
+        top_ids: int32 [N, num_top]; -1 where there are fewer.
+        top_logprobs: float64 [N, num_top].
+    """
+
+    num_top: int
+    logprobs: bytes
+    ranks: bytes
+    top_ids: bytes
+    top_logprobs: bytes
+
+    def __len__(self) -> int:
+        return len(self.ranks) // 4
+
+    @classmethod
+    def pack(cls, entries: PromptLogprobs) -> PackedLogprobs:
+        """Of one entry per token."""
+        num_top = max((len(entry.top) for entry in entries if entry is not None), default=0)
+        empty = TokenLogprobs(0.0, 0)
+        told = [empty if entry is None else entry for entry in entries]
+        ids = np.full((len(told), num_top), -1, dtype="<i4")
+        values = np.zeros((len(told), num_top), dtype="<f8")
+        for number, entry in enumerate(told):
+            if entry.top:
+                ids[number, : len(entry.top)], values[number, : len(entry.top)] = zip(*entry.top, strict=True)
+        return cls(
+            num_top,
+            np.array([entry.logprob for entry in told], dtype="<f8").tobytes(),
+            np.array([entry.rank for entry in told], dtype="<i4").tobytes(),
+            ids.tobytes(),
+            values.tobytes(),
+        )
+
+    def unpack(self) -> PromptLogprobs:
+        """One entry per token: some microseconds each."""
+        ids = np.frombuffer(self.top_ids, dtype="<i4").reshape(len(self), self.num_top)
+        values = np.frombuffer(self.top_logprobs, dtype="<f8").reshape(len(self), self.num_top)
+        counts = (ids >= 0).sum(1).tolist()
+        logprobs = np.frombuffer(self.logprobs, dtype="<f8").tolist()
+        ranks = np.frombuffer(self.ranks, dtype="<i4").tolist()
+        tops = (
+            tuple(zip(of[:count], by[:count], strict=True))
+            for of, by, count in zip(ids.tolist(), values.tolist(), counts, strict=True)
+        )
+        rows = zip(logprobs, ranks, tops, strict=True)
+        return tuple(TokenLogprobs(logprob, rank, top) if rank else None for logprob, rank, top in rows)
 
 
 class Adapter(Struct, frozen=True, array_like=True):

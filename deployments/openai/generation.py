@@ -272,5 +272,6 @@ class Generation:
         if sample == 0:
             if notes.prompt_logprobs is None:
                 raise RuntimeError("the service left out the log probabilities of a prompt")
-            self._prompts_read[prompt].set_result(notes.prompt_logprobs)
+            told = notes.prompt_logprobs
+            self._prompts_read[prompt].set_result(await self._api.write(len(told), told.unpack))
         return await self._prompts_read[prompt]

@@ -72,6 +72,11 @@ class Host(ABC, Generic[M]):
     def tell(self, action: Action[M]) -> None:
         """Have ``action(machine, now_s)`` done in the machine's turn, in order with the messages."""
 
+    def unsendable(self, message: Any, reason: str) -> None:
+        """A message of the machine's is too long for any link: it is told so, and nothing else ends of it."""
+        logger.warning("Not sent: %s", reason)
+        self.tell(lambda machine, now_s: machine.unsendable(message, reason, now_s))
+
     def attach(self, peer: str) -> Mailbox:
         """A new mailbox for what the machine sends to ``peer``; an older one is closed."""
         self._close(peer)

@@ -25,11 +25,14 @@ from deployments.transport.wire import (
     OtherModelError,
     decode,
     encode,
+    frames,
     mismatch,
 )
 from specdec.types import Fingerprints
 
 logger = logging.getLogger("ray.serve")
+
+_LONG_FRAME_BYTES = 64 << 10
 
 PeerEvent = Callable[[str], None]
 """Called on the event loop with the peer's replica id."""
@@ -81,15 +84,19 @@ async def carry(channel: Channel, peer: str, host: Host[Any], mailbox: Mailbox, 
 
     async def read() -> None:
         while True:
-            batch = decode(await _receive(channel, peer, times.silence_s), Messages).batch
+            frame = await _receive(channel, peer, times.silence_s)
+            batch = decode(frame, Messages).batch
             if batch:
                 host.post(batch)
+                if len(frame) > _LONG_FRAME_BYTES:
+                    await asyncio.sleep(0)  # others have their turn before the next frame is decoded
             elif host.on_heartbeat is not None:
                 host.on_heartbeat(peer)
 
     async def write() -> None:
         async for batch in mailbox.batches(times.heartbeat_s):
-            await channel.send(encode(Messages(batch)))
+            for frame in frames(batch, host.unsendable):
+                await channel.send(frame)
         raise LinkError("this side ended the link")
 
     try:

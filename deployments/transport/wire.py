@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -21,6 +22,8 @@ WIRE_VERSION = 1
 """Version of frames and messages. Raise it with every change that a process of the version before would misread."""
 MAX_FRAME_BYTES = 256 << 20
 """Longest frame that is sent or taken; Serve's limit for its own messages is the same (``cluster.settings``)."""
+USUAL_FRAME_BYTES = 4 << 20
+"""A batch that is longer is sent in several frames, so that no event loop decodes much at once."""
 
 
 class Hello(Struct, frozen=True, array_like=True, tag=True):
@@ -113,22 +116,46 @@ def encode(frame: Frame) -> bytes:
     """A frame as bytes.
 
     Raises:
-        FrameTooLongError: It is longer than a frame may be.
-        LinkError: It holds what is not a message.
+        LinkError: It is longer than a frame may be, or holds what is not a message.
     """
+    data = _encoded(frame)
+    if len(data) > MAX_FRAME_BYTES:
+        raise LinkError(f"a frame of {len(data)} bytes is too long; at most {MAX_FRAME_BYTES} are sent")
+    return data
+
+
+def _encoded(frame: Frame) -> bytes:
     try:
         if isinstance(frame, Messages):
             prompts = _Prompts()
             batch = msgspec.msgpack.Encoder(enc_hook=prompts.place).encode(frame.batch)
             packed = tuple(shared.tokens.tobytes() for shared in prompts.known)
-            data = _ENCODER.encode(_Packed(packed, msgspec.Raw(batch)))
-        else:
-            data = _ENCODER.encode(frame)
+            return _ENCODER.encode(_Packed(packed, msgspec.Raw(batch)))
+        return _ENCODER.encode(frame)
     except (TypeError, ValueError, OverflowError) as error:
         raise LinkError(f"a message cannot be encoded: {error}") from error
-    if len(data) > MAX_FRAME_BYTES:
-        raise FrameTooLongError(f"a frame of {len(data)} bytes is too long; at most {MAX_FRAME_BYTES} are sent")
-    return data
+
+
+def frames(batch: Batch, on_unsendable: Callable[[Any, str], None]) -> Iterator[bytes]:
+    """A batch as one frame, or several where it is long.
+
+    Args:
+        batch: Messages.
+        on_unsendable: Told of a message that is too long for a frame of its own, with what is wrong; it is left out.
+
+    Raises:
+        LinkError: It holds what is not a message.
+    """
+    data = _encoded(Messages(batch))
+    if len(batch) > 1 and len(data) > USUAL_FRAME_BYTES:
+        half = len(batch) // 2
+        yield from frames(batch[:half], on_unsendable)
+        yield from frames(batch[half:], on_unsendable)
+    elif len(data) > MAX_FRAME_BYTES:
+        what = f"a message ({type(batch[0]).__name__}) of {len(data)} bytes"
+        on_unsendable(batch[0], f"{what} is too long to be sent; the most is {MAX_FRAME_BYTES}")
+    else:
+        yield data
 
 
 def decode(data: bytes, expected: type[F]) -> F:
@@ -216,10 +243,6 @@ class LinkTimes:
 
 class LinkError(SpecdecError):
     """A link ended, or could not be opened; the sender of a lost message is not told."""
-
-
-class FrameTooLongError(LinkError):
-    """A frame would be longer than the carriers take."""
 
 
 class LinkRefusedError(LinkError):

@@ -104,7 +104,7 @@ class RunningSequence:
         if delta.finish is not None:
             self.ended_s, self.error = time.perf_counter(), delivery.reason
         logprobs = None if self.spec.sampling.logprobs is None else notes.logprobs or ()
-        return TokenEvent(self.index, tokens, delta.text, delta.finish, logprobs, notes.prompt_logprobs, self.error)
+        return TokenEvent(self.index, tokens, delta.text, delta.finish, logprobs, _unpacked(notes), self.error)
 
     @property
     def stats(self) -> SpecStats:
@@ -116,7 +116,7 @@ class RunningSequence:
         assert self.finish_reason is not None
         sampling = self.spec.sampling
         entries = [entry for notes in self.notes for entry in notes.logprobs or ()]
-        told = [notes.prompt_logprobs for notes in self.notes if notes.prompt_logprobs is not None]
+        told = [notes.prompt_logprobs.unpack() for notes in self.notes if notes.prompt_logprobs is not None]
         return GenerationResult(
             "".join(self.text),
             tuple(self.token_ids),
@@ -127,3 +127,7 @@ class RunningSequence:
             told[0] if told else None,
             self.error,
         )
+
+
+def _unpacked(notes: Notes) -> PromptLogprobs | None:
+    return None if notes.prompt_logprobs is None else notes.prompt_logprobs.unpack()

@@ -22,6 +22,10 @@ class Machine(Protocol):
         """Messages since the last call, by peer id."""
         ...
 
+    def unsendable(self, message: Any, reason: str, now_s: float) -> None:
+        """A message that it has put out is too long to be sent; what it was for ends with an error."""
+        ...
+
     def drain(self, now_s: float) -> None:
         """Take nothing new from now on."""
         ...
@@ -68,6 +72,10 @@ class TracedMachine:
         for peer, messages in outbox.items():
             self._recorder.sent(peer, messages)
         return outbox
+
+    def unsendable(self, message: Any, reason: str, now_s: float) -> None:
+        """A message is too long to be sent."""
+        self._inner.unsendable(message, reason, now_s)
 
     def drain(self, now_s: float) -> None:
         """Take nothing new from now on."""

@@ -61,6 +61,10 @@ class DraftWorkerMachine:
                 self.drafter.receive(message, now_s)
                 self.solo.receive(message, now_s)
 
+    def unsendable(self, message: Message, reason: str, now_s: float) -> None:
+        """A message is too long to be sent."""
+        self.solo.unsendable(message, reason, now_s)
+
     def step(self, now_s: float) -> bool:
         """One step of each part. True if either did anything."""
         drafted = self.drafter.step(now_s)

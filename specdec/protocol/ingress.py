@@ -192,6 +192,13 @@ class IngressMachine:
                 if request is not None:
                     self._on_gone(request, why, now_s)
 
+    def unsendable(self, message: Message, reason: str, now_s: float) -> None:
+        """A message is too long to be sent: its request ends with an error."""
+        if isinstance(message, Submit):
+            request = self._current(message.seq, message.attempt)
+            if request is not None:
+                self._finish(request, "error", reason)
+
     def step(self, now_s: float) -> bool:
         """Timers: renewals and silence. Always False."""
         for request in list(self._requests.values()):

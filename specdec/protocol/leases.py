@@ -29,6 +29,10 @@ class Times:
     silence_s: float = 30.0
     credit_tokens: int = 256
 
+    def repeat_after_s(self, num_prompt_logprobs: int) -> float:
+        """After how long what tells of so many prompt tokens is sent again: it is long, and takes long to arrive."""
+        return self.repeat_s * (1 + num_prompt_logprobs / 1000)
+
     @property
     def tombstone_s(self) -> float:
         """How long a tombstone stands."""

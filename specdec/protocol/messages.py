@@ -14,7 +14,7 @@ from msgspec.structs import force_setattr
 from specdec.protocol.marks import Mark
 from specdec.sampling.params import SequenceSpec
 from specdec.tokens import SharedTokens
-from specdec.types import Finish, PromptLogprobs, TokenLogprobs, Tokens, Way
+from specdec.types import Finish, PackedLogprobs, TokenLogprobs, Tokens, Way
 
 
 class Inc(NamedTuple):
@@ -70,7 +70,7 @@ class Notes(Struct, frozen=True, array_like=True):
     how: str = ""
     num_drafted: Tokens = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprobs: PackedLogprobs | None = None
     num_cached_tokens: int = 0
     times: tuple[RoundTimes | None, ...] = ()
 

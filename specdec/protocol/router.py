@@ -20,6 +20,7 @@ from specdec.protocol.messages import (
     Message,
     NewTokens,
     Offer,
+    Open,
     Plan,
     PlanUpdate,
     Resync,
@@ -165,6 +166,12 @@ class RouterMachine:
             case Alive():
                 self._on_alive(message, now_s)
 
+    def unsendable(self, message: Message, reason: str, now_s: float) -> None:
+        """A message is too long to be sent: its sequence ends with an error."""
+        session = self._sessions.get(message.seq) if isinstance(message, Open) else None
+        if session is not None and session.finish is None:
+            self._finish(session, "error", reason)
+
     def step(self, now_s: float) -> bool:
         """Timers: leases, renewals, repeats, silence, reviews. To be called in each turn of its driver; False."""
         for session in self._sessions.expire(now_s):
@@ -280,6 +287,10 @@ class RouterMachine:
             if session.client_length < message.have <= len(session.log):
                 session.client_length = message.have
                 session.notes = session.notes.last(len(session.log) - message.have)
+            told = session.notes.prompt_logprobs
+            if told is not None and now_s < session.prompt_told_s + self._times.repeat_after_s(len(told)):
+                return  # it is long, and on its way
+            session.prompt_told_s = now_s
             self._tell(session, session.client_length)
 
     def _on_verdict(self, message: Verdict, now_s: float) -> None:
@@ -297,6 +308,8 @@ class RouterMachine:
             session.is_tried = True
         new = message.notes.last(len(session.log) - before)
         session.notes = session.notes + new
+        if new.prompt_logprobs is not None:
+            session.prompt_told_s = now_s
         if session.span is not None:
             session.span.add(num_tokens=len(new.how))
         self._planning.decided(session.seq, new, now_s)

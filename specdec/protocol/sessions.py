@@ -48,6 +48,7 @@ class Session(Row):
     Attributes:
         client_length: Length that the ingress has acknowledged.
         told_length: Length up to which it was sent.
+        prompt_told_s: When the ingress was last sent what it has not acknowledged of the prompt's log probabilities.
         reason: What went wrong, where it has finished with an error.
         suspects: The group that it is on probation with; None while it is not suspected.
         is_tried: Whether the worker has said that its group is about to take its step.
@@ -59,7 +60,18 @@ class Session(Row):
 
     __slots__ = (
         *("client_length", "drafter", "failed_length", "finish", "ingress", "is_tried", "log", "notes"),
-        *("num_deaths", "num_failures", "plan", "reason", "span", "spec", "suspects", "target", "told_length"),
+        *(
+            "num_deaths",
+            "num_failures",
+            "plan",
+            "reason",
+            "span",
+            "spec",
+            "prompt_told_s",
+            "suspects",
+            "target",
+            "told_length",
+        ),
     )
 
     def __init__(self, message: Submit, plan: Plan, lease_s: float) -> None:
@@ -70,6 +82,7 @@ class Session(Row):
         self.log = TokenLog(message.prompt, message.output)
         self.client_length = self.told_length = self.failed_length = len(self.log)
         self.notes = Notes()
+        self.prompt_told_s = 0.0
         self.finish: Finish | None = None
         self.reason = ""
         self.suspects: SuspectGroup | None = None

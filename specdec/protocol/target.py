@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from operator import attrgetter
 
+from msgspec.structs import replace
+
 from specdec.errors import DeviceLostError, reason_of
 from specdec.protocol.backends import Status, TargetBackend, Verification, VerifyJob
 from specdec.protocol.drafts import (
@@ -28,6 +30,7 @@ from specdec.protocol.suspects import FORGIVEN_TOKENS, MOST_ALONE_FAILURES, Step
 from specdec.protocol.target_counters import LOOK_UPS, TargetCounters
 from specdec.protocol.target_row import KeptOffer, TargetRow
 from specdec.protocol.worker import Gauges, LastInterval, WorkerMachine
+from specdec.types import PackedLogprobs
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +112,9 @@ class TargetMachine(WorkerMachine[TargetRow]):
     # A step.
 
     def _may_go_on(self, row: TargetRow) -> bool:
-        return row.finish is None and self._credit(row) > 0
+        # What tells of a prompt is long: it is sent once, and nothing follows it until it has arrived.
+        is_telling = row.notes.prompt_logprobs is not None
+        return row.finish is None and not is_telling and self._credit(row) > 0
 
     def _credit(self, row: TargetRow) -> int:
         return row.acked + self._times.credit_tokens - len(row.log)
@@ -200,7 +205,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
             how,
             tuple(num_drafted),
             logprobs,
-            result.prompt_logprobs,
+            None if result.prompt_logprobs is None else PackedLogprobs.pack(result.prompt_logprobs),
             result.num_cached_tokens,
             self._round_times(row, count),
         )
@@ -254,6 +259,13 @@ class TargetMachine(WorkerMachine[TargetRow]):
         self._groups.passed(row)
         row.finish, row.reason, row.told_s = "error", reason, float("-inf")
 
+    def unsendable(self, message: Message, reason: str, now_s: float) -> None:
+        """A verdict is too long to be sent: its sequence ends with an error, and tells no log probabilities."""
+        row = self._rows.current(message.seq, message.inc) if isinstance(message, Verdict) else None
+        if row is not None:
+            row.notes = replace(row.notes, logprobs=None, prompt_logprobs=None)
+            self._end_with_error(row, reason)
+
     # Messages.
 
     def _new_row(self, message: Open, now_s: float) -> TargetRow:
@@ -291,7 +303,8 @@ class TargetMachine(WorkerMachine[TargetRow]):
         """Rule: a verdict is repeated until acknowledged, by a paused row too, and with its finish until Close."""
         for row in self._rows:
             unacknowledged = row.finish is not None or len(row.log) > row.acked
-            if unacknowledged and now_s >= row.told_s + self._times.repeat_s:
+            told = row.notes.prompt_logprobs
+            if unacknowledged and now_s >= row.told_s + self._times.repeat_after_s(0 if told is None else len(told)):
                 self._tell(row, now_s)
 
     def _tell(self, row: TargetRow, now_s: float) -> None:

@@ -109,6 +109,9 @@ class WorkerMachine(Generic[R]):
             case _:
                 self._on_other(message, now_s)
 
+    def unsendable(self, message: Message, reason: str, now_s: float) -> None:
+        """A message is too long to be sent; most may be lost."""
+
     def report(self) -> dict[str, float]:
         """The worker's cumulative counters and present gauges, by name."""
         figures = {"num_sequences": float(len(self._rows)), "is_draining": float(self.is_draining)}

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from deployments.openai.service import ModelInfo, SequenceRequest, TokenDelta
 from specdec.protocol.messages import Notes
-from specdec.types import Finish, PromptLogprobs, TokenLogprobs
+from specdec.types import Finish, PackedLogprobs, PromptLogprobs, TokenLogprobs
 
 Step = TokenDelta | asyncio.Event | Exception
 """Send this, wait for this, or fail with this."""
@@ -78,7 +78,8 @@ def rounds(
         num_drafted = (0,) * (len(run) - 1) + (len(run) - 1,)
         of_run = None if logprobs is None else tuple(logprobs[start : start + len(run)])
         last = start + size >= len(tokens)
-        notes = Notes(how, num_drafted, of_run, None if start else prompt_logprobs)
+        told = None if start or prompt_logprobs is None else PackedLogprobs.pack(prompt_logprobs)
+        notes = Notes(how, num_drafted, of_run, told)
         deltas.append(TokenDelta(run, notes, finish if last else None))
     return deltas
 

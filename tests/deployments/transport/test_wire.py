@@ -13,7 +13,7 @@ from specdec.protocol import messages as m
 from specdec.protocol.marks import Mark
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.tokens import SharedTokens
-from specdec.types import Fingerprints, TokenLogprobs
+from specdec.types import Fingerprints, PackedLogprobs, TokenLogprobs
 
 INC, MARK = m.Inc(1, 2), Mark(7, (1 << 61) - 2)
 SPEC = SequenceSpec(
@@ -30,7 +30,7 @@ SPEC = SequenceSpec(
 PROMPT = SharedTokens((1, 2, 3))
 TIMES = None, m.RoundTimes((1.5, 2.5), ((0.5, 1.0), (1.0, 1.25)))
 LOGPROBS = TokenLogprobs(-0.5, 1, ((1, -0.5),)), TokenLogprobs(float("-inf"), 9)
-NOTES = m.Notes("ac", (0, 3), LOGPROBS, (None,), 2, TIMES)
+NOTES = m.Notes("ac", (0, 3), LOGPROBS, PackedLogprobs.pack((None, *LOGPROBS)), 2, TIMES)
 CANDIDATES = m.Candidates((1, 2), (0.25, 0.75))
 BRANCHES = ((m.Outcome(0, 5), (6, 7)),)
 ALL = (

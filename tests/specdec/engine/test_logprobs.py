@@ -47,8 +47,9 @@ def test_edge_05_logprobs_come_from_the_targets_own_row(temperature: float) -> N
         whole = make_model("llama")(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0].log_softmax(-1)
     for _, notes in seen:
         assert notes.prompt_logprobs is not None
-        assert notes.prompt_logprobs[0] is None
-        check(list(notes.prompt_logprobs[1:]), whole[: len(prompt) - 1], list(prompt[1:]))
+        first, *others = notes.prompt_logprobs.unpack()
+        assert first is None
+        check(others, whole[: len(prompt) - 1], list(prompt[1:]))
         check(list(notes.logprobs or ()), whole[len(prompt) - 1 : -1], tokens)
 
 
@@ -59,7 +60,7 @@ def alone(case: Case) -> Output:
 
 def assert_same_logprobs(got: Output, want: Output) -> None:
     assert got.tokens == want.tokens
-    entries, wanted = ((*(o.notes.prompt_logprobs or ())[1:], *(o.notes.logprobs or ())) for o in (got, want))
+    entries, wanted = ((*o.notes.prompt_logprobs.unpack()[1:], *(o.notes.logprobs or ())) for o in (got, want))
     assert len(entries) == len(wanted) > 60
     for a, b in zip(entries, wanted, strict=True):
         assert a is not None
