@@ -131,3 +131,28 @@ def test_a_message_whose_prompt_is_not_in_its_frame_is_refused(place: object) ->
             decode(msgspec.msgpack.encode(["Messages", prompts, [submit]]), Messages)
     with pytest.raises(LinkError, match="undecodable frame"):
         decode(msgspec.msgpack.encode(["Messages", [b"\0\0\0"], []]), Messages)
+
+
+def test_a_long_batch_travels_in_several_frames_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "USUAL_FRAME_BYTES", 600)
+    batch = tuple(m.Cancel(f"{i:040}", i) for i in range(50))
+    parts = list(wire.frames(batch, pytest.fail))
+    assert 4 < len(parts) < 10
+    assert all(len(part) <= 600 for part in parts)
+    assert tuple(message for part in parts for message in decode(part, Messages).batch) == batch
+    assert len(list(wire.frames((), pytest.fail))) == 1, "a heartbeat"
+
+
+def test_a_message_that_is_too_long_is_left_out_and_told_of_and_all_others_travel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wire, "USUAL_FRAME_BYTES", 100)
+    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 200)
+    batch = (m.Cancel("a", 1), m.Cancel("x" * 300, 1), m.Cancel("y" * 150, 1), m.Cancel("b", 1))
+    told: list[tuple[object, str]] = []
+    parts = list(wire.frames(batch, lambda message, reason: told.append((message, reason))))
+    assert [message for part in parts for message in decode(part, Messages).batch] == [batch[0], *batch[2:]]
+    ((message, reason),) = told
+    assert message is batch[1]
+    assert reason.startswith("a message (Cancel) of 3")
+    assert reason.endswith("bytes is too long to be sent; the most is 200")

@@ -176,3 +176,13 @@ def test_an_end_before_what_the_client_has_is_of_another_life_of_the_router():
     machine.take_outbox()
     machine.receive(End("s", 1, log_of((3,)).mark(), "error", "it fails"), 1.0)
     assert machine.take_outbox() == {"R": [submission(2, (3, 4))]}
+
+
+def test_a_request_that_is_too_long_to_be_submitted_ends_with_an_error_and_no_other_does():
+    machine = ingress("R")
+    machine.start("other", PROMPT, SPEC, 0.0)
+    machine.unsendable(submission(attempt=0), "of an older attempt", 0.0)
+    assert machine.take_deliveries() == []
+    machine.unsendable(submission(), "too long", 0.0)
+    assert machine.take_deliveries() == [Delivery("s", (), Notes(), "error", reason="too long")]
+    assert len(machine) == 1

@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace as replace_struct
 
 from specdec.protocol.leases import Times
 from specdec.protocol.messages import (
@@ -28,6 +29,7 @@ from specdec.protocol.messages import (
 from specdec.protocol.router import RouterMachine
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.tokens import SharedTokens
+from specdec.types import PackedLogprobs, TokenLogprobs
 from tests.specdec.protocol.scripted import PROMPT, log_of
 
 TIMES = Times(lease_s=5.0, renew_s=1.0, settle_s=0.5, silence_s=4.0)
@@ -369,3 +371,39 @@ def test_an_unknown_workers_heartbeat_is_ignored():
     machine = submitted("T0")
     machine.receive(Alive("T9"), 0.0)
     assert set(machine.reports()) == {"T0"}
+
+
+def test_a_sequence_that_is_too_long_to_be_opened_ends_with_an_error_and_no_other_does():
+    machine = submitted("T0", "D0")
+    submit(machine, seq="t")
+    machine.take_outbox()
+    machine.unsendable(opened(), "too long", 0.0)
+    sent = machine.take_outbox()
+    mark = log_of(()).mark()
+    assert sent["I"] == [End("s", 1, mark, "error", "too long")]
+    assert sent["T0"] == [Close("s", Inc(1, 0))]
+    machine.unsendable(opened(), "too long", 0.0)  # of the drafter's link, too
+    assert machine.take_outbox() == {}
+    assert machine.num_sessions == 2
+
+
+def test_what_tells_of_a_prompt_is_sent_to_the_ingress_once_and_again_only_much_later():
+    """An ingress that wants more while it is on its way gets no second copy."""
+    machine = submitted("T0", "D0")
+    told = PackedLogprobs.pack((None, *[TokenLogprobs(-1.0, 1)] * 8000))
+    first = verdict(0, (3,))
+    machine.receive(replace_struct(first, notes=replace_struct(first.notes, prompt_logprobs=told)), 0.0)
+    again = verdict(1, (4,), whole=(3,))
+    machine.receive(again, 0.1)
+    sent = [message.notes.prompt_logprobs for message in machine.take_outbox()["I"]]
+    assert sent == [told, None]
+    want = Want("s", 1, "I", P)
+    for now_s in (0.2, 1.0, 4.0):
+        machine.receive(want, now_s)
+        assert machine.take_outbox() == {}
+    machine.receive(want, 5.0)
+    (message,) = machine.take_outbox()["I"]
+    assert (message.tokens, message.notes.prompt_logprobs) == ((3, 4), told)
+    machine.receive(replace_struct(want, have=P + 1), 5.1)
+    (message,) = machine.take_outbox()["I"]
+    assert (message.tokens, message.notes.prompt_logprobs) == ((4,), None), "it has arrived: it is never sent again"

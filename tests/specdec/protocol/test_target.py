@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from specdec.protocol.backends import Status, Verification
@@ -22,6 +24,7 @@ from specdec.protocol.messages import (
 from specdec.protocol.target import TargetMachine
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.tokens import SharedTokens
+from specdec.types import TokenLogprobs
 from tests.specdec.protocol.scripted import EOS, PROMPT, log_of
 
 TIMES = Times(lease_s=5.0, repeat_s=0.5, credit_tokens=6)
@@ -284,3 +287,39 @@ def test_counters():
     assert {name: report[name] for name in expected} == expected
     assert (report["num_committed_tokens"], report["num_sequences"]) == (4, 1)
     assert [report.get(f"num_accepted_tokens_per_pos/{i}") for i in range(3)] == [1, 1, None]
+
+
+class TellingOracle(Oracle):
+    """Tells of the prompt with the first token."""
+
+    def _decide(self, job):
+        told = (None, *[TokenLogprobs(-1.0, 1)] * 1999) if len(job.log) == len(PROMPT) else None
+        return replace(super()._decide(job), prompt_logprobs=told)
+
+
+def test_what_tells_of_a_prompt_is_sent_once_until_it_is_acknowledged_and_nothing_follows_it():
+    machine = TargetMachine("T", TellingOracle(), TIMES)
+    machine.receive(open_message(), 0.0)
+    assert machine.step(0.0)
+    (first,) = verdicts(machine)
+    assert len(first.notes.prompt_logprobs) == 2000
+    for now_s in (0.1, 0.6, 1.4):
+        assert not machine.step(now_s)
+        assert verdicts(machine) == []
+    assert not machine.step(1.5)
+    assert verdicts(machine) == [first], "it may be lost"
+    machine.receive(Ack("s", INC, len(PROMPT) + 1), 1.6)
+    assert machine.step(1.6)
+    (second,) = verdicts(machine)
+    assert (second.tokens, second.notes.prompt_logprobs) == (TRUE[1:2], None)
+
+
+def test_a_verdict_that_is_too_long_to_be_sent_ends_its_sequence_with_an_error():
+    machine = TargetMachine("T", TellingOracle(), TIMES)
+    machine.receive(open_message(), 0.0)
+    machine.step(0.0)
+    (first,) = verdicts(machine)
+    machine.unsendable(first, "too long", 0.1)
+    machine.step(0.1)
+    (told,) = verdicts(machine)
+    assert (told.tokens, told.finish, told.reason, told.notes.prompt_logprobs) == (TRUE[:1], "error", "too long", None)
