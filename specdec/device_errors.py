@@ -12,9 +12,17 @@ from specdec.errors import DeviceLostError
 
 def is_device_lost(error: BaseException) -> bool:
     """Whether every later call of the device fails too, as after a device assert; not after running out of memory."""
-    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+    if is_out_of_memory(error):
         return False
     return isinstance(error, torch.AcceleratorError | DeviceLostError) or "device-side assert" in str(error)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory was asked for that there is none of, on a GPU or a CPU: a smaller step may fit."""
+    text = str(error)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
+    )
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from specdec.models.compat import check_width
 from specdec.models.describe import describe_model, describe_pair
 from specdec.models.heads import MedusaHeads, load_heads
 from specdec.models.loading import LoadedModel, ModelSource, load_model, load_tokenizer
-from specdec.models.memory import MemoryPlan, StepMemory, choose_window_of, plan_memory
+from specdec.models.memory import NUM_BRANCH_SLOTS, MemoryPlan, StepMemory, choose_window_of, plan_memory
 from specdec.models.recurrent.slots import DEFAULT_WINDOW_TOKENS, Route
 from specdec.models.runner import ModelRunner
 from specdec.models.snapshot_runner import SnapshotRunner
@@ -69,9 +69,9 @@ class BackendOptions:
         max_model_len: Longest sequence in tokens; None takes the model's own.
         vocab_size: Width of the tokenizer (its highest token id and one); logits beyond it are padding. None takes all.
         block_size: Tokens in a block of the paged cache.
-        max_batch_tokens: Most tokens in one forward pass, but that each sequence gets one; None chooses by device.
+        max_batch_tokens: Most tokens in one forward pass; None chooses by device.
         kv_memory: Memory for cached keys and values: ``auto``, a fraction of what is free, or bytes.
-        max_num_sequences: Whole sequences that the cache need not exceed, however much memory there is.
+        max_num_sequences: Most sequences in one forward pass; the cache need not hold more whole sequences.
         device_share: Part of a GPU that is this model's, where several models share it; for ``auto`` memory. None is
             all of it; a pair that :class:`specdec.engine.engine.SpeculativeEngine` loads onto one GPU has equal shares.
         rollback: How recurrent states are rolled back; ``auto`` chooses by their size.
@@ -123,6 +123,7 @@ def build_target(
         sampler,
         max_model_len=built.memory.max_model_len,
         max_batch_tokens=_max_batch_tokens(built.loaded, options),
+        max_num_seqs=options.max_num_sequences,
         heads=heads,
     )
     return backend, built
@@ -153,7 +154,7 @@ def build_drafter(
         "max_model_len": built.memory.max_model_len,
         "max_batch_tokens": _max_batch_tokens(built.loaded, options),
     }
-    solo = ModelTarget(runner, sampler, states=states, **lengths)
+    solo = ModelTarget(runner, sampler, states=states, max_num_seqs=options.max_num_sequences, **lengths)
     translator = None
     if pair.translation is not None:
         translator = Translator(pair.translation)
@@ -162,6 +163,7 @@ def build_drafter(
         runner,
         sampler,
         states=states,
+        max_num_seqs=options.max_num_sequences + NUM_BRANCH_SLOTS,
         translator=translator,
         mask_token_id=None if options.num_step_tokens == 1 else _mask_token_id(built.loaded),
         num_step_tokens=options.num_step_tokens,

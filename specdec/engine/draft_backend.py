@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-from specdec.device_errors import device_losses
+from specdec.device_errors import device_losses, is_out_of_memory
 from specdec.engine.rules import Drawn, propose
+from specdec.engine.scheduler import Request, ScheduledRow, Scheduler
 from specdec.engine.states import SequenceStates, prefix_salt, rank_of
 from specdec.engine.translator import Translator
 from specdec.models.runner import ModelRunner, RowInput
@@ -17,6 +20,10 @@ from specdec.protocol.lookup import point_masses
 from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.tokens import TokenSequence, as_list, followed
 
+logger = logging.getLogger(__name__)
+
+_MAX_CATCH_UP_TOKENS = 16
+"""A chain that lacks so many tokens, or fewer, is not read like a prompt: after a rejected draft it lacks a few."""
 _WAITING = Proposal(Status.WAITING)
 _PREFILLING = Proposal(Status.PREFILLING)
 _FAILED = Proposal(Status.FAILED)
@@ -66,7 +73,8 @@ class ModelDrafter:
         runner: The model with its caches.
         sampler: From logits to tokens.
         max_model_len: Longest sequence in tokens that the model can read.
-        max_batch_tokens: Most tokens forwarded per step, where no more than half as many have a job: each gets one.
+        max_batch_tokens: Most tokens in a forward pass.
+        max_num_seqs: Most chains and branches in a forward pass; by default as many as it may have tokens.
         states: Of the runner, where another backend uses it too; by default there is none.
         translator: Where the model's vocabulary is not the target's, which the sampler and all jobs speak.
         mask_token_id: Of a model that was taught to give several tokens in one pass, as PARD does (An et al. 2025,
@@ -82,6 +90,7 @@ class ModelDrafter:
         *,
         max_model_len: int,
         max_batch_tokens: int,
+        max_num_seqs: int | None = None,
         states: SequenceStates | None = None,
         translator: Translator | None = None,
         mask_token_id: int | None = None,
@@ -94,7 +103,10 @@ class ModelDrafter:
         self._mask = [] if mask_token_id is None else [mask_token_id]
         self._num_step_tokens = num_step_tokens if self._mask else 1
         self._max_model_len = max_model_len
-        self._max_batch_tokens = max_batch_tokens
+        self._scheduler = Scheduler(
+            max_batch_tokens, max_num_seqs or max_batch_tokens, max_decode_tokens=_MAX_CATCH_UP_TOKENS
+        )
+        self._step: dict[str, int] = {}
 
     @property
     def max_model_len(self) -> int:
@@ -129,7 +141,24 @@ class ModelDrafter:
     def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         """One step over a ragged batch; see :meth:`specdec.protocol.backends.DraftBackend.propose`."""
         with device_losses():
-            return self._propose(jobs)
+            while True:
+                try:
+                    return self._propose(jobs)
+                except Exception as error:
+                    if not is_out_of_memory(error) or not self._step:
+                        raise
+                    if not self._shrink(error):
+                        return [_FAILED if job.key in self._step else _WAITING for job in jobs]
+
+    def _shrink(self, error: Exception) -> bool:
+        """A step ran out of memory: make the next ones smaller. False if it had a single token."""
+        num_tokens = sum(self._step.values())
+        logger.warning(
+            "A draft step of %d tokens ran out of memory and is tried again with half: %s", num_tokens, error
+        )
+        if self._runner.loaded.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return self._scheduler.halve(num_tokens)
 
     def _propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         adapters = self._runner.adapters
@@ -138,44 +167,26 @@ class ModelDrafter:
                 adapters.hold(job.key, job.spec.draft_adapter, job.spec.arrival_s)
         adapters.prepare()
         results = [_FAILED if adapters.failure(job.spec.draft_adapter) else _WAITING for job in jobs]
-        asked = jobs if self._translator is None else [self._translator.translated(job) for job in jobs]
-        placed: list[tuple[int, RowInput]] = []
-        # A prompt leaves the others a token each, as a branch that waits is late, and gets half a chunk at the least.
-        budget = max(self._max_batch_tokens, len(jobs) - 1 + max(1, self._max_batch_tokens // 2))
-        for i, job in enumerate(asked):
-            if self._translator is not None and len(job.tokens) > self._max_model_len:
-                results[i] = _FAILED  # the model's own spelling of it is longer than the model can read
-                continue
-            num_after = len(jobs) - i - 1
-            row = self._place(job, budget - num_after)
-            if row is None:
-                continue
-            forced = self._sampler.forced(job.spec, jobs[i].tokens, 1)
-            if forced:
-                results[i] = Proposal(Status.DECIDED, forced[0], next(iter(point_masses(job.spec, forced)), None))
-                continue  # what is forced is read with the first token that is not
-            budget -= len(row.tokens)
-            placed.append((i, row))
+        placed = self._schedule(jobs, results)
+        if not placed:
+            return results
+        logits = self._runner.forward([row for _, row in placed])
+        deciding: list[_Deciding] = []
+        num_logits = 0
+        for number, (i, row) in enumerate(placed):
             results[i] = _PREFILLING
-        if placed:
-            # Rows with the same adapter lie behind one another.
-            placed.sort(key=lambda entry: -1 if entry[1].adapter is None else entry[1].adapter)
-            logits = self._runner.forward([row for _, row in placed])
-            deciding: list[_Deciding] = []
-            num_logits = 0
-            for number, (i, row) in enumerate(placed):
-                if number in self._runner.spoilt_rows:
-                    results[i] = _FAILED
-                else:
-                    self._states.keep_prefix(asked[i].key, asked[i].num_committed)
-                    if row.num_logits:
-                        deciding.append(_Deciding(i, jobs[i], jobs[i].tokens, num_logits, row.num_logits))
-                num_logits += row.num_logits
-            if self._translator is not None:
-                logits = self._translator.logits(logits)
-            self._draw(logits, deciding)
-            for one in deciding:
-                results[one.place] = one.proposal()
+            if number in self._runner.spoilt_rows:
+                results[i] = _FAILED
+            else:
+                self._states.keep_prefix(jobs[i].key, jobs[i].num_committed)
+                if row.num_logits:
+                    deciding.append(_Deciding(i, jobs[i], jobs[i].tokens, num_logits, row.num_logits))
+            num_logits += row.num_logits
+        if self._translator is not None:
+            logits = self._translator.logits(logits)
+        self._draw(logits, deciding)
+        for one in deciding:
+            results[one.place] = one.proposal()
         return results
 
     def _draw(self, logits: Tensor, deciding: Sequence[_Deciding]) -> None:
@@ -195,27 +206,55 @@ class ModelDrafter:
                 else:
                     one.append(drawn)
 
-    def _place(self, job: DraftJob, budget: int) -> RowInput | None:
-        adapter = job.spec.draft_adapter
-        if not self._can_begin(job) or not self._sampler.is_ready(job.spec) or self._runner.adapters.must_wait(adapter):
-            return None
-        num_ahead = max(0, min(job.num_tokens, self._num_step_tokens, self._max_model_len + 1 - len(job.tokens)) - 1)
+    def _schedule(self, jobs: Sequence[DraftJob], results: list[Proposal]) -> list[tuple[int, RowInput]]:
+        """What is forwarded in this step, as rows with the indices of their jobs; fills in results that need none."""
+        self._states.begin_step()
+        self._step = {}
+        able: list[tuple[int, DraftJob]] = []
+        requests: list[Request] = []
+        for i, job in enumerate(jobs):
+            job = job if self._translator is None else self._translator.translated(job)
+            if self._translator is not None and len(job.tokens) > self._max_model_len:
+                results[i] = _FAILED  # the model's own spelling of it is longer than the model can read
+            elif self._can_begin(job):
+                self._want(job)
+                forced = self._sampler.forced(job.spec, jobs[i].tokens, 1)
+                if forced:  # it is read with the first token that is not
+                    results[i] = Proposal(Status.DECIDED, forced[0], next(iter(point_masses(job.spec, forced)), None))
+                    continue
+                able.append((i, job))
+                requests.append(Request(job.key, len(job.tokens), self._num_ahead(job)))
+        chosen = self._scheduler.schedule(requests, self._states)
+        placed = [(able[row.request][0], self._row(able[row.request][1], row)) for row in chosen]
+        self._step = {jobs[i].key: len(row.tokens) for i, row in placed}
+        # Rows with the same adapter lie behind one another.
+        placed.sort(key=lambda entry: -1 if entry[1].adapter is None else entry[1].adapter)
+        return placed
+
+    def _want(self, job: DraftJob) -> None:
         rank = rank_of(job.key, job.spec, is_branch=job.fork_of is not None)
-        salt = prefix_salt(job.spec, adapter)
-        sequence = self._states.prepare(job.key, job.tokens, job.agreed, salt, rank, job.fork_of, num_ahead)
-        if sequence is None:
-            return None
-        num_cached = len(sequence.tokens)
-        tokens = as_list(job.tokens[num_cached : num_cached + budget])
-        slot = self._runner.adapters.slot(adapter)
-        if num_cached + len(tokens) < len(job.tokens):
-            return RowInput(sequence, tokens, 0, adapter=slot)
+        salt = prefix_salt(job.spec, job.spec.draft_adapter)
+        self._states.want(
+            *(job.key, job.tokens, job.agreed, salt, rank), fork_of=job.fork_of, num_committed=job.num_committed
+        )
+
+    def _num_ahead(self, job: DraftJob) -> int:
+        """Mask tokens after a job's own: each gives one more token in the same pass."""
+        return max(0, min(job.num_tokens, self._num_step_tokens, self._max_model_len + 1 - len(job.tokens)) - 1)
+
+    def _row(self, job: DraftJob, scheduled: ScheduledRow) -> RowInput:
+        start = scheduled.num_computed_tokens
+        tokens = as_list(job.tokens[start : start + scheduled.num_new_tokens])
+        num_logits = 1 + scheduled.num_draft_tokens if start + len(tokens) == len(job.tokens) else 0
         # The next step's tokens are none of the masks: what is cached of these is cut off then.
-        num_ahead = max(0, min(num_ahead, budget - len(tokens)))
-        return RowInput(sequence, tokens + num_ahead * self._mask, 1 + num_ahead, adapter=slot)
+        tokens = tokens + scheduled.num_draft_tokens * self._mask
+        slot = self._runner.adapters.slot(job.spec.draft_adapter)
+        return RowInput(self._states.sequence(job.key), tokens, num_logits, adapter=slot)
 
     def _can_begin(self, job: DraftJob) -> bool:
-        """A branch begins with what is held for its sequence; no prompt is read again for it."""
+        """Whether a job can have a part in a step. A branch begins with what its sequence holds: it reads no prompt."""
+        if not self._sampler.is_ready(job.spec) or self._runner.adapters.must_wait(job.spec.draft_adapter):
+            return False
         if job.fork_of is None or self._states.length(job.key):
             return True
         return self._states.length(job.fork_of) >= job.num_committed - 1

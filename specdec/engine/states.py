@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from specdec.engine.scheduler import CachedPrefix
 from specdec.models.blocks import CachedSequence
 from specdec.models.runner import ModelRunner
 from specdec.protocol.marks import common_prefix_length
 from specdec.sampling.params import SequenceSpec
-from specdec.tokens import TokenSequence
+from specdec.tokens import TokenArray, TokenSequence, as_array
 from specdec.types import Adapter
 
 Rank = tuple[bool, float, str]
@@ -20,16 +22,33 @@ def rank_of(key: str, spec: SequenceSpec, is_branch: bool = False) -> Rank:
     return is_branch, spec.arrival_s, key
 
 
-class SequenceStates:
-    """One cached sequence per key, and room made for those that come first.
+@dataclass(slots=True)
+class _Wanted:
+    """What a sequence should hold after the step, and how it may come by it; see :meth:`SequenceStates.want`."""
 
-    There is no rollback call: ``align`` keeps the longest common prefix of what is cached and what is wanted.
+    tokens: TokenSequence
+    agreed: int
+    salt: bytes | None
+    rank: Rank
+    fork_of: str | None
+    num_shared: int
+    num_lost: int = 0
+
+
+class SequenceStates:
+    """One cached sequence per key: a :class:`specdec.engine.scheduler.KVCache` over a model's blocks and states.
+
+    Before each step :meth:`want` says what every sequence should hold. There is no rollback call: the longest common
+    prefix of what is cached and what is wanted stays. Room is taken when the scheduler allocates it.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._sequences: dict[str, CachedSequence] = {}
         self._ranks: dict[str, Rank] = {}
+        self._wanted: dict[str, _Wanted] = {}
+        # Of sequences that wait, so that no block is hashed twice: the tokens that were hashed, and a digest a block.
+        self._digests: dict[str, tuple[TokenArray, list[bytes]]] = {}
         self.num_reused_tokens = 0
         self.num_evictions = 0
         self.num_reread_tokens = 0
@@ -37,56 +56,126 @@ class SequenceStates:
     def __len__(self) -> int:
         return len(self._sequences)
 
-    def prepare(
+    def begin_step(self) -> None:
+        """Forget what the last step wanted. What waiting sequences know of their prompts' digests stays."""
+        self._wanted.clear()
+
+    def want(
         self,
         key: str,
         tokens: TokenSequence,
         agreed: int,
         salt: bytes | None,
         rank: Rank,
+        *,
         fork_of: str | None = None,
-        num_ahead: int = 0,
-    ) -> CachedSequence | None:
-        """The state of ``key``, cut back so that it is a proper prefix of ``tokens``, with room for all of them.
+        num_committed: int | None = None,
+    ) -> None:
+        """Say what a sequence should hold. What it holds already is cut back to a proper prefix of that.
 
-        At least the last token is left to be read, so that the next forward pass gives its logits. Where blocks are
-        short, keys of a higher rank lose theirs, the last first, whether they have work now or not: so the first one
-        always gets on. None where even that does not suffice: then nobody loses anything, and ``key`` keeps what it
-        held before. None, too, where there is something to copy and no state slot for the copy, or where its state does
-        not reach back so far: a copy reads no prompt again.
+        At least the last token is left to be computed, so that the next forward pass gives its logits.
 
         Args:
-            key: The sequence or branch; a state is begun where there is none.
-            tokens: Committed tokens, and what is drafted after them.
+            key: The sequence or branch.
+            tokens: Committed tokens, and what is drafted after them. Must not change until the next step.
             agreed: Length up to which the cached tokens are known to equal ``tokens``, as far as they go.
-            salt: A state that is begun takes its first blocks from what others with this salt left; None takes none.
-            rank: Of the key.
-            fork_of: A state that is begun is a copy of this one, if there is one.
-            num_ahead: Positions after all tokens for which there must be room, too.
+            salt: A sequence that holds nothing takes its first blocks from what others with this salt left; None
+                takes none.
+            rank: Of the key. Where blocks are short, keys of a higher rank lose theirs.
+            fork_of: A branch begins as a copy of this sequence. It reads no prompt.
+            num_committed: How many of ``tokens`` are committed; all by default.
         """
+        num_shared = len(tokens) if num_committed is None else min(num_committed, len(tokens))
+        wanted = self._wanted[key] = _Wanted(tokens, agreed, salt, rank, fork_of, num_shared)
         sequence = self._sequences.get(key)
-        parent = None if fork_of is None else self._sequences.get(fork_of)
-        begun = sequence is None
-        if sequence is None and parent is not None:
-            sequence = self._fork(parent, tokens, agreed)
-            if sequence is None:
-                return None
-        elif sequence is None:
-            sequence = self._runner.new_sequence(salt)
-            agreed = self._runner.reuse_prefix(sequence, tokens)
+        if sequence is None:
+            return
         keep = self._cut_back(sequence, tokens, agreed)
         if keep and not sequence.tokens:
-            # Recurrent states do not reach back so far, but a copy kept for others may cover a part, or even more.
-            self._runner.reuse_prefix(sequence, tokens)
-        self.num_reread_tokens += max(0, keep - len(sequence))
-        if not self._make_room(sequence, len(tokens) + num_ahead, rank):
+            # Recurrent states do not reach back so far. A copy kept for others may cover a part, or even more.
+            wanted.num_lost = keep
+        else:
+            self.num_reread_tokens += keep - len(sequence)
+        if not sequence.tokens:
+            self.release(key)
+
+    def num_computed_tokens(self, key: str) -> int:
+        """Tokens that a sequence holds; 0 if it holds nothing."""
+        return self.length(key)
+
+    def find_prefix(self, key: str) -> CachedPrefix:
+        """What a sequence that holds nothing would begin with: a copy of its parent, or a cached prefix."""
+        wanted = self._wanted[key]
+        if wanted.fork_of is not None:
+            parent = self._sequences.get(wanted.fork_of)
+            return CachedPrefix(0 if parent is None else _num_kept(parent, wanted.tokens, wanted.agreed))
+        if wanted.salt is None or not self._runner.shares_prefixes:
+            return CachedPrefix(0)
+        block_size = self._runner.pool.block_size
+        num_blocks = min(wanted.num_shared, len(wanted.tokens) - 1) // block_size
+        digests = self._known_digests(key, wanted)
+        num_known = len(digests)
+        num_found = self._runner.find_prefix(digests, wanted.salt, wanted.tokens, num_blocks)
+        if len(digests) > num_known:
+            self._digests[key] = as_array(wanted.tokens[: len(digests) * block_size]).copy(), digests
+        return CachedPrefix(num_found * block_size, digests[num_found] if num_found < num_blocks else None)
+
+    def allocate(self, key: str) -> int | None:
+        """Make room for all that a sequence wants; see :class:`specdec.engine.scheduler.KVCache`.
+
+        None, too, if a branch has no sequence to begin with, finds no state slot, or its sequence's state does not
+        reach back to where it leaves it.
+        """
+        wanted = self._wanted[key]
+        sequence = self._sequences.get(key)
+        begun = sequence is None
+        if sequence is None:
+            sequence = self._begin(key, wanted)
+            if sequence is None:
+                return None
+        if not self._make_room(sequence, len(wanted.tokens), wanted.rank):
             if begun:
                 self._runner.free(sequence)
             return None
-        if begun and fork_of is None:
-            self.num_reused_tokens += agreed
-        self._sequences[key], self._ranks[key] = sequence, rank
+        if begun and wanted.fork_of is None:
+            self.num_reused_tokens += len(sequence)
+            self.num_reread_tokens += max(0, wanted.num_lost - len(sequence))
+            self._digests.pop(key, None)
+        self._sequences[key], self._ranks[key] = sequence, wanted.rank
+        return len(sequence)
+
+    def extend(self, key: str, length: int) -> bool:
+        """Make room for ``length`` tokens of a sequence in all, taking it from nobody."""
+        return self._runner.reserve(self._sequences[key], length)
+
+    def blocks(self, key: str, start: int, stop: int) -> list[bytes]:
+        """Digests of the full, committed blocks of a sequence that positions [start, stop) lie in."""
+        wanted, sequence = self._wanted[key], self._sequences[key]
+        if wanted.salt is None or wanted.fork_of is not None or not self._runner.shares_prefixes:
+            return []
+        block_size = self._runner.pool.block_size
+        num_blocks = min(-(-stop // block_size), wanted.num_shared // block_size)
+        digests = list(sequence.block_digests)
+        self._runner.pool.extend_digests(digests, wanted.salt, wanted.tokens, num_blocks)
+        return digests[start // block_size : num_blocks]
+
+    def sequence(self, key: str) -> CachedSequence:
+        """What a key holds. Raises KeyError if that is nothing."""
+        return self._sequences[key]
+
+    def _begin(self, key: str, wanted: _Wanted) -> CachedSequence | None:
+        """A sequence that holds what it need not compute; None if it is a branch and cannot begin."""
+        if wanted.fork_of is not None:
+            parent = self._sequences.get(wanted.fork_of)
+            return None if parent is None else self._fork(parent, wanted.tokens, wanted.agreed)
+        sequence = self._runner.new_sequence(wanted.salt)
+        self._runner.reuse_prefix(sequence, wanted.tokens, self._known_digests(key, wanted))
         return sequence
+
+    def _known_digests(self, key: str, wanted: _Wanted) -> list[bytes]:
+        """Digests of the first blocks of what a waiting sequence wants, from when it looked last."""
+        tokens, digests = self._digests.get(key, (as_array(()), []))
+        return digests if common_prefix_length(tokens, wanted.tokens) == len(tokens) else []
 
     def _fork(self, parent: CachedSequence, tokens: TokenSequence, agreed: int) -> CachedSequence | None:
         """A copy, as far as ``tokens`` go; None without a slot for its state, or where that does not reach back."""
@@ -165,6 +254,7 @@ class SequenceStates:
     def release(self, key: str) -> None:
         """Free what is held for a sequence; unknown keys are ignored."""
         self._ranks.pop(key, None)
+        self._digests.pop(key, None)
         sequence = self._sequences.pop(key, None)
         if sequence is not None:
             self._runner.free(sequence)

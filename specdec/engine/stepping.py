@@ -110,9 +110,10 @@ class Stepper:
         if not self._tokens:
             raise InvalidParameterError("tokens", "observe at least one token first")
         if self._logits is None:
-            sequence = self._states.prepare(_TEXT, self._tokens, self._num_agreed, b"", _RANK)
-            if sequence is None:
+            self._states.want(_TEXT, self._tokens, self._num_agreed, b"", _RANK)
+            if self._states.allocate(_TEXT) is None:
                 raise MemoryPlanError(f"the cache has no room for {len(self._tokens)} tokens")
+            sequence = self._states.sequence(_TEXT)
             self._num_agreed = len(self._tokens)
             while (left := len(self._tokens) - len(sequence)) > _CHUNK_TOKENS:
                 chunk = self._tokens[len(sequence) : len(sequence) + _CHUNK_TOKENS]
@@ -185,10 +186,11 @@ class Stepper:
         for i, path in enumerate(paths):
             rank = (True, float(i), f"branch {i}")
             whole = [*self._tokens, *path]
-            branch = self._states.prepare(f"branch {i}", whole, len(self._tokens), b"", rank, fork_of=_TEXT)
-            if branch is None:
+            key = f"branch {i}"
+            self._states.want(key, whole, len(self._tokens), b"", rank, fork_of=_TEXT)
+            if self._states.allocate(key) is None:
                 break
-            rows.append(RowInput(branch, path, len(path)))
+            rows.append(RowInput(self._states.sequence(key), path, len(path)))
         return rows
 
     def _check(self, tokens: Sequence[int]) -> None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from itertools import chain as joined
 
 import torch
 
-from specdec.device_errors import device_losses
+from specdec.device_errors import device_losses, is_out_of_memory
 from specdec.engine.heads import HeadDrafter
 from specdec.engine.prompt_logprobs import PromptReader
 from specdec.engine.rules import tree_rows, verify
+from specdec.engine.scheduler import Request, ScheduledRow, Scheduler
 from specdec.engine.states import SequenceStates, prefix_salt, rank_of
 from specdec.errors import NOT_FINITE, reason_of
-from specdec.models.blocks import CachedSequence
 from specdec.models.runner import ModelRunner, RowInput
 from specdec.protocol.backends import Status, Verification, VerifyJob
 from specdec.protocol.drafts import NO_DRAFT, Draft
@@ -22,6 +23,8 @@ from specdec.protocol.marks import Mark
 from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.sampling.rows import Rows, VerifiedRun
 from specdec.tokens import followed
+
+logger = logging.getLogger(__name__)
 
 Scheduled = list[tuple[int, RowInput, Draft]]
 """Rows of a step: index of the job, row, draft that is in it."""
@@ -35,17 +38,15 @@ _PREFILLING = Verification(Status.PREFILLING)
 class ModelTarget:
     """A :class:`specdec.protocol.backends.TargetBackend` over a causal language model.
 
-    Every sequence brings its own past and its own number of new tokens: a part of its prefill, one token, or 1 + K to
-    verify. All that decode do so in every step, however many they are. What the budget has beyond that, or half of it
-    where that is more, is for drafts and prompts: a half each where both have need of it, so that neither keeps the
-    other waiting; drafts share theirs evenly, prompts in order of arrival. Where blocks are short drafts shrink first,
-    then whoever came last yields.
+    Every sequence brings its own past and its own number of new tokens: a part of its prompt, one token, or 1 + K to
+    verify. The :class:`Scheduler` chooses what a step takes of each.
 
     Args:
         runner: The model with its caches.
         sampler: From logits to tokens.
         max_model_len: Longest sequence in tokens; the runner's pool must hold one.
-        max_batch_tokens: Most tokens forwarded per step, where no more than half as many sequences decode.
+        max_batch_tokens: Most tokens in a forward pass.
+        max_num_seqs: Most sequences in a forward pass; by default as many as it may have tokens.
         states: Of the runner, where another backend uses it too; by default there is none.
         heads: Draft for the next round in this process; by default there are none.
     """
@@ -57,6 +58,7 @@ class ModelTarget:
         *,
         max_model_len: int,
         max_batch_tokens: int,
+        max_num_seqs: int | None = None,
         states: SequenceStates | None = None,
         heads: HeadDrafter | None = None,
     ) -> None:
@@ -64,11 +66,12 @@ class ModelTarget:
         self._sampler = sampler
         self._states = states if states is not None else SequenceStates(runner)
         self._max_model_len = max_model_len
-        self._max_batch_tokens = max_batch_tokens
+        self._scheduler = Scheduler(max_batch_tokens, max_num_seqs or max_batch_tokens)
         self._marks: dict[str, Mark] = {}
         self._num_cached: dict[str, int] = {}
         self._max_draft = 0 if runner.no_speculation is not None else runner.max_rollback
-        self._num_fallbacks = self._num_steps = 0
+        self._num_fallbacks = 0
+        self._step: dict[str, int] = {}
         self._prompts = PromptReader()
         self._heads = heads
         if heads is not None:
@@ -104,7 +107,32 @@ class ModelTarget:
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         """One step over a ragged batch; see :meth:`specdec.protocol.backends.TargetBackend.verify`."""
         with device_losses():
-            return self._verify([with_allowed_draft(self._sampler, job) for job in jobs])
+            jobs = [with_allowed_draft(self._sampler, job) for job in jobs]
+            while True:
+                try:
+                    return self._verify(jobs)
+                except Exception as error:
+                    if not is_out_of_memory(error) or not self._step:
+                        raise
+                    if not self._shrink(jobs, error):
+                        return [self._out_of_memory(job, error) for job in jobs]
+
+    def _shrink(self, jobs: Sequence[VerifyJob], error: Exception) -> bool:
+        """A step ran out of memory: make the next ones smaller. False if it had a single token."""
+        num_tokens = sum(self._step.values())
+        logger.warning("A step of %d tokens ran out of memory and is tried again with half: %s", num_tokens, error)
+        for job in jobs:
+            if job.key in self._step and self._prompts.wants(job):
+                self._states.release(job.key)  # a part of its prompt may be cached but not reported
+        if self._runner.loaded.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return self._scheduler.halve(num_tokens)
+
+    def _out_of_memory(self, job: VerifyJob, error: Exception) -> Verification:
+        """The end of whoever was alone in a step of one token that ran out of memory; others have not been tried."""
+        if job.key not in self._step:
+            return _WAITING
+        return Verification(Status.FAILED, reason=f"out of memory: {reason_of(error)}")
 
     def _verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         adapters = self._runner.adapters
@@ -157,60 +185,45 @@ class ModelTarget:
         return kept
 
     def _schedule(self, jobs: Sequence[VerifyJob]) -> Scheduled:
-        """Choose what is forwarded in this step: room by order of arrival, the budget as the class says."""
-        rooms = [self._make_room(job) for job in jobs]
-        # What an earlier job took from a later one was taken before the later one's turn came.
-        able = [(i, sequence) for i, sequence in enumerate(rooms) if sequence is not None]
-        num_unread = {i: len(jobs[i].log) - len(sequence) for i, sequence in able}
-        decoding = [entry for entry in able if num_unread[entry[0]] == 1]
-        reading = [entry for entry in able if num_unread[entry[0]] > 1]
-        left = max(self._max_batch_tokens - len(decoding), self._max_batch_tokens // 2, 1)
-        for_drafts = left - min((left + 1) // 2, sum(num_unread[i] for i, _ in reading))
-        scheduled: Scheduled = []
-        # What a short draft leaves is for the longer ones; where there is less than a token each, they take turns.
-        self._num_steps += 1
-        decoding.sort(key=lambda entry: (len(jobs[entry[0]].draft), (entry[0] + self._num_steps) % len(jobs)))
-        for place, (i, sequence) in enumerate(decoding):
-            row, draft = self._row(jobs[i], sequence, 1 + for_drafts // (len(decoding) - place))
-            scheduled.append((i, row, draft))
-            for_drafts -= len(draft.tokens)
-            left -= len(draft.tokens)
-        for i, sequence in reading:
-            if left <= 0:
-                break
-            row, draft = self._row(jobs[i], sequence, left)
-            scheduled.append((i, row, draft))
-            left -= len(row.tokens)
+        """What is forwarded in this step; jobs that wait for their grammar or their adapter are left out."""
+        able = [
+            i
+            for i, job in enumerate(jobs)
+            if self._sampler.is_ready(job.spec) and not self._runner.adapters.must_wait(job.spec.adapter)
+        ]
+        self._states.begin_step()
+        self._step = {}
+        requests, drafts = [], []
+        for i in able:
+            job = jobs[i]
+            salt = prefix_salt(job.spec, job.spec.adapter)
+            self._states.want(job.key, job.log.tokens, self._agreed(job), salt, rank_of(job.key, job.spec))
+            drafts.append(self._draft(job))
+            requests.append(Request(job.key, len(job.log), len(drafts[-1].tokens)))
+        chosen = self._scheduler.schedule(requests, self._states)
+        scheduled = [
+            (able[row.request], *self._row(jobs[able[row.request]], row, drafts[row.request])) for row in chosen
+        ]
+        self._step = {jobs[i].key: len(row.tokens) for i, row, _ in scheduled}
         # Rows with the same adapter lie behind one another.
         scheduled.sort(key=lambda entry: -1 if entry[1].adapter is None else entry[1].adapter)
         return scheduled
 
-    def _make_room(self, job: VerifyJob) -> CachedSequence | None:
-        """The state of a job with blocks for its whole log; None if it must wait for them, its grammar or its adapter.
+    def _draft(self, job: VerifyJob) -> Draft:
+        """A job's draft, as far as the model can take it back.
 
-        A prompt is not begun that could not be finished.
+        A tree is verified after a single token, by layers that attend. Elsewhere its chain is.
         """
-        if not self._sampler.is_ready(job.spec) or self._runner.adapters.must_wait(job.spec.adapter):
-            return None
-        rank = rank_of(job.key, job.spec)
-        salt = prefix_salt(job.spec, job.spec.adapter)
-        return self._states.prepare(job.key, job.log.tokens, self._agreed(job), salt, rank)
-
-    def _row(self, job: VerifyJob, sequence: CachedSequence, budget: int) -> tuple[RowInput, Draft]:
-        """A row for one job within ``budget`` tokens, with its draft as far as blocks are free for that.
-
-        A tree is verified after a single token, by layers that attend; else its chain is.
-        """
-        num_cached, length = len(sequence), len(job.log)
         draft = Draft(job.draft, job.candidates[: len(job.draft)], job.source, job.parents)
-        if job.parents and not (self._runner.takes_trees and num_cached == length - 1):
+        if job.parents and not (self._runner.takes_trees and self._states.length(job.key) == len(job.log) - 1):
             draft = draft.chain()
-        count = min(len(draft.tokens), max(0, budget - (length - num_cached)))
-        count = count if self._max_draft is None else min(count, self._max_draft)
-        while count and not self._runner.reserve(sequence, length + count):
-            count -= 1
-        draft = draft.only(range(count))
-        tokens = job.log.tail(num_cached, num_cached + budget)
+        return draft if self._max_draft is None else draft.only(range(min(len(draft.tokens), self._max_draft)))
+
+    def _row(self, job: VerifyJob, scheduled: ScheduledRow, draft: Draft) -> tuple[RowInput, Draft]:
+        """The row of a job, and the part of its draft that is in it."""
+        num_cached, length = scheduled.num_computed_tokens, len(job.log)
+        draft = draft.only(range(scheduled.num_draft_tokens))
+        tokens = job.log.tail(num_cached, num_cached + scheduled.num_new_tokens)
         finishes = num_cached + len(tokens) == length
         if self._runner.no_speculation is not None and job.key not in self._marks:
             self._num_fallbacks += 1 if job.spec.num_speculative_tokens != 0 else 0
@@ -219,8 +232,14 @@ class ModelTarget:
         self._marks[job.key] = job.log.mark(num_cached)
         num_drafted = len(draft.tokens)
         num_logits = len(tokens) + num_drafted if self._prompts.wants(job) else 1 + num_drafted if finishes else 0
-        slot = self._runner.adapters.slot(job.spec.adapter)
-        return RowInput(sequence, tokens + draft.tokens, num_logits, draft.parents, slot), draft
+        row = RowInput(
+            self._states.sequence(job.key),
+            tokens + draft.tokens,
+            num_logits,
+            draft.parents,
+            self._runner.adapters.slot(job.spec.adapter),
+        )
+        return row, draft
 
     def _agreed(self, job: VerifyJob) -> int:
         """Length up to which the cached tokens are the log's, told by their mark without comparing them."""

@@ -185,10 +185,31 @@ class BlockPool:
                 self._block_of[digest] = sequence.block_ids[index]
                 self._digest_of[sequence.block_ids[index]] = digest
 
-    def reuse_prefix(self, sequence: CachedSequence, tokens: TokenSequence) -> int:
+    def find_prefix(self, digests: list[bytes], salt: bytes, tokens: TokenSequence, num_blocks: int) -> int:
+        """How many of the first ``num_blocks`` blocks of ``tokens`` are kept for reuse. Takes none of them.
+
+        Args:
+            digests: Chained digests of the first blocks, as many as are known. Grows as far as this looks.
+            salt: Of the sequence that looks.
+            tokens: At least ``num_blocks`` blocks of them.
+            num_blocks: Where to stop.
+        """
+        tokens = as_array(tokens)
+        for index in range(num_blocks):
+            self.extend_digests(digests, salt, tokens, index + 1)
+            if digests[index] not in self._block_of:
+                return index
+        return num_blocks
+
+    def reuse_prefix(self, sequence: CachedSequence, tokens: TokenSequence, digests: list[bytes] | None = None) -> int:
         """Fill an empty sequence with the longest kept prefix of ``tokens``, in full blocks.
 
         At least one token is left over, since its logits are wanted.
+
+        Args:
+            sequence: Holds nothing.
+            tokens: What it will hold.
+            digests: Of the first blocks of ``tokens``, where some are known.
 
         Returns:
             Number of tokens now cached.
@@ -197,18 +218,22 @@ class BlockPool:
             raise ValueError("the sequence must be empty")
         if sequence.salt is None:
             return 0
-        tokens, digests = as_array(tokens), sequence.block_digests
-        for index in range((len(tokens) - 1) // self.block_size):
-            digest = self._digest(digests, sequence.salt, tokens, index)
-            block = self._block_of.get(digest)
-            if block is None:
-                break
+        tokens, digests = as_array(tokens), [] if digests is None else digests
+        num_blocks = self.find_prefix(digests, sequence.salt, tokens, (len(tokens) - 1) // self.block_size)
+        for digest in digests[:num_blocks]:
+            block = self._block_of[digest]
             self._reusable.pop(block, None)
             self._num_users[block] += 1
             sequence.block_ids.append(block)
-            digests.append(digest)
-        sequence.tokens.extend(tokens[: len(digests) * self.block_size])
+        sequence.block_digests.extend(digests[:num_blocks])
+        sequence.tokens.extend(tokens[: num_blocks * self.block_size])
         return len(sequence.tokens)
+
+    def extend_digests(self, digests: list[bytes], salt: bytes, tokens: TokenSequence, num_blocks: int) -> None:
+        """Add chained digests until there is one for each of the first ``num_blocks`` blocks of ``tokens``."""
+        tokens = as_array(tokens)
+        for index in range(len(digests), num_blocks):
+            digests.append(self._digest(digests, salt, tokens, index))
 
     def _digest(self, parents: list[bytes], salt: bytes, tokens: TokenArray, index: int) -> bytes:
         """Digest of block ``index`` and, through its parent's, of all before it."""

@@ -166,15 +166,32 @@ class ModelRunner:
         if isinstance(self.states, StatePool) and sequence.state is not None:
             self.states.keep_prefix(sequence.state, sequence.block_digests, self.pool.block_size)
 
-    def reuse_prefix(self, sequence: CachedSequence, tokens: TokenSequence) -> int:
+    def find_prefix(self, digests: list[bytes], salt: bytes, tokens: TokenSequence, num_blocks: int) -> int:
+        """How many of the first ``num_blocks`` blocks of ``tokens`` :meth:`reuse_prefix` would find.
+
+        Recurrent layers go as far as a copy of their state was kept. For the arguments see
+        :meth:`BlockPool.find_prefix`.
+        """
+        num_found = self.pool.find_prefix(digests, salt, tokens, num_blocks)
+        if isinstance(self.states, StatePool):
+            while num_found and digests[num_found - 1] not in self.states.prefixes:
+                num_found -= 1
+        return num_found
+
+    def reuse_prefix(self, sequence: CachedSequence, tokens: TokenSequence, digests: list[bytes] | None = None) -> int:
         """Fill an empty sequence with the longest kept prefix of ``tokens``, in full blocks.
 
         At least one token is left over. Recurrent layers go as far as a copy of their state was kept.
 
+        Args:
+            sequence: Holds nothing.
+            tokens: What it will hold.
+            digests: Of the first blocks of ``tokens``, where some are known.
+
         Returns:
             Number of tokens now cached.
         """
-        length = self.pool.reuse_prefix(sequence, tokens)
+        length = self.pool.reuse_prefix(sequence, tokens, digests)
         if not isinstance(self.states, StatePool) or not length:
             return length
         digests, num_blocks = sequence.block_digests, len(sequence.block_digests)

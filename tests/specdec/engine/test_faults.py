@@ -98,10 +98,30 @@ def test_a_forward_pass_that_runs_out_of_memory_ends_the_one_at_fault(
     failing_forward.append(torch.OutOfMemoryError("CUDA out of memory"))
     faulty = service(False, False)
     assert_only_the_poison_fails(collect(faulty, cases(temperature)), wanted, num_tokens=0)
-    assert faulty.target.report()["num_failed_steps"] == 3  # all of them, and the one alone twice
+    report = faulty.target.report()
+    assert (report["num_errors"], report["num_failed_steps"], report["num_suspects"]) == (1, 0, 0)
     assert faulty.drafter is not None
     assert faulty.drafter.report()["num_skipped_sequences"] <= 1
     assert faulty.target._backend.gauges()["num_cached_sequences"] == 0
+
+
+def test_a_step_too_large_for_memory_is_tried_again_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than 10 tokens at once do not fit: nobody is suspected, no token is lost, and later steps are small."""
+    wanted = collect(service(False, False), cases(0.0))
+    forward, sizes = ModelRunner.forward, list[int]()
+
+    def fail(self: ModelRunner, rows: Sequence[RowInput]) -> Tensor:
+        sizes.append(sum(len(row.tokens) for row in rows))
+        if sizes[-1] > 10:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(self, rows)
+
+    monkeypatch.setattr(ModelRunner, "forward", fail)
+    scarce = service(False, False)
+    assert [output.tokens for output in collect(scarce, cases(0.0))] == [output.tokens for output in wanted]
+    report = scarce.target.report()
+    assert (report["num_errors"], report["num_failed_steps"], report["num_suspects"]) == (0, 0, 0)
+    assert 1 <= sum(size > 10 for size in sizes) < 12
 
 
 @pytest.mark.parametrize(

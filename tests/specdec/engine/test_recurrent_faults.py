@@ -105,8 +105,9 @@ def test_tokens_read_again_are_counted_up_only() -> None:
     tokens = [rng.randrange(3, VOCAB_SIZE) for _ in range(90)]
 
     def read(key: str, wanted: list[int]) -> None:
-        sequence = states.prepare(key, wanted, 0, b"", (False, 0.0, key))
-        assert sequence is not None
+        states.want(key, wanted, 0, b"", (False, 0.0, key))
+        assert states.allocate(key) is not None
+        sequence = states.sequence(key)
         runner.forward([RowInput(sequence, wanted[len(sequence) :], 1)])
 
     read("one", [*tokens[:20], *(5 for _ in range(40))])

@@ -1,0 +1,285 @@
+"""What a step computes: which sequences, how many tokens of each, and how many draft tokens after them.
+
+Arithmetic over ids and counts. The cache behind it (:class:`KVCache`) says what is computed already and finds room;
+nothing here knows a model, a tensor or a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+_STEPS_UNTIL_LARGER = 64
+"""Steps after which a budget that was halved, because memory ran out, is doubled again."""
+
+
+class Request(NamedTuple):
+    """What a sequence wants of a step.
+
+    Attributes:
+        key: The sequence.
+        num_tokens: Length that its cache should reach, at least 1. The last token is always computed anew.
+        num_draft_tokens: Draft tokens that should be computed after them in the same step.
+    """
+
+    key: str
+    num_tokens: int
+    num_draft_tokens: int = 0
+
+
+class ScheduledRow(NamedTuple):
+    """A request's part in a step.
+
+    Attributes:
+        request: Index of the request.
+        num_computed_tokens: Tokens whose keys and values are cached.
+        num_new_tokens: Tokens of the request that are computed now, at least 1.
+        num_draft_tokens: Draft tokens after them; 0 unless the new tokens are the request's last.
+    """
+
+    request: int
+    num_computed_tokens: int
+    num_new_tokens: int
+    num_draft_tokens: int
+
+
+class CachedPrefix(NamedTuple):
+    """The part of a sequence that the prefix cache has.
+
+    Attributes:
+        num_tokens: Tokens that need not be computed.
+        next_block: Content hash of the first block that is missing; None if there is no such full block, or the
+            sequence shares no prefixes.
+    """
+
+    num_tokens: int
+    next_block: Hashable | None = None
+
+
+class KVCache(Protocol):
+    """Memory for sequences, as the scheduler sees it. Keys are those of the step's requests."""
+
+    def num_computed_tokens(self, key: str) -> int:
+        """Tokens that a sequence holds in the cache, always fewer than it wants; 0 if it holds nothing."""
+        ...
+
+    def find_prefix(self, key: str) -> CachedPrefix:
+        """What a sequence that holds nothing would find in the prefix cache. Takes nothing."""
+        ...
+
+    def allocate(self, key: str) -> int | None:
+        """Make room for all of a sequence's tokens, taking it from later sequences, the last first.
+
+        Returns:
+            The number of its tokens that are computed already, prefix reuse included; None if there is no room.
+            Then nothing has changed.
+        """
+        ...
+
+    def extend(self, key: str, length: int) -> bool:
+        """Make room for ``length`` tokens in all, taking it from nobody. False if there is none."""
+        ...
+
+    def blocks(self, key: str, start: int, stop: int) -> Iterable[Hashable]:
+        """Content hashes of the full blocks that positions [start, stop) lie in; none where none are shared."""
+        ...
+
+
+class Scheduler:
+    """Fills each step from the requests that there are, in order of arrival.
+
+    - A step has at most ``max_num_seqs`` rows and ``max_num_batched_tokens`` tokens. The first ``max_num_seqs``
+      requests compete for it. Later ones wait, so that those that decode never starve a prompt among the first.
+    - Each sequence that decodes gets a token. What is left is for draft tokens and for prompts: half each if both
+      can use it. Prompts are read in chunks.
+    - A prompt is long if a whole step is too short for it. Long prompts take half of what all prompts get while there
+      are short ones, so that nobody waits for the whole of a long prompt. At most one long prompt has a part of a
+      step, unless it leaves room for the next.
+    - A prompt waits while another sequence computes the next block that both have in common, then takes it from the
+      prefix cache.
+    - Memory is given in order of arrival. The sequence that arrived last is preempted first.
+
+    Args:
+        max_num_batched_tokens: Most tokens in a step, at least 1.
+        max_num_seqs: Most rows in a step, at least 1. A budget of fewer tokens has no more rows than tokens.
+        max_decode_tokens: A sequence that lacks at most so many tokens decodes. A drafter catches up with a few.
+
+    Raises:
+        ValueError: A limit is less than 1.
+    """
+
+    def __init__(self, max_num_batched_tokens: int, max_num_seqs: int, *, max_decode_tokens: int = 1) -> None:
+        if min(max_num_batched_tokens, max_num_seqs, max_decode_tokens) < 1:
+            raise ValueError("max_num_batched_tokens, max_num_seqs and max_decode_tokens must be at least 1")
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self._max_decode_tokens = max_decode_tokens
+        self._budget = max_num_batched_tokens
+        self._num_steps = 0
+        self._num_steps_at_budget = 0
+
+    @property
+    def budget(self) -> int:
+        """Most tokens in the next step: ``max_num_batched_tokens``, or less after memory ran out."""
+        return self._budget
+
+    def schedule(self, requests: Sequence[Request], cache: KVCache) -> list[ScheduledRow]:
+        """Choose what the next step computes.
+
+        Args:
+            requests: In order of arrival; no key twice.
+            cache: Holds what earlier steps computed. Room for the chosen rows is allocated when this returns.
+
+        Returns:
+            A row for each request that gets on, in the order of the requests.
+        """
+        self._begin_step()
+        requests = requests[: min(self.max_num_seqs, self._budget)]
+        return _Step(requests, cache, self._budget, self._max_decode_tokens).rows(self._num_steps)
+
+    def halve(self, num_tokens: int) -> bool:
+        """A step of ``num_tokens`` tokens ran out of memory: the next ones have at most half as many, for a while.
+
+        Returns:
+            False if the step had a single token: its sequence is at fault, and the budget is whole again.
+        """
+        self._num_steps_at_budget = 0
+        self._budget = num_tokens // 2 if num_tokens > 1 else self.max_num_batched_tokens
+        return num_tokens > 1
+
+    def _begin_step(self) -> None:
+        self._num_steps += 1
+        self._num_steps_at_budget += 1
+        if self._budget < self.max_num_batched_tokens and self._num_steps_at_budget > _STEPS_UNTIL_LARGER:
+            self._budget = min(2 * self._budget, self.max_num_batched_tokens)
+            self._num_steps_at_budget = 0
+
+
+class _Step:
+    """One step while it is filled.
+
+    Args:
+        requests: Those that compete for it.
+        cache: Holds what is computed, and has room.
+        budget: Most tokens.
+        max_decode_tokens: Of a sequence that decodes.
+    """
+
+    def __init__(self, requests: Sequence[Request], cache: KVCache, budget: int, max_decode_tokens: int) -> None:
+        self._requests, self._cache, self._budget = requests, cache, budget
+        held = [cache.num_computed_tokens(request.key) for request in requests]
+        self._prefixes = [None if n else cache.find_prefix(r.key) for r, n in zip(requests, held, strict=True)]
+        found = [n if prefix is None else prefix.num_tokens for n, prefix in zip(held, self._prefixes, strict=True)]
+        self._unread = [request.num_tokens - n for request, n in zip(requests, found, strict=True)]
+        self._decodes = [unread <= max_decode_tokens for unread in self._unread]
+        self._computing: set[Hashable] = set()
+
+    def rows(self, turn: int) -> list[ScheduledRow]:
+        rows: list[ScheduledRow] = []
+        left, prompts = self._budget, _PromptShare(self._prompt_budget(), self._budget, self._prompts())
+        num_to_decode = sum(self._decodes)
+        for index, request in enumerate(self._requests):
+            num_to_decode -= self._decodes[index]
+            most = min(left - num_to_decode, self._unread[index])
+            if not self._decodes[index]:
+                most = min(most, prompts.take_turn(self._unread[index]))
+            if most <= 0 or self._must_wait(index):
+                continue
+            num_computed = self._cache.allocate(request.key)
+            if num_computed is None:
+                continue
+            count = min(most, request.num_tokens - num_computed)
+            rows.append(ScheduledRow(index, num_computed, count, 0))
+            left -= count
+            if not self._decodes[index]:
+                prompts.spend(count)
+                self._computing.update(self._cache.blocks(request.key, num_computed, num_computed + count))
+        return self._with_drafts(rows, left, turn)
+
+    def _prompts(self) -> list[int]:
+        return [unread for unread, decodes in zip(self._unread, self._decodes, strict=True) if not decodes]
+
+    def _prompt_budget(self) -> int:
+        """Tokens for all prompts: what decoding leaves, or half of it if drafts can use the other half."""
+        num_decoded = sum(unread for unread, decodes in zip(self._unread, self._decodes, strict=True) if decodes)
+        num_drafted = sum(
+            r.num_draft_tokens for r, decodes in zip(self._requests, self._decodes, strict=True) if decodes
+        )
+        left = max(0, self._budget - num_decoded)
+        return left - min(num_drafted, left // 2)
+
+    def _must_wait(self, index: int) -> bool:
+        """Whether a sequence has lost its cache in this step, or another one computes the block that it needs next."""
+        prefix = self._prefixes[index]
+        if prefix is None:
+            return not self._cache.num_computed_tokens(self._requests[index].key)
+        return prefix.next_block is not None and prefix.next_block in self._computing
+
+    def _with_drafts(self, rows: list[ScheduledRow], left: int, turn: int) -> list[ScheduledRow]:
+        """Share what is left among drafts, as far as there is memory for them."""
+        places = [place for place, row in enumerate(rows) if self._wants_drafts(row)]
+        wanted = [self._requests[rows[place].request].num_draft_tokens for place in places]
+        for place, count in zip(places, shares(wanted, left, turn), strict=True):
+            request = self._requests[rows[place].request]
+            while count and not self._cache.extend(request.key, request.num_tokens + count):
+                count -= 1
+            rows[place] = rows[place]._replace(num_draft_tokens=count)
+        return rows
+
+    def _wants_drafts(self, row: ScheduledRow) -> bool:
+        request = self._requests[row.request]
+        is_last = row.num_computed_tokens + row.num_new_tokens == request.num_tokens
+        return is_last and request.num_draft_tokens > 0
+
+
+def shares(wanted: Sequence[int], total: int, turn: int) -> list[int]:
+    """Divide ``total`` draft tokens evenly: all get up to the same number, and the rest goes around by turns.
+
+    A draft that is shorter by itself is not cut, or cut where it would have been: under the rejection rule the number
+    of tokens that are tested must not depend on what they are.
+
+    Args:
+        wanted: By each draft, at least 1.
+        total: At most so many in all, at least 0.
+        turn: Number of the step.
+    """
+    most, left = 0, total
+    for num_smaller, count in enumerate(sorted(wanted)):
+        most = left // (len(wanted) - num_smaller)
+        if count > most:
+            break
+        left -= count
+    given = [min(count, most) for count in wanted]
+    larger = [i for i, count in enumerate(wanted) if count > most]
+    for number in range(min(total - sum(given), len(larger))):
+        given[larger[(number + turn) % len(larger)]] += 1
+    return given
+
+
+class _PromptShare:
+    """Divides the prompts' tokens of a step between long and short prompts.
+
+    Args:
+        budget: Tokens for all of them.
+        step_tokens: A prompt that lacks more is long.
+        unread: Tokens that each of them lacks, in order of arrival.
+    """
+
+    def __init__(self, budget: int, step_tokens: int, unread: Sequence[int]) -> None:
+        self._left, self._half, self._step_tokens = budget, budget // 2, step_tokens
+        self._waiting = {True: 0, False: 0}
+        for count in unread:
+            self._waiting[self._is_long(count)] += count
+
+    def take_turn(self, unread: int) -> int:
+        """Most tokens for the next prompt: all that is left, less what waiting ones of the other kind get."""
+        is_long = self._is_long(unread)
+        self._waiting[is_long] -= unread
+        return self._left - min(self._waiting[not is_long], self._half)
+
+    def spend(self, count: int) -> None:
+        """A prompt has taken so many tokens."""
+        self._left -= count
+
+    def _is_long(self, unread: int) -> bool:
+        return unread > self._step_tokens

@@ -1,0 +1,136 @@
+"""The scheduler alone: its properties over random traffic, and what a burst, a long prompt and short memory come to."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdec.engine.scheduler import Request, Scheduler, shares
+from tests.specdec.engine.simulator import Arrival, Simulator, percentile
+
+BLOCK_SIZE = 4
+BUDGETS = st.integers(1, 40)
+
+arrivals = st.builds(
+    Arrival,
+    arrival_s=st.floats(0.0, 30.0),
+    prompt=st.tuples(st.integers(0, 2), st.integers(1, 60)).map(lambda kind: (kind[0],) * kind[1]),
+    num_output_tokens=st.integers(1, 12),
+    num_draft_tokens=st.integers(0, 6),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(arrivals, min_size=1, max_size=12), BUDGETS, st.integers(1, 12), st.integers(20, 60), st.integers(0, 9))
+def test_limits_hold_nobody_starves_and_blocks_are_conserved(
+    traffic: list[Arrival], budget: int, max_num_seqs: int, num_blocks: int, acceptance: int
+) -> None:
+    """The pool has room for one sequence at least: preemption must bring each to its end."""
+    scheduler = Scheduler(budget, max_num_seqs)
+    world = Simulator(scheduler, num_blocks, BLOCK_SIZE, acceptance=acceptance / 10)
+    for step in world.run(traffic):
+        assert 0 < step.num_tokens <= budget
+        assert step.num_rows <= max_num_seqs
+        assert world.pool.num_in_use + world.pool.num_free == num_blocks
+        assert all(row.num_new_tokens >= 1 for row in step.rows)
+    assert all(sequence.is_done for sequence in world.sequences)
+    assert world.pool.num_in_use == 0
+
+
+@given(st.lists(st.integers(1, 9), max_size=8), st.integers(0, 40), st.integers(0, 9))
+def test_drafts_get_even_shares_and_what_a_short_one_leaves(wanted: list[int], total: int, turn: int) -> None:
+    given_ = shares(wanted, total, turn)
+    assert sum(given_) == min(total, sum(wanted))
+    assert all(0 <= count <= want for count, want in zip(given_, wanted, strict=True))
+    cut = [count for count, want in zip(given_, wanted, strict=True) if count < want]
+    assert not cut or max(given_) - min(cut) <= 1
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 40), st.integers(0, 9), st.integers(1, 9))
+def test_a_draft_that_ends_early_is_tested_as_far_as_a_longer_one(
+    wanted: list[int], total: int, turn: int, shorter: int
+) -> None:
+    """Else the tokens of a draft would decide how many of its positions are tested, which biases rejection sampling."""
+    longer = shares(wanted, total, turn)[0]
+    early = min(shorter, wanted[0])
+    assert shares([early, *wanted[1:]], total, turn)[0] == min(early, longer)
+
+
+def test_a_burst_computes_its_common_prefix_once() -> None:
+    prompt = tuple(range(2000))
+    traffic = [Arrival(0.0, prompt, 1) for _ in range(16)]
+    world = Simulator(Scheduler(256, 64), 4000, 16)
+    assert sum(step.num_tokens for step in world.run(traffic)) == 2000 + 15 * 16
+
+
+def test_a_burst_behind_one_system_prompt_computes_that_once() -> None:
+    common = tuple(range(2000))
+    traffic = [Arrival(0.0, (*common, *range(10_000 + 50 * i, 10_050 + 50 * i)), 1) for i in range(16)]
+    world = Simulator(Scheduler(256, 64), 4000, 16)
+    assert sum(step.num_tokens for step in world.run(traffic)) == 2000 + 16 * 50
+
+
+def test_who_waits_for_anothers_block_holds_no_memory_and_goes_on_if_that_one_leaves() -> None:
+    prompt = tuple(range(160))
+    world = Simulator(Scheduler(64, 8), 100, 16)
+    steps = world.run([Arrival(0.0, prompt, 1), Arrival(0.0, prompt, 1)])
+    next(steps)
+    assert world.pool.num_in_use == 10, "the first prompt's blocks alone"
+    world.cancel(0)
+    assert sum(step.num_tokens for step in steps) == 160 - 64, "the second goes on where the first has left"
+
+
+def test_a_long_prompt_holds_up_no_short_one() -> None:
+    """32 short prompts behind one of 100k tokens: their first tokens come within a few steps, and it still gets on."""
+    shorts = [Arrival(0.0, tuple(range(500 * i, 500 * i + 500)), 4) for i in range(1, 33)]
+    world = Simulator(Scheduler(2048, 64), 20_000, 16)
+    steps = list(world.run([Arrival(0.0, tuple(range(1_000_000, 1_100_000)), 1), *shorts]))
+    first = [min(n for n, step in enumerate(steps) if i in step.decided) for i in range(33)]
+    assert max(first[1:]) <= 16, "half of each step is theirs: 32 x 500 tokens"
+    assert first[0] <= 100_000 // 2048 + 16
+    alone = [step.tokens_of(0) for step in steps[:15]]
+    assert min(alone) >= 1024 - 64
+
+
+def test_prompts_are_read_in_order_of_arrival() -> None:
+    world = Simulator(Scheduler(20, 8), 100, 4)
+    steps = list(world.run([Arrival(0.0, tuple(range(8 * i, 8 * i + 8)), 1) for i in range(6)]))
+    assert [step.decided for step in steps] == [[0, 1], [2, 3, 4], [5]]
+
+
+def test_the_last_to_arrive_is_preempted_first_and_ends_all_the_same() -> None:
+    """Two sequences that fit each alone: the second loses its blocks to the first, then has them again."""
+    world = Simulator(Scheduler(64, 8), 6, 4)
+    steps = list(world.run([Arrival(0.0, (1,) * 8, 12), Arrival(0.0, (2,) * 8, 12)]))
+    ends = Counter({i: n for n, step in enumerate(steps) for i in step.decided})
+    assert ends[0] < ends[1]
+    assert world.states.num_evictions >= 1
+
+
+def test_a_step_that_ran_out_of_memory_is_halved_and_grows_again() -> None:
+    scheduler = Scheduler(64, 64)
+    assert scheduler.halve(64)
+    assert scheduler.budget == 32
+    assert scheduler.halve(20)
+    assert scheduler.budget == 10
+    world = Simulator(scheduler, 1000, 16)
+    sizes = [step.num_tokens for step in world.run([Arrival(0.0, tuple(range(6000)), 1)])]
+    assert sizes[0] == 10
+    assert max(sizes) == 64
+    scheduler.halve(2)
+    assert not scheduler.halve(1)
+    assert scheduler.budget == 64, "who ran out of memory alone does not slow down the others"
+
+
+def test_limits_are_at_least_one() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        Scheduler(0, 1)
+    assert Scheduler(4, 100).max_num_seqs == 4
+    assert Scheduler(8, 1).schedule([Request("a", 3)], Simulator(Scheduler(8, 1), 4, 4).cache_of({"a": (1, 2, 3)}))
+
+
+def test_percentiles_are_of_the_sorted_values() -> None:
+    assert [percentile([3.0, 1.0, 2.0], p) for p in (0, 50, 100)] == [1.0, 2.0, 3.0]
