@@ -24,7 +24,8 @@ def make_overlap(
 ) -> OverlapService:
     plan = Plan(num_draft_tokens, num_branches, acceptance_rate=0.5, num_siblings=num_siblings)
     target = backend(ModelTarget, make_model("llama"))
-    return OverlapService(target, backend(ModelDrafter, make_draft("llama", NOISE), **options), plan, draft_steps)
+    drafter = backend(ModelDrafter, make_draft("llama", NOISE), chunk=128, **options)
+    return OverlapService(target, drafter, plan, draft_steps)
 
 
 def ahead_at_random(seed: int) -> Callable[[], int]:
