@@ -170,15 +170,15 @@ class ModelDrafter:
         placed = self._schedule(jobs, results)
         if not placed:
             return results
-        logits = self._runner.forward([row for _, row in placed])
+        logits = self._runner.forward([row for _, _, row in placed])
         deciding: list[_Deciding] = []
         num_logits = 0
-        for number, (i, row) in enumerate(placed):
+        for number, (i, job, row) in enumerate(placed):
             results[i] = _PREFILLING
             if number in self._runner.spoilt_rows:
                 results[i] = _FAILED
             else:
-                self._states.keep_prefix(jobs[i].key, jobs[i].num_committed)
+                self._states.keep_prefix(job.key, job.num_committed)
                 if row.num_logits:
                     deciding.append(_Deciding(i, jobs[i], jobs[i].tokens, num_logits, row.num_logits))
             num_logits += row.num_logits
@@ -206,8 +206,8 @@ class ModelDrafter:
                 else:
                     one.append(drawn)
 
-    def _schedule(self, jobs: Sequence[DraftJob], results: list[Proposal]) -> list[tuple[int, RowInput]]:
-        """What is forwarded in this step, as rows with the indices of their jobs; fills in results that need none."""
+    def _schedule(self, jobs: Sequence[DraftJob], results: list[Proposal]) -> list[tuple[int, DraftJob, RowInput]]:
+        """What is forwarded: index, job in the model's own vocabulary, row. Fills in results that need none."""
         self._states.begin_step()
         self._step = {}
         able: list[tuple[int, DraftJob]] = []
@@ -225,10 +225,10 @@ class ModelDrafter:
                 able.append((i, job))
                 requests.append(Request(job.key, len(job.tokens), self._num_ahead(job)))
         chosen = self._scheduler.schedule(requests, self._states)
-        placed = [(able[row.request][0], self._row(able[row.request][1], row)) for row in chosen]
-        self._step = {jobs[i].key: len(row.tokens) for i, row in placed}
+        placed = [(*able[row.request], self._row(able[row.request][1], row)) for row in chosen]
+        self._step = {job.key: len(row.tokens) for _, job, row in placed}
         # Rows with the same adapter lie behind one another.
-        placed.sort(key=lambda entry: -1 if entry[1].adapter is None else entry[1].adapter)
+        placed.sort(key=lambda entry: -1 if entry[2].adapter is None else entry[2].adapter)
         return placed
 
     def _want(self, job: DraftJob) -> None:
