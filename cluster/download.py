@@ -19,6 +19,8 @@ A = TypeVar("A", bound=AppArgs)
 
 _NEEDED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 """Files of a model on the hub that loading reads."""
+_NOT_NEEDED = ("consolidated*.safetensors",)
+"""The same weights once more, for another library."""
 
 
 def fetch_models(args: A, report: Callable[[str], None]) -> A:
@@ -131,7 +133,9 @@ def _fetch(key: str, name: str, model: ModelConfig, report: Callable[[str], None
     report(f"getting {name}, from the hub or its cache on this machine")
     token = model.token.get_secret_value() if model.token else None
     try:
-        folder = snapshot_download(name, revision=model.revision, token=token, allow_patterns=list(_NEEDED))
+        folder = snapshot_download(
+            name, revision=model.revision, token=token, allow_patterns=list(_NEEDED), ignore_patterns=list(_NOT_NEEDED)
+        )
     except Exception as error:  # a lost connection is the HTTP client's own kind of error
         reason = " ".join(str(error).split())
         raise InvalidParameterError(key, f"{key}: cannot get {name}: {reason}") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, field_validator
@@ -155,6 +155,9 @@ def names(value: Any) -> Any:
     return tuple(name.strip() for name in value.split(",")) if isinstance(value, str) else value
 
 
+SharePrefixes = Literal["key", "group", "all"]
+
+
 class Access(StrictModel):
     """Who may call the service. API keys themselves are no part of the configuration: it is stored, and shown."""
 
@@ -167,6 +170,11 @@ class Access(StrictModel):
     )
     admin_keys: Annotated[tuple[str, ...], BeforeValidator(names)] = Field(
         (), description="names of the API keys that may quantize the models anew, and load adapters; none: nobody may"
+    )
+    share_prefixes: SharePrefixes = Field(
+        "key",
+        description="whose requests share cached prefixes: key: those of one API key; group: those of keys whose names "
+        "begin alike up to a slash, as team/anna and team/ben; all: everybody's; cache_salt still keeps apart",
     )
     metrics_need_key: bool = Field(
         True, description="where there are API keys, ask for one at /metrics too; /health and /live never do"

@@ -38,6 +38,34 @@ RAY_SETTINGS = {
     "OTEL_SERVICE_NAME": "specdec",
 }
 
+_NEEDED = (
+    "RAY_SERVE_USE_GRPC_BY_DEFAULT",
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP",
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",
+)
+"""Of :data:`RAY_SETTINGS` those without which answers are lost, links stall, or GPUs are seen that are others'."""
+
+
+def check_node(environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse to start a replica on a node that was started without the settings that it needs.
+
+    Raises:
+        InvalidParameterError: A variable is not in force there; the message names it, and what it must be.
+    """
+    for name in _NEEDED:
+        needed, value = RAY_SETTINGS[name], environment.get(name)
+        is_enough = name.endswith("_LENGTH") and value is not None and value.isdecimal() and int(value) >= int(needed)
+        if value != needed and not is_enough:
+            has = "is not set" if value is None else f"is {value}"
+            raise InvalidParameterError(
+                name,
+                f"{name} {has} on this node, and must be {needed}: start Ray on every node with the variables of "
+                "environment.env, which specdec render --out writes",
+            )
+
+
 VLLM_SETTINGS = {
     # Its runner V2 takes neither our proposer nor our drafts.
     "VLLM_USE_V2_MODEL_RUNNER": "0",

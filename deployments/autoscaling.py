@@ -145,7 +145,11 @@ class Bounds:
 
 
 def desired_replicas(
-    part: str, loads: Sequence[Load], sequences: float | None = None, limit: float = math.inf
+    part: str,
+    loads: Sequence[Load],
+    sequences: float | None = None,
+    limit: float = math.inf,
+    num_wanted: int | None = None,
 ) -> tuple[int, float]:
     """How many replicas there should be for the load that there is.
 
@@ -160,6 +164,7 @@ def desired_replicas(
         loads: Of each replica that runs; at least one.
         sequences: That one replica is to hold; None for as many as it keeps up with.
         limit: Sequences of one replica at which users were last seen to wait, as this gave it the last time.
+        num_wanted: Replicas that there are to be by now, those that still start among them; None for those that run.
 
     Returns:
         The number, and the limit to give the next time.
@@ -188,7 +193,8 @@ def desired_replicas(
             limit = max(limit, per_replica)
             reasons.append(Bounds.of(held / limit, math.inf, ROOMY / FULL))
     least, most = max(bounds.least for bounds in reasons), max(bounds.most for bounds in reasons)
-    return int(max(1, least if least > count else min(count, most))), limit
+    now = count if num_wanted is None else num_wanted
+    return int(max(1, least if least > now else min(now, most))), limit
 
 
 def _by_time(part: str, loads: Sequence[Load]) -> Bounds:
@@ -234,5 +240,6 @@ class Autoscaler:
             Load(**{name: by_replica.get(replica, 0.0) for name, by_replica in figures.items()})
             for replica in context.running_replicas
         ]
-        number, limit = desired_replicas(self._part, loads, self._sequences, state.get("limit", math.inf))
+        limit = state.get("limit", math.inf)
+        number, limit = desired_replicas(self._part, loads, self._sequences, limit, context.target_num_replicas)
         return number, {"limit": limit}

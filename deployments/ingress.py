@@ -14,7 +14,7 @@ from ray import serve
 from cluster.config import AppArgs
 from cluster.identity import fingerprints
 from cluster.live import set_log_level
-from cluster.settings import api_keys
+from cluster.settings import api_keys, check_node
 from cluster.sources import draft_source, read_template, target_source
 from deployments.adapters import LoadedAdapters, add_adapter_routes, configured_adapters
 from deployments.autoscaling import LONG_QUEUE_S, Report
@@ -65,6 +65,7 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
     def __init__(self, args: AppArgs, router: Any, is_local: bool = False) -> None:
         self._args = self._in_force = args
         self._is_local = is_local
+        check_node()
         set_log_level(args)
         self._keys_file = WatchedFile(args.access.api_keys_file)
         self._router = router
@@ -146,6 +147,7 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
             ui=args.ui == "on",
             send_request_id=False,  # Serve's proxy sends it
             admin_keys=access.admin_keys,
+            share_prefixes=access.share_prefixes,
             unsupported_tools=args.unsupported_tools,
             tracer=serve_tracer(),
         )

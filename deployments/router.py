@@ -11,6 +11,7 @@ from cluster.config import AppArgs
 from cluster.identity import fingerprints
 from cluster.live import set_log_level
 from cluster.replicas import least
+from cluster.settings import check_node
 from deployments.autoscaling import ExposedDrafts, Report
 from deployments.live import LiveKeys
 from deployments.metrics.replica import Measured, ReplicaMetrics
@@ -41,6 +42,7 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
 
     def __init__(self, args: AppArgs, *workers: Any) -> None:
         self._args = self._in_force = args
+        check_node()
         set_log_level(args)
         own = fingerprints(args)
         self._machine = RouterMachine(

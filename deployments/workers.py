@@ -17,7 +17,7 @@ from cluster.config import AppArgs
 from cluster.doubles import emulated_drafter, emulated_target, scripted_pair
 from cluster.identity import fingerprints
 from cluster.live import set_log_level
-from cluster.settings import hide_gpus, prepare_for_vllm
+from cluster.settings import check_node, hide_gpus, prepare_for_vllm
 from cluster.sources import backend_options, draft_source, target_source
 from cluster.startup import startup
 from cluster.vllm import vllm_options
@@ -82,6 +82,7 @@ class TargetServer(_Worker):
 
     def __init__(self, args: AppArgs, num_torch_threads: int, num_gpus: float) -> None:
         self._args = args
+        check_node()
         set_log_level(args)
         torch.set_num_threads(num_torch_threads)
         gpu_share = _gpu_share(num_gpus)
@@ -139,6 +140,7 @@ class DraftServer(_Worker):
         self, args: AppArgs, num_torch_threads: int, num_gpus: float, applications: tuple[str, ...] = ()
     ) -> None:
         self._args = args
+        check_node()
         set_log_level(args)
         torch.set_num_threads(num_torch_threads)
         gpu_share = _gpu_share(num_gpus)

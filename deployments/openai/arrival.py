@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from cluster.limits import SharePrefixes
 from deployments.openai.admission import Ticket
 from deployments.openai.errors import ApiError
 
@@ -67,6 +68,7 @@ class Arrival:
     end_by_s: float = math.inf
     retry_after_s: int = 1
     trace: str = ""
+    share_prefixes: SharePrefixes = "key"
     account: Account = field(default_factory=Account)
 
     @property
@@ -75,11 +77,18 @@ class Arrival:
         return self.account.request_id or self.request_id
 
     def cache_salt(self, wanted: str | None) -> str | None:
-        """With whom cached prefixes are shared: with requests of the same key, and the same salt if one is wanted.
+        """With whom cached prefixes are shared, by ``access.share_prefixes``; and the same salt if one is wanted.
 
-        How fast an answer begins tells whether its prompt was cached: nobody is to learn so what others asked.
+        How fast an answer begins tells whether its prompt was cached: nobody else is to learn so what others asked.
         """
-        return f"{self.caller}:{wanted or ''}" if self.caller or wanted else None
+        group, slash, _ = self.account.key.partition("/")
+        if self.share_prefixes == "all":
+            sharing = ""
+        elif self.share_prefixes == "group" and slash:
+            sharing = f"group {group}"
+        else:
+            sharing = self.caller
+        return f"{sharing}:{wanted or ''}" if sharing or wanted else None
 
     @asynccontextmanager
     async def waiting(self, *, to_begin: bool) -> AsyncIterator[None]:

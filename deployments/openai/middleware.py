@@ -88,7 +88,7 @@ class Arrivals:
 
     def _arrival(self, headers: Headers, trace: str) -> Arrival:
         settings, now_s = self._settings, time.monotonic()
-        given, key = headers.get("x-request-id", ""), headers.get("authorization", "")
+        given = headers.get("x-request-id", "")
         timeouts_s = [
             settings.limits.request_timeout_s or math.inf,
             _wanted_timeout_s(headers.get(_TIMEOUT_HEADER, "")),
@@ -98,13 +98,21 @@ class Arrivals:
             clock_s=now_s,
             waited_s=_waited_s(headers.get(ARRIVED, "")),
             wall_s=time.time(),
-            caller=blake2b(key.encode(), digest_size=16).hexdigest() if key else "",
+            caller=_caller(headers.get("authorization", "")),
+            share_prefixes=settings.share_prefixes,
             begin_by_s=now_s + settings.limits.queue_timeout_s,
             patience_s=settings.limits.queue_timeout_s,
             end_by_s=now_s + min(timeouts_s),
             retry_after_s=settings.limits.retry_after_s,
             trace=trace,
         )
+
+
+def _caller(authorization: str) -> str:
+    """A digest of who calls; the scheme's case and spaces around the key make nobody another."""
+    scheme, _, key = authorization.partition(" ")
+    own = f"Bearer {key.strip()}" if scheme.lower() == "bearer" else authorization
+    return blake2b(own.encode(), digest_size=16).hexdigest() if own else ""
 
 
 def _waited_s(stamp: str) -> float:

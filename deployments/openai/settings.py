@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from cluster.limits import Limits
+from cluster.limits import Limits, SharePrefixes
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -35,6 +35,7 @@ class ApiSettings:
         ui: Serve the page ``/ui``.
         send_request_id: Send ``x-request-id`` in answers; off where a proxy in front does it.
         admin_keys: Names of the API keys that may administer.
+        share_prefixes: Whose requests share cached prefixes.
         tracer: Makes the spans of requests; None where nobody traces.
     """
 
@@ -50,4 +51,5 @@ class ApiSettings:
     ui: bool = False
     send_request_id: bool = True
     admin_keys: tuple[str, ...] = ()
+    share_prefixes: SharePrefixes = "key"
     tracer: Tracer | None = None

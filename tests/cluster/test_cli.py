@@ -72,6 +72,7 @@ EXAMPLES = {
     "limits.stream_comment_every_s": 7.5,
     "access.api_keys_file": "keys.txt",
     "access.admin_keys": "alice, bob",
+    "access.share_prefixes": "group",
     "access.metrics_need_key": False,
     "access.allowed_origins": "https://a.example, https://b.example:8443",
     "access.allow_unauthenticated_ray": True,

@@ -4,6 +4,7 @@ import httpx2
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 
 from cluster.config import AppArgs
 from cluster.download import check_models, fetch_models
@@ -51,6 +52,9 @@ def test_the_hub_is_asked_for_the_revision_with_the_token(monkeypatch):
     assert AppArgs.model_validate(pinned.model_dump(exclude_unset=True)).target.revision == commit
     ((name, options),) = asked
     assert (name, options["revision"], options["token"]) == ("some/target", "v2", "hf_secret")
+    patterns = {name: options[name] for name in ("allow_patterns", "ignore_patterns")}
+    files = ["model.safetensors", "consolidated.safetensors", "config.json", "pytorch_model.bin"]
+    assert list(filter_repo_objects(files, **patterns)) == ["model.safetensors", "config.json"]
     assert len(lines) == 1
     assert "some/target" in lines[0]
 

@@ -256,6 +256,7 @@ def test_serve_gets_a_policy_with_bounds_and_delays() -> None:
     assert policy(context({}, ["a"], 2)) == (2, {}), "nobody has told anything"
     assert policy_of(count, "draft")(context({}, [], 0)) == (0, {})
     assert policy(context({"a": Load(8, busy=1, users_wait=1)}, ["a"], 1)) == (2, {"limit": 8})
+    assert policy(context({"a": Load(4, busy=1)}, ["a"], 2))[0] == 2, "the second one still starts, and is needed"
 
 
 async def test_serve_is_told_what_a_replica_had_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

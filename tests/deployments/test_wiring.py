@@ -13,9 +13,11 @@ import pytest
 import specdec.demo
 from cluster.config import AppArgs
 from cluster.identity import fingerprints
-from deployments import router, workers
+from cluster.settings import RAY_SETTINGS, check_node
+from deployments import ingress, router, workers
 from deployments.autoscaling import Load
 from deployments.metrics.replica import Measured
+from specdec.errors import InvalidParameterError
 from specdec.protocol.messages import Alive, Submit
 from specdec.sampling.params import SamplingParams, SequenceSpec
 
@@ -31,6 +33,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         found.clear()
         found.update(keywords, machine=machine)
 
+    for name, value in RAY_SETTINGS.items():
+        monkeypatch.setenv(name, value)
     for module in (workers, router):
         monkeypatch.setattr(module, "replica_id", lambda: "me")
         monkeypatch.setattr(module, "set_log_level", lambda args: None)
@@ -158,3 +162,30 @@ async def test_a_router_tells_how_late_the_drafts_of_its_targets_are(started: di
         server._exposed._at_s = float("-inf")  # a second later
         await server._report()
     assert await server.exposed_draft_share() == pytest.approx(0.25)
+
+
+NAME = "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH"
+
+
+@pytest.mark.parametrize(("value", "is_enough"), [(None, False), ("4194304", False), ("", False), (str(1 << 30), True)])
+def test_a_node_without_the_settings_of_its_environment_is_refused(
+    started: dict[str, Any], monkeypatch: pytest.MonkeyPatch, value: str | None, is_enough: bool
+) -> None:
+    check_node()
+    if value is None:
+        monkeypatch.delenv(NAME)
+    else:
+        monkeypatch.setenv(NAME, value)
+    args = AppArgs.model_validate({"scripted": {"acceptance_rate": 0.5}})
+    starts = (lambda: workers.TargetServer(args, 1, 1.0), lambda: router.SpeculationRouter(args))
+    for start in (
+        *starts,
+        lambda: workers.DraftServer(args, 1, 1.0),
+        lambda: ingress.OpenAIIngress.__mro__[1](args, None),
+    ):
+        if is_enough:
+            check_node()
+            continue
+        with pytest.raises(InvalidParameterError, match="must be 268435456: start Ray on every node") as caught:
+            start()
+        assert caught.value.parameter == NAME

@@ -24,7 +24,8 @@ DRAFTS = ("--num-speculative-tokens", "4")
 CACHE = ("--max-model-len", "1024", "--target-kv-memory", "256MiB")
 """Of the demo target: room for 10,800 tokens."""
 SLOTS = "--limits-max-concurrent-requests=16"
-DELAYS = "upscale_delay_s: 1, downscale_delay_s: 2"
+DELAYS = "upscale_delay_s: 1, downscale_delay_s: 20"
+STAGGER_S = 0.5
 SHORT_TOKENS, LONG_TOKENS = 220, 900
 NUM_SHORT, NUM_LONG = 12, 2
 """Streams that differ. The long ones fit into one cache together."""
@@ -137,6 +138,7 @@ def _load(streams: Streams, at_once: int, ran: list[tuple[int, Stream]]) -> Iter
     is_over = threading.Event()
 
     def one_after_the_other(first: int) -> None:
+        time.sleep(first * STAGGER_S)  # else all would end in the same moment, and nobody would wait for a while
         i = first
         while not is_over.is_set():
             ran.append((i % NUM_SHORT, streams.run(i % NUM_SHORT)))

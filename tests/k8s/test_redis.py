@@ -12,7 +12,7 @@ import pytest
 from tests.integration.running import eventually, free_port
 from tests.k8s.overlays import built, of_kind
 
-PASSWORD = "a$b`c"
+PASSWORD = "a$b`c d\"e\\f'"
 
 
 def asked(port: int, *commands: str) -> str:
@@ -29,7 +29,7 @@ def asked(port: int, *commands: str) -> str:
 def test_it_asks_for_the_password_and_ends_at_sigterm_with_what_it_was_told(tmp_path: Path) -> None:
     (redis,) = of_kind(built("prod"), "StatefulSet")
     (container,) = redis["spec"]["template"]["spec"]["containers"]
-    port = free_port()
+    port, quoted = free_port(), '"' + PASSWORD.replace("\\", "\\\\").replace('"', '\\"') + '"'
     here = f"dir {tmp_path}\nbind 127.0.0.1\nport {port}"
     (script,) = container["args"]
     assert script.count("dir /data") == 1
@@ -40,7 +40,7 @@ def test_it_asks_for_the_password_and_ends_at_sigterm_with_what_it_was_told(tmp_
         try:
             eventually(lambda: asked(port, "PING"), 30, "Redis listens")
             assert asked(port, "GET k").startswith("-NOAUTH")
-            assert told in asked(port, f"AUTH {PASSWORD}", "GET k", "SET k v")
+            assert told in asked(port, f"AUTH {quoted}", "GET k", "SET k v")
             server.terminate()
             assert server.wait(30) == 0
             assert asked(port, "PING") == "", "it went on behind the shell"

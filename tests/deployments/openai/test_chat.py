@@ -4,6 +4,12 @@ from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
+from prometheus_client import CollectorRegistry
+from starlette.datastructures import Headers
+
+from deployments.openai.middleware import Arrivals
+from deployments.openai.observer import Observer
+from deployments.openai.settings import ApiSettings
 
 from .conftest import MAX_MODEL_LEN, TEXT, Bench
 
@@ -100,3 +106,32 @@ async def test_prefixes_are_shared_only_within_a_key_and_a_salt(bench: Bench, cl
     assert salts[0] == salts[1]
     assert len(set(salts)) == 5
     assert not any("Bearer" in salt for salt in salts)
+
+
+@pytest.mark.parametrize(
+    ("share", "first", "second", "are_shared"),
+    [
+        ("key", ("", "Bearer k"), ("", "bearer  k "), True),
+        ("key", ("", "Bearer k"), ("", "Basic k"), False),
+        ("key", ("team/a", "Bearer k"), ("team/b", "Bearer l"), False),
+        ("group", ("team/a", "Bearer k"), ("team/b", "Bearer l"), True),
+        ("group", ("team/a", "Bearer k"), ("other/a", "Bearer l"), False),
+        ("group", ("team", "Bearer k"), ("team/a", "Bearer l"), False),
+        ("group", ("a", "Bearer k"), ("b", "Bearer l"), False),
+        ("all", ("a", "Bearer k"), ("", ""), True),
+    ],
+)
+def test_prefixes_are_shared_as_the_operator_says(
+    share: Any, first: tuple[str, str], second: tuple[str, str], are_shared: bool
+) -> None:
+    settings = ApiSettings(share_prefixes=share)
+    arrivals = Arrivals(None, settings, Observer(CollectorRegistry()))  # type: ignore[arg-type]
+
+    def salt(name: str, authorization: str, wanted: str | None = None) -> str | None:
+        arrival = arrivals._arrival(Headers({"authorization": authorization}), "")
+        arrival.account.key = name
+        return arrival.cache_salt(wanted)
+
+    assert (salt(*first) == salt(*second)) == are_shared
+    assert (salt(*first, "s") == salt(*second, "s")) == are_shared
+    assert salt(*first, "s") not in (salt(*first), salt(*first, "t")), "salts keep apart in any case"
