@@ -70,6 +70,8 @@ EXAMPLES = {
     "limits.request_timeout_s": 120,
     "limits.stream_headers_after_s": 4.5,
     "limits.stream_comment_every_s": 7.5,
+    "limits.max_logprobs": 5,
+    "limits.max_prompt_logprobs_tokens": 4096,
     "access.api_keys_file": "keys.txt",
     "access.admin_keys": "alice, bob",
     "access.share_prefixes": "group",
