@@ -106,7 +106,7 @@ class Watch:
         """A process has sent a message; whether or not it arrives, it may have given credit."""
         match message:
             case Open(seq, inc, spec=spec) if peer.startswith("T") or spec.model == "draft":
-                self._grant(seq, inc, len(message.tokens))
+                self._grant(seq, inc, len(message.prompt) + len(message.output))
                 self.num_opens[seq] += not is_hostile
             case Submit(seq):
                 self.num_opens[seq] += not is_hostile
