@@ -120,9 +120,7 @@ def test_one_of_many_is_found_by_halves():
 def test_a_group_that_another_worker_failed_with_has_a_step_of_its_own_first():
     machine = machine_of(Oracle(), "ab")
     for name in "cd":
-        opening = open_message(seq=name, plan=Plan(0))
-        opening = type(opening)(*[getattr(opening, field) for field in opening.__struct_fields__[:-1]], "R/1")
-        machine.receive(opening, 0.0)
+        machine.receive(structs.replace(open_message(seq=name, plan=Plan(0)), suspects="R/1"), 0.0)
     machine.step(0.0)
     announced = machine.take_outbox()["R"]
     assert [(message.seq, message.tokens, message.finish) for message in announced] == [
