@@ -155,8 +155,8 @@ class Streams:
 
 def _events(lines: Iterator[str]) -> Iterator[dict]:
     for line in lines:
-        data = line.removeprefix("data: ")
-        if data and data != "[DONE]":
+        field, _, data = line.partition(": ")  # of a comment it is empty
+        if field == "data" and data != "[DONE]":
             yield json.loads(data)
 
 
