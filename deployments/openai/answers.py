@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from deployments.openai.context import Api
@@ -19,7 +18,7 @@ from deployments.openai.errors import ClientGoneError, api_error
 from deployments.openai.generation import Generation, SampleDelta
 from deployments.openai.job import Job
 from deployments.openai.messages import Json
-from deployments.openai.writing import Event, Writer
+from deployments.openai.writing import Event, Writer, json_bytes
 
 WARNING = "x-specdec-warning"
 """Header of an answer that is whole and right, and of which something else failed."""
@@ -60,7 +59,8 @@ async def _whole(api: Api, job: Job, writer: Writer) -> Response:
         count = _num_prompt_ids(job) + sum(_num_entries(job, delta) for delta in choices.values())
         body = await api.write(count, write)
         warning = await writer.settle(generation)
-        response = await api.write(count, lambda: JSONResponse(body))
+        written = await api.write(count, partial(json_bytes, body))
+        response = Response(written, media_type="application/json")
         if warning:
             response.headers[WARNING] = warning
         for index, choice in choices.items():

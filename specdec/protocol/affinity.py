@@ -39,9 +39,14 @@ class CachedPrefixes:
     def __init__(self, most_blocks: int = MOST_BLOCKS) -> None:
         self._most_blocks = most_blocks
         self._blocks: OrderedDict[int, None] = OrderedDict()
+        self._newest: tuple[int, int] | None = None
 
     def add(self, digests: Sequence[int]) -> None:
         """A sequence with these prefixes was given to the worker."""
+        newest = (len(digests), digests[-1]) if digests else None
+        if newest == self._newest:  # the samples of a prompt end one after the other
+            return
+        self._newest = newest
         for digest in reversed(digests):  # of a prefix its end is forgotten first: without its beginning it is no use
             self._blocks[digest] = None
             self._blocks.move_to_end(digest)

@@ -119,9 +119,9 @@ class Dispatcher:
         session.end_span()
         self._probation.leave(session)
         has_output = len(session.log) > session.spec.output_start
+        if has_output and session.finish != "error":
+            self.workers.has_read(session)
         for link in session.links:
-            if has_output and session.finish != "error":
-                self.workers.has_read(session, link)
             self.close(session, link)
 
     def send(self, link: WorkerLink, message: Message) -> None:

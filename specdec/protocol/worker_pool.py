@@ -115,11 +115,12 @@ class WorkerPool:
         link.worker = name
         self._workers[name].num_links += 1
 
-    def has_read(self, session: Session, link: WorkerLink) -> None:
-        """A sequence ends whose link's worker has read it."""
-        worker = self.get(link.worker)
-        if worker is not None:  # also where it is the only one of its kind: another may come
-            worker.prefixes.add(_digests(session))
+    def has_read(self, session: Session) -> None:
+        """A sequence ends that the workers of its links have read."""
+        digests = _digests(session)
+        for worker in map(self.get, (link.worker for link in session.links)):
+            if worker is not None:  # also where it is the only one of its kind: another may come
+                worker.prefixes.add(digests)
 
     def detach(self, link: WorkerLink) -> bool:
         """What is open on a link is so no more, and what comes next has a new n. Whether anything was."""

@@ -11,6 +11,7 @@ from deployments.openai.ignored import with_ignored
 from deployments.openai.messages import Json
 from deployments.openai.schemas.tokens import DetokenizeBody, TokenizeBody
 from deployments.openai.strict_json import StrictJsonRoute
+from deployments.openai.writing import json_bytes
 from specdec.text.prompts import check_token_ids
 
 router = APIRouter(route_class=StrictJsonRoute)
@@ -29,7 +30,7 @@ async def tokenize(body: TokenizeBody, api: ApiOf) -> Response:
         answer: Json = {"count": len(tokens), "max_model_len": model.max_model_len, "tokens": tokens}
         if body.return_token_strs:
             answer["token_strs"] = [api.texts.text(token) for token in tokens]
-        return JSONResponse(answer)
+        return Response(json_bytes(answer), media_type="application/json")
 
     return with_ignored(await api.write(len(tokens), write), ignored)
 
