@@ -52,19 +52,24 @@ async def _whole(api: Api, job: Job, writer: Writer) -> Response:
         async for delta in generation:
             before = choices.get(delta.index)
             choices[delta.index] = delta if before is None else before + delta
+            del delta, before
+        num_tokens = {index: len(choice.token_ids) for index, choice in choices.items()}
+        held: list[Json] = []
 
-        def write() -> Json:
-            return writer.whole([choices[index] for index in range(len(job.sequences))], generation)
+        # Log probabilities of a long prompt are millions of objects: threads let go of them, not the event loop.
+        def write() -> None:
+            generation.forget_prompts()
+            held.append(writer.whole([choices.pop(index) for index in range(len(job.sequences))], generation))
 
         count = _num_prompt_ids(job) + sum(_num_entries(job, delta) for delta in choices.values())
-        body = await api.write(count, write)
+        await api.write(count, write)
         warning = await writer.settle(generation)
-        written = await api.write(count, partial(json_bytes, body))
+        written = await api.write(count, lambda: json_bytes(held.pop()))
         response = Response(written, media_type="application/json")
         if warning:
             response.headers[WARNING] = warning
-        for index, choice in choices.items():
-            generation.delivered(index, len(choice.token_ids))
+        for index, num_delivered in num_tokens.items():
+            generation.delivered(index, num_delivered)
     return response
 
 

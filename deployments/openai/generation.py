@@ -142,6 +142,10 @@ class Generation:
         """Tokens of a choice were written into the answer: what never is counts as discarded."""
         self._observers[index].delivered(num_tokens)
 
+    def forget_prompts(self) -> None:
+        """Hold what was told of the prompts no longer: every choice has it."""
+        self._prompts_read.clear()
+
     def __aiter__(self) -> Generation:
         return self
 

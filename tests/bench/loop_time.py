@@ -122,11 +122,11 @@ class Answer(NamedTuple):
     """What came of a request; the body is read when it is asked for."""
 
     status: int
-    content: bytes
+    content: list[bytes]
 
     async def json(self) -> Any:
         """The body, read in another thread: no client shares the service's loop."""
-        return await asyncio.to_thread(json.loads, self.content)
+        return await asyncio.to_thread(lambda: json.loads(b"".join(self.content)))
 
 
 @dataclass(slots=True)
@@ -168,7 +168,8 @@ class Scene:
             "query_string": b"",
             "state": {},
         }
-        pieces, statuses, written = iter(body), [], bytearray()
+        pieces, statuses = iter(body), []
+        written: list[bytes] = []
 
         async def receive() -> dict[str, Any]:
             for piece in pieces:
@@ -185,11 +186,11 @@ class Scene:
             if message["type"] == "http.response.start":
                 statuses.append(message["status"])
             else:
-                written.extend(message.get("body", b""))
+                written.append(message.get("body", b""))
 
         async def served() -> Answer:
             await self.app(scope, receive, send)
-            return Answer(statuses[0], bytes(written))
+            return Answer(statuses[0], written)
 
         ended = asyncio.Event()
         return asyncio.create_task(served())
@@ -284,7 +285,9 @@ SCENES: dict[str, Callable[[Scene], Awaitable[str]]] = {
 
 
 async def _said(answer: Answer, told: Callable[[Any], str]) -> str:
-    return told(await answer.json()) if answer.status == 200 else f"{answer.status}: {answer.content.decode()}"
+    if answer.status != 200:
+        return f"{answer.status}: {b''.join(answer.content).decode()}"
+    return told(await answer.json())
 
 
 def _limits() -> Limits:

@@ -24,15 +24,17 @@ async def tokenize(body: TokenizeBody, api: ApiOf) -> Response:
     body.check_together()
     await api.look_for(body.model)
     model = api.model(body.model)
-    tokens = await _tokens(api, body)
+    held = [await _tokens(api, body)]
+    count = len(held[0])
 
     def write() -> Response:
+        tokens = held.pop()  # a million integers are let go of here, not on the event loop
         answer: Json = {"count": len(tokens), "max_model_len": model.max_model_len, "tokens": tokens}
         if body.return_token_strs:
             answer["token_strs"] = [api.texts.text(token) for token in tokens]
         return Response(json_bytes(answer), media_type="application/json")
 
-    return with_ignored(await api.write(len(tokens), write), ignored)
+    return with_ignored(await api.write(count, write), ignored)
 
 
 @router.post("/detokenize", response_model=None)
