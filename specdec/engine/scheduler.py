@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
+_LONG_PROMPT_SHARE = 4
+"""A long prompt gets one in so many tokens of a step that others have a part in."""
 _STEPS_UNTIL_LARGER = 64
 """Steps after which a budget that was halved, because memory ran out, is doubled again."""
 
@@ -92,9 +94,9 @@ class Scheduler:
       requests compete for it. Later ones wait, so that those that decode never starve a prompt among the first.
     - Each sequence that decodes gets a token. What is left is for draft tokens and for prompts: half each if both
       can use it. Prompts are read in chunks.
-    - A prompt is long if a whole step is too short for it. Long prompts take half of what all prompts get while there
-      are short ones, so that nobody waits for the whole of a long prompt. At most one long prompt has a part of a
-      step, unless it leaves room for the next.
+    - A prompt is long if a whole step is too short for it. Beside sequences that decode, or short prompts, a long
+      prompt gets at most a quarter of the step: short prompts do not wait for the whole of it, and the time between
+      tokens stays short. Alone, long prompts get all of the step, in order.
     - A prompt waits while another sequence computes the next block that both have in common, then takes it from the
       prefix cache.
     - Memory is given in order of arrival. The sequence that arrived last is preempted first.
@@ -176,13 +178,14 @@ class _Step:
 
     def rows(self, turn: int) -> list[ScheduledRow]:
         rows: list[ScheduledRow] = []
-        left, prompts = self._budget, _PromptShare(self._prompt_budget(), self._budget, self._prompts())
+        left, for_prompts = self._budget, self._prompt_budget()
+        for_long = self._long_prompt_budget()
         num_to_decode = sum(self._decodes)
         for index, request in enumerate(self._requests):
             num_to_decode -= self._decodes[index]
             most = min(left - num_to_decode, self._unread[index])
             if not self._decodes[index]:
-                most = min(most, prompts.take_turn(self._unread[index]))
+                most = min(most, for_prompts, for_long if self._is_long(index) else for_prompts)
             if most <= 0 or self._must_wait(index):
                 continue
             num_computed = self._cache.allocate(request.key)
@@ -192,12 +195,19 @@ class _Step:
             rows.append(ScheduledRow(index, num_computed, count, 0))
             left -= count
             if not self._decodes[index]:
-                prompts.spend(count)
+                for_prompts -= count
+                for_long -= count if self._is_long(index) else 0
                 self._computing.update(self._cache.blocks(request.key, num_computed, num_computed + count))
         return self._with_drafts(rows, left, turn)
 
-    def _prompts(self) -> list[int]:
-        return [unread for unread, decodes in zip(self._unread, self._decodes, strict=True) if not decodes]
+    def _is_long(self, index: int) -> bool:
+        return self._unread[index] > self._budget
+
+    def _long_prompt_budget(self) -> int:
+        """Tokens for all long prompts: the whole step if there is nothing else, at least one."""
+        if all(self._is_long(index) for index in range(len(self._requests))):
+            return self._budget
+        return max(1, self._budget // _LONG_PROMPT_SHARE)
 
     def _prompt_budget(self) -> int:
         """Tokens for all prompts: what decoding leaves, or half of it if drafts can use the other half."""
@@ -254,32 +264,3 @@ def shares(wanted: Sequence[int], total: int, turn: int) -> list[int]:
     for number in range(min(total - sum(given), len(larger))):
         given[larger[(number + turn) % len(larger)]] += 1
     return given
-
-
-class _PromptShare:
-    """Divides the prompts' tokens of a step between long and short prompts.
-
-    Args:
-        budget: Tokens for all of them.
-        step_tokens: A prompt that lacks more is long.
-        unread: Tokens that each of them lacks, in order of arrival.
-    """
-
-    def __init__(self, budget: int, step_tokens: int, unread: Sequence[int]) -> None:
-        self._left, self._half, self._step_tokens = budget, budget // 2, step_tokens
-        self._waiting = {True: 0, False: 0}
-        for count in unread:
-            self._waiting[self._is_long(count)] += count
-
-    def take_turn(self, unread: int) -> int:
-        """Most tokens for the next prompt: all that is left, less what waiting ones of the other kind get."""
-        is_long = self._is_long(unread)
-        self._waiting[is_long] -= unread
-        return self._left - min(self._waiting[not is_long], self._half)
-
-    def spend(self, count: int) -> None:
-        """A prompt has taken so many tokens."""
-        self._left -= count
-
-    def _is_long(self, unread: int) -> bool:
-        return unread > self._step_tokens
