@@ -35,7 +35,7 @@ def test_the_patches_that_the_readme_shows(tmp_path: Path) -> None:
     front, target, draft = spec["rayClusterConfig"]["workerGroupSpecs"]
     assert target["template"]["spec"]["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-A100-SXM4-80GB"}
     assert draft["template"]["spec"]["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-L40S"}
-    assert (front["maxReplicas"], target["maxReplicas"]) == (4, 8)
+    assert (front["maxReplicas"], target["maxReplicas"]) == (5, 8)
     images = [group["template"]["spec"]["containers"][0]["image"] for group in (front, target)]
     assert images == ["registry.example.org/specdec:0.1.0", "registry.example.org/specdec:0.1.0-cuda"]
     args = yaml.safe_load(spec["serveConfigV2"])["applications"][0]["args"]
