@@ -36,7 +36,6 @@ _RENAMED = (
     (re.compile(r"^(tools\[\d+\])\.function(?!\w)"), r"\1"),
     (re.compile(r"^messages$"), "input"),
 )
-_INDEX = re.compile(r"^messages\[(\d+)\]")
 _MESSAGE = re.compile(r"^messages\[\d+\](\.tool_calls\[\d+\])?(\.function)?")
 
 
@@ -73,15 +72,8 @@ class Turns:
 
     def begun_at(self, cut: int) -> Turns:
         """The conversation without the turns between those system messages and a cut."""
-        head = self.cuts()[0]
-        kept = {old: new for new, old in enumerate([*range(head), *range(cut, len(self.messages))])}
-        found = ((_INDEX.match(name), name, place) for name, place in self.places.items())
-        places = {
-            f"messages[{kept[int(index[1])]}]{name[index.end() :]}": place
-            for index, name, place in found
-            if index is not None and int(index[1]) in kept
-        }
-        return Turns([self.messages[old] for old in kept], places)
+        # What is wrong with a single message was found when the whole was tried, so the places stay as they are.
+        return Turns(self.messages[: self.cuts()[0]] + self.messages[cut:], self.places)
 
 
 def turns_of(body: ResponsesBody, earlier: Sequence[InputItem] = ()) -> Turns:

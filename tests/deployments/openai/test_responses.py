@@ -255,7 +255,7 @@ async def test_the_oldest_turns_go_where_a_conversation_is_too_long_and_no_more_
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
         answer = await http.post(PATH, json=ASK | ask | {"input": items, "truncation": "auto"})
         assert (answer.status_code, answer.json()["truncation"]) == (200, "auto")
-        prompt = bench.service.opened[-1].prompt
+        prompt = [*bench.service.opened[-1].prompt]
         text = tokenizer.decode(prompt)
         assert text.startswith("<system>rules<system>system<user>turn ")
         first = next(i for i in range(0, 20, 2) if f"turn {i} " in text.removesuffix(turns[0]["content"]))
@@ -265,7 +265,7 @@ async def test_the_oldest_turns_go_where_a_conversation_is_too_long_and_no_more_
         assert len(prompt) + 20 <= 128 < len(prompt) + 20 + len(tokenizer.encode(dropped))
         whole_ = await http.post(PATH, json=ASK | ask | {"input": items[:2], "truncation": "auto"})
         assert whole_.status_code == 200
-        assert tokenizer.decode(bench.service.opened[-1].prompt).endswith(turns[0]["content"])
+        assert tokenizer.decode([*bench.service.opened[-1].prompt]).endswith(turns[0]["content"])
         wrong = await http.post(
             PATH, json=ASK | ask | {"input": [*items, call | {"arguments": "["}], "truncation": "auto"}
         )

@@ -27,9 +27,9 @@ PATHS = {
 
 
 @asynccontextmanager
-async def served(bench: Bench, **bounds: Any) -> AsyncIterator[httpx2.AsyncClient]:
-    """A real server, with a place for one sequence and a waiting place for one request."""
-    settings = replace(bench.settings, limits=limits(1, 1, **{"stream_headers_after_s": 0.05} | bounds))
+async def served(bench: Bench, num_sequences: int = 1, **bounds: Any) -> AsyncIterator[httpx2.AsyncClient]:
+    """A real server, with places for some sequences and a waiting place for one request."""
+    settings = replace(bench.settings, limits=limits(num_sequences, 1, **{"stream_headers_after_s": 0.05} | bounds))
     app = create_app(bench.service, settings, bench.tokenizer, bench.observer)
     async with listening(app) as url, httpx2.AsyncClient(base_url=f"{url}/v1", timeout=60) as http:
         yield http
@@ -75,9 +75,10 @@ async def test_comments_stand_between_tokens_that_are_far_apart(bench: Bench) ->
     one, *others = bench.say("one two three")
     bench.script = lambda request: [one, gate, *others]
     ask = {"model": "demo", "prompt": "x", "stream": True}
-    async with served(bench, stream_comment_every_s=0.05) as http, http.stream("POST", "/completions", json=ask) as s:
-        seen: list[str] = []
-        async for line in s.aiter_lines():
+    seen: list[str] = []
+    bounds = {"stream_headers_after_s": 60.0, "stream_comment_every_s": 0.05}
+    async with served(bench, **bounds) as http, http.stream("POST", "/completions", json=ask) as stream:
+        async for line in stream.aiter_lines():
             seen.append(line)
             if seen.count(COMMENT) == 2:
                 gate.set()
@@ -110,13 +111,13 @@ async def test_what_can_be_refused_is_refused_before_the_headers(bench: Bench) -
     gate = asyncio.Event()
     bench.script = lambda request: [gate, *bench.say("one")]
     ask = {"model": "demo", "prompt": "x", "stream": True}
-    async with served(bench, stream_headers_after_s=1e-9) as http, asyncio.TaskGroup() as group:
+    async with served(bench, 2, stream_headers_after_s=1e-9) as http, asyncio.TaskGroup() as group:
         assert (await http.post("/completions", json=ask | {"temperature": -1})).status_code == 400
         assert (await http.post("/completions", json=ask | {"prompt": [1] * 500})).status_code == 400
-        for number in (1, 2):
-            group.create_task(http.post("/completions", json=ask))
+        for n, num_waiting in ((2, 2), (1, 3)):  # both places, then the place to wait
+            group.create_task(http.post("/completions", json=ask | {"n": n}))
             async with asyncio.timeout(10):
-                while bench.metric("num_requests_waiting") < number:
+                while bench.metric("num_requests_waiting") < num_waiting:
                     await asyncio.sleep(0.005)
         refused = await http.post("/completions", json=ask | {"prompt": "y"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
