@@ -275,6 +275,7 @@ def test_the_applications_arguments_are_all_but_the_address():
         "port",
         "tls",
         "tracing",
+        "update_timeout_s",
     }
     given = {"target": {"model": "x", "token": "secret", "kv_memory": 0.5}, "ui": "on"}
     assert args == AppArgs.model_validate(given)
