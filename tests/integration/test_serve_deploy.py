@@ -152,7 +152,9 @@ def test_limits_and_numbers_of_replicas_change_without_a_restart(rendered, node,
     file = tmp_path / "service.yaml"
     file.write_text(yaml.safe_dump(service | changes))
     limited = yaml.safe_load(rendered)
-    limited["applications"][0] = yaml.safe_load(render(file)["serve.yaml"])["applications"][0]
+    change, unchanged = (yaml.safe_load(render(path)["serve.yaml"])["applications"][0] for path in (file, SERVICE))
+    assert change["args"] == unchanged["args"]
+    limited["applications"][0]["deployments"] = change["deployments"]
     for changed, status, num_more in ((yaml.safe_dump(limited), 400, 1), (rendered, 200, 0)):
         serve_deploy(changed, node, tmp_path)
         eventually(lambda status=status: status_of(deployed, body) == status, 60, "the limit has changed")
