@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
+from specdec.engine.scheduler import ScheduledRow
 from specdec.protocol.backends import VerifyJob
 from specdec.sampling.logprobs import token_logprobs
+from specdec.sampling.slices import max_slice_rows
 from specdec.types import PromptLogprobs, TokenLogprobs
 
 
@@ -21,6 +25,26 @@ class PromptReader:
     def wants(self, job: VerifyJob) -> bool:
         """Whether all positions of the job's log need logits: it is a prompt, and its request asks for them."""
         return job.spec.sampling.prompt_logprobs is not None and len(job.log) == job.spec.output_start
+
+    def bounded(self, rows: Sequence[ScheduledRow], jobs: Sequence[VerifyJob], vocab_size: int) -> list[ScheduledRow]:
+        """The rows of a step, those that want logits of a prompt with no more tokens than are sampled at once.
+
+        All of them together get so many; each gets one at least.
+
+        Args:
+            rows: As scheduled.
+            jobs: Those that the rows name by their numbers.
+            vocab_size: Columns of the logits.
+        """
+        left = max_slice_rows(vocab_size)
+        bounded = list(rows)
+        for place, row in enumerate(rows):
+            if self.wants(jobs[row.request]):
+                count = max(1, min(row.num_new_tokens, left))
+                left -= count
+                if count < row.num_new_tokens:
+                    bounded[place] = row._replace(num_new_tokens=count, num_draft_tokens=0)
+        return bounded
 
     def read(self, job: VerifyJob, first: int, logits: Tensor) -> None:
         """Take a chunk.

@@ -201,6 +201,7 @@ class ModelTarget:
             drafts.append(self._draft(job))
             requests.append(Request(job.key, len(job.log), len(drafts[-1].tokens)))
         chosen = self._scheduler.schedule(requests, self._states)
+        chosen = self._prompts.bounded(chosen, [jobs[i] for i in able], self._sampler.vocab_size)
         scheduled = [
             (able[row.request], *self._row(jobs[able[row.request]], row, drafts[row.request])) for row in chosen
         ]

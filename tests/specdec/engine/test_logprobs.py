@@ -6,7 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from specdec.models.runner import RowInput
 from specdec.protocol.messages import Notes
+from specdec.sampling import slices
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.types import TokenLogprobs
 from tests.specdec.engine.pairs import Case, Output, collect, make_model, make_service
@@ -91,6 +93,24 @@ def test_prompt_logprobs_of_a_prompt_whose_prefix_is_cached() -> None:
     (output,) = collect(service, [asking_case(prompt)])
     assert_same_logprobs(output, wanted)
     assert service.target._backend.gauges()["num_reused_tokens"] == num_reused
+
+
+def test_a_step_has_no_more_logits_of_prompts_than_are_sampled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [asking_case(make_prompt(seed)) for seed in range(3)]
+    wanted = [alone(case) for case in cases]
+    monkeypatch.setattr(slices, "MAX_SLICE_BYTES", 8 * 4 * 128)
+    service = make_service("llama", 0.06, 4, chunk=64)
+    runner, seen = service.target._backend._runner, []
+    forward = runner.forward
+
+    def counting(rows: list[RowInput]) -> torch.Tensor:
+        seen.append(sum(max(0, min(row.num_logits, 50 - len(row.sequence))) for row in rows))
+        return forward(rows)
+
+    monkeypatch.setattr(runner, "forward", counting)
+    for output, want in zip(collect(service, cases), wanted, strict=True):
+        assert_same_logprobs(output, want)
+    assert 8 <= max(seen) <= 8 + len(cases) - 1
 
 
 @pytest.mark.parametrize("num_blocks", [26, 28])
