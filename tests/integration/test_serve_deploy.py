@@ -160,7 +160,7 @@ def test_limits_and_numbers_of_replicas_change_without_a_restart(rendered, node,
         eventually(lambda status=status: status_of(deployed, body) == status, 60, "the limit has changed")
         eventually(lambda more=num_more: len(replicas()) == len(before) + more, 120, "the router has as many replicas")
         assert before.items() <= replicas().items()
-    assert application_status()[0] == "RUNNING"
+    eventually(lambda: application_status()[0] == "RUNNING", DEPLOY_TIMEOUT_S, "the update is done")
     assert before
 
 
