@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
+from operator import itemgetter
 from typing import Literal
 
 import numpy as np
@@ -70,9 +72,11 @@ class PackedLogprobs(Struct, frozen=True, array_like=True):
         told = [empty if entry is None else entry for entry in entries]
         ids = np.full((len(told), num_top), -1, dtype="<i4")
         values = np.zeros((len(told), num_top), dtype="<f8")
-        for number, entry in enumerate(told):
-            if entry.top:
-                ids[number, : len(entry.top)], values[number, : len(entry.top)] = zip(*entry.top, strict=True)
+        counts = np.array([len(entry.top) for entry in told], dtype="<i4")
+        pairs = list(chain.from_iterable(entry.top for entry in told))
+        is_told = np.arange(num_top) < counts[:, None]
+        ids[is_told] = np.fromiter(map(itemgetter(0), pairs), "<i4", len(pairs))
+        values[is_told] = np.fromiter(map(itemgetter(1), pairs), "<f8", len(pairs))
         return cls(
             num_top,
             np.array([entry.logprob for entry in told], dtype="<f8").tobytes(),
