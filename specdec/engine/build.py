@@ -238,6 +238,7 @@ def _planned(
             fraction=fraction,
             max_model_len=length,
             max_num_sequences=options.max_num_sequences,
+            max_step_tokens=_max_batch_tokens(loaded, options),
             block_size=options.block_size,
             window=window,
             step=step,
@@ -257,6 +258,7 @@ def _admitted(
     common: dict[str, Any] = {"num_blocks": memory.num_blocks, "block_size": memory.block_size}
     common |= {"vocab_size": vocab_size, "num_state_slots": slots}
     if loaded.opaque_state is None:
+        common |= {"window_blocks": memory.window_blocks, "max_step_tokens": _max_batch_tokens(loaded, options)}
         runner = ModelRunner(loaded, window=memory.window, **common)
         return runner, None if options.skip_admission_check else check_admission(runner)
     if not options.skip_admission_check:

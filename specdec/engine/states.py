@@ -244,7 +244,7 @@ class SequenceStates:
             "num_evictions": float(self.num_evictions),
             "kv_blocks_in_use": float(pool.num_in_use),
             "kv_blocks_reusable": float(pool.num_reusable),
-            "kv_cache_usage_perc": pool.num_in_use / pool.num_blocks,
+            "kv_cache_usage_perc": pool.usage,
             "num_state_slots": 0.0 if states is None else float(states.num_free + states.num_in_use),
             "state_slots_in_use": 0.0 if states is None else float(states.num_in_use),
             "state_slots_reusable": 0.0 if states is None else float(states.num_reusable),

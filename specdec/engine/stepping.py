@@ -118,6 +118,8 @@ class Stepper:
             while (left := len(self._tokens) - len(sequence)) > _CHUNK_TOKENS:
                 chunk = self._tokens[len(sequence) : len(sequence) + _CHUNK_TOKENS]
                 self._runner.forward([RowInput(sequence, chunk, 0)])
+                if not self._runner.reserve(sequence, len(self._tokens)):
+                    raise MemoryPlanError(f"the cache has no room for {len(self._tokens)} tokens")
             self._logits = self._runner.forward([RowInput(sequence, self._tokens[-left:], 1)])[0]
             self._last_hidden = self._hidden[-1]
         return self._logits

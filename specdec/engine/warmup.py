@@ -129,7 +129,8 @@ def _row(runner: ModelRunner, context: int, num_tokens: int, num_logits: int) ->
     """New tokens after at most ``context`` tokens that seem to be cached, all of them in the cache's only block."""
     context -= context % _BLOCK_SIZE
     blocks = [0] * runner.pool.blocks_for(context + num_tokens)
-    sequence = CachedSequence(TokenBuffer([0] * context), blocks, salt=None)
+    tables = tuple(list(blocks) for _ in runner.pool.groups)
+    sequence = CachedSequence(TokenBuffer([0] * context), tables, salt=None)
     if runner.states is not None:
         sequence.state = SequenceState(0, max(0, context - runner.states.window.num_tokens), context)
     return RowInput(sequence, [0] * num_tokens, num_logits)

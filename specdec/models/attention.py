@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -47,11 +48,12 @@ class AttentionContext:
     """What a model's attention layers need in one step; passed to its forward as ``attention_context``.
 
     Args:
-        plan: The step's rows.
+        plan: The step's rows, for layers whose blocks are those of the first group.
         workspace: Shared by all steps of a runner.
         kernel: How keys are read.
         latent_layers: Indices of the layers that expand what they cache.
         progress: Is told of each layer whose attention is done.
+        plans: By the address of a pool of keys, the plan for its group's blocks, as :meth:`PagedCache.begin` gives it.
     """
 
     def __init__(
@@ -61,8 +63,10 @@ class AttentionContext:
         kernel: AttentionKernel = "gather",
         latent_layers: frozenset[int] = frozenset(),
         progress: StepProgress | None = None,
+        plans: Mapping[int, StepPlan] | None = None,
     ) -> None:
         self.plan = plan
+        self.plans = plans or {}
         self.workspace = workspace
         self.kernel = kernel
         self.latent_layers = latent_layers
@@ -139,7 +143,7 @@ def paged_attention(
     queries = query.transpose(1, 2).reshape(batch * length, num_heads, head_dim)
     scaling = head_dim**-0.5 if scaling is None else scaling
     window = window_of(module, sliding_window)
-    kernel, plan = attention_context.kernel, attention_context.plan
+    kernel, plan = attention_context.kernel, attention_context.plans.get(key.data_ptr(), attention_context.plan)
     if attention_context.latent_layers and getattr(module, "layer_idx", None) in attention_context.latent_layers:
         key, value = as_blocks(key, plan.block_size), as_blocks(value, plan.block_size)
         plan = compact(plan).plan

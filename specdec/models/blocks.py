@@ -1,9 +1,14 @@
-"""Which cache blocks hold which tokens: allocation, sharing, rollback and prefix reuse. Numbers only, no tensors."""
+"""Which cache blocks hold which tokens: allocation, sharing, rollback and prefix reuse. Numbers only, no tensors.
+
+Layers that attend to all positions, and layers with each length of sliding window, are a group each, with blocks of
+their own (vLLM's hybrid KV cache manager does the same). A window group gives back the blocks that its window has
+passed, so that its share of a long sequence stays bounded.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -12,6 +17,9 @@ import numpy as np
 from specdec.models.recurrent.slots import SequenceState
 from specdec.tokens import TokenArray, TokenBuffer, TokenSequence, as_array
 
+LOOKAHEAD_TOKENS = 64
+"""How far a sequence of a model with windows can be cut back for sure, by default: more than a draft has tokens."""
+
 
 @dataclass(slots=True, eq=False)
 class CachedSequence:
@@ -19,14 +27,15 @@ class CachedSequence:
 
     Attributes:
         tokens: The tokens whose keys and values are cached, from position 0 on.
-        block_ids: Blocks in the order of the positions; may reach beyond ``tokens`` where room was reserved.
+        tables: Of each group of layers its blocks in the order of the positions. May reach beyond ``tokens`` where
+            room was reserved. A block that the group's window has passed stands as the group's ``null_block``.
         salt: Only sequences with the same salt share prefixes; None keeps this one out of prefix reuse.
         block_digests: Chained digests of its first full, verified blocks.
         state: What recurrent layers keep of it; None where the model has none, or none is held.
     """
 
     tokens: TokenBuffer = field(default_factory=TokenBuffer)
-    block_ids: list[int] = field(default_factory=list)
+    tables: tuple[list[int], ...] = field(default_factory=lambda: ([],))
     salt: bytes | None = b""
     block_digests: list[bytes] = field(default_factory=list)
     state: SequenceState | None = None
@@ -34,24 +43,27 @@ class CachedSequence:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def block_ids(self) -> list[int]:
+        """The first group's table: the only one where all layers attend alike."""
+        return self.tables[0]
 
-class BlockPool:
-    """A fixed number of blocks of ``block_size`` positions each, counted by reference.
 
-    Forks share blocks; whoever first writes into a shared block gets a copy of it (:meth:`reserve` decides, the owner
-    of the tensors copies what :meth:`take_copies` names). Verified full blocks can be kept for prefix reuse after
-    their last user is gone; they count as free and are taken again, least recently used first.
+class BlockGroup:
+    """The blocks of all layers that attend alike, counted by reference; see :class:`BlockPool`.
 
     Args:
-        num_blocks: Blocks in the pool, at least 1.
-        block_size: Positions per block, at least 1.
+        num_blocks: Blocks, at least 1.
+        window: Positions that a query reads, its own among them; None for all.
+
+    Attributes:
+        null_block: Stands in tables for blocks that the window has passed: the one beyond the others, which also takes
+            what padding writes.
     """
 
-    def __init__(self, num_blocks: int, block_size: int = 16) -> None:
-        if num_blocks < 1 or block_size < 1:
-            raise ValueError(f"num_blocks and block_size must be at least 1, got {num_blocks} and {block_size}")
-        self.num_blocks = num_blocks
-        self.block_size = block_size
+    def __init__(self, num_blocks: int, window: int | None = None) -> None:
+        self.num_blocks = self.null_block = num_blocks
+        self.window = window
         self._num_users = [0] * num_blocks
         self._is_empty = np.ones(num_blocks, dtype=np.int8)
         self._num_empty = num_blocks
@@ -77,72 +89,83 @@ class BlockPool:
         """Blocks kept only for prefix reuse."""
         return len(self._reusable)
 
-    def blocks_for(self, length: int) -> int:
-        """Number of blocks that ``length`` positions take."""
-        return -(-length // self.block_size)
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._block_of
 
-    def reserve(self, sequence: CachedSequence, length: int) -> bool:
-        """Make room for ``length`` positions in all, writable from the sequence's end on.
+    def first_read(self, length: int) -> int:
+        """First position that the query at position ``length`` reads."""
+        return 0 if self.window is None else max(0, length - self.window + 1)
 
-        All or nothing: False, with nothing changed, where the free blocks do not suffice.
-        """
-        blocks = sequence.block_ids
-        num_missing = max(0, self.blocks_for(length) - len(blocks))
-        tail, offset = divmod(len(sequence.tokens), self.block_size)
-        writes_into_tail = bool(offset) and length > len(sequence.tokens)
-        copies_tail = writes_into_tail and self._num_users[blocks[tail]] > 1
-        if num_missing + (1 if copies_tail else 0) > self.num_free:
-            return False
-        if copies_tail:
-            self._copy_on_write(blocks, tail)
-        elif writes_into_tail:
+    def is_tail_shared(self, table: list[int], length: int, block_size: int) -> bool:
+        """Whether position ``length`` lies in a block that is begun and has other users."""
+        tail, offset = divmod(length, block_size)
+        return bool(offset) and self._num_users[table[tail]] > 1
+
+    def own_tail(self, table: list[int], length: int, block_size: int) -> None:
+        """Make the block that is begun, if one is, writable by its sequence alone."""
+        tail, offset = divmod(length, block_size)
+        if not offset:
+            return
+        if self._num_users[table[tail]] == 1:
             # Its only user is about to change it: what it was kept for is no longer in it.
-            self._forget(blocks[tail])
-        for _ in range(num_missing):
-            blocks.append(self._take(blocks[-1] if blocks else None))
-        return True
+            self._forget(table[tail])
+            return
+        copy = self._take(table[tail - 1] if tail else None)
+        self._copies.append((table[tail], copy))
+        self._uncleared.discard(copy)  # the copy overwrites all of it
+        self._release(table[tail])
+        table[tail] = copy
 
-    def fits(self, sequence: CachedSequence, length: int, others: Iterable[CachedSequence]) -> bool:
-        """Whether :meth:`reserve` would make this room after :meth:`free` of ``others``."""
-        held = Counter(block for other in others for block in other.block_ids)
-        num_freed = sum(count == self._num_users[block] for block, count in held.items())
-        blocks = sequence.block_ids
-        tail, offset = divmod(len(sequence.tokens), self.block_size)
-        copies_tail = bool(offset) and length > len(sequence.tokens)
-        copies_tail = copies_tail and self._num_users[blocks[tail]] - held[blocks[tail]] > 1
-        num_missing = max(0, self.blocks_for(length) - len(blocks))
-        return num_missing + (1 if copies_tail else 0) <= self.num_free + num_freed
+    def grow(self, table: list[int], num_blocks: int) -> None:
+        """Take blocks until the table has ``num_blocks``."""
+        while len(table) < num_blocks:
+            table.append(self._take(table[-1] if table else None))
 
-    def is_reserved(self, sequence: CachedSequence, length: int) -> bool:
-        """Whether positions from the sequence's end up to ``length`` can be written: the room is there, and its own."""
-        if len(sequence.block_ids) * self.block_size < length:
-            return False
-        tail, offset = divmod(len(sequence.tokens), self.block_size)
-        return not offset or self._num_users[sequence.block_ids[tail]] == 1
-
-    def truncate(self, sequence: CachedSequence, length: int) -> None:
-        """Forget all tokens from position ``length`` on, and free the blocks this leaves unused, reserved ones too."""
-        if not 0 <= length <= len(sequence.tokens):
-            raise ValueError(f"length must be in [0, {len(sequence.tokens)}], got {length}")
-        sequence.tokens.truncate(length)
-        del sequence.block_digests[length // self.block_size :]
-        num_kept = self.blocks_for(length)
-        if len(sequence.block_ids) > num_kept:
-            # Deepest first: a prefix must outlive what continues it in the order of eviction.
-            for block in reversed(sequence.block_ids[num_kept:]):
+    def cut(self, table: list[int], num_blocks: int) -> None:
+        """Give back all but the first ``num_blocks`` blocks."""
+        # Deepest first: a prefix must outlive what continues it in the order of eviction.
+        for block in reversed(table[num_blocks:]):
+            if block != self.null_block:
                 self._release(block)
-            del sequence.block_ids[num_kept:]
+        del table[num_blocks:]
 
-    def fork(self, sequence: CachedSequence) -> CachedSequence:
-        """A second sequence with the same tokens, sharing all their blocks; reserved room is not shared."""
-        block_ids = sequence.block_ids[: self.blocks_for(len(sequence.tokens))]
-        for block in block_ids:
+    def pass_by(self, table: list[int], num_blocks: int) -> None:
+        """Give back the first ``num_blocks`` blocks, which the window has passed."""
+        for i in range(min(num_blocks, len(table)) - 1, -1, -1):
+            if table[i] == self.null_block:
+                break
+            self._release(table[i])
+            table[i] = self.null_block
+
+    def share(self, blocks: Sequence[int]) -> list[int]:
+        """The same blocks with one user more each."""
+        for block in blocks:
+            if block != self.null_block:
+                self._num_users[block] += 1
+        return list(blocks)
+
+    def publish(self, block: int, digest: bytes) -> None:
+        """Let a full block be found by its digest; of equal content that is cached twice the first one is found."""
+        if block != self.null_block and digest not in self._block_of:
+            self._block_of[digest] = block
+            self._digest_of[block] = digest
+
+    def reuse(self, digests: Sequence[bytes], first: int) -> list[int]:
+        """A table for blocks with these digests; those before number ``first`` are passed already."""
+        blocks = [self._block_of[digest] for digest in digests[first:]]
+        for block in blocks:
+            self._reusable.pop(block, None)
             self._num_users[block] += 1
-        return CachedSequence(sequence.tokens.copy(), block_ids, sequence.salt, list(sequence.block_digests))
+        return [self.null_block] * first + blocks
 
-    def free(self, sequence: CachedSequence) -> None:
-        """Give all blocks back; the sequence is empty afterwards and may be filled anew."""
-        self.truncate(sequence, 0)
+    def num_freed(self, tables: Iterable[list[int]]) -> int:
+        """Blocks that would be free if nobody held these tables any more."""
+        held = Counter(block for table in tables for block in table if block != self.null_block)
+        return sum(count == self._num_users[block] for block, count in held.items())
+
+    def num_other_users(self, block: int, tables: Iterable[list[int]]) -> int:
+        """Users of a block beside one that asks and these."""
+        return self._num_users[block] - sum(table.count(block) for table in tables) - 1
 
     def take_copies(self) -> list[list[tuple[int, int]]]:
         """Block copies (source, destination) to carry out before anything is written, in waves.
@@ -172,82 +195,6 @@ class BlockPool:
         self._uncleared.clear()
         return blocks
 
-    def keep_prefix(self, sequence: CachedSequence, verified_length: int) -> None:
-        """Offer the full blocks of the first ``verified_length`` tokens, whose state is final, for reuse."""
-        if sequence.salt is None:
-            return
-        digests = sequence.block_digests
-        for index in range(len(digests), min(verified_length, len(sequence.tokens)) // self.block_size):
-            digest = self._digest(digests, sequence.salt, sequence.tokens.array, index)
-            digests.append(digest)
-            # Equal content may be cached twice; the first stays the one that is found.
-            if digest not in self._block_of:
-                self._block_of[digest] = sequence.block_ids[index]
-                self._digest_of[sequence.block_ids[index]] = digest
-
-    def find_prefix(self, digests: list[bytes], salt: bytes, tokens: TokenSequence, num_blocks: int) -> int:
-        """How many of the first ``num_blocks`` blocks of ``tokens`` are kept for reuse. Takes none of them.
-
-        Args:
-            digests: Chained digests of the first blocks, as many as are known. Grows as far as this looks.
-            salt: Of the sequence that looks.
-            tokens: At least ``num_blocks`` blocks of them.
-            num_blocks: Where to stop.
-        """
-        tokens = as_array(tokens)
-        for index in range(num_blocks):
-            self.extend_digests(digests, salt, tokens, index + 1)
-            if digests[index] not in self._block_of:
-                return index
-        return num_blocks
-
-    def reuse_prefix(self, sequence: CachedSequence, tokens: TokenSequence, digests: list[bytes] | None = None) -> int:
-        """Fill an empty sequence with the longest kept prefix of ``tokens``, in full blocks.
-
-        At least one token is left over, since its logits are wanted.
-
-        Args:
-            sequence: Holds nothing.
-            tokens: What it will hold.
-            digests: Of the first blocks of ``tokens``, where some are known.
-
-        Returns:
-            Number of tokens now cached.
-        """
-        if sequence.tokens or sequence.block_ids:
-            raise ValueError("the sequence must be empty")
-        if sequence.salt is None:
-            return 0
-        tokens, digests = as_array(tokens), [] if digests is None else digests
-        num_blocks = self.find_prefix(digests, sequence.salt, tokens, (len(tokens) - 1) // self.block_size)
-        for digest in digests[:num_blocks]:
-            block = self._block_of[digest]
-            self._reusable.pop(block, None)
-            self._num_users[block] += 1
-            sequence.block_ids.append(block)
-        sequence.block_digests.extend(digests[:num_blocks])
-        sequence.tokens.extend(tokens[: num_blocks * self.block_size])
-        return len(sequence.tokens)
-
-    def extend_digests(self, digests: list[bytes], salt: bytes, tokens: TokenSequence, num_blocks: int) -> None:
-        """Add chained digests until there is one for each of the first ``num_blocks`` blocks of ``tokens``."""
-        tokens = as_array(tokens)
-        for index in range(len(digests), num_blocks):
-            digests.append(self._digest(digests, salt, tokens, index))
-
-    def _digest(self, parents: list[bytes], salt: bytes, tokens: TokenArray, index: int) -> bytes:
-        """Digest of block ``index`` and, through its parent's, of all before it."""
-        parent = parents[index - 1] if index else blake2b(salt, digest_size=16).digest()
-        content = tokens[index * self.block_size : (index + 1) * self.block_size]
-        return blake2b(parent + content.tobytes(), digest_size=16).digest()
-
-    def _copy_on_write(self, blocks: list[int], index: int) -> None:
-        copy = self._take(blocks[index - 1] if index else None)
-        self._copies.append((blocks[index], copy))
-        self._uncleared.discard(copy)  # the copy overwrites all of it
-        self._release(blocks[index])
-        blocks[index] = copy
-
     def _take(self, previous: int | None) -> int:
         """A block for one user: the one after ``previous`` if it can be had, since runs are read without gathering."""
         if not self._num_empty:
@@ -255,7 +202,7 @@ class BlockPool:
             del self._block_of[digest], self._digest_of[block]
         else:
             block = 0 if previous is None else previous + 1
-            if previous is None or block == self.num_blocks or not self._is_empty[block]:
+            if previous is None or block >= self.num_blocks or not self._is_empty[block]:
                 block = self._roomiest_block()
             self._is_empty[block] = 0
             self._num_empty -= 1
@@ -288,3 +235,254 @@ class BlockPool:
         digest = self._digest_of.pop(block, None)
         if digest is not None:
             del self._block_of[digest]
+
+
+class BlockPool:
+    """A fixed number of blocks of ``block_size`` positions each for every group of layers, counted by reference.
+
+    Forks share blocks; whoever first writes into a shared block gets a copy of it (:meth:`reserve` decides, the owner
+    of the tensors copies what :meth:`BlockGroup.take_copies` names). Verified full blocks can be kept for prefix reuse
+    after their last user is gone; they count as free and are taken again, least recently used first.
+
+    Args:
+        num_blocks: Blocks for the layers that attend to all positions, at least 1; for all layers without ``windows``.
+        block_size: Positions per block, at least 1.
+        windows: Blocks for the layers with each length of sliding window.
+        max_step_tokens: Most tokens of a sequence in one step. Window groups get room for no more ahead of what is
+            cached, however long a prompt is; None gives them room for all.
+        has_full_layers: False where every layer has a window; ``num_blocks`` then counts for nothing.
+        lookahead_tokens: How far a sequence can be cut back for sure from its greatest length. Window groups keep what
+            that takes.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        windows: dict[int, int] | None = None,
+        max_step_tokens: int | None = None,
+        has_full_layers: bool = True,
+        lookahead_tokens: int = LOOKAHEAD_TOKENS,
+    ) -> None:
+        counts = [(None, num_blocks), *(windows or {}).items()]
+        self.groups = tuple(
+            BlockGroup(count, window) for window, count in counts if window is not None or has_full_layers
+        )
+        if block_size < 1 or min(group.num_blocks for group in self.groups) < 1:
+            raise ValueError(f"num_blocks and block_size must be at least 1, got {counts} and {block_size}")
+        self.block_size = block_size
+        self._max_step_tokens = max_step_tokens
+        self._lookahead = lookahead_tokens
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all groups."""
+        return sum(group.num_blocks for group in self.groups)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks nobody uses, those kept only for prefix reuse included."""
+        return sum(group.num_free for group in self.groups)
+
+    @property
+    def num_in_use(self) -> int:
+        """Blocks some sequence holds."""
+        return sum(group.num_in_use for group in self.groups)
+
+    @property
+    def num_reusable(self) -> int:
+        """Blocks kept only for prefix reuse."""
+        return sum(group.num_reusable for group in self.groups)
+
+    @property
+    def usage(self) -> float:
+        """Part of the blocks in use, in [0, 1], in the group that is fullest."""
+        return max(group.num_in_use / group.num_blocks for group in self.groups)
+
+    @property
+    def max_rollback(self) -> int | None:
+        """Most tokens that can be taken back for sure; None: any number."""
+        return None if all(group.window is None for group in self.groups) else self._lookahead
+
+    def new_sequence(self, salt: bytes | None = b"") -> CachedSequence:
+        """An empty sequence."""
+        return CachedSequence(tables=tuple([] for _ in self.groups), salt=salt)
+
+    def blocks_for(self, length: int) -> int:
+        """Number of blocks that ``length`` positions take in a group."""
+        return -(-length // self.block_size)
+
+    def reserve(self, sequence: CachedSequence, length: int) -> bool:
+        """Make room for ``length`` positions in all, writable from the sequence's end on.
+
+        In window groups there is room for one step only, which is why this is called before every step. False where
+        the free blocks do not suffice: then nothing is changed, but that blocks are given back which windows passed.
+        """
+        self._pass_by(sequence)
+        if any(
+            group.num_free < needed for group, needed in zip(self.groups, self._needed(sequence, length), strict=True)
+        ):
+            return False
+        past = len(sequence.tokens)
+        for group, table in zip(self.groups, sequence.tables, strict=True):
+            if length > past:
+                group.own_tail(table, past, self.block_size)
+            group.grow(table, self._num_blocks(group, past, length))
+        return True
+
+    def fits(self, sequence: CachedSequence, length: int, others: Iterable[CachedSequence]) -> bool:
+        """Whether :meth:`reserve` would make this room after :meth:`free` of ``others``."""
+        self._pass_by(sequence)
+        past, others = len(sequence.tokens), list(others)
+        for i, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
+            held = [other.tables[i] for other in others]
+            tail, offset = divmod(past, self.block_size)
+            copies_tail = bool(offset) and length > past and group.num_other_users(table[tail], held) > 0
+            num_missing = max(0, self._num_blocks(group, past, length) - len(table))
+            if num_missing + copies_tail > group.num_free + group.num_freed(held):
+                return False
+        return True
+
+    def is_reserved(self, sequence: CachedSequence, length: int) -> bool:
+        """Whether positions from the sequence's end up to ``length`` can be written: the room is there, and its own."""
+        return all(
+            len(table) * self.block_size >= length
+            and not group.is_tail_shared(table, len(sequence.tokens), self.block_size)
+            for group, table in zip(self.groups, sequence.tables, strict=True)
+        )
+
+    def truncate(self, sequence: CachedSequence, length: int) -> None:
+        """Forget all tokens from position ``length`` on, and free the blocks this leaves unused, reserved ones too.
+
+        A sequence is cut to 0 where a window group no longer has what the query at ``length`` reads: look at its length
+        afterwards.
+        """
+        if not 0 <= length <= len(sequence.tokens):
+            raise ValueError(f"length must be in [0, {len(sequence.tokens)}], got {length}")
+        if not self._reaches_back(sequence, length):
+            length = 0
+        sequence.tokens.truncate(length)
+        del sequence.block_digests[length // self.block_size :]
+        for group, table in zip(self.groups, sequence.tables, strict=True):
+            group.cut(table, self.blocks_for(length))
+
+    def fork(self, sequence: CachedSequence) -> CachedSequence:
+        """A second sequence with the same tokens, sharing all their blocks; reserved room is not shared."""
+        num_blocks = self.blocks_for(len(sequence.tokens))
+        tables = tuple(
+            group.share(table[:num_blocks]) for group, table in zip(self.groups, sequence.tables, strict=True)
+        )
+        return CachedSequence(sequence.tokens.copy(), tables, sequence.salt, list(sequence.block_digests))
+
+    def free(self, sequence: CachedSequence) -> None:
+        """Give all blocks back; the sequence is empty afterwards and may be filled anew."""
+        self.truncate(sequence, 0)
+
+    def keep_prefix(self, sequence: CachedSequence, verified_length: int) -> None:
+        """Offer the full blocks of the first ``verified_length`` tokens, whose state is final, for reuse."""
+        if sequence.salt is None:
+            return
+        digests = sequence.block_digests
+        num_known = len(digests)
+        num_blocks = min(verified_length, len(sequence.tokens)) // self.block_size
+        self.extend_digests(digests, sequence.salt, sequence.tokens.array, num_blocks)
+        for index in range(num_known, num_blocks):
+            for group, table in zip(self.groups, sequence.tables, strict=True):
+                group.publish(table[index], digests[index])
+
+    def find_prefix(self, digests: list[bytes], salt: bytes, tokens: TokenSequence, num_blocks: int) -> int:
+        """How many of the first ``num_blocks`` blocks of ``tokens`` can be reused. Takes none of them.
+
+        A group without a window must have all of these blocks, a window group those that the next query reads.
+
+        Args:
+            digests: Chained digests of the first blocks, as many as are known. Grows as far as this looks.
+            salt: Of the sequence that looks.
+            tokens: At least ``num_blocks`` blocks of them.
+            num_blocks: Where to stop.
+        """
+        tokens, num_found = as_array(tokens), 0
+        runs = [0] * len(self.groups)  # blocks in a row that a group has, up to the one that is looked at
+        for index in range(num_blocks):
+            self.extend_digests(digests, salt, tokens, index + 1)
+            runs = [run + 1 if digests[index] in group else 0 for run, group in zip(runs, self.groups, strict=True)]
+            if any(group.window is None and run <= index for run, group in zip(runs, self.groups, strict=True)):
+                break
+            if all(
+                index + 1 - run <= self._first_read(group, index + 1)
+                for run, group in zip(runs, self.groups, strict=True)
+            ):
+                num_found = index + 1
+        return num_found
+
+    def reuse_prefix(self, sequence: CachedSequence, tokens: TokenSequence, digests: list[bytes] | None = None) -> int:
+        """Fill an empty sequence with the longest kept prefix of ``tokens``, in full blocks.
+
+        At least one token is left over, since its logits are wanted.
+
+        Args:
+            sequence: Holds nothing.
+            tokens: What it will hold.
+            digests: Of the first blocks of ``tokens``, where some are known.
+
+        Returns:
+            Number of tokens now cached.
+        """
+        if sequence.tokens or any(sequence.tables):
+            raise ValueError("the sequence must be empty")
+        if sequence.salt is None:
+            return 0
+        tokens, digests = as_array(tokens), [] if digests is None else digests
+        num_blocks = self.find_prefix(digests, sequence.salt, tokens, (len(tokens) - 1) // self.block_size)
+        sequence.tables = tuple(
+            group.reuse(digests[:num_blocks], self._first_read(group, num_blocks)) for group in self.groups
+        )
+        sequence.block_digests.extend(digests[:num_blocks])
+        sequence.tokens.extend(tokens[: num_blocks * self.block_size])
+        return len(sequence.tokens)
+
+    def extend_digests(self, digests: list[bytes], salt: bytes, tokens: TokenSequence, num_blocks: int) -> None:
+        """Add chained digests until there is one for each of the first ``num_blocks`` blocks of ``tokens``."""
+        tokens = as_array(tokens)
+        for index in range(len(digests), num_blocks):
+            digests.append(self._digest(digests, salt, tokens, index))
+
+    def _digest(self, parents: list[bytes], salt: bytes, tokens: TokenArray, index: int) -> bytes:
+        """Digest of block ``index`` and, through its parent's, of all before it."""
+        parent = parents[index - 1] if index else blake2b(salt, digest_size=16).digest()
+        content = tokens[index * self.block_size : (index + 1) * self.block_size]
+        return blake2b(parent + content.tobytes(), digest_size=16).digest()
+
+    def _first_read(self, group: BlockGroup, num_blocks: int) -> int:
+        """First block that a group's query reads at the position after ``num_blocks`` blocks."""
+        return group.first_read(num_blocks * self.block_size) // self.block_size
+
+    def _num_blocks(self, group: BlockGroup, past: int, length: int) -> int:
+        """Blocks of a group's table that room up to ``length`` takes."""
+        if group.window is not None and self._max_step_tokens is not None:
+            length = min(length, past + self._max_step_tokens)
+        return self.blocks_for(length)
+
+    def _needed(self, sequence: CachedSequence, length: int) -> list[int]:
+        """Blocks that each group has to take for room up to ``length``."""
+        past = len(sequence.tokens)
+        return [
+            max(0, self._num_blocks(group, past, length) - len(table))
+            + (length > past and group.is_tail_shared(table, past, self.block_size))
+            for group, table in zip(self.groups, sequence.tables, strict=True)
+        ]
+
+    def _pass_by(self, sequence: CachedSequence) -> None:
+        """Give back what window groups will not read again, also after the sequence was cut back a little."""
+        for group, table in zip(self.groups, sequence.tables, strict=True):
+            if group.window is not None:
+                first = group.first_read(max(0, len(sequence.tokens) - self._lookahead))
+                group.pass_by(table, first // self.block_size)
+
+    def _reaches_back(self, sequence: CachedSequence, length: int) -> bool:
+        """Whether every group has what the query at ``length`` reads."""
+        for group, table in zip(self.groups, sequence.tables, strict=True):
+            first = group.first_read(length) // self.block_size
+            if first < self.blocks_for(length) and table[first] == group.null_block:
+                return False
+        return True

@@ -8,11 +8,17 @@ from functools import cache
 import torch
 from transformers.cache_utils import Cache
 
+from specdec.models.blocks import BlockPool
 from specdec.models.latent import compact
 from specdec.models.plan import StepPlan
 from specdec.models.probe import AttentionLayer
 from specdec.models.recurrent.pool import StatePool
 from specdec.models.zeros import zeros
+
+
+def group_window(layer: AttentionLayer) -> int | None:
+    """The window of the group of blocks that a layer's keys and values lie in; None of those that keep all."""
+    return None if layer.is_latent else layer.window
 
 
 class PagedCache(Cache):  # type: ignore[misc]
@@ -23,40 +29,47 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     Args:
         layers: The model's attention layers; those that only read another's cache need no pool.
-        num_blocks: Blocks of the block pool.
-        block_size: Positions per block.
+        pool: The blocks, in groups.
         states: What recurrent layers keep; None where there are none.
     """
 
-    def __init__(
-        self, layers: Iterable[AttentionLayer], num_blocks: int, block_size: int, states: StatePool | None = None
-    ) -> None:
+    def __init__(self, layers: Iterable[AttentionLayer], pool: BlockPool, states: StatePool | None = None) -> None:
         super().__init__(layers=[])
-        self.trash_slot = num_blocks * block_size
         self._pools: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._latent: set[int] = set()
         self._states = states
-        self._plan: StepPlan | None = None
+        self._plans: Sequence[StepPlan] = ()
+        self._group_of: dict[int, int] = {}
+        windows = [group.window for group in pool.groups]
         for layer in layers:
-            shape = (num_blocks + 1, block_size, layer.num_key_heads)
+            number = self._group_of[layer.index] = windows.index(group_window(layer))
+            shape = (pool.groups[number].num_blocks + 1, pool.block_size, layer.num_key_heads)
             # Zeros, since masked keys are still multiplied: what was never written must be finite.
             keys = zeros((*shape, layer.key_dim), layer.dtype, layer.device)
             self._pools[layer.index] = (keys, zeros((*shape, layer.value_dim), layer.dtype, layer.device))
             if layer.is_latent:
                 self._latent.add(layer.index)
 
-    def clear(self, blocks: Sequence[int]) -> None:
-        """Fill blocks with zeros in all layers."""
+    def clear(self, group: int, blocks: Sequence[int]) -> None:
+        """Fill blocks with zeros in all layers of a group."""
         if not blocks:
             return
         index = _on_devices(torch.tensor(blocks))
-        for pools in self._pools.values():
+        for pools in self._pools_of(group):
             for pool in pools:
                 pool.index_fill_(0, index(pool.device), 0.0)
 
-    def begin(self, plan: StepPlan) -> None:
-        """The step whose keys and values come next."""
-        self._plan = plan
+    def begin(self, plans: Sequence[StepPlan]) -> dict[int, StepPlan]:
+        """The step whose keys and values come next: a plan for each group.
+
+        Returns:
+            The plan by which each pool of keys is read, by the pool's address.
+        """
+        self._plans = plans
+        return {pools[0].data_ptr(): plans[self._group_of[index]] for index, pools in self._pools.items()}
+
+    def _pools_of(self, group: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [pools for index, pools in self._pools.items() if self._group_of[index] == group]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -75,13 +88,13 @@ class PagedCache(Cache):  # type: ignore[misc]
             layer that expands what it caches, only the step's blocks, one after another: [1, H_kv, positions, D and
             D_v].
         """
-        assert self._plan is not None, "begin() comes first"
-        pools = self._pools[layer_idx]
-        slots = self._plan.slot_mapping(key_states.device)
+        assert self._plans, "begin() comes first"
+        pools, plan = self._pools[layer_idx], self._plans[self._group_of[layer_idx]]
+        slots = plan.slot_mapping(key_states.device)
         for pool, states in zip(pools, (key_states, value_states), strict=True):
             pool.flatten(0, 1).index_copy_(0, slots, states.transpose(1, 2).flatten(0, 1))
         if layer_idx in self._latent:
-            blocks = compact(self._plan).blocks(key_states.device)
+            blocks = compact(plan).blocks(key_states.device)
             keys, values = (pool.index_select(0, blocks).flatten(0, 1).transpose(0, 1) for pool in pools)
             return keys.unsqueeze(0), values.unsqueeze(0)
         return pools
@@ -114,21 +127,21 @@ class PagedCache(Cache):  # type: ignore[misc]
         """No."""
         return False
 
-    def copy_blocks(self, waves: list[list[tuple[int, int]]]) -> None:
-        """Copy whole blocks in all layers, in the order :meth:`BlockPool.take_copies` gives."""
+    def copy_blocks(self, group: int, waves: list[list[tuple[int, int]]]) -> None:
+        """Copy whole blocks in all layers of a group, in the order :meth:`BlockGroup.take_copies` gives."""
         for wave in waves:
             pairs = _on_devices(torch.tensor(wave).T.contiguous())
-            for pools in self._pools.values():
+            for pools in self._pools_of(group):
                 sources, destinations = pairs(pools[0].device)
                 for pool in pools:
                     pool.index_copy_(0, destinations, pool.index_select(0, sources))
 
-    def move_slots(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy single positions (source, destination) in all layers; all are read before any is written."""
+    def move_slots(self, group: int, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy single slots (source, destination) in all layers of a group; all are read before any is written."""
         if not moves:
             return
         pairs = _on_devices(torch.tensor(moves).T.contiguous())
-        for pools in self._pools.values():
+        for pools in self._pools_of(group):
             sources, destinations = pairs(pools[0].device)
             for pool in pools:
                 slots = pool.flatten(0, 1)
@@ -136,7 +149,7 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Longest row before the step."""
-        return 0 if self._plan is None else max((row.num_computed_tokens for row in self._plan.rows), default=0)
+        return max((row.num_computed_tokens for row in self._plans[0].rows), default=0) if self._plans else 0
 
     @property
     def num_bytes(self) -> int:

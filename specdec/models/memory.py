@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from specdec.errors import InvalidParameterError, MemoryPlanError
+from specdec.models.blocks import LOOKAHEAD_TOKENS
+from specdec.models.cache import group_window
 from specdec.models.host_memory import host_memory
 from specdec.models.loading import LoadedModel
 from specdec.models.probe import AttentionLayer
@@ -47,8 +49,8 @@ class MemoryPlan:
         num_blocks: Blocks of the cache.
         block_size: Positions per block.
         max_model_len: Longest sequence, in tokens.
-        bytes_per_token: Of one position's keys and values in all layers.
-        bytes_per_block: Of one block in all layers.
+        bytes_per_token: Of one position's keys and values in all layers that keep every position.
+        bytes_per_block: Of one block in those layers.
         sequence_bytes: Of one sequence of ``max_model_len``, its recurrent state and way back included.
         cache_bytes: Of all blocks, of the one more that padding is written to, and of all state slots.
         weights_bytes: Of the weights, which are there already.
@@ -61,6 +63,8 @@ class MemoryPlan:
         state_bytes: Of one sequence's recurrent state.
         checkpoint_bytes: Of what is kept beside it so that it can be rolled back.
         rollback: How: see :data:`specdec.models.recurrent.slots.Route`; None without recurrent layers.
+        window_blocks: Blocks of the layers with each length of sliding window.
+        window_bytes: Of one sequence in those layers, however long it is.
         rollback_tokens: Most tokens that can be taken back for sure; None where it is any number.
     """
 
@@ -82,6 +86,8 @@ class MemoryPlan:
     checkpoint_bytes: int = 0
     rollback: Route | None = None
     rollback_tokens: int | None = None
+    window_blocks: Mapping[int, int] = field(default_factory=dict)
+    window_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -142,10 +148,12 @@ def plan_memory(
     window: Window | None = None,
     step: StepMemory | None = None,
     is_bounded: bool = False,
+    max_step_tokens: int | None = None,
 ) -> MemoryPlan:
     """Size the cache of a loaded model.
 
-    Recurrent states take at most half of what one sequence leaves over: blocks are not short where sequences are long.
+    Recurrent states and windows take at most half of what one sequence leaves over: blocks are not short where
+    sequences are long.
 
     Args:
         loaded: Its weights are in memory, so what is free is free for the cache.
@@ -157,6 +165,7 @@ def plan_memory(
         block_size: Positions per block.
         window: How far back recurrent states reach, for a model that has any.
         step: What the model takes beside its weights and its cache.
+        max_step_tokens: Most tokens of a sequence in one step, for which windows have room; None for any number.
         is_bounded: Take blocks for no more than :data:`BOUND_SEQUENCES` such sequences, or :data:`BOUND_BYTES` of them.
 
     Raises:
@@ -164,12 +173,14 @@ def plan_memory(
         InvalidParameterError: ``max_model_len`` or ``fraction`` is out of range.
     """
     length = _checked_length(loaded, max_model_len)
-    needs = _Needs(loaded, length, block_size, window or choose_window_of(loaded, DEFAULT_WINDOW_TOKENS))
+    needs = _Needs(
+        loaded, length, block_size, window or choose_window_of(loaded, DEFAULT_WINDOW_TOKENS), max_step_tokens
+    )
     step = step or StepMemory()
     budget = _budget(needs, fraction, step) if budget_bytes is None else budget_bytes
-    if needs.sequence_bytes + needs.block_bytes > budget:
+    if needs.sequence_bytes + needs.padding_bytes > budget:
         raise MemoryPlanError(_refusal(needs, budget))
-    num_slots = _num_state_slots(needs, budget, max_num_sequences)
+    num_slots = _num_slots(needs, budget, max_num_sequences)
     num_blocks = _num_blocks(needs, budget, num_slots, max_num_sequences, is_bounded)
     return MemoryPlan(
         num_blocks=num_blocks,
@@ -178,18 +189,20 @@ def plan_memory(
         bytes_per_token=needs.bytes_per_token,
         bytes_per_block=needs.block_bytes,
         sequence_bytes=needs.sequence_bytes,
-        cache_bytes=(num_blocks + 1) * needs.block_bytes + num_slots * needs.slot_bytes,
+        cache_bytes=num_blocks * needs.block_bytes + needs.padding_bytes + needs.fixed_bytes(num_slots),
         weights_bytes=loaded.weights_bytes,
         budget_bytes=budget,
         adapter_bytes=loaded.adapter_bytes,
         activation_bytes=sum(step.activation_bytes.values()),
         process_bytes=step.process_bytes,
         available_bytes=_available(loaded, step),
-        num_state_slots=num_slots,
+        num_state_slots=num_slots if needs.slot_bytes else 0,
         state_bytes=needs.state_bytes,
         checkpoint_bytes=needs.slot_bytes - needs.state_bytes,
         rollback=needs.window.route if needs.window else None,
         rollback_tokens=needs.window.num_tokens if needs.window else None,
+        window_blocks={window: needs.num_window_blocks(window, num_slots) for window in needs.windows},
+        window_bytes=needs.window_bytes(1),
     )
 
 
@@ -204,10 +217,19 @@ def _checked_length(loaded: LoadedModel, max_model_len: int | None) -> int:
 class _Needs:
     """What one sequence of ``length`` tokens takes."""
 
-    def __init__(self, loaded: LoadedModel, length: int, block_size: int, window: Window | None) -> None:
+    def __init__(
+        self, loaded: LoadedModel, length: int, block_size: int, window: Window | None, max_step_tokens: int | None
+    ) -> None:
         self.loaded, self.length, self.block_size, self.window = loaded, length, block_size, window
         self.num_blocks = -(-length // block_size)
-        self.bytes_per_token = cache_bytes_per_token(loaded.attention_layers)
+        self._step_tokens = length if max_step_tokens is None else max_step_tokens
+        layers = loaded.attention_layers if loaded.opaque_state is None else ()
+        self.bytes_per_token = cache_bytes_per_token(layer for layer in layers if group_window(layer) is None)
+        self.windows: dict[int, int] = {}  # bytes of a position in the layers with each window
+        for layer in layers:
+            size = group_window(layer)
+            if size is not None:
+                self.windows[size] = self.windows.get(size, 0) + layer.bytes_per_token
         self.state_bytes = state_bytes(loaded.recurrent_layers)
         self.slot_bytes = bytes_per_slot(loaded.recurrent_layers, window) if window else 0
         if loaded.opaque_state is not None:
@@ -215,7 +237,23 @@ class _Needs:
             self.state_bytes = loaded.opaque_state.bytes_per_sequence
             self.slot_bytes = NUM_COPIES * self.state_bytes
         self.block_bytes = self.bytes_per_token * block_size
-        self.sequence_bytes = self.num_blocks * self.block_bytes + self.slot_bytes
+        self.padding_bytes = self.block_bytes + block_size * sum(self.windows.values())
+        self.sequence_bytes = self.num_blocks * self.block_bytes + self.fixed_bytes(1)
+
+    def num_window_blocks(self, window: int, num_sequences: int) -> int:
+        """Blocks for the layers with one window: what each sequence holds, and a step's tokens of one of them."""
+        held = min(self.num_blocks, -(-(window + LOOKAHEAD_TOKENS) // self.block_size) + 1)
+        step = min(self.num_blocks - held, -(-self._step_tokens // self.block_size))
+        return num_sequences * held + step
+
+    def window_bytes(self, num_sequences: int) -> int:
+        """Bytes of all layers with windows."""
+        blocks = ((self.num_window_blocks(window, num_sequences), size) for window, size in self.windows.items())
+        return sum(count * size * self.block_size for count, size in blocks)
+
+    def fixed_bytes(self, num_sequences: int) -> int:
+        """Bytes of what does not grow with sequences' length."""
+        return num_sequences * self.slot_bytes + self.window_bytes(num_sequences)
 
     def by_device(self) -> dict[torch.device, int]:
         """The same, by where the layers are."""
@@ -223,25 +261,29 @@ class _Needs:
             return {self.loaded.device: self.sequence_bytes}
         shares: dict[torch.device, int] = {}
         for layer in self.loaded.attention_layers:
-            shares[layer.device] = shares.get(layer.device, 0) + layer.bytes_per_token * self.length
+            size = group_window(layer)
+            length = self.length if size is None else self.num_window_blocks(size, 1) * self.block_size
+            shares[layer.device] = shares.get(layer.device, 0) + layer.bytes_per_token * length
         for kept in self.loaded.recurrent_layers:
             assert self.window is not None
             shares[kept.device] = shares.get(kept.device, 0) + bytes_per_slot([kept], self.window)
         return shares
 
 
-def _num_state_slots(needs: _Needs, budget: int, max_num_sequences: int | None) -> int:
-    if not needs.slot_bytes:
+def _num_slots(needs: _Needs, budget: int, max_num_sequences: int | None) -> int:
+    """Sequences and branches for whose recurrent states and windows there is room; 0 where there are none."""
+    slot_bytes = needs.fixed_bytes(2) - needs.fixed_bytes(1)
+    if not slot_bytes:
         return 0
-    spare = budget - needs.sequence_bytes - needs.block_bytes
+    spare = budget - needs.sequence_bytes - needs.padding_bytes
     most = MAX_STATE_SLOTS if max_num_sequences is None else max(1, max_num_sequences) + NUM_BRANCH_SLOTS
-    return min(most, 1 + (spare // 2 if needs.block_bytes else spare) // needs.slot_bytes)
+    return min(most, 1 + (spare // 2 if needs.block_bytes else spare) // slot_bytes)
 
 
 def _num_blocks(needs: _Needs, budget: int, num_slots: int, max_num_sequences: int | None, is_bounded: bool) -> int:
     if not needs.block_bytes:
         return num_slots * needs.num_blocks
-    most = [(budget - num_slots * needs.slot_bytes) // needs.block_bytes - 1]
+    most = [(budget - needs.fixed_bytes(num_slots) - needs.padding_bytes) // needs.block_bytes]
     if max_num_sequences is not None:
         most.append(max(1, max_num_sequences) * needs.num_blocks)
     if is_bounded:
@@ -258,8 +300,9 @@ def _refusal(needs: _Needs, budget: int) -> str:
         text += f", {_mib(needs.state_bytes)} of recurrent state and {_mib(needs.slot_bytes - needs.state_bytes)}"
         text += f" to roll it back by {needs.window.num_tokens} tokens"
     text += f"), but only {_mib(budget)} may be used; "
-    num_blocks = (budget - needs.slot_bytes) // needs.block_bytes - 1 if needs.block_bytes else 0
-    if num_blocks > 0 or not needs.slot_bytes:
+    left = budget - needs.fixed_bytes(1) - needs.padding_bytes
+    num_blocks = left // needs.block_bytes if needs.block_bytes else 0
+    if num_blocks > 0 or not needs.fixed_bytes(1):
         text += f"lower max_model_len to {max(num_blocks, 0) * needs.block_size} or "
     return text + "give more memory"
 

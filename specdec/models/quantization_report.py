@@ -91,9 +91,10 @@ def _read(runner: ModelRunner, text: list[int]) -> tuple[torch.Tensor, list[floa
     """Log-probabilities at all positions, float32 [tokens, vocabulary], and the times of steps of one token."""
     sequence, times_s, half = runner.new_sequence(salt=None), [], len(text) // 2
     try:
-        assert runner.reserve(sequence, len(text)), "no room for a text"
+        assert runner.reserve(sequence, half), "no room for a text"
         logits = [runner.forward([RowInput(sequence, text[:half], half)])]
         for token in text[half:]:
+            assert runner.reserve(sequence, len(sequence) + 1), "no room for a text"
             started_s = time.perf_counter()
             logits.append(runner.forward([RowInput(sequence, [token], 1)]))
             logits[-1][0, 0].item()  # when it is there

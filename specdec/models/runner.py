@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
 from specdec.models.attention import AttentionContext, AttentionKernel, Workspace
-from specdec.models.blocks import BlockPool, CachedSequence
-from specdec.models.cache import PagedCache
+from specdec.models.blocks import LOOKAHEAD_TOKENS, BlockPool, CachedSequence
+from specdec.models.cache import PagedCache, group_window
 from specdec.models.loading import LoadedModel
 from specdec.models.lora.pool import AdapterPool
 from specdec.models.lora.slots import AdapterRun
@@ -52,7 +52,7 @@ class ModelRunner:
 
     Args:
         loaded: The model.
-        num_blocks: Blocks in the cache.
+        num_blocks: Blocks in the cache, of the layers that attend to all positions.
         block_size: Positions per block.
         vocab_size: Width of the logits: the tokenizer's vocabulary, where the model's is padded beyond it; the
             model's own by default.
@@ -62,6 +62,10 @@ class ModelRunner:
         num_state_slots: Sequences and branches whose recurrent states can be held at once, for a model that has any.
         window: How far back recurrent states reach.
         states: The recurrent states, in place of slots and window.
+        window_blocks: Blocks in the cache of the layers with each length of sliding window; as many as ``num_blocks``
+            by default.
+        max_step_tokens: Most tokens of a sequence in one step; None for any number. See :class:`BlockPool`.
+        lookahead_tokens: How far a sequence can be cut back for sure where layers have windows.
 
     Attributes:
         loaded: The model.
@@ -87,6 +91,9 @@ class ModelRunner:
         num_state_slots: int = 16,
         window: Window | None = None,
         states: StatePool | None = None,
+        window_blocks: Mapping[int, int] | None = None,
+        max_step_tokens: int | None = None,
+        lookahead_tokens: int = LOOKAHEAD_TOKENS,
     ) -> None:
         vocab_size = loaded.vocab_size if vocab_size is None else vocab_size
         if not 1 <= vocab_size <= loaded.vocab_size:
@@ -96,7 +103,15 @@ class ModelRunner:
         self.hidden: torch.Tensor | None = None
         self.spoilt_rows: tuple[int, ...] = ()
         self._finite_tokens: torch.Tensor | None = None
-        self.pool = BlockPool(num_blocks, block_size)
+        windows = [group_window(layer) for layer in loaded.attention_layers]
+        self.pool = BlockPool(
+            num_blocks,
+            block_size,
+            {window: (window_blocks or {}).get(window, num_blocks) for window in windows if window is not None},
+            max_step_tokens,
+            has_full_layers=not windows or None in windows,
+            lookahead_tokens=lookahead_tokens,
+        )
         self.adapters = AdapterPool(loaded.adapters)
         self._vocab_size = vocab_size
         self._padding = padding
@@ -108,7 +123,7 @@ class ModelRunner:
             window = window or choose_window(loaded.recurrent_layers, DEFAULT_WINDOW_TOKENS)
             self.states = pool = states or StatePool(loaded.recurrent_layers, num_state_slots, window)
         self._functions = nullcontext() if pool is None else bind(loaded.model, pool, self.progress)
-        self._cache = PagedCache(loaded.attention_layers, num_blocks, block_size, pool)
+        self._cache = PagedCache(loaded.attention_layers, self.pool, pool)
         self._cache_argument = cache_argument(loaded.model)
         self._latent_layers = frozenset(layer.index for layer in loaded.attention_layers if layer.is_latent)
 
@@ -125,7 +140,8 @@ class ModelRunner:
     @property
     def max_rollback(self) -> int | None:
         """Most tokens that can be taken back for sure without reading others anew; None: any number."""
-        return None if self.states is None else self.states.window.num_tokens
+        limits = [self.pool.max_rollback, None if self.states is None else self.states.window.num_tokens]
+        return min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def no_speculation(self) -> str | None:
@@ -145,15 +161,16 @@ class ModelRunner:
                 the tree begins, and the path's tokens by their numbers in the tree, ascending.
         """
         size = self.pool.block_size
-        moves: list[tuple[int, int]] = []
+        moves: list[list[tuple[int, int]]] = [[] for _ in self.pool.groups]
         for sequence, start, path in paths:
-            blocks = sequence.block_ids
-            for to, of in ((start + i, start + place) for i, place in enumerate(path) if i != place):
-                moves.append((blocks[of // size] * size + of % size, blocks[to // size] * size + to % size))
+            for table, of_group in zip(sequence.tables, moves, strict=True):
+                for to, of in ((start + i, start + place) for i, place in enumerate(path) if i != place):
+                    of_group.append((table[of // size] * size + of % size, table[to // size] * size + to % size))
             kept = sequence.tokens.array[[start + place for place in path]]
             sequence.tokens.truncate(start)
             sequence.tokens.extend(kept)
-        self._cache.move_slots(moves)
+        for group, of_group in enumerate(moves):
+            self._cache.move_slots(group, of_group)
 
     @property
     def shares_prefixes(self) -> bool:
@@ -200,6 +217,9 @@ class ModelRunner:
         length = num_blocks * self.pool.block_size
         state = self.states.reuse_prefix(digests[num_blocks - 1], length) if num_blocks else None
         self.pool.truncate(sequence, length if state is not None else 0)
+        if state is not None and not sequence.tokens:  # windows do not reach back so far
+            self.states.give_back(state)
+            state = None
         sequence.state = state
         return len(sequence)
 
@@ -214,7 +234,7 @@ class ModelRunner:
 
     def new_sequence(self, salt: bytes | None = b"") -> CachedSequence:
         """An empty sequence; see :class:`CachedSequence` for ``salt``."""
-        return CachedSequence(salt=salt if self.shares_prefixes else None)
+        return self.pool.new_sequence(salt if self.shares_prefixes else None)
 
     def reserve(self, sequence: CachedSequence, length: int) -> bool:
         """Make room for ``length`` positions in all, and for a recurrent state.
@@ -238,12 +258,13 @@ class ModelRunner:
     def truncate(self, sequence: CachedSequence, length: int) -> None:
         """Forget what is cached from position ``length`` on, and give back reserved room.
 
-        A sequence whose recurrent states do not reach back to ``length`` is cut to 0: look at its length afterwards.
+        A sequence whose recurrent states or windows do not reach back to ``length`` is cut to 0: look at its length
+        afterwards.
         """
         if sequence.state is not None and length < sequence.state.oldest:
             length = 0
         self.pool.truncate(sequence, length)
-        if self.states is not None and sequence.state is not None and not length:
+        if self.states is not None and sequence.state is not None and not sequence.tokens:
             self.states.give_back(sequence.state)
             sequence.state = None
 
@@ -284,10 +305,14 @@ class ModelRunner:
         tokens, positions, wanted, spans = self._lay_out(rows)
         self.hidden = None
         device = self.loaded.device
-        plan = StepPlan(spans, len(tokens), self.pool.block_size, self._cache.trash_slot)
-        self._cache.copy_blocks(self.pool.take_copies())
-        self._cache.clear(self.pool.take_uncleared())
-        self._cache.begin(plan)
+        plans = []
+        for number, group in enumerate(self.pool.groups):
+            self._cache.copy_blocks(number, group.take_copies())
+            self._cache.clear(number, group.take_uncleared())
+            own = [replace(span, block_ids=row.sequence.tables[number]) for row, span in zip(rows, spans, strict=True)]
+            trash_slot = group.null_block * self.pool.block_size
+            plans.append(StepPlan(own, len(tokens), self.pool.block_size, trash_slot))
+        plan_of = self._cache.begin(plans)
         states = self._begin_states(rows, spans, len(tokens))
         watched = self.loaded.model.base_model.register_forward_hook(self._note_finite_tokens)
         with watched, self._functions, self._used_adapters(rows, spans, len(tokens)):
@@ -297,7 +322,7 @@ class ModelRunner:
                 use_cache=True,
                 logits_to_keep=_logits_to_keep(wanted, len(tokens), device),
                 attention_context=AttentionContext(
-                    plan, self._workspace, self._kernel, self._latent_layers, self.progress
+                    plans[0], self._workspace, self._kernel, self._latent_layers, self.progress, plan_of
                 ),
                 **{self._cache_argument: self._cache},
             )

@@ -61,8 +61,9 @@ class SnapshotRunner(ModelRunner):
     def forward(self, rows: Sequence[RowInput]) -> torch.Tensor:
         """As :meth:`ModelRunner.forward`."""
         self._lay_out(rows)
-        self.pool.take_copies()  # blocks are only counted here: there is nothing to copy or to clear
-        self.pool.take_uncleared()
+        for group in self.pool.groups:  # blocks are only counted here: there is nothing to copy or to clear
+            group.take_copies()
+            group.take_uncleared()
         wanted, is_finite = [], []
         for row in rows:
             sequence, tokens = row.sequence, list(row.tokens)

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from specdec.errors import ModelLoadError
 from specdec.models.attention import AttentionContext, Workspace, paged_attention
+from specdec.models.blocks import BlockPool
 from specdec.models.cache import PagedCache
 from specdec.models.loading import LoadedModel
 from specdec.models.plan import RowSpan, StepPlan
@@ -47,14 +48,16 @@ def test_a_model_that_drops_the_context_or_makes_a_mask_is_refused() -> None:
 def test_a_padded_layout_reads_the_same(models: Models, whole_forward: Whole, family: str) -> None:
     loaded, stock = models(family)
     rows = [tokens(length, length) for length in (11, 3, 20)]
-    cache = PagedCache(loaded.attention_layers, num_blocks=12, block_size=8)
+    windows = {layer.window for layer in loaded.attention_layers} - {None}
+    pool = BlockPool(12, 8, dict.fromkeys(windows, 12))
+    cache = PagedCache(loaded.attention_layers, pool)
     tables = [[1, 5, 3], [0], [2, 4, 9]]
     done = [0, 0, 0]
     for lengths in ([7, 2, 17], [4, 1, 3]):
         width = max(lengths) + 1
         spans = [RowSpan(i * width, n, done[i], tables[i]) for i, n in enumerate(lengths)]
-        plan = StepPlan(spans, 3 * width, 8, cache.trash_slot)
-        cache.begin(plan)
+        plan = StepPlan(spans, 3 * width, 8, trash_slot=12 * 8)
+        cache.begin([plan] * len(pool.groups))
         padded = torch.full((3, width), 9)
         positions = torch.zeros(3, width, dtype=torch.long)
         for i, n in enumerate(lengths):

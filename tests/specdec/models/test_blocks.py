@@ -16,29 +16,45 @@ TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)  # few tokens, so t
 class PoolMachine(RuleBasedStateMachine):
     """Sequences that grow, shrink, fork and share prefixes in a pool that is nearly always short of blocks."""
 
-    @initialize(num_blocks=st.integers(2, 12), block_size=st.integers(1, 4))
-    def start(self, num_blocks: int, block_size: int) -> None:
-        self.pool = BlockPool(num_blocks, block_size)
-        self.memory = [-1] * (num_blocks * block_size)
+    @initialize(
+        counts=st.lists(st.integers(2, 12), min_size=3, max_size=3),
+        block_size=st.integers(1, 4),
+        windows=st.sets(st.integers(1, 9), max_size=2),
+        has_full_layers=st.booleans(),
+        lookahead=st.integers(0, 4),
+        max_step_tokens=st.sampled_from([None, 9]),
+    )
+    def start(
+        self,
+        counts: list[int],
+        block_size: int,
+        windows: set[int],
+        has_full_layers: bool,
+        lookahead: int,
+        max_step_tokens: int | None,
+    ) -> None:
+        groups = dict(zip(sorted(windows), counts[1:], strict=False))
+        self.pool = BlockPool(counts[0], block_size, groups, max_step_tokens, has_full_layers or not groups, lookahead)
+        self.lookahead = lookahead
+        self.memory = [[-1] * (group.num_blocks * block_size) for group in self.pool.groups]
         self.live: list[tuple[CachedSequence, list[int]]] = []
+        self.peaks: dict[int, int] = {}
 
-    def _slot(self, sequence: CachedSequence, position: int) -> int:
+    def _slot(self, table: list[int], position: int) -> int:
         size = self.pool.block_size
-        return sequence.block_ids[position // size] * size + position % size
+        return table[position // size] * size + position % size
 
-    def _copy(self, memory: list[int], waves: list[list[tuple[int, int]]]) -> None:
-        size = self.pool.block_size
-        for wave in waves:
-            assert len({destination for _, destination in wave}) == len(wave), "written in no particular order"
-            contents = [memory[source * size : (source + 1) * size] for source, _ in wave]
-            for (_, destination), content in zip(wave, contents, strict=True):
-                memory[destination * size : (destination + 1) * size] = content
-
-    def _prepare(self, memory: list[int], pool: BlockPool) -> None:
+    def _prepare(self, memories: list[list[int]], pool: BlockPool) -> None:
         """Carry out the copies, then clear the blocks that have a new owner."""
-        self._copy(memory, pool.take_copies())
-        for block in pool.take_uncleared():
-            memory[block * pool.block_size : (block + 1) * pool.block_size] = [-1] * pool.block_size
+        size = pool.block_size
+        for memory, group in zip(memories, pool.groups, strict=True):
+            for wave in group.take_copies():
+                assert len({destination for _, destination in wave}) == len(wave), "written in no particular order"
+                contents = [memory[source * size : (source + 1) * size] for source, _ in wave]
+                for (_, destination), content in zip(wave, contents, strict=True):
+                    memory[destination * size : (destination + 1) * size] = content
+            for block in group.take_uncleared():
+                memory[block * size : (block + 1) * size] = [-1] * size
 
     def _forward(self, writes: list[tuple[CachedSequence, list[int], list[int]]]) -> None:
         """Prepare the blocks, then write the new tokens of several sequences."""
@@ -46,35 +62,46 @@ class PoolMachine(RuleBasedStateMachine):
         for sequence, expected, tokens in writes:
             for token in tokens:
                 expected.append(token)
-                self.memory[self._slot(sequence, len(sequence.tokens))] = hash(tuple(expected))
+                for memory, table in zip(self.memory, sequence.tables, strict=True):
+                    memory[self._slot(table, len(sequence.tokens))] = hash(tuple(expected))
                 sequence.tokens.append(token)
+            self.peaks[id(sequence)] = max(self.peaks[id(sequence)], len(expected))
+
+    def _add(self, sequence: CachedSequence, expected: list[int], peak: int) -> None:
+        self.live.append((sequence, expected))
+        self.peaks[id(sequence)] = peak
 
     @rule(salt=st.sampled_from([b"", b"other", None]))
     def add(self, salt: bytes | None) -> None:
-        self.live.append((CachedSequence(salt=salt), []))
+        self._add(self.pool.new_sequence(salt), [], 0)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), tokens=TOKENS, lookahead=st.integers(0, 5))
     def grow(self, data: st.DataObject, tokens: list[int], lookahead: int) -> None:
-        writes, taken = [], set[int]()
+        writes = []
+        taken: list[set[int]] = [set() for _ in self.pool.groups]
         for index in data.draw(st.sets(st.integers(0, len(self.live) - 1), min_size=1, max_size=3)):
             sequence, expected = self.live[index]
             length = len(sequence.tokens) + len(tokens) + lookahead
-            before = (list(sequence.block_ids), self.pool.num_free)
-            if self.pool.reserve(sequence, length):
+            fits = self.pool.fits(sequence, length, [])
+            before = [list(table) for table in sequence.tables], self.pool.num_free
+            assert self.pool.reserve(sequence, length) == fits
+            if fits:
                 writes.append((sequence, expected, tokens))
-                taken |= {*sequence.block_ids[len(before[0]) :]}
+                for of_group, table, old in zip(taken, sequence.tables, before[0], strict=True):
+                    of_group |= {*table[len(old) :]}
             else:
-                assert (sequence.block_ids, self.pool.num_free) == before
-                # One more than these is lacking where the tail is shared, and has to be copied.
-                assert self.pool.num_free <= max(0, self.pool.blocks_for(length) - len(sequence.block_ids))
+                assert (list(sequence.tables), self.pool.num_free) == (before[0], before[1])
         for sequence, _, new in writes:
             assert self.pool.is_reserved(sequence, len(sequence.tokens) + len(new))
         self._forward(writes)
-        written = {self._slot(sequence, i) for sequence, expected, _ in writes for i in range(len(expected))}
         size = self.pool.block_size
-        slots = {block * size + i for block in taken for i in range(size)}
-        assert all(self.memory[slot] == -1 for slot in slots - written), "a new owner finds what another left"
+        for number, (memory, blocks) in enumerate(zip(self.memory, taken, strict=True)):
+            written = {
+                self._slot(sequence.tables[number], i) for sequence, expected, _ in writes for i in range(len(expected))
+            }
+            slots = {block * size + i for block in blocks for i in range(size)}
+            assert all(memory[slot] == -1 for slot in slots - written), "a new owner finds what another left"
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -82,15 +109,19 @@ class PoolMachine(RuleBasedStateMachine):
         sequence, expected = data.draw(st.sampled_from(self.live))
         length = data.draw(st.integers(0, len(expected)))
         self.pool.truncate(sequence, length)
-        del expected[length:]
-        assert len(sequence.block_ids) == self.pool.blocks_for(length)
+        if len(sequence) != length:
+            assert len(sequence) == 0
+            assert length < self.peaks[id(sequence)] - self.lookahead
+            self.peaks[id(sequence)] = 0
+        del expected[len(sequence) :]
+        assert all(len(table) == self.pool.blocks_for(len(sequence)) for table in sequence.tables)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
         sequence, expected = data.draw(st.sampled_from(self.live))
         num_free = self.pool.num_free
-        self.live.append((self.pool.fork(sequence), list(expected)))
+        self._add(self.pool.fork(sequence), list(expected), self.peaks[id(sequence)])
         assert self.pool.num_free == num_free
 
     @precondition(lambda self: self.live)
@@ -99,7 +130,7 @@ class PoolMachine(RuleBasedStateMachine):
         sequence, _ = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
         self.pool.free(sequence)
         assert not sequence.tokens
-        assert not sequence.block_ids
+        assert not any(sequence.tables)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -111,28 +142,38 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), salt=st.sampled_from([b"", b"other", None]), more=TOKENS)
     def reuse(self, data: st.DataObject, salt: bytes | None, more: list[int]) -> None:
         tokens = [*data.draw(st.sampled_from(self.live))[1], *more]
-        sequence = CachedSequence(salt=salt)
+        sequence = self.pool.new_sequence(salt)
         length = self.pool.reuse_prefix(sequence, tokens)
         assert length < len(tokens)
         assert length % self.pool.block_size == 0
-        self.live.append((sequence, tokens[:length]))
+        self._add(sequence, tokens[:length], length + self.lookahead)  # it cannot be cut back at all for sure
 
     @invariant()
     def accounts_balance(self) -> None:
-        held = {block for sequence, _ in self.live for block in sequence.block_ids}
-        assert self.pool.num_in_use == len(held)
-        assert self.pool.num_free == self.pool.num_blocks - len(held)
-        assert self.pool.num_reusable <= self.pool.num_free
+        for number, group in enumerate(self.pool.groups):
+            held = {block for sequence, _ in self.live for block in sequence.tables[number]} - {group.null_block}
+            assert group.num_in_use == len(held)
+            assert group.num_free == group.num_blocks - len(held)
+            assert group.num_reusable <= group.num_free
 
     @invariant()
     def everybody_reads_their_own(self) -> None:
-        memory = list(self.memory)  # as the next step will see it: outstanding copies and clearing come first
-        self._prepare(memory, deepcopy(self.pool))
+        memories = deepcopy(self.memory)  # as the next step will see it: outstanding copies and clearing come first
+        self._prepare(memories, deepcopy(self.pool))
         for sequence, expected in self.live:
             assert sequence.tokens == expected
-            # What is cached at a position depends on all tokens up to it.
-            for i in range(len(expected)):
-                assert memory[self._slot(sequence, i)] == hash(tuple(expected[: i + 1]))
+            for memory, group, table in zip(memories, self.pool.groups, sequence.tables, strict=True):
+                # What is cached at a position depends on all tokens up to it.
+                for i in range(group.first_read(len(expected)), len(expected)):
+                    assert memory[self._slot(table, i)] == hash(tuple(expected[: i + 1]))
+
+    @invariant()
+    def windows_bound_what_a_sequence_holds(self) -> None:
+        for sequence, expected in self.live:
+            for group, table in zip(self.pool.groups, sequence.tables, strict=True):
+                if group.window is not None and self.pool.reserve(sequence, len(expected)):
+                    held = sum(block != group.null_block for block in table)
+                    assert held <= self.pool.blocks_for(group.window + self.lookahead) + 1 + self.pool.blocks_for(9 + 5)
 
 
 PoolMachine.TestCase.settings = settings(
@@ -146,7 +187,7 @@ TestBlockPool = PoolMachine.TestCase
 
 
 def grown(pool: BlockPool, tokens: list[int], salt: bytes | None = b"") -> CachedSequence:
-    sequence = CachedSequence(salt=salt)
+    sequence = pool.new_sequence(salt)
     assert pool.reserve(sequence, len(tokens))
     sequence.tokens.extend(tokens)
     return sequence
@@ -159,8 +200,8 @@ def test_copies_of_copies_come_in_waves() -> None:
     assert pool.reserve(second, 3)
     third = pool.fork(second)
     assert pool.reserve(third, 3)
-    assert [len(wave) for wave in pool.take_copies()] == [1, 1]
-    assert pool.take_copies() == []
+    assert [len(wave) for wave in pool.groups[0].take_copies()] == [1, 1]
+    assert pool.groups[0].take_copies() == []
 
 
 def test_a_block_is_written_once_in_a_wave() -> None:
@@ -170,7 +211,7 @@ def test_a_block_is_written_once_in_a_wave() -> None:
         other = pool.fork(first)
         assert pool.reserve(other, 3)
         pool.free(other)
-    assert [len(wave) for wave in pool.take_copies()] == [1, 1]
+    assert [len(wave) for wave in pool.groups[0].take_copies()] == [1, 1]
 
 
 def test_only_the_writer_of_a_shared_block_gets_a_copy() -> None:
@@ -181,7 +222,7 @@ def test_only_the_writer_of_a_shared_block_gets_a_copy() -> None:
     assert not pool.is_reserved(first, 6)
     assert pool.reserve(first, 6)
     assert pool.reserve(second, 6)  # now its only user
-    assert pool.take_copies() == [[(second.block_ids[1], first.block_ids[1])]]
+    assert pool.groups[0].take_copies() == [[(second.block_ids[1], first.block_ids[1])]]
     assert pool.num_in_use == 3
     assert first.block_ids[0] == second.block_ids[0]
 
@@ -195,7 +236,7 @@ def test_a_copy_that_finds_no_block_is_refused_with_nothing_changed() -> None:
     assert pool.num_free == 0
     assert not pool.reserve(second, 3)
     assert second.block_ids == before
-    assert pool.take_copies() == []
+    assert pool.groups[0].take_copies() == []
     pool.free(first)
     assert pool.reserve(second, 3)
 
@@ -240,18 +281,18 @@ def test_prefixes_are_not_shared_beyond_verified_length_salt_or_bypass() -> None
 def test_only_blocks_that_another_has_held_are_cleared_and_copies_are_not() -> None:
     pool = BlockPool(3, 4)
     first = grown(pool, [1, 2, 3, 4, 5])
-    assert pool.take_uncleared() == []  # nobody has held them before
+    assert pool.groups[0].take_uncleared() == []  # nobody has held them before
     left = list(first.block_ids)
     pool.free(first)
     second = grown(pool, [1, 2, 3, 4, 5, 6])
-    assert pool.take_uncleared() == sorted(left)
+    assert pool.groups[0].take_uncleared() == sorted(left)
     third = pool.fork(second)
     assert pool.reserve(third, 8)  # copies the tail to the last block
-    assert pool.take_uncleared() == []
+    assert pool.groups[0].take_uncleared() == []
     copy = third.block_ids[1]
     pool.free(third)
     assert grown(pool, [7]).block_ids == [copy]
-    assert pool.take_uncleared() == [copy]  # after the copies
+    assert pool.groups[0].take_uncleared() == [copy]  # after the copies
 
 
 def test_a_kept_block_that_is_written_again_is_not_found() -> None:
@@ -324,4 +365,53 @@ def test_fits_says_what_reserving_after_freeing_does(seed: int) -> None:
         assert trial.reserve(trial_sequence, length) == told
         if pool.reserve(sequence, length):
             sequence.tokens.extend(rng.randrange(9) for _ in range(length - len(sequence)))
-        pool.take_copies()
+        pool.groups[0].take_copies()
+
+
+def test_a_prefix_is_reused_if_the_windows_blocks_are_there() -> None:
+    """Those that the window has passed are needed by nobody; without its last ones there is nothing to go on from."""
+    pool = BlockPool(40, 2, {5: 6}, lookahead_tokens=2)
+    full, windowed = pool.groups
+    sequence, tokens = pool.new_sequence(), list(range(30))
+    for i, token in enumerate(tokens):
+        assert pool.reserve(sequence, i + 1)
+        sequence.tokens.append(token)
+        pool.keep_prefix(sequence, i + 1)
+    assert (full.num_in_use, windowed.num_in_use) == (15, 4)
+    pool.free(sequence)
+    assert windowed.num_reusable == 6
+    again = pool.new_sequence()
+    assert pool.reuse_prefix(again, [*tokens, 99]) == 30
+    assert again.tables[1][:13] == [windowed.null_block] * 13
+    assert windowed.num_in_use == 2  # positions 26 to 29: with the next query's own, a window of 5
+    pool.free(again)
+    other = pool.new_sequence(b"other")
+    for length, reused in ((8, 30), (10, 0)):  # takes the window's blocks that were used longest ago
+        assert pool.reserve(other, length)
+        assert pool.reuse_prefix(again, [*tokens, 99]) == reused
+        pool.free(again)
+
+
+def test_room_in_windows_is_for_one_step_however_long_a_prompt_is() -> None:
+    pool = BlockPool(40, 2, {3: 8}, max_step_tokens=8, lookahead_tokens=2)
+    sequence = pool.new_sequence()
+    most = 0
+    while len(sequence) < 60:
+        assert pool.reserve(sequence, 60)
+        most = max(most, pool.groups[1].num_in_use)
+        assert pool.is_reserved(sequence, len(sequence) + 4)
+        sequence.tokens.extend(range(4))
+    assert most == (8 + 2 + 2) // 2  # a step, the lookahead, and what else the window reads
+
+
+def test_a_sequence_cut_back_beyond_what_windows_keep_is_empty() -> None:
+    pool = BlockPool(40, 2, {5: 20}, lookahead_tokens=2)
+    sequence = pool.new_sequence()
+    for i in range(30):
+        assert pool.reserve(sequence, i + 1)
+        sequence.tokens.append(i)
+    pool.truncate(sequence, 28)
+    assert len(sequence) == 28
+    pool.truncate(sequence, 10)
+    assert len(sequence) == 0
+    assert pool.num_in_use == 0

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from specdec.errors import InvalidParameterError, MemoryPlanError
+from specdec.models.blocks import BlockPool
 from specdec.models.cache import PagedCache
 from specdec.models.loading import LoadedModel
 from specdec.models.memory import BOUND_BYTES, StepMemory, cache_bytes_per_token, free_memory_bytes, plan_memory
@@ -15,11 +16,13 @@ Models = Callable[[str], tuple[LoadedModel, object]]
 def test_the_plan_is_what_the_cache_takes(models: Models) -> None:
     loaded, _ = models("gemma3")
     plan = plan_memory(loaded, budget_bytes=10_000_000, block_size=8)
-    assert plan.bytes_per_token == cache_bytes_per_token(loaded.attention_layers) == 4 * 2 * 2 * 16 * 4
-    assert PagedCache(loaded.attention_layers, plan.num_blocks, 8).num_bytes == plan.cache_bytes <= 10_000_000
+    full = [layer for layer in loaded.attention_layers if layer.window is None]
+    assert plan.bytes_per_token == cache_bytes_per_token(full) == len(full) * 2 * 2 * 16 * 4
+    pool = BlockPool(plan.num_blocks, 8, dict(plan.window_blocks))
+    assert PagedCache(loaded.attention_layers, pool).num_bytes == plan.cache_bytes <= 10_000_000
     assert plan.cache_bytes + plan.bytes_per_block > 10_000_000
-    assert plan.sequence_bytes == 1024 * plan.bytes_per_token
-    assert plan.num_full_sequences == 10_000_000 // plan.sequence_bytes
+    assert plan.sequence_bytes == 1024 * plan.bytes_per_token + plan.window_bytes
+    assert plan.num_full_sequences == plan.num_blocks // 128
     assert plan.total_bytes == plan.cache_bytes + loaded.weights_bytes
 
 

@@ -98,7 +98,10 @@ class Batch:
 
 def make_batch(models: Models, whole: Whole, family: str, block_size: int, seed: int = 0) -> Batch:
     loaded, stock = models(family)
-    return Batch(ModelRunner(loaded, num_blocks=1200 // block_size, block_size=block_size), stock, whole, seed)
+    runner = ModelRunner(
+        loaded, num_blocks=1200 // block_size, block_size=block_size, max_step_tokens=640, lookahead_tokens=9
+    )
+    return Batch(runner, stock, whole, seed)
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
@@ -129,7 +132,7 @@ def test_prompts_longer_than_a_tile_and_long_chunks_after_a_past(
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_blocks_out_of_order_read_the_same(models: Models, whole_forward: Whole, family: str) -> None:
     batch = make_batch(models, whole_forward, family, block_size=4)
-    fillers = [batch.runner.new_sequence() for _ in range(batch.runner.pool.num_blocks)]
+    fillers = [batch.runner.new_sequence() for _ in range(batch.runner.pool.groups[0].num_blocks)]
     for filler in fillers:
         assert batch.runner.reserve(filler, 1)
     for filler in fillers:
@@ -162,7 +165,7 @@ def test_the_comparison_sees_a_missing_copy(
     models: Models, whole_forward: Whole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = make_batch(models, whole_forward, "llama", block_size=16)
-    monkeypatch.setattr(batch.runner._cache, "copy_blocks", lambda waves: None)
+    monkeypatch.setattr(batch.runner._cache, "copy_blocks", lambda group, waves: None)
     assert batch.play([9, 1, 23, 47], rounds=6) > 1e-2
 
 
