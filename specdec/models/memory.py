@@ -182,10 +182,15 @@ def plan_memory(
         raise MemoryPlanError(_refusal(needs, budget))
     num_slots = _num_slots(needs, budget, max_num_sequences)
     num_blocks = _num_blocks(needs, budget, num_slots, max_num_sequences, is_bounded)
+    return _plan(needs, step, budget, num_slots, num_blocks)
+
+
+def _plan(needs: _Needs, step: StepMemory, budget: int, num_slots: int, num_blocks: int) -> MemoryPlan:
+    loaded = needs.loaded
     return MemoryPlan(
         num_blocks=num_blocks,
-        block_size=block_size,
-        max_model_len=length,
+        block_size=needs.block_size,
+        max_model_len=needs.length,
         bytes_per_token=needs.bytes_per_token,
         bytes_per_block=needs.block_bytes,
         sequence_bytes=needs.sequence_bytes,

@@ -198,7 +198,7 @@ def assert_equal(output: Output, plain: Output, name: str) -> None:
     assert (output.tokens, output.finish) == (plain.tokens, plain.finish), name
     for got, want in (
         (output.notes.logprobs, plain.notes.logprobs),
-        (output.notes.prompt_logprobs, plain.notes.prompt_logprobs),
+        tuple(told and told.unpack() for told in (output.notes.prompt_logprobs, plain.notes.prompt_logprobs)),
     ):
         assert (got is None) == (want is None), name
         for a, b in zip(got or (), want or (), strict=True):

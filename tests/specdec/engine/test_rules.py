@@ -34,7 +34,7 @@ def second_token_p_value(*, is_broken: bool = False) -> float:
     model = make_model("llama")
     sampling = SamplingParams(temperature=1.0, acceptance="rejection", ignore_eos=True)
     cases = [Case(PROMPT, 3, sampling, seed=i) for i in range(NUM_DRAWS)]
-    service = make_service("llama", NOISE, 2, num_blocks=3000, chunk=512)
+    service = make_service("llama", NOISE, 2, num_blocks=3000, chunk=2048)
     if is_broken:
         uniform = Candidates(tuple(range(32)), (1 / 32,) * 32)
         verify = service.target._backend.verify
