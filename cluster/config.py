@@ -122,11 +122,13 @@ class AppArgs(StrictModel):
         None,
         ge=1,
         le=1 << 20,
-        description="tokens in one forward pass, more only where half of them would be one for each sequence; chosen "
-        "by device where none is given",
+        description="most tokens in one forward pass; chosen by device where none is given",
     )
     max_num_sequences: int = Field(
-        256, ge=1, le=1 << 16, description="sequences of full length that the cache is made for at most"
+        256,
+        ge=1,
+        le=1 << 16,
+        description="most sequences in one forward pass; the cache is made for no more of full length",
     )
     skip_admission_check: bool = Field(
         False, description="serve models without comparing their cached forward with their plain one"
