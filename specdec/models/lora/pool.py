@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from concurrent.futures import Future
-from threading import Thread
+from queue import Empty, SimpleQueue
+from threading import Semaphore, Thread
 
 from specdec.errors import ModelLoadError, reason_of
 from specdec.models.fingerprint import adapter_folder
@@ -12,6 +13,8 @@ from specdec.models.lora.checkpoint import AdapterCheckpoint
 from specdec.models.lora.slots import AdapterSlots, Weights
 from specdec.types import Adapter
 
+_IDLE_S = 5.0
+"""A thread that reads adapters ends after so long without one."""
 _NONE_SERVED = "this worker serves no adapters"
 
 
@@ -33,6 +36,8 @@ class AdapterPool:
         self._slot_of: OrderedDict[str, int] = OrderedDict()
         self._reading: dict[str, Future[Weights]] = {}
         self._failures: dict[str, str] = {}
+        self._to_read: SimpleQueue[tuple[Adapter, Future[Weights]]] = SimpleQueue()
+        self._idle = Semaphore(0)
         self.num_loads = 0
 
     def hold(self, key: str, adapter: Adapter | None, arrival_s: float) -> None:
@@ -86,17 +91,28 @@ class AdapterPool:
         return {"num_loaded_adapters": float(len(self._slot_of)), "num_adapter_loads": float(self.num_loads)}
 
     def _start_reading(self, adapter: Adapter) -> Future[Weights]:
-        """Read in a thread of its own: a file that comes slowly or never holds up no other, nor the process's end."""
+        """Read beside the step. A file that comes slowly, or never, holds up no other, nor the process's end."""
         reading: Future[Weights] = Future()
+        self._to_read.put((adapter, reading))
+        if not self._idle.acquire(blocking=False):
+            Thread(target=self._read_all, name="adapters", daemon=True).start()
+        return reading
 
-        def read() -> None:
+    def _read_all(self) -> None:
+        """Read what is asked for. A thread is used again: memory that a thread has freed stays with its allocator."""
+        while True:
+            try:
+                adapter, reading = self._to_read.get(timeout=_IDLE_S)
+            except Empty:
+                if self._idle.acquire(blocking=False):
+                    return
+                continue  # something was just asked for
             try:
                 reading.set_result(self._read(adapter))
             except BaseException as error:
                 reading.set_exception(error)
-
-        Thread(target=read, name=f"adapter-{adapter.name}", daemon=True).start()
-        return reading
+            del reading
+            self._idle.release()
 
     def _read(self, adapter: Adapter) -> Weights:
         assert self._slots is not None, "nothing is read where nothing is served"
