@@ -238,5 +238,9 @@ def test_tokens_of_cancelled_streams_are_somewhere(service: RunningService, coun
         return of_ray(exporter).sum(f"specdec_{name}_total") - before.sum(f"specdec_{name}_total")
 
     eventually(lambda: grown("request_success") == 8, EXPORTED_S, "all eight have ended")
-    eventually(lambda: grown("generation_tokens") >= seen, EXPORTED_S, "no fewer than clients counted")
-    assert grown("committed_tokens") >= grown("generation_tokens") + grown("discarded_tokens") >= seen
+
+    def told() -> bool:
+        """Routers and ingresses export on their own clocks, so one may be a second behind the other."""
+        return grown("committed_tokens") >= grown("generation_tokens") + grown("discarded_tokens") >= seen
+
+    eventually(told, EXPORTED_S, "no more than was decided, no fewer than clients counted")
