@@ -23,8 +23,7 @@ from deployments.succession import Succession
 from deployments.transport.discovery import Discovery
 from deployments.transport.host import DRAIN_POLL_S, Host, LoopHost, M, WorkerHost
 from deployments.transport.keeper import LinkKeeper
-from deployments.transport.link import Answerer, Carrier, Dialer, PeerEvent
-from deployments.transport.sockets import SocketAnswerer, dial_socket
+from deployments.transport.link import Answerer, Dialer, PeerEvent
 from deployments.transport.streams import StreamAnswerer, dial_stream
 from deployments.transport.wire import FingerprintKind, Hello, HostFailedError, Identity, LinkTimes, mismatch
 from specdec.engine.trace import Recorder, WorkerTrace
@@ -66,13 +65,8 @@ def node_id() -> str:
 
 
 class Endpoint:
-    """What all ends have in common: a host, and the links that it keeps.
+    """What all ends have in common: a host, and the links that it keeps."""
 
-    Attributes:
-        within_machines: Whether links to peers on the same Ray node go through sockets, where the system has them.
-    """
-
-    within_machines = True
     _host: Host[Any] | None = None
     _recorder: Recorder | None = None
 
@@ -104,9 +98,8 @@ class Endpoint:
         """Keep a link to every live router of an application; None for the own one."""
         context = serve.get_replica_context()
         watch = Discovery(routers, application or context.app_name, lambda listed: keeper.update(listed))
-        carriers: list[Carrier] = [partial(dial_socket, node_id())] if self.within_machines else []
-        carriers.append(partial(dial_stream, watch))
-        dialer = Dialer(self._me, context.deployment, self._fingerprints, match, host, carriers, self._times)
+        carrier = partial(dial_stream, watch)
+        dialer = Dialer(self._me, context.deployment, self._fingerprints, match, host, carrier, self._times)
         keeper = LinkKeeper(dialer.dial, joined, lost, self._times, refused)
         self._closers += [watch.close, keeper.close]
         return keeper
@@ -156,8 +149,8 @@ class _DrainingEndpoint(Endpoint):
     """An end that drains when Serve stops its replica.
 
     Serve calls the destructor of a replica that is to stop when its requests have ended, and awaits it for as long as
-    the deployment's grace period allows. Links through sockets are no requests. Those over Serve's streams are, at a
-    router; they end within seconds, as nobody can reach a router that is listed no more.
+    the deployment's grace period allows. A link is a request of Serve's at the router; it ends within seconds, because
+    no caller can reach a router that is no longer listed.
     """
 
     _match: FingerprintKind = "decision"
@@ -267,8 +260,6 @@ class RouterEndpoint(_DrainingEndpoint):
         self._streams = StreamAnswerer(answerer.answer)
         if heard is not None:
             host.on_heartbeat = lambda peer: host.tell(lambda _machine, now_s: heard(peer, now_s))
-        if self.within_machines:
-            self._closers.append(SocketAnswerer(self._me, node_id(), answerer.answer).close)
         return host
 
     async def all_recorded(self) -> list[WorkerTrace]:
@@ -282,13 +273,13 @@ class RouterEndpoint(_DrainingEndpoint):
         return [trace for trace in found if trace is not None]
 
     async def link(self, first: bytes) -> AsyncGenerator[bytes, None]:
-        """What a caller on another node reads."""
+        """What a caller reads."""
         async with aclosing(self._streams.link(first)) as frames:
             async for frame in frames:
                 yield frame
 
     async def post(self, data: bytes) -> bytes:
-        """What a caller on another node sends; answers whether there is its link."""
+        """What a caller sends; answers whether its link exists."""
         return self._streams.post(data)
 
     def _joined(self, hello: Hello) -> None:

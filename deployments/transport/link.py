@@ -1,4 +1,4 @@
-"""One link: a two-way path for batches of messages between two replicas, whatever carries it.
+"""One link: a two-way path for batches of messages between two replicas.
 
 The caller says Hello, the callee answers with a Greeting; then batches and heartbeats go both ways until either side
 ends, dies or falls silent, which ends the link on both.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol
 
 from deployments.transport.host import Host
@@ -124,7 +124,7 @@ class Dialer:
         fingerprints: What its models are.
         match: Which fingerprint must be the callee's, too.
         host: Gets what the callees send.
-        carriers: Tried in this order at each attempt.
+        carrier: Opens a channel.
         times: How patient to be.
     """
 
@@ -135,7 +135,7 @@ class Dialer:
         fingerprints: Fingerprints,
         match: FingerprintKind,
         host: Host[Any],
-        carriers: Sequence[Carrier],
+        carrier: Carrier,
         times: LinkTimes,
     ) -> None:
         self._me = me
@@ -143,7 +143,7 @@ class Dialer:
         self._fingerprints = fingerprints
         self._match = match
         self._host = host
-        self._carriers = carriers
+        self._carrier = carrier
         self._times = times
 
     async def dial(self, peer: str, on_up: Callable[[], None]) -> None:
@@ -168,26 +168,20 @@ class Dialer:
             channel.close()
 
     async def _open(self, peer: str) -> Channel:
-        """A channel whose callee has greeted us: the first carrier that leads there."""
+        """A channel whose callee has greeted us."""
         hello = Hello(self._me, peer, self._deployment, self._fingerprints)
-        failures: list[str] = []
-        for carrier in self._carriers:
-            channel = None
-            try:
-                async with asyncio.timeout(self._times.open_timeout_s):
-                    channel = await carrier(hello)
-                    self._accept(decode(await channel.receive(), Greeting), peer)
-            except LinkRefusedError:
-                raise
-            except (LinkError, TimeoutError) as error:
-                failures.append(str(error) or "silent")
-            else:
-                accepted, channel = channel, None
-                return accepted
-            finally:
-                if channel is not None:
-                    channel.close()
-        raise LinkError("; ".join(failures))
+        channel = None
+        try:
+            async with asyncio.timeout(self._times.open_timeout_s):
+                channel = await self._carrier(hello)
+                self._accept(decode(await channel.receive(), Greeting), peer)
+        except BaseException as error:
+            if channel is not None:
+                channel.close()
+            if isinstance(error, TimeoutError):
+                raise LinkError(f"{peer} is silent") from error
+            raise
+        return channel
 
     def _accept(self, greeting: Greeting, callee: str) -> None:
         if greeting.replica != callee:

@@ -1,4 +1,4 @@
-"""The carrier between nodes: Serve's gRPC transport.
+"""What carries a link: Serve's gRPC transport.
 
 The caller reads a streaming response of the callee (``link``) and sends by calls to it (``post``), one at a time. So
 only callees have to be reachable through Serve. Serve puts its own envelope around each call.

@@ -41,7 +41,6 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # replicas cannot i
 logger = logging.getLogger(__name__)
 
 APP = "transport"
-READ = "carry.<locals>.read"
 TIMES = LinkTimes(heartbeat_s=0.3, silence_s=3.0)
 WAIT_S = 60.0
 INGRESS_OPTIONS: dict[str, Any] = {
@@ -160,11 +159,6 @@ class Debug:
             raise RuntimeError("sick, though all links are up")
         await super().check_health()
 
-    async def carriers(self) -> list[str]:
-        """Classes of the channels of the links that are up, dialled or answered."""
-        frames = (task.get_coro().cr_frame for task in asyncio.all_tasks() if task.get_coro().__qualname__ == READ)
-        return sorted(type(frame.f_locals["channel"]).__name__ for frame in frames)
-
     async def state(self) -> tuple[set[str], list[tuple[str, str, float]]]:
         return set(self.node.peers), list(self.node.events)
 
@@ -203,16 +197,14 @@ class Debug:
 
 @serve.deployment(num_replicas=2, **OPTIONS)
 class Worker(Debug, WorkerEndpoint):
-    def __init__(self, within_machines: bool) -> None:
-        self.within_machines = within_machines
+    def __init__(self) -> None:
         node = EchoNode()
         self.debug(node, self.start_worker(node, routers="Router", stall_s=30.0, times=TIMES))
 
 
 @serve.deployment(num_replicas=2, **OPTIONS)
 class Router(Debug, RouterEndpoint):
-    def __init__(self, within_machines: bool, worker: DeploymentHandle) -> None:
-        self.within_machines = within_machines
+    def __init__(self, worker: DeploymentHandle) -> None:
         node = RelayNode()
         group = PeerGroup("Worker", RelayNode.joined, RelayNode.lost)
         self.debug(node, self.start_router(node, workers=[group], times=TIMES))
@@ -221,8 +213,7 @@ class Router(Debug, RouterEndpoint):
 @serve.deployment(**INGRESS_OPTIONS)
 @serve.ingress(FastAPI())
 class Ingress(Debug, IngressEndpoint):
-    def __init__(self, within_machines: bool, router: DeploymentHandle) -> None:
-        self.within_machines = within_machines
+    def __init__(self, router: DeploymentHandle) -> None:
         node = Node()
         group = PeerGroup("Router", Node.joined, Node.lost)
         self.debug(node, self.start_ingress(node, routers=group, after=lambda _node: None, times=TIMES))
@@ -233,8 +224,7 @@ class Service:
 
     times = TIMES
 
-    def __init__(self, *, within_machines: bool) -> None:
-        self.within_machines = within_machines
+    def __init__(self) -> None:
         self.handles = {name: serve.get_deployment_handle(name, APP) for name in ("Worker", "Router", "Ingress")}
         for handle in self.handles.values():
             handle._init(_run_router_in_separate_loop=True)  # tests call them outside of any event loop
@@ -278,8 +268,8 @@ class Service:
         return [(kind, peer, when_s - since_s) for kind, peer, when_s in events if when_s >= since_s]
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["sockets", "streams"])
-def service(request: pytest.FixtureRequest) -> Iterator[Service]:
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
     with pytest.MonkeyPatch.context() as patch:
         # To a sick replica Serve is as gentle here as in an update, so that one alone can be stopped.
         patch.setenv("RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS", "0")
@@ -294,10 +284,9 @@ def service(request: pytest.FixtureRequest) -> Iterator[Service]:
         )
     try:
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
-        within = request.param
-        application = Ingress.bind(within, Router.bind(within, Worker.bind(within)))
+        application = Ingress.bind(Router.bind(Worker.bind()))
         serve.run(application, name=APP, route_prefix=None)
-        service = Service(within_machines=within)
+        service = Service()
         service.until(service.is_linked, "all are linked")
         yield service
     finally:

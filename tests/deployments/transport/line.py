@@ -1,4 +1,4 @@
-"""An ingress, a router, a target and a drafter in one process, joined by real links over either carrier."""
+"""An ingress, a router, a target and a drafter in one process, joined by real links."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ class Line:
 
     Args:
         monkeypatch: Puts other things in the place of what only Serve can do.
-        sockets: Whether machines within one node talk over sockets; else over Serve's streams.
         target: What the target says that it serves.
         max_model_len: Longest sequence.
         backend: What the target runs; by default the script.
@@ -48,7 +47,6 @@ class Line:
         self,
         monkeypatch: pytest.MonkeyPatch,
         *,
-        sockets: bool,
         target: Fingerprints = PRINTS,
         max_model_len: int = 2000,
         backend: Any = None,
@@ -60,8 +58,6 @@ class Line:
         self.ends = [self.router, self.worker, self.drafter, self.ingress] = [
             RouterEndpoint(), WorkerEndpoint(), WorkerEndpoint(), IngressEndpoint()
         ]  # fmt: skip
-        for end in self.ends:
-            end.within_machines = sockets
         name, times = f"r{id(self)}", Times()
         machine = RouterMachine(name, fixed_plan(4, "in_turn", draft_wait_s=5.0), times)
         self._as("Router", name)

@@ -45,8 +45,7 @@ class Ends:
             times,
         )
         self.carrier = MemoryCarrier({"r": self.answerer})
-        self.carriers = [self.carrier]
-        self.dialer = Dialer("w", "Target", mine or Fingerprints(), "decision", self.worker, self.carriers, times)
+        self.dialer = Dialer("w", "Target", mine or Fingerprints(), "decision", self.worker, self.carrier, times)
         self.ups = 0
 
     def dial(self) -> asyncio.Task[None]:
@@ -199,34 +198,19 @@ async def test_the_first_frame_must_be_a_hello(ends: Ends) -> None:
     assert ends.told == []
 
 
-async def test_the_next_carrier_is_tried_where_one_leads_nowhere(ends: Ends) -> None:
+async def test_a_callee_that_never_greets_is_given_up(ends: Ends) -> None:
     opened: list[MemoryChannel] = []
 
     async def deaf(hello: Hello) -> MemoryChannel:
-        """Somebody accepts, and never greets."""
         channel = MemoryChannel()
         channel.other = MemoryChannel()
         opened.append(channel)
         return channel
 
-    async def none(hello: Hello) -> MemoryChannel:
-        raise LinkError("no socket")
-
     ends.dialer._times = LinkTimes(open_timeout_s=0.05)
-    ends.carriers[:0] = [none, deaf]
-    await ends.linked()
+    ends.dialer._carrier = deaf
+    assert str(await ended(ends.dial())) == "r is silent"
     assert [channel.is_closed for channel in opened] == [True]
-    ends.carriers.pop()
-    assert str(await ended(ends.dial())) == "no socket; silent"
-
-
-async def test_a_refusal_by_the_first_carrier_is_final(ends: Ends) -> None:
-    async def fail(hello: Hello) -> MemoryChannel:
-        raise AssertionError("tried in vain")
-
-    ends.carriers.append(fail)
-    ends.refusal = "no"
-    assert isinstance(await ended(ends.dial()), LinkRefusedError)
 
 
 async def test_the_half_that_still_runs_is_awaited_when_the_other_ends() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -30,15 +29,6 @@ def test_messages_travel_both_ways_once(service: Service, report: Report) -> Non
             assert [pong[:3] for pong, _ in pongs] == [("pong", worker, number) for number in range(100)]
             report("one way, router to worker", [pong.then_s for pong, _ in pongs])
             report("one way, worker to router", [got_s - pong.sent_s for pong, got_s in pongs])
-
-
-def test_links_go_through_the_carrier_that_is_meant(service: Service) -> None:
-    """Two workers and an ingress dial each of two routers."""
-    sockets = service.within_machines and sys.platform == "linux"
-    dialled, answered = ("SocketChannel", "SocketChannel") if sockets else ("StreamChannel", "ServedChannel")
-    for kind, carriers in (("Worker", [dialled] * 2), ("Ingress", [dialled] * 2), ("Router", [answered] * 3)):
-        for replica in service.replicas(kind):
-            assert service.call(kind, replica, "carriers") == carriers
 
 
 def test_messages_sent_at_once_arrive_as_few_items(service: Service) -> None:

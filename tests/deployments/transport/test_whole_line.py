@@ -1,4 +1,4 @@
-"""An ingress, a router, a target and a drafter in one process, joined by real links over either carrier."""
+"""An ingress, a router, a target and a drafter in one process, joined by real links."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from tests.deployments.transport.line import NUM_TOKENS, SCRIPT, Line
 from tests.deployments.transport.nodes import until
 
 
-@pytest.mark.parametrize("sockets", [True, False], ids=["sockets", "streams"])
-async def test_streams_of_tokens_are_the_scripts(monkeypatch: pytest.MonkeyPatch, sockets: bool) -> None:
-    line = Line(monkeypatch, sockets=sockets)
+async def test_streams_of_tokens_are_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = Line(monkeypatch)
     await until(lambda: {kind for kind, _ in line.routers.reports().values()} == {"target", "drafter"})
     await until(lambda: bool(line.ingress.linked_peers()))
     async with asyncio.timeout(60):
@@ -27,7 +26,7 @@ async def test_streams_of_tokens_are_the_scripts(monkeypatch: pytest.MonkeyPatch
 async def test_a_target_of_another_model_is_given_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    line = Line(monkeypatch, sockets=True, target=Fingerprints("another", "v"))
+    line = Line(monkeypatch, target=Fingerprints("another", "v"))
     await until(lambda: "here it is another" in caplog.text)
     await asyncio.sleep(0.5)
     assert caplog.text.count("here it is another") == 1
