@@ -32,7 +32,7 @@ LOCAL_APPLICATION = "deployments.app:build_local_app"
 APPLICATION_NAME = "specdec"
 STATUS = "deployments.status"
 """Module with a builder for each of the service's status applications: ``build_health`` for ``/health``, and so on."""
-STATUS_PARTS = ("health", "live", "metrics")
+STATUS_PARTS = ("health", "metrics")
 LOADERS = ("TargetServer", "DraftServer")
 """Deployments whose replicas load a model, and say what they do."""
 OBJECT_STORE_BYTES = 256 << 20

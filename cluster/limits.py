@@ -177,7 +177,7 @@ class Access(StrictModel):
         "begin alike up to a slash, as team/anna and team/ben; all: everybody's; cache_salt still keeps apart",
     )
     metrics_need_key: bool = Field(
-        True, description="where there are API keys, ask for one at /metrics too; /health and /live never do"
+        True, description="where there are API keys, ask for one at /metrics too; /health never does"
     )
     allowed_origins: Annotated[tuple[str, ...], BeforeValidator(origins)] = Field(
         (), description="web pages that may call from a browser (CORS), such as https://example.org; * for all"

@@ -1,4 +1,4 @@
-"""``/health``, ``/live`` and ``/metrics``: applications of their own, so that they do not queue behind requests.
+"""``/health`` and ``/metrics``: applications of their own, so that they do not queue behind requests.
 
 Each is one small replica that asks those of the service, and answers for all of them.
 No postponed annotations here: Serve makes a builder's argument by the class that its annotation is.
@@ -43,7 +43,7 @@ _OPTIONS: dict[str, Any] = {
 
 
 class StatusArgs(StrictModel):
-    """Arguments of the three builders."""
+    """Arguments of both builders."""
 
     application: str = Field("specdec", min_length=1, description="name of the application that is told of")
     update_timeout_s: float = Field(900.0, gt=0, description="an update that takes longer is told as late")
@@ -52,14 +52,6 @@ class StatusArgs(StrictModel):
     api_keys_file: str | None = Field(
         None, min_length=1, description="file with API keys, as in the application's args"
     )
-
-
-class Liveness:
-    """200 as long as the proxy and this replica answer: the machine is up, whatever the models do."""
-
-    async def __call__(self, request: Request) -> Response:
-        """Answer."""
-        return JSONResponse({"status": "live"})
 
 
 class Health:
@@ -138,11 +130,6 @@ class Metrics:
 def _asked(args: StatusArgs, deployment: str, method: str, fresh_s: float) -> ReplicaPoll:
     application = (deployment == DRAFT and args.draft_pool) or args.application
     return ReplicaPoll(lambda: serve.get_deployment_handle(deployment, application), method, fresh_s)
-
-
-def build_live(args: StatusArgs) -> Application:
-    """The application at ``/live``."""
-    return serve.deployment(Liveness, name="Live").options(**_OPTIONS).bind()
 
 
 def build_health(args: StatusArgs) -> Application:

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from deployments.openai.errors import ApiError
 
 OPEN_PATHS = frozenset(
-    {"/", "/docs", "/health", "/live", "/openapi.json", "/ping", "/ui", "/ui/ui.css", "/ui/ui.js", "/version"}
+    {"/", "/docs", "/health", "/openapi.json", "/ping", "/ui", "/ui/ui.css", "/ui/ui.js", "/version"}
 )
 """What answers without a key, wherever the application is mounted."""
 

@@ -27,7 +27,7 @@ def test_an_overlay_answers_and_each_replica_is_where_it_belongs(overlay: str) -
     placed = ran["placed"]
     assert set(placed.pop("TargetServer")) == {"target" if is_prod else "models"}
     assert set(placed.pop("DraftServer")) == {"draft" if is_prod else "models"}
-    assert set(placed) == {"OpenAIIngress", "SpeculationRouter", "Health", "Live", "Metrics"}
+    assert set(placed) == {"OpenAIIngress", "SpeculationRouter", "Health", "Metrics"}
     assert {role for roles in placed.values() for role in roles} == {"front"}
     assert all(placed.values())
     if is_prod:

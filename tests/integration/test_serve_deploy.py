@@ -29,8 +29,8 @@ from tests.specdec.adapters import write_adapter
 ROOT = Path(__file__).resolve().parents[2]
 SERVICE = ROOT / "k8s" / "overlays" / "dev" / "service.yaml"
 DEPLOY_TIMEOUT_S = 180
-STATUS_DEPLOYMENTS = {"Health", "Live", "Metrics"}
-"""What answers ``/health``, ``/live`` and ``/metrics``; an update of the models leaves it alone."""
+STATUS_DEPLOYMENTS = {"Health", "Metrics"}
+"""What answers ``/health`` and ``/metrics``; an update of the models leaves it alone."""
 
 
 @pytest.fixture(scope="module")
