@@ -83,7 +83,7 @@ def test_status_replicas_are_where_the_ingress_is(service, capsys):
     rendered = printed(capsys, service(demo="plain", actors={"ingress": {"label_selector": labels}}))
     assert [one["deployments"][0]["ray_actor_options"] for one in rendered["applications"][1:]] == [
         {"num_cpus": 0, "label_selector": labels}
-    ] * 3
+    ] * 2
     assert "deployments" not in printed(capsys, service(demo="plain"))["applications"][1]
 
 
