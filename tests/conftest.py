@@ -34,8 +34,8 @@ SLOW = (
     "tests/specdec/models/test_recurrent",
     "tests/specdec/models/test_runner.py",
     "tests/specdec/sampling/test_distribution.py",
-    "tests/bench/",
-    "tests/training/",
+    "tests/benchmarks/",
+    "tests/examples/",
     "tests/cluster/test_commands.py",
 )
 """What takes minutes in few files; begun early, lest one process goes on with it when all others are done."""

@@ -115,7 +115,7 @@ def test_the_librarys_examples_run(index: int) -> None:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name)
 def test_modules_that_are_run_exist(path: Path) -> None:
-    named = re.findall(r"python -m ((?:tests|cluster)[.\w]*)", path.read_text())
+    named = re.findall(r"python -m ((?:tests|benchmarks|examples|cluster)\.[.\w]*)", path.read_text())
     assert [module for module in named if importlib.util.find_spec(module) is None] == []
 
 
@@ -130,7 +130,7 @@ def test_flags_that_documents_name_exist() -> None:
 def test_files_that_are_named_exist(path: Path) -> None:
     if path.name == "CHANGELOG.md":  # it speaks of earlier versions, too
         return
-    named = re.findall(r"`((?:specdec|cluster|deployments|tests|k8s)/[\w./-]+)`", path.read_text())
+    named = re.findall(r"`((?:specdec|cluster|deployments|tests|benchmarks|examples|k8s)/[\w./-]+)`", path.read_text())
     assert [file for file in named if not (ROOT / file).exists()] == []
 
 

@@ -14,6 +14,7 @@ FORBIDDEN_IMPORTS = {
     "cluster": {"deployments", "k8s"},
     "deployments": {"k8s"},
 }
+NOT_SHIPPED = {"tests", "benchmarks", "examples"}
 ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "putenv"}
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
@@ -21,7 +22,7 @@ MAX_FUNCTION_LINES = 60
 SOURCES = sorted(
     path for package in ("specdec", "cluster", "deployments", "k8s") for path in (ROOT / package).rglob("*.py")
 )
-TESTS = sorted((ROOT / "tests").rglob("*.py"))
+TESTS = sorted(path for folder in NOT_SHIPPED for path in (ROOT / folder).rglob("*.py"))
 
 
 def imported_modules(tree: ast.AST) -> Iterator[str]:
@@ -63,7 +64,7 @@ def test_imports_go_to_the_left_only(path):
     package = path.relative_to(ROOT).parts[0]
     found = {module.partition(".")[0] for module in imported_modules(ast.parse(path.read_text()))}
     assert not found & FORBIDDEN_IMPORTS.get(package, set())
-    assert "tests" not in found
+    assert not found & NOT_SHIPPED
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name)

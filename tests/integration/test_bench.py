@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.limits import main as print_limits
+from benchmarks.limits import main as print_limits
 
 TIMEOUT_S = 420
 WORK = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.limits import ScriptedPair
 from cluster.bench.compare import ALONE, Variant, Work, compare, parse_variants
 from cluster.bench.load import Workload
 from cluster.bench.offline import Pair, load_pair
@@ -14,7 +15,6 @@ from specdec.control.ways import expected_tokens
 from specdec.engine.emulation import EmulatedDevice, EmulatedTarget, StepCost
 from specdec.errors import InvalidParameterError
 from specdec.sampling.philox import derive_seed
-from tests.bench.limits import ScriptedPair
 from tests.clock import VirtualClock
 
 

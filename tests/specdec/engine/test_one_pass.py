@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from examples.train_draft.one_pass import with_mask_token
 from specdec.engine.build import BackendOptions, build_drafter, build_target
 from specdec.engine.engine import SpeculativeEngine
 from specdec.errors import ModelLoadError
@@ -19,7 +20,6 @@ from specdec.sampling.grammar import Grammar
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from tests.specdec.engine.pairs import run_with_branches
 from tests.specdec.vocabularies import DRAFT
-from tests.training.one_pass import with_mask_token
 
 PROMPTS = ["def fibonacci(n):\n", "import os\n\nclass Reader:\n    def __init__(self", "x = [1, 2, 3, 4, 5, 6"]
 NUM_STEP_TOKENS = 5

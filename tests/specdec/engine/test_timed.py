@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.limits import ScriptedPair
 from specdec.engine.emulation import StepCost
 from specdec.engine.scripted import Script
 from specdec.protocol.messages import Plan
-from tests.bench.limits import ScriptedPair
 from tests.specdec.engine.timed import PROMPT, TimedService, one_way
 
 SCRIPT = Script(0.8, 0.95, tuple(range(200)))

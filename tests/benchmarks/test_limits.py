@@ -1,0 +1,138 @@
+"""Limits from a script, against the script itself played out without any system around it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.limits import ScriptedPair, main, scripted_limit
+from specdec.engine.emulation import StepCost
+from specdec.engine.scripted import Script
+from specdec.protocol.branches import foreseen
+
+PAIR = ScriptedPair(0.8, 0.95, StepCost(30), StepCost(3))
+TOKENS = 60_000
+
+
+def played_out(
+    pair: ScriptedPair, length: int, branches: int, waited_for: int, siblings: int = 0, seed: int = 3
+) -> float:
+    """Tokens per second of the policy on the script's own tokens."""
+    script = Script(pair.alpha, pair.next_guess_rate, tuple(range(50)))
+    draft_ms, time_ms, position, verified, is_miss = 1e3 * pair.draft_s(branches), 0.0, 0, 0, False
+    while position < TOKENS:
+        step_ms = 1e3 * pair.target_s(verified * (1 + siblings))
+        time_ms += step_ms + is_miss * waited_for * draft_ms
+        guesses = [script.draft_tokens(seed, position + i, max(branches, siblings)) for i in range(verified + 2)]
+        true = [script.true_token(seed, position + i) for i in range(verified + 2)]
+        kept = next((n for n in range(verified) if guesses[n][0] != true[n]), verified)
+        prepared = {(n, guesses[n][1 + j]) for n, j in foreseen(branches, verified, 0.8)}
+        prepared.add((verified, guesses[verified][0]))
+        is_miss = (kept, true[kept]) not in prepared
+        is_beside = kept < verified and true[kept] in guesses[kept][1 : 1 + siblings]
+        is_miss |= is_beside and true[kept + 1] != guesses[kept + 1][0]
+        position += kept + 1 + is_beside
+        fit = int(step_ms / draft_ms + 1e-9) - (verified == 0) - is_beside
+        verified = waited_for if is_miss else max(0, min(length, fit))
+    return 1e3 * position / time_ms
+
+
+@pytest.mark.parametrize(
+    ("length", "branches", "waited_for"),
+    [(4, 16, 0), (8, 16, 0), (8, 16, 3), (8, 4, 0), (6, 0, 0), (12, 16, 0), (1, 2, 1)],
+)
+def test_against_the_script_played_out(length: int, branches: int, waited_for: int) -> None:
+    limit = PAIR.outcomes(length, branches, waited_for)
+    assert limit == pytest.approx(played_out(PAIR, length, branches, waited_for), rel=0.015)
+
+
+def test_slow_and_growing_steps_against_the_script_played_out() -> None:
+    """Seven draft steps fit, six after a plain step; a verification takes longer than a plain step."""
+    pair = ScriptedPair(0.6, 0.7, StepCost(20, token_ms=0.5), StepCost(2, row_ms=0.1))
+    assert pair.outcomes(12, 8) == pytest.approx(played_out(pair, 12, 8, 0), rel=0.015)
+
+
+@pytest.mark.parametrize(("length", "branches", "siblings"), [(8, 16, 1), (10, 16, 3), (10, 0, 2), (3, 8, 3)])
+def test_with_siblings_against_the_script_played_out(length: int, branches: int, siblings: int) -> None:
+    limit = PAIR.outcomes(length, branches, 0, siblings)
+    assert limit == pytest.approx(played_out(PAIR, length, branches, 0, siblings), rel=0.015)
+
+
+def test_siblings_by_hand() -> None:
+    pair = ScriptedPair(0.5, 0.8, StepCost(10), StepCost(1))
+    assert pair.verified_tokens(0, 3) == 1
+    # The first is wrong and its first guess right, or the second one is and the first was kept.
+    assert pair.verified_tokens(2, 1) == pytest.approx(1.75 + 0.5 * 0.8 * 0.7 * 1.5)
+    assert pair.whole_trees(1, 4) == pytest.approx(150)
+    assert pair.whole_trees(3, 1) == pytest.approx(100 * (1 + 0.5 + 0.5 * 0.8 * 0.9))
+    assert pair.best_outcomes(16, 64) > pair.best_outcomes(16) == max(pair.outcomes(n, 16) for n in range(1, 17))
+
+
+def test_what_trees_could_give_is_told_by_branches(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--emulate-step-ms", "target=30,draft=3", "--scripted-acceptance-rate", "0.8", "--draft-tree-tokens", "63"]
+    main(flags)
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[0] for row in rows[:2]] == ["| 8", "| 16"]
+    assert float(rows[1][2]) == pytest.approx(PAIR.best_outcomes(16, 63), abs=0.05)
+    assert all(float(row[2]) > float(row[1]) for row in rows)
+
+
+@pytest.mark.parametrize(("alpha", "c", "speed_up"), [(0.6, 0.05, 1.92), (0.8, 0.05, 3.09), (0.8, 0.2, 1.87)])
+def test_published_speed_ups(alpha: float, c: float, speed_up: float) -> None:
+    """In turn over plain decoding, at the best draft length."""
+    pair = ScriptedPair(alpha, 0.0, StepCost(20), StepCost(20 * c))
+    assert max(pair.in_turn(k) for k in range(1, 30)) / pair.alone() == pytest.approx(speed_up, abs=0.01)
+
+
+def test_by_hand() -> None:
+    # One guess after a refusal, of which 70% of .95 are right; the chain itself after all.
+    certain = ScriptedPair(0.5, 0.9, StepCost(10), StepCost(1))
+    assert certain.hit_rate(0, 1) == pytest.approx(0.5 + 0.5 * 0.63)
+    assert certain.hit_rate(1, 0) == pytest.approx(0.25)
+    assert certain.in_turn(2) == pytest.approx(1.75 / 0.012)
+    assert certain.alone() == 100
+    # Right always: every step but the first keeps four and adds one.
+    assert ScriptedPair(1.0, 0.0, StepCost(10), StepCost(1)).outcomes(4, 0) == pytest.approx(500)
+    # Two draft steps fit, one after a plain step.
+    assert ScriptedPair(1.0, 0.0, StepCost(10), StepCost(5)).outcomes(4, 0) == pytest.approx(300)
+    # Never right, never guessed: plain steps, or vain waiting.
+    wrong = ScriptedPair(0.0, 0.0, StepCost(10), StepCost(1))
+    assert wrong.outcomes(4, 16) == pytest.approx(100)
+    assert wrong.outcomes(4, 16, 3) == pytest.approx(1000 / 13)
+
+
+def test_streams_share_a_step() -> None:
+    pair = ScriptedPair(0.8, 0.95, StepCost(30), StepCost(3), 64)
+    assert pair.outcomes(6, 4) == pytest.approx(64 * PAIR.outcomes(6, 4))
+
+
+def test_streams_share_the_branches_in_all() -> None:
+    pair = ScriptedPair(0.8, 0.95, StepCost(30), StepCost(3, row_ms=0.001), 64)
+    assert pair.outcomes(6, 16) == pair.outcomes(6, 4) > pair.outcomes(6, 3)
+
+
+def test_in_turn_at_its_best_length() -> None:
+    assert PAIR.best_in_turn() == PAIR.in_turn(6) == pytest.approx(1e3 * (1 - 0.8**7) / 0.2 / 48)
+
+
+def test_a_mode_and_its_best_length() -> None:
+    limit = scripted_limit(PAIR, "outcomes", 6, 16)
+    assert limit.tokens_per_s == PAIR.outcomes(6, 16) < limit.best_tokens_per_s
+    assert limit.in_turn_tokens_per_s == PAIR.best_in_turn()
+    assert scripted_limit(PAIR, "auto", None, 16).tokens_per_s == limit.best_tokens_per_s
+    assert scripted_limit(PAIR, "in_turn", 2, 0).tokens_per_s == PAIR.in_turn(2)
+    assert scripted_limit(PAIR, None, 0, 0).tokens_per_s == PAIR.alone()
+
+
+def test_the_limits_stand_beside_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    variants = ["target alone", "in turn, 2 draft tokens", "outcomes, 6 draft tokens", "auto"]
+    rows = [{"variant": m, "num_streams": 2, "decode_tokens_per_s": 60.0, "tokens_per_round": 2.5} for m in variants]
+    path = tmp_path / "figures.json"
+    path.write_text(json.dumps({"rows": rows}))
+    main([str(path), "--emulate-step-ms", "target=30,draft=3", "--scripted-acceptance-rate", "0.8"])
+    lines = capsys.readouterr().out.splitlines()[-4:]
+    limits = [float(line.split(" | ")[3]) for line in lines]
+    two = replace(PAIR, num_streams=2)
+    expected = [two.alone(), two.in_turn(2), two.outcomes(6, 16), scripted_limit(two, "auto", None, 16).tokens_per_s]
+    assert limits == pytest.approx(expected, abs=0.05)

@@ -1,0 +1,53 @@
+"""Step times by batch and draft length."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.steps import StepTime, main, measure_steps, step_table, verify_cost
+from cluster.bench.offline import load_pair
+from cluster.config import AppArgs
+from tests.clock import VirtualClock
+
+
+def test_step_times_are_those_of_the_devices() -> None:
+    keys = {"scripted": {"acceptance_rate": 0.5}, "emulate_step_ms": "target=10+1/row+0.5/token,draft=2+0.25/row"}
+    engine = load_pair(AppArgs.model_validate(keys), clock=VirtualClock())
+    times = measure_steps(
+        engine.target,
+        engine.drafter,
+        batches=[1, 8],
+        draft_lengths=range(3),
+        context=20,
+        repeats=3,
+        clock=engine.clock.now_s,
+    )
+    assert {(t.device, t.num_rows, t.num_draft_tokens): round(1e3 * t.median_s, 6) for t in times} == {
+        ("target", 1, 0): 11.5,
+        ("target", 1, 1): 12.0,
+        ("target", 1, 2): 12.5,
+        ("draft", 1, 0): 2.25,
+        ("target", 8, 0): 22.0,
+        ("target", 8, 1): 26.0,
+        ("target", 8, 2): 30.0,
+        ("draft", 8, 0): 4.0,
+    }
+    assert verify_cost(times, 8, 2) == pytest.approx(30 / 22)
+    assert verify_cost(times, 8, 5) is None
+
+
+def test_step_times_come_with_the_cost_of_verifying() -> None:
+    steps = (
+        StepTime("target", 1, 0, 0.03, 0.04),
+        StepTime("target", 1, 4, 0.036, 0.04),
+        StepTime("draft", 1, 0, 0.003, 0.003),
+    )
+    text = step_table(steps)
+    assert "| target | 1 | 4 | 36.00 | 40.00 | 1.20 |" in text
+    assert "| draft | 1 | - | 3.00 | 3.00 | - |" in text
+
+
+def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    script = ["--scripted-acceptance-rate", "0.8", "--emulate-step-ms", "target=1,draft=0.1"]
+    main(["--streams", "2", "--draft-length", "1", "--repeats", "1", *script])
+    assert capsys.readouterr().out.count("| 2 |") == 3

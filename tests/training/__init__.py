@@ -1,1 +1,0 @@
-"""Makes the demo pair: corpus, tokenizer, target, distilled draft, figures. Run as ``python -m tests.training``."""
