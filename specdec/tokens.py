@@ -190,6 +190,10 @@ class SharedTokens:
         """
         return cls(np.frombuffer(data, dtype=DTYPE))
 
+    def to_bytes(self) -> bytes:
+        """As little-endian int32."""
+        return self.tokens.tobytes()
+
     def __len__(self) -> int:
         return len(self.tokens)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
-from operator import itemgetter
 from typing import Literal
 
 import numpy as np
@@ -44,60 +43,88 @@ PromptLogprobs = tuple[TokenLogprobs | None, ...]
 """One entry per prompt token; None for the first, which nothing foretold."""
 
 
+_PART_BYTES = 1 << 19
+
+
+class LogprobsPart:
+    """Some entries of a :class:`PackedLogprobs`, as bytes: short enough for a frame of its own."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LogprobsPart) and self.data == other.data
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def to_bytes(self) -> bytes:
+        """The bytes."""
+        return self.data
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> LogprobsPart:
+        """Of such bytes."""
+        return cls(data)
+
+
 class PackedLogprobs(Struct, frozen=True, array_like=True):
-    """Log probabilities of a prompt as little-endian arrays: N entries are passed on without being looked at.
+    """Log probabilities of a prompt as arrays, which are passed on without being looked at.
 
     Attributes:
         num_top: Most likely tokens of an entry, at most.
-        logprobs: float64 [N].
-        ranks: int32 [N]; 0 for an entry that is None.
-        top_ids: int32 [N, num_top]; -1 where there are fewer.
-        top_logprobs: float64 [N, num_top].
+        parts: Records of ``_record(num_top)``, in order.
     """
 
     num_top: int
-    logprobs: bytes
-    ranks: bytes
-    top_ids: bytes
-    top_logprobs: bytes
+    parts: tuple[LogprobsPart, ...] = ()
 
     def __len__(self) -> int:
-        return len(self.ranks) // 4
+        return sum(len(part.data) for part in self.parts) // _record(self.num_top).itemsize
 
     @classmethod
     def pack(cls, entries: PromptLogprobs) -> PackedLogprobs:
         """Of one entry per token."""
         num_top = max((len(entry.top) for entry in entries if entry is not None), default=0)
-        empty = TokenLogprobs(0.0, 0)
-        told = [empty if entry is None else entry for entry in entries]
-        ids = np.full((len(told), num_top), -1, dtype="<i4")
-        values = np.zeros((len(told), num_top), dtype="<f8")
-        counts = np.array([len(entry.top) for entry in told], dtype="<i4")
-        pairs = list(chain.from_iterable(entry.top for entry in told))
-        is_told = np.arange(num_top) < counts[:, None]
-        ids[is_told] = np.fromiter(map(itemgetter(0), pairs), "<i4", len(pairs))
-        values[is_told] = np.fromiter(map(itemgetter(1), pairs), "<f8", len(pairs))
-        return cls(
-            num_top,
-            np.array([entry.logprob for entry in told], dtype="<f8").tobytes(),
-            np.array([entry.rank for entry in told], dtype="<i4").tobytes(),
-            ids.tobytes(),
-            values.tobytes(),
-        )
+        length = max(1, _PART_BYTES // _record(num_top).itemsize)
+        starts = range(0, len(entries), length)
+        return cls(num_top, tuple(_packed(entries[start : start + length], num_top) for start in starts))
 
     def unpack(self) -> PromptLogprobs:
         """One entry per token: some microseconds each."""
-        ids = np.frombuffer(self.top_ids, dtype="<i4").reshape(len(self), self.num_top)
-        values = np.frombuffer(self.top_logprobs, dtype="<f8").reshape(len(self), self.num_top)
-        counts = (ids >= 0).sum(1).tolist()
-        logprobs = np.frombuffer(self.logprobs, dtype="<f8").tolist()
-        ranks = np.frombuffer(self.ranks, dtype="<i4").tolist()
-        tops = (
-            tuple(zip(of[:count], by[:count], strict=True))
-            for of, by, count in zip(ids.tolist(), values.tolist(), counts, strict=True)
-        )
-        rows = zip(logprobs, ranks, tops, strict=True)
-        return tuple(TokenLogprobs(logprob, rank, top) if rank else None for logprob, rank, top in rows)
+        return tuple(chain.from_iterable(_unpacked(part, self.num_top) for part in self.parts))
+
+
+def _record(num_top: int) -> np.dtype[np.void]:
+    """An entry: rank 0 where it is None, token -1 where there are fewer likely ones."""
+    return np.dtype(
+        [("logprob", "<f8"), ("rank", "<i4"), ("top_ids", "<i4", (num_top,)), ("top_logprobs", "<f8", (num_top,))]
+    )
+
+
+def _packed(entries: PromptLogprobs, num_top: int) -> LogprobsPart:
+    empty = TokenLogprobs(0.0, 0)
+    told = [empty if entry is None else entry for entry in entries]
+    records = np.zeros(len(told), _record(num_top))
+    records["logprob"] = [entry.logprob for entry in told]
+    records["rank"] = [entry.rank for entry in told]
+    pairs = list(chain.from_iterable(entry.top for entry in told))
+    is_told = np.arange(num_top) < np.array([len(entry.top) for entry in told])[:, None]
+    records["top_ids"] = -1
+    records["top_ids"][is_told] = [token for token, _ in pairs]
+    records["top_logprobs"][is_told] = [logprob for _, logprob in pairs]
+    return LogprobsPart(records.tobytes())
+
+
+def _unpacked(part: LogprobsPart, num_top: int) -> PromptLogprobs:
+    records = np.frombuffer(part.data, _record(num_top))
+    tops = (
+        tuple((token, logprob) for token, logprob in zip(ids, logprobs, strict=True) if token >= 0)
+        for ids, logprobs in zip(records["top_ids"].tolist(), records["top_logprobs"].tolist(), strict=True)
+    )
+    rows = zip(records["logprob"].tolist(), records["rank"].tolist(), tops, strict=True)
+    return tuple(TokenLogprobs(logprob, rank, top) if rank else None for logprob, rank, top in rows)
 
 
 class Adapter(Struct, frozen=True, array_like=True):

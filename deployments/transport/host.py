@@ -13,8 +13,10 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 from deployments.transport.mailbox import Mailbox
@@ -25,6 +27,8 @@ logger = logging.getLogger("ray.serve")
 
 DRAIN_POLL_S = 0.1
 """How often a draining machine is asked whether it is done."""
+MOST_ACTIONS = 32
+"""Messages and other things that a machine on an event loop does in one turn: some milliseconds at most."""
 
 
 M = TypeVar("M", bound=Machine)
@@ -180,15 +184,9 @@ class Host(ABC, Generic[M]):
             self._loop.call_soon_threadsafe(callback, *arguments)
 
 
-def _receive_all(messages: tuple[Any, ...], on_arrival: Callable[[tuple[Any, ...]], None] | None) -> Action[Any]:
-    if on_arrival is not None:
-        on_arrival(messages)
-
-    def receive(machine: Machine, now_s: float) -> None:
-        for message in messages:
-            machine.receive(message, now_s)
-
-    return receive
+def _receive(messages: Iterable[Any], machine: Machine, now_s: float) -> None:
+    for message in messages:
+        machine.receive(message, now_s)
 
 
 class WorkerHost(Host[M]):
@@ -238,8 +236,11 @@ class WorkerHost(Host[M]):
             raise HostFailedError(f"no progress for {idle_s:.1f} s, allowed are {stall_s} s")
 
     def post(self, messages: Iterable[Any]) -> None:
-        """Hand messages to the machine, from any thread."""
-        self._inbox.put(_receive_all(tuple(messages), self.on_arrival))
+        """Hand messages to the machine, from any thread; no step comes between those of one call."""
+        messages = tuple(messages)
+        if self.on_arrival is not None:
+            self.on_arrival(messages)
+        self.tell(partial(_receive, messages))
 
     def tell(self, action: Action[M]) -> None:
         """Have ``action(machine, now_s)`` done on the machine's thread before its next step."""
@@ -264,7 +265,7 @@ class WorkerHost(Host[M]):
 
 
 class LoopHost(Host[M]):
-    """Runs a machine on the event loop, once for everything that came in one turn of the loop.
+    """Runs a machine on the event loop, for what came in one turn of the loop or, if that is much, for a part of it.
 
     Args:
         machine: The machine; its steps must be short.
@@ -284,7 +285,7 @@ class LoopHost(Host[M]):
         super().__init__(machine, clock)
         self._tick_s = tick_s
         self._after = after
-        self._inbox: list[Action[M]] = []
+        self._inbox: deque[Action[M]] = deque()
         self._woken = False
         self._timer: asyncio.TimerHandle | None = None
         self._context = contextvars.Context()
@@ -303,7 +304,11 @@ class LoopHost(Host[M]):
 
     def post(self, messages: Iterable[Any]) -> None:
         """Hand messages to the machine; on the event loop."""
-        self.tell(_receive_all(tuple(messages), self.on_arrival))
+        messages = tuple(messages)
+        if self.on_arrival is not None:
+            self.on_arrival(messages)
+        for message in messages:
+            self.tell(partial(_receive, (message,)))
 
     def tell(self, action: Action[M]) -> None:
         """Have ``action(machine, now_s)`` done before the machine's next step; on the event loop."""
@@ -321,7 +326,7 @@ class LoopHost(Host[M]):
 
     def _run(self) -> None:
         self._woken = False
-        items, self._inbox = self._inbox, []
+        items = [self._inbox.popleft() for _ in range(min(len(self._inbox), MOST_ACTIONS))]
         try:
             busy = self._turn(items)
             if self._after is not None:
@@ -330,5 +335,5 @@ class LoopHost(Host[M]):
             self._fail(failure)
             self.stop()
         else:
-            if busy:
+            if busy or self._inbox:
                 self._wake()

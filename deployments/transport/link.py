@@ -16,6 +16,7 @@ from deployments.transport.host import Host
 from deployments.transport.mailbox import Mailbox
 from deployments.transport.wire import (
     FingerprintKind,
+    FrameReader,
     Greeting,
     Hello,
     LinkError,
@@ -83,20 +84,23 @@ async def carry(channel: Channel, peer: str, host: Host[Any], mailbox: Mailbox, 
     """
 
     async def read() -> None:
+        reader = FrameReader()
         while True:
             frame = await _receive(channel, peer, times.silence_s)
-            batch = decode(frame, Messages).batch
+            batch = reader.decode(frame, Messages).batch
             if batch:
                 host.post(batch)
-                if len(frame) > _LONG_FRAME_BYTES:
-                    await asyncio.sleep(0)  # others have their turn before the next frame is decoded
             elif host.on_heartbeat is not None:
                 host.on_heartbeat(peer)
+            if len(frame) > _LONG_FRAME_BYTES:
+                await asyncio.sleep(0)  # others have their turn before the next frame is decoded
 
     async def write() -> None:
         async for batch in mailbox.batches(times.heartbeat_s):
             for frame in frames(batch, host.unsendable):
                 await channel.send(frame)
+                if len(frame) > _LONG_FRAME_BYTES:
+                    await asyncio.sleep(0)
         raise LinkError("this side ended the link")
 
     try:

@@ -12,18 +12,19 @@ from msgspec import Struct
 from specdec.errors import SpecdecError
 from specdec.protocol.messages import Message
 from specdec.tokens import SharedTokens
-from specdec.types import UNKNOWN, Fingerprints
+from specdec.types import UNKNOWN, Fingerprints, LogprobsPart
 
 Batch = tuple[Any, ...]
 """Messages that travel together; an empty batch is a heartbeat."""
 FingerprintKind = Literal["decision", "vocabulary"]
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 """Version of frames and messages. Raise it with every change that a process of the version before would misread."""
 MAX_FRAME_BYTES = 256 << 20
 """Longest frame that is sent or taken; Serve's limit for its own messages is the same (``cluster.settings``)."""
-USUAL_FRAME_BYTES = 4 << 20
-"""A batch that is longer is sent in several frames, so that no event loop decodes much at once."""
+USUAL_FRAME_BYTES = 1 << 20
+"""A batch that is longer is sent in several frames, so that no event loop copies much at once. Only what cannot be cut
+makes a longer frame: one message, or the tokens of one prompt."""
 
 
 class Hello(Struct, frozen=True, array_like=True, tag=True):
@@ -67,49 +68,61 @@ class Messages(Struct, frozen=True, array_like=True, tag=True):
 
 
 class _Packed(Struct, frozen=True, array_like=True, tag="Messages"):
-    """``Messages`` as they travel: where a message has shared tokens, ``batch`` has their place in ``prompts``.
+    """``Messages`` as they travel: large immutable parts of a message are attached, and it holds their number.
 
-    So all samples of a request that are opened in one batch carry their prompt once, and share it where they arrive.
+    So all samples of a request that are opened in one batch carry their prompt once and share it where they arrive, and
+    what is long goes ahead in frames of its own.
 
     Attributes:
-        prompts: Little-endian int32.
-        batch: An encoded tuple of messages.
+        attached: Parts as bytes, numbered from the first frame of the batch on.
+        messages: An encoded tuple of messages.
+        continues: The next frame belongs to the same batch and may refer to what was attached so far.
     """
 
-    prompts: tuple[bytes, ...]
-    batch: msgspec.Raw
+    attached: tuple[bytes, ...]
+    messages: msgspec.Raw
+    continues: bool = False
 
 
 Frame = Hello | Greeting | Messages
 F = TypeVar("F", Hello, Greeting, Messages)
 
 
-class _Prompts:
-    """The shared tokens of a frame."""
+Attachment = SharedTokens | LogprobsPart
 
-    def __init__(self, known: tuple[bytes, ...] = ()) -> None:
-        self.known = [SharedTokens.from_bytes(data) for data in known]
-        self._places: dict[int, int] = {}
 
-    def place(self, value: object) -> int:
-        """Where a message's tokens stand, by their identity; the encoder's hook."""
-        if not isinstance(value, SharedTokens):
-            raise TypeError(f"{type(value).__name__} is no part of a message")
-        place = self._places.setdefault(id(value), len(self.known))
-        if place == len(self.known):
-            self.known.append(value)
-        return place
+class _Attaching:
+    """What is attached to a batch that is being encoded."""
 
-    def at(self, _kind: type, place: object) -> SharedTokens:
-        """The tokens at a place; the decoder's hook."""
-        if not isinstance(place, int) or not 0 <= place < len(self.known):
-            raise ValueError(f"there are {len(self.known)} prompts, and a message has number {place}")
-        return self.known[place]
+    def __init__(self) -> None:
+        self.parts: list[Attachment] = []
+        self._numbers: dict[int, int] = {}
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._number)
+
+    def encode(self, messages: Message | Batch) -> bytes:
+        """Messages as bytes, with numbers in place of what is attached."""
+        try:
+            return self._encoder.encode(messages)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise LinkError(f"a message cannot be encoded: {error}") from error
+
+    def truncate(self, count: int) -> None:
+        """Forget all parts but the first ``count``."""
+        for part in self.parts[count:]:
+            del self._numbers[id(part)]
+        del self.parts[count:]
+
+    def _number(self, part: object) -> int:
+        if not isinstance(part, Attachment):
+            raise TypeError(f"{type(part).__name__} is no part of a message")
+        number = self._numbers.setdefault(id(part), len(self.parts))
+        if number == len(self.parts):
+            self.parts.append(part)
+        return number
 
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Hello | Greeting | _Packed)
-_PLAIN_BATCHES = msgspec.msgpack.Decoder(tuple[Message, ...], dec_hook=_Prompts().at)
 
 
 def encode(frame: Frame) -> bytes:
@@ -118,67 +131,128 @@ def encode(frame: Frame) -> bytes:
     Raises:
         LinkError: It is longer than a frame may be, or holds what is not a message.
     """
-    data = _encoded(frame)
+    if isinstance(frame, Messages):
+        attaching = _Attaching()
+        messages = msgspec.Raw(attaching.encode(frame.batch))
+        data = _ENCODER.encode(_Packed(tuple(part.to_bytes() for part in attaching.parts), messages))
+    else:
+        data = _ENCODER.encode(frame)
     if len(data) > MAX_FRAME_BYTES:
         raise LinkError(f"a frame of {len(data)} bytes is too long; at most {MAX_FRAME_BYTES} are sent")
     return data
 
 
-def _encoded(frame: Frame) -> bytes:
-    try:
-        if isinstance(frame, Messages):
-            prompts = _Prompts()
-            batch = msgspec.msgpack.Encoder(enc_hook=prompts.place).encode(frame.batch)
-            packed = tuple(shared.tokens.tobytes() for shared in prompts.known)
-            return _ENCODER.encode(_Packed(packed, msgspec.Raw(batch)))
-        return _ENCODER.encode(frame)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise LinkError(f"a message cannot be encoded: {error}") from error
-
-
 def frames(batch: Batch, on_unsendable: Callable[[Any, str], None]) -> Iterator[bytes]:
-    """A batch as one frame, or several where it is long.
+    """A batch as one frame, or several where it is long. They have to be sent on one link, one after the other.
 
     Args:
         batch: Messages.
-        on_unsendable: Told of a message that is too long for a frame of its own, with what is wrong; it is left out.
+        on_unsendable: Told of a message that is too long for any link, with what is wrong; it is left out.
 
     Raises:
         LinkError: It holds what is not a message.
     """
-    data = _encoded(Messages(batch))
-    if len(batch) > 1 and len(data) > USUAL_FRAME_BYTES:
-        half = len(batch) // 2
-        yield from frames(batch[:half], on_unsendable)
-        yield from frames(batch[half:], on_unsendable)
-    elif len(data) > MAX_FRAME_BYTES:
-        what = f"a message ({type(batch[0]).__name__}) of {len(data)} bytes"
-        on_unsendable(batch[0], f"{what} is too long to be sent; the most is {MAX_FRAME_BYTES}")
-    else:
-        yield data
+    attaching = _Attaching()
+    messages = attaching.encode(batch)
+    attached = tuple(part.to_bytes() for part in attaching.parts)
+    if len(messages) + sum(map(len, attached)) <= USUAL_FRAME_BYTES:
+        yield _ENCODER.encode(_Packed(attached, msgspec.Raw(messages)))
+        return
+    frame = _OpenFrame()
+    attaching.truncate(0)
+    for message in batch:
+        known = len(attaching.parts)
+        data = attaching.encode(message)
+        attached = tuple(part.to_bytes() for part in attaching.parts[known:])
+        length = len(data) + sum(map(len, attached))
+        if length > MAX_FRAME_BYTES:
+            attaching.truncate(known)
+            what = f"a message ({type(message).__name__}) of {length} bytes"
+            on_unsendable(message, f"{what} is too long to be sent; the most is {MAX_FRAME_BYTES}")
+            continue
+        for part in attached:
+            yield from frame.make_room(len(part))
+            frame.attached.append(part)
+        yield from frame.make_room(len(data))
+        frame.messages.append(msgspec.Raw(data))
+    yield frame.close(continues=False)
+
+
+class _OpenFrame:
+    """A frame that is being filled."""
+
+    def __init__(self) -> None:
+        self.attached: list[bytes] = []
+        self.messages: list[msgspec.Raw] = []
+        self._size = 0
+
+    def make_room(self, size: int) -> Iterator[bytes]:
+        """Close the frame if ``size`` more bytes would make it long."""
+        if self._size and self._size + size > USUAL_FRAME_BYTES:
+            yield self.close(continues=True)
+        self._size += size
+
+    def close(self, *, continues: bool) -> bytes:
+        """The frame; an empty one is begun."""
+        messages = msgspec.Raw(_ENCODER.encode(self.messages))
+        data = _ENCODER.encode(_Packed(tuple(self.attached), messages, continues))
+        self.attached, self.messages, self._size = [], [], 0
+        return data
+
+
+class FrameReader:
+    """Reads the frames that one link brings, in their order."""
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def decode(self, data: bytes, expected: type[F]) -> F:
+        """The frame that bytes are. Messages of a long batch come in several, some of which may have none.
+
+        Raises:
+            LinkError: They are no frame, or not of the kind that has to come now.
+        """
+        try:
+            packed = _DECODER.decode(data)
+            frame = self._unpacked(packed) if isinstance(packed, _Packed) else packed
+        except (msgspec.DecodeError, ValueError) as error:
+            raise LinkError(f"an undecodable frame of {len(data)} bytes: {error}") from error
+        if not isinstance(frame, expected):
+            raise LinkError(f"{type(frame).__name__} in place of {expected.__name__}")
+        return frame
+
+    def _begin(self) -> None:
+        self._attached: list[bytes] = []
+        self._parts: dict[int, Attachment] = {}
+
+    def _unpacked(self, packed: _Packed) -> Messages:
+        self._attached += packed.attached
+        if self._attached:
+            batch = msgspec.msgpack.Decoder(tuple[Message, ...], dec_hook=self._part).decode(packed.messages)
+        else:
+            batch = _PLAIN_BATCHES.decode(packed.messages)
+        if not packed.continues:
+            self._begin()
+        return Messages(batch)
+
+    def _part(self, kind: type[Attachment], number: object) -> Attachment:
+        """The part with a number, the same object each time; the decoder's hook."""
+        if not isinstance(number, int) or not 0 <= number < len(self._attached):
+            raise ValueError(f"{len(self._attached)} parts are attached, and a message has number {number}")
+        part = self._parts.get(number)
+        if part is None:
+            part = self._parts[number] = kind.from_bytes(self._attached[number])
+        if not isinstance(part, kind):
+            raise ValueError(f"part {number} is a {type(part).__name__}, not a {kind.__name__}")
+        return part
+
+
+_PLAIN_BATCHES = msgspec.msgpack.Decoder(tuple[Message, ...], dec_hook=FrameReader()._part)
 
 
 def decode(data: bytes, expected: type[F]) -> F:
-    """The frame that bytes are.
-
-    Raises:
-        LinkError: They are no frame, or not of the kind that has to come now.
-    """
-    try:
-        packed = _DECODER.decode(data)
-        frame = _unpacked(packed) if isinstance(packed, _Packed) else packed
-    except (msgspec.DecodeError, ValueError) as error:
-        raise LinkError(f"an undecodable frame of {len(data)} bytes: {error}") from error
-    if not isinstance(frame, expected):
-        raise LinkError(f"{type(frame).__name__} in place of {expected.__name__}")
-    return frame
-
-
-def _unpacked(packed: _Packed) -> Messages:
-    if not packed.prompts:
-        return Messages(_PLAIN_BATCHES.decode(packed.batch))
-    decoder = msgspec.msgpack.Decoder(tuple[Message, ...], dec_hook=_Prompts(packed.prompts).at)
-    return Messages(decoder.decode(packed.batch))
+    """A frame that is not one of several; see :meth:`FrameReader.decode`."""
+    return FrameReader().decode(data, expected)
 
 
 def mismatch(mine: Fingerprints, theirs: Fingerprints, kind: FingerprintKind, wire: int = WIRE_VERSION) -> str:

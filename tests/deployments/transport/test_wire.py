@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from deployments.transport import wire
-from deployments.transport.wire import Greeting, Hello, LinkError, Messages, decode, encode, mismatch
+from deployments.transport.wire import FrameReader, Greeting, Hello, LinkError, Messages, decode, encode, mismatch
 from specdec.protocol import messages as m
 from specdec.protocol.marks import Mark
 from specdec.sampling.params import SamplingParams, SequenceSpec
@@ -129,8 +129,48 @@ def test_a_message_whose_prompt_is_not_in_its_frame_is_refused(place: object) ->
     for prompts in ([], [PROMPT.tokens.tobytes()]):
         with pytest.raises(LinkError, match="undecodable frame"):
             decode(msgspec.msgpack.encode(["Messages", prompts, [submit]]), Messages)
-    with pytest.raises(LinkError, match="undecodable frame"):
-        decode(msgspec.msgpack.encode(["Messages", [b"\0\0\0"], []]), Messages)
+
+
+def test_an_attachment_that_two_messages_take_for_different_things_is_refused() -> None:
+    batch = [msgspec.to_builtins(message, enc_hook=lambda _: 0) for message in (ALL[0], ALL[3])]
+    with pytest.raises(LinkError, match="part 0 is a SharedTokens, not a LogprobsPart"):
+        decode(msgspec.msgpack.encode(["Messages", [b"\0\0\0\0"], batch]), Messages)
+
+
+def received(parts: list[bytes]) -> tuple[m.Message, ...]:
+    reader = FrameReader()
+    return tuple(message for part in parts for message in reader.decode(part, Messages).batch)
+
+
+def test_long_parts_of_messages_travel_once_in_short_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = SharedTokens(range(150_000))
+    told = PackedLogprobs.pack((None, *[TokenLogprobs(-1.0, 1, tuple((i, -0.1 * i) for i in range(20)))] * 10_000))
+    verdict = m.Verdict("s", INC, 3, (4,), m.Notes("p", (0,), None, told), MARK)
+    submits = [m.Submit(str(i), 1, "i", prompt, SPEC) for i in range(20)]
+    batch = (submits[0], verdict, *submits[1:])
+    parts = list(wire.frames(batch, pytest.fail))
+    found = received(parts)
+    assert found == batch
+    assert len({id(message.prompt) for message in found if isinstance(message, m.Submit)}) == 1
+    assert max(map(len, parts)) <= wire.USUAL_FRAME_BYTES + 100
+    attached = prompt.tokens.nbytes + sum(len(part.data) for part in told.parts)
+    assert attached < sum(map(len, parts)) < attached + 10_000
+    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 700_000)
+    refused: list[object] = []
+    parts = list(wire.frames(batch, lambda message, _reason: refused.append(message)))
+    assert refused == [verdict]
+    assert received(parts) == tuple(submits)
+
+
+def test_attachments_are_forgotten_with_the_last_frame_of_their_batch() -> None:
+    submit = msgspec.to_builtins(ALL[0], enc_hook=lambda _: 0)
+    attached = PROMPT.tokens.tobytes()
+    frames = [["Messages", [attached], [], True], ["Messages", [], [submit]], ["Messages", [], [submit]]]
+    first, second, third = map(msgspec.msgpack.encode, frames)
+    reader = FrameReader()
+    assert [reader.decode(part, Messages).batch for part in (first, second)] == [(), ALL[:1]]
+    with pytest.raises(LinkError, match="0 parts are attached"):
+        reader.decode(third, Messages)
 
 
 def test_a_long_batch_travels_in_several_frames_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,8 +178,8 @@ def test_a_long_batch_travels_in_several_frames_in_order(monkeypatch: pytest.Mon
     batch = tuple(m.Cancel(f"{i:040}", i) for i in range(50))
     parts = list(wire.frames(batch, pytest.fail))
     assert 4 < len(parts) < 10
-    assert all(len(part) <= 600 for part in parts)
-    assert tuple(message for part in parts for message in decode(part, Messages).batch) == batch
+    assert all(len(part) <= 620 for part in parts)
+    assert received(parts) == batch
     assert len(list(wire.frames((), pytest.fail))) == 1, "a heartbeat"
 
 
@@ -151,7 +191,7 @@ def test_a_message_that_is_too_long_is_left_out_and_told_of_and_all_others_trave
     batch = (m.Cancel("a", 1), m.Cancel("x" * 300, 1), m.Cancel("y" * 150, 1), m.Cancel("b", 1))
     told: list[tuple[object, str]] = []
     parts = list(wire.frames(batch, lambda message, reason: told.append((message, reason))))
-    assert [message for part in parts for message in decode(part, Messages).batch] == [batch[0], *batch[2:]]
+    assert received(parts) == (batch[0], *batch[2:])
     ((message, reason),) = told
     assert message is batch[1]
     assert reason.startswith("a message (Cancel) of 3")
