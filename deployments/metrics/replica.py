@@ -9,13 +9,14 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from ray import serve
 from ray.serve import metrics as ray_metrics
 
 from deployments.autoscaling import Load, Report, load_of
+from deployments.metrics.changes import ChangeRegistry
 from deployments.metrics.families import PREFIX, REPORTED, Family, Part
 from deployments.metrics.page import ReplicaPage
 from deployments.transport.endpoints import Endpoint, replica_id
@@ -76,7 +77,7 @@ class ReplicaMetrics:
     """
 
     def __init__(self, part: Part, model_name: str, ask: Ask) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = ChangeRegistry()
         self.load = Load()
         self._part = part
         self._ask = ask
@@ -128,7 +129,7 @@ class ReplicaMetrics:
     def _try(self, export: RayExport) -> None:
         """Metrics stop nothing: what cannot be handed on is tried again the next time, and logged once."""
         try:
-            export.hand_on(self.registry.collect())
+            export.hand_on(self.registry.changes())
         except Exception:
             logger.log(logging.DEBUG if self._has_failed else logging.ERROR, "Ray takes no metrics", exc_info=True)
             self._has_failed = True

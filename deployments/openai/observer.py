@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from deployments.metrics import families
+from deployments.metrics.changes import ChangeCounter
 from deployments.metrics.families import PREFIX, Family
 from deployments.openai.tally import Round
 
@@ -23,7 +24,7 @@ CLIENT_GONE = 499
 
 
 MAX_KEYS, OTHER_KEYS = 512, "(other)"
-"""API keys with series of their own: each key has six, and all series are read once a second."""
+"""API keys with series of their own: each key has six."""
 
 
 class AcceptedPerPosition(Collector):
@@ -72,6 +73,11 @@ class Observer:
                 PREFIX + family.name, family.text, ("model_name",), buckets=family.buckets, registry=registry
             )
 
+        def by_key(family: Family) -> ChangeCounter:
+            counts = ChangeCounter(family)
+            registry.register(counts)
+            return counts
+
         self.clock = clock
         self._model_name = model_name
         self.num_running, self.num_waiting = gauge(families.RUNNING), gauge(families.WAITING)
@@ -80,11 +86,10 @@ class Observer:
         self.e2e_latency = histogram(families.E2E_LATENCY)
         self.queue_time, self.prefill_time = histogram(families.QUEUE_TIME), histogram(families.PREFILL_TIME)
         self.decode_time = histogram(families.DECODE_TIME)
-        self.num_prompt_tokens, self.num_generation_tokens = map(
-            counter, (families.PROMPT_TOKENS, families.GENERATION_TOKENS)
-        )
+        self.num_prompt_tokens = by_key(families.PROMPT_TOKENS)
+        self.num_generation_tokens = by_key(families.GENERATION_TOKENS)
         self.num_discarded_tokens = counter(families.DISCARDED_TOKENS)
-        self.num_success = counter(families.SUCCESS)
+        self.num_success = by_key(families.SUCCESS)
         self.num_http_requests, self.num_http_errors = counter(families.HTTP_REQUESTS), counter(families.HTTP_ERRORS)
         self.num_ignored_fields = counter(families.IGNORED_FIELDS)
         self.num_prefix_queries, self.num_prefix_hits = counter(families.PREFIX_QUERIES), counter(families.PREFIX_HITS)
@@ -108,7 +113,7 @@ class Observer:
 
     def prompt_tokens(self, model: str, key: str, num_tokens: int) -> None:
         """Count a prompt; once, however many samples were asked for."""
-        self.num_prompt_tokens.labels(model, self.key_label(key)).inc(num_tokens)
+        self.num_prompt_tokens.inc(model, self.key_label(key), by=num_tokens)
 
     def answered(self, path: str, status: int, code: str) -> None:
         """Count an answer, and its error's code where it is one."""
@@ -140,7 +145,7 @@ class Observer:
         for counter in (self.num_drafts, self.num_draft_tokens, self.num_accepted_tokens, self.num_discarded_tokens):
             counter.labels(model).inc(0)
         for reason in get_args(Reason):
-            self.num_success.labels(model, key, reason).inc(0)
+            self.num_success.inc(model, key, reason, by=0)
         return SequenceObserver(self, model, key, age_s)
 
 
@@ -165,7 +170,7 @@ class SequenceObserver:
         metrics._waiting_since[self] = self._arrived_s
         # Looked up once: tokens come in every round.
         self._inter_token_latency = metrics.inter_token_latency.labels(model)
-        self._num_generation_tokens = metrics.num_generation_tokens.labels(model, key)
+        metrics.num_generation_tokens.inc(model, key, by=0)
         self._num_discarded_tokens = metrics.num_discarded_tokens.labels(model)
         self._num_drafts = metrics.num_drafts.labels(model)
         self._num_draft_tokens = metrics.num_draft_tokens.labels(model)
@@ -218,7 +223,7 @@ class SequenceObserver:
     def delivered(self, num_tokens: int) -> None:
         """Tokens were handed to whoever writes the answer."""
         self._num_undelivered -= num_tokens
-        self._num_generation_tokens.inc(num_tokens)
+        self._metrics.num_generation_tokens.inc(self._model, self._key, by=num_tokens)
 
     def left(self) -> None:
         """Nobody writes the answer any more: what came, and was not delivered, was in vain."""
@@ -231,7 +236,7 @@ class SequenceObserver:
         self._gauge.dec()
         self._metrics._waiting_since.pop(self, None)
         metrics, model, now_s = self._metrics, self._model, self._metrics.clock()
-        metrics.num_success.labels(model, self._key, reason).inc()
+        metrics.num_success.inc(model, self._key, reason)
         if self._begun_s is None:  # it waited in vain
             metrics.queue_time.labels(model).observe(now_s - self._arrived_s)
         if reason in ("stop", "length"):

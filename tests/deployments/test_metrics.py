@@ -12,9 +12,11 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 import deployments.metrics
+from deployments.metrics.changes import ChangeRegistry
 from deployments.metrics.families import FAMILIES, PREFIX, REPORTED
 from deployments.metrics.replica import MachineReport, RayExport, ReplicaMetrics
 from deployments.metrics.table import metrics_table
+from deployments.openai.observer import Observer
 from specdec.control.controller import Controller
 from specdec.control.ways import WAYS, Bounds
 from specdec.engine.scripted import Script, ScriptedDrafter, ScriptedTarget
@@ -166,6 +168,30 @@ def test_what_has_grown_is_handed_on_once_and_every_gauge_each_time() -> None:
     assert ray.value("specdec_wait_seconds_sum") == pytest.approx(5.55)
     assert ray.value("specdec_wait_seconds_count") == 3
     assert not any(name.endswith("_created") for name, _ in ray.samples)
+
+
+def test_only_the_series_by_key_that_have_changed_are_handed_on() -> None:
+    registry, ray = ChangeRegistry(), RayKinds()
+    observer, export = Observer(registry, "m"), RayExport(ray)
+
+    def handed_on() -> set[str]:
+        families = list(registry.changes())
+        export.hand_on(families)
+        return {sample.labels["key"] for family in families for sample in family.samples if "key" in sample.labels}
+
+    for key in ("a", "b", "c"):
+        observer.opened("m", key, 0.0).closed("abort")
+    assert handed_on() == {"a", "b", "c"}
+    observer.prompt_tokens("m", "b", 7)
+    changes = registry.changes()
+    while next(changes).name != "specdec_prompt_tokens":
+        pass
+    changes.close()  # as where Ray takes no metrics
+    assert handed_on() == {"b"}, "what could not be handed on is told again"
+    assert handed_on() == set()
+    assert ray.value("specdec_prompt_tokens", model_name="m", key="b") == 7
+    assert ray.value("specdec_request_success", model_name="m", key="c", finished_reason="abort") == 1
+    assert {"a", "c"} < {one.labels.get("key") for family in registry.collect() for one in family.samples}
 
 
 async def test_a_machine_in_a_long_step_shows_the_figures_of_before(monkeypatch: pytest.MonkeyPatch) -> None:

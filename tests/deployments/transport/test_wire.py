@@ -154,7 +154,7 @@ def test_long_parts_of_messages_travel_once_in_short_frames(monkeypatch: pytest.
     assert len({id(message.prompt) for message in found if isinstance(message, m.Submit)}) == 1
     assert max(map(len, parts)) <= wire.USUAL_FRAME_BYTES + 100
     attached = prompt.tokens.nbytes + sum(len(part.data) for part in told.parts)
-    assert attached < sum(map(len, parts)) < attached + 10_000
+    assert attached < sum(map(len, parts)) < attached + 20_000
     monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 700_000)
     refused: list[object] = []
     parts = list(wire.frames(batch, lambda message, _reason: refused.append(message)))
