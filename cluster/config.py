@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from cluster.chat_demo import NAME as CHAT_MODEL
+from cluster.demos import CHAT_MODEL
 from cluster.limits import Access, Limits, ResponsesStore, Store, Tls
 from cluster.lora import LoraConfig
 from cluster.models import DraftConfig, TargetConfig
@@ -111,7 +111,7 @@ class AppArgs(StrictModel):
     demo: Demo = Field(
         "plain",
         description="demo target where no target is given: attention alone; recurrent layers and attention; or, for "
-        "specdec serve, a model of 135M parameters that talks, made once from a package of 93 MB",
+        "specdec serve, a model of 135M parameters that talks, which specdec demo make chat makes",
     )
     target: TargetConfig = Field(default_factory=TargetConfig, description="the model that answers")
     draft: DraftConfig = Field(default_factory=DraftConfig, description="the model that proposes; none: no speculation")

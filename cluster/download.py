@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from cluster.chat_demo import MODEL, NAME, UnavailableError, chat_demo_folder, make_draft, make_model
 from cluster.config import AppArgs
+from cluster.demos import CHAT_MODEL, check_made, demo_folder
 from cluster.identity import model_dtype
 from cluster.models import ModelConfig
 from specdec.errors import InvalidParameterError
@@ -44,8 +44,11 @@ def fetch_models(args: A, report: Callable[[str], None]) -> A:
             f"draft.pool: {args.draft.pool} is another application of a Ray cluster, and on one machine there is none: "
             "name a draft model",
         )
-    if args.demo == "chat":
-        return _chat_demo(args, report)
+    if args.draft.has_heads and args.draft.heads is None:
+        check_made("heads")
+    if args.is_demo and args.demo != "plain":
+        check_made(args.demo)
+        return _chat_demo(args) if args.demo == "chat" else args
     pinned = {}
     for role, model in (("target", args.target), ("draft", args.draft)):
         if model.model is not None:
@@ -54,23 +57,17 @@ def fetch_models(args: A, report: Callable[[str], None]) -> A:
     return args.model_copy(update=pinned)
 
 
-def _chat_demo(args: A, report: Callable[[str], None]) -> A:
-    """The chat demo as any other pair, which is made where it is not there."""
-    folder = chat_demo_folder()
-    if not (folder / "config.json").is_file():
-        report(f"making {NAME} in {folder} from the package {MODEL}: 93 MB, once")
+def _chat_demo(args: A) -> A:
+    """The chat demo as any other pair of folders."""
     draft = args.draft
     if draft.method == "model":
         draft = draft.model_copy(update={"method": "lookup+model"})
-    try:
-        make_model(folder)
-        if "model" in draft.methods:
-            own = {"model": str(make_draft(folder)), "dtype": model_dtype(args, draft)}
-            draft = draft.model_copy(update=own)
-    except (UnavailableError, OSError) as error:
-        raise InvalidParameterError("demo", f"demo: chat cannot be had: {' '.join(str(error).split())}") from None
-    target = args.target.model_copy(update={"model": str(folder), "dtype": model_dtype(args, args.target)})
-    named = args.served_model_name or NAME
+    if "model" in draft.methods:
+        own = {"model": str(demo_folder("chat-draft")), "dtype": model_dtype(args, draft)}
+        draft = draft.model_copy(update=own)
+    chat = {"model": str(demo_folder("chat-target")), "dtype": model_dtype(args, args.target)}
+    target = args.target.model_copy(update=chat)
+    named = args.served_model_name or CHAT_MODEL
     return args.model_copy(update={"demo": "plain", "target": target, "draft": draft, "served_model_name": named})
 
 

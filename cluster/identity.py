@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from importlib.metadata import version
-from pathlib import Path
 
-import specdec.demo
 from cluster.config import AppArgs, Demo
+from cluster.demos import demo_folder as demo_folder
 from cluster.models import Dtype, ModelConfig, TargetConfig
 from specdec.engine.vllm.checks import VERSION
 from specdec.errors import InvalidParameterError
@@ -16,11 +15,6 @@ from specdec.types import Fingerprints
 
 DEMO_TARGETS: dict[Demo, str] = {"plain": "target", "hybrid": "hybrid"}
 """Folder of each demo target."""
-
-
-def demo_folder(name: str) -> Path:
-    """The folder of a demo model: ``target``, ``hybrid``, ``draft``, ``heads``, or ``chat`` (a draft's own layers)."""
-    return Path(specdec.demo.__file__).parent / name
 
 
 def target_path(args: AppArgs) -> str:

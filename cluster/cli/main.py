@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import argcomplete
 
 import specdec
-from cluster.cli import bench, config, doctor, generate, render, serve
+from cluster.cli import bench, config, demo, doctor, generate, render, serve
 from cluster.cli.failures import exit_code
 from cluster.cli.flags import Parser
 
@@ -17,6 +17,7 @@ COMMANDS = {
     "bench": (bench, "compare ways of speculating on the same work, on services or in this process"),
     "config": (config, "print the configuration that is in force"),
     "render": (render, "write Serve's YAML and a kustomization for KubeRay from a configuration"),
+    "demo": (demo, "put demo models on this machine that are not part of the package"),
     "doctor": (doctor, "say what there is, and whether the pair fits together and into memory"),
 }
 

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import specdec.demo
-from cluster.chat_demo import chat_demo_folder, make_model
+from cluster.demos import demo_folder, make_chat_target
 from examples.train_draft import (
     chat,
     checkpoints,
@@ -157,7 +157,9 @@ def _add_heads(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "chat", help="let the chat demo's model write chats, and teach two layers of its own what it says; export them"
     )
     _add_training_flags(talks)
-    talks.add_argument("--target", type=Path, default=chat_demo_folder(), help="the model's folder; made where absent")
+    talks.add_argument(
+        "--target", type=Path, default=demo_folder("chat-target"), help="the model's folder; made where absent"
+    )
     talks.add_argument("--num-chats", type=int, default=2048)
     talks.add_argument("--steps", type=int, default=3000)
     talks.set_defaults(run=_chat)
@@ -298,7 +300,7 @@ def _one_pass(options: argparse.Namespace) -> None:
 
 
 def _chat(options: argparse.Namespace) -> None:
-    on, tokenizer = chat.load_target(make_model(options.target)), AutoTokenizer.from_pretrained(options.target)
+    on, tokenizer = chat.load_target(make_chat_target(options.target)), AutoTokenizer.from_pretrained(options.target)
     writing = chat.Writing(options.num_chats, options.window_tokens)
     chat.write_chats(on, tokenizer, writing, options.work)
     chats = chat.read_chats(options.work, options.window_tokens, on.config.hidden_size)

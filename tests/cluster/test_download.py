@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from subprocess import CalledProcessError
+import shutil
+from pathlib import Path
 
 import httpx2
 import huggingface_hub
@@ -8,7 +9,9 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 
+from cluster.cli import main
 from cluster.config import AppArgs
+from cluster.demos import REPOSITORY_WEIGHTS
 from cluster.download import check_models, fetch_models
 from specdec.errors import InvalidParameterError
 
@@ -105,26 +108,55 @@ def test_a_folder_that_is_here_and_holds_no_model_is_refused(tmp_path):
         check_models(args(tmp_path), pytest.fail)
 
 
-def test_in_the_place_of_the_chat_demo_nothing_is_overwritten(tmp_path, monkeypatch):
-    monkeypatch.setattr("cluster.download.chat_demo_folder", lambda: tmp_path)
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(InvalidParameterError, match=rf"demo: chat cannot be had: {tmp_path} .* remove it"):
-        fetch_models(AppArgs(demo="chat"), lambda line: None)
-    assert (tmp_path / "notes.txt").read_text() == "mine"
-
-
-@pytest.mark.xfail(
-    strict=True, reason="part 16 item 1: the chat demo is made by a command of its own, not by pip at the start"
+@pytest.mark.parametrize(
+    ("keys", "command"),
+    [
+        ({"demo": "chat"}, "demo: the models are not on this machine; run: specdec demo make chat"),
+        ({"demo": "hybrid"}, "demo: the models are not on this machine; run: specdec demo make hybrid"),
+        (
+            {"draft": {"method": "heads"}},
+            "draft.heads: the models are not on this machine; run: specdec demo make heads",
+        ),
+    ],
 )
-def test_nothing_is_installed_at_the_start(tmp_path, monkeypatch):
-    started = []
+def test_a_demo_that_is_not_there_is_refused_with_the_command_that_makes_it(tmp_path, monkeypatch, keys, command):
+    monkeypatch.setattr("cluster.demos.demo_folder", lambda name: tmp_path / name)
+    monkeypatch.setattr("subprocess.run", lambda *_args, **_options: pytest.fail("something was started"))
+    with pytest.raises(InvalidParameterError) as refused:
+        fetch_models(AppArgs.model_validate(keys), pytest.fail)
+    assert str(refused.value) == command
 
-    def run(command, **_options):
-        started.append(command)
-        raise CalledProcessError(1, command, stderr=b"no index")
 
-    monkeypatch.setattr("cluster.download.chat_demo_folder", lambda: tmp_path / "demo")
-    monkeypatch.setattr("cluster.chat_demo.subprocess.run", run)
-    with pytest.raises(InvalidParameterError, match="demo"):
-        fetch_models(AppArgs(demo="chat"), lambda line: None)
-    assert not started
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setattr("cluster.demos._made_folder", lambda name: tmp_path / "home" / name)
+    return tmp_path / "home"
+
+
+def test_making_a_demo_copies_its_weights_once(home, capsys):
+    assert main(["demo", "make", "hybrid"]) == 0
+    assert {file.name for file in (REPOSITORY_WEIGHTS / "hybrid").iterdir()} == {
+        file.name for file in (home / "hybrid").iterdir()
+    }
+    (home / "hybrid" / "model.safetensors").write_bytes(b"mine")
+    assert main(["demo", "make", "hybrid"]) == 0
+    assert (home / "hybrid" / "model.safetensors").read_bytes() == b"mine"
+    assert capsys.readouterr().out.splitlines() == [str(home / "hybrid")] * 2
+
+
+def test_weights_of_another_version_are_refused(home, tmp_path, capsys):
+    weights = Path(shutil.copytree(REPOSITORY_WEIGHTS, tmp_path / "weights"))
+    (weights / "heads" / "model.safetensors").write_bytes(b"other")
+    assert main(["demo", "make", "heads", "--weights", str(weights)]) == 2
+    assert "heads/model.safetensors is not the file of this version of specdec" in capsys.readouterr().err
+    assert main(["demo", "make", "heads", "--weights", str(tmp_path)]) == 2
+    assert "give its folder demo_weights by --weights" in capsys.readouterr().err
+    assert not (home / "heads").exists()
+
+
+def test_nothing_in_the_place_of_a_demo_is_overwritten(home, capsys):
+    (home / "hybrid").mkdir(parents=True)
+    (home / "hybrid" / "notes.txt").write_text("mine")
+    assert main(["demo", "make", "hybrid"]) == 2
+    assert "is there and is no model; remove it first" in capsys.readouterr().err
+    assert (home / "hybrid" / "notes.txt").read_text() == "mine"

