@@ -22,19 +22,22 @@ TORCH_INDEX ?=
 # A Python 3.11 to make .venv with, where the one found is not the one wanted.
 PYTHON ?=
 
-.PHONY: help setup setup-vllm serve test test-fast test-faults test-vllm test-cluster test-clients test-monitoring check format bench soak clean
+.PHONY: help setup setup-vllm serve test test-fast test-faults test-vllm test-cluster test-clients test-image test-monitoring \
+	slice-statistics slice-families slice-protocol slice-kills slice-updates slice-services slice-cluster slice-clients slice-vllm slice-image \
+	check format bench soak clean
 
 help:
 	@echo "make serve            the service with the demo pair on 127.0.0.1:8000, until Ctrl-C"
-	@echo "make test-fast        what a developer runs between two changes: no services, nothing slow"
+	@echo "make test-fast        what a developer runs between two changes: no services, some minutes"
 	@echo "make test             the test suite, with services on this machine"
-	@echo "make test-faults      services that are killed, stalled and updated under load"
+	@echo "make test-faults      services that are killed, stalled and poisoned under load"
 	@echo "make setup-vllm       .venv-vllm, for target.engine: vllm on this machine's CPU: 4 GB"
 	@echo "make test-vllm        the target over vLLM, engine and service; makes .venv-vllm"
-	@echo "make test-cluster     several Ray nodes on this machine, and the image; needs redis-server, buildah and mmdebstrap"
+	@echo "make test-cluster     several Ray nodes on this machine; needs redis-server"
+	@echo "make test-image       the container image; needs buildah and mmdebstrap"
 	@echo "make test-clients     schemathesis, guidellm, a browser, and the clients of tests/clients; needs chromium"
 	@echo "make test-monitoring  alerts and dashboards on a real Prometheus; needs Debian's prometheus"
-	@echo "make soak             the long tests"
+	@echo "make soak             everything that is too long for every change, in ten slices (.ci/slices): hours"
 	@echo "make check            format, lint, types, import layers"
 	@echo "make bench            ways of speculating compared on the same work"
 	@echo "make format           put the source into the project's format"
@@ -47,38 +50,79 @@ setup-vllm: $(VLLM_READY)
 serve: $(SERVE)
 	@$(BIN)/specdec serve $(ARGS)
 
+# What starts no service and takes seconds; a bare pytest runs the same (testpaths in pyproject.toml).
+FAST := tests/specdec tests/cluster tests/deployments tests/test_documents.py
+# What starts no service and takes minutes.
+THOROUGH := tests/k8s tests/benchmarks tests/examples
+
 # What starts Ray has the machine to itself: two services at once would be slow, and late for each other.
 test: $(DEV)
-	@$(PYTEST) $(TWO) -m "not soak and not cluster and not clients and not monitoring and not vllm and not service" $(ARGS)
-	@$(PYTEST) -m "service and not faults and not soak and not cluster and not clients and not monitoring and not vllm" $(ARGS)
+	@$(PYTEST) $(TWO) $(FAST) $(THOROUGH) $(ARGS)
+	@$(PYTEST) tests/integration $(ARGS)
 
 test-fast: $(DEV)
-	@$(PYTEST) $(TWO) -m "not soak and not cluster and not clients and not monitoring and not vllm and not service and not slow" $(ARGS)
+	@$(PYTEST) $(TWO) $(FAST) $(ARGS)
 
 test-faults: $(DEV)
-	@$(PYTEST) -m "faults and not soak and not cluster and not clients and not monitoring and not vllm" $(ARGS)
+	@$(PYTEST) tests/faults $(ARGS)
 
 # The service's tests find its engine in keys that the environment sets.
 test-vllm: $(DEV) $(VLLM_READY)
-	@$(VLLM)/bin/python -m pytest -m "vllm and not soak" tests/vllm $(ARGS)
+	@$(VLLM)/bin/python -m pytest tests/vllm $(ARGS)
 	@$(VLLM)/bin/python -m pytest tests/specdec/sampling/test_corpus_masks.py $(ARGS)
-	@$(PYTEST) -m vllm tests/integration/test_vllm.py $(ARGS)
+	@$(PYTEST) tests/vllm_service $(ARGS)
 	@SPECDEC__TARGET__ENGINE=vllm SPECDEC__TARGET__PYTHON=$(VLLM)/bin/python SPECDEC__TARGET__ENGINE_ARGS='{enforce_eager: true}' \
-		SPECDEC__TARGET__KV_MEMORY=128MiB $(PYTEST) -m "service and not soak" -k "openai_client or curl or poisonous or sigterm or (kills and target)" \
-		tests/integration/test_{openai_client,readme,poison,as_served,kills}.py $(ARGS)
+		SPECDEC__TARGET__KV_MEMORY=128MiB $(PYTEST) -k "openai_client or curl or poisonous or sigterm or (kills and target)" \
+		tests/integration/test_{openai_client,readme,as_served}.py tests/faults/test_{kills,poison}.py $(ARGS)
 
 test-cluster: $(DEV) $(CHECKOV)
-	@for program in redis-server buildah mmdebstrap; do command -v $$program >/dev/null \
+	@command -v redis-server >/dev/null || { echo "Install redis-server first (Debian, Ubuntu: apt install redis-server)" >&2; exit 1; }
+	@$(PYTEST) tests/nodes $(ARGS)
+
+test-image: $(DEV)
+	@for program in buildah mmdebstrap; do command -v $$program >/dev/null \
 		|| { echo "Install $$program first (Debian, Ubuntu: apt install $$program)" >&2; exit 1; }; done
-	@$(PYTEST) -m "cluster and not soak" $(ARGS)
+	@$(PYTEST) tests/image $(ARGS)
 
 test-clients: $(DEV) $(CLIENTS) $(LIBRARIES)
 	@command -v chromium >/dev/null || { echo "Install chromium first (Debian, Ubuntu: apt install chromium)" >&2; exit 1; }
-	@$(PYTEST) -m "clients or service" tests/clients tests/integration/test_openai_client.py $(ARGS)
+	@$(PYTEST) tests/clients tests/integration/test_openai_client.py $(ARGS)
 
 test-monitoring: $(DEV)
 	@command -v promtool >/dev/null || { echo "Install prometheus first (Debian, Ubuntu: apt install prometheus)" >&2; exit 1; }
-	@$(PYTEST) -m "monitoring and not soak" $(ARGS)
+	@$(PYTEST) tests/monitoring $(ARGS)
+
+# Ten slices of what is too long for every change; .ci/slices says what each is.
+slice-statistics: $(DEV)
+	@$(PYTEST) $(TWO) --whole tests/specdec/sampling tests/specdec/text tests/specdec/engine $(ARGS)
+
+slice-families: $(DEV)
+	@$(PYTEST) $(TWO) --whole tests/specdec/models $(ARGS)
+
+slice-protocol: $(DEV)
+	@$(PYTEST) $(TWO) --whole tests/specdec/protocol tests/specdec/control tests/examples tests/benchmarks $(ARGS)
+
+slice-kills: $(DEV)
+	@$(PYTEST) tests/soak/test_{kills,launch,hybrid}.py $(ARGS)
+
+slice-updates: $(DEV)
+	@$(PYTEST) tests/soak/test_{updates,scaling}.py $(ARGS)
+
+slice-services: $(DEV)
+	@$(PYTEST) tests/soak --ignore-glob='*/test_kills.py' --ignore-glob='*/test_launch.py' --ignore-glob='*/test_hybrid.py' \
+		--ignore-glob='*/test_updates.py' --ignore-glob='*/test_scaling.py' $(ARGS)
+
+slice-cluster: test-cluster
+
+slice-clients: test-clients
+
+slice-vllm: test-vllm
+
+slice-image: test-image test-monitoring
+
+# All ten, for hours.
+soak:
+	@for number in 0 1 2 3 4 5 6 7 8 9; do .ci/slices $$number || exit 1; done
 
 check: $(DEV)
 	@$(BIN)/ruff format --check .
@@ -93,12 +137,8 @@ format: $(DEV)
 bench: $(SERVE)
 	@$(BIN)/specdec bench $(ARGS)
 
-soak: $(DEV) $(VLLM_READY)
-	@$(PYTEST) -m "soak and not vllm" $(ARGS)
-	@$(VLLM)/bin/python -m pytest -m "vllm and soak" tests/vllm $(ARGS)
-
 clean:
-	rm -rf $(VENV) $(VLLM) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .durations
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 # A command of that name is not enough: it may be a version manager's stand-in, or lack the venv module.

@@ -20,7 +20,7 @@ from cluster.identity import demo_folder
 PAIR = ("--target", str(demo_folder("target")), "--draft", str(demo_folder("draft")), "--dtype", "float32")
 
 
-@pytest.mark.soak
+@pytest.mark.whole
 def test_ours_and_assisted_generation_say_the_same(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     work = ("--num-prompts", "1", "--max-tokens", "8", "--rounds", "1")
     figures = tmp_path / "figures.json"

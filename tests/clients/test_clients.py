@@ -17,7 +17,7 @@ from tests.clients.fuzz import PROGRAMS, by_status, fuzz
 from tests.deployments.openai.test_hostile_bodies import JSON, RAW, paths_of
 from tests.integration.running import RunningService, eventually, nothing_held
 
-pytestmark = [pytest.mark.clients, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 logger = logging.getLogger(__name__)
 
 NUM_REQUESTS = 150

@@ -21,7 +21,7 @@ import pytest
 from tests.clients.asked import MESSAGES, NUM_TOKENS, TEXT, Order, Weather
 from tests.integration.running import RunningService, eventually, nothing_held
 
-pytestmark = [pytest.mark.clients, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 logger = logging.getLogger(__name__)
 
 WORDS = ("text", "pieces")

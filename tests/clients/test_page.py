@@ -12,7 +12,7 @@ import pytest
 from tests.clients.fuzz import PROGRAMS
 from tests.integration.running import RunningService
 
-pytestmark = [pytest.mark.clients, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 BROWSE = Path(__file__).with_name("browse.py")
 KEY = "a-key-of-some-length"
 NUM_TOKENS = 400

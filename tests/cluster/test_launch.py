@@ -1,19 +1,14 @@
+"""What ``specdec serve`` tells of its start, and whose fault a failed one is."""
+
 from __future__ import annotations
 
 import inspect
-import os
-import re
-import signal
 import subprocess
 import sys
 import threading
 import time
-import urllib.request
-import uuid
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
-import psutil
 import pytest
 from ray.serve._private import deployment_state
 
@@ -21,138 +16,7 @@ from cluster import launch
 from cluster.config import ServiceConfig
 from cluster.launch import LOADERS, LocalService, describe, first_failure, last_line
 from cluster.processes import OwnProcesses
-from cluster.settings import RAY_SETTINGS
 from deployments.names import DRAFT, TARGET
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-class Service:
-    """``specdec serve`` with the small application, in a process group of its own, as a terminal would start it."""
-
-    def __init__(self, *argv):
-        self.mark = f"specdec-test-{uuid.uuid4()}"
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "SPECDEC_TEST_MARK": self.mark}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.cluster.run_stub", "--port", "0", *argv],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        self.output = ""
-
-    def read_until(self, text):
-        for line in self.process.stdout:
-            self.output += line
-            if text in line:
-                return
-        raise AssertionError(f"no {text!r} in:\n{self.output}")
-
-    def end(self):
-        """Exit code, once the process is gone; it ends by itself, or after a signal."""
-        self.output += self.process.communicate(timeout=120)[0]
-        return self.process.returncode
-
-    def processes(self):
-        """All processes that it started, directly or not, whoever their parent is by now; they inherit a mark."""
-        return [
-            process for process in psutil.process_iter() if process.pid != self.process.pid and self._is_own(process)
-        ]
-
-    def _is_own(self, process):
-        try:
-            is_own = process.environ().get("SPECDEC_TEST_MARK") == self.mark
-            return is_own and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.Error:
-            return False
-
-
-@pytest.fixture
-def start():
-    services = []
-
-    def start_one(*argv):
-        services.append(Service(*argv))
-        return services[-1]
-
-    yield start_one
-    for service in services:
-        if service.process.poll() is None:
-            service.process.kill()
-            service.process.communicate()
-        for process in service.processes():
-            process.kill()
-
-
-def test_it_serves_until_ctrl_c_and_leaves_nothing_behind(start):
-    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
-    try:
-        service = start()
-        service.read_until("Ctrl-C stops it.")
-        (url,) = re.findall(r"curl (http://127\.0\.0\.1:\d+)/v1/completions", service.output)
-        assert re.search(r"\[ *\d+\.\d s\] Ray is up: \d+ cores", service.output)
-        assert re.search(r"logs: \S+/logs/serve\n", service.output)
-        assert "TargetServer: starting (loads the model)" in service.output
-        assert "TargetServer: ready" in service.output
-        told = [(name, value) for name, value in RAY_SETTINGS.items() if name.startswith("RAY_SERVE_")]
-        for name, value in [*told, ("RAY_AUTH_MODE", "token")]:
-            with urllib.request.urlopen(f"{url}/environment?name={name}", timeout=10) as answer:
-                assert answer.read().decode() == value
-        names = {process.name() for process in service.processes()}
-        assert {"raylet", "gcs_server", "ray::ProxyActor"} <= names
-
-        os.killpg(service.process.pid, signal.SIGINT)
-        assert service.end() == 0, service.output
-        assert service.output.splitlines()[-1].endswith("stopped")
-        assert "Traceback" not in service.output
-        assert service.processes() == []
-        assert bystander.poll() is None
-    finally:
-        bystander.kill()
-        bystander.wait()
-
-
-def test_sigterm_while_ray_starts_stops_what_was_started(start):
-    service = start()
-    service.read_until("starting Ray")
-    deadline_s = time.monotonic() + 60
-    while not service.processes() and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    service.process.terminate()
-    assert service.end() == 0, service.output
-    assert service.processes() == []
-
-
-def test_a_model_that_cannot_be_loaded_is_one_line_and_exit_code_2(start, tmp_path):
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "config.json").write_text("{}")
-    service = start("--target", str(tmp_path / "broken"))
-    service.read_until("specdec serve: ")
-    assert service.end() == 2
-    assert "specdec serve: the weights are broken; logs: " in service.output
-    assert "Traceback" not in service.output
-    assert service.processes() == []
-
-
-@pytest.mark.soak
-def test_a_second_ctrl_c_ends_everything_at_once(start):
-    service = start()
-    service.read_until("Ctrl-C stops it.")
-    service.process.send_signal(signal.SIGINT)
-    service.read_until("stopping")
-    service.process.send_signal(signal.SIGINT)
-    assert service.end() == 130
-    assert service.processes() == []
-
-
-def test_a_folder_that_does_not_exist_is_refused_before_ray_starts(start):
-    service = start("--target", "./missing")
-    service.read_until("specdec serve: target.model: there is no folder ./missing")
-    assert service.end() == 2
-    assert "Ray" not in service.output
 
 
 def test_readiness_is_asked_for_directly_whatever_proxy_the_environment_names(monkeypatch):

@@ -9,7 +9,7 @@ from examples.train_draft import chat
 from examples.train_draft.loop import Plan
 from examples.train_draft.optimizers import Rates
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.whole, pytest.mark.timeout(1800)]
 WRITING = chat.Writing(num_chats=6, num_tokens=96, batch_size=2)
 
 

@@ -9,7 +9,7 @@ from examples.train_draft import checkpoints, tokens
 from examples.train_draft.corpus import Document
 
 
-@pytest.mark.soak
+@pytest.mark.whole
 def test_the_commands_make_a_pair_and_its_figures(tmp_path, caplog):
     caplog.set_level("INFO")
     code = "".join(f"def name_{i}(x):\n    return x + {i}\n\n\n" for i in range(40))

@@ -33,7 +33,7 @@ from specdec.sampling.philox import gumbel
 SHAPE = Shape(num_layers=1, hidden_size=16, intermediate_size=32, num_heads=2, vocab_size=64, max_positions=64)
 PLAN = Plan(num_steps=0, window_tokens=8, batch_size=4, micro_batch_size=2, save_every_s=0.0, log_every_steps=1)
 RATES = Rates(num_warmup_steps=2)
-pytestmark = pytest.mark.soak
+pytestmark = pytest.mark.whole
 STAGES = target.parse_stages("1:3,2:6")
 
 

@@ -26,7 +26,7 @@ WRITABLE = {"/home/specdec", "/models", "/tmp", "/run/lock", "/var/tmp"}
 """What belongs to the image's user, or to everybody; nothing is written in the last two."""
 START_TIMEOUT_S = 300
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
+pytestmark = pytest.mark.timeout(3600)
 
 
 @pytest.fixture(scope="module")

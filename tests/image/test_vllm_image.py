@@ -24,7 +24,7 @@ print(_target_backend(args, 1.0, print)[0].max_model_len)
 """
 """Loads the demo target; its warm-up verifies a draft."""
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
+pytestmark = pytest.mark.timeout(3600)
 
 
 @pytest.fixture(scope="module")

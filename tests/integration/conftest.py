@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.integration.kills import Stream, Streams
+from tests.integration.launched import start_fixture  # noqa: F401
 from tests.integration.poison import start
 from tests.integration.running import RunningService
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
+
+from tests.integration.running import RunningService, eventually, nothing_held
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -76,3 +82,36 @@ def mixed_requests(num_requests: int, seed: int = 3) -> list[MixedRequest]:
 def _text(choice: dict[str, Any]) -> str:
     part = choice.get("message") or choice.get("delta") or choice
     return str(part.get("content") or part.get("text") or "")
+
+
+SCARCE = ("--max-model-len", "384", "--max-num-sequences", "2", "--target-kv-memory", "64MiB")
+"""Blocks for 768 tokens on each worker, and some 16 state slots on the target."""
+NUM_CLIENTS = 16
+SURE_TO_BE_PREEMPTED = 200
+"""Of so many requests some lose their blocks, however fast the machine; of fewer they need not."""
+
+
+def check_mixed_requests(service: RunningService, model: str, num_requests: int) -> None:
+    """Many requests at once, of which some are preempted and some left alone by their clients."""
+    requests = mixed_requests(num_requests)
+    num_before = service.worker_gauge("evictions")
+    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        texts = list(pool.map(lambda request: request.send(service.url, model), requests))
+    stayed = [(request, text) for request, text in zip(requests, texts, strict=True) if not request.leaves]
+    assert all(text is not None for _, text in stayed)
+    took_s = eventually(lambda: nothing_held(service), 60, "no sequence, no block and no state slot is held")
+    num_evictions = {role: num - num_before.get(role, 0) for role, num in service.worker_gauge("evictions").items()}
+    assert num_evictions["target"] > 0 or num_requests < SURE_TO_BE_PREEMPTED
+    reusable = {name: service.worker_gauge(f"{name}_reusable") for name in ("kv_blocks", "state_slots")}
+    assert reusable["kv_blocks"]["target"] > 0
+    assert reusable["state_slots"]["target"] > 0
+    logger.warning(
+        "%d requests, %d left by their clients; taken from a sequence: %s; all free %.2f s later, for reuse: %s",
+        num_requests,
+        num_requests - len(stayed),
+        num_evictions,
+        took_s,
+        reusable,
+    )
+    for request, text in stayed[:: len(stayed) // 6]:
+        assert replace(request, num_speculative_tokens=0, stream=False).send(service.url, model) == text

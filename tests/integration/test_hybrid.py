@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -15,17 +14,12 @@ from openai import OpenAI
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.identity import demo_folder
-from tests.integration.mixed import mixed_requests
-from tests.integration.running import RunningService, eventually
+from tests.integration.mixed import SCARCE, check_mixed_requests
+from tests.integration.running import RunningService, eventually, nothing_held
 
 logger = logging.getLogger(__name__)
 
 PROMPT = "def read_file(path):\n"
-SCARCE = ("--max-model-len", "384", "--max-num-sequences", "2", "--target-kv-memory", "64MiB")
-"""Blocks for 768 tokens on each worker, and some 16 state slots on the target."""
-NUM_CLIENTS = 16
-SURE_TO_BE_PREEMPTED = 200
-"""Of so many requests some lose their blocks, however fast the machine; of fewer they need not."""
 
 
 @pytest.fixture(scope="module")
@@ -110,15 +104,6 @@ def test_a_prefix_that_was_read_is_not_read_again(hybrid: RunningService, client
     assert hybrid.worker_gauge("state_slots_reusable")["target"] > 0
 
 
-IN_USE = ("worker_sequences", "kv_blocks_in_use", "state_slots_in_use")
-
-
-def nothing_held(service: RunningService) -> bool:
-    """Neither worker holds a sequence, a block or a state slot."""
-    gauges = [service.worker_gauge(name) for name in IN_USE]
-    return all(set(gauge) == {"target", "drafter"} and not any(gauge.values()) for gauge in gauges)
-
-
 def test_a_client_that_goes_away_leaves_nothing(hybrid: RunningService) -> None:
     body = {"model": "specdec-demo-hybrid", "prompt": PROMPT, "max_tokens": 300, "stream": True, "ignore_eos": True}
     with httpx.stream("POST", f"{hybrid.url}/v1/completions", json=body, timeout=60) as answer:
@@ -128,44 +113,5 @@ def test_a_client_that_goes_away_leaves_nothing(hybrid: RunningService) -> None:
     eventually(lambda: nothing_held(hybrid), 60, "the sequence, its blocks and its slot are gone from both workers")
 
 
-@pytest.mark.parametrize("num_requests", [40, pytest.param(200, marks=pytest.mark.soak)])
-def test_after_mixed_requests_nothing_is_held(hybrid: RunningService, num_requests: int) -> None:
-    check_mixed_requests(hybrid, "specdec-demo-hybrid", num_requests)
-
-
-@pytest.mark.soak
-def test_after_mixed_requests_a_hybrid_draft_holds_nothing_either() -> None:
-    folder = str(demo_folder("hybrid"))
-    pair = ("--target", folder, "--draft", folder, "--target-dtype", "float32", "--draft-dtype", "float32")
-    drafts = ("--way", "outcomes", "--num-speculative-tokens", "4", "--num-branches", "4")
-    service = RunningService(*pair, *drafts, *SCARCE, "--draft-kv-memory", "64MiB")
-    try:
-        check_mixed_requests(service, folder, 200)
-    finally:
-        assert service.stop() == 0
-
-
-def check_mixed_requests(service: RunningService, model: str, num_requests: int) -> None:
-    """Many requests at once, of which some are preempted and some left alone by their clients."""
-    requests = mixed_requests(num_requests)
-    num_before = service.worker_gauge("evictions")
-    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
-        texts = list(pool.map(lambda request: request.send(service.url, model), requests))
-    stayed = [(request, text) for request, text in zip(requests, texts, strict=True) if not request.leaves]
-    assert all(text is not None for _, text in stayed)
-    took_s = eventually(lambda: nothing_held(service), 60, "no sequence, no block and no state slot is held")
-    num_evictions = {role: num - num_before.get(role, 0) for role, num in service.worker_gauge("evictions").items()}
-    assert num_evictions["target"] > 0 or num_requests < SURE_TO_BE_PREEMPTED
-    reusable = {name: service.worker_gauge(f"{name}_reusable") for name in ("kv_blocks", "state_slots")}
-    assert reusable["kv_blocks"]["target"] > 0
-    assert reusable["state_slots"]["target"] > 0
-    logger.warning(
-        "%d requests, %d left by their clients; taken from a sequence: %s; all free %.2f s later, for reuse: %s",
-        num_requests,
-        num_requests - len(stayed),
-        num_evictions,
-        took_s,
-        reusable,
-    )
-    for request, text in stayed[:: len(stayed) // 6]:
-        assert replace(request, num_speculative_tokens=0, stream=False).send(service.url, model) == text
+def test_after_mixed_requests_nothing_is_held(hybrid: RunningService) -> None:
+    check_mixed_requests(hybrid, "specdec-demo-hybrid", 40)

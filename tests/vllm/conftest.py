@@ -24,12 +24,6 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.update(VLLM_SETTINGS)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if "tests/vllm/" in item.path.as_posix():
-            item.add_marker(pytest.mark.vllm)
-
-
 @pytest.fixture(scope="session")
 def reference() -> ModelTarget:
     """Our own target, with room for everything."""

@@ -50,7 +50,7 @@ def test_drafts_that_are_filled_up(engine: VllmTarget, reference: ModelTarget) -
     engine._install()
 
 
-@pytest.mark.soak
+@pytest.mark.whole
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("seed", range(3, 13))
 def test_20000_decisions(engine: VllmTarget, reference: ModelTarget, seed: int) -> None:

@@ -34,7 +34,7 @@ FAST = [(1, 0.3, 0.1), (1, 0.9, 0.3)]
 
 @pytest.mark.parametrize(
     ("num_sequences", "alpha", "cost"),
-    [pytest.param(*point, marks=() if point in FAST else pytest.mark.soak) for point in GRID],
+    [pytest.param(*point, marks=() if point in FAST else pytest.mark.whole) for point in GRID],
 )
 def test_auto_comes_near_the_best_fixed_way(num_sequences: int, alpha: float, cost: float) -> None:
     """Steps beyond 64 tokens take longer, so that there is something to choose."""

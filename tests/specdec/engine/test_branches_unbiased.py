@@ -36,7 +36,7 @@ from specdec.types import Tokens
 from tests.specdec.engine.test_heads import LinearHeads
 
 VOCAB, NUM_TOKENS, END = 6, 12, 5
-NUM_DRAWS = (1_000, pytest.param(250_000, marks=[pytest.mark.soak, pytest.mark.timeout(1800)]))
+NUM_DRAWS = (1_000, pytest.param(250_000, marks=[pytest.mark.whole, pytest.mark.timeout(1800)]))
 """Under the rejection rule; under the coupled one equal tokens are asked for, by the tests of each kind of draft."""
 PROMPT = (1, 2, 3, 4, 0) * 2
 PLAN = Plan(num_draft_tokens=2, num_branches=4, acceptance_rate=0.9)

@@ -152,7 +152,7 @@ def test_each_schema_in_four_cells(pair: str, temperature: float) -> None:
     assert len([name for name in seen if name.startswith("auto")]) > 4, "the controller has changed nothing"
 
 
-@pytest.mark.soak
+@pytest.mark.whole
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("pair", PAIRS)

@@ -110,7 +110,7 @@ def p_value(counts: Counter[Tokens]) -> float:
 
 @pytest.mark.parametrize("masks_drafts", [True, False], ids=["masked drafts", "drafts without masks"])
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
-@pytest.mark.parametrize("count", [2_000, pytest.param(60_000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [2_000, pytest.param(60_000, marks=pytest.mark.whole)])
 def test_texts_follow_the_target(acceptance: Acceptance, masks_drafts: bool, count: int) -> None:
     counts = texts(acceptance, count, masks_drafts=masks_drafts)
     num_tokens = sum(len(text) * number for text, number in counts.items())

@@ -22,7 +22,7 @@ DRAFT_LENGTHS = (1, 2, 5, 8)
 ONE_OF_A_KIND = ("qwen3_5", "kimi_linear", "bamba", "jamba", "lfm2")
 EVERY_ONE = [
     *ONE_OF_A_KIND,
-    *(pytest.param(family, marks=pytest.mark.soak) for family in RECURRENT if family not in ONE_OF_A_KIND),
+    *(pytest.param(family, marks=pytest.mark.whole) for family in RECURRENT if family not in ONE_OF_A_KIND),
 ]
 """One of a kind always, the others in the long runs."""
 
@@ -63,7 +63,7 @@ def test_drafts_read_token_by_token_are_taken_back(
     assert difference <= TOLERANCE
 
 
-@pytest.mark.soak
+@pytest.mark.whole
 @pytest.mark.parametrize("num_draft_tokens", DRAFT_LENGTHS)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("family", RECURRENT)

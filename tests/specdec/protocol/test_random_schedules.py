@@ -71,7 +71,7 @@ def test_notes_add_up_to_the_targets_counters() -> None:
     assert num_accepted > 100
 
 
-@pytest.mark.soak
+@pytest.mark.whole
 @pytest.mark.parametrize("first", range(10_000, 30_000, PART))
 def test_random_schedules_long(first: int) -> None:
     check(first, PART)

@@ -155,7 +155,7 @@ def test_output_follows_the_target(verify: Verify, name: str) -> None:
 
 
 @pytest.mark.parametrize("verify", [coupled_runs, rejection_runs])
-@pytest.mark.parametrize("name", ["plain", pytest.param("penalties", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("name", ["plain", pytest.param("penalties", marks=pytest.mark.whole)])
 def test_a_rule_biased_by_2_percent_is_found_out(verify: Verify, name: str) -> None:
     runs = verify(Sampler(VOCAB, noise_cache_bytes=0), PARAMS[name], BIAS)
     assert p_value(runs, make_spec(PARAMS[name])) < 1e-6

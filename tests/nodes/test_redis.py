@@ -7,8 +7,6 @@ import socket
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from tests.integration.running import eventually, free_port
 from tests.k8s.overlays import built, of_kind
 
@@ -25,7 +23,6 @@ def asked(port: int, *commands: str) -> str:
         return ""
 
 
-@pytest.mark.cluster
 def test_it_asks_for_the_password_and_ends_at_sigterm_with_what_it_was_told(tmp_path: Path) -> None:
     (redis,) = of_kind(built("prod"), "StatefulSet")
     (container,) = redis["spec"]["template"]["spec"]["containers"]

@@ -16,8 +16,6 @@ from tests.integration.running import RunningService, eventually
 from tests.integration.watched import PAGE, RAY, Prometheus, watched
 from tests.k8s.test_monitoring import DASHBOARDS, RECORDED, queries
 
-pytestmark = pytest.mark.monitoring
-
 TWO_OF_EACH = [f"--replicas-{part}=2" for part in ("target", "draft", "router", "ingress")]
 PAYING = ("--emulate-step-ms", "target=30,draft=3")
 """Devices on which speculation pays, so that the controller drafts on any machine."""

@@ -13,7 +13,6 @@ ROOT = Path(__file__).resolve().parents[2]
 NODES = {"dev": 2, "single-gpu": 2, "two-gpu": 2, "prod": 6, "prod-vllm": 6}
 
 
-@pytest.mark.cluster
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("overlay", NODES)
 def test_an_overlay_answers_and_each_replica_is_where_it_belongs(overlay: str) -> None:

@@ -21,8 +21,6 @@ PARTS = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "specdec", "clust
 TIMEOUT_S = 240
 NO_CLONE = {"PYTHONPATH": ""}
 
-pytestmark = pytest.mark.slow
-
 
 class Installed:
     """An environment that has the wheel, and of everything else what this one has."""
@@ -111,7 +109,6 @@ def test_it_generates_and_examines(installed: Installed) -> None:
     assert "can be served" in installed.run("specdec", "doctor", "--target-kv-memory", "64MiB")
 
 
-@pytest.mark.service
 def test_it_serves(installed: Installed) -> None:
     service = RunningService(python=str(installed.python), folder=installed.folder, environment=NO_CLONE)
     try:

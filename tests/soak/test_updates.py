@@ -17,7 +17,6 @@ def under(*update: str, module: str = "updates") -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_a_rolling_update_breaks_no_stream_and_loses_no_request() -> None:
     outcome = under("same")
@@ -27,7 +26,6 @@ def test_a_rolling_update_breaks_no_stream_and_loses_no_request() -> None:
     assert set(outcome["statuses"]) <= {200, 503}
 
 
-@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_an_update_to_another_model_changes_no_answer_that_was_begun() -> None:
     outcome = under("other")
@@ -35,7 +33,6 @@ def test_an_update_to_another_model_changes_no_answer_that_was_begun() -> None:
     assert set(outcome["statuses"]) <= {200, 404, 503}
 
 
-@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_a_target_that_is_quantized_anew_loses_no_stream() -> None:
     pytest.importorskip("torchao", reason="torchao is not installed: pip install -e '.[quantization]'")
@@ -56,7 +53,6 @@ def failed(what: str, mode: str) -> dict[str, Any]:
     return outcome
 
 
-@pytest.mark.faults
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("what", "state"), [("unloadable", "failed"), ("no_place", "late")])
 def test_under_surge_an_update_that_cannot_succeed_turns_nobody_away(what: str, state: str) -> None:
@@ -68,7 +64,6 @@ def test_under_surge_an_update_that_cannot_succeed_turns_nobody_away(what: str, 
     assert "TargetServer" in told["update"]["waiting_for"]
 
 
-@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_under_replace_streams_end_and_new_requests_are_told_to_come_again() -> None:
     outcome = failed("unloadable", "replace")

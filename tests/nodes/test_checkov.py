@@ -39,7 +39,6 @@ def checkov(file: Path) -> list[tuple[str, str]]:
     return sorted((check["check_id"], check["resource"]) for check in report["results"]["failed_checks"])
 
 
-@pytest.mark.cluster
 @pytest.mark.parametrize("overlay", NAMES)
 def test_what_fails_is_an_exception(overlay: str, tmp_path: Path) -> None:
     objects = [*built(overlay), *(pod for _, pod in pods(overlay))]
@@ -50,7 +49,6 @@ def test_what_fails_is_an_exception(overlay: str, tmp_path: Path) -> None:
     assert {"CKV_K8S_43"} <= {check for check, _ in failed}, "nothing was checked"
 
 
-@pytest.mark.cluster
 def test_what_is_unsafe_is_found(tmp_path: Path) -> None:
     _, pod = next(pods("prod"))
     spec = pod["spec"] | {"hostNetwork": True}

@@ -7,7 +7,6 @@ import pytest
 from tests.integration.scaling import start, under_load, undisturbed
 
 
-@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_replicas_follow_the_load_and_streams_do_not_notice() -> None:
     expected = undisturbed()

@@ -7,7 +7,7 @@ import pytest
 from tests.integration.cluster_deaths import EVENTS
 from tests.integration.nodes import rows_of
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 
 def test_deaths_in_the_cluster_change_no_stream_and_no_place() -> None:

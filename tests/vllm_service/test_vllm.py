@@ -13,7 +13,6 @@ from specdec import BackendOptions, ModelSource, SamplingParams, SpeculativeEngi
 from tests.integration.kills import processes_of
 from tests.integration.running import ROOT, RunningService, eventually, nothing_held
 
-pytestmark = pytest.mark.vllm
 PROMPTS = [f'def function_{i}(self, values):\n    """' for i in range(8)]
 
 

@@ -15,8 +15,6 @@ from k8s.monitoring.__main__ import FOLDER
 from tests.k8s.alert_cases import CASES, WHOSE, Case
 from tests.k8s.test_monitoring import ALERTS, DASHBOARDS, queries
 
-pytestmark = pytest.mark.monitoring
-
 
 def promtool(*arguments: object) -> None:
     done = subprocess.run(["promtool", *map(str, arguments)], capture_output=True, text=True, timeout=120)

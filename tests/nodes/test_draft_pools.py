@@ -7,7 +7,6 @@ import pytest
 from tests.integration.nodes import rows_of
 
 
-@pytest.mark.cluster
 @pytest.mark.timeout(900)
 def test_one_pool_of_drafters_drafts_for_two_applications_and_costs_only_speed() -> None:
     rows = rows_of("draft_pools")

@@ -138,7 +138,7 @@ _BENCH = """
 import time
 from cluster.bench.services import Services
 from cluster.config import ServiceConfig
-from tests.cluster.bench.test_command import hold
+from tests.integration.test_bench_command import hold
 if __name__ == "__main__":
     with Services({"overlap": ServiceConfig()}, hold) as services:
         print(services.urls["overlap"], flush=True)
@@ -149,7 +149,7 @@ if __name__ == "__main__":
 def test_services_are_stopped_when_the_bench_is_told_to_end(tmp_path: Path) -> None:
     script = tmp_path / "bench.py"
     script.write_text(_BENCH)
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         url = process.stdout.readline().strip()

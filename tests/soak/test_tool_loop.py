@@ -16,10 +16,9 @@ from transformers import AutoTokenizer
 
 from cluster.demos import make_chat_target
 from deployments.openai import ApiSettings, create_app
+from tests.deployments.openai.engine_service import EngineService
 
-from .engine_service import EngineService
-
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.timeout(1800)
 
 TEMPLATE = """\
 {%- if messages[0].role != 'system' %}<|im_start|>system

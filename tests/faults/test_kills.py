@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-import random
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
-import httpx
 import pytest
 
 from tests.integration.kills import (
@@ -19,13 +13,10 @@ from tests.integration.kills import (
     Comparison,
     Stream,
     Streams,
-    kill_one,
     start,
     under_kill,
-    under_random_kills,
 )
-from tests.integration.mixed import mixed_requests
-from tests.integration.running import RunningService, eventually, nothing_held
+from tests.integration.running import RunningService
 
 logger = logging.getLogger(__name__)
 
@@ -114,45 +105,3 @@ def test_a_killed_ingress_or_proxy_takes_its_own_connections_only(
     with streams.running() as wait:
         again = wait()
     assert Comparison.of(again, undisturbed).is_exact
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(900)
-def test_ten_random_kills_change_no_stream(service: RunningService) -> None:
-    streams = Streams(service.url, service.model, count=12, max_tokens=900)
-    with streams.running() as wait:
-        undisturbed = wait()
-    rounds, killed = under_random_kills(service, streams, count=10, period_s=5.0, seed=7)
-    assert len(killed) == 10
-    for ended in rounds:
-        compared = Comparison.of(ended, undisturbed)
-        assert not compared.broken
-        assert compared.is_exact
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(1500)
-def test_ten_minutes_of_random_load_and_kills_leave_nothing_held(service: RunningService) -> None:
-    """Clients come, go away and break their connections while processes are killed; then usage is 0 everywhere."""
-    rng, end_s, model = random.Random(11), time.monotonic() + 600, service.model
-    requests = itertools.cycle(mixed_requests(500))
-    answers: list[bool] = []
-
-    def client() -> None:
-        while time.monotonic() < end_s:
-            answered = False
-            with suppress(httpx.HTTPError, AssertionError, StopIteration):  # a killed ingress takes its connections
-                answered = next(requests).send(service.url, model) is not None
-            answers.append(answered)
-
-    with ThreadPoolExecutor(12) as pool:
-        clients = [pool.submit(client) for _ in range(12)]
-        while time.monotonic() < end_s:
-            time.sleep(20)
-            kill_one(service, rng.choice(("draft", "target", "router", "ingress", "target", "draft")), rng)
-        for future in clients:
-            future.result()
-    logger.warning("%d of %d requests were answered", sum(answers), len(answers))
-    assert sum(answers) > len(answers) / 4
-    eventually(service.is_ready, 120, "the service is ready again")
-    eventually(lambda: nothing_held(service), 120, "no sequence, block or slot is held")
