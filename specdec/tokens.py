@@ -223,3 +223,7 @@ class SharedTokens:
                 known.append(int.from_bytes(state.digest(), "little"))
             self._block_digests[size, most] = known
         return known
+
+
+NO_TOKENS = SharedTokens()
+"""None at all."""

@@ -90,7 +90,10 @@ def model_lines(role: str, model: ModelFindings) -> Iterator[str]:
     yield _line(role, f"{model.name}: {model.num_parameters / 1e6:,.1f} M parameters, {model.dtype} on {model.device}")
     yield _line("", f"memory: {model.memory_line}")
     blocks = f"{memory['num_blocks']:,} blocks of {memory['block_size']} tokens"
-    yield _line("", f"cache: {blocks}, {memory['bytes_per_token']:,} bytes a token")
+    growth = f"{memory['bytes_per_token']:,} bytes a token"
+    if memory["window_bytes"]:
+        growth += f" and at most {mib(memory['window_bytes'])} a sequence for layers with a sliding window"
+    yield _line("", f"cache: {blocks}, {growth}")
     if memory["num_state_slots"]:
         yield _line("", state_line(memory))
         if role == "draft":

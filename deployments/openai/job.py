@@ -32,7 +32,7 @@ from specdec.text.parsing.events import AnswerParser, PlainParser
 from specdec.text.parsing.reasoning import ReasoningCounter
 from specdec.text.prompts import check_token_ids, encode_text
 from specdec.text.words import encode_bad_words, separates_special_tokens
-from specdec.tokens import SharedTokens
+from specdec.tokens import NO_TOKENS, SharedTokens
 from specdec.types import Tokens
 
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -182,7 +182,7 @@ def _job(
     prompts: Sequence[Tokens],
     default_tokens: int | None,
     grammar: Grammar | None,
-    prediction: Tokens = (),
+    prediction: SharedTokens = NO_TOKENS,
 ) -> Job:
     """Check everything else, and give each sequence its seed and its name."""
     body.check_together()

@@ -7,10 +7,10 @@ from deployments.openai.sampling import speculation_bound
 from deployments.openai.schemas.chat import ChatBody
 from deployments.openai.service import ServedModel
 from specdec.text.prompts import encode_text
-from specdec.types import Tokens
+from specdec.tokens import NO_TOKENS, SharedTokens
 
 
-async def predicted_tokens(api: Api, body: ChatBody, model: ServedModel) -> Tokens:
+async def predicted_tokens(api: Api, body: ChatBody, model: ServedModel) -> SharedTokens:
     """The tokens of a request's prediction, at most as many as a sequence may have; none where nothing is drafted.
 
     Raises:
@@ -18,9 +18,11 @@ async def predicted_tokens(api: Api, body: ChatBody, model: ServedModel) -> Toke
     """
     text = "" if body.prediction is None else body.prediction.text
     if not text or speculation_bound(body, model) == 0:
-        return ()
+        return NO_TOKENS
 
-    def work() -> Tokens:
-        return tuple(encode_text(api.tokenizer, text, "prediction", add_special_tokens=False)[: model.max_model_len])
+    def work() -> SharedTokens:
+        return SharedTokens(
+            encode_text(api.tokenizer, text, "prediction", add_special_tokens=False)[: model.max_model_len]
+        )
 
     return await api.encode(len(text), work)

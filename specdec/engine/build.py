@@ -147,7 +147,7 @@ def build_drafter(
     options = replace(options, vocab_size=pair.draft_vocab_size, heads=None)
     if options.max_model_len is None and pair.translation is None:
         options = replace(options, max_model_len=describe_model(target).max_model_len)
-    built = _build(source, options, None, progress)
+    built = _build(source, options, None, progress, num_branches=NUM_BRANCH_SLOTS)
     runner, states = built.runner, SequenceStates(built.runner)
     sampler = make_sampler(source, built.runner.vocab_size, built.loaded.eos_token_ids, options)
     lengths: dict[str, Any] = {
@@ -197,14 +197,23 @@ def make_sampler(source: ModelSource, vocab_size: int, eos_token_ids: Tokens, op
     return Sampler(vocab_size, options.logits_processors, grammars=grammars)
 
 
-def _build(source: ModelSource, options: BackendOptions, max_model_len: int | None, progress: Progress | None) -> Built:
-    """Load and check a model; without a ``max_model_len`` of its own it reads what it can of the options'."""
+def _build(
+    source: ModelSource,
+    options: BackendOptions,
+    max_model_len: int | None,
+    progress: Progress | None,
+    num_branches: int = 0,
+) -> Built:
+    """Load and check a model; without a ``max_model_len`` of its own it reads what it can of the options'.
+
+    A step has at most ``num_branches`` rows beside those of the sequences.
+    """
     loaded = load_model(source, progress)
     heads = None if options.heads is None else load_heads(options.heads.path, loaded)
     vocab_size = options.vocab_size or loaded.vocab_size
     check_width(loaded.name, loaded.vocab_size, vocab_size)
     length = max_model_len or min(options.max_model_len or loaded.max_model_len, loaded.max_model_len)
-    memory = _planned(loaded, length, vocab_size, heads, options)
+    memory = _planned(loaded, length, vocab_size, heads, options, options.max_num_sequences + num_branches)
     if progress is not None and not options.skip_admission_check:
         progress(f"checking the cached forward of {loaded.name}")
     sizes = f"{loaded.weights_bytes / _MIB:,.1f} MiB of weights and {memory.cache_bytes / _MIB:,.1f} MiB of cache"
@@ -218,14 +227,19 @@ def _build(source: ModelSource, options: BackendOptions, max_model_len: int | No
 
 
 def _planned(
-    loaded: LoadedModel, length: int, vocab_size: int, heads: MedusaHeads | None, options: BackendOptions
+    loaded: LoadedModel,
+    length: int,
+    vocab_size: int,
+    heads: MedusaHeads | None,
+    options: BackendOptions,
+    max_num_rows: int,
 ) -> MemoryPlan:
     """Memory for weights, for a step of the largest size, and for the cache."""
     route = None if options.rollback == "auto" else options.rollback
     window = choose_window_of(loaded, options.rollback_tokens, route)
     step = None
     if options.measures_step:
-        limits = StepLimits(options.max_num_sequences, _max_batch_tokens(loaded, options))
+        limits = StepLimits(max_num_rows, _max_batch_tokens(loaded, options))
         what = f"{loaded.name} and a step of max_batch_tokens ({limits.max_num_batched_tokens})"
         with allocation(MemoryPlanError, f"{what} do not fit into the memory of {loaded.device}"):
             step = measure_step(loaded, limits, max_model_len=length, vocab_size=vocab_size, window=window, heads=heads)

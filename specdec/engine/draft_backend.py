@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,8 +18,6 @@ from specdec.protocol.backends import DraftJob, Proposal, Status
 from specdec.protocol.lookup import point_masses
 from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.tokens import TokenSequence, as_list, followed
-
-logger = logging.getLogger(__name__)
 
 _MAX_CATCH_UP_TOKENS = 16
 """A chain that lacks so many tokens, or fewer, is not read like a prompt: after a rejected draft it lacks a few."""
@@ -147,18 +144,9 @@ class ModelDrafter:
                 except Exception as error:
                     if not is_out_of_memory(error) or not self._step:
                         raise
-                    if not self._shrink(error):
+                    if not self._scheduler.halve(sum(self._step.values()), error):
                         return [_FAILED if job.key in self._step else _WAITING for job in jobs]
-
-    def _shrink(self, error: Exception) -> bool:
-        """A step ran out of memory: make the next ones smaller. False if it had a single token."""
-        num_tokens = sum(self._step.values())
-        logger.warning(
-            "A draft step of %d tokens ran out of memory and is tried again with half: %s", num_tokens, error
-        )
-        if self._runner.loaded.device.type == "cuda":
-            torch.cuda.empty_cache()
-        return self._scheduler.halve(num_tokens)
+                    torch.cuda.empty_cache()
 
     def _propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         adapters = self._runner.adapters

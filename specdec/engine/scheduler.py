@@ -6,8 +6,11 @@ nothing here knows a model, a tensor or a clock.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple, Protocol
+
+logger = logging.getLogger(__name__)
 
 _LONG_PROMPT_SHARE = 4
 """A long prompt gets one in so many tokens of a step that others have a part in."""
@@ -139,15 +142,24 @@ class Scheduler:
         requests = requests[: min(self.max_num_seqs, self._budget)]
         return _Step(requests, cache, self._budget, self._max_decode_tokens).rows(self._num_steps)
 
-    def halve(self, num_tokens: int) -> bool:
+    def halve(self, num_tokens: int, error: BaseException) -> bool:
         """A step of ``num_tokens`` tokens ran out of memory: the next ones have at most half as many, for a while.
+
+        Args:
+            num_tokens: Tokens of the step, at least 1.
+            error: What the step raised, for the log.
 
         Returns:
             False if the step had a single token: its sequence is at fault, and the budget is whole again.
         """
         self._num_steps_at_budget = 0
-        self._budget = num_tokens // 2 if num_tokens > 1 else self.max_num_batched_tokens
-        return num_tokens > 1
+        if num_tokens == 1:
+            logger.warning("A sequence ends: a step with one of its tokens alone ran out of memory: %s", error)
+            self._budget = self.max_num_batched_tokens
+            return False
+        self._budget = num_tokens // 2
+        logger.warning("A step of %d tokens ran out of memory. Trying at most %d: %s", num_tokens, self._budget, error)
+        return True
 
     def _begin_step(self) -> None:
         self._num_steps += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from itertools import chain as joined
 
@@ -23,8 +22,6 @@ from specdec.protocol.marks import Mark
 from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.sampling.rows import Rows, VerifiedRun
 from specdec.tokens import followed
-
-logger = logging.getLogger(__name__)
 
 Scheduled = list[tuple[int, RowInput, Draft]]
 """Rows of a step: index of the job, row, draft that is in it."""
@@ -114,19 +111,12 @@ class ModelTarget:
                 except Exception as error:
                     if not is_out_of_memory(error) or not self._step:
                         raise
-                    if not self._shrink(jobs, error):
+                    if not self._scheduler.halve(sum(self._step.values()), error):
                         return [self._out_of_memory(job, error) for job in jobs]
-
-    def _shrink(self, jobs: Sequence[VerifyJob], error: Exception) -> bool:
-        """A step ran out of memory: make the next ones smaller. False if it had a single token."""
-        num_tokens = sum(self._step.values())
-        logger.warning("A step of %d tokens ran out of memory and is tried again with half: %s", num_tokens, error)
-        for job in jobs:
-            if job.key in self._step and self._prompts.wants(job):
-                self._states.release(job.key)  # a part of its prompt may be cached but not reported
-        if self._runner.loaded.device.type == "cuda":
-            torch.cuda.empty_cache()
-        return self._scheduler.halve(num_tokens)
+                    for job in jobs:
+                        if job.key in self._step and self._prompts.wants(job):
+                            self._states.release(job.key)  # a part of its prompt may be cached but not reported
+                    torch.cuda.empty_cache()
 
     def _out_of_memory(self, job: VerifyJob, error: Exception) -> Verification:
         """The end of whoever was alone in a step of one token that ran out of memory; others have not been tried."""

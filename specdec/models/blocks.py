@@ -8,17 +8,18 @@ passed, so that its share of a long sequence stays bounded.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import numpy as np
 
 from specdec.models.recurrent.slots import SequenceState
-from specdec.tokens import TokenArray, TokenBuffer, TokenSequence, as_array
+from specdec.tokens import TokenBuffer, TokenSequence, as_array
 
 LOOKAHEAD_TOKENS = 64
 """How far a sequence of a model with windows can be cut back for sure, by default: more than a draft has tokens."""
+_BLOCKS_HASHED_AT_ONCE = 32
 
 
 @dataclass(slots=True, eq=False)
@@ -390,7 +391,14 @@ class BlockPool:
             for group, table in zip(self.groups, sequence.tables, strict=True):
                 group.publish(table[index], digests[index])
 
-    def find_prefix(self, digests: list[bytes], salt: bytes, tokens: TokenSequence, num_blocks: int) -> int:
+    def find_prefix(
+        self,
+        digests: list[bytes],
+        salt: bytes,
+        tokens: TokenSequence,
+        num_blocks: int,
+        ends: Container[bytes] | None = None,
+    ) -> int:
         """How many of the first ``num_blocks`` blocks of ``tokens`` can be reused. Takes none of them.
 
         A group without a window must have all of these blocks, a window group those that the next query reads.
@@ -400,22 +408,33 @@ class BlockPool:
             salt: Of the sequence that looks.
             tokens: At least ``num_blocks`` blocks of them.
             num_blocks: Where to stop.
+            ends: Digests of the blocks that a prefix may end with; None for any.
         """
         tokens, num_found = as_array(tokens), 0
-        runs = [0] * len(self.groups)  # blocks in a row that a group has, up to the one that is looked at
+        runs = dict.fromkeys(self.groups, 0)  # of each group the first block of its run up to the one looked at
         for index in range(num_blocks):
-            self.extend_digests(digests, salt, tokens, index + 1)
-            runs = [run + 1 if digests[index] in group else 0 for run, group in zip(runs, self.groups, strict=True)]
-            if any(group.window is None and run <= index for run, group in zip(runs, self.groups, strict=True)):
-                break
-            if all(
-                index + 1 - run <= self._first_read(group, index + 1)
-                for run, group in zip(runs, self.groups, strict=True)
+            if index == len(digests):
+                self.extend_digests(digests, salt, tokens, min(num_blocks, index + _BLOCKS_HASHED_AT_ONCE))
+            digest = digests[index]
+            for group in runs:
+                if digest in group:
+                    continue
+                if group.window is None:
+                    return num_found
+                runs[group] = index + 1
+            if (ends is None or digest in ends) and all(
+                group.window is None or first <= self._first_read(group, index + 1) for group, first in runs.items()
             ):
                 num_found = index + 1
         return num_found
 
-    def reuse_prefix(self, sequence: CachedSequence, tokens: TokenSequence, digests: list[bytes] | None = None) -> int:
+    def reuse_prefix(
+        self,
+        sequence: CachedSequence,
+        tokens: TokenSequence,
+        digests: list[bytes] | None = None,
+        ends: Container[bytes] | None = None,
+    ) -> int:
         """Fill an empty sequence with the longest kept prefix of ``tokens``, in full blocks.
 
         At least one token is left over, since its logits are wanted.
@@ -424,6 +443,7 @@ class BlockPool:
             sequence: Holds nothing.
             tokens: What it will hold.
             digests: Of the first blocks of ``tokens``, where some are known.
+            ends: Digests of the blocks that it may end with; None for any.
 
         Returns:
             Number of tokens now cached.
@@ -433,7 +453,7 @@ class BlockPool:
         if sequence.salt is None:
             return 0
         tokens, digests = as_array(tokens), [] if digests is None else digests
-        num_blocks = self.find_prefix(digests, sequence.salt, tokens, (len(tokens) - 1) // self.block_size)
+        num_blocks = self.find_prefix(digests, sequence.salt, tokens, (len(tokens) - 1) // self.block_size, ends)
         sequence.tables = tuple(
             group.reuse(digests[:num_blocks], self._first_read(group, num_blocks)) for group in self.groups
         )
@@ -443,15 +463,11 @@ class BlockPool:
 
     def extend_digests(self, digests: list[bytes], salt: bytes, tokens: TokenSequence, num_blocks: int) -> None:
         """Add chained digests until there is one for each of the first ``num_blocks`` blocks of ``tokens``."""
-        tokens = as_array(tokens)
-        for index in range(len(digests), num_blocks):
-            digests.append(self._digest(digests, salt, tokens, index))
-
-    def _digest(self, parents: list[bytes], salt: bytes, tokens: TokenArray, index: int) -> bytes:
-        """Digest of block ``index`` and, through its parent's, of all before it."""
-        parent = parents[index - 1] if index else blake2b(salt, digest_size=16).digest()
-        content = tokens[index * self.block_size : (index + 1) * self.block_size]
-        return blake2b(parent + content.tobytes(), digest_size=16).digest()
+        first, tokens = len(digests), as_array(tokens)
+        digest = digests[-1] if first else blake2b(salt, digest_size=16).digest()
+        for start in range(first * self.block_size, num_blocks * self.block_size, self.block_size):
+            digest = blake2b(digest + tokens[start : start + self.block_size].tobytes(), digest_size=16).digest()
+            digests.append(digest)
 
     def _first_read(self, group: BlockGroup, num_blocks: int) -> int:
         """First block that a group's query reads at the position after ``num_blocks`` blocks."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -189,11 +189,7 @@ class ModelRunner:
         Recurrent layers go as far as a copy of their state was kept. For the arguments see
         :meth:`BlockPool.find_prefix`.
         """
-        num_found = self.pool.find_prefix(digests, salt, tokens, num_blocks)
-        if isinstance(self.states, StatePool):
-            while num_found and digests[num_found - 1] not in self.states.prefixes:
-                num_found -= 1
-        return num_found
+        return self.pool.find_prefix(digests, salt, tokens, num_blocks, self._prefix_ends)
 
     def reuse_prefix(self, sequence: CachedSequence, tokens: TokenSequence, digests: list[bytes] | None = None) -> int:
         """Fill an empty sequence with the longest kept prefix of ``tokens``, in full blocks.
@@ -208,20 +204,17 @@ class ModelRunner:
         Returns:
             Number of tokens now cached.
         """
-        length = self.pool.reuse_prefix(sequence, tokens, digests)
-        if not isinstance(self.states, StatePool) or not length:
-            return length
-        digests, num_blocks = sequence.block_digests, len(sequence.block_digests)
-        while num_blocks and digests[num_blocks - 1] not in self.states.prefixes:
-            num_blocks -= 1
-        length = num_blocks * self.pool.block_size
-        state = self.states.reuse_prefix(digests[num_blocks - 1], length) if num_blocks else None
-        self.pool.truncate(sequence, length if state is not None else 0)
-        if state is not None and not sequence.tokens:  # windows do not reach back so far
-            self.states.give_back(state)
-            state = None
-        sequence.state = state
+        length = self.pool.reuse_prefix(sequence, tokens, digests, self._prefix_ends)
+        if length and isinstance(self.states, StatePool):
+            sequence.state = self.states.reuse_prefix(sequence.block_digests[-1], length)
+            if sequence.state is None:  # no slot is free
+                self.pool.truncate(sequence, 0)
         return len(sequence)
+
+    @property
+    def _prefix_ends(self) -> Container[bytes] | None:
+        """Blocks after which recurrent layers can go on; None where there are no such layers."""
+        return self.states.prefixes if isinstance(self.states, StatePool) else None
 
     def keep_hidden(self) -> None:
         """Keep from now on what the vocabulary head reads."""

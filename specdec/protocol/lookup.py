@@ -20,7 +20,7 @@ from specdec.protocol.drafts import NO_DRAFT, Draft
 from specdec.protocol.marks import TokenLog
 from specdec.protocol.messages import Candidates
 from specdec.sampling.params import SequenceSpec
-from specdec.tokens import TokenArray, TokenSequence, as_array
+from specdec.tokens import TokenArray, TokenSequence, as_array, followed
 from specdec.types import Tokens
 
 LEAST_MATCH = 3
@@ -73,7 +73,7 @@ class TextIndex:
         num_apart: Tokens of what goes before.
     """
 
-    def __init__(self, text: Sequence[int] = (), most_tokens: int = 0) -> None:
+    def __init__(self, text: TokenSequence = (), most_tokens: int = 0) -> None:
         bits = min(max(most_tokens.bit_length(), _LEAST_HASH_BITS), _MOST_HASH_BITS)
         self.tokens = array("i")
         self._shift = 32 - bits
@@ -81,8 +81,8 @@ class TextIndex:
         self._newest = np.zeros(1 << bits, dtype=np.int32)
         self._before = array("i", (0,))
         self.num_apart = len(text)
-        if text:
-            self.extend([*text, _GAP])
+        if len(text):
+            self.extend(followed(text, (_GAP,)))
 
     def extend(self, tokens: TokenSequence) -> None:
         """Add tokens at the end."""
@@ -292,7 +292,7 @@ class LookUp:
         self._most = most
         self._ending = spec.ending_token_ids
         most_tokens = len(spec.prediction) + spec.output_start + spec.max_tokens
-        self._own = Match(TextIndex(spec.prediction, most_tokens))
+        self._own = Match(TextIndex(spec.prediction.tokens, most_tokens))
         self._served = served
         self._served_match: Match | None = None
         self._needed = LEAST_MATCH

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from specdec.sampling.grammar import Grammar
-from specdec.types import Adapter, Tokens
+from specdec.tokens import NO_TOKENS, SharedTokens
+from specdec.types import Adapter
 
 Acceptance = Literal["coupled", "rejection"]
 
@@ -125,6 +126,7 @@ class SequenceSpec:
             it to the service.
         cache_salt: Cached prefixes are shared only among sequences with the same salt.
         prediction: What the client expects the output to be like: a text to draft from. Nothing else depends on it.
+            The samples of a request share it.
         model: Which of the pair decides the tokens; the draft does so without speculation.
         request_id: Of the client's request, for log lines; nothing depends on it.
         trace: Label of the request's trace, W3C's ``traceparent``; empty where nobody traces it. Nothing depends on it.
@@ -141,7 +143,7 @@ class SequenceSpec:
     arrival_s: float = 0.0
     num_speculative_tokens: int | None = None
     cache_salt: str = ""
-    prediction: Tokens = ()
+    prediction: SharedTokens = NO_TOKENS
     model: Literal["target", "draft"] = "target"
     request_id: str = ""
     trace: str = ""

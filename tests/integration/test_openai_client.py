@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 from openai import OpenAI
+from openai.types import CompletionUsage
 from pydantic import BaseModel, Field
 
 from tests.integration.running import RunningService, eventually, nothing_held
@@ -298,6 +299,32 @@ def test_many_at_once_are_each_what_they_are_alone(client: OpenAI, model: str) -
     with ThreadPoolExecutor(12) as pool:
         together = list(pool.map(ask, range(12)))
     assert together == [ask(i) for i in range(12)]
+
+
+def test_a_burst_reads_its_common_prefix_once(service: RunningService, client: OpenAI, model: str) -> None:
+    """16 requests at once behind one system prompt, then 16 samples of another prompt: each prefix is read once."""
+    num_at_once, num_common = 16, 1984
+    options: dict[str, Any] = {"model": model, "max_tokens": 4}
+
+    def reused() -> float:
+        return service.worker_gauge("reused_tokens")["target"]
+
+    def ask(i: int) -> CompletionUsage:
+        prompt = [100 + k % 997 for k in range(num_common)] + [1500 + i] * 50
+        return client.completions.create(prompt=prompt, **options).usage
+
+    before = reused()
+    with ThreadPoolExecutor(num_at_once) as pool:
+        usages = list(pool.map(ask, range(num_at_once)))
+    num_cached = sum(usage.prompt_tokens_details.cached_tokens for usage in usages)
+    assert sum(usage.prompt_tokens for usage in usages) == num_at_once * (num_common + 50)
+    assert num_cached == (num_at_once - 1) * num_common
+    eventually(lambda: reused() - before == num_cached, 30, "the target says that it reused these tokens")
+
+    before = reused()
+    client.completions.create(prompt=[100 + k % 991 for k in range(2000)], n=num_at_once, **options)
+    num_shared = (2000 - 1) // 16 * 16  # the last token is always computed
+    eventually(lambda: reused() - before == (num_at_once - 1) * num_shared, 30, "15 samples reused the first one's")
 
 
 @pytest.mark.parametrize(

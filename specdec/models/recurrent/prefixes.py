@@ -35,7 +35,7 @@ class PrefixStates:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def __contains__(self, digest: bytes) -> bool:
+    def __contains__(self, digest: object) -> bool:
         return digest in self._slot_of
 
     def is_wanted(self, state: SequenceState, digests: Sequence[bytes], block_size: int) -> bool:

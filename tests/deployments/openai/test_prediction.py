@@ -12,6 +12,7 @@ from openai import AsyncOpenAI
 from deployments.openai import TokenDelta
 from deployments.openai.tally import RoundTally
 from specdec.protocol.messages import Notes
+from specdec.tokens import NO_TOKENS
 
 from .conftest import MAX_MODEL_LEN, TEXT, Bench
 
@@ -29,8 +30,10 @@ async def test_its_tokens_travel_with_every_sequence_and_the_usage_tells(
     answer = await client.chat.completions.create(
         model="demo", messages=MESSAGES, n=2, prediction={"type": "content", "content": content}
     )
-    wanted = tuple(bench.tokenizer.encode(TEXT, add_special_tokens=False)[:MAX_MODEL_LEN])
-    assert [request.spec.prediction for request in bench.service.opened[-2:]] == [wanted] * 2
+    wanted = bench.tokenizer.encode(TEXT, add_special_tokens=False)[:MAX_MODEL_LEN]
+    first, second = (request.spec.prediction for request in bench.service.opened[-2:])
+    assert list(first) == wanted
+    assert second is first, "the samples share it"
     details = answer.usage.completion_tokens_details
     kept = len(ids) - 1
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (2 * kept, 2 * (5 - kept))
@@ -61,7 +64,7 @@ async def test_without_one_the_usage_says_nothing_and_without_drafts_none_travel
     for fields in ({"num_speculative_tokens": 0}, {"model": "demo-draft"}):
         answer = await http.post("/v1/chat/completions", json=body | {"prediction": prediction} | fields)
         assert answer.json()["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] == 0
-        assert bench.service.opened[-1].spec.prediction == ()
+        assert bench.service.opened[-1].spec.prediction == NO_TOKENS
     long = {"type": "content", "content": TEXT * 50}
     await http.post("/v1/chat/completions", json=body | {"prediction": long})
     assert len(bench.service.opened[-1].spec.prediction) == MAX_MODEL_LEN

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -12,7 +13,7 @@ from deployments.transport.wire import FrameReader, Greeting, Hello, LinkError, 
 from specdec.protocol import messages as m
 from specdec.protocol.marks import Mark
 from specdec.sampling.params import SamplingParams, SequenceSpec
-from specdec.tokens import SharedTokens
+from specdec.tokens import NO_TOKENS, SharedTokens
 from specdec.types import Fingerprints, PackedLogprobs, TokenLogprobs
 
 INC, MARK = m.Inc(1, 2), Mark(7, (1 << 61) - 2)
@@ -109,10 +110,11 @@ def test_fingerprints_match_by_kind_and_empty_ones_match_any() -> None:
     assert "vocabulary fingerprint is w, here it is v" in mismatch(mine, Fingerprints("d", "w"), "vocabulary")
 
 
-def test_a_prompt_travels_once_a_frame_and_is_shared_where_it_arrives() -> None:
-    prompt, other = SharedTokens(range(10_000)), SharedTokens(range(10_000))
+def test_a_prompt_and_a_prediction_travel_once_a_frame_and_are_shared_where_they_arrive() -> None:
+    prompt, other, prediction = (SharedTokens(range(10_000)) for _ in range(3))
+    spec = replace(SPEC, prediction=prediction)
     batch = (
-        *(m.Submit(str(i), 1, "i", prompt, SPEC) for i in range(128)),
+        *(m.Submit(str(i), 1, "i", prompt, spec) for i in range(128)),
         m.Cancel("s", 1),
         m.Open("o", INC, "r", other, SPEC, m.Plan(), 5.0),
     )
@@ -120,7 +122,8 @@ def test_a_prompt_travels_once_a_frame_and_is_shared_where_it_arrives() -> None:
     found = decode(data, Messages).batch
     assert found == batch
     assert len({id(message.prompt) for message in found[:128]}) == 1, "the samples share no prompt"
-    assert len(data) < 2 * prompt.tokens.nbytes + 130 * len(encode(Messages(batch[-1:]))[: -other.tokens.nbytes])
+    assert len({id(message.spec.prediction) for message in found[:128]}) == 1, "the samples share no prediction"
+    assert len(data) < 3 * prompt.tokens.nbytes + 130 * len(encode(Messages(batch[-1:]))[: -other.tokens.nbytes])
 
 
 @pytest.mark.parametrize("place", [1, -1, "x", None, b"\0\0\0\0"])
@@ -163,9 +166,9 @@ def test_long_parts_of_messages_travel_once_in_short_frames(monkeypatch: pytest.
 
 
 def test_attachments_are_forgotten_with_the_last_frame_of_their_batch() -> None:
-    submit = msgspec.to_builtins(ALL[0], enc_hook=lambda _: 0)
-    attached = PROMPT.tokens.tobytes()
-    frames = [["Messages", [attached], [], True], ["Messages", [], [submit]], ["Messages", [], [submit]]]
+    submit = msgspec.to_builtins(ALL[0], enc_hook=[PROMPT, NO_TOKENS].index)
+    attached = [PROMPT.to_bytes(), NO_TOKENS.to_bytes()]
+    frames = [["Messages", attached, [], True], ["Messages", [], [submit]], ["Messages", [], [submit]]]
     first, second, third = map(msgspec.msgpack.encode, frames)
     reader = FrameReader()
     assert [reader.decode(part, Messages).batch for part in (first, second)] == [(), ALL[:1]]

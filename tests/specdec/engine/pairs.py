@@ -22,6 +22,7 @@ from specdec.protocol.backends import DraftBackend
 from specdec.protocol.messages import Notes, Plan
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.pipeline import LogitsProcessor, Sampler
+from specdec.tokens import SharedTokens
 from specdec.types import Adapter, Finish
 from tests.specdec.engine.overlap import OverlapService
 from tests.specdec.models.families import VOCAB_SIZE, make_model
@@ -60,7 +61,7 @@ class Case:
             self.eos_token_ids,
             arrival_s=arrival_s,
             num_speculative_tokens=self.num_speculative_tokens,
-            prediction=self.prediction,
+            prediction=SharedTokens(self.prediction),
             cache_salt=self.cache_salt,
             adapter=self.adapter,
             draft_adapter=self.draft_adapter,

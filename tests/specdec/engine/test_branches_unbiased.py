@@ -31,7 +31,7 @@ from specdec.protocol.messages import Ack, Candidates, Commit, Inc, Message, Off
 from specdec.protocol.target import TargetMachine
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.pipeline import RowGroup, Sampler
-from specdec.tokens import TokenBuffer
+from specdec.tokens import SharedTokens, TokenBuffer
 from specdec.types import Tokens
 from tests.specdec.engine.test_heads import LinearHeads
 
@@ -182,7 +182,7 @@ class Line:
         self.draft_steps = cycle(setup.draft_steps)
         sampling, eos = SamplingParams(acceptance=setup.acceptance), (END,) if setup.ends else ()
         for seed in seeds:
-            spec = SequenceSpec(sampling, seed, len(PROMPT), NUM_TOKENS, eos, prediction=setup.prediction)
+            spec = SequenceSpec(sampling, seed, len(PROMPT), NUM_TOKENS, eos, prediction=SharedTokens(setup.prediction))
             opening = Open(str(seed), Inc(0, 0), "R", PROMPT, spec, setup.plan, 1e6)
             self.target.receive(opening, 0.0)
             self.drafter.receive(opening, 0.0)

@@ -12,12 +12,15 @@ import pytest
 import torch
 
 import specdec.demo
+import specdec.engine.build as build_module
 import specdec.engine.engine as engine_module
 from specdec.engine.build import BackendOptions, _cache_room, build_drafter, build_target, gpu_budget_bytes
 from specdec.engine.engine import SpeculativeEngine
 from specdec.engine.shares import pair_share
+from specdec.engine.warmup import StepLimits
 from specdec.errors import MemoryPlanError
 from specdec.models.loading import ModelSource
+from specdec.models.memory import StepMemory
 from specdec.models.runner import ModelRunner
 from specdec.sampling.pipeline import NOISE_CACHE_BYTES
 
@@ -105,6 +108,24 @@ def test_the_memory_of_a_step_is_measured_and_told() -> None:
     assert re.search(r"MiB planned of .*: weights .*, a step .* \(measured\), cache 16\.0 MiB, the rest of", lines[-1])
     _, built = build_target(ModelSource(str(DEMO / "draft"), device="cpu"), replace(options, measures_step=False))
     assert built.memory.activation_bytes == 0
+
+
+def test_the_measured_step_has_as_many_rows_as_the_scheduler_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter's branches are rows, too."""
+    measured: list[StepLimits] = []
+
+    def note(_loaded: object, limits: StepLimits, **_: object) -> StepMemory:
+        measured.append(limits)
+        return StepMemory()
+
+    monkeypatch.setattr(build_module, "measure_step", note)
+    source = ModelSource(str(DEMO / "draft"), device="cpu")
+    options = BackendOptions(max_batch_tokens=512, max_num_sequences=2, kv_memory=16 << 20)
+    target, _ = build_target(source, options)
+    drafter, _, _ = build_drafter(source, options, source)
+    allowed = [backend._scheduler.max_num_seqs for backend in (target, drafter)]
+    assert [limits.max_num_seqs for limits in measured] == allowed
+    assert allowed[0] == 2 < allowed[1]
 
 
 def test_a_draft_gets_no_cache_for_positions_that_its_target_lacks(tmp_path: Path) -> None:

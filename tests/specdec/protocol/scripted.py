@@ -13,6 +13,7 @@ from specdec.protocol.messages import Candidates
 from specdec.protocol.plans import MOST_SIBLINGS
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.trees import children_of
+from specdec.tokens import SharedTokens
 from specdec.types import Finish, TokenLogprobs, Tokens
 
 EOS, STOP, VOCAB = 0, 1, 14
@@ -78,7 +79,7 @@ class Script:
             model=rng.choice(("target",) * 5 + ("draft",)),
         )
         true = tuple(rng.randrange(VOCAB) for _ in range(max_model_len + 20))
-        spec = replace(spec, prediction=_nearly(true))
+        spec = replace(spec, prediction=SharedTokens(_nearly(true)))
         poison = rng.choice(("",) * 9 + ("row", "step", "process"))
         draft_poison = rng.choice(("",) * 9 + ("row", "step"))
         return cls(seq, arrival, spec, true, max_model_len, poison, rng.randint(0, 5), draft_poison)

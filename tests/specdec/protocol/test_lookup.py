@@ -23,6 +23,7 @@ from specdec.protocol.lookup import (
 )
 from specdec.protocol.marks import TokenLog
 from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.tokens import SharedTokens
 
 SPEC = SequenceSpec(SamplingParams(), 0, 4, 1000)
 FEW_PLACES = 32
@@ -119,7 +120,7 @@ def test_it_drafts_as_far_as_the_match_is_long_and_within_its_bounds() -> None:
 
 
 def test_no_look_up_where_none_is_wanted() -> None:
-    with_prediction = replace(SPEC, prediction=(1, 2))
+    with_prediction = replace(SPEC, prediction=SharedTokens((1, 2)))
     for_all, for_some = LookUpOptions(16), LookUpOptions(16, for_all=False)
     assert look_up_for(SPEC, for_all) is not None
     assert look_up_for(with_prediction, for_some) is not None
@@ -164,7 +165,7 @@ def test_wrong_drafts_make_it_ask_for_longer_matches_and_a_right_one_for_short_o
 
 def test_the_prediction_is_drafted_at_the_outputs_beginning_and_where_the_output_returns_to_it() -> None:
     prediction = tuple(range(50, 90))
-    lookup = LookUp(replace(SPEC, prediction=prediction), 16)
+    lookup = LookUp(replace(SPEC, prediction=SharedTokens(prediction)), 16)
     log = TokenLog([1, 2, 3, 4])
     first = lookup.draft(log, 100, Reading())
     assert (first.tokens, first.source) == (prediction[:LONG_MATCH], "prediction")
@@ -177,7 +178,7 @@ def test_the_prediction_is_drafted_at_the_outputs_beginning_and_where_the_output
 
 def test_what_is_in_the_prediction_and_in_the_text_counts_as_the_predictions() -> None:
     text = tuple(range(50, 60))
-    lookup = LookUp(replace(SPEC, output_start=13, prediction=text), 16)
+    lookup = LookUp(replace(SPEC, output_start=13, prediction=SharedTokens(text)), 16)
     log = TokenLog([*text, 1, 2, 3, 9, *text[:4]])
     found = lookup.draft(log, 100, Reading())
     assert (found.tokens, found.source) == (text[4:8], "prediction")
