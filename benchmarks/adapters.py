@@ -37,7 +37,7 @@ STRENGTH = 1e-4
 def make_service(source: ModelSource, draft: ModelSource | None, num_draft_tokens: int) -> InProcessService:
     """Both models in this process; without a draft model plain decoding."""
     options = BackendOptions(
-        vocab_size=tokenizer_width(load_tokenizer(source)), max_model_len=512, max_num_sequences=NUM_STREAMS
+        vocab_size=tokenizer_width(load_tokenizer(source)), max_model_len=512, max_num_seqs=NUM_STREAMS
     )
     target, _ = build_target(source, options)
     return InProcessService(

@@ -60,7 +60,7 @@ def main() -> None:
     torch.set_num_threads(1)
     source = ModelSource(arguments.target, dtype=cast(Dtype, arguments.dtype))
     tokenizer = load_tokenizer(source)
-    options = BackendOptions(vocab_size=tokenizer_width(tokenizer), max_num_sequences=4)
+    options = BackendOptions(vocab_size=tokenizer_width(tokenizer), max_num_seqs=4)
     target, _ = build_target(source, options)
     service = InProcessService(target, None, 0, lookup=LookUpOptions(MOST))
 

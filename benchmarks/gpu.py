@@ -130,7 +130,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> Figures:
     num_tokens = options.context + max(lengths) + 2
     num_blocks = max(batches) * (-(-num_tokens // BLOCK_SIZE) + 1)
     runners = {r: ModelRunner(model, num_blocks=num_blocks, block_size=BLOCK_SIZE) for r, model in loaded.items()}
-    limits = {"max_model_len": num_tokens, "max_batch_tokens": 2048}
+    limits = {"max_model_len": num_tokens, "max_num_batched_tokens": 2048}
     sampler = Sampler(runners["target"].vocab_size, ())
     target = ModelTarget(runners["target"], sampler, **limits)
     drafter = ModelDrafter(runners["draft"], sampler, **limits)

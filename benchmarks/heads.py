@@ -55,7 +55,7 @@ def main() -> None:
     for size in trees:
         most = max((int(tree) for tree in trees if tree != "auto"), default=32) if size == "auto" else int(size)
         heads = HeadsOptions(arguments.heads, 64, most)
-        options = BackendOptions(vocab_size=tokenizer_width(tokenizer), max_num_sequences=4, heads=heads)
+        options = BackendOptions(vocab_size=tokenizer_width(tokenizer), max_num_seqs=4, heads=heads)
         target, report = build_target(source, options)[0], StepReport()
         profile_target(target, report.profiled)
         chooser = DraftGains(report.gauges) if size == "auto" else None

@@ -21,7 +21,7 @@ from specdec.protocol.backends import Status, TargetBackend, VerifyJob
 from specdec.protocol.marks import TokenLog
 from specdec.sampling.params import SamplingParams, SequenceSpec
 
-OPTIONS = BackendOptions(max_model_len=512, kv_memory=512 << 20, max_num_sequences=16)
+OPTIONS = BackendOptions(max_model_len=512, kv_memory=512 << 20, max_num_seqs=16)
 PROMPT_TOKENS = 100
 NUM_WARM = 10
 

@@ -65,7 +65,7 @@ def load(kv_memory: str, num_requests: int) -> dict[str, Any]:
     source = ModelSource(str(Path(specdec.demo.__path__[0]) / "target"), dtype="float32", device="cpu")
     free_bytes = host_memory().free_bytes
     engine = SpeculativeEngine.from_pretrained(
-        source, options=BackendOptions(kv_memory=wanted, max_num_sequences=num_requests)
+        source, options=BackendOptions(kv_memory=wanted, max_num_seqs=num_requests)
     )
     plan = plans[0]
     # Together somewhat more than the cache holds, so that every block is written.

@@ -86,7 +86,7 @@ def main() -> None:
     source = ModelSource(arguments.target, dtype=cast(Dtype, arguments.dtype))
     tokenizer = load_tokenizer(source)
     prompts = [tuple(tokenizer.encode(prompt)) for prompt in CODE[:4]]
-    common = {"vocab_size": tokenizer_width(tokenizer), "max_num_sequences": 32, "kv_memory": 256 << 20}
+    common = {"vocab_size": tokenizer_width(tokenizer), "max_num_seqs": 32, "kv_memory": 256 << 20}
     target, _ = build_target(source, BackendOptions(**common))
     drafters = {}
     for name, path, step in (("a token a step", arguments.draft, 1), ("one pass", arguments.one_pass, 1 + 7)):

@@ -26,7 +26,7 @@ from specdec.engine.build import build_target
 from specdec.models.loading import load_tokenizer
 from specdec.models.runner import ModelRunner, RowInput
 
-OPTIONS = BackendOptions(max_model_len=512, max_num_sequences=2, skip_admission_check=True)
+OPTIONS = BackendOptions(max_model_len=512, max_num_seqs=2, skip_admission_check=True)
 WINDOW_TOKENS = 512
 MOST_CHARS = 4_000_000
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)

@@ -118,13 +118,13 @@ class AppArgs(StrictModel):
     served_model_name: str | None = Field(None, min_length=1, description="the model's name in the API")
     max_model_len: int | None = Field(None, ge=2, le=1 << 24, description="prompt and output together, in tokens")
     block_size: int = Field(16, ge=1, le=1024, description="tokens in a block of the paged cache")
-    max_batch_tokens: int | None = Field(
+    max_num_batched_tokens: int | None = Field(
         None,
         ge=1,
         le=1 << 20,
         description="most tokens in one forward pass; chosen by device where none is given",
     )
-    max_num_sequences: int = Field(
+    max_num_seqs: int = Field(
         256,
         ge=1,
         le=1 << 16,

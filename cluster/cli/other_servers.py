@@ -10,7 +10,7 @@ _PARALLEL = (
 )
 _QUANTIZATION = "use --target-quantization and --draft-quantization; a checkpoint that is quantized needs neither"
 _LENGTH = "use --max-model-len"
-_SEQUENCES = "use --max-num-sequences, for whose whole length the cache has room at most"
+_SEQUENCES = "use --max-num-seqs, for whose whole length the cache has room at most"
 _DRAFT = "use --draft MODEL"
 _DRAFT_LENGTH = "use --num-speculative-tokens"
 
@@ -36,12 +36,10 @@ INSTEAD = {
     "-tp": _PARALLEL,
     "--pipeline-parallel-size": _PARALLEL,
     "--data-parallel-size": "use --replicas-target",
-    "--max-num-seqs": _SEQUENCES,
     "--max-running-requests": _SEQUENCES,
     "--parallel": _SEQUENCES,
     "-np": _SEQUENCES,
-    "--max-num-batched-tokens": "use --max-batch-tokens",
-    "--chunked-prefill-size": "use --max-batch-tokens",
+    "--chunked-prefill-size": "use --max-num-batched-tokens",
     "--context-length": _LENGTH,
     "--ctx-size": _LENGTH,
     "-c": _LENGTH,

@@ -69,9 +69,9 @@ class BackendOptions:
         max_model_len: Longest sequence in tokens; None takes the model's own.
         vocab_size: Width of the tokenizer (its highest token id and one); logits beyond it are padding. None takes all.
         block_size: Tokens in a block of the paged cache.
-        max_batch_tokens: Most tokens in one forward pass; None chooses by device.
+        max_num_batched_tokens: Most tokens in one forward pass; None chooses by device.
         kv_memory: Memory for cached keys and values: ``auto``, a fraction of what is free, or bytes.
-        max_num_sequences: Most sequences in one forward pass; the cache need not hold more whole sequences.
+        max_num_seqs: Most sequences in one forward pass; the cache need not hold more whole sequences.
         device_share: Part of a GPU that is this model's, where several models share it; for ``auto`` memory. None is
             all of it; a pair that :class:`specdec.engine.engine.SpeculativeEngine` loads onto one GPU has equal shares.
         rollback: How recurrent states are rolled back; ``auto`` chooses by their size.
@@ -89,9 +89,9 @@ class BackendOptions:
     max_model_len: int | None = None
     vocab_size: int | None = None
     block_size: int = 16
-    max_batch_tokens: int | None = None
+    max_num_batched_tokens: int | None = None
     kv_memory: Literal["auto"] | float | int = "auto"
-    max_num_sequences: int = 256
+    max_num_seqs: int = 256
     device_share: float | None = None
     rollback: Route | Literal["auto"] = "auto"
     rollback_tokens: int = DEFAULT_WINDOW_TOKENS
@@ -122,8 +122,8 @@ def build_target(
         built.runner,
         sampler,
         max_model_len=built.memory.max_model_len,
-        max_batch_tokens=_max_batch_tokens(built.loaded, options),
-        max_num_seqs=options.max_num_sequences,
+        max_num_batched_tokens=_max_num_batched_tokens(built.loaded, options),
+        max_num_seqs=options.max_num_seqs,
         heads=heads,
     )
     return backend, built
@@ -152,9 +152,9 @@ def build_drafter(
     sampler = make_sampler(source, built.runner.vocab_size, built.loaded.eos_token_ids, options)
     lengths: dict[str, Any] = {
         "max_model_len": built.memory.max_model_len,
-        "max_batch_tokens": _max_batch_tokens(built.loaded, options),
+        "max_num_batched_tokens": _max_num_batched_tokens(built.loaded, options),
     }
-    solo = ModelTarget(runner, sampler, states=states, max_num_seqs=options.max_num_sequences, **lengths)
+    solo = ModelTarget(runner, sampler, states=states, max_num_seqs=options.max_num_seqs, **lengths)
     translator = None
     if pair.translation is not None:
         translator = Translator(pair.translation)
@@ -163,7 +163,7 @@ def build_drafter(
         runner,
         sampler,
         states=states,
-        max_num_seqs=options.max_num_sequences + NUM_BRANCH_SLOTS,
+        max_num_seqs=options.max_num_seqs + NUM_BRANCH_SLOTS,
         translator=translator,
         mask_token_id=None if options.num_step_tokens == 1 else _mask_token_id(built.loaded),
         num_step_tokens=options.num_step_tokens,
@@ -213,7 +213,7 @@ def _build(
     vocab_size = options.vocab_size or loaded.vocab_size
     check_width(loaded.name, loaded.vocab_size, vocab_size)
     length = max_model_len or min(options.max_model_len or loaded.max_model_len, loaded.max_model_len)
-    memory = _planned(loaded, length, vocab_size, heads, options, options.max_num_sequences + num_branches)
+    memory = _planned(loaded, length, vocab_size, heads, options, options.max_num_seqs + num_branches)
     if progress is not None and not options.skip_admission_check:
         progress(f"checking the cached forward of {loaded.name}")
     sizes = f"{loaded.weights_bytes / _MIB:,.1f} MiB of weights and {memory.cache_bytes / _MIB:,.1f} MiB of cache"
@@ -239,8 +239,8 @@ def _planned(
     window = choose_window_of(loaded, options.rollback_tokens, route)
     step = None
     if options.measures_step:
-        limits = StepLimits(max_num_rows, _max_batch_tokens(loaded, options))
-        what = f"{loaded.name} and a step of max_batch_tokens ({limits.max_num_batched_tokens})"
+        limits = StepLimits(max_num_rows, _max_num_batched_tokens(loaded, options))
+        what = f"{loaded.name} and a step of max_num_batched_tokens ({limits.max_num_batched_tokens})"
         with allocation(MemoryPlanError, f"{what} do not fit into the memory of {loaded.device}"):
             step = measure_step(loaded, limits, max_model_len=length, vocab_size=vocab_size, window=window, heads=heads)
     share = options.device_share or 1.0
@@ -251,8 +251,8 @@ def _planned(
             budget_bytes=budget_bytes,
             fraction=fraction,
             max_model_len=length,
-            max_num_sequences=options.max_num_sequences,
-            max_step_tokens=_max_batch_tokens(loaded, options),
+            max_num_seqs=options.max_num_seqs,
+            max_step_tokens=_max_num_batched_tokens(loaded, options),
             block_size=options.block_size,
             window=window,
             step=step,
@@ -272,7 +272,7 @@ def _admitted(
     common: dict[str, Any] = {"num_blocks": memory.num_blocks, "block_size": memory.block_size}
     common |= {"vocab_size": vocab_size, "num_state_slots": slots}
     if loaded.opaque_state is None:
-        common |= {"window_blocks": memory.window_blocks, "max_step_tokens": _max_batch_tokens(loaded, options)}
+        common |= {"window_blocks": memory.window_blocks, "max_step_tokens": _max_num_batched_tokens(loaded, options)}
         runner = ModelRunner(loaded, window=memory.window, **common)
         return runner, None if options.skip_admission_check else check_admission(runner)
     if not options.skip_admission_check:
@@ -298,7 +298,7 @@ def _notes(runner: ModelRunner, options: BackendOptions) -> tuple[str, ...]:
 
 def _memory_notes(name: str, memory: MemoryPlan) -> Iterator[str]:
     if memory.total_bytes > memory.available_bytes:
-        yield f"{name} may take more memory than there is: lower kv_memory, max_model_len or max_batch_tokens"
+        yield f"{name} may take more memory than there is: lower kv_memory, max_model_len or max_num_batched_tokens"
 
 
 def _cache_room(
@@ -329,5 +329,5 @@ def gpu_budget_bytes(
     return int(GPU_KV_FRACTION * max(0, min(free_bytes, total_bytes * device_share - weights_bytes) - step_bytes))
 
 
-def _max_batch_tokens(loaded: LoadedModel, options: BackendOptions) -> int:
-    return options.max_batch_tokens or CHUNK_TOKENS[loaded.device.type]
+def _max_num_batched_tokens(loaded: LoadedModel, options: BackendOptions) -> int:
+    return options.max_num_batched_tokens or CHUNK_TOKENS[loaded.device.type]

@@ -70,7 +70,7 @@ class ModelDrafter:
         runner: The model with its caches.
         sampler: From logits to tokens.
         max_model_len: Longest sequence in tokens that the model can read.
-        max_batch_tokens: Most tokens in a forward pass.
+        max_num_batched_tokens: Most tokens in a forward pass.
         max_num_seqs: Most chains and branches in a forward pass; by default as many as it may have tokens.
         states: Of the runner, where another backend uses it too; by default there is none.
         translator: Where the model's vocabulary is not the target's, which the sampler and all jobs speak.
@@ -86,7 +86,7 @@ class ModelDrafter:
         sampler: Sampler,
         *,
         max_model_len: int,
-        max_batch_tokens: int,
+        max_num_batched_tokens: int,
         max_num_seqs: int | None = None,
         states: SequenceStates | None = None,
         translator: Translator | None = None,
@@ -101,7 +101,7 @@ class ModelDrafter:
         self._num_step_tokens = num_step_tokens if self._mask else 1
         self._max_model_len = max_model_len
         self._scheduler = Scheduler(
-            max_batch_tokens, max_num_seqs or max_batch_tokens, max_decode_tokens=_MAX_CATCH_UP_TOKENS
+            max_num_batched_tokens, max_num_seqs or max_num_batched_tokens, max_decode_tokens=_MAX_CATCH_UP_TOKENS
         )
         self._step: dict[str, int] = {}
 

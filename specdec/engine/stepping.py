@@ -56,7 +56,7 @@ class Stepper:
             ModelLoadError: It cannot be loaded, or served exactly.
             MemoryPlanError: Its cache cannot hold one text.
         """
-        _, built = build_target(source, options or BackendOptions(max_num_sequences=64))
+        _, built = build_target(source, options or BackendOptions(max_num_seqs=64))
         return cls(built.runner, load_tokenizer(source))
 
     def __len__(self) -> int:

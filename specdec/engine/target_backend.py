@@ -42,7 +42,7 @@ class ModelTarget:
         runner: The model with its caches.
         sampler: From logits to tokens.
         max_model_len: Longest sequence in tokens; the runner's pool must hold one.
-        max_batch_tokens: Most tokens in a forward pass.
+        max_num_batched_tokens: Most tokens in a forward pass.
         max_num_seqs: Most sequences in a forward pass; by default as many as it may have tokens.
         states: Of the runner, where another backend uses it too; by default there is none.
         heads: Draft for the next round in this process; by default there are none.
@@ -54,7 +54,7 @@ class ModelTarget:
         sampler: Sampler,
         *,
         max_model_len: int,
-        max_batch_tokens: int,
+        max_num_batched_tokens: int,
         max_num_seqs: int | None = None,
         states: SequenceStates | None = None,
         heads: HeadDrafter | None = None,
@@ -63,7 +63,7 @@ class ModelTarget:
         self._sampler = sampler
         self._states = states if states is not None else SequenceStates(runner)
         self._max_model_len = max_model_len
-        self._scheduler = Scheduler(max_batch_tokens, max_num_seqs or max_batch_tokens)
+        self._scheduler = Scheduler(max_num_batched_tokens, max_num_seqs or max_num_batched_tokens)
         self._marks: dict[str, Mark] = {}
         self._num_cached: dict[str, int] = {}
         self._max_draft = 0 if runner.no_speculation is not None else runner.max_rollback

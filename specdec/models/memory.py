@@ -143,7 +143,7 @@ def plan_memory(
     budget_bytes: int | None = None,
     fraction: float = 0.8,
     max_model_len: int | None = None,
-    max_num_sequences: int | None = None,
+    max_num_seqs: int | None = None,
     block_size: int = 16,
     window: Window | None = None,
     step: StepMemory | None = None,
@@ -161,7 +161,7 @@ def plan_memory(
             least room for its share.
         fraction: In (0, 1]; of what is free.
         max_model_len: Longest sequence wanted, in tokens; by default the model's own, which it may not exceed.
-        max_num_sequences: Take no more blocks than this many sequences of ``max_model_len`` can use.
+        max_num_seqs: Take no more blocks than this many sequences of ``max_model_len`` can use.
         block_size: Positions per block.
         window: How far back recurrent states reach, for a model that has any.
         step: What the model takes beside its weights and its cache.
@@ -180,8 +180,8 @@ def plan_memory(
     budget = _budget(needs, fraction, step) if budget_bytes is None else budget_bytes
     if needs.sequence_bytes + needs.padding_bytes > budget:
         raise MemoryPlanError(_refusal(needs, budget))
-    num_slots = _num_slots(needs, budget, max_num_sequences)
-    num_blocks = _num_blocks(needs, budget, num_slots, max_num_sequences, is_bounded)
+    num_slots = _num_slots(needs, budget, max_num_seqs)
+    num_blocks = _num_blocks(needs, budget, num_slots, max_num_seqs, is_bounded)
     return _plan(needs, step, budget, num_slots, num_blocks)
 
 
@@ -275,22 +275,22 @@ class _Needs:
         return shares
 
 
-def _num_slots(needs: _Needs, budget: int, max_num_sequences: int | None) -> int:
+def _num_slots(needs: _Needs, budget: int, max_num_seqs: int | None) -> int:
     """Sequences and branches for whose recurrent states and windows there is room; 0 where there are none."""
     slot_bytes = needs.fixed_bytes(2) - needs.fixed_bytes(1)
     if not slot_bytes:
         return 0
     spare = budget - needs.sequence_bytes - needs.padding_bytes
-    most = MAX_STATE_SLOTS if max_num_sequences is None else max(1, max_num_sequences) + NUM_BRANCH_SLOTS
+    most = MAX_STATE_SLOTS if max_num_seqs is None else max(1, max_num_seqs) + NUM_BRANCH_SLOTS
     return min(most, 1 + (spare // 2 if needs.block_bytes else spare) // slot_bytes)
 
 
-def _num_blocks(needs: _Needs, budget: int, num_slots: int, max_num_sequences: int | None, is_bounded: bool) -> int:
+def _num_blocks(needs: _Needs, budget: int, num_slots: int, max_num_seqs: int | None, is_bounded: bool) -> int:
     if not needs.block_bytes:
         return num_slots * needs.num_blocks
     most = [(budget - needs.fixed_bytes(num_slots) - needs.padding_bytes) // needs.block_bytes]
-    if max_num_sequences is not None:
-        most.append(max(1, max_num_sequences) * needs.num_blocks)
+    if max_num_seqs is not None:
+        most.append(max(1, max_num_seqs) * needs.num_blocks)
     if is_bounded:
         most.append(max(BOUND_SEQUENCES * needs.num_blocks, BOUND_BYTES // needs.block_bytes))
     return min(most)

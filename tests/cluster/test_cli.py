@@ -46,8 +46,8 @@ EXAMPLES = {
     "served_model_name": "mine",
     "max_model_len": 4096,
     "block_size": 32,
-    "max_batch_tokens": 512,
-    "max_num_sequences": 17,
+    "max_num_batched_tokens": 512,
+    "max_num_seqs": 17,
     "num_speculative_tokens": 7,
     "acceptance": "rejection",
     "logits_processors": "some.masks:digits, masks:Table.words",
@@ -369,7 +369,7 @@ def test_an_unknown_command_is_refused(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["frobnicate"])
     assert caught.value.code == 2
-    assert "'serve', 'generate', 'bench', 'config', 'render', 'doctor'" in capsys.readouterr().err
+    assert "'serve', 'generate', 'bench', 'config', 'render', 'demo', 'doctor'" in capsys.readouterr().err
 
 
 def test_a_flag_is_not_guessed_from_its_beginning():

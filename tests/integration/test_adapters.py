@@ -43,7 +43,7 @@ def adapters(folder: Path) -> dict[str, Adapter]:
 def wanted(adapters: dict[str, Adapter]) -> dict[str, str]:
     """What each adapter says in this process, and the model without one."""
     source = ModelSource(str(demo_folder("target")), dtype="float32", adapters=ROOM)
-    engine = SpeculativeEngine.from_pretrained(source, options=BackendOptions(max_model_len=64, max_num_sequences=4))
+    engine = SpeculativeEngine.from_pretrained(source, options=BackendOptions(max_model_len=64, max_num_seqs=4))
     greedy = SamplingParams(temperature=0)
     chosen: dict[str, Adapter | None] = {**adapters, "specdec-demo": None}
     texts = {

@@ -25,7 +25,7 @@ def config_of(source: ModelSource = TARGET, **engine_args: Any) -> Any:
     ("name", "value", "message"),
     [
         ("dtype", "float16", "dtype is said by target.dtype"),
-        ("max_num_seqs", 4, "max_num_sequences"),
+        ("max_num_seqs", 4, "max_num_seqs"),
         ("speculative_config", {}, "num_speculative_tokens"),
         ("async_scheduling", True, "set by specdec"),
         ("trust_remote_code", True, "set by specdec"),

@@ -12,7 +12,7 @@ from tests.vllm.models import VOCAB_SIZE, prompts, spec_of
 
 @pytest.mark.timeout(900)
 def test_two_workers_decide_as_one(reference: ModelTarget) -> None:
-    target = make(engine_args={"tensor_parallel_size": 2}, max_num_sequences=8)
+    target = make(engine_args={"tensor_parallel_size": 2}, max_num_seqs=8)
     try:
         for name in ("T0", "T1", "mixed"):
             spec = [spec_of(SAMPLINGS[name], i, max_tokens=24) for i in range(len(prompts()))]

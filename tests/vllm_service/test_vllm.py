@@ -34,7 +34,7 @@ def service() -> Iterator[RunningService]:
 @pytest.fixture(scope="module")
 def own() -> SpeculativeEngine:
     source = ModelSource(str(demo_folder("target")), dtype="float32")
-    return SpeculativeEngine.from_pretrained(source, options=BackendOptions(max_model_len=1024, max_num_sequences=16))
+    return SpeculativeEngine.from_pretrained(source, options=BackendOptions(max_model_len=1024, max_num_seqs=16))
 
 
 def test_vllm_runs_in_the_target_alone(service: RunningService) -> None:

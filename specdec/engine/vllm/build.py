@@ -109,8 +109,8 @@ def engine_config(source: ModelSource, options: BackendOptions, vllm: VllmOption
             hf_token=source.token,
             dtype="float32" if source.dtype == "auto" and not torch.cuda.is_available() else source.dtype,
             max_model_len=min(options.max_model_len or max_model_len, max_model_len),
-            max_num_seqs=options.max_num_sequences,
-            max_num_batched_tokens=_max_batch_tokens(options, vllm),
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=_max_num_batched_tokens(options, vllm),
             scheduling_policy="priority",  # of equal priority who came last yields first
             speculative_config={
                 "method": "custom_class",
@@ -134,12 +134,12 @@ def _fills_up(vllm: VllmOptions) -> bool:
     return torch.cuda.is_available() if vllm.fills_up is None else vllm.fills_up
 
 
-def _max_batch_tokens(options: BackendOptions, vllm: VllmOptions) -> int:
+def _max_num_batched_tokens(options: BackendOptions, vllm: VllmOptions) -> int:
     """Room for a row of each sequence, for those that are filled up, and for a draft of one alone."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = 1 + vllm.max_draft if _fills_up(vllm) else 1
-    wanted = options.max_batch_tokens or CHUNK_TOKENS[device]
-    return max(wanted, options.max_num_sequences * rows, 2 * (1 + vllm.max_draft))
+    wanted = options.max_num_batched_tokens or CHUNK_TOKENS[device]
+    return max(wanted, options.max_num_seqs * rows, 2 * (1 + vllm.max_draft))
 
 
 def _memory(options: BackendOptions) -> dict[str, Any]:

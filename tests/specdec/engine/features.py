@@ -28,11 +28,11 @@ from tests.specdec.engine.test_structured import PERSON
 Feature = Literal["drafts", "grammars", "look-up", "hooks", "prefix reuse", "preemption", "branches", "kills"]
 PROMPTS = ("def read(path):\n", "class A:\n    def __init__(self", "import sys\nimport os\n", "x = 1\nx = 1\nx = 1\n")
 SHARED = "import os\n" * 8
-OPTIONS = BackendOptions(max_model_len=256, block_size=4, max_num_sequences=8, skip_admission_check=True)
+OPTIONS = BackendOptions(max_model_len=256, block_size=4, max_num_seqs=8, skip_admission_check=True)
 CHANGES = {
     "hooks": {"logits_processors": BOTH},
     # The target's cache holds one whole sequence.
-    "preemption": {"max_model_len": 128, "kv_memory": 33 * 4 * 24_576, "max_batch_tokens": 64},
+    "preemption": {"max_model_len": 128, "kv_memory": 33 * 4 * 24_576, "max_num_batched_tokens": 64},
 }
 
 

@@ -115,7 +115,7 @@ def backend(
     runner = ModelRunner(prepare_tiny(model, adapters), num_blocks=num_blocks, block_size=block_size)
     sampler = Sampler(VOCAB_SIZE, processors)
     options = {} if heads is None else {"heads": HeadDrafter(heads[0], sampler, *heads[1:])}
-    return kind(runner, sampler, max_model_len=max_model_len, max_batch_tokens=chunk, **options)
+    return kind(runner, sampler, max_model_len=max_model_len, max_num_batched_tokens=chunk, **options)
 
 
 def make_service(family: str, noise: float, num_draft_tokens: int, **options: Any) -> InProcessService:

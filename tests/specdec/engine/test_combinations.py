@@ -92,7 +92,7 @@ def compiled_runner(noise: float, num_blocks: int = 300) -> ModelRunner:
 def test_all_at_once_no_token_changes(family: str, temperature: float, acceptance: str) -> None:
     """Branches, look-up, chunks, reuse, preemption, hooks, penalties, log probabilities and workers that restart."""
     cases = make_cases(replace(EVERYTHING, temperature=temperature, acceptance=acceptance))
-    lengths = {"max_model_len": MAX_MODEL_LEN, "max_batch_tokens": 64}
+    lengths = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 64}
     plain = "llama" if family == "compiled" else family
     target = ModelTarget(runner(plain, 0.0, "states"), Sampler(VOCAB_SIZE, BOTH), **lengths)
     wanted = collect(InProcessService(target, None, 0), cases)

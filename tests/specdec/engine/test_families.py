@@ -38,7 +38,7 @@ def make_runner(loaded: LoadedModel) -> ModelRunner:
 
 def make_service(target: LoadedModel, draft: LoadedModel) -> InProcessService:
     """A pair with blocks of the usual size; a prompt is read in chunks of one block."""
-    lengths = {"max_model_len": MAX_MODEL_LEN, "max_batch_tokens": CHUNK}
+    lengths = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": CHUNK}
     return InProcessService(
         ModelTarget(make_runner(target), Sampler(VOCAB_SIZE), **lengths),
         ModelDrafter(make_runner(draft), Sampler(VOCAB_SIZE), **lengths),

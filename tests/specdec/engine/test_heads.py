@@ -33,7 +33,7 @@ from tests.specdec.engine.test_structured import DEMO, MAX_TOKENS, OPTIONS, PERS
 from tests.specdec.engine.test_structured import sampling as sampling_of
 from tests.specdec.models.recurrent_families import VOCAB_SIZE, make_recurrent
 
-LENGTHS = {"max_model_len": MAX_MODEL_LEN, "max_batch_tokens": 64}
+LENGTHS = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 64}
 FAMILIES = ("llama", "qwen3_5", "gemma2")
 NUM_HEADS = 3
 

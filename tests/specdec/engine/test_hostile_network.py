@@ -48,7 +48,7 @@ class HostileService:
         draft: The same for the draft.
         seed: Of everything random.
         processors: Hooks on the logits of both models.
-        max_batch_tokens: Of both models.
+        max_num_batched_tokens: Of both models.
         restart_rate: How likely a worker is to restart in a step; a sequence gives up after several.
         sampler: Makes each of their lives' way from logits to tokens.
         lookup: Of the target; None for none.
@@ -62,7 +62,7 @@ class HostileService:
         draft: Callable[[], ModelRunner],
         seed: int,
         processors: Sequence[LogitsProcessor] = (),
-        max_batch_tokens: int = LENGTHS["max_batch_tokens"],
+        max_num_batched_tokens: int = LENGTHS["max_num_batched_tokens"],
         restart_rate: float = 0.05,
         sampler: Callable[[], Sampler] | None = None,
         lookup: LookUpOptions | None = None,
@@ -74,7 +74,7 @@ class HostileService:
         self._lookup = lookup
         self._restart_rate = restart_rate
         self._make_sampler = sampler or partial(Sampler, VOCAB_SIZE, processors)
-        self._lengths = {**LENGTHS, "max_batch_tokens": max_batch_tokens}
+        self._lengths = {**LENGTHS, "max_num_batched_tokens": max_num_batched_tokens}
         self._rng = random.Random(seed)
         self._net = Network(self._rng)
         self._make = {TARGET: target, DRAFTER: draft}

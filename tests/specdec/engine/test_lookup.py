@@ -26,7 +26,7 @@ from tests.specdec.engine.test_recurrent import NOISE, make_cases, make_runner
 from tests.specdec.engine.test_structured import DEMO, MAX_TOKENS, OPTIONS, PERSON, check, sampling
 from tests.specdec.models.recurrent_families import VOCAB_SIZE, make_recurrent
 
-LENGTHS = {"max_model_len": MAX_MODEL_LEN, "max_batch_tokens": 64}
+LENGTHS = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 64}
 FAMILIES = ("llama", "qwen3_5")
 
 

@@ -43,7 +43,7 @@ def make_runner(model: object, route: Route, num_state_slots: int = 8, num_block
 
 
 def make_service(target: ModelRunner, draft: ModelRunner, num_draft_tokens: int = 4) -> InProcessService:
-    lengths = {"max_model_len": MAX_MODEL_LEN, "max_batch_tokens": 16}
+    lengths = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 16}
     return InProcessService(
         ModelTarget(target, Sampler(VOCAB_SIZE), **lengths),
         ModelDrafter(draft, Sampler(VOCAB_SIZE), **lengths),

@@ -19,7 +19,7 @@ from tests.specdec.engine.test_recurrent import NOISE, in_use, make_cases, make_
 from tests.specdec.models.recurrent_families import VOCAB_SIZE, make_recurrent
 
 FAMILY = "qwen3_5"
-LENGTHS = {"max_model_len": MAX_MODEL_LEN, "max_batch_tokens": 64}
+LENGTHS = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 64}
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.95)
 
 

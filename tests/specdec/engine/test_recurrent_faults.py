@@ -122,7 +122,7 @@ def test_tokens_read_again_are_counted_up_only() -> None:
 
 
 def test_leases_that_run_out_free_slots_and_blocks_on_both_workers() -> None:
-    lengths = {"max_model_len": MAX_MODEL_LEN, "max_batch_tokens": 64}
+    lengths = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 64}
     runners = [make_runner(make_recurrent("qwen3_5"), route) for route in ("states", "rescan")]
     target = TargetMachine("target", ModelTarget(runners[0], Sampler(VOCAB_SIZE), **lengths), Times())
     drafter = DrafterMachine("drafter", ModelDrafter(runners[1], Sampler(VOCAB_SIZE), **lengths), Times())

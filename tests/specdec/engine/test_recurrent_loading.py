@@ -84,7 +84,7 @@ def test_states_that_are_copied_serve_targets_and_drafts(family: str) -> None:
         loaded = prepare_model(model, family)
         return SnapshotRunner(loaded, num_blocks=200, block_size=4, reads_many=READS_MANY[family])
 
-    lengths = {"max_model_len": MAX_MODEL_LEN, "max_batch_tokens": 16}
+    lengths = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 16}
     target, draft = runner(make_recurrent(family)), runner(add_noise(make_recurrent(family), NOISE))
     service = InProcessService(
         ModelTarget(target, Sampler(VOCAB_SIZE), **lengths), ModelDrafter(draft, Sampler(VOCAB_SIZE), **lengths), 3

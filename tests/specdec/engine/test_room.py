@@ -39,7 +39,7 @@ def shared() -> tuple[ModelDrafter, ModelTarget, SequenceStates]:
     model = runner(8)
     states = SequenceStates(model)
     sampler = Sampler(model.vocab_size)
-    lengths = {"max_model_len": 32, "max_batch_tokens": 64}
+    lengths = {"max_model_len": 32, "max_num_batched_tokens": 64}
     return (
         ModelDrafter(model, sampler, states=states, **lengths),
         ModelTarget(model, sampler, states=states, **lengths),
@@ -58,7 +58,7 @@ def draft_job(key: str, start: int, length: int, arrival_s: float, fork_of: str 
 
 def test_a_prompts_first_token_tells_how_much_of_it_was_not_read() -> None:
     model = runner(16)
-    target = ModelTarget(model, Sampler(model.vocab_size), max_model_len=32, max_batch_tokens=64)
+    target = ModelTarget(model, Sampler(model.vocab_size), max_model_len=32, max_num_batched_tokens=64)
 
     def told(key: str, length: int) -> int:
         job = VerifyJob(key, TokenLog(prompt(1, length)), (), Case(tuple(prompt(1, length)), 9, GREEDY).spec(0.0))
@@ -105,7 +105,7 @@ def test_whoever_waits_holds_nothing(shared: tuple) -> None:
 def test_the_newest_prompt_waits_while_an_older_one_is_read() -> None:
     """Decoding rows that came later must not keep an older sequence from being read again."""
     model = runner(8)
-    target = ModelTarget(model, Sampler(model.vocab_size), max_model_len=32, max_batch_tokens=64)
+    target = ModelTarget(model, Sampler(model.vocab_size), max_model_len=32, max_num_batched_tokens=64)
     assert target.verify([verify_job("new", 5, 18, 1.0)])[0].status is Status.DECIDED
     results = target.verify([verify_job("old", 9, 20, 0.0), verify_job("new", 5, 19, 1.0, draft=(7, 8))])
     assert [result.status for result in results] == [Status.DECIDED, Status.WAITING]
@@ -113,7 +113,7 @@ def test_the_newest_prompt_waits_while_an_older_one_is_read() -> None:
 
 def test_drafts_shrink_before_anybody_yields() -> None:
     model = runner(8)
-    target = ModelTarget(model, Sampler(model.vocab_size), max_model_len=32, max_batch_tokens=64)
+    target = ModelTarget(model, Sampler(model.vocab_size), max_model_len=32, max_num_batched_tokens=64)
     job = verify_job("a", 1, 15, 0.0, draft=tuple(range(1, 9)))
     assert target.verify([job])[0].num_drafted == 8
     results = target.verify([job, verify_job("b", 9, 15, 1.0)])

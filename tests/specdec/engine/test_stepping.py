@@ -89,7 +89,7 @@ def test_a_long_text_is_read_in_chunks(pair, stepper):
 def test_scarce_room_takes_more_steps_and_gives_the_same():
     source = ModelSource(str(demo_folder("target")), dtype="float32", device="cpu")
     wide, narrow = (
-        Stepper.from_pretrained(source, BackendOptions(max_model_len=160, max_num_sequences=most)) for most in (64, 1)
+        Stepper.from_pretrained(source, BackendOptions(max_model_len=160, max_num_seqs=most)) for most in (64, 1)
     )
     for one in (wide, narrow):
         one.observe(range(3, 133))

@@ -27,7 +27,7 @@ from tests.specdec.engine.test_hostile_network import DRAFTER, TARGET, HostileSe
 from tests.specdec.operators import Operators
 
 DEMO = Path(specdec.demo.__file__).parent
-OPTIONS = BackendOptions(max_model_len=512, max_num_sequences=20)
+OPTIONS = BackendOptions(max_model_len=512, max_num_seqs=20)
 PROMPTS = ("def parse(text):\n    return ", "A record in JSON: ")
 TEMPERATURES, PAIRS = (0.0, 1.0), ("plain", "hybrid")
 MAX_TOKENS = 96
@@ -231,7 +231,7 @@ def test_with_all_else_at_once_no_token_changes() -> None:
         grammar=grammar_of(PERSON),
     )
     prompts = ["x = 1\n" * 30 + f"record_{i} = " for i in range(5)]
-    options = replace(OPTIONS, max_model_len=256, max_batch_tokens=24, kv_memory=18 * 393_216)
+    options = replace(OPTIONS, max_model_len=256, max_num_batched_tokens=24, kv_memory=18 * 393_216)
     target, draft = (ModelSource(str(DEMO / name)) for name in ("target", "draft"))
     short = SpeculativeEngine.from_pretrained(target, draft, options=options, num_speculative_tokens=4)
     wanted = engine_of("plain").generate_batch(prompts, params, seed=9, max_tokens=60, num_speculative_tokens=0)

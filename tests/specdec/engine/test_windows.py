@@ -40,7 +40,7 @@ def backend(kind: type, model: PreTrainedModel, num_window_blocks: int):
         max_step_tokens=CHUNK,
         lookahead_tokens=LOOKAHEAD,
     )
-    return kind(runner, Sampler(VOCAB_SIZE), max_model_len=MAX_MODEL_LEN, max_batch_tokens=CHUNK)
+    return kind(runner, Sampler(VOCAB_SIZE), max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=CHUNK)
 
 
 @pytest.mark.parametrize("num_window_blocks", [80, SHARE + CHUNK // BLOCK_SIZE + 3])

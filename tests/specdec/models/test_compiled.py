@@ -183,7 +183,7 @@ def test_a_compiled_pair_says_what_a_plain_one_says() -> None:
     plain, compiled = (
         SpeculativeEngine.from_pretrained(
             *(ModelSource(folder, dtype="float32", device="cpu", compile=is_compiled) for folder in folders),
-            options=BackendOptions(kv_memory=64 << 20, max_batch_tokens=16, logits_processors=BOTH),
+            options=BackendOptions(kv_memory=64 << 20, max_num_batched_tokens=16, logits_processors=BOTH),
             progress=lines.append,
         )
         for is_compiled in (False, True)

@@ -56,7 +56,7 @@ def test_a_prompts_part_ends_with_an_error_beside_others_and_leaves_nothing(valu
 
     def target() -> ModelTarget:
         return ModelTarget(
-            ModelRunner(loaded, num_blocks=7), Sampler(VOCAB_SIZE), max_model_len=112, max_batch_tokens=80
+            ModelRunner(loaded, num_blocks=7), Sampler(VOCAB_SIZE), max_model_len=112, max_num_batched_tokens=80
         )
 
     others = {"a": list(range(10, 50)) + [8] * 8, "b": list(range(9, 19)), "c": list(range(30, 16, -1))}
@@ -73,7 +73,7 @@ def test_a_prompts_part_ends_with_an_error_beside_others_and_leaves_nothing(valu
 
 def test_a_drafters_row_fails_alone_and_publishes_nothing() -> None:
     runner = ModelRunner(loaded_with(float("nan")), num_blocks=8)
-    drafter = ModelDrafter(runner, Sampler(VOCAB_SIZE), max_model_len=112, max_batch_tokens=100)
+    drafter = ModelDrafter(runner, Sampler(VOCAB_SIZE), max_model_len=112, max_num_batched_tokens=100)
     logs = [[BAD] * 40, list(range(10, 50))]
     jobs = [DraftJob(f"{i}", log, spec(len(log), i), num_committed=len(log)) for i, log in enumerate(logs)]
     assert [proposal.status for proposal in drafter.propose(jobs)] == [Status.FAILED, Status.DECIDED]

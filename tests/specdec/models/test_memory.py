@@ -43,7 +43,7 @@ def test_one_sequence_must_fit(models: Models) -> None:
 
 
 def test_no_more_blocks_than_can_be_used(models: Models) -> None:
-    plan = plan_memory(models("llama")[0], budget_bytes=1 << 30, max_model_len=100, max_num_sequences=3)
+    plan = plan_memory(models("llama")[0], budget_bytes=1 << 30, max_model_len=100, max_num_seqs=3)
     assert plan.num_blocks == 3 * 7
 
 
@@ -69,7 +69,7 @@ def test_a_bounded_cache_is_as_large_as_is_of_use(models: Models) -> None:
     loaded, _ = models("llama")
     options = {"budget_bytes": 4 << 30, "is_bounded": True}
     assert plan_memory(loaded, **options).num_blocks == BOUND_BYTES // (16 * 1024)
-    assert plan_memory(loaded, **options, max_num_sequences=3).num_full_sequences == 3
+    assert plan_memory(loaded, **options, max_num_seqs=3).num_full_sequences == 3
     long = replace(loaded, max_model_len=1 << 16)
     assert plan_memory(long, **options).num_full_sequences == 16
     assert plan_memory(long, budget_bytes=1 << 27, is_bounded=True).num_full_sequences == 1

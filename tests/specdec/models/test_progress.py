@@ -55,7 +55,8 @@ def test_a_layer_that_blocks_stops_the_clock_and_layers_that_advance_do_not() ->
     seconds = iter(range(1000))
     runner.progress = StepProgress(lambda: float(next(seconds)))
     sampler = Sampler(VOCAB_SIZE)
-    backends = [kind(runner, sampler, max_model_len=64, max_batch_tokens=64) for kind in (ModelTarget, ModelDrafter)]
+    room = {"max_model_len": 64, "max_num_batched_tokens": 64}
+    backends = [kind(runner, sampler, **room) for kind in (ModelTarget, ModelDrafter)]
     arrived, go_on = threading.Semaphore(0), threading.Semaphore(0)
 
     def wait(*_: object) -> None:

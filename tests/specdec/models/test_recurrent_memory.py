@@ -83,7 +83,7 @@ def test_one_sequence_must_fit() -> None:
 
 def test_no_more_slots_than_sequences_and_their_branches() -> None:
     loaded, _ = pair("mamba2")
-    plan = plan_memory(loaded, budget_bytes=1 << 32, max_model_len=64, max_num_sequences=3)
+    plan = plan_memory(loaded, budget_bytes=1 << 32, max_model_len=64, max_num_seqs=3)
     assert plan.num_state_slots == 3 + 64
     assert plan.num_blocks == plan.num_state_slots * 4
     assert plan.bytes_per_token == 0
