@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -83,10 +82,17 @@ class Api:
         _logger.info("admin request_id=%s key=%s %s", arrival.label, arrival.account.key, act)
 
     async def look_for(self, name: str | None) -> None:
-        """Ask the store for a model that is not known: another ingress may just have loaded that adapter."""
+        """Ask the store for a model that is not known: another ingress may just have loaded that adapter.
+
+        Raises:
+            ServiceUnavailableError: The store does not answer, so nobody knows whether there is such a model.
+        """
         if self.refresh is not None and name is not None and self.service.model_info().find(name) is None:
-            with suppress(ServiceUnavailableError):  # then there is no such model
+            try:
                 await self.refresh()
+            except ServiceUnavailableError as error:
+                what = f"the model {name[:_MOST_SHOWN]!r} is not known here, and may be an adapter that was just loaded"
+                raise ServiceUnavailableError(f"{what}: {error}") from error
 
     def model(self, name: str | None) -> ServedModel:
         """The served model of that name; the target where there is none.

@@ -58,7 +58,6 @@ async def test_a_replica_that_starts_refuses_what_is_wrong(end: End, user_config
 async def test_a_replica_that_serves_keeps_what_was_in_force(
     end: End, user_config: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    logging.getLogger("ray.serve").propagate = True
     await end.reconfigure({"limits": {"retry_after_s": 7}})
     await end.check_health()
     await end.reconfigure(user_config)

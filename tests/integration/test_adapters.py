@@ -69,7 +69,8 @@ def service(
 
 @pytest.fixture(scope="module")
 def client(service: RunningService) -> OpenAI:
-    return OpenAI(base_url=f"{service.url}/v1", api_key=USER, max_retries=0, timeout=240)
+    """As OpenAI's are by default: a 503, such as of an ingress that cannot ask the store, is sent again."""
+    return OpenAI(base_url=f"{service.url}/v1", api_key=USER, timeout=240)
 
 
 def change(service: RunningService, path: str, **body: str) -> httpx.Response:

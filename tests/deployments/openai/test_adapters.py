@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import shutil
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -318,13 +317,31 @@ async def test_a_name_that_another_ingress_has_just_loaded_is_no_404(
         assert (await http.get("/v1/models/nothing")).status_code == 404
 
 
+async def test_a_name_that_is_not_known_while_the_store_does_not_answer_may_be_asked_for_again(
+    tokenizer: PreTrainedTokenizerFast, folder: Path
+) -> None:
+    """Nobody can say whether another ingress has loaded it: that is no 404."""
+    store = FaultyStore(MemoryStore(ResponsesStore()))
+    one, other = Service(tokenizer, folder, store), Service(tokenizer, folder, store)
+    await one.adapters.load("chat", "chat", None, False)
+    headers = {"Authorization": f"Bearer {KEYS['user']}"}
+    transport = httpx2.ASGITransport(app=other.app)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://api", headers=headers) as http:
+        store.fault = ServiceUnavailableError("the store is late")
+        answer = await http.post("/v1/completions", json={"model": "chat", "prompt": "x"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "service_unavailable")
+        assert answer.headers["retry-after"] == "1"
+        assert "'chat' is not known here" in answer.json()["error"]["message"]
+        assert (await http.post("/v1/completions", json={"model": "sql", "prompt": "x"})).status_code == 200
+        store.fault = None
+        assert (await http.post("/v1/completions", json={"model": "chat", "prompt": "x"})).status_code == 200
+
+
 async def test_adapters_of_a_store_that_is_gone_are_kept_and_of_one_that_is_empty_forgotten(
     tokenizer: PreTrainedTokenizerFast,
     folder: Path,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("ray.serve"), "propagate", True)
     service = Service(tokenizer, folder, FaultyStore(MemoryStore(ResponsesStore())))
     await service.adapters.load("chat", "chat", None, False)
     service.store.fault = ServiceUnavailableError("gone")  # type: ignore[attr-defined]
@@ -436,15 +453,12 @@ async def test_a_load_that_takes_too_long_is_504(service: Service, post: Post, m
     assert (status, error["code"]) == (504, "load_timeout")
 
 
-async def test_what_an_administrator_does_is_logged(
-    post: Post, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("ray.serve"), "propagate", True)
+async def test_what_an_administrator_does_is_logged(post: Post, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="ray.serve"):
         await post("load_lora_adapter", lora_name="a\nb", lora_path="chat")
         await post("unload_lora_adapter", lora_name="a\nb")
         await post("unload_lora_adapter", key="user", lora_name="a")
-    told = [text.split(" ", 2)[2] for text in dict.fromkeys(caplog.messages) if text.startswith("admin ")]
+    told = [text.split(" ", 2)[2] for text in caplog.messages if text.startswith("admin ")]
     assert told == [
         r"key=ops load_lora_adapter lora_name='a\nb' lora_path='chat'",
         r"key=ops unload_lora_adapter lora_name='a\nb'",

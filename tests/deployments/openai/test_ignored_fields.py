@@ -62,7 +62,6 @@ async def test_they_are_counted_and_logged_once(
     bench: Bench, http: httpx2.AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "ray.serve")
-    logging.getLogger("ray.serve").propagate = True
     for _ in range(3):
         named(await http.post("/v1/completions", json=COMPLETION | {"colour": 1}))
     assert bench.metric("ignored_fields_total", field="colour") == 3
