@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import secrets
 import shutil
 import sys
 import tempfile
@@ -24,9 +22,9 @@ from typing import Any
 
 import httpx
 
-from cluster.settings import prepare_for_ray
 from tests.integration.kills import Comparison, Streams
-from tests.integration.running import eventually, free_port
+from tests.integration.nodes import prepare, serve_alone
+from tests.integration.running import eventually
 
 ARGS: dict[str, Any] = {
     "num_speculative_tokens": 4,
@@ -103,22 +101,15 @@ class Probes:
 @contextmanager
 def service(args: dict[str, Any], num_cpus: int) -> Iterator[str]:
     """The demo pair on a node with so many cores to give; gives its URL."""
-    import ray
     from ray import serve
 
     from deployments.status import StatusArgs, build_health
 
-    ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, logging_level="error")
-    try:
-        port = free_port()
-        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-        health = build_health(StatusArgs(update_timeout_s=LATE_S))
-        serve.run(health, name="specdec-health", route_prefix="/health")
+    with serve_alone(num_cpus) as url:
+        serve.run(build_health(StatusArgs(update_timeout_s=LATE_S)), name="specdec-health", route_prefix="/health")
         apply(args)
         eventually(lambda: application() == "RUNNING", TIMEOUT_S, "it runs")
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        ray.shutdown()
+        yield url
 
 
 def apply(args: dict[str, Any]) -> None:
@@ -209,8 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=400)
     options = parser.parse_args(arguments)
-    prepare_for_ray()
-    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
+    prepare()
     with tempfile.TemporaryDirectory() as folder:
         outcome = updated(options.what, options.mode, Path(folder), options.streams, options.max_tokens)
     sys.stdout.write(json.dumps(outcome) + "\n")

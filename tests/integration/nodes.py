@@ -39,6 +39,21 @@ def prepare() -> None:
 
 
 @contextmanager
+def serve_alone(num_cpus: int) -> Iterator[str]:
+    """Ray and Serve in this process, on a node with so many cores to give; gives the URL of its proxy."""
+    import ray
+    from ray import serve
+
+    ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, logging_level="error")
+    try:
+        port = free_port()
+        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
 def redis() -> Iterator[str]:
     """A Redis server of our own, which keeps what the GCS must not forget; gives its address.
 

@@ -14,17 +14,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from cluster.settings import prepare_for_ray
 from tests.integration.kills import Comparison, Streams
-from tests.integration.running import eventually, free_port
+from tests.integration.nodes import prepare, serve_alone
+from tests.integration.running import eventually
 
 UPDATES: dict[str, dict[str, Any]] = {"same": {"block_size": 32}, "other": {"demo": "hybrid"}, "quantized": {}}
 """What an update changes: a key that decides no token but needs a restart; the target; over HTTP its quantization."""
@@ -34,23 +33,6 @@ ARGS: dict[str, Any] = {"num_speculative_tokens": 4, "drain_timeout_s": 600, "ac
 HEADERS = {"Authorization": f"Bearer {secrets.token_hex(8)}"}
 """The old replicas have the time that their streams need while new ones load beside them."""
 TIMEOUT_S = 200.0
-
-
-@contextmanager
-def service(changes: dict[str, Any]) -> Iterator[str]:
-    """The demo pair, with some keys changed, on a node with cores for old and new workers at once; gives its URL."""
-    import ray
-    from ray import serve
-
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="error")
-    try:
-        port = free_port()
-        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-        url = f"http://127.0.0.1:{port}"
-        deploy(changes)
-        yield url
-    finally:
-        ray.shutdown()
 
 
 def deploy(changes: dict[str, Any]) -> None:
@@ -143,12 +125,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=400)
     options = parser.parse_args(arguments)
-    prepare_for_ray()
-    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
+    prepare()
     os.environ["SPECDEC_API_KEYS"] = f"admin={HEADERS['Authorization'].removeprefix('Bearer ')}"
     with tempfile.TemporaryDirectory() as folder:
         lora = {"lora": {"folder": folder}}
-        with service(lora | BEFORE.get(options.update, {})) as url:
+        with serve_alone(num_cpus=8) as url:  # cores for old and new workers at once
+            deploy(lora | BEFORE.get(options.update, {}))
             load_adapter(url, folder)
             after = lora | UPDATES[options.update]
             outcome = under_update(url, options.update, after, options.streams, options.max_tokens)

@@ -15,6 +15,7 @@ import pytest
 from cluster.identity import demo_folder
 from specdec import ModelSource
 from specdec.models.describe import linear_shapes
+from tests.integration.kills import Comparison, Streams, kill_one
 from tests.integration.running import RunningService, eventually
 from tests.specdec.adapters import write_adapter
 
@@ -119,6 +120,36 @@ def test_one_ingress_that_hangs_costs_neither_health_nor_metrics_and_is_replaced
     eventually(lambda: len(processes(service, "OpenAIIngress")) == 2, 120, "another has taken its place")
     print(f"killed {time.monotonic() - started_s:.1f} s after it hung, at the latest ({gone_s:.1f} s waited)")
     assert service.is_ready()
+
+
+def test_an_ingress_that_dies_takes_its_own_streams_and_nothing_from_the_store(
+    service: RunningService, http: httpx.Client
+) -> None:
+    loaded = http.post("/load_lora_adapter", json={"lora_name": "sql", "lora_path": "sql"})
+    assert loaded.status_code == 200, loaded.text
+    kept = last_response(http)
+    assert kept["store"] is True
+    streams = Streams(service.url, "specdec-demo", count=12, max_tokens=300, headers=HEADERS)
+    with streams.running() as wait:
+        undisturbed = wait()
+    with streams.running() as wait:
+        eventually(streams.have_begun, 120, "all streams have begun")
+        killed, killed_s = kill_one(service, "ingress"), time.monotonic()
+        assert killed is not None
+        assert http.get(f"/responses/{kept['id']}").json() == kept
+        assert http.post("/completions", json={"model": "sql", "prompt": "x", "max_tokens": 1}).status_code == 200
+        answered_s = time.monotonic() - killed_s
+        compared = Comparison.of(wait(), undisturbed)
+    assert 0 < len(compared.broken) < streams.count, "those of the dead one alone"
+    assert compared.is_exact
+    assert compared.num_tokens == 300 * (streams.count - len(compared.broken))
+    eventually(lambda: len(processes(service, "OpenAIIngress")) == 2, 120, "another has taken its place")
+    eventually(service.is_ready, 120, "the service is ready")
+    ready_s = time.monotonic() - killed_s
+    for _ in range(8):  # the new one among them
+        assert http.get(f"/responses/{kept['id']}").json() == kept
+        assert http.get("/models/sql").status_code == 200
+    print(f"{len(compared.broken)} streams broke; answered after {answered_s:.1f} s, whole after {ready_s:.1f} s")
 
 
 def _is_there(process: psutil.Process) -> bool:
