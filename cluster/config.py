@@ -352,6 +352,11 @@ class ServiceConfig(AppArgs):
     update_timeout_s: float = Field(
         900.0, gt=0, le=604800, description="an update that takes longer is told by /health as late; it goes on"
     )
+    separate_draft: bool = Field(
+        False,
+        description="for specdec render: the draft model as a Serve application of its own, so that a change of one "
+        "model's keys, such as its quantization, leaves the other running; requests cannot name it as their model then",
+    )
     tls: Tls = Field(default_factory=Tls, description="HTTPS")
     tracing: Tracing = Field(default_factory=Tracing, description="OpenTelemetry traces")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from cluster.config import AppArgs, ServiceConfig, is_loopback
@@ -14,6 +15,14 @@ from specdec.errors import InvalidParameterError
 
 ROUTER = "SpeculationRouter"
 EVERY_ADDRESS = "0.0.0.0"
+DRAFT_APPLICATION = "deployments.app:build_draft_pool"
+DRAFT_APPLICATION_NAME = f"{APPLICATION_NAME}-draft"
+_BY_DEPLOYMENT = ("actors", "replicas", "updates")
+"""Sections with a key for each deployment."""
+_OF_SERVICE = ("method", "lookup_history_tokens", "heads", "tree_tokens")
+"""Keys of ``draft`` that the target goes by where the draft model is another application's."""
+_OF_DRAFT = ("model", "revision")
+"""Keys of ``target`` that a draft model is checked against."""
 
 
 def serve_config(config: ServiceConfig) -> dict[str, Any]:
@@ -27,33 +36,71 @@ def serve_config(config: ServiceConfig) -> dict[str, Any]:
     """
     _check(config)
     args = config.model_copy(update={"host": EVERY_ADDRESS}).app_args()
-    fixed, live = without_live(args.model_dump(mode="json", exclude_unset=True))
-    fixed.pop("updates", None)
-    if "replicas" in live and not _is_placed(args):
-        models = live["replicas"].keys() & {"target", "draft"}
-        fixed |= {"replicas": {part: most(getattr(args.replicas, part)) for part in sorted(models)}} if models else {}
-    if "lora" in live:  # their room is fixed, and which there are is not
-        fixed.setdefault("lora", {}).setdefault("room", "both" if args.lora.has_twins else "target")
+    drafters = []
+    if config.separate_draft:
+        args, of_draft = _separated(args)
+        drafters = [_draft_application(of_draft)]
     target, draft = LOADERS
     deployments = {"ingress": INGRESS, "router": ROUTER, "target": target, "draft": draft}
     if not args.has_own_draft:
         del deployments["draft"]
-    application = {
-        "name": APPLICATION_NAME,
-        "route_prefix": "/",
-        "import_path": APPLICATION,
-        "args": fixed,
-        "deployments": [
-            {"name": name, **_own_options(args, part), "user_config": live} for part, name in deployments.items()
-        ],
-    }
+    application = {"name": APPLICATION_NAME, "route_prefix": "/", "import_path": APPLICATION}
+    application |= _args_and_deployments(args, deployments)
     host = config.host if "host" in config.model_fields_set else EVERY_ADDRESS
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": host, "port": config.port, **config.tls.http_options()},
         "logging_config": {"encoding": config.log_format.upper(), "enable_access_log": False},
-        "applications": [application, *(_status_application(part, config) for part in STATUS_PARTS)],
+        "applications": [application, *drafters, *(_status_application(part, config) for part in STATUS_PARTS)],
     }
+
+
+def _args_and_deployments(args: AppArgs, deployments: dict[str, str]) -> dict[str, Any]:
+    fixed, live = without_live(args.model_dump(mode="json", exclude_unset=True))
+    fixed.pop("updates", None)
+    if "replicas" in live and not _is_placed(args, deployments):
+        models = live["replicas"].keys() & {"target", "draft"}
+        fixed |= {"replicas": {part: most(getattr(args.replicas, part)) for part in sorted(models)}} if models else {}
+    if "lora" in live:  # their room is fixed, and which there are is not
+        fixed.setdefault("lora", {}).setdefault("room", "both" if args.lora.has_twins else "target")
+    of_each = [{"name": name, **_own_options(args, part), "user_config": live} for part, name in deployments.items()]
+    return {"args": fixed, "deployments": of_each}
+
+
+def _draft_application(args: AppArgs) -> dict[str, Any]:
+    """The draft model's own application; see :func:`deployments.app.build_draft_pool`."""
+    _, draft = LOADERS
+    found = _args_and_deployments(args, {"draft": draft})
+    found["args"]["applications"] = [APPLICATION_NAME]
+    return {"name": DRAFT_APPLICATION_NAME, "route_prefix": None, "import_path": DRAFT_APPLICATION, **found}
+
+
+def _separated(args: AppArgs) -> tuple[AppArgs, AppArgs]:
+    """The arguments of the service and of its draft model: what one model's keys say is not in the other's.
+
+    Raises:
+        InvalidParameterError: There is no draft model, or it is not said who gets which devices.
+    """
+    key = "separate_draft"
+    if not args.has_own_draft:
+        raise InvalidParameterError(key, f"{key}: there is no draft model: leave it out, or name one")
+    if args.actors.target.num_gpus is None or args.actors.draft.num_gpus is None:
+        text = f"{key}: two applications share no devices out: set actors.target.num_gpus and actors.draft.num_gpus"
+        raise InvalidParameterError(key, text)
+    service = args.model_dump(mode="json", exclude_unset=True)
+    drafters = dict(service)
+    for section in _BY_DEPLOYMENT:
+        parts = service.pop(section, {})
+        drafters[section] = {"draft": parts.pop("draft")} if "draft" in parts else {}
+        service[section] = parts
+    draft, target = service.get("draft", {}), drafters.get("target", {})
+    service["draft"] = {"pool": DRAFT_APPLICATION_NAME} | {name: draft[name] for name in _OF_SERVICE if name in draft}
+    drafters["target"] = {name: target[name] for name in _OF_DRAFT if name in target}
+    return AppArgs.model_validate(_filled(service)), AppArgs.model_validate(_filled(drafters))
+
+
+def _filled(sections: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in sections.items() if value != {}}
 
 
 def node_environment(config: ServiceConfig) -> dict[str, str]:
@@ -69,9 +116,9 @@ def _own_options(args: AppArgs, part: str) -> dict[str, Any]:
     return options
 
 
-def _is_placed(args: AppArgs) -> bool:
+def _is_placed(args: AppArgs, deployments: Iterable[str]) -> bool:
     """Whether no model's share of a device depends on how many replicas there are."""
-    models = [args.actors.target, *([args.actors.draft] if args.has_own_draft else [])]
+    models = [getattr(args.actors, part) for part in ("target", "draft") if part in deployments]
     return all(one.num_gpus is not None and one.num_cpus is not None for one in models)
 
 
@@ -81,7 +128,7 @@ def _status_application(part: str, config: ServiceConfig) -> dict[str, Any]:
         "name": f"{APPLICATION_NAME}-{part}",
         "route_prefix": f"/{part}",
         "import_path": f"{STATUS}:build_{part}",
-        "args": status_args(config),
+        "args": status_args(config) | ({"draft_pool": DRAFT_APPLICATION_NAME} if config.separate_draft else {}),
     }
     if labels := config.actors.ingress.label_selector:
         options = {"num_cpus": 0, "label_selector": dict(labels)}

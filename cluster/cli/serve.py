@@ -15,6 +15,7 @@ from cluster.config_files import load_config
 from cluster.download import fetch_models
 from cluster.launch import LOCAL_APPLICATION, LocalService, check_port
 from cluster.supervise import STOP_TIMEOUT_S, StopRequested, catch_stop, stop_begun, supervised
+from specdec.errors import InvalidParameterError
 from specdec.types import Progress
 
 USAGE = "[MODEL] [--draft MODEL] [--config FILE.yaml] [--host HOST] [--port PORT] [KEY ...]"
@@ -56,6 +57,10 @@ def serve(config: ServiceConfig, application: str = LOCAL_APPLICATION) -> int:
 
 def run_service(config: ServiceConfig, application: str) -> int:
     """Bring the service up, say how to use it, report its changes until a signal comes, and stop it."""
+    if config.separate_draft:
+        raise InvalidParameterError(
+            "separate_draft", "separate_draft: is for a cluster, by specdec render: leave it out"
+        )
     report, is_chat = progress(), config.demo == "chat"
     config = fetch_models(config, report)
     service = LocalService(config, report, application)

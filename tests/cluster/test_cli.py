@@ -159,6 +159,7 @@ NOT_TOGETHER = OF_VLLM | {
     "target.device_map": "auto",
     "draft.device": "cpu",
     "draft.pool": "drafts",
+    "separate_draft": True,
     "lora.adapters": "sql=/srv/sql, chat=some/chat",
     "lora.room": "target",
     "lora.folder": "/srv/adapters",

@@ -273,6 +273,7 @@ def test_the_applications_arguments_are_all_but_the_address():
     assert {path.partition(".")[0] for path in key_paths(ServiceConfig)} - set(AppArgs.model_fields) == {
         "host",
         "port",
+        "separate_draft",
         "tls",
         "tracing",
         "update_timeout_s",

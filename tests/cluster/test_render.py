@@ -14,6 +14,7 @@ from cluster.live import LIVE_KEYS, reconfigured
 from cluster.overlays import laid_over, overlays
 from cluster.serve_config import serve_config
 from cluster.settings import RAY_SETTINGS
+from deployments.app import DraftPoolArgs
 from deployments.names import DEPLOYMENTS
 from deployments.status import StatusArgs
 from tests.cluster.test_cli import EXAMPLES, as_yaml
@@ -78,6 +79,55 @@ def test_a_draftless_service_has_no_deployment_of_drafts(service, capsys):
     assert [one["name"] for one in application["deployments"]] == ["OpenAIIngress", "SpeculationRouter", "TargetServer"]
 
 
+APART = {
+    "target": {"model": "t", "revision": "1"},
+    "draft": {"model": "d", "method": "lookup+model"},
+    "separate_draft": True,
+    "limits": {"retry_after_s": 7},
+    "replicas": {"draft": 2},
+    "actors": {"target": {"num_gpus": 1}, "draft": {"num_gpus": 0.5, "num_cpus": 1}},
+    "updates": {"draft": "replace"},
+}
+
+
+def test_a_separate_draft_is_an_application_whose_arguments_have_nothing_of_the_target(service, capsys):
+    main, draft, *status = printed(capsys, service(**APART))["applications"]
+    live = {"limits": {"retry_after_s": 7}}
+    assert main["args"] == {
+        "target": {"model": "t", "revision": "1"},
+        "draft": {"pool": "specdec-draft", "method": "lookup+model"},
+        "actors": {"target": {"num_gpus": 1.0}},
+    }
+    assert [one["name"] for one in main["deployments"]] == ["OpenAIIngress", "SpeculationRouter", "TargetServer"]
+    assert draft == {
+        "name": "specdec-draft",
+        "route_prefix": None,
+        "import_path": "deployments.app:build_draft_pool",
+        "args": {
+            "target": {"model": "t", "revision": "1"},
+            "draft": {"model": "d", "method": "lookup+model"},
+            "actors": {"draft": {"num_gpus": 0.5, "num_cpus": 1.0}},
+            "applications": ["specdec"],
+        },
+        "deployments": [
+            {"name": "DraftServer", "num_replicas": 2, "max_surge_percent": 0}
+            | {"user_config": live | {"replicas": {"draft": 2}}}
+        ],
+    }
+    assert DraftPoolArgs.model_validate(draft["args"]).app_args().has_own_draft
+    assert [one["args"]["draft_pool"] for one in status] == ["specdec-draft"] * 2
+
+
+@pytest.mark.parametrize(("role", "changed"), [("draft", [1]), ("target", [0])])
+def test_a_model_quantized_anew_is_an_update_of_its_own_application_alone(service, capsys, role, changed):
+    def versions(keys):
+        applications = printed(capsys, service(**keys))["applications"]
+        return [get_app_code_version(ServeApplicationSchema.model_validate(one)) for one in applications]
+
+    after = versions(APART | {role: APART[role] | {"quantization": "int8"}})
+    assert [i for i, (old, new) in enumerate(zip(versions(APART), after, strict=True)) if old != new] == changed
+
+
 def test_status_replicas_are_where_the_ingress_is(service, capsys):
     labels = {"role": "front"}
     rendered = printed(capsys, service(demo="plain", actors={"ingress": {"label_selector": labels}}))
@@ -114,6 +164,8 @@ def test_traces_need_variables_on_every_node(service, tmp_path, capsys):
         ({"demo": "plain", "tls": {"ssl_certfile": "c", "ssl_keyfile": "k"}}, ("--overlay", "dev"), "tls: "),
         ({"demo": "plain", "tls": {"ssl_certfile": "c"}}, (), "tls: ssl_certfile and ssl_keyfile need each other"),
         ({"target": "t", "draft": {"pool": "p"}}, (), "draft.pool: this is one application"),
+        (APART | {"draft": None}, (), "separate_draft: there is no draft model"),
+        (APART | {"actors": {}}, (), "separate_draft: two applications share no devices out"),
         ({"demo": "plain"}, ("--overlay", "nowhere"), "overlay: nowhere is no folder"),
         (
             {"demo": "plain", "store": {"redis_url": "redis://:hf_0123@host"}},
