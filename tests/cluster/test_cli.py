@@ -401,3 +401,8 @@ def test_settings_leave_what_the_user_has_set():
 def test_the_command_is_installed():
     command = Path(sys.executable).parent / "specdec"
     assert subprocess.run([command, "--version"], capture_output=True, text=True, timeout=60).returncode == 0
+
+
+def test_a_separate_draft_is_not_served_on_one_machine(capsys):
+    assert main(["serve", "--separate-draft"]) == 2
+    assert "separate_draft: is for a cluster" in capsys.readouterr().err
