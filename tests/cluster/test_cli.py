@@ -14,6 +14,7 @@ from cluster.cli import main
 from cluster.cli.flags import add_config_flags, add_model_argument, config_overrides, flag_of
 from cluster.cli.main import COMMANDS, build_parser
 from cluster.cli.other_servers import INSTEAD, advice
+from cluster.cli.serve import run_service
 from cluster.config import ServiceConfig
 from cluster.config_files import config_keys, load_config
 from cluster.launch import check_port
@@ -403,6 +404,6 @@ def test_the_command_is_installed():
     assert subprocess.run([command, "--version"], capture_output=True, text=True, timeout=60).returncode == 0
 
 
-def test_a_separate_draft_is_not_served_on_one_machine(capsys):
-    assert main(["serve", "--separate-draft"]) == 2
-    assert "separate_draft: is for a cluster" in capsys.readouterr().err
+def test_a_separate_draft_is_not_served_on_one_machine():
+    with pytest.raises(InvalidParameterError, match="separate_draft: is for a cluster"):
+        run_service(ServiceConfig(separate_draft=True), "")
