@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from cluster.demos import CHAT_MODEL
-from cluster.limits import Access, Limits, ResponsesStore, Store, Tls
+from cluster.limits import Access, Limits, ResponsesStore, Store, Tls, names
 from cluster.lora import LoraConfig
 from cluster.models import DraftConfig, TargetConfig
 from cluster.replicas import Replicas, Updates
@@ -115,7 +115,9 @@ class AppArgs(StrictModel):
     )
     target: TargetConfig = Field(default_factory=TargetConfig, description="the model that answers")
     draft: DraftConfig = Field(default_factory=DraftConfig, description="the model that proposes; none: no speculation")
-    served_model_name: str | None = Field(None, min_length=1, description="the model's name in the API")
+    served_model_name: Annotated[tuple[str, ...], BeforeValidator(names)] = Field(
+        (), description="the model's name in the API; requests may give further ones, answers give the first"
+    )
     max_model_len: int | None = Field(None, ge=2, le=1 << 24, description="prompt and output together, in tokens")
     block_size: int = Field(16, ge=1, le=1024, description="tokens in a block of the paged cache")
     max_num_batched_tokens: int | None = Field(
@@ -291,7 +293,9 @@ class AppArgs(StrictModel):
     @property
     def model_name(self) -> str:
         """The name that requests give as ``model``."""
-        return self.served_model_name or self.target.model or DEMO_MODEL_NAMES[self.demo]
+        if self.served_model_name:
+            return self.served_model_name[0]
+        return self.target.model or DEMO_MODEL_NAMES[self.demo]
 
     @property
     def most_draft_tokens(self) -> int:

@@ -67,7 +67,7 @@ def _chat_demo(args: A) -> A:
         draft = draft.model_copy(update=own)
     chat = {"model": str(demo_folder("chat-target")), "dtype": model_dtype(args, args.target)}
     target = args.target.model_copy(update=chat)
-    named = args.served_model_name or CHAT_MODEL
+    named = args.served_model_name or (CHAT_MODEL,)
     return args.model_copy(update={"demo": "plain", "target": target, "draft": draft, "served_model_name": named})
 
 

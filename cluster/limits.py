@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -137,12 +138,15 @@ class ResponsesStore(StrictModel):
 
 
 def origins(value: Any) -> Any:
-    """Read a list of origins; on a command line they are separated by commas.
+    """Read a list of origins; on a command line they are separated by commas, or are a JSON list as in vLLM.
 
     Raises:
         ValueError: One is neither ``*`` nor of the form ``https://host``.
     """
-    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        names: Any = json.loads(value)
+    else:
+        names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
     if not isinstance(names, (list, tuple)) or not all(
         isinstance(name, str) and _ORIGIN.fullmatch(name) for name in names
     ):
@@ -151,8 +155,20 @@ def origins(value: Any) -> Any:
 
 
 def names(value: Any) -> Any:
-    """Read a list of names; on a command line they are separated by commas."""
-    return tuple(name.strip() for name in value.split(",")) if isinstance(value, str) else value
+    """Read a list of names; in a text they are separated by commas.
+
+    Raises:
+        ValueError: One is empty.
+    """
+    if value is None:
+        return ()
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
+        return value
+    found = tuple(name.strip() for text in texts for name in text.split(","))
+    if "" in found:
+        raise ValueError("must be names with commas between them, none of them empty")
+    return found
 
 
 SharePrefixes = Literal["key", "group", "all"]

@@ -119,6 +119,24 @@ API_KEYS_VARIABLE = "SPECDEC_API_KEYS"
 _LEAST_KEY_CHARACTERS = 16
 
 
+def set_for_command(
+    api_keys: str, download_dir: str | None, environment: MutableMapping[str, str] = os.environ
+) -> None:
+    """Set what flags say that are no keys of the configuration, for this process and all it starts.
+
+    To be called before ``huggingface_hub`` is imported.
+
+    Args:
+        api_keys: Further entries of :data:`API_KEYS_VARIABLE`, with commas between them; may be empty.
+        download_dir: Where models of the hub are kept.
+        environment: Where to set it.
+    """
+    if api_keys:
+        environment[API_KEYS_VARIABLE] = ",".join(filter(None, (environment.get(API_KEYS_VARIABLE), api_keys)))
+    if download_dir is not None:
+        environment["HF_HUB_CACHE"] = download_dir
+
+
 def api_keys(file: str | None, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """API keys by their names: those of a file, ``name: key`` a line, and ``name=key,name=key`` of the environment.
 

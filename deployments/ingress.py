@@ -201,6 +201,7 @@ def model_info(args: AppArgs, own: Fingerprints) -> ModelInfo:
     """
     vocab_size = tokenizer_width(load_tokenizer(target_source(args)))
     target = _served(args, target_source(args), args.model_name, "target", vocab_size, own)
+    target = replace(target, other_names=args.served_model_name[1:])
     if not args.speculates:
         return ModelInfo(target, created_s=int(time.time()))
     # A draft model of another vocabulary cannot read what the service's tokenizer writes.

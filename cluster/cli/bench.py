@@ -19,7 +19,7 @@ from cluster.bench.report import BenchReport, Environment, command_line, process
 from cluster.bench.services import HttpRunner, Services
 from cluster.bench.summary import summarize
 from cluster.bench.trace import TraceSource, TracingRunner, check_trace
-from cluster.cli.flags import add_config_flags, config_overrides
+from cluster.cli.flags import Parser, add_config_flags, config_overrides
 from cluster.cli.serve import serve
 from cluster.config import ServiceConfig
 from cluster.config_files import config_keys, load_config
@@ -34,7 +34,7 @@ OWN_KEYS = {"num_speculative_tokens", "way", "host", "port", "trace"}
 Say = Callable[[str], None]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """The flags of ``specdec bench``."""
     parser.add_argument("--url", help="where a service listens; by default one is started per way")
     parser.add_argument("--offline", action="store_true", help="the engine in this process, in turn, without a service")

@@ -6,17 +6,15 @@ import argparse
 
 import yaml
 
-from cluster.cli.flags import add_config_flags, add_model_argument, config_overrides
+from cluster.cli.flags import Parser, add_service_flags, config_overrides
 from cluster.config_files import load_config
 
 USAGE = "[MODEL] [--draft MODEL] [--config FILE.yaml] [KEY ...]"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """The flags of ``specdec config``: those of ``specdec serve``."""
-    add_model_argument(parser)
-    parser.add_argument("--config", metavar="FILE.yaml", help="configuration file; flags win over it")
-    add_config_flags(parser)
+    add_service_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from cluster.cli.flags import add_config_flags, add_model_argument, config_overrides
+from cluster.cli.flags import Parser, add_service_flags, config_overrides
 from cluster.config_files import load_config
 
 if TYPE_CHECKING:
@@ -20,12 +20,10 @@ USAGE = "[MODEL] [--draft MODEL] [--config FILE.yaml] [--json] [KEY ...]"
 EXIT_CANNOT_BE_SERVED = 2
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """The flags of ``specdec doctor``."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_model_argument(parser)
-    parser.add_argument("--config", metavar="FILE.yaml", help="configuration file; flags win over it")
-    add_config_flags(parser)
+    add_service_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

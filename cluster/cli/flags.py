@@ -9,6 +9,7 @@ from collections.abc import Collection
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from cluster.cli.other_servers import advice
+from cluster.cli.vllm_flags import ALIASES, add_vllm_flags, vllm_overrides
 from cluster.config_files import config_keys, text_reader
 from cluster.strict import allowed_range
 from specdec.errors import InvalidParameterError
@@ -28,15 +29,52 @@ COMMON = (
 )
 """The keys that help shows first."""
 
+LISTS = ("served_model_name",)
+"""Keys whose flag takes several words."""
+
 _NEAR = 0.6
 """How alike two flags must be for one to be suggested in place of the other, from 0 to 1."""
 
 
+class _Help(argparse.Action):
+    """Prints a parser's help and ends the program."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        """Print it."""
+        if values not in (None, "all"):
+            parser.error(f"--help takes no word but all, not {values}")
+        print(parser.format_help(whole=values == "all"), end="")
+        parser.exit()
+
+
 class Parser(argparse.ArgumentParser):
-    """An argument parser that names the nearest known flag when it refuses one."""
+    """An argument parser that names the nearest known flag when it refuses one.
+
+    ``--help`` shows one screen, ``--help=all`` every flag.
+
+    Attributes:
+        further: Flags that only ``--help=all`` shows.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+        super().__init__(*args, **{"allow_abbrev": False, "add_help": False, **kwargs})
+        self.further: list[argparse.Action] = []
+        self.add_argument(
+            "-h", "--help", action=_Help, nargs="?", metavar="all", help="show this help; --help=all: every option"
+        )
+
+    def format_help(self, *, whole: bool = False) -> str:
+        """The help; without ``whole`` the flags in ``further`` are left out."""
+        if whole or not self.further:
+            return super().format_help()
+        texts = [(action, action.help) for action in self.further]
+        try:
+            for action, _ in texts:
+                action.help = argparse.SUPPRESS
+            return super().format_help()
+        finally:
+            for action, text in texts:
+                action.help = text
 
     def error(self, message: str) -> NoReturn:
         """End the program with one line and exit code 2."""
@@ -70,12 +108,15 @@ def flag_of(path: str) -> str:
     return "--" + SHORT_NAMES.get(path, path).replace(".", "-").replace("_", "-")
 
 
-def add_model_argument(parser: argparse.ArgumentParser) -> None:
-    """Take the target model as the first word, as other servers do; ``--target`` says the same."""
+def add_service_flags(parser: Parser) -> None:
+    """Add what says which service: the model, a file, every key of it, and vLLM's flags."""
     parser.add_argument("model", nargs="?", metavar="MODEL", help="the target model: hub id or local folder")
+    parser.add_argument("--config", metavar="FILE.yaml", help="configuration file; flags win over it")
+    add_config_flags(parser)
+    parser.further += add_vllm_flags(parser)
 
 
-def add_config_flags(parser: argparse.ArgumentParser, only: Collection[str] | None = None) -> None:
+def add_config_flags(parser: Parser, only: Collection[str] | None = None) -> None:
     """Add a flag for each key of the configuration, or for those named in ``only`` (keys or whole sections).
 
     The common ones stand in a group of their own, the others in a group per section of the YAML file.
@@ -89,15 +130,22 @@ def add_config_flags(parser: argparse.ArgumentParser, only: Collection[str] | No
         title = "common options" if path in COMMON else section if "." in path else "further options"
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
-        _add_flag(groups[title], path, field)
+        action = _add_flag(groups[title], path, field)
+        if path not in COMMON:
+            parser.further.append(action)
 
 
-def _add_flag(group: Any, path: str, field: Any) -> None:
+def _add_flag(group: Any, path: str, field: Any) -> argparse.Action:
     if field.annotation is bool:
         kind: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
     else:
         kind = {"metavar": _metavar(path, field.annotation), "type": text_reader(field.annotation)}
-    group.add_argument(flag_of(path), dest=path, default=argparse.SUPPRESS, help=_help(path, field), **kind)
+    if path in LISTS:
+        kind["nargs"] = "+"
+    names = [flag_of(path), *([ALIASES[path]] if path in ALIASES else [])]
+    kind |= {"dest": path, "default": argparse.SUPPRESS, "help": _help(path, field)}
+    action: argparse.Action = group.add_argument(*names, **kind)
+    return action
 
 
 def config_overrides(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -107,7 +155,7 @@ def config_overrides(arguments: argparse.Namespace) -> dict[str, Any]:
         InvalidParameterError: The first word and ``--target`` name two models.
     """
     given = vars(arguments)
-    overrides = {path: given[path] for path, _ in config_keys() if path in given}
+    overrides = vllm_overrides(arguments) | {path: given[path] for path, _ in config_keys() if path in given}
     model = given.get("model")
     if model is not None and model.lower() in ("true", "false"):
         raise InvalidParameterError("model", f"{model} is no model; flags that are on or off take no word")

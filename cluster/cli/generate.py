@@ -10,7 +10,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from cluster.cli.flags import add_config_flags, config_overrides
+from cluster.cli.flags import Parser, add_config_flags, config_overrides
 from cluster.config import ServiceConfig
 from cluster.config_files import load_config
 from specdec.errors import InvalidParameterError
@@ -47,7 +47,7 @@ _IN_TURN_TOKENS = 4
 USAGE = "PROMPT [--target MODEL --draft MODEL] [--temperature T] [--seed N] [--max-tokens N] [KEY ...]"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """The flags of ``specdec generate``."""
     parser.add_argument("prompt", metavar="PROMPT", help="text to continue; - reads it from standard input")
     parser.add_argument(

@@ -10,6 +10,8 @@ import specdec
 from cluster.cli import bench, config, demo, doctor, generate, render, serve
 from cluster.cli.failures import exit_code
 from cluster.cli.flags import Parser
+from cluster.cli.vllm_flags import key_entries
+from cluster.settings import set_for_command
 
 COMMANDS = {
     "serve": (serve, "serve a pair of models over HTTP until Ctrl-C"),
@@ -40,4 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     argcomplete.autocomplete(parser)
     arguments = parser.parse_args(argv)
     is_debugged = getattr(arguments, "log_level", "info") == "debug"
-    return exit_code(arguments.command, lambda: int(arguments.run(arguments)), is_debugged=is_debugged)
+
+    def run() -> int:
+        keys = key_entries(getattr(arguments, "api_key", None) or ())
+        set_for_command(keys, getattr(arguments, "download_dir", None))
+        return int(arguments.run(arguments))
+
+    return exit_code(arguments.command, run, is_debugged=is_debugged)

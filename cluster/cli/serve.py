@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 
 from cluster.cli.failures import exit_code
-from cluster.cli.flags import add_config_flags, add_model_argument, config_overrides
+from cluster.cli.flags import Parser, add_service_flags, config_overrides
 from cluster.config import ServiceConfig
 from cluster.config_files import load_config
 from cluster.download import fetch_models
@@ -21,11 +21,9 @@ from specdec.types import Progress
 USAGE = "[MODEL] [--draft MODEL] [--config FILE.yaml] [--host HOST] [--port PORT] [KEY ...]"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """The flags of ``specdec serve``: the file, and every key of it."""
-    add_model_argument(parser)
-    parser.add_argument("--config", metavar="FILE.yaml", help="configuration file; flags win over it")
-    add_config_flags(parser)
+    add_service_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

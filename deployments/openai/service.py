@@ -20,7 +20,7 @@ class ServedModel:
     """A model that requests can name.
 
     Attributes:
-        name: What requests give as ``model``.
+        name: What requests give as ``model``, and what answers name.
         max_model_len: Longest sequence, prompt and output together, in tokens.
         vocab_size: Number of token ids.
         eos_token_ids: Ids that end a sequence.
@@ -30,6 +30,7 @@ class ServedModel:
         parent: Of an adapter, the name of the model that it changes.
         adapter: With which the target answers, if it is one.
         draft_adapter: Its twin for the draft model, if there is one.
+        other_names: What requests may give as ``model``, too.
     """
 
     name: str
@@ -43,6 +44,7 @@ class ServedModel:
     parent: str | None = None
     adapter: Adapter | None = None
     draft_adapter: Adapter | None = None
+    other_names: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -89,9 +91,11 @@ class ModelInfo:
         Takes the same time however many adapters there are.
         """
         for model in self.base_models:
-            if name == model.name:
+            if name == model.name or name in model.other_names:
                 return model
-        return self.adapters.get(name.removeprefix(f"{self.target.name}:"))
+        base, colon, adapter = name.partition(":")
+        is_of_target = colon and base in (self.target.name, *self.target.other_names)
+        return self.adapters.get(adapter if is_of_target else name)
 
 
 @dataclass(frozen=True, slots=True)

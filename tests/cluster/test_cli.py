@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import argparse
 import json
 import socket
 import subprocess
@@ -11,14 +10,15 @@ import pytest
 import yaml
 
 from cluster.cli import main
-from cluster.cli.flags import add_config_flags, add_model_argument, config_overrides, flag_of
+from cluster.cli.flags import Parser, add_service_flags, config_overrides, flag_of
 from cluster.cli.main import COMMANDS, build_parser
 from cluster.cli.other_servers import INSTEAD, advice
 from cluster.cli.serve import run_service
+from cluster.cli.vllm_flags import key_entries
 from cluster.config import ServiceConfig
 from cluster.config_files import config_keys, load_config
 from cluster.launch import check_port
-from cluster.settings import RAY_SETTINGS, prepare_for_ray
+from cluster.settings import RAY_SETTINGS, api_keys, prepare_for_ray, set_for_command
 from specdec.errors import InvalidParameterError
 
 EXAMPLES = {
@@ -44,7 +44,7 @@ EXAMPLES = {
     "draft.compile": True,
     "draft.quantization": "int4",
     "draft.kv_memory": 0.25,
-    "served_model_name": "mine",
+    "served_model_name": "mine, also-mine",
     "max_model_len": 4096,
     "block_size": 32,
     "max_num_batched_tokens": 512,
@@ -181,9 +181,8 @@ def as_yaml(values, path):
 
 
 def from_flags(values):
-    parser = argparse.ArgumentParser()
-    add_model_argument(parser)
-    add_config_flags(parser)
+    parser = Parser()
+    add_service_flags(parser)
     argv = [_flag(key, value) for key, value in values.items()]
     return load_config(None, config_overrides(parser.parse_args(argv)))
 
@@ -217,7 +216,7 @@ def test_flags_win_over_the_environment_over_secrets_over_the_file(tmp_path, mon
     monkeypatch.setenv("SPECDEC__HOST", "2")
     path = as_yaml({"port": 0, "host": "0", "target.model": "t", "log_level": "error"}, tmp_path / "service.yaml")
     config = load_config(path, {"port": "3"}, tmp_path / "secrets")
-    assert (config.port, config.host, config.served_model_name, config.log_level) == (3, "2", "1", "error")
+    assert (config.port, config.host, config.served_model_name, config.log_level) == (3, "2", ("1",), "error")
     assert config.target.token.get_secret_value() == "1"
 
 
@@ -317,7 +316,7 @@ def run(*argv):
 
 def test_help_names_every_flag_of_the_configuration(capsys):
     with pytest.raises(SystemExit) as caught:
-        main(["serve", "--help"])
+        main(["serve", "--help=all"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
     assert all(flag_of(key) in text for key, _ in config_keys())
@@ -407,3 +406,85 @@ def test_the_command_is_installed():
 def test_a_separate_draft_is_not_served_on_one_machine():
     with pytest.raises(InvalidParameterError, match="separate_draft: is for a cluster"):
         run_service(ServiceConfig(separate_draft=True), "")
+
+
+def overrides_of(*words):
+    return config_overrides(build_parser().parse_args(["serve", *words]))
+
+
+@pytest.mark.parametrize(
+    ("words", "overrides"),
+    [
+        (("--dtype", "bfloat16"), {"target.dtype": "bfloat16"}),
+        (("--quantization", "fp8"), {"target.quantization": "fp8"}),
+        (("--max-num-seqs", "8"), {"max_num_seqs": "8"}),
+        (("--max-num-batched-tokens", "512"), {"max_num_batched_tokens": "512"}),
+        (("--max-lora-rank", "32"), {"lora.max_rank": "32"}),
+        (("--max-logprobs", "5"), {"limits.max_logprobs": "5"}),
+        (("--ssl-certfile", "c", "--ssl-keyfile", "k"), {"tls.ssl_certfile": "c", "tls.ssl_keyfile": "k"}),
+        (("--served-model-name", "a", "b"), {"served_model_name": ["a", "b"]}),
+        (
+            ("--enable-lora", "--lora-modules", "a=/x", '{"name": "b", "path": "/y", "base_model_name": "m"}'),
+            {"lora.adapters": [{"name": "a", "path": "/x"}, {"name": "b", "path": "/y"}]},
+        ),
+        (("--enable-lora", "--lora-folder", "/x"), {"lora.folder": "/x"}),
+        (
+            ("--speculative-config", '{"model": "d", "num_speculative_tokens": 3}'),
+            {"draft.method": "model", "draft.model": "d", "num_speculative_tokens": 3},
+        ),
+        (
+            ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'),
+            {"draft.method": "lookup", "num_speculative_tokens": 3},
+        ),
+        (
+            ("--speculative-config", '{"method": "medusa", "model": "h"}'),
+            {"draft.method": "heads", "draft.heads": "h"},
+        ),
+    ],
+)
+def test_vllms_flags_set_our_keys(words, overrides):
+    assert overrides_of(*words) == overrides
+
+
+def test_origins_may_be_a_json_list_as_in_vllm():
+    config = load_config(None, overrides_of("--allowed-origins", '["https://a.example", "*"]'))
+    assert config.access.allowed_origins == ("https://a.example", "*")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--speculative-config", "{"), "--speculative-config: not JSON"),
+        (("--speculative-config", "[]"), "must be a JSON object"),
+        (("--speculative-config", '{"prompt_lookup_max": 4}'), "unknown key 'prompt_lookup_max'; allowed are model"),
+        (("--speculative-config", '{"method": "eagle"}'), "method must be one of draft_model, ngram, medusa"),
+        (("--lora-modules", "a"), "a must have the form NAME=PATH"),
+        (("--lora-modules", '{"name": "a"}'), "must have name and path"),
+        (("--enable-lora",), "name adapters by --lora-modules"),
+    ],
+)
+def test_vllms_flags_with_wrong_values_are_refused(words, message):
+    with pytest.raises(InvalidParameterError, match=message):
+        overrides_of(*words)
+
+
+def test_keys_of_the_command_line_join_those_of_the_environment():
+    environment = {"SPECDEC_API_KEYS": "ann=0123456789abcdef"}
+    set_for_command(key_entries(["fedcba9876543210"]), "/models", environment)
+    assert api_keys(None, environment) == {"ann": "0123456789abcdef", "command-line-1": "fedcba9876543210"}
+    assert environment["HF_HUB_CACHE"] == "/models"
+    with pytest.raises(InvalidParameterError, match="comma"):
+        key_entries(["a,b"])
+
+
+def test_the_help_is_a_screen_and_all_of_it_is_asked_for(capsys):
+    shown = []
+    for words in (("--help",), ("--help=all",)):
+        with pytest.raises(SystemExit) as ended:
+            main(["serve", *words])
+        assert ended.value.code == 0
+        shown.append(capsys.readouterr().out)
+    assert len(shown[0].splitlines()) <= 50
+    assert "--help=all" in shown[0]
+    assert "--target-dtype" not in shown[0]
+    assert all(flag_of(key) in shown[1] for key, _ in config_keys())

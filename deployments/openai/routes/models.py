@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ router = APIRouter(prefix="/v1")
 async def models(api: ApiOf) -> Response:
     """All models that requests can name."""
     info = api.service.model_info()
-    served = [*info.base_models, *info.adapters.values()]
+    others = (replace(info.target, name=name) for name in info.target.other_names)
+    served = [*info.base_models, *others, *info.adapters.values()]
 
     def write() -> Response:
         return JSONResponse({"object": "list", "data": [_model(model, info.created_s) for model in served]})

@@ -1,0 +1,130 @@
+"""vLLM's flags, where they mean the same here. What they set are keys of ours, each of which has a flag of its own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from specdec.errors import InvalidParameterError
+
+ALIASES = {
+    "target.dtype": "--dtype",
+    "target.quantization": "--quantization",
+    "target.revision": "--revision",
+    "target.token": "--hf-token",
+    "limits.max_logprobs": "--max-logprobs",
+    "lora.max_loras": "--max-loras",
+    "lora.max_rank": "--max-lora-rank",
+    "tls.ssl_certfile": "--ssl-certfile",
+    "tls.ssl_keyfile": "--ssl-keyfile",
+    "access.allowed_origins": "--allowed-origins",
+}
+"""By key, vLLM's flag for it: another name of its own flag."""
+
+_METHODS = {"draft_model": "model", "ngram": "lookup", "medusa": "heads"}
+"""By vLLM's name of a method of drafting, ours."""
+_SPECULATIVE_KEYS = ("model", "num_speculative_tokens", "method")
+
+
+def add_vllm_flags(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Add and return the flags of vLLM's that are more than another name of one key."""
+    group = parser.add_argument_group("as in vLLM")
+    return [
+        group.add_argument(
+            "--speculative-config",
+            metavar="JSON",
+            help=f"draft model, number of tokens and method ({', '.join(_METHODS)}) as one object: "
+            """'{"model": "M", "num_speculative_tokens": 4}'""",
+        ),
+        group.add_argument(
+            "--lora-modules", nargs="+", metavar="NAME=PATH", help="adapters by name; an entry may be a JSON object"
+        ),
+        group.add_argument(
+            "--enable-lora", action="store_true", help="needs --lora-modules or --lora-folder, and adds nothing"
+        ),
+        group.add_argument(
+            "--api-key",
+            nargs="+",
+            metavar="KEY",
+            help="keys that callers need, at least 16 characters each; other users of this machine can read them in "
+            "its list of processes: access.api_keys_file is safer",
+        ),
+        group.add_argument(
+            "--download-dir", metavar="FOLDER", help="where models of the hub are kept, for this command alone"
+        ),
+    ]
+
+
+def vllm_overrides(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What these flags say, by key.
+
+    Raises:
+        InvalidParameterError: One has a value that it cannot have.
+    """
+    given = vars(arguments)
+    overrides: dict[str, Any] = {}
+    if given.get("speculative_config") is not None:
+        overrides |= _speculative(given["speculative_config"])
+    if given.get("lora_modules"):
+        overrides["lora.adapters"] = [_module(entry) for entry in given["lora_modules"]]
+    if given.get("enable_lora") and not (
+        {"lora.adapters", "lora.folder", "lora.hub"} & (overrides.keys() | given.keys())
+    ):
+        text = "--enable-lora: name adapters by --lora-modules, or by --lora-folder where requests may load them from"
+        raise InvalidParameterError("enable-lora", text)
+    return overrides
+
+
+def key_entries(keys: Sequence[str]) -> str:
+    """API keys of the command line in the form of the variable that has them.
+
+    Raises:
+        InvalidParameterError: One holds a comma.
+    """
+    if any("," in key for key in keys):
+        raise InvalidParameterError("api-key", "--api-key: a key must not hold a comma; give several as words")
+    return ",".join(f"command-line-{number}={key}" for number, key in enumerate(keys, 1))
+
+
+def _object(flag: str, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise InvalidParameterError(flag, f"--{flag}: not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise InvalidParameterError(flag, f"--{flag}: must be a JSON object")
+    return found
+
+
+def _speculative(text: str) -> dict[str, Any]:
+    flag, found = "speculative-config", _object("speculative-config", text)
+    unknown = found.keys() - set(_SPECULATIVE_KEYS)
+    if unknown:
+        allowed = ", ".join(_SPECULATIVE_KEYS)
+        raise InvalidParameterError(flag, f"--{flag}: unknown key '{min(unknown)}'; allowed are {allowed}")
+    named = found.get("method", "draft_model" if "model" in found else None)
+    if named is not None and named not in _METHODS:
+        raise InvalidParameterError(flag, f"--{flag}: method must be one of {', '.join(_METHODS)}")
+    overrides: dict[str, Any] = {}
+    if named is not None:
+        overrides["draft.method"] = _METHODS[named]
+    if "num_speculative_tokens" in found:
+        overrides["num_speculative_tokens"] = found["num_speculative_tokens"]
+    if "model" in found and named != "ngram":
+        overrides["draft.heads" if named == "medusa" else "draft.model"] = found["model"]
+    return overrides
+
+
+def _module(entry: str) -> dict[str, Any]:
+    if entry.lstrip().startswith("{"):
+        found = _object("lora-modules", entry)
+        unknown = found.keys() - {"name", "path", "base_model_name"}
+        if unknown or not {"name", "path"} <= found.keys():
+            raise InvalidParameterError("lora-modules", "--lora-modules: an object must have name and path")
+        return {"name": found["name"], "path": found["path"]}
+    name, _, path = entry.partition("=")
+    if not name or not path:
+        raise InvalidParameterError("lora-modules", f"--lora-modules: {entry} must have the form NAME=PATH")
+    return {"name": name, "path": path}
