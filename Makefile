@@ -128,7 +128,7 @@ check: $(DEV)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@$(PYTEST) tests/test_layers.py
+	@$(BIN)/lint-imports --no-cache
 
 format: $(DEV)
 	@$(BIN)/ruff format .

@@ -33,10 +33,11 @@ from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.tokens import SharedTokens, TokenBuffer
 from specdec.types import Tokens
+from tests.sizes import sized
 from tests.specdec.engine.test_heads import LinearHeads
 
 VOCAB, NUM_TOKENS, END = 6, 12, 5
-NUM_DRAWS = (1_000, pytest.param(250_000, marks=[pytest.mark.whole, pytest.mark.timeout(1800)]))
+NUM_DRAWS = sized(1_000, 250_000)
 """Under the rejection rule; under the coupled one equal tokens are asked for, by the tests of each kind of draft."""
 PROMPT = (1, 2, 3, 4, 0) * 2
 PLAN = Plan(num_draft_tokens=2, num_branches=4, acceptance_rate=0.9)
@@ -258,17 +259,17 @@ SETUPS = {
 """Where a draft model's drafts and others are both to be had, each is verified often."""
 
 
-@pytest.mark.parametrize("num_draws", NUM_DRAWS)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", SETUPS)
-def test_output_is_the_targets_in_distribution(name: str, num_draws: int) -> None:
-    assert p_value(SETUPS[name], num_draws) > 1e-3
+def test_output_is_the_targets_in_distribution(name: str) -> None:
+    assert p_value(SETUPS[name], NUM_DRAWS) > 1e-3
 
 
 def test_under_the_coupled_rule_it_is_so_as_well() -> None:
-    assert p_value(Setup(acceptance="coupled", ends=False, noise=0.8), NUM_DRAWS[0]) > 1e-3
+    assert p_value(Setup(acceptance="coupled", ends=False, noise=0.8), 1_000) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["in_turn_and_often_late", "trees_or_model"])
+@pytest.mark.parametrize("name", sized(["trees_or_model"], ["in_turn_and_often_late", "trees_or_model"]))
 def test_a_chain_that_ends_with_its_text_would_be_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its length, or when it is complete, decides whether it is verified, and depends on what was drawn."""
 
@@ -279,6 +280,7 @@ def test_a_chain_that_ends_with_its_text_would_be_found(name: str, monkeypatch: 
     assert p_value(SETUPS[name], 9_000) < 1e-6
 
 
+@pytest.mark.whole
 def test_a_sibling_that_is_kept_too_often_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A point mass that is told as less is kept more often than the target says it."""
 
@@ -306,6 +308,7 @@ def test_a_looked_up_token_that_is_kept_too_often_would_be_found(monkeypatch: py
     assert p_value(SETUPS["prediction"], 1_000) < 1e-6
 
 
+@pytest.mark.whole
 def test_a_bonus_that_chooses_the_branch_and_is_tested_again_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(logits: Tensor) -> Backend:
         backend = BonusTestedAgain(logits)

@@ -1,4 +1,4 @@
-"""Over 200 schemas: every output is valid, or a valid beginning, and is the same however it was drafted and batched."""
+"""Over many schemas (208 in full): every output is valid, or a valid beginning, however it was drafted and batched."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from specdec.sampling import matchers as matchers_module
 from specdec.sampling.matchers import Matchers
 from specdec.sampling.params import Acceptance
 from specdec.sampling.rows import RowGroup
+from tests.sizes import sized
 from tests.specdec.engine.controlled import ControlledService
 from tests.specdec.engine.pairs import Case, Output, collect
 from tests.specdec.engine.schemas import grammar_of, is_valid, make_schemas
@@ -34,11 +35,12 @@ from tests.specdec.engine.test_structured import (
 
 Length = int | Literal["auto"]
 TEMPERATURES = (0.0, 1.0)
-LENGTHS: tuple[Length, ...] = (0, 1, 4, 8, "auto")
+LENGTHS: tuple[Length, ...] = sized((4, "auto"), (0, 1, 4, 8, "auto"))
 SIZES = (1, 16)
-SCHEMAS = make_schemas(208)
-NUM_DRAWN = 4
-SHORT, EVERY = 6, 17
+SCHEMAS = make_schemas(sized(32, 208))
+NUM_DRAWN = sized(2, 4)
+"""Cells of each schema."""
+SHORT, EVERY = 6, sized(13, 17)
 """Of so many outputs one has few tokens, to be cut off."""
 
 
@@ -52,6 +54,8 @@ class Cell(NamedTuple):
 
 
 CELLS = [Cell(*values) for values in product(TEMPERATURES, LENGTHS, PAIRS, SIZES)]
+CHOSEN = sized([("plain", 1.0), ("hybrid", 0.0)], list(product(PAIRS, TEMPERATURES)))
+"""Pairs and temperatures."""
 
 
 @cache
@@ -131,25 +135,24 @@ def cells_of(pair: str, temperature: float) -> list[Cell]:
 
 
 def drawn_cells() -> dict[Cell, list[int]]:
-    """Four cells for each schema: two for each of two pairs and temperatures, as each needs a run without drafts."""
+    """Cells for each schema, of two pairs and temperatures, as each needs a run without drafts."""
     numbers: defaultdict[Cell, list[int]] = defaultdict(list)
     for number in range(len(SCHEMAS)):
         rng = random.Random(number)
-        for pair, temperature in rng.sample(list(product(PAIRS, TEMPERATURES)), 2):
+        for pair, temperature in rng.sample(CHOSEN, 2):
             for cell in rng.sample(cells_of(pair, temperature), NUM_DRAWN // 2):
                 numbers[cell].append(number)
     return {cell: numbers[cell] for cell in CELLS}
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("pair", PAIRS)
-def test_each_schema_in_four_cells(pair: str, temperature: float) -> None:
+@pytest.mark.parametrize(("pair", "temperature"), CHOSEN)
+def test_each_schema_in_some_cells(pair: str, temperature: float) -> None:
     drawn = drawn_cells()
-    assert sum(map(len, drawn.values())) == NUM_DRAWN * len(SCHEMAS) >= 4 * 200
+    assert sum(map(len, drawn.values())) == NUM_DRAWN * len(SCHEMAS)
     seen = check_cells({cell: drawn[cell] for cell in cells_of(pair, temperature)})
     assert seen["length"] > 0
-    assert seen["drafted"] > 1_000
-    assert len([name for name in seen if name.startswith("auto")]) > 4, "the controller has changed nothing"
+    assert seen["drafted"] > sized(100, 1_000)
+    assert len([name for name in seen if name.startswith("auto")]) > sized(1, 4), "the controller has changed nothing"
 
 
 @pytest.mark.whole
@@ -162,11 +165,11 @@ def test_each_schema_in_all_cells(pair: str, temperature: float) -> None:
     print(f"{len(SCHEMAS)} schemas in {len(cells)} cells: {dict(seen)}")
 
 
-FEW = list(range(1, 33))
+FEW = list(range(1, sized(17, 33)))
 
 
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
-@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("temperature", sized((1.0,), TEMPERATURES))
 def test_masks_in_both_models_waste_no_draft(
     acceptance: Acceptance, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ from specdec.sampling.grammars import Grammars
 from specdec.sampling.params import Acceptance, SamplingParams, SequenceSpec
 from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.types import Tokens
+from tests.sizes import sized
 
 EOS, LETTERS = 0, "abcde"
 V, NUM_DRAFTED = 1 + len(LETTERS), 3
@@ -110,8 +111,8 @@ def p_value(counts: Counter[Tokens]) -> float:
 
 @pytest.mark.parametrize("masks_drafts", [True, False], ids=["masked drafts", "drafts without masks"])
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
-@pytest.mark.parametrize("count", [2_000, pytest.param(60_000, marks=pytest.mark.whole)])
-def test_texts_follow_the_target(acceptance: Acceptance, masks_drafts: bool, count: int) -> None:
+def test_texts_follow_the_target(acceptance: Acceptance, masks_drafts: bool) -> None:
+    count = sized(1_000, 60_000)
     counts = texts(acceptance, count, masks_drafts=masks_drafts)
     num_tokens = sum(len(text) * number for text, number in counts.items())
     print(f"{num_tokens} tokens, p = {p_value(counts):.3f}")

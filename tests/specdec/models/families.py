@@ -4,6 +4,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from tests.sizes import sized
+
 VOCAB_SIZE = 128
 _MIXED = ["sliding_attention", "full_attention"] * 2
 _COMMON = {
@@ -75,6 +77,8 @@ FAMILIES = {
         },
     ),
 }
+SOME_FAMILIES = sized(("llama", "mistral", "gemma3", "gpt_oss", "deepseek_v3", "qwen2_moe"), tuple(FAMILIES))
+"""One of a kind, or all."""
 REFUSED = {
     "bloom": ("Bloom", {"n_layer": 2, "n_head": 4}),
     "llama4": (

@@ -13,6 +13,7 @@ from specdec.models.plan import RowSpan
 from specdec.models.recurrent.slots import Route, SequenceState, Window
 from specdec.models.recurrent.step import StateRow
 from specdec.models.runner import ModelRunner, RowInput
+from tests.sizes import sized
 from tests.specdec.models.recurrent_families import RECURRENT, make_recurrent
 from tests.specdec.models.rounds import WINDOW, Rounds, make_runner, pair, play, whole_forwards
 
@@ -20,11 +21,7 @@ ROUTES: tuple[Route, ...] = ("states", "rescan")
 TOLERANCE = 2e-4
 DRAFT_LENGTHS = (1, 2, 5, 8)
 ONE_OF_A_KIND = ("qwen3_5", "kimi_linear", "bamba", "jamba", "lfm2")
-EVERY_ONE = [
-    *ONE_OF_A_KIND,
-    *(pytest.param(family, marks=pytest.mark.whole) for family in RECURRENT if family not in ONE_OF_A_KIND),
-]
-"""One of a kind always, the others in the long runs."""
+EVERY_ONE = sized(ONE_OF_A_KIND, tuple(RECURRENT))
 
 
 NUM_ROUNDS = 8
@@ -39,7 +36,7 @@ def verify_each(family: str, route: Route) -> float:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("family", EVERY_ONE)
 def test_edge_16_convolutions_and_states_roll_back_together(
     family: str, route: Route, record_property: Callable[[str, object], None]
 ) -> None:
@@ -54,7 +51,7 @@ def draft_mixed(game: Rounds) -> None:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("family", EVERY_ONE)
 def test_drafts_read_token_by_token_are_taken_back(
     family: str, route: Route, record_property: Callable[[str, object], None]
 ) -> None:
@@ -66,7 +63,7 @@ def test_drafts_read_token_by_token_are_taken_back(
 @pytest.mark.whole
 @pytest.mark.parametrize("num_draft_tokens", DRAFT_LENGTHS)
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("family", EVERY_ONE)
 def test_drafts_of_each_length_are_taken_back(
     family: str, route: Route, num_draft_tokens: int, record_property: Callable[[str, object], None]
 ) -> None:
@@ -96,7 +93,7 @@ runner_module_state_row = runner_module.state_row
 
 
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("family", EVERY_ONE)
 def test_the_comparison_sees_a_state_that_is_not_rolled_back(
     family: str, route: Route, monkeypatch: pytest.MonkeyPatch
 ) -> None:

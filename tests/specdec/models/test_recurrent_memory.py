@@ -13,12 +13,12 @@ from specdec.models.memory import plan_memory
 from specdec.models.recurrent.pool import StatePool, bytes_per_slot, choose_window, state_bytes
 from specdec.models.recurrent.slots import StateSlots, Window
 from specdec.models.runner import ModelRunner
-from tests.specdec.models.recurrent_families import RECURRENT, make_recurrent
+from tests.specdec.models.recurrent_families import make_recurrent
 from tests.specdec.models.rounds import WINDOW, make_runner, pair
-from tests.specdec.models.test_recurrent import ONE_OF_A_KIND, ROUTES, keep_refused
+from tests.specdec.models.test_recurrent import EVERY_ONE, ONE_OF_A_KIND, ROUTES, keep_refused
 
 
-@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("family", EVERY_ONE)
 def test_families_are_admitted(family: str) -> None:
     runner = make_runner(pair(family)[0], "states")
     report = check_admission(runner)

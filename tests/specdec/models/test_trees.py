@@ -8,7 +8,7 @@ import torch
 from specdec.models.loading import prepare_model
 from specdec.models.runner import ModelRunner, RowInput
 from specdec.sampling.trees import path_to
-from tests.specdec.models.families import FAMILIES, VOCAB_SIZE, make_model
+from tests.specdec.models.families import SOME_FAMILIES, VOCAB_SIZE, make_model
 from tests.specdec.operators import Operators
 
 PARENTS = (-1, 0, 1, -1, 0, 3, 3, 5, 1, 2, 2)
@@ -28,7 +28,7 @@ def runner_of(family: str) -> ModelRunner:
     return ModelRunner(prepare_model(make_model(family), "tiny"), num_blocks=80, block_size=4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SOME_FAMILIES)
 @pytest.mark.parametrize("parents", [PARENTS, MANY])
 def test_each_token_of_a_tree_is_answered_as_at_the_end_of_its_path(family: str, parents: tuple[int, ...]) -> None:
     """Beside a longer and a shorter row without trees; windows are shorter than the past."""

@@ -1,0 +1,42 @@
+"""What import-linter does not see: modules that are named by strings, and what a command imports when it starts."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = re.compile(r"(specdec|cluster|deployments|k8s|tests|benchmarks|examples)(\.\w+)+:\w+")
+ORDER = ("specdec", "cluster", "deployments", "k8s", "tests", "benchmarks", "examples")
+
+
+def named() -> Iterator[tuple[str, str]]:
+    """Each package, and what its strings name as ``module:object``."""
+    for package in ORDER[:4]:
+        for file in (ROOT / package).rglob("*.py"):
+            strings = (node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant))
+            yield from ((package, one) for one in strings if isinstance(one, str) and NAMES.fullmatch(one))
+
+
+def test_modules_that_strings_name_exist_and_are_not_above() -> None:
+    found = list(named())
+    assert len(found) > 4
+    for package, name in found:
+        module, _, attribute = name.partition(":")
+        spec = importlib.util.find_spec(module)
+        assert spec is not None, name
+        assert spec.origin is not None, name
+        assert re.search(rf"\b{attribute}\b", Path(spec.origin).read_text()), name
+        assert module.split(".")[0] in ORDER[:3], name
+        assert package != "specdec" or module.startswith("specdec."), name
+
+
+def test_the_command_line_imports_no_heavy_library() -> None:
+    code = "import sys, cluster.cli; print({'torch', 'ray', 'transformers', 'fastapi'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
