@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cluster.demos import demo_folder
 from specdec import ModelSource, SpeculativeEngine
 from specdec.control.gains import DraftGains
 from specdec.engine.draft_backend import ModelDrafter
@@ -239,7 +240,7 @@ def test_hooks_see_each_path_alone_and_prefixes_that_are_read_already_change_not
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_grammar_cuts_what_it_forbids_and_no_token_changes(temperature: float) -> None:
-    options = replace(OPTIONS, heads=HeadsOptions(str(DEMO / "heads"), 64, 12))
+    options = replace(OPTIONS, heads=HeadsOptions(str(demo_folder("heads")), 64, 12))
     engine = SpeculativeEngine.from_pretrained(ModelSource(str(DEMO / "target")), options=options)
     params = sampling_of(temperature, PERSON)
     drafted, plain = (

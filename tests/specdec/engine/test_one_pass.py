@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from cluster.demos import demo_folder
 from examples.train_draft.one_pass import with_mask_token
 from specdec.engine.build import BackendOptions, build_drafter, build_target
 from specdec.engine.engine import SpeculativeEngine
@@ -32,7 +33,7 @@ def source(folder: Path) -> ModelSource:
 
 
 TARGET = source(DRAFT.parent / "target")
-HYBRID = source(DRAFT.parent / "hybrid")
+HYBRID = source(demo_folder("hybrid"))
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.demos import demo_folder
 from specdec.engine.build import BackendOptions, build_drafter, build_target
 from specdec.engine.engine import SpeculativeEngine
 from specdec.engine.translator import Translator
@@ -28,7 +29,7 @@ def source(folder: Path) -> ModelSource:
     return ModelSource(str(folder), device="cpu", dtype="float32")
 
 
-TARGETS = {"plain": source(DRAFT.parent / "target"), "hybrid": source(DRAFT.parent / "hybrid")}
+TARGETS = {"plain": source(DRAFT.parent / "target"), "hybrid": source(demo_folder("hybrid"))}
 
 
 @pytest.fixture(scope="module")

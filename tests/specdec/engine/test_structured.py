@@ -14,6 +14,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import specdec.demo
+from cluster.demos import demo_folder
 from specdec import BackendOptions, GenerationResult, Grammar, ModelSource, SamplingParams, SpeculativeEngine
 from specdec.errors import InvalidParameterError
 from specdec.models.loading import LoadedModel, load_model
@@ -37,7 +38,7 @@ MAX_TOKENS = 96
 def engine_of(pair: str) -> SpeculativeEngine:
     target = "hybrid" if pair == "hybrid" else "target"
     return SpeculativeEngine.from_pretrained(
-        ModelSource(str(DEMO / target)), ModelSource(str(DEMO / "draft")), options=OPTIONS
+        ModelSource(str(demo_folder(target))), ModelSource(str(DEMO / "draft")), options=OPTIONS
     )
 
 
@@ -63,7 +64,7 @@ def make_sampler() -> Sampler:
 
 @cache
 def model_of(name: str) -> LoadedModel:
-    return load_model(ModelSource(str(DEMO / name)))
+    return load_model(ModelSource(str(demo_folder(name))))
 
 
 def runner_of(name: str) -> ModelRunner:
@@ -232,7 +233,7 @@ def test_with_all_else_at_once_no_token_changes() -> None:
     )
     prompts = ["x = 1\n" * 30 + f"record_{i} = " for i in range(5)]
     options = replace(OPTIONS, max_model_len=256, max_num_batched_tokens=24, kv_memory=18 * 393_216)
-    target, draft = (ModelSource(str(DEMO / name)) for name in ("target", "draft"))
+    target, draft = (ModelSource(str(demo_folder(name))) for name in ("target", "draft"))
     short = SpeculativeEngine.from_pretrained(target, draft, options=options, num_speculative_tokens=4)
     wanted = engine_of("plain").generate_batch(prompts, params, seed=9, max_tokens=60, num_speculative_tokens=0)
     results = short.generate_batch(prompts, params, seed=9, max_tokens=60)
