@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
 import re
 from collections.abc import Callable, Iterable
@@ -29,6 +28,7 @@ from deployments.openai.schemas.adapters import LoadAdapterBody, UnloadAdapterBo
 from deployments.openai.service import ServedModel
 from deployments.openai.strict_json import StrictJsonRoute
 from deployments.store import NOTHING, Changes, Store
+from deployments.transport.link import spawn
 from specdec.errors import InvalidParameterError, ModelLoadError, ServiceUnavailableError, SpecdecError
 from specdec.models.describe import linear_shapes
 from specdec.models.fingerprint import ADAPTER_WEIGHTS, adapter_folder, adapter_reference
@@ -178,8 +178,7 @@ class LoadedAdapters:
 
     def start(self) -> None:
         """Follow the store from now on, on the event loop."""
-        # Serve takes calls made in a request's context for a part of that request, and cancels them with it.
-        self._task = asyncio.create_task(self._watch(), context=contextvars.Context())
+        self._task = spawn(self._watch())
 
     def close(self) -> None:
         """Follow it no more."""

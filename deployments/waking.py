@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
 from collections.abc import Callable
 from typing import Any
+
+from deployments.transport.link import spawn
 
 logger = logging.getLogger("ray.serve")
 
@@ -27,8 +28,7 @@ class Waker:
     def __init__(self, is_wanted: Callable[[], bool], call: Callable[[], Any]) -> None:
         self._is_wanted = is_wanted
         self._call = call
-        # Serve takes calls made in a request's context for a part of that request, and cancels them with it.
-        self._task = asyncio.create_task(self._run(), context=contextvars.Context())
+        self._task = spawn(self._run())
 
     def close(self) -> None:
         """Call no more."""
