@@ -8,7 +8,6 @@ from specdec.models.recurrent.binding import ScanShape
 from specdec.models.recurrent.scan import Scan
 from specdec.models.recurrent.slots import Window
 from specdec.models.recurrent.step import ScanGroup, StateStep
-from specdec.models.zeros import zeros
 
 
 class OneState:
@@ -21,7 +20,7 @@ class OneState:
     """
 
     def __init__(self, shape: ScanShape, num_slots: int, window: Window) -> None:
-        self._pool = zeros((num_slots, *shape.state_shape), torch.float32, shape.device)
+        self._pool = torch.zeros(num_slots, *shape.state_shape, device=shape.device)
 
     @property
     def num_bytes(self) -> int:

@@ -277,8 +277,8 @@ class AppArgs(StrictModel):
         if self.draft.has_heads and (self.is_scripted or self.target.engine == "vllm"):
             raise refused_key("draft.method", "draft.method: scripted tokens and vLLM's engine take no heads")
         others_engine = self.is_scripted or self.target.engine != "transformers"
-        if self.lora.is_enabled and (others_engine or self.target.compile or self.draft.compile):
-            text = "lora: adapters need plain layers of our own engine: leave out vllm, compile and scripted"
+        if self.lora.is_enabled and others_engine:
+            text = "lora: adapters need our own engine: leave out vllm and scripted"
             raise refused_key("lora", text)
         if self.acceptance != "coupled" and not self.speculates:
             needs = f"acceptance: {self.acceptance} needs drafts: give draft too, a model or draft.method: lookup"

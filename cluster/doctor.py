@@ -195,7 +195,7 @@ def _comparison(
     length = min(NUM_TOKENS, built.memory.max_model_len)
     options = BackendOptions(length, max_num_seqs=NUM_TEXTS, skip_admission_check=True, measures_step=False)
     try:
-        original = build_target(replace(source, quantization="none", compile=False), options, progress)[1]
+        original = build_target(replace(source, quantization="none"), options, progress)[1]
     except SpecdecError as error:
         findings.remarks.append(f"{source.path} is not compared with itself unquantized: {error}")
         return None

@@ -87,4 +87,4 @@ def _engine(args: AppArgs, model: ModelConfig) -> list[str]:
         return quantized
     device = "cpu" if model.device == "cpu" else "any"
     versions = [f"torch {version('torch')}", f"transformers {version('transformers')}"]
-    return [*versions, device, f"compile {model.compile}", *quantized]
+    return [*versions, device, *quantized]

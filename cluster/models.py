@@ -58,10 +58,6 @@ class ModelConfig(StrictModel):
     device_map: str | dict[str, int | str] | None = Field(
         None, description="accelerate's device map, for several devices"
     )
-    compile: bool = Field(
-        False,
-        description="compile the layers with torch's Inductor: faster steps, a slower start; needs a C++ compiler",
-    )
     quantization: Quantization = Field(
         "none",
         description="weights of linear layers in fewer bits, by torchao: int8, int4 (with dtype bfloat16) or fp8; "
@@ -110,8 +106,6 @@ class TargetConfig(ModelConfig):
             return self
         if self.device != "auto" or self.device_map is not None:
             raise ValueError("device and device_map are not for engine vllm: it takes the GPUs that its replica has")
-        if self.compile:
-            raise ValueError("compile is not for engine vllm: it compiles unless engine_args has enforce_eager")
         if self.quantization != "none":
             raise ValueError("quantization is not for engine vllm: say it in engine_args")
         refused = refused_argument(self.engine_args)

@@ -114,7 +114,6 @@ def _source(args: AppArgs, config: ModelConfig, path: str, takes_adapters: bool)
         dtype=model_dtype(args, config),
         device=config.device,
         device_map=config.device_map,
-        compile=config.compile,
         quantization=config.quantization,
         adapters=AdapterRoom(args.lora.max_loras, args.lora.max_rank) if takes_adapters else None,
     )

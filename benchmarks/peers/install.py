@@ -39,13 +39,10 @@ class Peer:
 
 PEERS = {
     "ours": Peer("specdec"),
-    "ours_compiled": Peer("specdec"),
     "service": Peer("specdec"),
-    "service_compiled": Peer("specdec"),
     "service_vllm": Peer("specdec, target in vLLM"),
     "service_vllm_in_turn": Peer("specdec, target in vLLM, in turn"),
     "assisted": Peer("transformers, assisted generation"),
-    "assisted_compiled": Peer("transformers, assisted generation"),
     "assisted_default": Peer("transformers, assisted generation as it comes"),
     "openvino": Peer(
         "OpenVINO GenAI",

@@ -10,12 +10,11 @@ from loop import answer_requests, arguments
 from transformers import AutoModelForCausalLM
 
 
-def main(*, is_tuned: bool = True, is_compiled: bool = False) -> None:
+def main(*, is_tuned: bool = True) -> None:
     """Load the pair and answer.
 
     Args:
         is_tuned: With the draft length that was asked for, every round; else as transformers does it by itself.
-        is_compiled: With the decoder layers of both models compiled, for any length.
     """
     given = arguments()
     torch.set_num_threads(given.threads)
@@ -30,12 +29,6 @@ def main(*, is_tuned: bool = True, is_compiled: bool = False) -> None:
         settings = f"{given.num_speculative_tokens} draft tokens, constant schedule, confidence threshold 0"
     else:
         settings = "all else as transformers sets it"
-
-    if is_compiled:
-        settings += ", layers compiled (torch.compile, dynamic)"
-        torch._dynamo.config.recompile_limit = 64  # of its many shapes; beyond the limit it would run as before
-        for layer in (*target.model.layers, *draft.model.layers):
-            layer.compile(dynamic=True)
 
     @torch.inference_mode()
     def generate(prompt_ids: list[int], max_tokens: int, num_speculative_tokens: int) -> dict[str, Any]:

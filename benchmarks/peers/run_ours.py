@@ -13,12 +13,12 @@ from cluster.bench.load import fresh_salt
 from specdec import BackendOptions, ModelSource, SamplingParams, SpeculativeEngine
 
 
-def main(*, is_compiled: bool = False) -> None:
+def main() -> None:
     """Load the pair and answer."""
     given = arguments()
     torch.set_num_threads(given.threads)
     folders = given.target, given.draft
-    sources = [ModelSource(folder, dtype=given.dtype, device="cpu", compile=is_compiled) for folder in folders]
+    sources = [ModelSource(folder, dtype=given.dtype, device="cpu") for folder in folders]
     engine = SpeculativeEngine.from_pretrained(*sources, options=BackendOptions(kv_memory=256 << 20))
     sampling = SamplingParams(temperature=0, ignore_eos=True)
 
@@ -28,7 +28,7 @@ def main(*, is_compiled: bool = False) -> None:
         return {"token_ids": list(result.token_ids), "num_accepted": result.stats.num_accepted_tokens}
 
     versions = {"specdec": specdec.__version__, "torch": importlib.metadata.version("torch")}
-    answer_requests(versions, f"engine in process, in turn{', layers compiled' if is_compiled else ''}", generate)
+    answer_requests(versions, "engine in process, in turn", generate)
 
 
 if __name__ == "__main__":

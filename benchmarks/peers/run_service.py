@@ -21,12 +21,12 @@ from cluster.models import DraftConfig, TargetConfig
 REQUEST_TIMEOUT_S = 600
 
 
-def main(*, is_compiled: bool = False, engine: Mapping[str, Any] = MappingProxyType({}), **keys: Any) -> None:
+def main(*, engine: Mapping[str, Any] = MappingProxyType({}), **keys: Any) -> None:
     """Serve the pair as the service does by default, but for ``engine``'s keys of the target and others; and ask it."""
     given = arguments()
     config = ServiceConfig(
-        target=TargetConfig(model=given.target, dtype=given.dtype, compile=is_compiled, **engine),
-        draft=DraftConfig(model=given.draft, dtype=given.dtype, compile=is_compiled),
+        target=TargetConfig(model=given.target, dtype=given.dtype, **engine),
+        draft=DraftConfig(model=given.draft, dtype=given.dtype),
         **keys,
     )
     with Services({"": config}, serve) as services:
@@ -48,7 +48,7 @@ def main(*, is_compiled: bool = False, engine: Mapping[str, Any] = MappingProxyT
         settings = "service over HTTP, draft and target in two processes, one thread each; way and draft length: auto"
         for name, value in {**engine, **keys}.items():
             settings += f"; {name}: {value}"
-        answer_requests(versions, f"{settings}{'; layers compiled' if is_compiled else ''}", generate)
+        answer_requests(versions, settings, generate)
 
 
 if __name__ == "__main__":

@@ -186,11 +186,7 @@ def _gathered(
 
 
 def _keys_of(pool: torch.Tensor, group: AttentionGroup, workspace: Workspace, name: str) -> torch.Tensor:
-    """What a group's rows read, [R, S, H_kv, D]: a view where the blocks are consecutive, else a copy."""
-    if group.run is not None:
-        first = group.run + group.first_key
-        return pool.flatten(0, 1)[first : first + group.num_keys].unsqueeze(0)
-    assert group.blocks is not None
+    """A copy of what a group's rows read, [R, S, H_kv, D]."""
     buffer = workspace.rows(name, len(group.blocks), pool)
     torch.index_select(pool, 0, group.blocks, out=buffer)
     slots = buffer.view(group.num_rows, -1, *pool.shape[2:])

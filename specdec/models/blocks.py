@@ -12,8 +12,6 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-import numpy as np
-
 from specdec.models.recurrent.slots import SequenceState
 from specdec.tokens import TokenBuffer, TokenSequence, as_array
 
@@ -66,8 +64,7 @@ class BlockGroup:
         self.num_blocks = self.null_block = num_blocks
         self.window = window
         self._num_users = [0] * num_blocks
-        self._is_empty = np.ones(num_blocks, dtype=np.int8)
-        self._num_empty = num_blocks
+        self._empty = [*reversed(range(num_blocks))]
         self._reusable: OrderedDict[int, bytes] = OrderedDict()
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
@@ -78,7 +75,7 @@ class BlockGroup:
     @property
     def num_free(self) -> int:
         """Blocks nobody uses, those kept only for prefix reuse included."""
-        return self._num_empty + len(self._reusable)
+        return len(self._empty) + len(self._reusable)
 
     @property
     def num_in_use(self) -> int:
@@ -111,7 +108,7 @@ class BlockGroup:
             # Its only user is about to change it: what it was kept for is no longer in it.
             self._forget(table[tail])
             return
-        copy = self._take(table[tail - 1] if tail else None)
+        copy = self._take()
         self._copies.append((table[tail], copy))
         self._uncleared.discard(copy)  # the copy overwrites all of it
         self._release(table[tail])
@@ -120,7 +117,7 @@ class BlockGroup:
     def grow(self, table: list[int], num_blocks: int) -> None:
         """Take blocks until the table has ``num_blocks``."""
         while len(table) < num_blocks:
-            table.append(self._take(table[-1] if table else None))
+            table.append(self._take())
 
     def cut(self, table: list[int], num_blocks: int) -> None:
         """Give back all but the first ``num_blocks`` blocks."""
@@ -196,30 +193,18 @@ class BlockGroup:
         self._uncleared.clear()
         return blocks
 
-    def _take(self, previous: int | None) -> int:
-        """A block for one user: the one after ``previous`` if it can be had, since runs are read without gathering."""
-        if not self._num_empty:
+    def _take(self) -> int:
+        """A block for one user: an empty one, else the reusable one that was released first."""
+        if self._empty:
+            block = self._empty.pop()
+        else:
             block, digest = self._reusable.popitem(last=False)
             del self._block_of[digest], self._digest_of[block]
-        else:
-            block = 0 if previous is None else previous + 1
-            if previous is None or block >= self.num_blocks or not self._is_empty[block]:
-                block = self._roomiest_block()
-            self._is_empty[block] = 0
-            self._num_empty -= 1
         self._num_users[block] = 1
         if self._was_used[block]:
             self._uncleared.add(block)
         self._was_used[block] = 1
         return block
-
-    def _roomiest_block(self) -> int:
-        """The middle of the longest run of empty blocks (its start, if that is the pool's start)."""
-        edges = np.flatnonzero(np.diff(self._is_empty, prepend=0, append=0))
-        starts, ends = edges[::2], edges[1::2]
-        longest = int(np.argmax(ends - starts))
-        start, end = int(starts[longest]), int(ends[longest])
-        return start if start == 0 else (start + end) // 2
 
     def _release(self, block: int) -> None:
         self._num_users[block] -= 1
@@ -229,8 +214,7 @@ class BlockGroup:
         if digest is not None:
             self._reusable[block] = digest
         else:
-            self._is_empty[block] = 1
-            self._num_empty += 1
+            self._empty.append(block)
 
     def _forget(self, block: int) -> None:
         digest = self._digest_of.pop(block, None)

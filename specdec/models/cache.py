@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 
 import torch
 from transformers.cache_utils import Cache
@@ -13,7 +13,6 @@ from specdec.models.latent import compact
 from specdec.models.plan import StepPlan
 from specdec.models.probe import AttentionLayer
 from specdec.models.recurrent.pool import StatePool
-from specdec.models.zeros import zeros
 
 
 def group_window(layer: AttentionLayer) -> int | None:
@@ -45,8 +44,8 @@ class PagedCache(Cache):  # type: ignore[misc]
             number = self._group_of[layer.index] = windows.index(group_window(layer))
             shape = (pool.groups[number].num_blocks + 1, pool.block_size, layer.num_key_heads)
             # Zeros, since masked keys are still multiplied: what was never written must be finite.
-            keys = zeros((*shape, layer.key_dim), layer.dtype, layer.device)
-            self._pools[layer.index] = (keys, zeros((*shape, layer.value_dim), layer.dtype, layer.device))
+            make = partial(torch.zeros, dtype=layer.dtype, device=layer.device)
+            self._pools[layer.index] = (make((*shape, layer.key_dim)), make((*shape, layer.value_dim)))
             if layer.is_latent:
                 self._latent.add(layer.index)
 

@@ -16,7 +16,6 @@ from torch.nn.functional import silu
 
 from specdec.errors import ModelLoadError
 from specdec.models.loading import LoadedModel
-from specdec.models.packed import pack_linear_layers
 
 
 class DraftHeads(Protocol):
@@ -180,7 +179,6 @@ def load_heads(path: str, target: LoadedModel) -> MedusaHeads:
     heads = MedusaHeads(config, lm_head if borrows else None)
     _fill(heads, weights, token_map, path)
     heads.eval().requires_grad_(False).to(lm_head.weight.device, target.dtype)
-    pack_linear_layers(heads)
     return heads
 
 

@@ -21,11 +21,9 @@ from transformers import (
 from specdec.errors import ModelLoadError
 from specdec.models.allocation import allocation
 from specdec.models.attention import ATTENTION_NAME, register_attention
-from specdec.models.compiled import compile_layers
 from specdec.models.configuration import eos_token_ids, generation_defaults, max_model_len
 from specdec.models.loaded_bytes import BAR, watched, weights_bytes
 from specdec.models.lora.slots import AdapterRoom, AdapterSlots
-from specdec.models.packed import pack_linear_layers
 from specdec.models.probe import AttentionLayer, find_layers
 from specdec.models.quantization import is_quantized, quantizing, stored_bytes
 from specdec.models.quiet import Bar, no_bar, quiet
@@ -54,8 +52,6 @@ class ModelSource:
         device: ``auto`` is the first GPU, or the CPU where there is none; else a torch device such as ``cuda:1``.
         device_map: How accelerate spreads the layers over devices (``auto``, or module names to devices); None puts
             all on ``device``.
-        compile: Compile the decoder layers (:func:`specdec.models.compiled.compile_layers`), for the
-            number of threads that torch has at load.
         quantization: Weights of linear layers in fewer bits: see :func:`specdec.models.quantization.quantizing`.
         adapters: Room for LoRA adapters; None serves none.
     """
@@ -66,7 +62,6 @@ class ModelSource:
     dtype: DTypeName = "auto"
     device: str = "auto"
     device_map: str | dict[str, int | str] | None = None
-    compile: bool = False
     quantization: Quantization = "none"
     adapters: AdapterRoom | None = None
 
@@ -140,10 +135,7 @@ def load_model(source: ModelSource, progress: Progress | None = None) -> LoadedM
     if source.quantization != "none" and not any(map(is_quantized, loaded.model.modules())):
         raise ModelLoadError(f"no layer of {source.path} can be quantized by {source.quantization}")
     if source.adapters is not None:
-        loaded = replace(loaded, adapters=_adapter_slots(loaded, source.adapters, source.compile))
-    if source.compile:
-        report(f"compiling the layers of {source.path}")
-        report(_compile(loaded))
+        loaded = replace(loaded, adapters=_adapter_slots(loaded, source.adapters))
     report(
         f"loaded {source.path}: {loaded.num_parameters / 1e6:,.1f} M parameters, "
         f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device}"
@@ -151,22 +143,11 @@ def load_model(source: ModelSource, progress: Progress | None = None) -> LoadedM
     return loaded
 
 
-def _adapter_slots(loaded: LoadedModel, room: AdapterRoom, is_compiled: bool) -> AdapterSlots:
+def _adapter_slots(loaded: LoadedModel, room: AdapterRoom) -> AdapterSlots:
     if loaded.opaque_state is not None:
         raise ModelLoadError(f"{loaded.name} takes no adapters: it keeps a state that can only be copied")
-    if is_compiled:
-        raise ModelLoadError(f"compiled layers of {loaded.name} take no adapters; set compile to false")
     with allocation(ModelLoadError, f"room for adapters of {loaded.name} does not fit into the memory there is"):
         return AdapterSlots(loaded.model, room)
-
-
-def _compile(loaded: LoadedModel) -> str:
-    if loaded.opaque_state is not None:
-        raise ModelLoadError(
-            f"no layer of {loaded.name} can be compiled: it keeps a state that can only be copied; set compile to false"
-        )
-    with quiet():
-        return str(compile_layers(loaded.model, loaded.name, loaded.max_model_len))
 
 
 def load_config(source: ModelSource) -> PretrainedConfig:
@@ -195,8 +176,7 @@ def prepare_model(model: PreTrainedModel, name: str) -> LoadedModel:
     """Set the paged attention in a model that is in memory, and gather what the engine needs to know of it.
 
     Args:
-        model: A causal language model of transformers; it is put into eval mode and changed in place: on a CPU it can
-            neither be saved nor trained afterwards (:func:`specdec.models.packed.pack_linear_layers`).
+        model: A causal language model of transformers; it is put into eval mode and changed in place.
         name: For messages.
 
     Raises:
@@ -211,7 +191,7 @@ def prepare_model(model: PreTrainedModel, name: str) -> LoadedModel:
         attention_layers, recurrent_layers, opaque_state = _find_layers(model, longest)
     device = model.get_input_embeddings().weight.device
     head = model.get_output_embeddings()
-    loaded = LoadedModel(
+    return LoadedModel(
         model=model,
         config=text,
         name=name,
@@ -227,8 +207,6 @@ def prepare_model(model: PreTrainedModel, name: str) -> LoadedModel:
         recurrent_layers=recurrent_layers,
         opaque_state=opaque_state,
     )
-    pack_linear_layers(model)
-    return loaded
 
 
 def _find_layers(

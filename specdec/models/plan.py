@@ -18,8 +18,6 @@ MAX_SHORT_TOKENS = 16
 """Rows of at most this many new tokens are read in padded groups."""
 MAX_TILE_TOKENS = 512
 """Longer rows are cut into tiles of this many queries, so that masks stay small."""
-MIN_RUN_NUMBERS = 24_000
-"""On a CPU, a row whose keys lie in one run of at least this many numbers is read in place, by itself."""
 MAX_GROUP_NUMBERS = {"cpu": 2_500_000}
 """Bound on the numbers gathered as keys for one group: a CPU's caches hold no more."""
 _MAX_GROUP_NUMBERS_ELSEWHERE = 64_000_000
@@ -63,9 +61,8 @@ class AttentionGroup:
         num_rows: R.
         num_queries: T, queries per row; shorter rows repeat their last token.
         queries: Flat indices of the queries: a slice where they are consecutive, else int64 [R * T].
-        blocks: Blocks to gather, int64 [R * blocks per row]; None where ``run`` says where the keys lie.
-        run: First slot of a single row whose blocks are consecutive.
-        num_keys: S, keys per row, counted from ``first_key`` in the gathered or consecutive slots.
+        blocks: Blocks to gather, int64 [R * blocks per row].
+        num_keys: S, keys per row, counted from ``first_key`` in the gathered slots.
         first_key: Keys to skip at the beginning of the first block.
         mask: Additive (0 or -inf), [R, 1, heads per key head * T, S] where ``is_packed``, else [1, 1, T, S]; None where
             every query reads every key, or where ``is_causal``.
@@ -76,8 +73,7 @@ class AttentionGroup:
     num_rows: int
     num_queries: int
     queries: slice | torch.Tensor
-    blocks: torch.Tensor | None
-    run: int | None
+    blocks: torch.Tensor
     num_keys: int
     first_key: int
     mask: torch.Tensor | None
@@ -165,8 +161,6 @@ class StepPlan:
 
     def _group(self, batch: list[KeySpan], shape: _LayerShape) -> AttentionGroup:
         num_queries = max(span.row.num_new_tokens for span in batch)
-        single = batch[0] if len(batch) == 1 else None
-        run = single.blocks[0] * self.block_size if single and single.is_run else None
         first_key = min(span.first - span.base for span in batch)
         num_keys = max(span.num_keys for span in batch) - first_key
         is_packed = num_queries <= MAX_SHORT_TOKENS
@@ -175,15 +169,12 @@ class StepPlan:
         if not is_causal and not (num_queries == 1 and _have_same_keys(batch)):
             mask = _mask(batch, num_queries, first_key, num_keys, shape)
             mask = mask.repeat(1, 1, shape.heads_per_key, 1) if is_packed else mask
-        blocks = None
-        if run is None:
-            blocks = torch.tensor(padded_block_table([span.blocks for span in batch]), device=shape.device).view(-1)
+        table = padded_block_table([span.blocks for span in batch])
         return AttentionGroup(
             num_rows=len(batch),
             num_queries=num_queries,
             queries=_query_indices([span.row for span in batch], num_queries, shape.device),
-            blocks=blocks,
-            run=run,
+            blocks=torch.tensor(table, device=shape.device).view(-1),
             num_keys=num_keys,
             first_key=first_key,
             mask=mask,
@@ -214,11 +205,6 @@ class KeySpan:
         """Positions from ``base`` to the row's end."""
         return self.row.length - self.base
 
-    @property
-    def is_run(self) -> bool:
-        """Whether the blocks are consecutive."""
-        return self.blocks == list(range(self.blocks[0], self.blocks[0] + len(self.blocks)))
-
 
 def _tiles(rows: Sequence[RowSpan]) -> Iterator[RowSpan]:
     for row in rows:
@@ -230,12 +216,10 @@ def _tiles(rows: Sequence[RowSpan]) -> Iterator[RowSpan]:
 def _batches(spans: list[KeySpan], key_width: int, device: torch.device) -> list[list[KeySpan]]:
     """Split spans into groups: long ones alone, short ones with others of about the same size."""
     max_keys = max_group_numbers(device) // key_width
-    min_run = MIN_RUN_NUMBERS // key_width if device.type == "cpu" else None
     batches: list[list[KeySpan]] = []
     shared: list[KeySpan] = []
     for span in spans:
-        is_read_in_place = min_run is not None and span.num_keys >= min_run and span.is_run
-        if is_read_in_place or span.row.num_new_tokens > MAX_SHORT_TOKENS:
+        if span.row.num_new_tokens > MAX_SHORT_TOKENS:
             batches.append([span])
         else:
             shared.append(span)

@@ -10,7 +10,6 @@ from transformers import PretrainedConfig, PreTrainedModel, TorchAoConfig
 
 from specdec.errors import ModelLoadError
 from specdec.models.fingerprint import torchao_version
-from specdec.models.quantized import QuantizedProduct
 from specdec.types import Quantization
 
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
@@ -71,9 +70,7 @@ def own_quantization(config: PretrainedConfig) -> str | None:
 
 def is_quantized(module: nn.Module) -> bool:
     """Whether a layer multiplies with a weight that torchao has made."""
-    return isinstance(getattr(module, "product", None), QuantizedProduct) or (
-        isinstance(module, nn.Linear) and hasattr(module.weight, "__tensor_flatten__")
-    )
+    return isinstance(module, nn.Linear) and hasattr(module.weight, "__tensor_flatten__")
 
 
 def stored_bytes(model: PreTrainedModel) -> int:

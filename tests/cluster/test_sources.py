@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cluster.config import AppArgs
-from cluster.sources import backend_options, draft_source, target_source
+from cluster.sources import backend_options
 from specdec.errors import InvalidParameterError
 from tests.cluster import processors
 
@@ -13,12 +13,6 @@ from tests.cluster import processors
 def options_with(*names):
     args = AppArgs.model_validate({"logits_processors": list(names)})
     return [backend_options(args, model) for model in (args.target, args.draft)]
-
-
-def test_each_model_is_compiled_where_that_is_asked_for():
-    args = AppArgs.model_validate({"draft": {"compile": True}})
-    sources = target_source(args), draft_source(args)
-    assert [source.compile for source in sources] == [False, True]
 
 
 def test_both_models_get_the_processors_in_their_order():

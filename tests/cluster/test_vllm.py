@@ -30,7 +30,6 @@ def args_of(**target: Any) -> AppArgs:
         ({"engine": "transformers", "allow_untested": True}, "need engine: vllm"),
         ({"device": "cuda:1"}, "device and device_map are not for engine vllm"),
         ({"device_map": "auto"}, "device and device_map are not for engine vllm"),
-        ({"compile": True}, "compile is not for engine vllm"),
         ({"engine_args": {"max_model_len": 4}}, "max_model_len is said by max_model_len"),
         ({"engine_args": {"trust_remote_code": True}}, "trust_remote_code is set by specdec"),
         ({"engine_args": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size is not tested"),

@@ -12,8 +12,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.models.packed import PackedLinear
-
 _NOT_ADAPTED = frozenset({"experts", "kv_b_proj"})
 """Parts of the names of layers that do not read just the step's tokens: experts, and what expands cached latents."""
 AdapterRun = tuple[int, int, int]
@@ -41,9 +39,7 @@ def adaptable_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, PackedLinear))
-        and module is not head
-        and _NOT_ADAPTED.isdisjoint(name.split("."))
+        if isinstance(module, nn.Linear) and module is not head and _NOT_ADAPTED.isdisjoint(name.split("."))
     }
 
 
@@ -57,8 +53,7 @@ class AdapterSlots:
     """Adapters of a model that is in memory, each in a slot.
 
     Every linear layer adds to its result, whatever multiplies there: in a step the tokens of each adapter that is in it
-    take a pair of products more, and the others nothing. Layers that are multiplied in one (``packed.py``) share the
-    first product of the pair.
+    take a pair of products more, and the others nothing.
 
     Args:
         model: Its layers are made to call.
@@ -74,27 +69,23 @@ class AdapterSlots:
         self.room = room
         self.shapes = layer_shapes(model)
         self._step = _Step()
-        self._places: dict[str, tuple[_Layers, int]] = {}
-        together: dict[int, dict[str, Any]] = {}
-        for name, module in adaptable_layers(model).items():
-            together.setdefault(id(getattr(module, "product", module)), {})[name] = module
-        self._groups = [_Layers(layers, model.dtype, room, self._step) for layers in together.values()]
-        for group in self._groups:
-            self._places |= {name: (group, index) for index, name in enumerate(group.names)}
-        self.num_bytes = sum(group.down.nbytes + sum(up.nbytes for up in group.ups) for group in self._groups)
+        self._layers = {
+            name: _Layer(name, module, model.dtype, room, self._step)
+            for name, module in adaptable_layers(model).items()
+        }
+        self.num_bytes = sum(layer.down.nbytes + layer.up.nbytes for layer in self._layers.values())
 
     def put(self, slot: int, weights: Iterable[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
         """Copy an adapter to a slot, in place of the one that was there."""
-        for group in self._groups:
-            group.clear(slot)
+        for layer in self._layers.values():
+            layer.clear(slot)
         for name, down, up in weights:
-            group, index = self._places[name]
-            group.put(index, slot, down, up)
+            self._layers[name].put(slot, down, up)
 
     @contextmanager
     def used(self, runs: Sequence[AdapterRun], num_tokens: int) -> Iterator[None]:
         """Around a forward pass of ``num_tokens`` in which these use adapters; the others are the base model's."""
-        self._step.products = _products(runs, self._groups[0].down.device)
+        self._step.products = _products(runs, next(iter(self._layers.values())).down.device)
         self._step.slots, self._step.num_tokens = frozenset(slot for slot, _, _ in runs), num_tokens
         try:
             yield
@@ -151,36 +142,27 @@ def _product(runs: list[AdapterRun], device: torch.device) -> _Product:
     return _Product(slots, tokens, torch.tensor(filled_up, device=device), torch.tensor(places, device=device))
 
 
-class _Layers:
-    """Linear layers that read the same inputs: adds to their results what the step's adapters make of these."""
+class _Layer:
+    """Adds to a linear layer's results what the step's adapters make of its inputs."""
 
-    def __init__(self, layers: dict[str, Any], dtype: torch.dtype, room: AdapterRoom, step: _Step) -> None:
-        self.names = [*layers]
-        modules = [*layers.values()]
-        self._step, self._rank = step, room.max_rank
+    def __init__(self, name: str, module: Any, dtype: torch.dtype, room: AdapterRoom, step: _Step) -> None:
+        self._name, self._step = name, step
         self._filled: set[int] = set()
-        self._sizes = [module.out_features for module in modules]
-        if isinstance(modules[0], PackedLinear):
-            device = torch.device("cpu")
-            modules[0].product.added = self._add
-        else:
-            device = modules[0].weight.device
-            modules[0].register_forward_hook(lambda _, inputs, output: self._add(inputs[0], output))
+        device = module.weight.device
+        module.register_forward_hook(lambda _, inputs, output: self._add(inputs[0], output))
         if device.type == "cpu":
             dtype = torch.float32  # a call of its bfloat16 products costs several times what so small a product does
-        make = partial(torch.zeros, room.max_loras, dtype=dtype, device=device)
-        self.down = make(len(modules) * room.max_rank, modules[0].in_features)
-        self.ups = [make(room.max_rank, size) for size in self._sizes]
+        make = partial(torch.zeros, room.max_loras, room.max_rank, dtype=dtype, device=device)
+        self.down, self.up = make(module.in_features), make(module.out_features)
 
     def clear(self, slot: int) -> None:
         self._filled.discard(slot)
-        for weights in (self.down, *self.ups):
+        for weights in (self.down, self.up):
             weights[slot].zero_()
 
-    def put(self, index: int, slot: int, down: torch.Tensor, up: torch.Tensor) -> None:
-        first = index * self._rank
-        self.down[slot, first : first + len(down)].copy_(down)
-        self.ups[index][slot, : len(up)].copy_(up)
+    def put(self, slot: int, down: torch.Tensor, up: torch.Tensor) -> None:
+        self.down[slot, : len(down)].copy_(down)
+        self.up[slot, : len(up)].copy_(up)
         self._filled.add(slot)
 
     def _add(self, inputs: torch.Tensor, outputs: torch.Tensor) -> None:
@@ -189,14 +171,13 @@ class _Layers:
             return
         inputs, outputs = inputs.reshape(-1, inputs.shape[-1]), outputs.view(-1, outputs.shape[-1])
         if len(inputs) != step.num_tokens:
-            raise ValueError(f"adapters cannot change {self.names}: they read other inputs than the step's tokens")
+            raise ValueError(f"adapters cannot change {self._name}: it reads other inputs than the step's tokens")
         for product in step.products:
             down = self.down[product.slots].transpose(1, 2)
             rows = _selected(inputs[product.tokens], product.filled_up).to(down.dtype)
             narrow = torch.bmm(rows.view(len(down), -1, rows.shape[-1]), down)
-            parts = torch.split_with_sizes(outputs[product.tokens], self._sizes, -1)
-            for part, one, up in zip(parts, torch.tensor_split(narrow, len(self.ups), -1), self.ups, strict=True):
-                part += _selected(torch.bmm(one, up[product.slots]).view(-1, part.shape[-1]), product.places)
+            added = torch.bmm(narrow, self.up[product.slots]).view(-1, outputs.shape[-1])
+            outputs[product.tokens] += _selected(added, product.places)
 
 
 def _selected(rows: torch.Tensor, numbers: torch.Tensor | None) -> torch.Tensor:

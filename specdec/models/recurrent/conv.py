@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from specdec.models.recurrent.step import StateStep
-from specdec.models.zeros import zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class ConvWindows:
     def __init__(self, shape: ConvShape, num_slots: int, num_kept_tokens: int) -> None:
         self._shape = shape
         self._size = shape.num_kept(num_kept_tokens)
-        self._ring = zeros((num_slots, self._size, shape.num_channels), shape.dtype, shape.device)
+        self._ring = torch.zeros(num_slots, self._size, shape.num_channels, dtype=shape.dtype, device=shape.device)
 
     @property
     def num_bytes(self) -> int:

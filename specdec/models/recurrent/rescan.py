@@ -9,7 +9,6 @@ import torch
 
 from specdec.models.recurrent.scan import Scan, Tensors
 from specdec.models.recurrent.step import ScanGroup, StateRow, StateStep
-from specdec.models.zeros import zeros
 
 TensorShape = tuple[tuple[int, ...], torch.dtype]
 Span = tuple[int, int, int]
@@ -60,9 +59,10 @@ class Rescan:
         device: torch.device,
     ) -> None:
         self._size = 2 * num_tokens
-        self._first = zeros((num_slots, *state_shape), torch.float32, device)
-        self._last = zeros((num_slots, *state_shape), torch.float32, device)
-        self._inputs = [zeros((num_slots, self._size, *shape), dtype, device) for shape, dtype in input_shapes]
+        self._first, self._last = (torch.zeros(num_slots, *state_shape, device=device) for _ in range(2))
+        self._inputs = [
+            torch.zeros(num_slots, self._size, *shape, dtype=dtype, device=device) for shape, dtype in input_shapes
+        ]
 
     @property
     def num_bytes(self) -> int:

@@ -8,7 +8,6 @@ import torch
 
 from specdec.models.recurrent.scan import Scan
 from specdec.models.recurrent.step import ScanGroup, StateStep
-from specdec.models.zeros import zeros
 
 MIN_IN_PLACE_BYTES = 1 << 18
 """States of at least this size are computed row by row on a CPU: what moves them then is memory, not calls."""
@@ -28,7 +27,7 @@ class EveryState:
 
     def __init__(self, state_shape: tuple[int, ...], num_slots: int, num_tokens: int, device: torch.device) -> None:
         self._size = num_tokens + 1
-        self._pool = zeros((num_slots, self._size, *state_shape), torch.float32, device)
+        self._pool = torch.zeros(num_slots, self._size, *state_shape, device=device)
 
     @property
     def num_bytes(self) -> int:

@@ -5,20 +5,17 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import pytest
 
 from specdec.engine.in_process import InProcessService
 from specdec.engine.target_backend import ModelTarget
-from specdec.models.compiled import compile_layers
-from specdec.models.loading import LoadedModel, prepare_model
-from specdec.models.runner import ModelRunner
 from specdec.protocol.lookup import LookUpOptions
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.pipeline import Sampler
 from specdec.types import TokenLogprobs
-from tests.specdec.engine.pairs import MAX_MODEL_LEN, Case, Output, add_noise, collect, make_model
+from tests.specdec.engine.pairs import MAX_MODEL_LEN, Case, Output, collect
 from tests.specdec.engine.test_hostile_network import DRAFTER, TARGET, HostileService, runner
 from tests.specdec.engine.test_lookup import edited
 from tests.specdec.engine.test_processors import BOTH
@@ -64,27 +61,12 @@ def assert_same(got: Output, want: Output, where: str) -> None:
         assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
 
 
-@cache
-def compiled(noise: float) -> LoadedModel:
-    """A model whose layers are compiled, once for all its lives."""
-    model = make_model("llama")
-    loaded = prepare_model(add_noise(model, noise) if noise else model, "llama")
-    assert compile_layers(loaded.model, "llama", loaded.max_model_len).num_compiled == len(loaded.model.model.layers)
-    return loaded
-
-
-def compiled_runner(noise: float, num_blocks: int = 300) -> ModelRunner:
-    return ModelRunner(compiled(noise), num_blocks=num_blocks, block_size=4)
-
-
 @pytest.mark.parametrize(
     ("family", "temperature", "acceptance"),
     [
         ("llama", 0.0, "coupled"),
         ("llama", 1.0, "coupled"),
         ("llama", 0.0, "rejection"),
-        ("compiled", 1.0, "coupled"),
-        ("compiled", 0.0, "rejection"),
         ("qwen3_5", 1.0, "coupled"),
         ("qwen3_5", 0.0, "rejection"),
     ],
@@ -93,12 +75,9 @@ def test_all_at_once_no_token_changes(family: str, temperature: float, acceptanc
     """Branches, look-up, chunks, reuse, preemption, hooks, penalties, log probabilities and workers that restart."""
     cases = make_cases(replace(EVERYTHING, temperature=temperature, acceptance=acceptance))
     lengths = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 64}
-    plain = "llama" if family == "compiled" else family
-    target = ModelTarget(runner(plain, 0.0, "states"), Sampler(VOCAB_SIZE, BOTH), **lengths)
+    target = ModelTarget(runner(family, 0.0, "states"), Sampler(VOCAB_SIZE, BOTH), **lengths)
     wanted = collect(InProcessService(target, None, 0), cases)
     makers = (partial(runner, family, 0.0, "states", SCARCE_BLOCKS), partial(runner, family, NOISE, "rescan"))
-    if family == "compiled":
-        makers = (partial(compiled_runner, 0.0, SCARCE_BLOCKS), partial(compiled_runner, NOISE))
     # Two have something to find, two have the draft model alone.
     for i in (0, 1):
         cases[i] = replace(cases[i], prediction=edited(wanted[i].tokens, random.Random(i)))

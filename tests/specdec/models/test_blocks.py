@@ -317,17 +317,6 @@ def test_what_follows_a_rewritten_block_is_kept_under_its_new_prefix() -> None:
     assert pool.reuse_prefix(CachedSequence(), [5, 5, 6, 6, 0]) == 4
 
 
-def test_sequences_grow_into_consecutive_blocks() -> None:
-    pool = BlockPool(64, 4)
-    sequences = [CachedSequence() for _ in range(4)]
-    for length in range(1, 49):
-        for sequence in sequences:
-            assert pool.reserve(sequence, length)
-            sequence.tokens.append(0)
-    for sequence in sequences:
-        assert sequence.block_ids == list(range(sequence.block_ids[0], sequence.block_ids[0] + 12))
-
-
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 16), (4, 0)])
 def test_bad_sizes_are_refused(num_blocks: int, block_size: int) -> None:
     with pytest.raises(ValueError, match="at least 1"):

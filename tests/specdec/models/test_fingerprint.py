@@ -189,11 +189,10 @@ def test_a_service_is_known_by_what_decides_its_tokens() -> None:
         decision(demo="hybrid"),
         decision(acceptance="rejection"),
         decision(target={"dtype": "bfloat16"}),
-        decision(target={"dtype": "bfloat16", "compile": True}),
         decision(logits_processors=["tests.cluster.processors:no_newline"]),
         decision(scripted={"acceptance_rate": 0.5}),
     }
-    assert len(others | {plain}) == 7
+    assert len(others | {plain}) == 6
 
 
 def test_a_draft_as_a_model_of_its_own_shares_the_vocabulary_alone() -> None:

@@ -22,7 +22,6 @@ from specdec.models.loading import ModelSource, load_model, prepare_model
 from specdec.models.lora.checkpoint import AdapterCheckpoint
 from specdec.models.lora.slots import AdapterRoom, AdapterSlots, layer_shapes
 from specdec.models.memory import plan_memory
-from specdec.models.packed import PackedLinear
 from specdec.models.runner import ModelRunner, RowInput
 from specdec.types import Adapter
 from tests.specdec.adapters import RANKS, save_adapter, with_adapter
@@ -150,14 +149,10 @@ def test_scales_ranks_and_layers_are_those_of_peft(options: dict[str, Any], tmp_
     assert distance(got, peft_logits("llama", adapter, row)) < 1e-5
 
 
-def test_packed_layers_are_adapted_like_others(tmp_path: Path) -> None:
-    """In bfloat16 within its rounding, as at load; siblings that are multiplied in one keep their own results."""
+def test_adapters_in_bfloat16_are_those_of_peft_within_rounding(tmp_path: Path) -> None:
     adapters = make_adapters(tmp_path, "llama")
     (row,) = make_rows(12)
     runner = make_runner("llama", adapters, torch.bfloat16)
-    packed = [module for module in runner.loaded.model.modules() if isinstance(module, PackedLinear)]
-    if not packed:
-        pytest.skip("nothing is packed on this CPU")
     for slot, adapter in enumerate(adapters):
         (got,) = mixed_step(runner, [row], [slot])
         exact = peft_logits("llama", adapter, row)
@@ -298,10 +293,8 @@ def test_slots_are_counted_in_the_memory_plan() -> None:
     assert after.total_bytes == after.weights_bytes + after.cache_bytes + slots.num_bytes
 
 
-def test_a_model_is_loaded_with_room_but_not_compiled(tmp_path: Path) -> None:
+def test_a_model_is_loaded_with_room(tmp_path: Path) -> None:
     source = ModelSource(str(save_checkpoint(tmp_path)), adapters=AdapterRoom(2, 8))
     slots = load_model(source).adapters
     assert slots is not None
     assert (slots.room.max_loras, len(slots.shapes)) == (2, 7)
-    with pytest.raises(ModelLoadError, match="set compile to false"):
-        load_model(replace(source, compile=True))

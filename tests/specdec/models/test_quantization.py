@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel, TorchAoConfig
 
 from cluster.config import AppArgs
@@ -18,10 +17,8 @@ from cluster.identity import demo_folder, fingerprints
 from specdec.errors import ModelLoadError
 from specdec.models.admission import check_admission
 from specdec.models.loading import LoadedModel, ModelSource, load_model
-from specdec.models.packed import PackedLinear, pack_linear_layers
 from specdec.models.quantization import QUANTIZATIONS, is_quantized, own_quantization, stored_bytes
 from specdec.models.quantization_report import compare
-from specdec.models.quantized import FEW_ROWS, Int4Product, Int8Product
 from specdec.models.runner import ModelRunner
 from specdec.types import Quantization
 from tests.specdec.models.families import randomize
@@ -87,55 +84,11 @@ def test_head_and_embeddings_are_left_alone(quantization):
 def test_layers_whose_shape_the_int4_kernels_do_not_take_are_left_alone():
     model = load(demo_folder("hybrid"), "int4", torch.bfloat16).model
     left = {
-        name.split(".")[-1] for name, layer in model.named_modules() if is_linear(layer) and not is_quantized(layer)
+        name.split(".")[-1]
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and not is_quantized(layer)
     }
     assert left == {"in_proj_a", "in_proj_b", "lm_head"}
-
-
-def is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | PackedLinear)
-
-
-class Parts(nn.Module):
-    """Layers that read the same inputs."""
-
-    def __init__(self, width: int, heights: tuple[int, ...], has_bias: bool) -> None:
-        super().__init__()
-        for name, height in zip(("q_proj", "k_proj", "v_proj"), heights, strict=True):
-            self.add_module(name, nn.Linear(width, height, bias=has_bias, dtype=torch.bfloat16))
-
-    def forward(self, inputs: torch.Tensor) -> list[torch.Tensor]:
-        return [layer(inputs) for layer in (self.q_proj, self.k_proj, self.v_proj)]
-
-
-def quantized_parts(quantization: str, heights: tuple[int, ...], has_bias: bool) -> Parts:
-    from torchao.prototype.quantization.int4.inference_workflow import PrototypeInt4WeightOnlyConfig
-
-    int4 = PrototypeInt4WeightOnlyConfig(group_size=32, set_inductor_config=False)
-    parts = Parts(96, heights, has_bias)
-    torchao.quantize_(parts, torchao.Int8WeightOnlyConfig() if quantization == "int8" else int4)
-    return parts
-
-
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("heights", [(128, 64, 64), (48, 16, 16)])
-@pytest.mark.parametrize(("quantization", "kind"), [("int8", Int8Product), ("int4", Int4Product)])
-def test_products_are_those_of_torchaos_tensors(quantization, kind, heights, has_bias):
-    parts = quantized_parts(quantization, heights, has_bias)
-    inputs = [torch.randn(1, num_rows, 96).bfloat16() for num_rows in (1, 6, FEW_ROWS, FEW_ROWS + 1, 130)]
-    with torch.inference_mode():
-        expected = [parts(rows) for rows in inputs]
-        assert pack_linear_layers(parts) == 3
-        assert {type(layer.product) for layer in parts.children()} == {kind}
-        are_joined = len({id(layer.product) for layer in parts.children()}) == 1
-        assert are_joined == (quantization == "int8" or heights == (128, 64, 64))
-        for rows, results in zip(inputs, expected, strict=True):
-            for got, want, layer in zip(parts(rows), results, parts.children(), strict=True):
-                torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
-                again = functional.linear(rows.float(), layer.weight.float())
-                again += 0 if layer.bias is None else layer.bias
-                torch.testing.assert_close(got.float(), again, rtol=0.02, atol=0.02)
-        assert parts(torch.empty(1, 0, 96, dtype=torch.bfloat16))[0].shape == (1, 0, heights[0])
 
 
 def test_the_fingerprint_knows_what_quantizes_each_model():
@@ -175,13 +128,6 @@ def test_what_cannot_be_quantized_is_refused(tmp_path):
 def test_a_recurrent_model_is_quantized_too(tmp_path):
     make_recurrent("bamba", vocab_size=4096, mamba_d_state=32).save_pretrained(tmp_path)
     assert check_admission(runner_of(load(tmp_path, "int8", torch.float32))).relative_error < 1e-4
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_compiled_layers_are_not_to_be_had_with_it(dtype):
-    source = ModelSource(str(demo_folder("target")), dtype=DTYPES[dtype], device="cpu", compile=True)
-    with pytest.raises(ModelLoadError, match=r"no layer .* can be compiled .*its weights are quantized"):
-        load_model(ModelSource(source.path, dtype=source.dtype, device="cpu", compile=True, quantization="int8"))
 
 
 def test_torchao_is_named_where_it_is_missing(monkeypatch):
