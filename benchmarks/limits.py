@@ -1,7 +1,7 @@
 """What a scripted pair on emulated devices could give if the system added nothing: limits from the script alone.
 
-    specdec bench --json figures.json --emulate-step-ms target=30,draft=3 --scripted-acceptance-rate 0.8 ...
-    python -m benchmarks.limits figures.json --emulate-step-ms target=30,draft=3 ...
+    specdec bench --json figures.json --backend benchmarks.backends:stand_in:target=30,draft=3,acceptance=0.8 ...
+    python -m benchmarks.limits figures.json --backend benchmarks.backends:stand_in:target=30,draft=3,acceptance=0.8
 
 Without figures: what drafts that are trees of ``--draft-tree-tokens`` could give one stream over chains, by branches.
 
@@ -21,13 +21,15 @@ from heapq import heapify, heappop, heappush
 from pathlib import Path
 from typing import Any
 
+from benchmarks.backends import NEXT_GUESS_RATE
+from benchmarks.emulation import StepCost, step_cost
+from benchmarks.scripted import RANK_SHARES
 from cluster.bench.compare import ALONE
 from cluster.cli.flags import add_config_flags, config_overrides
 from cluster.config import AppArgs
 from cluster.config_files import config_keys, load_config
+from cluster.sources import backend_arguments
 from specdec.control.ways import expected_tokens
-from specdec.engine.emulation import StepCost
-from specdec.engine.scripted import RANK_SHARES
 from specdec.protocol.branches import branch_share, foreseen
 from specdec.protocol.messages import Plan
 from specdec.protocol.plans import siblings_within
@@ -237,10 +239,13 @@ def scripted_limit(
 
 def emulated_script(config: AppArgs) -> ScriptedPair | None:
     """What limits can be computed from; None unless tokens are scripted and both devices emulated."""
-    costs, rate = config.step_costs, config.scripted.acceptance_rate
-    if rate is None or not {"target", "draft"} <= costs.keys():
+    given = {} if config.backend is None else backend_arguments(config.backend)[1]
+    if not {"acceptance", "target", "draft"} <= given.keys():
         return None
-    return ScriptedPair(rate, config.scripted.next_guess_rate, costs["target"], costs["draft"])
+    next_guess_rate = float(given.get("next_guess", NEXT_GUESS_RATE))
+    return ScriptedPair(
+        float(given["acceptance"]), next_guess_rate, step_cost(given["target"]), step_cost(given["draft"])
+    )
 
 
 def way_of(name: str) -> tuple[str | None, int | None]:
@@ -303,7 +308,7 @@ def main(argv: list[str] | None = None) -> None:
     config = load_config(None, config_overrides(arguments))
     script = emulated_script(config)
     if script is None:
-        parser.error("give --scripted-acceptance-rate and --emulate-step-ms target=MS,draft=MS as the bench had them")
+        parser.error("give --backend as the bench had it, with target, draft and acceptance")
     if arguments.figures is None:
         print("\n".join(trees_table(script, config.draft.tree_tokens)))
         return

@@ -28,13 +28,13 @@ import pytest
 from fastapi import FastAPI
 from transformers import AutoTokenizer
 
+from benchmarks.scripted import ScriptedTarget
 from cluster.bench.report import processor_name
 from cluster.identity import demo_folder
 from cluster.limits import Limits
 from deployments.openai import ApiSettings, create_app
 from deployments.openai.keys import ApiKeys
 from deployments.transport.host import LoopHost
-from specdec.engine.scripted import ScriptedTarget
 from specdec.protocol.backends import Verification, VerifyJob
 from specdec.types import Adapter, TokenLogprobs
 from tests.deployments.transport.line import SCRIPT, Line

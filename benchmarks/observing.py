@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter
 
+from benchmarks.scripted import Script, ScriptedTarget
 from cluster.settings import prepare_for_ray
 from deployments.openai.observer import Observer
 from deployments.openai.tally import Round
 from specdec.engine.observed import ObservedTarget
-from specdec.engine.scripted import Script, ScriptedTarget
 from specdec.engine.timing import StepReport
 from specdec.protocol.backends import TargetBackend, VerifyJob
 from specdec.protocol.marks import TokenLog

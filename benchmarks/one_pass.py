@@ -18,11 +18,11 @@ from typing import cast, get_args
 import torch
 
 from benchmarks.edits import measure
+from benchmarks.emulation import EmulatedDevice, EmulatedDrafter, StepCost
 from cluster.bench.prompts import CODE
 from cluster.identity import demo_folder
 from cluster.models import Dtype
 from specdec.engine.build import BackendOptions, build_drafter, build_target
-from specdec.engine.emulation import EmulatedDevice, EmulatedDrafter, StepCost
 from specdec.engine.in_process import InProcessService
 from specdec.models.compat import tokenizer_width
 from specdec.models.loading import ModelSource, load_tokenizer

@@ -27,7 +27,7 @@ import httpx
 
 from tests.integration.running import RunningService
 
-DEVICES = ("--emulate-step-ms", "target=30,draft=3", "--scripted-acceptance-rate", "0.8")
+DEVICES = ("--backend", "benchmarks.backends:stand_in:target=30,draft=3,acceptance=0.8")
 LONG_TOKENS = 1900
 POLL_S = 0.5
 

@@ -159,7 +159,7 @@ def main(argv: list[str] | None = None) -> None:
         draft_lengths=range(arguments.draft_length + 1),
         context=arguments.context,
         repeats=arguments.repeats,
-        clock=pair.clock.now_s,
+        clock=pair.clock,
     )
     print("\n".join(step_table(steps)))
 

@@ -14,8 +14,7 @@ from cluster.models import DraftConfig, TargetConfig
 from cluster.replicas import Replicas, Updates
 from cluster.strict import StrictModel, refused_key
 from cluster.tracing import Tracing
-from cluster.values import ImportStrings, ReasoningTagsSetting, Switch, ToolParser
-from specdec.engine.emulation import StepCost, parse_step_costs
+from cluster.values import Backend, ImportStrings, ReasoningTagsSetting, Switch, ToolParser
 from specdec.protocol.branches import BRANCHES_IN_ALL
 from specdec.protocol.leases import Times
 from specdec.sampling.params import Acceptance
@@ -92,17 +91,6 @@ class Actors(StrictModel):
     draft: ActorOptions = Field(default_factory=ActorOptions, description="a replica of the draft")
     router: ActorOptions = Field(default_factory=ActorOptions, description="a replica of the router")
     ingress: ActorOptions = Field(default_factory=ActorOptions, description="a replica of the HTTP ingress")
-
-
-class Scripted(StrictModel):
-    """Tokens by a script in place of the models', for benchmarks; see :mod:`specdec.engine.scripted`."""
-
-    acceptance_rate: float | None = Field(
-        None, ge=0, le=1, description="how often a scripted draft token is right; without it the models answer"
-    )
-    next_guess_rate: float = Field(
-        0.95, ge=0, le=1, description="how often the true token is among the next three guesses where it is not"
-    )
 
 
 class AppArgs(StrictModel):
@@ -228,24 +216,15 @@ class AppArgs(StrictModel):
     logits_processors: ImportStrings = Field(
         (), description="hooks on every position's logits, as package.module:name: code that both models' processes run"
     )
-    emulate_step_ms: str | None = Field(
-        None, description="for benchmarks: let each step take the time of an emulated device, as in target=30,draft=3"
-    )
-    scripted: Scripted = Field(default_factory=Scripted, description="for benchmarks: tokens by a script")
-    trace: bool = Field(
-        False, description="for benchmarks: record steps and messages, and answer GET /debug/trace with the newest"
+    backend: Backend = Field(
+        None,
+        description="for benchmarks and tests: a function that wraps or replaces what a worker runs its model by, as "
+        "package.module:name or package.module:name:argument=value,...",
     )
     log_level: LogLevel = Field("info", description="least severe message that is logged")
     log_format: LogFormat = Field(
         "text", description="text, or json: an object a line; in a Serve configuration of one's own: logging_config"
     )
-
-    @field_validator("emulate_step_ms")
-    @classmethod
-    def _known_costs(cls, text: str | None) -> str | None:
-        if text is not None:
-            parse_step_costs(text)
-        return text
 
     @model_validator(mode="before")
     @classmethod
@@ -274,12 +253,10 @@ class AppArgs(StrictModel):
             raise refused_key("draft.method", needs)
         if self.draft.has_heads and self.draft.heads is None and (not self.is_demo or self.demo != "plain"):
             raise refused_key("draft.heads", "draft.heads: name the target's heads, a hub id or a local folder")
-        if self.draft.has_heads and (self.is_scripted or self.target.engine == "vllm"):
-            raise refused_key("draft.method", "draft.method: scripted tokens and vLLM's engine take no heads")
-        others_engine = self.is_scripted or self.target.engine != "transformers"
-        if self.lora.is_enabled and others_engine:
-            text = "lora: adapters need our own engine: leave out vllm and scripted"
-            raise refused_key("lora", text)
+        if self.draft.has_heads and self.target.engine == "vllm":
+            raise refused_key("draft.method", "draft.method: vLLM's engine takes no heads")
+        if self.lora.is_enabled and self.target.engine != "transformers":
+            raise refused_key("lora", "lora: adapters need our own engine: leave out vllm")
         if self.acceptance != "coupled" and not self.speculates:
             needs = f"acceptance: {self.acceptance} needs drafts: give draft too, a model or draft.method: lookup"
             raise refused_key("acceptance", needs)
@@ -328,16 +305,6 @@ class AppArgs(StrictModel):
         if self.draft.pool is not None or "model" not in self.draft.methods:
             return False
         return self.is_demo or self.draft.model is not None
-
-    @property
-    def step_costs(self) -> dict[str, StepCost]:
-        """Costs of a step on each emulated device, by ``target`` and ``draft``."""
-        return {} if self.emulate_step_ms is None else parse_step_costs(self.emulate_step_ms)
-
-    @property
-    def is_scripted(self) -> bool:
-        """Whether tokens come from a script."""
-        return self.scripted.acceptance_rate is not None
 
 
 def is_loopback(host: str) -> bool:

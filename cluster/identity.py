@@ -70,7 +70,7 @@ def _deciding(args: AppArgs, model: ModelConfig, path: str, vocabulary: str) -> 
             "engine": _engine(args, model),
             "acceptance": args.acceptance,
             "logits_processors": args.logits_processors,
-            "scripted": args.scripted.model_dump(mode="json"),
+            "backend": args.backend,
         }
     )
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 from cluster.config import AppArgs
 from cluster.identity import demo_folder, draft_path, model_dtype, target_path
@@ -16,6 +18,9 @@ from specdec.models.loading import ModelSource
 from specdec.models.lora.slots import AdapterRoom
 from specdec.models.recurrent.slots import DEFAULT_WINDOW_TOKENS
 from specdec.sampling.pipeline import LogitsProcessor
+
+BackendRole = Literal["target", "draft", "draft_alone"]
+B = TypeVar("B")
 
 
 def target_source(args: AppArgs) -> ModelSource:
@@ -91,19 +96,50 @@ def load_processors(names: Iterable[str]) -> tuple[LogitsProcessor, ...]:
 
 
 def _load_processor(name: str) -> LogitsProcessor:
+    found: LogitsProcessor = _imported("logits_processors", name)
+    return found
+
+
+def _imported(key: str, name: str) -> Any:
     try:
-        found: LogitsProcessor = pkgutil.resolve_name(name)
+        found = pkgutil.resolve_name(name)
     except Exception as error:  # the module's own code runs here, and may raise anything
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise InvalidParameterError(
-            "logits_processors", f"logits_processors: cannot import {name}: {reason}"
-        ) from error
+        raise InvalidParameterError(key, f"{key}: cannot import {name}: {reason}") from error
     if not callable(found) or isinstance(found, type):
         kind = "a class" if isinstance(found, type) else f"of type {type(found).__name__}"
-        raise InvalidParameterError(
-            "logits_processors", f"logits_processors: {name} must be a function or a callable object, and is {kind}"
-        )
+        raise InvalidParameterError(key, f"{key}: {name} must be a function or a callable object, and is {kind}")
     return found
+
+
+def backend_arguments(text: str) -> tuple[str, dict[str, str]]:
+    """The import string of a value of the key ``backend``, and the arguments after it."""
+    module, name, *arguments = text.split(":")
+    return f"{module}:{name}", dict(part.split("=", 1) for one in arguments for part in one.split(","))
+
+
+def backend_of(args: AppArgs, role: BackendRole, build: Callable[[], B]) -> B:
+    """What a worker runs its model by: ``build``'s, or what the key ``backend`` puts around it or in its place.
+
+    Args:
+        args: The service's configuration.
+        role: What the backend is for: the target, the draft, or the draft model as a model of its own.
+        build: Makes the worker's own backend. The function that ``backend`` names is called with ``role``, ``build``
+            and ``args``, and the arguments that the key gives as texts; it need not build.
+
+    Raises:
+        InvalidParameterError: The function cannot be imported, or does not take such arguments.
+    """
+    if args.backend is None:
+        return build()
+    name, options = backend_arguments(args.backend)
+    function = _imported("backend", name)
+    try:
+        inspect.signature(function).bind(role, build, args, **options)
+    except TypeError as error:
+        raise InvalidParameterError("backend", f"backend: {args.backend}: {error}") from None
+    backend: B = function(role, build, args, **options)
+    return backend
 
 
 def _source(args: AppArgs, config: ModelConfig, path: str, takes_adapters: bool) -> ModelSource:

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 _IMPORT_STRING = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+_ARGUMENT = r"[^\W\d]\w*=[^,]+"
+_BACKEND = re.compile(rf"{_IMPORT_STRING.pattern}(:{_ARGUMENT}(,{_ARGUMENT})*)?")
 
 
 def import_strings(value: Any) -> Any:
@@ -25,6 +27,20 @@ def import_strings(value: Any) -> Any:
 
 
 ImportStrings = Annotated[tuple[str, ...], BeforeValidator(import_strings)]
+
+
+def backend(value: Any) -> Any:
+    """Read the import string of a function, and after one more colon maybe its arguments.
+
+    Raises:
+        ValueError: It is not of the form ``package.module:name`` or ``package.module:name:argument=value,...``.
+    """
+    if value is None or (isinstance(value, str) and _BACKEND.fullmatch(value)):
+        return value
+    raise ValueError("must be 'package.module:name', or with arguments 'package.module:name:argument=value,...'")
+
+
+Backend = Annotated[str | None, BeforeValidator(backend)]
 
 
 def switch(value: Any) -> Any:

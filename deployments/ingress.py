@@ -31,7 +31,6 @@ from deployments.requantize import add_quantization_routes
 from deployments.requests import RoutedTokens
 from deployments.store import Store
 from deployments.stores import open_store
-from deployments.trace import add_trace_route
 from deployments.tracing import serve_tracer
 from deployments.transport.endpoints import IngressEndpoint, PeerGroup, replica_id
 from specdec.errors import SpecdecError
@@ -165,8 +164,6 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
         if self._adapters is not None:
             add_adapter_routes(app, self._adapters)
         add_quantization_routes(app, self._args, is_local=self._is_local)
-        if args.trace:
-            add_trace_route(app, self._router)
         return app
 
     async def _report(self) -> Report:

@@ -23,7 +23,6 @@ from deployments.users import users_load, users_poll
 from deployments.waking import Waker
 from specdec.control.controller import Controller
 from specdec.control.ways import WAYS, Bounds
-from specdec.engine.trace import Recorder
 from specdec.protocol.contained import ContainedController
 from specdec.protocol.plans import IN_TURN_WAIT_S, PlanController, Planner, WorkerKind, fixed_plan, no_drafts
 from specdec.protocol.router import RouterMachine
@@ -55,10 +54,9 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
         self._machine.tracer = sequence_tracer("router", self._machine.name)
         self._machine.workers.affinity_slack = args.affinity_slack
         self._kinds: tuple[WorkerKind, ...] = ("target", "drafter") if args.has_draft else ("target",)
-        groups = [_group(self._machine, kind, args.draft.pool if kind == "drafter" else None) for kind in self._kinds]
-        recorder = Recorder(replica_id(), "router") if args.trace else None
+        groups = [_group(kind, args.draft.pool if kind == "drafter" else None) for kind in self._kinds]
         self._router_host = self.start_router(
-            self._machine, workers=groups, fingerprints=own, recorder=recorder, heard=self._machine.worker_heard
+            self._machine, workers=groups, fingerprints=own, heard=self._machine.worker_heard
         )
         self._least = _least_workers(args)
         self._waker: Waker | None = None
@@ -73,12 +71,12 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
         self._least = _least_workers(args)
         self._call_drafters()
 
-        def change(_host_machine: Any, now_s: float) -> None:
-            self._machine.set_times(args.protocol.times())
-            self._machine.probation.max_reopens = args.limits.max_reopens
-            self._machine.workers.affinity_slack = args.affinity_slack
+        def change(machine: RouterMachine, now_s: float) -> None:
+            machine.set_times(args.protocol.times())
+            machine.probation.max_reopens = args.limits.max_reopens
+            machine.workers.affinity_slack = args.affinity_slack
             if (args.way, args.num_branches) != (before.way, before.num_branches):  # else what it has learned stays
-                self._machine.set_planner(planner, now_s)
+                machine.set_planner(planner, now_s)
 
         self._router_host.tell(change)
 
@@ -145,12 +143,9 @@ def planner_of(args: AppArgs) -> Planner | PlanController:
     return fixed_plan(args.num_speculative_tokens, way, wait_s, num_branches, tree_tokens)
 
 
-def _group(machine: RouterMachine, kind: WorkerKind, application: str | None) -> PeerGroup[Any]:
-    def joined(_host_machine: Any, name: str, now_s: float) -> None:
+def _group(kind: WorkerKind, application: str | None) -> PeerGroup[RouterMachine]:
+    def joined(machine: RouterMachine, name: str, now_s: float) -> None:
         machine.worker_joined(name, kind, now_s)
 
-    def lost(_host_machine: Any, name: str, now_s: float) -> None:
-        machine.worker_lost(name, now_s)
-
     match: FingerprintKind = "decision" if kind == "target" else "vocabulary"
-    return PeerGroup(DEPLOYMENT_OF[kind], joined, lost, match, application=application)
+    return PeerGroup(DEPLOYMENT_OF[kind], joined, RouterMachine.worker_lost, match, application=application)

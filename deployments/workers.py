@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from ray import serve
 
 from cluster.config import AppArgs
-from cluster.doubles import emulated_drafter, emulated_target, scripted_pair
 from cluster.identity import fingerprints
 from cluster.live import set_log_level
 from cluster.settings import check_node, hide_gpus, prepare_for_vllm
-from cluster.sources import backend_options, draft_source, target_source
+from cluster.sources import backend_of, backend_options, draft_source, target_source
 from cluster.startup import startup
 from cluster.vllm import vllm_options
 from deployments.autoscaling import Report
@@ -33,10 +32,9 @@ from deployments.transport.host import WorkerHost
 from deployments.users import users_load, users_poll
 from specdec.control.gains import DraftGains
 from specdec.engine.build import Built, build_drafter, build_target
-from specdec.engine.observed import ObservedDrafter, ObservedTarget, StepListener
+from specdec.engine.observed import ObservedDrafter, ObservedTarget
 from specdec.engine.profile import profile_drafter, profile_target
 from specdec.engine.timing import LastStep, StepReport
-from specdec.engine.trace import Recorder
 from specdec.models.compat import tokenizer_width
 from specdec.models.loading import load_tokenizer
 from specdec.protocol.backends import DraftBackend, TargetBackend
@@ -49,9 +47,6 @@ from specdec.types import Progress
 logger = logging.getLogger("ray.serve")
 
 _TIMING = "timing its steps"
-
-LastProgress = Callable[[], float]
-"""Gives the monotonic time at which the newest layer of a step was done."""
 
 
 class _Worker(LiveKeys, Measured, WorkerEndpoint):
@@ -88,15 +83,13 @@ class TargetServer(_Worker):
         gpu_share = _gpu_share(num_gpus)
         name, report = replica_id(), StepReport()
         own = fingerprints(args, of_draft=args.target.engine != "vllm")
-        recorder = Recorder(name, "target") if args.trace else None
         with _startup() as say:
-            model, last_progress = _target_backend(args, gpu_share, say)
-            backend = emulated_target(args, model)
+            backend = backend_of(args, "target", partial(_target_backend, args, gpu_share, say))
             if args.is_auto:
                 say(_TIMING)
                 profile_target(backend, report.profiled)
         last_step = LastStep()
-        observed = ObservedTarget(backend, [last_step, *_listeners(report, recorder)])
+        observed = ObservedTarget(backend, [last_step, report])
         machine = TargetMachine(
             name,
             observed,
@@ -114,9 +107,8 @@ class TargetServer(_Worker):
             machine,
             routers=ROUTER,
             stall_s=args.stall_s,
-            last_progress=last_progress,
+            last_progress=getattr(backend, "last_progress", None),
             fingerprints=own,
-            recorder=recorder,
         )
         self._measure("target", machine, report)
         self._users = users_poll()
@@ -145,15 +137,15 @@ class DraftServer(_Worker):
         torch.set_num_threads(num_torch_threads)
         gpu_share = _gpu_share(num_gpus)
         name, times, report, own = replica_id(), args.protocol.times(), StepReport(), fingerprints(args)
-        recorder = Recorder(name, "drafter") if args.trace else None
         with _startup() as say:
-            backend, solo, last_progress = _draft_backends(args, gpu_share, say)
-            emulated = emulated_drafter(args, backend)
+            pair = cache(partial(_draft_backends, args, gpu_share, say))
+            backend: DraftBackend = backend_of(args, "draft", lambda: pair()[0])
+            solo: TargetBackend = backend_of(args, "draft_alone", lambda: pair()[1])
             if args.is_auto:
                 say(_TIMING)
-                profile_drafter(emulated, report.profiled)
+                profile_drafter(backend, report.profiled)
         last_step = LastStep()
-        observed = ObservedDrafter(emulated, [last_step, *_listeners(report, recorder)])
+        observed = ObservedDrafter(backend, [last_step, report])
         drafter = DrafterMachine(
             name,
             observed,
@@ -169,9 +161,8 @@ class DraftServer(_Worker):
             machine,
             routers=ROUTER,
             stall_s=args.stall_s,
-            last_progress=last_progress,
+            last_progress=getattr(backend, "last_progress", None),
             fingerprints=own,
-            recorder=recorder,
             match="vocabulary",
             applications=applications,
         )
@@ -195,10 +186,6 @@ def _routers(application: str) -> Any:
     return serve.get_deployment_handle(ROUTER, application or serve.get_replica_context().app_name)
 
 
-def _listeners(report: StepReport, recorder: Recorder | None) -> list[StepListener]:
-    return [report] if recorder is None else [report, recorder.stepped]
-
-
 @contextmanager
 def _startup() -> Iterator[Progress]:
     """Around what takes long in a start: gives a function that logs a line, and shows it to those who wait."""
@@ -219,9 +206,7 @@ def _gpu_share(num_gpus: float) -> float:
     return min(1.0, num_gpus or 1.0)
 
 
-def _target_backend(args: AppArgs, gpu_share: float, say: Progress) -> tuple[TargetBackend, LastProgress | None]:
-    if args.is_scripted:
-        return scripted_pair(args)[0], None
+def _target_backend(args: AppArgs, gpu_share: float, say: Progress) -> TargetBackend:
     source = target_source(args)
     width = tokenizer_width(load_tokenizer(source))
     options = replace(backend_options(args, args.target, width), device_share=gpu_share)
@@ -229,25 +214,20 @@ def _target_backend(args: AppArgs, gpu_share: float, say: Progress) -> tuple[Tar
         prepare_for_vllm(torch.get_num_threads())
         from specdec.engine.vllm.build import build_vllm_target
 
-        return build_vllm_target(source, options, vllm_options(args), say), None
+        return build_vllm_target(source, options, vllm_options(args), say)
     backend, built = build_target(source, options, say)
     _report(built)
-    return backend, backend.last_progress
+    return backend
 
 
-def _draft_backends(
-    args: AppArgs, gpu_share: float, say: Progress
-) -> tuple[DraftBackend, TargetBackend, LastProgress | None]:
+def _draft_backends(args: AppArgs, gpu_share: float, say: Progress) -> tuple[DraftBackend, TargetBackend]:
     """The drafter, and a target over the same model for those who ask the model itself."""
-    if args.is_scripted:
-        target, drafter = scripted_pair(args)
-        return drafter, target, None
     source = draft_source(args)
     assert source is not None, "deployed without a draft model"
     options = replace(backend_options(args, args.draft), device_share=gpu_share)
-    model_drafter, model_solo, built = build_drafter(source, options, target_source(args), say)
+    drafter, solo, built = build_drafter(source, options, target_source(args), say)
     _report(built)
-    return model_drafter, model_solo, model_drafter.last_progress
+    return drafter, solo
 
 
 def _report(built: Built) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 
 class VirtualClock:
-    """See :class:`specdec.engine.emulation.Clock`. Only sleeping moves it: computing takes no time by it."""
+    """See :class:`benchmarks.emulation.Clock`. Only sleeping moves it: computing takes no time by it."""
 
     def __init__(self) -> None:
+        self._now_s = 0.0
+
+    def reset(self) -> None:
+        """Begin at 0 again."""
         self._now_s = 0.0
 
     def now_s(self) -> float:

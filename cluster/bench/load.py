@@ -21,11 +21,10 @@ DEVICES = {"TargetServer": "target", "DraftServer": "draft"}
 _FIGURES = {
     "busy_seconds_total": "busy_s",
     "steps_total": "num_steps",
-    "emulated_steps_total": "num_emulated_steps",
-    "emulated_overruns_total": "num_overruns",
-    "is_scripted": "is_scripted",
+    "backend": "",
 }
-"""What is read, by the names of the series."""
+"""What is read, by the names of the series; of ``backend`` the label ``name`` says what it is."""
+_COUNTS = ("busy_s", "num_steps", "num_emulated_steps", "num_overruns")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +111,7 @@ def worker_figures(page: str) -> Figures:
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
             name = _FIGURES.get(sample.name.removeprefix("specdec_"))
+            name = sample.labels["name"] if name == "" else name
             device = DEVICES.get(sample.labels.get("deployment", ""))
             if device is not None and name is not None:
                 found = figures.setdefault(device, {})
@@ -134,7 +134,7 @@ def devices_between(before: Figures, after: Figures, duration_s: float) -> dict[
     for device, last in sorted(after.items()):
         if "busy_s" not in last or "num_steps" not in last:
             continue
-        since = {name: last.get(name, 0.0) - before.get(device, {}).get(name, 0.0) for name in _FIGURES.values()}
+        since = {name: last.get(name, 0.0) - before.get(device, {}).get(name, 0.0) for name in _COUNTS}
         uses[device] = DeviceUse(
             duration_s,
             since["busy_s"],

@@ -12,22 +12,17 @@ from multiprocessing.context import SpawnProcess
 from types import TracebackType
 
 import httpx
-from pydantic import TypeAdapter
 
 from cluster.bench.compare import Variant
 from cluster.bench.load import Workload, run_workload, served_model
 from cluster.bench.measures import Run
 from cluster.config import ServiceConfig
 from cluster.launch import LaunchError, check_port
-from specdec.engine.trace import WorkerTrace
-from specdec.errors import InvalidParameterError
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 90.0
 INTERRUPT_GRACE_S = 30.0
 POLL_S = 0.5
-_TRACE_TIMEOUT_S = 60.0
-_TRACES = TypeAdapter(list[WorkerTrace])
 
 Serve = Callable[[ServiceConfig], int]
 """Serves until it is told to stop; returns an exit code."""
@@ -115,23 +110,6 @@ class HttpRunner:
             httpx.HTTPError: The service cannot be reached, or refuses a request.
         """
         return asyncio.run(self._run(self._url(variant), workload))
-
-    def traces(self, variant: Variant) -> list[WorkerTrace]:
-        """What the workers of a variant's service have recorded; see :class:`cluster.bench.trace.TraceSource`.
-
-        Raises:
-            InvalidParameterError: The service records nothing.
-            httpx.HTTPError: It cannot be reached.
-        """
-        url = self._url(variant)
-        answer = httpx.get(f"{url}/debug/trace", timeout=_TRACE_TIMEOUT_S, trust_env=False)
-        if answer.status_code == httpx.codes.NOT_FOUND:
-            raise InvalidParameterError("trace", f"trace: the service at {url} records nothing; start it with --trace")
-        return _TRACES.validate_json(answer.raise_for_status().content)
-
-    def now_ns(self) -> int:
-        """The clock that all processes of this machine share."""
-        return time.monotonic_ns()
 
     def _url(self, variant: Variant) -> str:
         return self._urls.get(variant.way or "") or next(iter(self._urls.values()))

@@ -9,8 +9,6 @@ from specdec.models.loading import ModelSource, load_config
 
 def model_shapes(args: AppArgs) -> dict[str, str]:
     """The shape of each model, by role, from its configuration; no weights are read."""
-    if args.is_scripted:
-        return {"tokens": "scripted, no model runs"}
     draft = draft_source(args)
     shapes = {"target": shape_of(target_source(args))}
     return shapes if draft is None else shapes | {"draft": shape_of(draft)}

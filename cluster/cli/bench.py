@@ -13,12 +13,10 @@ from typing import get_args
 
 from cluster.bench.compare import Runner, ServiceWay, Variant, Work, compare, parse_variants
 from cluster.bench.load import service_stand_ins
-from cluster.bench.perfetto import write_trace
 from cluster.bench.prompts import PROMPTS, prompts_of
 from cluster.bench.report import BenchReport, Environment, command_line, processor_name
 from cluster.bench.services import HttpRunner, Services
 from cluster.bench.summary import summarize
-from cluster.bench.trace import TraceSource, TracingRunner, check_trace
 from cluster.cli.flags import Parser, add_config_flags, config_overrides
 from cluster.cli.serve import serve
 from cluster.config import ServiceConfig
@@ -28,7 +26,7 @@ from specdec.sampling.validation import MAX_TEMPERATURE
 
 USAGE = "[--offline | --url URL] [--streams 1,8] [--ways WAY,...] [--num-speculative-tokens 0,4] [...] [KEY ...]"
 _DEFAULT_WAYS = "overlap,auto"
-OWN_KEYS = {"num_speculative_tokens", "way", "host", "port", "trace"}
+OWN_KEYS = {"num_speculative_tokens", "way", "host", "port"}
 """Keys that the bench chooses itself; all others are flags as for ``specdec serve``."""
 
 Say = Callable[[str], None]
@@ -54,7 +52,6 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--max-tokens", type=int, default=128, help="output tokens of each stream")
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
-    parser.add_argument("--trace", metavar="FILE.json", help="record steps and messages for ui.perfetto.dev")
     add_config_flags(parser, only={path for path, _ in config_keys()} - OWN_KEYS)
 
 
@@ -63,40 +60,32 @@ def run(arguments: argparse.Namespace) -> int:
     overrides = config_overrides(arguments)
     for key in OWN_KEYS:
         overrides.pop(key, None)
-    config = load_config(arguments.config, overrides).model_copy(update={"trace": arguments.trace is not None})
+    config = load_config(arguments.config, overrides)
     variants, works = _variants(arguments, config), _works(arguments)
-    check_trace(arguments.trace)
-    with _runner(arguments, config, variants) as (runner, source):
-        tracing = None if arguments.trace is None else TracingRunner(runner, source)
+    with _runner(arguments, config, variants) as runner:
         rows = []
         for work in works:
             counts = {"rounds": arguments.rounds, "warmup_rounds": arguments.warmup_rounds}
-            rows += summarize(compare(tracing or runner, variants, work, report=_say, **counts))
+            rows += summarize(compare(runner, variants, work, report=_say, **counts))
     report = BenchReport(_environment(arguments, config), tuple(rows))
     print(f"\n{report.markdown()}")
     if arguments.json is not None:
         Path(arguments.json).write_text(report.as_json(), encoding="utf-8")
-    if tracing is not None:
-        write_trace(tracing.runs, arguments.trace)
     return 0
 
 
 @contextmanager
-def _runner(
-    arguments: argparse.Namespace, config: ServiceConfig, variants: tuple[Variant, ...]
-) -> Iterator[tuple[Runner, TraceSource]]:
+def _runner(arguments: argparse.Namespace, config: ServiceConfig, variants: tuple[Variant, ...]) -> Iterator[Runner]:
     """What runs the workloads, for as long as they run."""
     if arguments.offline:
         yield _offline(config)
     elif arguments.url is not None:
-        runner = HttpRunner({"": arguments.url})
-        yield runner, runner
+        yield HttpRunner({"": arguments.url})
     else:
         names = [variant.way for variant in variants if variant.way is not None] or ["auto"]
         configs: dict[str, ServiceConfig] = {name: config.model_copy(update=_service_keys(name)) for name in names}
         with Services(configs, serve) as services:
-            runner = HttpRunner(services.urls)
-            yield runner, runner
+            yield HttpRunner(services.urls)
 
 
 def _service_keys(way: str) -> dict[str, object]:
@@ -110,14 +99,13 @@ _FIXED_TOKENS = 4
 """Any whole number: it makes the draft length of a request count."""
 
 
-def _offline(config: ServiceConfig) -> tuple[Runner, TraceSource]:
+def _offline(config: ServiceConfig) -> Runner:
     import torch
 
     from cluster.bench.offline import load_pair
 
     torch.set_num_threads(int(config.actors.target.num_cpus or 1))
-    pair = load_pair(config, _say)
-    return pair.run, pair
+    return load_pair(config, _say).run
 
 
 def _variants(arguments: argparse.Namespace, config: ServiceConfig) -> tuple[Variant, ...]:
@@ -146,7 +134,6 @@ def _works(arguments: argparse.Namespace) -> list[Work]:
 
 def _environment(arguments: argparse.Namespace, config: ServiceConfig) -> Environment:
     from cluster.bench.shapes import model_shapes
-    from cluster.doubles import stand_ins
     from cluster.machine import this_machine
 
     machine = this_machine()
@@ -158,10 +145,14 @@ def _environment(arguments: argparse.Namespace, config: ServiceConfig) -> Enviro
         machine=f"{processor_name()}, {machine.num_cpus} cores, {gpus}",
         versions=machine.versions,
         models=model_shapes(config) if is_ours else {},
-        stand_ins=stand_ins(config) if is_ours else asyncio.run(service_stand_ins(arguments.url)),
+        stand_ins=_stand_ins(config) if is_ours else asyncio.run(service_stand_ins(arguments.url)),
         work=f"{where}; {arguments.max_tokens} tokens a stream; {rounds}",
         command=command_line(sys.argv[1:]),
     )
+
+
+def _stand_ins(config: ServiceConfig) -> tuple[str, ...]:
+    return () if config.backend is None else (f"backend: {config.backend}",)
 
 
 def _say(line: str) -> None:

@@ -199,9 +199,7 @@ REPORTED = (
         name="decode_step_seconds",
     ),
     _counter(_TARGET, "draft_wait_s", "Seconds that rows were held back for a draft.", name="draft_wait_seconds"),
-    _counter(_WORKERS, "num_emulated_steps", "Steps that ended at an emulated time, where steps are emulated."),
-    _counter(_WORKERS, "num_overruns", "Emulated steps that took longer to compute.", name="emulated_overruns"),
-    _gauge(_WORKERS, "is_scripted", "1 where tokens come from a script."),
+    _gauge(_WORKERS, "backend", "What the function tells that the key backend names, by name.", labels=("name",)),
     # Offers and branches.
     _counter(_WORKERS, "num_offers", "Offers that a drafter sent, or a target received."),
     _counter(_TARGET, "num_used_offers", "Offers that came in time, so that something of them was verified."),

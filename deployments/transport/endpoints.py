@@ -17,7 +17,6 @@ from typing import Any, Generic
 
 import ray
 from ray import serve
-from ray.serve.exceptions import DeploymentUnavailableError
 
 from deployments.succession import Succession
 from deployments.transport.discovery import Discovery
@@ -26,8 +25,6 @@ from deployments.transport.keeper import LinkKeeper
 from deployments.transport.link import Answerer, Dialer, PeerEvent
 from deployments.transport.streams import StreamAnswerer, dial_stream
 from deployments.transport.wire import FingerprintKind, Hello, HostFailedError, Identity, LinkTimes, mismatch
-from specdec.engine.trace import Recorder, WorkerTrace
-from specdec.engine.traced import traced
 from specdec.types import UNKNOWN, Fingerprints
 
 DEFAULT_TIMES = LinkTimes()
@@ -68,7 +65,6 @@ class Endpoint:
     """What all ends have in common: a host, and the links that it keeps."""
 
     _host: Host[Any] | None = None
-    _recorder: Recorder | None = None
 
     def _open(self, host: Host[Any], stall_s: float, times: LinkTimes, fingerprints: Fingerprints) -> None:
         self._host = host
@@ -79,11 +75,6 @@ class Endpoint:
         self._is_draining = False
         self._closers: list[Callable[[], None]] = []
         host.start()
-
-    def _open_traced(self, host: Host[Any], recorder: Recorder | None) -> None:
-        """Record what comes in, where there is a recorder; before the host starts."""
-        self._recorder = recorder
-        host.on_arrival = None if recorder is None else recorder.arrived
 
     def _dial_routers(
         self,
@@ -115,10 +106,6 @@ class Endpoint:
 
     async def await_turn(self) -> None:
         """Return when this replica, which has started, may take the place of others (``deployments.succession``)."""
-
-    async def recorded(self) -> WorkerTrace | None:
-        """What this replica's recorder holds; None where nothing is recorded."""
-        return None if self._recorder is None else self._recorder.trace()
 
     async def check_health(self) -> None:
         """Serve's health check: the machine's progress, not the event loop's.
@@ -183,7 +170,6 @@ class WorkerEndpoint(_DrainingEndpoint):
         stall_s: float,
         times: LinkTimes = DEFAULT_TIMES,
         idle_wait_s: float = 0.005,
-        recorder: Recorder | None = None,
         last_progress: Callable[[], float] | None = None,
         fingerprints: Fingerprints = UNKNOWN,
         match: FingerprintKind = "decision",
@@ -197,17 +183,13 @@ class WorkerEndpoint(_DrainingEndpoint):
             stall_s: Without a sign of progress for so long the replica is unhealthy.
             times: How patient links are.
             idle_wait_s: Precision of the machine's timers.
-            recorder: Keeps the machine's messages and turns; None where nobody wants to see them.
             last_progress: Gives the monotonic time of the newest sign of progress within a running step, in seconds;
                 without it the end of a step is the only one.
             fingerprints: What the worker's model is.
             match: Which of them a router's must equal.
             applications: Whose routers these are; they may come later, go, and come back. None: those of the own one.
         """
-        host: WorkerHost[Any] = WorkerHost(
-            traced(machine, recorder), idle_wait_s=idle_wait_s, last_progress=last_progress
-        )
-        self._open_traced(host, recorder)
+        host: WorkerHost[Any] = WorkerHost(machine, idle_wait_s=idle_wait_s, last_progress=last_progress)
         self._open(host, stall_s, times, fingerprints)
         self._match = match
         self._keepers = [
@@ -234,7 +216,6 @@ class RouterEndpoint(_DrainingEndpoint):
         stall_s: float = 60.0,
         times: LinkTimes = DEFAULT_TIMES,
         tick_s: float = 0.05,
-        recorder: Recorder | None = None,
         fingerprints: Fingerprints = UNKNOWN,
         heard: Callable[[str, float], None] | None = None,
     ) -> LoopHost[Any]:
@@ -242,17 +223,15 @@ class RouterEndpoint(_DrainingEndpoint):
 
         Args:
             machine: The machine; its peers are workers and ingress replicas, by replica id.
-            workers: The workers' deployments; with a recorder, what they are told of is not ``machine`` itself.
+            workers: The workers' deployments.
             stall_s: As for workers; a machine on the loop can only fail, or hang with it.
             times: How patient links are.
             tick_s: Precision of the machine's timers.
-            recorder: As for workers.
             fingerprints: What the service's models are. Callers that belong to no group (ingress replicas) must have
                 the same ``decision``.
             heard: Done with (replica id, now_s) in the machine's turn when a peer's link gives a sign of life.
         """
-        host: LoopHost[Any] = LoopHost(traced(machine, recorder), tick_s=tick_s)
-        self._open_traced(host, recorder)
+        host: LoopHost[Any] = LoopHost(machine, tick_s=tick_s)
         self._open(host, stall_s, times, fingerprints)
         self._groups = {group.deployment: group for group in workers}
         self._clients: set[str] = set()
@@ -261,16 +240,6 @@ class RouterEndpoint(_DrainingEndpoint):
         if heard is not None:
             host.on_heartbeat = lambda peer: host.tell(lambda _machine, now_s: heard(peer, now_s))
         return host
-
-    async def all_recorded(self) -> list[WorkerTrace]:
-        """What the recorders of this replica and of all workers hold."""
-        app_name = serve.get_replica_context().app_name
-        found = [await self.recorded()]
-        for group in self._groups.values():
-            handle = serve.get_deployment_handle(group.deployment, group.application or app_name)
-            with suppress(DeploymentUnavailableError):  # a pool of drafters may be empty
-                found += await handle.broadcast("recorded").results_async()
-        return [trace for trace in found if trace is not None]
 
     async def link(self, first: bytes) -> AsyncGenerator[bytes, None]:
         """What a caller reads."""

@@ -17,11 +17,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from deployments.transport.mailbox import Mailbox
 from deployments.transport.wire import HostFailedError
-from specdec.engine.traced import Machine
 
 logger = logging.getLogger("ray.serve")
 
@@ -29,6 +28,35 @@ DRAIN_POLL_S = 0.1
 """How often a draining machine is asked whether it is done."""
 MOST_ACTIONS = 32
 """Messages and other things that a machine on an event loop does in one turn: some milliseconds at most."""
+
+
+class Machine(Protocol):
+    """A state machine, as whoever drives it sees it."""
+
+    def receive(self, message: Any, now_s: float) -> None:
+        """Take in one message."""
+        ...
+
+    def step(self, now_s: float) -> bool:
+        """Do a piece of work; True if there may be more."""
+        ...
+
+    def take_outbox(self) -> dict[str, list[Any]]:
+        """Messages since the last call, by peer id."""
+        ...
+
+    def unsendable(self, message: Any, reason: str, now_s: float) -> None:
+        """A message that it has put out is too long to be sent; what it was for ends with an error."""
+        ...
+
+    def drain(self, now_s: float) -> None:
+        """Take nothing new from now on."""
+        ...
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nothing is left to finish."""
+        ...
 
 
 M = TypeVar("M", bound=Machine)
@@ -42,7 +70,6 @@ class Host(ABC, Generic[M]):
 
     Attributes:
         num_dropped_messages: Messages for peers without a link; the protocol allows for their loss.
-        on_arrival: Told of messages before they wait for the machine's turn; None where nobody wants to know.
         on_heartbeat: Told of peers from whom nothing but a sign of life has come.
         on_failed: Called once on the event loop with what the machine raised; nothing is done with it from then on.
     """
@@ -56,7 +83,6 @@ class Host(ABC, Generic[M]):
         self._is_stopped = False
         self.last_progress_s = time.monotonic()
         self.num_dropped_messages = 0
-        self.on_arrival: Callable[[tuple[Any, ...]], None] | None = None
         self.on_heartbeat: Callable[[str], None] | None = None
         self.on_failed: Callable[[Exception], None] | None = None
 
@@ -238,8 +264,6 @@ class WorkerHost(Host[M]):
     def post(self, messages: Iterable[Any]) -> None:
         """Hand messages to the machine, from any thread; no step comes between those of one call."""
         messages = tuple(messages)
-        if self.on_arrival is not None:
-            self.on_arrival(messages)
         self.tell(partial(_receive, messages))
 
     def tell(self, action: Action[M]) -> None:
@@ -305,8 +329,6 @@ class LoopHost(Host[M]):
     def post(self, messages: Iterable[Any]) -> None:
         """Hand messages to the machine; on the event loop."""
         messages = tuple(messages)
-        if self.on_arrival is not None:
-            self.on_arrival(messages)
         for message in messages:
             self.tell(partial(_receive, (message,)))
 

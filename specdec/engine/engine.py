@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specdec.engine.build import BackendOptions, build_drafter, build_target
-from specdec.engine.in_process import InProcessService, OnMessage
+from specdec.engine.in_process import InProcessService
 from specdec.engine.results import CancellationToken, GenerationResult, RunningSequence, TokenEvent
 from specdec.engine.shares import pair_share
 from specdec.engine.stats import SpecStats
@@ -66,7 +66,6 @@ class SpeculativeEngine:
         tree_tokens: Most tokens of a draft of the draft model that is a tree: its next guesses beside each draft token.
         defaults: What holds for calls that do not say.
         fallback: Why the target runs without speculation, in a word; None where it does not.
-        on_message: Told of each message between the parts, with the names of its sender and receiver.
     """
 
     def __init__(
@@ -82,15 +81,12 @@ class SpeculativeEngine:
         tree_tokens: int = 0,
         defaults: GenerationDefaults = PLAIN_DEFAULTS,
         fallback: str | None = None,
-        on_message: OnMessage | None = None,
     ) -> None:
         most_looked_up = validated_num_speculative_tokens(num_lookup_tokens, "num_lookup_tokens")
         lookup = None if most_looked_up is None else LookUpOptions(most_looked_up)
         self._fallback = fallback if draft is not None or lookup is not None else None
         num_draft_tokens = validated_num_speculative_tokens(num_speculative_tokens) or 0
-        self._service = InProcessService(
-            target, draft, num_draft_tokens, on_message=on_message, lookup=lookup, tree_tokens=tree_tokens
-        )
+        self._service = InProcessService(target, draft, num_draft_tokens, lookup=lookup, tree_tokens=tree_tokens)
         self._defaults = defaults
         self._max_model_len = target.max_model_len
         self._tokenizer = tokenizer

@@ -11,14 +11,11 @@ from specdec.protocol.drafts import DraftChooser
 from specdec.protocol.ingress import Delivery, IngressMachine
 from specdec.protocol.leases import Times
 from specdec.protocol.lookup import LookUpOptions
-from specdec.protocol.messages import Message
 from specdec.protocol.plans import fixed_plan, no_drafts
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.target import TargetMachine
 from specdec.sampling.params import SequenceSpec
 from specdec.tokens import SharedTokens
-
-OnMessage = Callable[[str, str, Message], None]
 
 
 class InProcessService:
@@ -34,7 +31,6 @@ class InProcessService:
     Attributes:
         is_idle: Whether the newest ``pump`` found nothing to do: all sequences wait, for a grammar that is compiled or
             an adapter that is read.
-        on_message: Told of each message with the names of its sender and receiver.
         clock: Seconds, only for leases, which nobody lets run out here.
     """
 
@@ -44,7 +40,6 @@ class InProcessService:
         drafter: DraftBackend | None,
         num_draft_tokens: int,
         clock: Callable[[], float] = time.monotonic,
-        on_message: OnMessage | None = None,
         lookup: LookUpOptions | None = None,
         tree_tokens: int = 0,
         chooser: DraftChooser | None = None,
@@ -53,7 +48,6 @@ class InProcessService:
         planner = fixed_plan(num_draft_tokens, "in_turn", tree_tokens=tree_tokens) if drafter is not None else no_drafts
         self._clock = clock
         self.is_idle = False
-        self._on_message = on_message
         self.ingress = IngressMachine("ingress", times)
         self.router = RouterMachine("router", planner, times)
         self.target = TargetMachine("target", target, times, lookup=lookup, chooser=chooser)
@@ -96,6 +90,4 @@ class InProcessService:
                 for peer, messages in machine.take_outbox().items():
                     moved = True
                     for message in messages:
-                        if self._on_message is not None:
-                            self._on_message(machine.name, peer, message)
                         machines[peer].receive(message, self._clock())

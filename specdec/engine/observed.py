@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from specdec.engine.forwarding import ForwardingDrafter, ForwardingTarget
 from specdec.protocol.backends import (
     DraftBackend,
     DraftJob,
@@ -95,7 +94,7 @@ class _Rows:
         self._settled.discard(key)
 
 
-class ObservedTarget(ForwardingTarget):
+class ObservedTarget:
     """A target backend whose steps are told of.
 
     Args:
@@ -107,10 +106,19 @@ class ObservedTarget(ForwardingTarget):
     def __init__(
         self, inner: TargetBackend, listeners: Sequence[StepListener], clock_ns: Callable[[], int] = time.monotonic_ns
     ) -> None:
-        super().__init__(inner)
+        self._inner = inner
         self._listeners = tuple(listeners)
         self._clock_ns = clock_ns
         self._rows = _Rows()
+
+    @property
+    def max_model_len(self) -> int:
+        """Of the inner backend."""
+        return self._inner.max_model_len
+
+    def gauges(self) -> dict[str, float]:
+        """What the inner backend holds now."""
+        return self._inner.gauges()
 
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         """The inner backend's step, told of."""
@@ -146,17 +154,26 @@ class ObservedTarget(ForwardingTarget):
         self._inner.release(key)
 
 
-class ObservedDrafter(ForwardingDrafter):
+class ObservedDrafter:
     """A draft backend whose steps are told of; see :class:`ObservedTarget`."""
 
     def __init__(
         self, inner: DraftBackend, listeners: Sequence[StepListener], clock_ns: Callable[[], int] = time.monotonic_ns
     ) -> None:
-        super().__init__(inner)
+        self._inner = inner
         self._listeners = tuple(listeners)
         self._clock_ns = clock_ns
         self._rows = _Rows()
         self._last_ns: int | None = None
+
+    @property
+    def max_model_len(self) -> int:
+        """Of the inner backend."""
+        return self._inner.max_model_len
+
+    def gauges(self) -> dict[str, float]:
+        """What the inner backend holds now."""
+        return self._inner.gauges()
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         """The inner backend's step, told of."""
@@ -195,6 +212,10 @@ class ObservedDrafter(ForwardingDrafter):
         """A step found nothing to draft: the time until the next one is nobody's."""
         self._last_ns = None
         self._inner.rest()
+
+    def rename(self, key: str, new_key: str) -> None:
+        """What is held for a branch is its sequence's from now on."""
+        self._inner.rename(key, new_key)
 
     def release(self, key: str) -> None:
         """Free everything held for a sequence or branch."""

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.emulation import StepCost
 from benchmarks.limits import ScriptedPair, main, scripted_limit
-from specdec.engine.emulation import StepCost
-from specdec.engine.scripted import Script
+from benchmarks.scripted import Script
 from specdec.protocol.branches import foreseen
 
+STAND_IN = ("--backend", "benchmarks.backends:stand_in:target=30,draft=3,acceptance=0.8")
 PAIR = ScriptedPair(0.8, 0.95, StepCost(30), StepCost(3))
 TOKENS = 60_000
 
@@ -70,7 +71,7 @@ def test_siblings_by_hand() -> None:
 
 
 def test_what_trees_could_give_is_told_by_branches(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--emulate-step-ms", "target=30,draft=3", "--scripted-acceptance-rate", "0.8", "--draft-tree-tokens", "63"]
+    flags = [*STAND_IN, "--draft-tree-tokens", "63"]
     main(flags)
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
     assert [row[0] for row in rows[:2]] == ["| 8", "| 16"]
@@ -130,7 +131,7 @@ def test_the_limits_stand_beside_what_was_measured(tmp_path: Path, capsys: pytes
     rows = [{"variant": m, "num_streams": 2, "decode_tokens_per_s": 60.0, "tokens_per_round": 2.5} for m in variants]
     path = tmp_path / "figures.json"
     path.write_text(json.dumps({"rows": rows}))
-    main([str(path), "--emulate-step-ms", "target=30,draft=3", "--scripted-acceptance-rate", "0.8"])
+    main([str(path), *STAND_IN])
     lines = capsys.readouterr().out.splitlines()[-4:]
     limits = [float(line.split(" | ")[3]) for line in lines]
     two = replace(PAIR, num_streams=2)

@@ -5,14 +5,11 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.steps import StepTime, main, measure_steps, step_table, verify_cost
-from cluster.bench.offline import load_pair
-from cluster.config import AppArgs
-from tests.clock import VirtualClock
+from tests.cluster.bench.virtual import virtual_pair
 
 
 def test_step_times_are_those_of_the_devices() -> None:
-    keys = {"scripted": {"acceptance_rate": 0.5}, "emulate_step_ms": "target=10+1/row+0.5/token,draft=2+0.25/row"}
-    engine = load_pair(AppArgs.model_validate(keys), clock=VirtualClock())
+    engine = virtual_pair("acceptance=0.5,target=10+1/row+0.5/token,draft=2+0.25/row")
     times = measure_steps(
         engine.target,
         engine.drafter,
@@ -20,7 +17,7 @@ def test_step_times_are_those_of_the_devices() -> None:
         draft_lengths=range(3),
         context=20,
         repeats=3,
-        clock=engine.clock.now_s,
+        clock=engine.clock,
     )
     assert {(t.device, t.num_rows, t.num_draft_tokens): round(1e3 * t.median_s, 6) for t in times} == {
         ("target", 1, 0): 11.5,
@@ -48,6 +45,6 @@ def test_step_times_come_with_the_cost_of_verifying() -> None:
 
 
 def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    script = ["--scripted-acceptance-rate", "0.8", "--emulate-step-ms", "target=1,draft=0.1"]
+    script = ["--backend", "benchmarks.backends:stand_in:target=1,draft=0.1,acceptance=0.8"]
     main(["--streams", "2", "--draft-length", "1", "--repeats", "1", *script])
     assert capsys.readouterr().out.count("| 2 |") == 3

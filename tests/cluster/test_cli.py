@@ -137,10 +137,7 @@ EXAMPLES = {
     "responses_store.max_responses": 100,
     "responses_store.max_bytes": 1 << 20,
     "responses_store.max_age_s": 60.0,
-    "emulate_step_ms": "target=30,draft=3",
-    "trace": True,
-    "scripted.acceptance_rate": 0.8,
-    "scripted.next_guess_rate": 0.9,
+    "backend": "some.devices:slow:target=30",
     "log_level": "warning",
     "stall_s": 5.0,
     "host": "localhost",
@@ -241,16 +238,16 @@ def test_the_model_comes_first(capsys):
 
 
 def test_switches_take_no_word(capsys):
-    assert main(["config", "--trace", "true"]) == 2
+    assert main(["config", "--skip-admission-check", "true"]) == 2
     assert "take no word" in capsys.readouterr().err
 
 
 def test_the_configuration_in_force_can_be_printed_and_read_again(tmp_path, capsys):
-    assert main(["config", "t", "--draft", "d", "--target-token", "hf_secret", "--trace"]) == 0
+    assert main(["config", "t", "--draft", "d", "--target-token", "hf_secret", "--skip-admission-check"]) == 0
     text = capsys.readouterr().out
     assert "hf_secret" not in text
     printed = yaml.safe_load(text)
-    assert (printed["target"]["model"], printed["trace"]) == ("t", True)
+    assert (printed["target"]["model"], printed["skip_admission_check"]) == ("t", True)
     (tmp_path / "again.yaml").write_text(text)
     assert load_config(tmp_path / "again.yaml").draft.model == "d"
 

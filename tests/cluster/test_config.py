@@ -200,11 +200,7 @@ def test_the_method_says_who_drafts(draft, found):
         ({"draft": {"heads": "h"}}, "heads needs method heads"),
         ({"draft": {"method": "lookup", "tree_tokens": 8}}, "tree_tokens needs a draft model or heads"),
         ({"draft": {"method": "heads", "tree_tokens": 65}}, "64"),
-        (
-            {"draft": {"method": "heads"}, "scripted": {"acceptance_rate": 0.8}},
-            "scripted tokens and vLLM's engine take no heads",
-        ),
-        ({"target": {"model": "t", "engine": "vllm"}, "draft": {"method": "heads", "heads": "h"}}, "take no heads"),
+        ({"target": {"model": "t", "engine": "vllm"}, "draft": {"method": "heads", "heads": "h"}}, "takes no heads"),
     ],
 )
 def test_a_method_that_cannot_be_is_refused(data, named):

@@ -58,7 +58,7 @@ def test_the_log_level_goes_back_to_serves_own(monkeypatch):
 
 def test_live_keys_are_keys_and_decide_no_token():
     assert set(LIVE_KEYS) <= set(key_paths(AppArgs))
-    deciding = {"demo", "target", "draft", "acceptance", "logits_processors", "chat_template", "scripted"}
+    deciding = {"demo", "target", "draft", "acceptance", "logits_processors", "chat_template", "backend"}
     assert not deciding & set(LIVE_KEYS)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cluster.config import AppArgs
-from cluster.sources import backend_options
+from cluster.sources import backend_of, backend_options
 from specdec.errors import InvalidParameterError
 from tests.cluster import processors
 
@@ -40,3 +40,34 @@ def test_a_processor_that_cannot_be_had_is_refused(tmp_path, monkeypatch, name, 
     with pytest.raises(InvalidParameterError, match=f"logits_processors: {message}") as caught:
         options_with(name)
     assert caught.value.parameter == "logits_processors"
+
+
+def around(role, build, args, *, tag="none"):
+    return (role, build() if tag == "wrapped" else None, args.block_size)
+
+
+def test_a_function_of_ones_own_wraps_or_replaces_a_backend():
+    args = AppArgs(block_size=8, backend="tests.cluster.test_sources:around:tag=wrapped")
+    assert backend_of(args, "target", lambda: "own") == ("target", "own", 8)
+    args = AppArgs(backend="tests.cluster.test_sources:around")
+    assert backend_of(args, "draft_alone", lambda: "own")[:2] == ("draft_alone", None)
+    assert backend_of(AppArgs(), "target", lambda: "own") == "own"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("no_such_module:f", "cannot import no_such_module:f: ModuleNotFoundError"),
+        ("tests.cluster.processors:TABLE", "must be a function or a callable object, and is of type dict"),
+        ("tests.cluster.test_sources:around:size=3", "got an unexpected keyword argument 'size'"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_named(text, message):
+    with pytest.raises(InvalidParameterError, match=f"backend: .*{message}"):
+        backend_of(AppArgs(backend=text), "target", lambda: "own")
+
+
+@pytest.mark.parametrize("text", ["module", "a.b:c:", "a.b:c:d", "a.b:c:d=", "a b:c", 3])
+def test_a_text_that_names_no_function_is_refused(text):
+    with pytest.raises(ValueError, match=r"must be 'package\.module:name'"):
+        AppArgs(backend=text)

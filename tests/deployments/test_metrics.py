@@ -12,6 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 import deployments.metrics
+from benchmarks.scripted import Script, ScriptedDrafter, ScriptedTarget
 from deployments.metrics.changes import ChangeRegistry
 from deployments.metrics.families import FAMILIES, PREFIX, REPORTED
 from deployments.metrics.replica import MachineReport, RayExport, ReplicaMetrics
@@ -19,7 +20,6 @@ from deployments.metrics.table import metrics_table
 from deployments.openai.observer import Observer
 from specdec.control.controller import Controller
 from specdec.control.ways import WAYS, Bounds
-from specdec.engine.scripted import Script, ScriptedDrafter, ScriptedTarget
 from specdec.engine.timing import StepReport
 from specdec.protocol.contained import ContainedController
 from specdec.protocol.draft_worker import DraftWorkerMachine
@@ -117,7 +117,7 @@ def test_machines_report_what_the_list_names() -> None:
     by_events = {"decode_steps", "decode_step_s", "num_resyncs", "num_refused", "num_config_errors", "num_workers"}
     by_backends = {"kv_cache_usage_perc", "num_evictions", "num_reused_tokens", "num_reread_tokens", "num_fallbacks"}
     by_replicas = {"loop_lag_s", "loop_busy_share", "exposed_draft_share", "least_workers"}
-    by_backends |= {"num_emulated_steps", "num_overruns", "is_scripted", "num_forbidden_draft_tokens"}
+    by_backends |= {"backend", "num_forbidden_draft_tokens"}
     by_backends |= {"num_loaded_adapters", "num_adapter_loads"}
     by_replicas |= {"slots_used_share", "num_waiting_requests", "num_requests_refused", "longest_queue_s"}
     by_groups = {"estimated_guess_rate", "estimated_gain", "measured_gain"}

@@ -21,6 +21,7 @@ from specdec.errors import InvalidParameterError
 from specdec.protocol.messages import Alive, Submit
 from specdec.sampling.params import SamplingParams, SequenceSpec
 
+SCRIPTED = "benchmarks.backends:stand_in:acceptance=0.5"
 DEMO = Path(specdec.demo.__path__[0])
 
 
@@ -46,7 +47,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_all_machines_of_a_service_know_the_same_models(started: dict[str, Any]) -> None:
-    args = AppArgs.model_validate({"scripted": {"acceptance_rate": 0.5}, "num_speculative_tokens": 2, "stall_s": 5})
+    args = AppArgs.model_validate({"backend": SCRIPTED, "num_speculative_tokens": 2, "stall_s": 5})
     own = fingerprints(args)
     assert own.decision
     assert own.vocabulary
@@ -117,7 +118,7 @@ def test_a_router_calls_for_a_drafter_where_there_may_be_none(
 async def test_drafters_tell_serve_how_late_drafts_are_for_the_application_that_waits_most(
     started: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    args = AppArgs.model_validate({"scripted": {"acceptance_rate": 0.5}})
+    args = AppArgs.model_validate({"backend": SCRIPTED})
     pool, own = workers.DraftServer(args, 1, 1.0, ("chat", "code")), workers.DraftServer(args, 1, 1.0)
     shares = {"chat": [0.1], "code": [0.3, 0.2], "mine": []}
     monkeypatch.setattr(workers.serve, "get_replica_context", lambda: SimpleNamespace(app_name="mine"))
@@ -176,7 +177,7 @@ def test_a_node_without_the_settings_of_its_environment_is_refused(
         monkeypatch.delenv(NAME)
     else:
         monkeypatch.setenv(NAME, value)
-    args = AppArgs.model_validate({"scripted": {"acceptance_rate": 0.5}})
+    args = AppArgs.model_validate({"backend": SCRIPTED})
     starts = (lambda: workers.TargetServer(args, 1, 1.0), lambda: router.SpeculationRouter(args))
     for start in (
         *starts,

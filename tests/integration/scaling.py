@@ -64,7 +64,8 @@ def start(most_targets: int) -> RunningService:
         f"--replicas-draft={{min: 0, max: 1, {DELAYS}}}",
         f"--replicas-ingress={{min: 1, max: 2, {DELAYS}}}",
     )
-    return RunningService(*DRAFTS, *CACHE, SLOTS, *ranges, "--emulate-step-ms", "target=300,draft=20")
+    slow = ("--backend", "benchmarks.backends:stand_in:target=300,draft=20")
+    return RunningService(*DRAFTS, *CACHE, SLOTS, *ranges, *slow)
 
 
 def linked(service: RunningService, kind: str) -> int:

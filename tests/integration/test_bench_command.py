@@ -18,7 +18,7 @@ from cluster.config import ServiceConfig
 from cluster.launch import LaunchError
 from specdec.errors import InvalidParameterError
 
-SCRIPTED = ("--scripted-acceptance-rate", "0.8", "--emulate-step-ms", "target=2,draft=0.2")
+STAND_IN = "benchmarks.backends:stand_in:target=2,draft=0.2,acceptance=0.8"
 Capture = pytest.CaptureFixture[str]
 
 
@@ -40,11 +40,9 @@ def test_offline_on_scripted_tokens(tmp_path: Path, capsys: Capture) -> None:
         "--prompts",
         "code,mixed",
     )
-    assert bench("--offline", *SCRIPTED, *work, "--json", str(path)) == 0
+    assert bench("--offline", "--backend", STAND_IN, *work, "--json", str(path)) == 0
     text = capsys.readouterr().out
-    assert "Not real: emulated devices: target=2,draft=0.2" in text
-    assert "Not real: scripted tokens: acceptance 0.8" in text
-    assert "scripted, no model runs" in text
+    assert f"Not real: backend: {STAND_IN}" in text
     body = json.loads(path.read_text())
     kinds = {(row["prompts"], row["temperature"], row["num_streams"], row["variant"]) for row in body["rows"]}
     assert len(kinds) == len(body["rows"]) == 2 * 2 * 2 * 2
@@ -76,8 +74,12 @@ def test_offline_on_the_demo_pair(capsys: Capture) -> None:
         (["--ways", "fast"], "'fast' is none of"),
         (["--offline", "--ways", "overlap"], "--offline runs in turn"),
         (["--url", "http://127.0.0.1:9", "--ways", "overlap"], "a running service has the way it has"),
-        (["--emulate-step-ms", "target=fast"], "emulate_step_ms: must be written as target=30,draft=3"),
-        (["--scripted-acceptance-rate", "2"], "scripted.acceptance_rate: must be a number, at least 0"),
+        (["--backend", "fast"], "backend: must be 'package.module:name'"),
+        (["--offline", "--backend", "no.such:thing"], "backend: cannot import no.such:thing: ModuleNotFoundError"),
+        (
+            ["--offline", "--backend", "benchmarks.backends:stand_in:speed=2"],
+            "backend: benchmarks.backends:stand_in:speed=2: got an unexpected keyword argument 'speed'",
+        ),
         (["--offline", "--url", "http://127.0.0.1:9"], "offline and url exclude each other"),
     ],
 )

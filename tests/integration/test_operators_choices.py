@@ -12,9 +12,7 @@ import httpx
 import openai
 import pytest
 from openai import OpenAI
-from pydantic import TypeAdapter
 
-from specdec.engine.trace import WorkerTrace
 from tests.integration.running import RunningService, eventually
 from tests.specdec.checkpoints import WITH_GAPS, save_checkpoint
 
@@ -57,7 +55,7 @@ def service(folders: dict[str, Path], access: Path) -> Iterator[RunningService]:
     flags += ["--tls-ssl-certfile", f"{access}/cert.pem", "--tls-ssl-keyfile", f"{access}/key.pem"]
     flags += ["--access-api-keys-file", f"{access}/keys", "--replicas-ingress", "2", "--responses-store-enabled"]
     flags += ["--chat-template", f"{access}/template"]
-    running = RunningService(*flags, "--acceptance", "rejection", "--logits-processors", NO_A, "--trace", *DRAFTS)
+    running = RunningService(*flags, "--acceptance", "rejection", "--logits-processors", NO_A, *DRAFTS)
     yield running
     assert running.stop() == 0
 
@@ -107,27 +105,6 @@ def test_the_models_defaults_hold_where_a_request_says_nothing(client: OpenAI, f
 
 def test_the_highest_token_id_can_be_chosen_and_ends_the_text(client: OpenAI, folders: dict[str, Path]) -> None:
     assert ask(client, folders, logit_bias={str(END): 100}) == [END]
-
-
-def test_the_operator_may_have_steps_and_messages_recorded(
-    client: OpenAI, http: httpx.Client, folders: dict[str, Path]
-) -> None:
-    wanted = {(what, kind) for what in ("arrived", "received") for kind in ("Verdict", "Offer")}
-    wanted |= {("sent", kind) for kind in ("Ack", "Commit", "Offer", "Open")}
-    kinds: set[tuple[str, str]] = set()
-    for _ in range(MOST_ANSWERS):  # on a busy machine a short answer may end before its first offer
-        ask(client, folders, num_speculative_tokens=4, ignore_eos=True)
-        answer = http.get("/debug/trace", headers={"authorization": f"Bearer {KEYS['bob']}"}, timeout=30)
-        content = answer.raise_for_status().content
-        traces = {trace.role: trace for trace in TypeAdapter(list[WorkerTrace]).validate_json(content)}
-        kinds = {(message.what, message.kind) for message in traces["router"].messages}
-        if wanted <= kinds:
-            break
-    assert wanted <= kinds
-    assert set(traces) == {"target", "drafter", "router"}
-    assert len({trace.clock.boot_id for trace in traces.values()}) == 1
-    assert traces["target"].target_steps
-    assert traces["drafter"].draft_steps
 
 
 def test_responses_are_kept_for_both_ingresses_and_for_their_key(

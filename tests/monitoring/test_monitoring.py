@@ -17,7 +17,7 @@ from tests.integration.watched import PAGE, RAY, Prometheus, watched
 from tests.k8s.test_monitoring import DASHBOARDS, RECORDED, queries
 
 TWO_OF_EACH = [f"--replicas-{part}=2" for part in ("target", "draft", "router", "ingress")]
-PAYING = ("--emulate-step-ms", "target=30,draft=3")
+PAYING = ("--backend", "benchmarks.backends:stand_in:target=30,draft=3")
 """Devices on which speculation pays, so that the controller drafts on any machine."""
 WINDOW = "15s"
 """What Grafana puts in place of ``$__rate_interval``, at one scrape a second."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from benchmarks.scripted import Script, ScriptedTarget
 from cluster.bench.compare import Comparison, Variant, Work
 from cluster.bench.measures import Run, Stream, TokenArrival
 from cluster.bench.summary import summarize
 from specdec.engine.observed import ObservedTarget
-from specdec.engine.scripted import Script, ScriptedTarget
 from specdec.engine.timing import StepReport
 from specdec.protocol.backends import VerifyJob
 from specdec.protocol.marks import TokenLog

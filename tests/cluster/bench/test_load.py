@@ -32,8 +32,8 @@ specdec_steps_total{model_name="m",deployment="DraftServer",replica="c"} 40.0
 # TYPE specdec_busy_seconds counter
 specdec_busy_seconds_total{model_name="m",deployment="TargetServer",replica="a"} 1.5
 specdec_busy_seconds_total{model_name="m",deployment="TargetServer",replica="b"} 0.5
-# TYPE specdec_emulated_overruns counter
-specdec_emulated_overruns_total{model_name="m",deployment="TargetServer",replica="a"} 3.0
+# TYPE specdec_backend gauge
+specdec_backend{model_name="m",name="num_overruns",deployment="TargetServer",replica="a"} 3.0
 # TYPE specdec_generation_tokens counter
 specdec_generation_tokens_total{model_name="m"} 99.0
 """

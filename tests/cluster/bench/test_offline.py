@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.backends import scripted
+from benchmarks.emulation import EmulatedDevice, EmulatedTarget, StepCost
 from benchmarks.limits import ScriptedPair
 from cluster.bench.compare import ALONE, Variant, Work, compare, parse_variants
 from cluster.bench.load import Workload
 from cluster.bench.offline import Pair, load_pair
 from cluster.bench.summary import SummaryRow, summarize
 from cluster.config import AppArgs
-from cluster.doubles import scripted_pair
 from specdec.control.ways import expected_tokens
-from specdec.engine.emulation import EmulatedDevice, EmulatedTarget, StepCost
 from specdec.errors import InvalidParameterError
 from specdec.sampling.philox import derive_seed
 from tests.clock import VirtualClock
+from tests.cluster.bench.virtual import virtual_pair
 
 
 def pair(acceptance_rate: float, costs: str = "target=30,draft=3") -> Pair:
-    args = AppArgs.model_validate({"scripted": {"acceptance_rate": acceptance_rate}, "emulate_step_ms": costs})
-    return load_pair(args, clock=VirtualClock())
+    return virtual_pair(f"acceptance={acceptance_rate},{costs}")
 
 
 def rows(pair: Pair, num_streams: int = 1, max_tokens: int = 20, lengths: tuple[int, ...] = (0, 4)) -> list[SummaryRow]:
@@ -72,7 +72,7 @@ def test_acceptance_and_time_of_a_script() -> None:
     """Played out again from the script alone."""
     engine, max_tokens, length = pair(0.8), 200, 4
     row = rows(engine, max_tokens=max_tokens)[1]
-    script = scripted_pair(AppArgs.model_validate({"scripted": {"acceptance_rate": 0.8}}))[0]._script
+    script = scripted("target", AppArgs(), 0.8)._script
     start, drafted, kept, rounds, rates = 8, 0, 0, 0, []  # tokens of the first prompt
     for number in (1, 2):  # the first round does not count
         seed, position, duration_s = derive_seed(number, 0, 0), 0, 0.0
@@ -156,6 +156,5 @@ def test_modes() -> None:
 
 def test_an_emulated_device_without_work_takes_no_time() -> None:
     clock = VirtualClock()
-    target, _ = scripted_pair(AppArgs.model_validate({"scripted": {"acceptance_rate": 1.0}}))
-    EmulatedTarget(target, EmulatedDevice(StepCost(30), clock)).verify([])
+    EmulatedTarget(scripted("target", AppArgs(), 1.0), EmulatedDevice(StepCost(30), clock)).verify([])
     assert clock.now_s() == 0

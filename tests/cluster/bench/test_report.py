@@ -103,7 +103,7 @@ def test_json_has_everything() -> None:
 
 
 def test_the_command_can_be_given_again(tmp_path: Path) -> None:
-    assert command_line(["bench", "--emulate-step-ms", "a b"]) == "specdec bench --emulate-step-ms 'a b'"
+    assert command_line(["bench", "--config", "a b"]) == "specdec bench --config 'a b'"
     (tmp_path / "cpuinfo").write_text("processor : 0\nmodel name : Some CPU @ 3 GHz\n")
     assert processor_name(tmp_path / "cpuinfo") == "Some CPU @ 3 GHz"
     assert processor_name(tmp_path / "missing")

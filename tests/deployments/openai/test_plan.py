@@ -10,11 +10,11 @@ import pytest
 from httpx2 import ASGITransport, AsyncClient
 from prometheus_client import CollectorRegistry
 
+from benchmarks.scripted import Script, ScriptedDrafter, ScriptedTarget
 from deployments.openai import ApiSettings, create_app
 from deployments.openai.observer import Observer
 from deployments.requests import RoutedTokens
 from deployments.transport.host import LoopHost
-from specdec.engine.scripted import Script, ScriptedDrafter, ScriptedTarget
 from specdec.protocol.ingress import IngressMachine
 from specdec.protocol.messages import Plan
 from tests.deployments.openai.conftest import Bench

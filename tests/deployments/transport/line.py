@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.scripted import Script, ScriptedDrafter, ScriptedTarget
 from deployments.names import DRAFT, TARGET
 from deployments.openai.service import ModelInfo, ServedModel
 from deployments.requests import RoutedTokens
 from deployments.router import _group
 from deployments.transport import endpoints
 from deployments.transport.endpoints import IngressEndpoint, PeerGroup, RouterEndpoint, WorkerEndpoint
-from specdec.engine.scripted import Script, ScriptedDrafter, ScriptedTarget
 from specdec.protocol.draft_worker import DraftWorkerMachine
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import IngressMachine
@@ -61,7 +61,7 @@ class Line:
         name, times = f"r{id(self)}", Times()
         machine = RouterMachine(name, fixed_plan(4, "in_turn", draft_wait_s=5.0), times)
         self._as("Router", name)
-        groups = [_group(machine, "target", None), _group(machine, "drafter", None)]
+        groups = [_group("target", None), _group("drafter", None)]
         self.router.start_router(machine, workers=groups, fingerprints=PRINTS)
         self.name, self.routers = name, machine
         self._as(TARGET, "t")

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.scripted import Script, ScriptedDrafter, ScriptedTarget
 from specdec.control.controller import Controller
 from specdec.control.ways import Bounds
-from specdec.engine.scripted import Script, ScriptedDrafter, ScriptedTarget
 from specdec.engine.timing import StepTimer
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import IngressMachine

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from specdec.engine.forwarding import ForwardingTarget
+from benchmarks.emulation import Around
 from specdec.protocol.backends import Status, TargetBackend, Verification, VerifyJob
 from specdec.protocol.marks import TokenLog
 from specdec.protocol.messages import Candidates
@@ -34,7 +34,7 @@ SAMPLINGS = {
 }
 
 
-class Shadow(ForwardingTarget):
+class Shadow(Around):
     """Asks another target the same as soon as the inner one has decided, and compares.
 
     Args:

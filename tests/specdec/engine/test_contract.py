@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.engine.forwarding import ForwardingTarget
-from specdec.engine.scripted import Script, ScriptedTarget
+from benchmarks.emulation import Around
+from benchmarks.scripted import Script, ScriptedTarget
 from specdec.engine.target_backend import ModelTarget
 from specdec.protocol.backends import Status, TargetBackend, Verification, VerifyJob
 from specdec.sampling.pipeline import RowGroup
@@ -26,7 +26,7 @@ PROMPTS = tuple(tuple((7 * i + j) % VOCAB_SIZE for j in range(40)) for i in rang
 PLAIN = tuple(replace(one, logit_bias=(), prompt_logprobs=None, logprobs=None) for one in SAMPLINGS.values())
 
 
-class WrongAtTimes(ForwardingTarget):
+class WrongAtTimes(Around):
     """Says another token in the 20th decision."""
 
     num_decided = 0

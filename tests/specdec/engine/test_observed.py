@@ -7,7 +7,6 @@ import itertools
 import pytest
 
 from specdec.control.steptimes import StepTime, step_times
-from specdec.engine.forwarding import ForwardingDrafter
 from specdec.engine.observed import ObservedDrafter, ObservedTarget, StepRecord
 from specdec.engine.timing import StepReport
 from specdec.protocol.backends import DraftJob, Proposal, Status, Verification, VerifyJob
@@ -82,7 +81,7 @@ def test_draft_steps_count_branches_from_their_first():
     backend.answers = [Proposal(Status.DECIDED, 5)]
     observed.propose([DraftJob("a", [1, 2], SPEC)])
     assert points(report) == []
-    ForwardingDrafter(observed).rest()
+    observed.rest()
     backend.answers *= 2
     observed.propose([DraftJob("a", [1, 2, 5], SPEC), DraftJob("a#0", [1, 2, 6], SPEC, fork_of="a")])
     assert points(report) == [StepTime(2, 2, 0.25, 1)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.scripted import Script, ScriptedDrafter, ScriptedTarget
 from specdec.engine.profile import DRAFT_LENGTHS, NUM_ROWS, NUM_STEPS, profile_drafter, profile_target
-from specdec.engine.scripted import Script, ScriptedDrafter, ScriptedTarget
 from specdec.engine.timing import StepReport
 from specdec.protocol.backends import Status, Verification
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.emulation import StepCost
 from benchmarks.limits import ScriptedPair
-from specdec.engine.emulation import StepCost
-from specdec.engine.scripted import Script
+from benchmarks.scripted import Script
 from specdec.protocol.messages import Plan
 from tests.specdec.engine.timed import PROMPT, TimedService, one_way
 

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from specdec.engine.scripted import Script, ScriptedDrafter, ScriptedTarget
+from benchmarks.scripted import Script, ScriptedDrafter, ScriptedTarget
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import IngressMachine
 from specdec.protocol.leases import Times

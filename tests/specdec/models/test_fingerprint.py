@@ -190,7 +190,7 @@ def test_a_service_is_known_by_what_decides_its_tokens() -> None:
         decision(acceptance="rejection"),
         decision(target={"dtype": "bfloat16"}),
         decision(logits_processors=["tests.cluster.processors:no_newline"]),
-        decision(scripted={"acceptance_rate": 0.5}),
+        decision(backend="benchmarks.backends:stand_in:acceptance=0.5"),
     }
     assert len(others | {plain}) == 6
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from benchmarks.scripted import Script, ScriptedDrafter, ScriptedTarget
 from specdec.engine.in_process import InProcessService
-from specdec.engine.scripted import Script, ScriptedDrafter, ScriptedTarget
 from specdec.protocol.draft_worker import DraftWorkerMachine
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.messages import Cancel, Close, Inc, Open, Plan, Submit

@@ -9,8 +9,8 @@ import pytest
 from transformers import AutoTokenizer
 
 import specdec.demo
+from benchmarks.scripted import RANK_SHARES, Script, ScriptedDrafter, ScriptedTarget, plain_token_ids
 from specdec.engine.in_process import InProcessService
-from specdec.engine.scripted import RANK_SHARES, Script, ScriptedDrafter, ScriptedTarget, plain_token_ids
 from specdec.protocol.backends import DraftJob, VerifyJob
 from specdec.protocol.marks import TokenLog
 from specdec.sampling.params import SamplingParams, SequenceSpec

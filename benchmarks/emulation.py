@@ -10,9 +10,8 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from specdec.engine.forwarding import ForwardingDrafter, ForwardingTarget
 from specdec.protocol.backends import (
     DraftBackend,
     DraftJob,
@@ -23,14 +22,11 @@ from specdec.protocol.backends import (
     VerifyJob,
 )
 
-DEVICES = ("target", "draft")
-
 _MOST_LATENESS_S = 3e-4
 """What a sleep's lateness counts for at most: more than that is a busy core, not the timer."""
 
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?"
 _COST = re.compile(rf"({_NUMBER})(?:\+({_NUMBER})/row)?(?:\+({_NUMBER})/token)?")
-_HELP = "written as target=30,draft=3, in milliseconds a step, each with +MS/row and +MS/token after it where wanted"
 
 
 class Clock(Protocol):
@@ -88,22 +84,16 @@ class StepCost:
         return (self.base_ms + self.row_ms * num_rows + self.token_ms * num_tokens) / 1e3
 
 
-def parse_step_costs(text: str) -> dict[str, StepCost]:
-    """Read the costs of both devices from a text such as ``target=30+0.02/token,draft=3``.
-
-    A device that is not named keeps its own time.
+def step_cost(text: str) -> StepCost:
+    """Read a cost such as ``30+0.02/token``.
 
     Raises:
         ValueError: For anything else, with what is allowed.
     """
-    costs: dict[str, StepCost] = {}
-    for part in text.split(","):
-        device, _, terms = part.strip().partition("=")
-        match = _COST.fullmatch(terms)
-        if device not in DEVICES or device in costs or match is None or float(match[1]) <= 0:
-            raise ValueError(f"must be {_HELP}")
-        costs[device] = StepCost(*(float(term or 0) for term in match.groups()))
-    return costs
+    match = _COST.fullmatch(text)
+    if match is None or float(match[1]) <= 0:
+        raise ValueError(f"a step's cost must be written as 30, 30+1/row or 30+1/row+0.02/token, in ms, not {text!r}")
+    return StepCost(*(float(term or 0) for term in match.groups()))
 
 
 @dataclass(slots=True)
@@ -186,11 +176,21 @@ class EmulatedDevice:
         self._known.pop(key, None)
 
     def gauges(self) -> dict[str, float]:
-        """The counters, for the worker's report."""
-        return {name: float(value) for name, value in asdict(self.counters).items()}
+        """The counters, for the worker's metrics."""
+        return {f"backend/{name}": float(value) for name, value in asdict(self.counters).items()}
 
 
-class EmulatedTarget(ForwardingTarget):
+class Around:
+    """A backend that leaves to another one whatever it does not do itself."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class EmulatedTarget(Around):
     """A :class:`specdec.protocol.backends.TargetBackend` on an emulated device; the tokens are the inner backend's."""
 
     def __init__(self, inner: TargetBackend, device: EmulatedDevice) -> None:
@@ -199,7 +199,7 @@ class EmulatedTarget(ForwardingTarget):
 
     def gauges(self) -> dict[str, float]:
         """The inner backend's, and what was emulated."""
-        return super().gauges() | self.device.gauges()
+        return self._inner.gauges() | self.device.gauges()
 
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         """The inner backend's step; returns when the emulated device would."""
@@ -221,7 +221,7 @@ class EmulatedTarget(ForwardingTarget):
         self._inner.release(key)
 
 
-class EmulatedDrafter(ForwardingDrafter):
+class EmulatedDrafter(Around):
     """A :class:`specdec.protocol.backends.DraftBackend` on an emulated device; the tokens are the inner backend's."""
 
     def __init__(self, inner: DraftBackend, device: EmulatedDevice) -> None:
@@ -230,7 +230,7 @@ class EmulatedDrafter(ForwardingDrafter):
 
     def gauges(self) -> dict[str, float]:
         """The inner backend's, and what was emulated."""
-        return super().gauges() | self.device.gauges()
+        return self._inner.gauges() | self.device.gauges()
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         """The inner backend's step; returns when the emulated device would."""
