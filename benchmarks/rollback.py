@@ -14,8 +14,8 @@ from benchmarks.one_state import OneState
 from benchmarks.rollback_costs import WAYS, RollbackCost, RollbackCosts, RollbackWork, Way
 from specdec.models.blocks import CachedSequence
 from specdec.models.loading import LoadedModel, prepare_model
-from specdec.models.recurrent.pool import MIN_WINDOW_TOKENS, StatePool, bytes_per_slot, choose_window, state_bytes
-from specdec.models.recurrent.slots import Route, Window
+from specdec.models.recurrent.pool import MIN_WINDOW_TOKENS, StatePool, bytes_per_slot, checked_window, state_bytes
+from specdec.models.recurrent.slots import Window
 from specdec.models.runner import ModelRunner, RowInput
 
 
@@ -29,8 +29,7 @@ class _Batch:
 
     def _make_runner(self, loaded: LoadedModel, work: RollbackWork) -> tuple[ModelRunner, int]:
         layers = loaded.recurrent_layers
-        route: Route = "states" if self.way == "states" else "rescan"
-        window = choose_window(layers, work.num_draft_tokens + MIN_WINDOW_TOKENS, route)
+        window = checked_window(work.num_draft_tokens + MIN_WINDOW_TOKENS)
         runner = ModelRunner(loaded, num_blocks=work.num_blocks, num_state_slots=work.num_rows, window=window)
         return runner, bytes_per_slot(layers, window)
 
@@ -58,7 +57,7 @@ class _ReadTwice(_Batch):
     """
 
     def _make_runner(self, loaded: LoadedModel, work: RollbackWork) -> tuple[ModelRunner, int]:
-        layers, window = loaded.recurrent_layers, Window("replay", 1 + work.num_draft_tokens)
+        layers, window = loaded.recurrent_layers, Window(1 + work.num_draft_tokens)
         states = StatePool(layers, 2 * work.num_rows, window, OneState)
         return ModelRunner(loaded, num_blocks=work.num_blocks, states=states), 2 * state_bytes(layers)
 

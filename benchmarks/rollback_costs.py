@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Way = Literal["states", "rescan", "second forward"]
-WAYS: tuple[Way, ...] = ("states", "rescan", "second forward")
+Way = Literal["rescan", "second forward"]
+WAYS: tuple[Way, ...] = ("rescan", "second forward")
 """``second forward``: a copy of the state is taken before each verification, put back where drafts were refused, and
 what was accepted is read once more by the whole model."""
 

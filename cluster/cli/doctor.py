@@ -124,7 +124,7 @@ def comparison_line(weights_bytes: int, comparison: dict[str, Any]) -> str:
 def state_line(memory: dict[str, Any]) -> str:
     """What recurrent layers keep per sequence."""
     kept = f"{mib(memory['state_bytes'])} of state and {mib(memory['checkpoint_bytes'])} of checkpoints a sequence"
-    how = f"rolled back by up to {memory['rollback_tokens']} tokens ({memory['rollback']})"
+    how = f"rolled back by up to {memory['rollback_tokens']} tokens"
     return f"recurrent: {kept}, {how}, {memory['num_state_slots']:,} slots"
 
 

@@ -23,8 +23,8 @@ from specdec.models.compat import check_width
 from specdec.models.describe import describe_model, describe_pair
 from specdec.models.heads import MedusaHeads, load_heads
 from specdec.models.loading import LoadedModel, ModelSource, load_model, load_tokenizer
-from specdec.models.memory import NUM_BRANCH_SLOTS, MemoryPlan, StepMemory, choose_window_of, plan_memory
-from specdec.models.recurrent.slots import DEFAULT_WINDOW_TOKENS, Route
+from specdec.models.memory import NUM_BRANCH_SLOTS, MemoryPlan, StepMemory, plan_memory, window_for
+from specdec.models.recurrent.slots import DEFAULT_WINDOW_TOKENS
 from specdec.models.runner import ModelRunner
 from specdec.models.snapshot_runner import SnapshotRunner
 from specdec.sampling.grammars import Grammars
@@ -74,7 +74,6 @@ class BackendOptions:
         max_num_seqs: Most sequences in one forward pass; the cache need not hold more whole sequences.
         device_share: Part of a GPU that is this model's, where several models share it; for ``auto`` memory. None is
             all of it; a pair that :class:`specdec.engine.engine.SpeculativeEngine` loads onto one GPU has equal shares.
-        rollback: How recurrent states are rolled back; ``auto`` chooses by their size.
         rollback_tokens: How many tokens recurrent states can be brought back for sure without reading anew; a draft to
             be verified is no longer. A drafter that runs ahead of the target needs twice a draft's length and 1.
         skip_admission_check: Serve a model without comparing its cached forward with its plain one.
@@ -93,7 +92,6 @@ class BackendOptions:
     kv_memory: Literal["auto"] | float | int = "auto"
     max_num_seqs: int = 256
     device_share: float | None = None
-    rollback: Route | Literal["auto"] = "auto"
     rollback_tokens: int = DEFAULT_WINDOW_TOKENS
     skip_admission_check: bool = False
     num_step_tokens: int = 1
@@ -235,8 +233,7 @@ def _planned(
     max_num_rows: int,
 ) -> MemoryPlan:
     """Memory for weights, for a step of the largest size, and for the cache."""
-    route = None if options.rollback == "auto" else options.rollback
-    window = choose_window_of(loaded, options.rollback_tokens, route)
+    window = window_for(loaded, options.rollback_tokens)
     step = None
     if options.measures_step:
         limits = StepLimits(max_num_rows, _max_num_batched_tokens(loaded, options))

@@ -14,8 +14,8 @@ from specdec.models.host_memory import host_memory
 from specdec.models.loading import LoadedModel
 from specdec.models.probe import AttentionLayer
 from specdec.models.recurrent.opaque import NUM_COPIES
-from specdec.models.recurrent.pool import bytes_per_slot, choose_window, state_bytes
-from specdec.models.recurrent.slots import DEFAULT_WINDOW_TOKENS, Route, Window
+from specdec.models.recurrent.pool import bytes_per_slot, checked_window, state_bytes
+from specdec.models.recurrent.slots import DEFAULT_WINDOW_TOKENS, Window
 
 _MIB = 1 << 20
 MAX_STATE_SLOTS = 1024
@@ -62,7 +62,6 @@ class MemoryPlan:
         num_state_slots: Sequences and branches whose recurrent states are held at once; 0 without recurrent layers.
         state_bytes: Of one sequence's recurrent state.
         checkpoint_bytes: Of what is kept beside it so that it can be rolled back.
-        rollback: How: see :data:`specdec.models.recurrent.slots.Route`; None without recurrent layers.
         window_blocks: Blocks of the layers with each length of sliding window.
         window_bytes: Of one sequence in those layers, however long it is.
         rollback_tokens: Most tokens that can be taken back for sure; None where it is any number.
@@ -84,7 +83,6 @@ class MemoryPlan:
     num_state_slots: int = 0
     state_bytes: int = 0
     checkpoint_bytes: int = 0
-    rollback: Route | None = None
     rollback_tokens: int | None = None
     window_blocks: Mapping[int, int] = field(default_factory=dict)
     window_bytes: int = 0
@@ -113,9 +111,7 @@ class MemoryPlan:
     @property
     def window(self) -> Window | None:
         """How far back recurrent states reach; None where there are none."""
-        if self.rollback is None or self.rollback_tokens is None:
-            return None
-        return Window(self.rollback, self.rollback_tokens)
+        return None if self.rollback_tokens is None else Window(self.rollback_tokens)
 
 
 def cache_bytes_per_token(layers: Iterable[AttentionLayer]) -> int:
@@ -123,11 +119,11 @@ def cache_bytes_per_token(layers: Iterable[AttentionLayer]) -> int:
     return sum(layer.bytes_per_token for layer in layers)
 
 
-def choose_window_of(loaded: LoadedModel, num_tokens: int, route: Route | None = None) -> Window | None:
-    """How far back the recurrent states of a model reach, and how; None where it has none. Raises as choose_window."""
+def window_for(loaded: LoadedModel, num_tokens: int) -> Window | None:
+    """How far back the recurrent states of a model reach; None where it has none. Raises as checked_window."""
     if loaded.opaque_state is not None:
-        return Window("replay", num_tokens)
-    return choose_window(loaded.recurrent_layers, num_tokens, route) if loaded.recurrent_layers else None
+        return Window(num_tokens)
+    return checked_window(num_tokens) if loaded.recurrent_layers else None
 
 
 def free_memory_bytes(device: torch.device) -> int:
@@ -173,9 +169,7 @@ def plan_memory(
         InvalidParameterError: ``max_model_len`` or ``fraction`` is out of range.
     """
     length = _checked_length(loaded, max_model_len)
-    needs = _Needs(
-        loaded, length, block_size, window or choose_window_of(loaded, DEFAULT_WINDOW_TOKENS), max_step_tokens
-    )
+    needs = _Needs(loaded, length, block_size, window or window_for(loaded, DEFAULT_WINDOW_TOKENS), max_step_tokens)
     step = step or StepMemory()
     budget = _budget(needs, fraction, step) if budget_bytes is None else budget_bytes
     if needs.sequence_bytes + needs.padding_bytes > budget:
@@ -204,7 +198,6 @@ def _plan(needs: _Needs, step: StepMemory, budget: int, num_slots: int, num_bloc
         num_state_slots=num_slots if needs.slot_bytes else 0,
         state_bytes=needs.state_bytes,
         checkpoint_bytes=needs.slot_bytes - needs.state_bytes,
-        rollback=needs.window.route if needs.window else None,
         rollback_tokens=needs.window.num_tokens if needs.window else None,
         window_blocks={window: needs.num_window_blocks(window, num_slots) for window in needs.windows},
         window_bytes=needs.window_bytes(1),

@@ -19,7 +19,7 @@ from specdec.models.plan import RowSpan, StepPlan
 from specdec.models.probe import cache_argument
 from specdec.models.progress import StepProgress
 from specdec.models.recurrent.binding import bind
-from specdec.models.recurrent.pool import StatePool, choose_window
+from specdec.models.recurrent.pool import StatePool, checked_window
 from specdec.models.recurrent.slots import DEFAULT_WINDOW_TOKENS, SequenceState, Window
 from specdec.models.recurrent.snapshots import SnapshotPool
 from specdec.models.recurrent.step import StateRow, StateStep
@@ -120,7 +120,7 @@ class ModelRunner:
         self.states: StatePool | SnapshotPool | None = None
         pool = states
         if loaded.recurrent_layers:
-            window = window or choose_window(loaded.recurrent_layers, DEFAULT_WINDOW_TOKENS)
+            window = window or checked_window(DEFAULT_WINDOW_TOKENS)
             self.states = pool = states or StatePool(loaded.recurrent_layers, num_state_slots, window)
         self._functions = nullcontext() if pool is None else bind(loaded.model, pool, self.progress)
         self._cache = PagedCache(loaded.attention_layers, self.pool, pool)

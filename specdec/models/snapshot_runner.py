@@ -43,7 +43,7 @@ class SnapshotRunner(ModelRunner):
         reads_many: bool = False,
     ) -> None:
         super().__init__(loaded, num_blocks=num_blocks, block_size=block_size, vocab_size=vocab_size, padding=padding)
-        self._snapshots = SnapshotPool(num_state_slots, Window("replay", window_tokens), reads_many)
+        self._snapshots = SnapshotPool(num_state_slots, Window(window_tokens), reads_many)
         self.states = self._snapshots
         parameters = inspect.signature(loaded.model.forward).parameters
         if loaded.opaque_state is None:

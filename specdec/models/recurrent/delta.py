@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.functional import threshold
 
-from specdec.models.recurrent.scan import Out, Scan, Steps, Stock, Tensors, moved, without
+from specdec.models.recurrent.scan import Scan, Stock, Tensors, without
 
 
 class DeltaRule(Scan):
@@ -58,21 +58,6 @@ class DeltaRule(Scan):
             use_qk_l2norm_in_kernel=self._is_normalized,
         )
         return outputs, state
-
-    def steps(self, inputs: Tensors, reads: Tensors, state: torch.Tensor, out: Out = None) -> Steps:
-        """In float32. Each token reads the state once, for its key and its query together, and writes it once."""
-        key, value, decay, beta = inputs
-        keys, queries = self._prepare(key, value), self._queries(reads[0], value)
-        values, betas = value.float(), beta.float().unsqueeze(-1)
-        kept = decay.float().exp()
-        kept = kept.unsqueeze(-1) if decay.ndim == 4 else kept[..., None, None]
-        readers = torch.stack([keys, queries], dim=-2) * kept.transpose(-1, -2)
-        overlaps = (keys * queries).sum(dim=-1, keepdim=True)
-        for t in range(key.shape[1]):
-            recalled, output = torch.matmul(readers[:, t], state).unbind(dim=-2)
-            change = (values[:, t] - recalled) * betas[:, t]
-            state = moved(state, kept[:, t], keys[:, t].unsqueeze(-1), change.unsqueeze(-2), out, t)
-            yield (output + overlaps[:, t] * change).to(value.dtype), state
 
     def few(self, inputs: Tensors, reads: Tensors, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As one chunk: the state is read once and written once, however many tokens there are.

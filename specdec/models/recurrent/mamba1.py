@@ -6,13 +6,12 @@ begins with a state of zeros whatever came before, so it is not used.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from specdec.models.recurrent.scan import Out, Scan, Steps, Stock, Tensors, moved, without
+from specdec.models.recurrent.scan import Scan, Stock, Tensors, without
 
 
 class Mamba1(Scan):
@@ -48,23 +47,24 @@ class Mamba1(Scan):
         return x.shape[2], b.shape[2]
 
     def whole(self, inputs: Tensors, reads: Tensors, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token by token, as the stock function does it where there is no kernel."""
-        outputs = []
-        for output, after in self.steps(inputs, reads, state):
-            outputs.append(output)
-            state = after
-        return torch.stack(outputs, dim=1), state
+        """Token by token in float32, as the stock function does it where there is no kernel.
 
-    def steps(self, inputs: Tensors, reads: Tensors, state: torch.Tensor, out: Out = None) -> Steps:
-        """In float32; outputs are read in the dtype of x, as the stock function does."""
+        Outputs are read in the dtype of x, as the stock function does.
+        """
         x, c = inputs[0], reads[0]
-        for t, after in enumerate(self._states(inputs, state, out)):
-            output = torch.matmul(after.to(x.dtype), c[:, t].to(x.dtype).unsqueeze(-1)).squeeze(-1)
+        steps, times, b = (value.float() for value in inputs)
+        written = steps * times
+        outputs = []
+        for t in range(x.shape[1]):
+            kept = torch.exp(self._rates * times[:, t].unsqueeze(-1))
+            state = (state * kept).addcmul_(written[:, t].unsqueeze(-1), b[:, t].unsqueeze(1))
+            output = torch.matmul(state.to(x.dtype), c[:, t].to(x.dtype).unsqueeze(-1)).squeeze(-1)
             if self._skip is not None:
                 output = output + x[:, t] * self._skip
             if len(reads) > 1:
                 output = output * functional.silu(reads[1][:, t])
-            yield output, after
+            outputs.append(output)
+        return torch.stack(outputs, dim=1), state
 
     def few(self, inputs: Tensors, reads: Tensors, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Like :meth:`whole`: a scan is a scan, however few tokens it has."""
@@ -78,11 +78,3 @@ class Mamba1(Scan):
     def result(self, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs [1, D, N], as this scan has them."""
         return outputs.transpose(1, 2), outputs.new_empty(0)
-
-    def _states(self, inputs: Tensors, state: torch.Tensor, out: Out) -> Iterator[torch.Tensor]:
-        x, dt, b = (value.float() for value in inputs)
-        written = x * dt
-        for t in range(x.shape[1]):
-            kept = torch.exp(self._rates * dt[:, t].unsqueeze(-1))
-            state = moved(state, kept, written[:, t].unsqueeze(-1), b[:, t].unsqueeze(1), out, t)
-            yield state

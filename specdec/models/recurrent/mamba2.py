@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from specdec.errors import ModelLoadError
-from specdec.models.recurrent.scan import Out, Scan, Steps, Stock, Tensors, moved, without
+from specdec.models.recurrent.scan import Scan, Stock, Tensors, without
 
 
 class Mamba2(Scan):
@@ -55,20 +55,6 @@ class Mamba2(Scan):
         """By the modelling module's own function, in chunks."""
         outputs, state = self._chunked(self._stock, inputs, reads[0], state, self._chunk_size, self._skip)
         return outputs, state
-
-    def steps(self, inputs: Tensors, reads: Tensors, state: torch.Tensor, out: Out = None) -> Steps:
-        """In float32."""
-        x, dt, b = inputs
-        num_sharing = x.shape[2] // b.shape[2]
-        b, c = (value.float().repeat_interleave(num_sharing, dim=2) for value in (b, reads[0]))
-        x, dt = x.float(), dt.float()
-        kept = torch.exp(dt * self._rates.float())[..., None, None]
-        written = x * dt.unsqueeze(-1)
-        skipped = None if self._skip is None else x * self._skip.float().unsqueeze(-1)
-        for t in range(x.shape[1]):
-            state = moved(state, kept[:, t], written[:, t].unsqueeze(-1), b[:, t].unsqueeze(-2), out, t)
-            output = torch.matmul(state, c[:, t].unsqueeze(-1)).squeeze(-1)
-            yield output if skipped is None else output + skipped[:, t], state
 
     def few(self, inputs: Tensors, reads: Tensors, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """In one chunk, by transformers' own function: few tokens gain nothing from a kernel."""

@@ -13,12 +13,9 @@ from specdec.models.recurrent.conv import ConvWindows
 from specdec.models.recurrent.prefixes import PrefixStates
 from specdec.models.recurrent.rescan import Rescan
 from specdec.models.recurrent.scan import Scan
-from specdec.models.recurrent.slots import Route, SequenceState, StateSlots, Window
-from specdec.models.recurrent.states import EveryState
+from specdec.models.recurrent.slots import SequenceState, StateSlots, Window
 from specdec.models.recurrent.step import StateStep
 
-MAX_STATES_BYTES = 8 << 20
-"""With ``auto``, a sequence whose states at every position of the window take no more than this keeps them all."""
 MIN_WINDOW_TOKENS = 4
 """What the admission check takes back."""
 
@@ -45,9 +42,7 @@ class ScanStates(Protocol):
 
 
 def scan_states(shape: ScanShape, num_slots: int, window: Window) -> ScanStates:
-    """What a window's route keeps of a scan."""
-    if window.route == "states":
-        return EveryState(shape.state_shape, num_slots, window.num_tokens, shape.device)
+    """What is kept of a scan."""
     return Rescan(shape.state_shape, shape.input_shapes, num_slots, window.num_tokens, shape.device)
 
 
@@ -205,8 +200,8 @@ class StatePool:
         return [*self._convolutions.values(), *(keeper for keepers in self._scans.values() for keeper in keepers)]
 
 
-def choose_window(layers: Sequence[RecurrentLayer], num_tokens: int, route: Route | None = None) -> Window:
-    """A window of ``num_tokens`` by the route wanted, else by the one that takes less memory unless both are small.
+def checked_window(num_tokens: int) -> Window:
+    """A window of ``num_tokens``.
 
     Raises:
         InvalidParameterError: it is too short.
@@ -214,14 +209,7 @@ def choose_window(layers: Sequence[RecurrentLayer], num_tokens: int, route: Rout
     if num_tokens < MIN_WINDOW_TOKENS:
         message = f"rollback_tokens must be at least {MIN_WINDOW_TOKENS}, got {num_tokens}"
         raise InvalidParameterError("rollback_tokens", message)
-    by_states, by_rescan = Window("states", num_tokens), Window("rescan", num_tokens)
-    if route == "replay":
-        raise InvalidParameterError("rollback", "rollback must be auto, states or rescan for this model, got 'replay'")
-    if route is not None:
-        return by_states if route == "states" else by_rescan
-    num_bytes = bytes_per_slot(layers, by_states)
-    is_small = num_bytes <= MAX_STATES_BYTES or num_bytes <= bytes_per_slot(layers, by_rescan)
-    return by_states if is_small else by_rescan
+    return Window(num_tokens)
 
 
 def state_bytes(layers: Sequence[RecurrentLayer]) -> int:
@@ -240,12 +228,8 @@ def bytes_per_slot(layers: Sequence[RecurrentLayer], window: Window) -> int:
         if layer.convolution is not None:
             total += layer.convolution.bytes_per_slot(window.num_kept_tokens)
         for scan in layer.scans:
-            num_state_bytes = _numbers(scan.state_shape) * 4
-            if window.route == "states":
-                total += (window.num_tokens + 1) * num_state_bytes
-            else:
-                per_token = sum(_numbers(shape) * dtype.itemsize for shape, dtype in scan.input_shapes)
-                total += 2 * num_state_bytes + window.num_kept_tokens * per_token
+            per_token = sum(_numbers(shape) * dtype.itemsize for shape, dtype in scan.input_shapes)
+            total += 2 * _numbers(scan.state_shape) * 4 + window.num_kept_tokens * per_token
     return total
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 Tensors = tuple[torch.Tensor, ...]
-Steps = Iterator[tuple[torch.Tensor, torch.Tensor]]
-"""Token by token: its output [B, ...], and the state after it."""
-Out = Sequence[torch.Tensor] | None
 Stock = Callable[..., Any]
 """A scan function of a modelling module: a kernel's, where one is installed, or transformers' own."""
 
@@ -40,13 +37,6 @@ class Scan(ABC):
         """Outputs [B, T, ...] and the state after the last token; meant for many tokens."""
 
     @abstractmethod
-    def steps(self, inputs: Tensors, reads: Tensors, state: torch.Tensor, out: Out = None) -> Steps:
-        """Token by token: its output [B, ...], and the state after it.
-
-        Each state is a tensor of its own, or that of ``out`` whose turn it is, which overlaps no other.
-        """
-
-    @abstractmethod
     def few(self, inputs: Tensors, reads: Tensors, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As :meth:`whole`, meant for a window's tokens: at least one."""
 
@@ -60,14 +50,6 @@ class Scan(ABC):
 
         The second is what the layer hands to the cache as its state, which has it already: a placeholder.
         """
-
-
-def moved(
-    state: torch.Tensor, kept: torch.Tensor, left: torch.Tensor, right: torch.Tensor, out: Out, index: int
-) -> torch.Tensor:
-    """The state after a token, state * kept + left * right, in place of ``out[index]`` where that is given."""
-    scaled = state * kept if out is None else torch.mul(state, kept, out=out[index])
-    return scaled.addcmul_(left, right)
 
 
 def spread(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

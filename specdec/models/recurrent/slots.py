@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
-
-Route = Literal["states", "rescan", "replay"]
-"""How a state is rolled back. ``states``: the state after every position of the window is kept, and one is selected.
-``rescan``: the state at the window's beginning and the scan's inputs since then are kept, and scanned again.
-``replay``: a copy of the whole state is taken now and then, and the model reads the tokens since then once more."""
 
 DEFAULT_WINDOW_TOKENS = 18
 """Twice a draft of eight tokens and the bonus token: what a drafter that runs ahead may have to take back."""
@@ -21,7 +15,7 @@ class SequenceState:
     Attributes:
         slot: Where its tensors are.
         oldest: Smallest length it can be brought back to without reading tokens anew (but for 0, which always can).
-        newest: Length whose state was computed last; with ``rescan`` only that one is there as it is.
+        newest: Length whose state was computed last.
         kept: Length at which it last left a copy for others that begin like it; 0: never.
     """
 
@@ -36,17 +30,15 @@ class Window:
     """How far back states reach.
 
     Attributes:
-        route: How they are rolled back.
         num_tokens: A sequence can go back at least this many tokens from the greatest length it has had.
     """
 
-    route: Route
     num_tokens: int
 
     @property
     def num_kept_tokens(self) -> int:
-        """Most tokens between ``oldest`` and the end: twice the window where moving its beginning takes a scan."""
-        return self.num_tokens if self.route == "states" else 2 * self.num_tokens
+        """Most tokens between ``oldest`` and the end: twice the window, as moving its beginning costs a scan."""
+        return 2 * self.num_tokens
 
     def oldest_after(self, oldest: int, num_computed_tokens: int, num_new_tokens: int) -> int:
         """Where the window begins after ``num_new_tokens`` more tokens."""

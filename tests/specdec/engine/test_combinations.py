@@ -75,9 +75,9 @@ def test_all_at_once_no_token_changes(family: str, temperature: float, acceptanc
     """Branches, look-up, chunks, reuse, preemption, hooks, penalties, log probabilities and workers that restart."""
     cases = make_cases(replace(EVERYTHING, temperature=temperature, acceptance=acceptance))
     lengths = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 64}
-    target = ModelTarget(runner(family, 0.0, "states"), Sampler(VOCAB_SIZE, BOTH), **lengths)
+    target = ModelTarget(runner(family, 0.0), Sampler(VOCAB_SIZE, BOTH), **lengths)
     wanted = collect(InProcessService(target, None, 0), cases)
-    makers = (partial(runner, family, 0.0, "states", SCARCE_BLOCKS), partial(runner, family, NOISE, "rescan"))
+    makers = (partial(runner, family, 0.0, SCARCE_BLOCKS), partial(runner, family, NOISE))
     # Two have something to find, two have the draft model alone.
     for i in (0, 1):
         cases[i] = replace(cases[i], prediction=edited(wanted[i].tokens, random.Random(i)))

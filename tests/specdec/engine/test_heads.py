@@ -86,7 +86,7 @@ def with_heads(
     """A target with heads, without a draft model or with one; ``tree`` is how many tokens a tree has."""
     model = make_model(family) if family != "qwen3_5" else make_recurrent(family)
     if family == "qwen3_5":
-        made = runner(family, 0.0, "states", num_blocks)
+        made = runner(family, 0.0, num_blocks)
         sampler = Sampler(VOCAB_SIZE)
         target = ModelTarget(made, sampler, **LENGTHS, heads=HeadDrafter(fitted(family), sampler, most, tree))
     else:
@@ -149,7 +149,7 @@ def test_each_way_is_weighed_against_the_others_and_no_token_changes() -> None:
     cases = predicted_cases("llama", SamplingParams(temperature=1.0, top_p=0.95))
     timer = StepTimer()
     timer.add(1, 1, 1.0)
-    draft, chooser = partial(runner, "llama", NOISE, "rescan"), DraftGains(timer.report)
+    draft, chooser = partial(runner, "llama", NOISE), DraftGains(timer.report)
     outputs = collect(with_heads("llama", draft=draft, lookup=LookUpOptions(16), tree=12, chooser=chooser), cases)
     assert [output.tokens for output in outputs] == plainly("llama", cases)
     letters = letters_of(outputs)
@@ -171,7 +171,7 @@ def test_beside_a_draft_model_and_look_up_every_way_is_taken(temperature: float)
     """The draft model goes first; what it does not say, the heads do, or a longer match."""
     cases = predicted_cases("llama", SamplingParams(temperature=temperature, top_p=0.95))
     wanted = plainly("llama", cases)
-    service = with_heads("llama", draft=partial(runner, "llama", NOISE, "rescan"), lookup=LookUpOptions(16))
+    service = with_heads("llama", draft=partial(runner, "llama", NOISE), lookup=LookUpOptions(16))
     outputs = collect(service, cases)
     assert [output.tokens for output in outputs] == wanted
     letters = letters_of(outputs)
@@ -187,7 +187,7 @@ def test_beside_a_draft_model_and_look_up_every_way_is_taken(temperature: float)
 def test_nothing_that_a_network_or_a_death_does_changes_a_token(family: str, temperature: float) -> None:
     cases = predicted_cases(family, SamplingParams(temperature=temperature, top_p=0.95))
     wanted = plainly(family, cases)
-    makers = partial(runner, family, 0.0, "states"), partial(runner, "llama", NOISE, "rescan")
+    makers = partial(runner, family, 0.0), partial(runner, "llama", NOISE)
     counts: Counter[str] = Counter()
     for seed, tree_tokens in ((1, 0), (4, 12)):
         heads = fitted(family), 3, tree_tokens

@@ -18,7 +18,6 @@ from specdec.engine.draft_backend import ModelDrafter
 from specdec.engine.heads import HeadDrafter
 from specdec.engine.target_backend import ModelTarget
 from specdec.models.heads import DraftHeads
-from specdec.models.recurrent.slots import Route
 from specdec.models.runner import ModelRunner
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import Delivery, IngressMachine
@@ -159,9 +158,9 @@ class HostileService:
         )
 
 
-def runner(family: str, noise: float, way: Route, num_blocks: int = 300) -> ModelRunner:
+def runner(family: str, noise: float, num_blocks: int = 300) -> ModelRunner:
     model = make_model(family) if family == "llama" else make_recurrent(family)
-    return make_runner(add_noise(model, noise) if noise else model, way, num_state_slots=16, num_blocks=num_blocks)
+    return make_runner(add_noise(model, noise) if noise else model, num_state_slots=16, num_blocks=num_blocks)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +179,7 @@ def runner(family: str, noise: float, way: Route, num_blocks: int = 300) -> Mode
 def test_no_token_changes(target: str, draft: str, temperature: float) -> None:
     sampling = SamplingParams(temperature=temperature, top_p=0.95)
     cases = [replace(case, max_tokens=40) for case in make_cases(sampling)]
-    makers = partial(runner, target, 0.0, "states"), partial(runner, draft, NOISE, "rescan")
+    makers = partial(runner, target, 0.0), partial(runner, draft, NOISE)
     wanted, _ = run(make_service(*(make() for make in makers), num_draft_tokens=0), cases)
     counts: Counter[str] = Counter()
     for seed in (1, 2):

@@ -38,7 +38,7 @@ def looking_up(
     history_tokens: int = 0,
 ) -> InProcessService:
     """A target that looks up, without a draft model or with one."""
-    target = ModelTarget(runner(family, 0.0, "states"), Sampler(VOCAB_SIZE), **LENGTHS)
+    target = ModelTarget(runner(family, 0.0), Sampler(VOCAB_SIZE), **LENGTHS)
     drafter = None if draft is None else ModelDrafter(draft(), Sampler(VOCAB_SIZE), **LENGTHS)
     return InProcessService(
         target, drafter, num_draft_tokens, lookup=LookUpOptions(most, history_tokens=history_tokens)
@@ -79,7 +79,7 @@ def test_the_tokens_are_those_without_drafts(family: str, temperature: float) ->
         assert stats.num_accepted_tokens > 10
         assert stats.num_draft_tokens <= most * stats.num_drafts
     for num_draft_tokens in (1, 5):
-        service = looking_up(family, draft=partial(runner, family, NOISE, "rescan"), num_draft_tokens=num_draft_tokens)
+        service = looking_up(family, draft=partial(runner, family, NOISE), num_draft_tokens=num_draft_tokens)
         both = collect(service, cases)
         assert [output.tokens for output in both] == wanted
         letters = Counter("".join(output.notes.how for output in both))
@@ -101,7 +101,7 @@ def test_greedy_output_is_that_of_transformers() -> None:
 def test_nothing_that_a_network_or_a_death_does_changes_a_token(target: str, draft: str, temperature: float) -> None:
     cases = predicted_cases(target, SamplingParams(temperature=temperature, top_p=0.95))
     wanted = plainly(target, cases)
-    makers = partial(runner, target, 0.0, "states"), partial(runner, draft, NOISE, "rescan")
+    makers = partial(runner, target, 0.0), partial(runner, draft, NOISE)
     counts: Counter[str] = Counter()
     for seed in (1, 2):
         service = HostileService(*makers, seed, lookup=LookUpOptions(8))
@@ -180,7 +180,7 @@ def test_notes_and_counters_tell_where_drafts_are_from() -> None:
     for name in ("drafts", "draft_tokens", "accepted_tokens"):
         assert getattr(counters, f"num_lookup_{name}") == getattr(counters, f"num_{name}") > 0
     assert stats.num_draft_tokens == counters.num_draft_tokens
-    mixed = looking_up("llama", draft=partial(runner, "llama", 0.0, "rescan"))
+    mixed = looking_up("llama", draft=partial(runner, "llama", 0.0))
     assert not set(letters_of(collect(mixed, without))) & PREDICTED
     assert 0 < mixed.target.counters.num_lookup_drafts + 1 <= mixed.target.counters.num_drafts
 
@@ -190,7 +190,7 @@ def test_a_long_match_goes_before_the_draft_models_offer_and_a_short_one_after_i
     cases = [replace(case, max_tokens=60) for case in make_cases(SamplingParams(temperature=1.0))]
     outputs = plainly("llama", cases)
     exact = [replace(case, prediction=tuple(output)) for case, output in zip(cases, outputs, strict=True)]
-    right = partial(runner, "llama", 0.0, "rescan")
+    right = partial(runner, "llama", 0.0)
     letters = letters_of(collect(looking_up("llama", draft=right, num_draft_tokens=2), exact))
     assert letters["x"] > 0.8 * sum(letters.values())
     model_alone = letters_of(collect(looking_up("llama", draft=right, num_draft_tokens=2), cases))
@@ -205,7 +205,7 @@ def test_on_a_text_in_which_nothing_is_found_hardly_a_row_has_a_draft() -> None:
 
 
 def test_a_state_that_cannot_go_back_so_far_gets_a_shorter_draft() -> None:
-    target = make_runner(make_recurrent("qwen3_5"), "states")
+    target = make_runner(make_recurrent("qwen3_5"))
     cases = predicted_cases("qwen3_5", SamplingParams(temperature=0.0))
     outputs, stats = run(looking_up("qwen3_5", most=64), cases)
     assert outputs == plainly("qwen3_5", cases)

@@ -12,8 +12,7 @@ from specdec.engine.stats import SpecStats
 from specdec.engine.target_backend import ModelTarget
 from specdec.models.blocks import CachedSequence
 from specdec.models.loading import prepare_model
-from specdec.models.recurrent.pool import choose_window
-from specdec.models.recurrent.slots import Route
+from specdec.models.recurrent.pool import checked_window
 from specdec.models.runner import ModelRunner, RowInput
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.pipeline import Sampler
@@ -36,9 +35,9 @@ NOISE = 0.05
 """What makes a draft of a family's twin half right."""
 
 
-def make_runner(model: object, route: Route, num_state_slots: int = 8, num_blocks: int = 300) -> ModelRunner:
+def make_runner(model: object, num_state_slots: int = 8, num_blocks: int = 300) -> ModelRunner:
     loaded = prepare_model(model, "tiny")
-    window = choose_window(loaded.recurrent_layers, 18, route)
+    window = checked_window(18)
     return ModelRunner(loaded, num_blocks=num_blocks, block_size=4, num_state_slots=num_state_slots, window=window)
 
 
@@ -66,9 +65,9 @@ def in_use(runner: ModelRunner) -> tuple[int, int]:
 
 @pytest.mark.parametrize("family", EVERY_ONE)
 def test_greedy_output_is_that_of_transformers(family: str) -> None:
-    """Target and draft are of the family, on one route each; drafts are sometimes right and sometimes wrong."""
-    target = make_runner(make_recurrent(family), "states")
-    draft = make_runner(add_noise(make_recurrent(family), NOISE), "rescan")
+    """Target and draft are of the family, and drafts are sometimes right and sometimes wrong."""
+    target = make_runner(make_recurrent(family))
+    draft = make_runner(add_noise(make_recurrent(family), NOISE))
     cases = make_cases()
     outputs, stats = run(make_service(target, draft), cases)
     stock = make_recurrent(family)
@@ -86,21 +85,20 @@ def test_hybrids_pair_with_plain_models(family: str, hybrid: str) -> None:
     models = [make_recurrent(family), make_model("llama")]
     target, draft = models if hybrid == "target" else reversed(models)
     cases = make_cases(draft_lengths=(1, 2, 5, 8))
-    outputs, stats = run(make_service(make_runner(target, "rescan"), make_runner(draft, "rescan")), cases)
+    outputs, stats = run(make_service(make_runner(target), make_runner(draft)), cases)
     stock = make_recurrent(family) if hybrid == "target" else make_model("llama")
     for got, case in zip(outputs, cases, strict=True):
         assert_same(got, greedy(stock, case), case, stock)
     assert stats.num_draft_tokens > stats.num_accepted_tokens
 
 
-@pytest.mark.parametrize("route", ["states", "rescan"])
 @pytest.mark.parametrize("family", ONE_OF_A_KIND)
-def test_a_seed_gives_the_same_tokens_with_and_without_drafts(family: str, route: Route) -> None:
+def test_a_seed_gives_the_same_tokens_with_and_without_drafts(family: str) -> None:
     sampling = SamplingParams(temperature=1.0, top_p=0.95)
     outputs = []
     for num_draft_tokens in (0, 1, 4):
-        target = make_runner(make_recurrent(family), route)
-        draft = make_runner(add_noise(make_recurrent(family), NOISE), route)
+        target = make_runner(make_recurrent(family))
+        draft = make_runner(add_noise(make_recurrent(family), NOISE))
         outputs.append(run(make_service(target, draft, num_draft_tokens), make_cases(sampling))[0])
     assert outputs[1] == outputs[0]
     assert outputs[2] == outputs[0]
@@ -109,12 +107,12 @@ def test_a_seed_gives_the_same_tokens_with_and_without_drafts(family: str, route
 @pytest.mark.parametrize("family", ONE_OF_A_KIND)
 def test_a_draft_that_is_rolled_back_proposes_what_one_proposes_that_reads_all_again(family: str) -> None:
     def play(draft: ModelRunner) -> tuple[SpecStats, float]:
-        service = make_service(make_runner(make_recurrent(family), "states"), draft, 5)
+        service = make_service(make_runner(make_recurrent(family)), draft, 5)
         stats = run(service, make_cases())[1]
         assert service.drafter is not None
         return stats, service.drafter._backend.gauges()["num_reread_tokens"]
 
-    rolling, forgetful = (make_runner(add_noise(make_recurrent(family), NOISE), "rescan") for _ in range(2))
+    rolling, forgetful = (make_runner(add_noise(make_recurrent(family), NOISE)) for _ in range(2))
     truncate = forgetful.truncate
 
     def forget(sequence: CachedSequence, length: int) -> None:
@@ -133,8 +131,8 @@ def test_a_target_that_is_not_rolled_back_is_found(family: str, monkeypatch: pyt
     stock = make_recurrent(family)
     wanted = [greedy(stock, case) for case in cases]
     monkeypatch.setattr(runner_module, "state_row", keep_refused)
-    target = make_runner(make_recurrent(family), "states")
-    draft = make_runner(make_draft("llama", float("inf")), "states")
+    target = make_runner(make_recurrent(family))
+    draft = make_runner(make_draft("llama", float("inf")))
     assert run(make_service(target, draft), cases)[0] != wanted
 
 
@@ -143,8 +141,8 @@ def test_scarce_slots_and_blocks_change_no_token(num_state_slots: int, num_block
     """Four sequences and room for two of them: some wait, some are preempted and read again."""
     stock, cases = make_recurrent("qwen3_5"), make_cases()
     scarce = {"num_state_slots": num_state_slots, "num_blocks": num_blocks}
-    target = make_runner(make_recurrent("qwen3_5"), "states", **scarce)
-    draft = make_runner(add_noise(make_recurrent("qwen3_5"), NOISE), "rescan", **scarce)
+    target = make_runner(make_recurrent("qwen3_5"), **scarce)
+    draft = make_runner(add_noise(make_recurrent("qwen3_5"), NOISE), **scarce)
     outputs, _ = run(make_service(target, draft), cases)
     for got, case in zip(outputs, cases, strict=True):
         assert_same(got, greedy(stock, case), case, stock)
@@ -156,8 +154,8 @@ def test_drafts_longer_than_the_window_are_cut() -> None:
         make_recurrent("bamba"),
         make_cases(draft_lengths=(40,))[2:],
     )  # which no end-of-sequence token cuts short
-    target = make_runner(make_recurrent("bamba"), "states")
-    draft = make_runner(make_recurrent("bamba"), "states")
+    target = make_runner(make_recurrent("bamba"))
+    draft = make_runner(make_recurrent("bamba"))
     outputs, stats = run(make_service(target, draft), cases)
     for got, case in zip(outputs, cases, strict=True):
         assert_same(got, greedy(stock, case), case, stock)
@@ -169,8 +167,8 @@ def test_nothing_is_held_after_mixed_work(family: str) -> None:
     """Sequences that come and go, are cancelled and are preempted: all get on, and give back blocks and slots."""
     make = make_model if family == "llama" else make_recurrent
     scarce = {"num_state_slots": 3, "num_blocks": 24}
-    target = make_runner(make(family), "rescan", **scarce)
-    draft = make_runner(add_noise(make(family), NOISE), "states", **scarce)
+    target = make_runner(make(family), **scarce)
+    draft = make_runner(add_noise(make(family), NOISE), **scarce)
     service = make_service(target, draft)
     rng = random.Random(8)
     open_names: list[str] = []
@@ -199,7 +197,7 @@ def test_nothing_is_held_after_mixed_work(family: str) -> None:
 
 def test_a_prompt_that_was_read_is_not_read_again() -> None:
     stock, (case,) = make_recurrent("qwen3_5"), make_cases()[2:3]
-    target, draft = (make_runner(make_recurrent("qwen3_5"), route) for route in ("states", "rescan"))
+    target, draft = (make_runner(make_recurrent("qwen3_5")) for _ in range(2))
     service = make_service(target, draft)
     for _ in range(3):
         outputs, _ = run(service, [case])
@@ -208,9 +206,8 @@ def test_a_prompt_that_was_read_is_not_read_again() -> None:
     assert in_use(target) == in_use(draft) == (0, 0)
 
 
-@pytest.mark.parametrize("route", ["states", "rescan"])
-def test_what_reaches_further_back_than_the_window_goes_on_from_a_kept_copy(route: Route) -> None:
-    runner = make_runner(make_recurrent("qwen3_5"), route)
+def test_what_reaches_further_back_than_the_window_goes_on_from_a_kept_copy() -> None:
+    runner = make_runner(make_recurrent("qwen3_5"))
     states, rng = SequenceStates(runner), random.Random(9)
     tokens = [rng.randrange(3, VOCAB_SIZE) for _ in range(70)]
 

@@ -29,11 +29,11 @@ def make_overlap(target: ModelRunner, draft: ModelRunner, plan: Plan, draft_step
 
 
 def draft_runner(num_state_slots: int, family: str = FAMILY) -> ModelRunner:
-    return make_runner(add_noise(make_recurrent(family), NOISE), "rescan", num_state_slots)
+    return make_runner(add_noise(make_recurrent(family), NOISE), num_state_slots)
 
 
 def target_runner(family: str) -> ModelRunner:
-    return make_runner(make_model(family) if family == "llama" else make_recurrent(family), "states")
+    return make_runner(make_model(family) if family == "llama" else make_recurrent(family))
 
 
 def ahead_at_random(seed: int) -> Callable[[], int]:

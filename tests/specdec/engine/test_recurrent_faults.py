@@ -11,7 +11,6 @@ from specdec.engine.in_process import InProcessService
 from specdec.engine.states import SequenceStates
 from specdec.engine.target_backend import ModelTarget
 from specdec.models.loading import prepare_model
-from specdec.models.recurrent.slots import Route
 from specdec.models.runner import RowInput
 from specdec.models.snapshot_runner import SnapshotRunner
 from specdec.protocol.drafter import DrafterMachine
@@ -65,11 +64,10 @@ def run_with_failures(service: InProcessService, cases: list) -> list[Output]:
     raise AssertionError("never finished")
 
 
-@pytest.mark.parametrize("route", ["states", "rescan"])
 @pytest.mark.parametrize("family", ["qwen3_5", "jamba", "lfm2"])
-def test_steps_that_fail_half_way_change_no_token(family: str, route: Route) -> None:
+def test_steps_that_fail_half_way_change_no_token(family: str) -> None:
     models = make_recurrent(family), add_noise(make_recurrent(family), NOISE)
-    target, draft = (make_runner(model, route) for model in models)
+    target, draft = (make_runner(model) for model in models)
     failures = [fail_now_and_then(model, 0.15, seed) for seed, model in enumerate(models)]
     cases, stock = make_cases(), make_recurrent(family)
     assert_exact(run_with_failures(make_service(target, draft), cases), cases, stock)
@@ -100,7 +98,7 @@ def test_a_copied_state_that_a_failed_step_has_moved_is_not_used() -> None:
 
 def test_tokens_read_again_are_counted_up_only() -> None:
     """A copy that another sequence left may cover more than was cached before: nothing is read again then."""
-    runner = make_runner(make_recurrent("qwen3_5"), "rescan")
+    runner = make_runner(make_recurrent("qwen3_5"))
     states, rng = SequenceStates(runner), random.Random(9)
     tokens = [rng.randrange(3, VOCAB_SIZE) for _ in range(90)]
 
@@ -123,7 +121,7 @@ def test_tokens_read_again_are_counted_up_only() -> None:
 
 def test_leases_that_run_out_free_slots_and_blocks_on_both_workers() -> None:
     lengths = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 64}
-    runners = [make_runner(make_recurrent("qwen3_5"), route) for route in ("states", "rescan")]
+    runners = [make_runner(make_recurrent("qwen3_5")) for _ in range(2)]
     target = TargetMachine("target", ModelTarget(runners[0], Sampler(VOCAB_SIZE), **lengths), Times())
     drafter = DrafterMachine("drafter", ModelDrafter(runners[1], Sampler(VOCAB_SIZE), **lengths), Times())
     cases, inc = make_cases()[1:], Inc(1, 1)

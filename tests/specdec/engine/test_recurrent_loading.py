@@ -12,7 +12,7 @@ from specdec.engine.draft_backend import ModelDrafter
 from specdec.engine.engine import SpeculativeEngine
 from specdec.engine.in_process import InProcessService
 from specdec.engine.target_backend import ModelTarget
-from specdec.errors import InvalidParameterError, ModelLoadError
+from specdec.errors import ModelLoadError
 from specdec.models.loading import ModelSource, prepare_model
 from specdec.models.snapshot_runner import SnapshotRunner
 from specdec.sampling.params import SamplingParams
@@ -61,11 +61,11 @@ def test_a_target_that_reads_single_tokens_runs_without_speculation(tmp_path: Pa
     assert engine.stats.fallbacks == {"reads_single_tokens": 2}
 
 
-def test_the_route_and_the_check_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_window_and_the_check_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = save(tmp_path, "bamba")
-    options = BackendOptions(max_model_len=64, kv_memory=1 << 24, rollback="rescan", rollback_tokens=30)
+    options = BackendOptions(max_model_len=64, kv_memory=1 << 24, rollback_tokens=30)
     _, built = build_target(source, options)
-    assert (built.memory.rollback, built.runner.max_rollback) == ("rescan", 30)
+    assert built.memory.rollback_tokens == built.runner.max_rollback == 30
     assert built.admission is not None
     tolerances = dict.fromkeys((torch.float32, torch.bfloat16), 0.0)
     monkeypatch.setattr("specdec.models.admission.TOLERANCES", tolerances)
@@ -74,8 +74,6 @@ def test_the_route_and_the_check_can_be_chosen(tmp_path: Path, monkeypatch: pyte
     _, built = build_target(source, BackendOptions(max_model_len=64, kv_memory=1 << 24, skip_admission_check=True))
     assert built.admission is None
     assert any("was not checked" in note for note in built.notes)
-    with pytest.raises(InvalidParameterError, match="rollback must be auto, states or rescan"):
-        build_target(source, BackendOptions(max_model_len=64, rollback="replay"))
 
 
 @pytest.mark.parametrize("family", OPAQUE)

@@ -28,7 +28,7 @@ def route(built: Built) -> str:
         return "a copy, token by token: no speculation"
     if isinstance(built.runner, SnapshotRunner):
         return "a copy and a replay"
-    return "states or a re-scan" if built.loaded.recurrent_layers else "blocks"
+    return "a re-scan" if built.loaded.recurrent_layers else "blocks"
 
 
 def line(family: str, model: PreTrainedModel, folder: Path) -> str:

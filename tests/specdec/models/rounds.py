@@ -8,8 +8,7 @@ from transformers import PreTrainedModel
 
 from specdec.models.blocks import CachedSequence
 from specdec.models.loading import LoadedModel, prepare_model
-from specdec.models.recurrent.pool import choose_window
-from specdec.models.recurrent.slots import Route
+from specdec.models.recurrent.pool import checked_window
 from specdec.models.runner import ModelRunner, RowInput
 from tests.specdec.models.recurrent_families import VOCAB_SIZE, make_recurrent
 
@@ -28,7 +27,7 @@ def pair(family: str) -> tuple[LoadedModel, PreTrainedModel]:
 
 
 def make_runner(
-    loaded: LoadedModel, route: Route, window: int = WINDOW, num_state_slots: int = 8, num_blocks: int = 300
+    loaded: LoadedModel, window: int = WINDOW, num_state_slots: int = 8, num_blocks: int = 300
 ) -> ModelRunner:
     """A runner with small blocks and few slots."""
     return ModelRunner(
@@ -36,7 +35,7 @@ def make_runner(
         num_blocks=num_blocks,
         block_size=4,
         num_state_slots=num_state_slots,
-        window=choose_window(loaded.recurrent_layers, window, route),
+        window=checked_window(window),
     )
 
 
@@ -124,10 +123,10 @@ class Rounds:
         self.rows.clear()
 
 
-def play(family: str, route: Route, rounds: Callable[[Rounds], None], seed: int = 0) -> float:
+def play(family: str, rounds: Callable[[Rounds], None], seed: int = 0) -> float:
     """Prefill four rows, play rounds, and see that everything was given back: the largest difference of a logit."""
     loaded, stock = pair(family)
-    game = Rounds(make_runner(loaded, route), stock, seed)
+    game = Rounds(make_runner(loaded), stock, seed)
     game.prefill([9, 4, 1, 44], max_chunk=25)
     rounds(game)
     game.drop_all()

@@ -9,8 +9,7 @@ from specdec.models.admission import check_admission
 from specdec.models.attention import ATTENTION_NAME
 from specdec.models.blocks import CachedSequence
 from specdec.models.loading import LoadedModel, prepare_model
-from specdec.models.recurrent.pool import choose_window
-from specdec.models.recurrent.slots import Route
+from specdec.models.recurrent.pool import checked_window
 from specdec.models.runner import ModelRunner
 from tests.specdec.models.families import SOME_FAMILIES, make_model
 from tests.specdec.models.recurrent_families import make_recurrent
@@ -80,13 +79,12 @@ def test_the_logits_compared_may_be_cut(models: Models) -> None:
 @pytest.mark.parametrize(
     ("family", "scan"), [("qwen3_5", "delta.DeltaRule"), ("jamba", "mamba1.Mamba1"), ("bamba", "mamba2.Mamba2")]
 )
-@pytest.mark.parametrize("route", ["states", "rescan"])
 def test_a_scan_that_ignores_the_state_it_is_given_is_refused(
-    family: str, scan: str, route: Route, monkeypatch: pytest.MonkeyPatch
+    family: str, scan: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pieces longer than the window go through it; in transformers Mamba-1's does so."""
     loaded = prepare_model(make_recurrent(family), family)
-    window = choose_window(loaded.recurrent_layers, 6, route)
+    window = checked_window(6)
     options = {"num_blocks": 60, "block_size": 4, "num_state_slots": 4, "window": window}
     assert check_admission(ModelRunner(loaded, **options)).relative_error < 1e-4
     module, name = scan.split(".")

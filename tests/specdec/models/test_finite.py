@@ -103,7 +103,7 @@ def test_blocks_of_a_step_that_nobody_has_checked_are_clean_for_the_next_owner()
 
 def test_a_slot_of_recurrent_states_is_clean_for_the_next_owner() -> None:
     """States and the ring of inputs: neutral inputs are still multiplied."""
-    window, heads, width = Window("rescan", 18), 2, 4
+    window, heads, width = Window(18), 2, 4
     shapes = [((heads, width), torch.float32)] * 2 + [((heads,), torch.float32)] * 2
     states = Rescan((heads, width, width), shapes, 4, 18, torch.device("cpu"))
 
@@ -121,7 +121,7 @@ def test_a_slot_of_recurrent_states_is_clean_for_the_next_owner() -> None:
 
 def test_what_a_scan_needs_of_a_step_is_made_once_for_all_layers() -> None:
     """Also where rows were cut back, and where windows move on."""
-    window, heads, width, num_rows = Window("rescan", 4), 1, 2, 6
+    window, heads, width, num_rows = Window(4), 1, 2, 6
     shapes = [((heads, width), torch.float32)] * 2 + [((heads,), torch.float32)] * 2
     layers = [Rescan((heads, width, width), shapes, num_rows, 4, torch.device("cpu")) for _ in range(2)]
     wide, narrow = torch.ones(1, 2 * num_rows, heads, width), torch.ones(1, 2 * num_rows, heads)

@@ -6,18 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-import specdec.models.recurrent.states as states_module
 import specdec.models.runner as runner_module
 from specdec.models.loading import prepare_model
 from specdec.models.plan import RowSpan
-from specdec.models.recurrent.slots import Route, SequenceState, Window
+from specdec.models.recurrent.slots import SequenceState, Window
 from specdec.models.recurrent.step import StateRow
 from specdec.models.runner import ModelRunner, RowInput
 from tests.sizes import sized
 from tests.specdec.models.recurrent_families import RECURRENT, make_recurrent
 from tests.specdec.models.rounds import WINDOW, Rounds, make_runner, pair, play, whole_forwards
 
-ROUTES: tuple[Route, ...] = ("states", "rescan")
 TOLERANCE = 2e-4
 DRAFT_LENGTHS = (1, 2, 5, 8)
 ONE_OF_A_KIND = ("qwen3_5", "kimi_linear", "bamba", "jamba", "lfm2")
@@ -27,20 +25,19 @@ EVERY_ONE = sized(ONE_OF_A_KIND, tuple(RECURRENT))
 NUM_ROUNDS = 8
 
 
-def verify_each(family: str, route: Route) -> float:
+def verify_each(family: str) -> float:
     """Eight rounds with each draft length, as a target reads them: the largest difference of a logit."""
     return max(
-        play(family, route, lambda game, k=k: [game.verify(k) for _ in range(NUM_ROUNDS)], seed=k)  # type: ignore[misc]
+        play(family, lambda game, k=k: [game.verify(k) for _ in range(NUM_ROUNDS)], seed=k)  # type: ignore[misc]
         for k in DRAFT_LENGTHS
     )
 
 
-@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("family", EVERY_ONE)
 def test_edge_16_convolutions_and_states_roll_back_together(
-    family: str, route: Route, record_property: Callable[[str, object], None]
+    family: str, record_property: Callable[[str, object], None]
 ) -> None:
-    difference = verify_each(family, route)
+    difference = verify_each(family)
     record_property("max_difference", difference)
     assert difference <= TOLERANCE
 
@@ -50,37 +47,22 @@ def draft_mixed(game: Rounds) -> None:
         game.draft(DRAFT_LENGTHS[index % len(DRAFT_LENGTHS)])
 
 
-@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("family", EVERY_ONE)
-def test_drafts_read_token_by_token_are_taken_back(
-    family: str, route: Route, record_property: Callable[[str, object], None]
-) -> None:
-    difference = play(family, route, draft_mixed)
+def test_drafts_read_token_by_token_are_taken_back(family: str, record_property: Callable[[str, object], None]) -> None:
+    difference = play(family, draft_mixed)
     record_property("max_difference", difference)
     assert difference <= TOLERANCE
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("num_draft_tokens", DRAFT_LENGTHS)
-@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("family", EVERY_ONE)
 def test_drafts_of_each_length_are_taken_back(
-    family: str, route: Route, num_draft_tokens: int, record_property: Callable[[str, object], None]
+    family: str, num_draft_tokens: int, record_property: Callable[[str, object], None]
 ) -> None:
-    difference = play(family, route, lambda game: [game.draft(num_draft_tokens) for _ in range(NUM_ROUNDS)])
+    difference = play(family, lambda game: [game.draft(num_draft_tokens) for _ in range(NUM_ROUNDS)])
     record_property("max_difference", difference)
     assert difference <= TOLERANCE
-
-
-@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear", "bamba", "jamba"])
-def test_large_states_are_computed_where_they_are_kept(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def rounds(game: Rounds) -> None:
-        for num_draft_tokens in DRAFT_LENGTHS:
-            game.verify(num_draft_tokens)
-        game.draft(2)
-
-    monkeypatch.setattr(states_module, "MIN_IN_PLACE_BYTES", 0)
-    assert play(family, "states", rounds) <= TOLERANCE
 
 
 def keep_refused(span: RowSpan, state: SequenceState, window: Window) -> StateRow:
@@ -92,20 +74,16 @@ def keep_refused(span: RowSpan, state: SequenceState, window: Window) -> StateRo
 runner_module_state_row = runner_module.state_row
 
 
-@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("family", EVERY_ONE)
-def test_the_comparison_sees_a_state_that_is_not_rolled_back(
-    family: str, route: Route, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_comparison_sees_a_state_that_is_not_rolled_back(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "state_row", keep_refused)
-    assert play(family, route, lambda game: [game.verify(5) for _ in range(3)]) > 1e-2
-    assert play(family, route, lambda game: [game.draft(2) for _ in range(3)]) > 1e-2
+    assert play(family, lambda game: [game.verify(5) for _ in range(3)]) > 1e-2
+    assert play(family, lambda game: [game.draft(2) for _ in range(3)]) > 1e-2
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_forks_take_their_state_along_and_how_far_it_goes_back(route: Route) -> None:
+def test_forks_take_their_state_along_and_how_far_it_goes_back() -> None:
     loaded, stock = pair("qwen3_5")
-    game = Rounds(make_runner(loaded, route), stock, seed=1)
+    game = Rounds(make_runner(loaded), stock, seed=1)
     game.prefill([30], max_chunk=7)
     sequence, have = game.rows[0]
     game.forward([(sequence, list(have), game.tokens(6))])
@@ -119,11 +97,10 @@ def test_forks_take_their_state_along_and_how_far_it_goes_back(route: Route) -> 
     assert game.difference <= TOLERANCE
 
 
-@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm3"])
-def test_what_reaches_further_back_than_the_window_is_read_again(family: str, route: Route) -> None:
+def test_what_reaches_further_back_than_the_window_is_read_again(family: str) -> None:
     loaded, stock = pair(family)
-    game = Rounds(make_runner(loaded, route), stock, seed=2)
+    game = Rounds(make_runner(loaded), stock, seed=2)
     game.prefill([60], max_chunk=60)
     sequence, have = game.rows[0]
     assert sequence.state is not None
@@ -141,7 +118,7 @@ def test_what_reaches_further_back_than_the_window_is_read_again(family: str, ro
 
 def test_slots_run_out_and_come_back() -> None:
     loaded, _ = pair("lfm2")
-    runner = make_runner(loaded, "states", num_state_slots=2)
+    runner = make_runner(loaded, num_state_slots=2)
     first, second, third = (runner.new_sequence() for _ in range(3))
     assert runner.reserve(first, 3)
     assert runner.reserve(second, 3)
@@ -160,17 +137,16 @@ def test_slots_run_out_and_come_back() -> None:
 
 def test_a_slot_is_empty_when_it_is_taken() -> None:
     loaded, stock = pair("bamba")
-    for route in ROUTES:
-        game = Rounds(make_runner(loaded, route, num_state_slots=1), stock, seed=3)
-        for _ in range(3):
-            game.prefill([24], max_chunk=9)
-            game.drop_all()
-        assert game.difference <= TOLERANCE
+    game = Rounds(make_runner(loaded, num_state_slots=1), stock, seed=3)
+    for _ in range(3):
+        game.prefill([24], max_chunk=9)
+        game.drop_all()
+    assert game.difference <= TOLERANCE
 
 
 def test_a_step_that_fails_spoils_the_states_it_touched() -> None:
     model = make_recurrent("lfm2")
-    runner = make_runner(prepare_model(model, "lfm2"), "states")
+    runner = make_runner(prepare_model(model, "lfm2"))
     sequence = runner.new_sequence()
     assert runner.reserve(sequence, 40)
     runner.forward([RowInput(sequence, list(range(3, 23)), 0)])
@@ -191,7 +167,7 @@ def test_a_step_that_fails_spoils_the_states_it_touched() -> None:
 def test_our_functions_are_in_place_during_a_step_only() -> None:
     loaded, stock = pair("qwen3_5")
     other = prepare_model(make_recurrent("qwen3_5", seed=9), "other")
-    runners = [make_runner(model, route) for model, route in ((loaded, "states"), (other, "rescan"))]
+    runners = [make_runner(model) for model in (loaded, other)]
     row = list(range(3, 30))
     before = whole_forwards(stock, [row])[0]
     for runner in runners:

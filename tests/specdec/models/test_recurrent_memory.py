@@ -10,17 +10,17 @@ from specdec.errors import InvalidParameterError, MemoryPlanError, ModelLoadErro
 from specdec.models.admission import check_admission
 from specdec.models.loading import prepare_model
 from specdec.models.memory import plan_memory
-from specdec.models.recurrent.pool import StatePool, bytes_per_slot, choose_window, state_bytes
+from specdec.models.recurrent.pool import StatePool, bytes_per_slot, checked_window, state_bytes
 from specdec.models.recurrent.slots import StateSlots, Window
 from specdec.models.runner import ModelRunner
 from tests.specdec.models.recurrent_families import make_recurrent
 from tests.specdec.models.rounds import WINDOW, make_runner, pair
-from tests.specdec.models.test_recurrent import EVERY_ONE, ONE_OF_A_KIND, ROUTES, keep_refused
+from tests.specdec.models.test_recurrent import EVERY_ONE, ONE_OF_A_KIND, keep_refused
 
 
 @pytest.mark.parametrize("family", EVERY_ONE)
 def test_families_are_admitted(family: str) -> None:
-    runner = make_runner(pair(family)[0], "states")
+    runner = make_runner(pair(family)[0])
     report = check_admission(runner)
     assert report.relative_error < 2e-4
     assert report.num_tokens == 73 + 4 * (WINDOW + 9)
@@ -29,25 +29,21 @@ def test_families_are_admitted(family: str) -> None:
     assert runner.states.num_in_use == 0
 
 
-@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("family", ONE_OF_A_KIND)
-def test_a_model_whose_states_are_not_rolled_back_is_refused(
-    family: str, route: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_whose_states_are_not_rolled_back_is_refused(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "state_row", keep_refused)
     with pytest.raises(ModelLoadError, match="cannot be served exactly"):
-        check_admission(make_runner(pair(family)[0], route))
+        check_admission(make_runner(pair(family)[0]))
 
 
 def test_one_slot_is_enough_to_check_a_model() -> None:
-    assert check_admission(make_runner(pair("bamba")[0], "rescan", num_state_slots=1)).relative_error < 1e-4
+    assert check_admission(make_runner(pair("bamba")[0], num_state_slots=1)).relative_error < 1e-4
 
 
-@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("family", ONE_OF_A_KIND)
-def test_the_plan_is_what_the_states_take(family: str, route: str) -> None:
+def test_the_plan_is_what_the_states_take(family: str) -> None:
     loaded, _ = pair(family)
-    window = choose_window(loaded.recurrent_layers, 12, route)
+    window = checked_window(12)
     plan = plan_memory(loaded, budget_bytes=20_000_000, block_size=8, window=window)
     runner = ModelRunner(
         loaded,
@@ -67,7 +63,7 @@ def test_the_plan_is_what_the_states_take(family: str, route: str) -> None:
 
 def test_one_sequence_must_fit() -> None:
     loaded, _ = pair("bamba")
-    window = choose_window(loaded.recurrent_layers, 18)
+    window = checked_window(18)
     slot_bytes = bytes_per_slot(loaded.recurrent_layers, window)
     needed = slot_bytes + 65 * 16 * 128
     plan = plan_memory(loaded, budget_bytes=needed, window=window)
@@ -89,29 +85,24 @@ def test_no_more_slots_than_sequences_and_their_branches() -> None:
     assert plan.bytes_per_token == 0
 
 
-def test_small_states_are_all_kept_and_large_ones_scanned_again() -> None:
-    layers = pair("qwen3_5")[0].recurrent_layers
-    assert choose_window(layers, 18).route == "states"
-    model = make_recurrent("qwen3_5", linear_key_head_dim=128, linear_value_head_dim=128, linear_num_value_heads=8)
-    large = prepare_model(model, "large").recurrent_layers
-    assert choose_window(large, 18).route == "rescan"
-    assert bytes_per_slot(large, Window("rescan", 18)) < bytes_per_slot(large, Window("states", 18))
+def test_a_window_is_not_too_short() -> None:
+    assert checked_window(4) == Window(4)
     with pytest.raises(InvalidParameterError, match="rollback_tokens must be at least 4"):
-        choose_window(layers, 3)
+        checked_window(3)
 
 
 def test_windows_never_reach_less_far_than_they_say() -> None:
     rng = random.Random(0)
-    for window in (Window("states", 5), Window("rescan", 5)):
-        for _ in range(200):
-            oldest = length = furthest = 0
-            for _ in range(20):
-                num_new = rng.choice((1, 2, 7, 30))
-                oldest = window.oldest_after(oldest, length, num_new)
-                length += num_new
-                furthest = max(furthest, length)
-                assert length - window.num_kept_tokens <= oldest <= max(0, furthest - window.num_tokens)
-                length = rng.randint(oldest, length)
+    window = Window(5)
+    for _ in range(200):
+        oldest = length = furthest = 0
+        for _ in range(20):
+            num_new = rng.choice((1, 2, 7, 30))
+            oldest = window.oldest_after(oldest, length, num_new)
+            length += num_new
+            furthest = max(furthest, length)
+            assert length - window.num_kept_tokens <= oldest <= max(0, furthest - window.num_tokens)
+            length = rng.randint(oldest, length)
 
 
 def test_a_slot_is_given_back_once() -> None:
@@ -128,6 +119,6 @@ def test_a_slot_is_given_back_once() -> None:
 
 def test_a_pool_of_states_in_another_dtype_keeps_them_in_float32() -> None:
     loaded = prepare_model(make_recurrent("bamba").to(torch.bfloat16), "bamba")
-    pool = StatePool(loaded.recurrent_layers, 2, choose_window(loaded.recurrent_layers, 8))
+    pool = StatePool(loaded.recurrent_layers, 2, checked_window(8))
     assert pool.num_bytes == 2 * bytes_per_slot(loaded.recurrent_layers, pool.window)
     assert check_admission(ModelRunner(loaded, num_blocks=80, block_size=4)).relative_error < 3e-2

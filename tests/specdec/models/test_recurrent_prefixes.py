@@ -6,10 +6,10 @@ import torch
 from specdec.models.blocks import CachedSequence
 from specdec.models.recurrent.pool import StatePool
 from specdec.models.recurrent.prefixes import PrefixStates
-from specdec.models.recurrent.slots import Route, SequenceState
+from specdec.models.recurrent.slots import SequenceState
 from specdec.models.runner import ModelRunner, RowInput
 from tests.specdec.models.rounds import Rounds, make_runner, pair
-from tests.specdec.models.test_recurrent import ONE_OF_A_KIND, ROUTES, TOLERANCE
+from tests.specdec.models.test_recurrent import ONE_OF_A_KIND, TOLERANCE
 
 
 def read(runner: ModelRunner, prompt: list[int], chunk: int = 100) -> CachedSequence:
@@ -28,11 +28,10 @@ def pool_of(runner: ModelRunner) -> StatePool:
     return runner.states
 
 
-@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("family", ONE_OF_A_KIND)
-def test_reused_prefixes_hold_the_right_state(family: str, route: Route) -> None:
+def test_reused_prefixes_hold_the_right_state(family: str) -> None:
     loaded, stock = pair(family)
-    game = Rounds(make_runner(loaded, route), stock, seed=6)
+    game = Rounds(make_runner(loaded), stock, seed=6)
     runner, prompt = game.runner, game.tokens(50)
     first = read(runner, prompt)
     again, other = runner.new_sequence(), runner.new_sequence()
@@ -51,7 +50,7 @@ def test_reused_prefixes_hold_the_right_state(family: str, route: Route) -> None
 
 def test_the_comparison_sees_a_copy_of_another_state(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, stock = pair("qwen3_5")
-    game = Rounds(make_runner(loaded, "states"), stock, seed=6)
+    game = Rounds(make_runner(loaded), stock, seed=6)
     prompt = game.tokens(50)
     read(game.runner, prompt)
     find = PrefixStates.find
@@ -73,7 +72,7 @@ def test_the_comparison_sees_a_copy_of_another_state(monkeypatch: pytest.MonkeyP
 
 def test_copies_are_made_now_and_then_and_go_when_slots_are_wanted() -> None:
     loaded, _ = pair("lfm2")
-    runner = make_runner(loaded, "states", num_state_slots=4, num_blocks=600)
+    runner = make_runner(loaded, num_state_slots=4, num_blocks=600)
     pool, prompts = pool_of(runner), [[n] * 300 for n in (5, 6, 7)]
     sequence = read(runner, prompts[0], chunk=10)
     assert sequence.state is not None
@@ -93,7 +92,7 @@ def test_copies_are_made_now_and_then_and_go_when_slots_are_wanted() -> None:
 
 def test_the_last_copy_is_handed_over_where_no_slot_is_free() -> None:
     loaded, stock = pair("bamba")
-    game = Rounds(make_runner(loaded, "rescan", num_state_slots=2), stock, seed=7)
+    game = Rounds(make_runner(loaded, num_state_slots=2), stock, seed=7)
     runner, prompt = game.runner, game.tokens(40)
     runner.free(read(runner, prompt))
     other = runner.new_sequence()
@@ -106,14 +105,14 @@ def test_the_last_copy_is_handed_over_where_no_slot_is_free() -> None:
 
 
 def test_one_slot_shares_nothing() -> None:
-    runner = make_runner(pair("lfm2")[0], "states", num_state_slots=1)
+    runner = make_runner(pair("lfm2")[0], num_state_slots=1)
     assert not runner.shares_prefixes
     runner.free(read(runner, [5] * 20))
     assert runner.reuse_prefix(runner.new_sequence(), [5] * 20) == 0
 
 
 def test_a_salt_keeps_prefixes_apart() -> None:
-    runner = make_runner(pair("lfm2")[0], "states")
+    runner = make_runner(pair("lfm2")[0])
     runner.free(read(runner, [5] * 20))
     assert runner.reuse_prefix(runner.new_sequence(b"mine"), [5] * 20) == 0
     assert runner.reuse_prefix(runner.new_sequence(), [5] * 20) == 16
@@ -121,7 +120,7 @@ def test_a_salt_keeps_prefixes_apart() -> None:
 
 @pytest.mark.parametrize("salt", [b"mine", None])
 def test_a_fork_without_a_slot_keeps_its_salt(salt: bytes | None) -> None:
-    runner = make_runner(pair("lfm2")[0], "states", num_state_slots=2)
+    runner = make_runner(pair("lfm2")[0], num_state_slots=2)
     sequence, other = runner.new_sequence(salt), runner.new_sequence()
     assert runner.reserve(sequence, 4)
     assert runner.reserve(other, 4)
@@ -130,7 +129,7 @@ def test_a_fork_without_a_slot_keeps_its_salt(salt: bytes | None) -> None:
 
 
 def test_a_fork_leaves_no_copy_where_its_parent_left_one() -> None:
-    runner = make_runner(pair("lfm2")[0], "states", num_state_slots=8)
+    runner = make_runner(pair("lfm2")[0], num_state_slots=8)
     sequence, prompt = read(runner, [5] * 40), [5] * 48
     assert len(pool_of(runner).prefixes) == 1
     for end in range(41, 49):
