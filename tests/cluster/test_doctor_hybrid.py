@@ -67,7 +67,7 @@ def test_doctor_says_how_much_memory_a_state_lacks(pair: tuple[str, ...], capsys
                 "--json",
                 *pair,
                 "--target-kv-memory",
-                "1MiB",
+                "64KiB",
                 "--num-speculative-tokens",
                 "64",
                 "--draft-kv-memory",
