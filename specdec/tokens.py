@@ -138,7 +138,7 @@ class TokenBuffer:
         Raises:
             OverflowError: One of them does not fit into 32 bits; nothing is appended.
         """
-        new = as_array(tokens)
+        new = tokens if isinstance(tokens, list | tuple) else as_array(tokens)
         start = len(self.array)
         end = start + len(new)
         if end > len(self._items):

@@ -18,7 +18,7 @@ from specdec.models.runner import ModelRunner, RowInput
 from specdec.protocol.backends import Status, Verification, VerifyJob
 from specdec.protocol.drafts import NO_DRAFT, Draft
 from specdec.protocol.lookup import point_masses
-from specdec.protocol.marks import Mark
+from specdec.protocol.marks import TokenLog
 from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.sampling.rows import Rows, VerifiedRun
 from specdec.tokens import followed
@@ -64,7 +64,7 @@ class ModelTarget:
         self._states = states if states is not None else SequenceStates(runner)
         self._max_model_len = max_model_len
         self._scheduler = Scheduler(max_num_batched_tokens, max_num_seqs or max_num_batched_tokens)
-        self._marks: dict[str, Mark] = {}
+        self._logs: dict[str, tuple[TokenLog, int]] = {}  # what the cached tokens are of, and how many there were
         self._num_cached: dict[str, int] = {}
         self._max_draft = 0 if runner.no_speculation is not None else runner.max_rollback
         self._num_fallbacks = 0
@@ -97,7 +97,7 @@ class ModelTarget:
         """Free everything held for a sequence."""
         self._states.release(key)
         self._runner.adapters.release(key)
-        self._marks.pop(key, None)
+        self._logs.pop(key, None)
         self._num_cached.pop(key, None)
         self._prompts.release(key)
 
@@ -216,11 +216,11 @@ class ModelTarget:
         draft = draft.only(range(scheduled.num_draft_tokens))
         tokens = job.log.tail(num_cached, num_cached + scheduled.num_new_tokens)
         finishes = num_cached + len(tokens) == length
-        if self._runner.no_speculation is not None and job.key not in self._marks:
+        if self._runner.no_speculation is not None and job.key not in self._logs:
             self._num_fallbacks += 1 if job.spec.num_speculative_tokens != 0 else 0
-        if job.key not in self._marks and length == job.spec.output_start:
+        if job.key not in self._logs and length == job.spec.output_start:
             self._num_cached[job.key] = num_cached
-        self._marks[job.key] = job.log.mark(num_cached)
+        self._logs[job.key] = job.log, num_cached
         num_drafted = len(draft.tokens)
         num_logits = len(tokens) + num_drafted if self._prompts.wants(job) else 1 + num_drafted if finishes else 0
         row = RowInput(
@@ -233,9 +233,9 @@ class ModelTarget:
         return row, draft
 
     def _agreed(self, job: VerifyJob) -> int:
-        """Length up to which the cached tokens are the log's, told by their mark without comparing them."""
-        mark = self._marks.get(job.key)
-        return mark.length if mark is not None and job.log.has(mark) else 0
+        """Length up to which the cached tokens are the log's without comparing them: a log only grows."""
+        log, length = self._logs.get(job.key, (None, 0))
+        return length if log is job.log else 0
 
     def _decide(
         self, jobs: Sequence[VerifyJob], scheduled: Scheduled, logits: torch.Tensor, hidden: torch.Tensor | None

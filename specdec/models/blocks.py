@@ -40,7 +40,7 @@ class CachedSequence:
     state: SequenceState | None = None
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.tokens.array)
 
     @property
     def block_ids(self) -> list[int]:
@@ -256,6 +256,7 @@ class BlockPool:
         if block_size < 1 or min(group.num_blocks for group in self.groups) < 1:
             raise ValueError(f"num_blocks and block_size must be at least 1, got {counts} and {block_size}")
         self.block_size = block_size
+        self._windowed = [i for i, group in enumerate(self.groups) if group.window is not None]
         self._max_step_tokens = max_step_tokens
         self._lookahead = lookahead_tokens
 
@@ -287,7 +288,7 @@ class BlockPool:
     @property
     def max_rollback(self) -> int | None:
         """Most tokens that can be taken back for sure; None: any number."""
-        return None if all(group.window is None for group in self.groups) else self._lookahead
+        return self._lookahead if self._windowed else None
 
     def new_sequence(self, salt: bytes | None = b"") -> CachedSequence:
         """An empty sequence."""
@@ -304,11 +305,12 @@ class BlockPool:
         the free blocks do not suffice: then nothing is changed, but that blocks are given back which windows passed.
         """
         self._pass_by(sequence)
-        if any(
-            group.num_free < needed for group, needed in zip(self.groups, self._needed(sequence, length), strict=True)
-        ):
-            return False
         past = len(sequence.tokens)
+        for group, table in zip(self.groups, sequence.tables, strict=True):
+            needed = max(0, self._num_blocks(group, past, length) - len(table))
+            needed += length > past and group.is_tail_shared(table, past, self.block_size)
+            if needed and group.num_free < needed:
+                return False
         for group, table in zip(self.groups, sequence.tables, strict=True):
             if length > past:
                 group.own_tail(table, past, self.block_size)
@@ -330,11 +332,11 @@ class BlockPool:
 
     def is_reserved(self, sequence: CachedSequence, length: int) -> bool:
         """Whether positions from the sequence's end up to ``length`` can be written: the room is there, and its own."""
-        return all(
-            len(table) * self.block_size >= length
-            and not group.is_tail_shared(table, len(sequence.tokens), self.block_size)
-            for group, table in zip(self.groups, sequence.tables, strict=True)
-        )
+        past = len(sequence.tokens)
+        for group, table in zip(self.groups, sequence.tables, strict=True):
+            if len(table) * self.block_size < length or group.is_tail_shared(table, past, self.block_size):
+                return False
+        return True
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
         """Forget all tokens from position ``length`` on, and free the blocks this leaves unused, reserved ones too.
@@ -346,10 +348,13 @@ class BlockPool:
             raise ValueError(f"length must be in [0, {len(sequence.tokens)}], got {length}")
         if not self._reaches_back(sequence, length):
             length = 0
-        sequence.tokens.truncate(length)
-        del sequence.block_digests[length // self.block_size :]
+        if length < len(sequence.tokens):
+            sequence.tokens.truncate(length)
+            del sequence.block_digests[length // self.block_size :]
+        num_blocks = self.blocks_for(length)
         for group, table in zip(self.groups, sequence.tables, strict=True):
-            group.cut(table, self.blocks_for(length))
+            if len(table) > num_blocks:
+                group.cut(table, num_blocks)
 
     def fork(self, sequence: CachedSequence) -> CachedSequence:
         """A second sequence with the same tokens, sharing all their blocks; reserved room is not shared."""
@@ -370,6 +375,8 @@ class BlockPool:
         digests = sequence.block_digests
         num_known = len(digests)
         num_blocks = min(verified_length, len(sequence.tokens)) // self.block_size
+        if num_blocks <= num_known:
+            return
         self.extend_digests(digests, sequence.salt, sequence.tokens.array, num_blocks)
         for index in range(num_known, num_blocks):
             for group, table in zip(self.groups, sequence.tables, strict=True):
@@ -463,25 +470,16 @@ class BlockPool:
             length = min(length, past + self._max_step_tokens)
         return self.blocks_for(length)
 
-    def _needed(self, sequence: CachedSequence, length: int) -> list[int]:
-        """Blocks that each group has to take for room up to ``length``."""
-        past = len(sequence.tokens)
-        return [
-            max(0, self._num_blocks(group, past, length) - len(table))
-            + (length > past and group.is_tail_shared(table, past, self.block_size))
-            for group, table in zip(self.groups, sequence.tables, strict=True)
-        ]
-
     def _pass_by(self, sequence: CachedSequence) -> None:
         """Give back what window groups will not read again, also after the sequence was cut back a little."""
-        for group, table in zip(self.groups, sequence.tables, strict=True):
-            if group.window is not None:
-                first = group.first_read(max(0, len(sequence.tokens) - self._lookahead))
-                group.pass_by(table, first // self.block_size)
+        for i in self._windowed:
+            first = self.groups[i].first_read(max(0, len(sequence.tokens) - self._lookahead))
+            self.groups[i].pass_by(sequence.tables[i], first // self.block_size)
 
     def _reaches_back(self, sequence: CachedSequence, length: int) -> bool:
         """Whether every group has what the query at ``length`` reads."""
-        for group, table in zip(self.groups, sequence.tables, strict=True):
+        for i in self._windowed:
+            group, table = self.groups[i], sequence.tables[i]
             first = group.first_read(length) // self.block_size
             if first < self.blocks_for(length) and table[first] == group.null_block:
                 return False
