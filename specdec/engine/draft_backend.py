@@ -243,6 +243,6 @@ class ModelDrafter:
         """Whether a job can have a part in a step. A branch begins with what its sequence holds: it reads no prompt."""
         if not self._sampler.is_ready(job.spec) or self._runner.adapters.must_wait(job.spec.draft_adapter):
             return False
-        if job.fork_of is None or self._states.length(job.key):
+        if job.fork_of is None or self._states.num_computed_tokens(job.key):
             return True
-        return self._states.length(job.fork_of) >= job.num_committed - 1
+        return self._states.num_computed_tokens(job.fork_of) >= job.num_committed - 1

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from specdec.engine.scheduler import CachedPrefix
 from specdec.models.blocks import CachedSequence
 from specdec.models.runner import ModelRunner
-from specdec.protocol.marks import common_prefix_length
 from specdec.sampling.params import SequenceSpec
-from specdec.tokens import TokenArray, TokenSequence, as_array
+from specdec.tokens import TokenArray, TokenSequence, as_array, common_prefix_length
 from specdec.types import Adapter
 
 Rank = tuple[bool, float, str]
@@ -100,8 +99,9 @@ class SequenceStates:
             self.release(key)
 
     def num_computed_tokens(self, key: str) -> int:
-        """Tokens that a sequence holds; 0 if it holds nothing."""
-        return self.length(key)
+        """Cached tokens of a sequence; 0 if nothing is held for it."""
+        sequence = self._sequences.get(key)
+        return 0 if sequence is None else len(sequence.tokens)
 
     def find_prefix(self, key: str) -> CachedPrefix:
         """What a sequence that holds nothing would begin with: a copy of its parent, or a cached prefix."""
@@ -215,11 +215,6 @@ class SequenceStates:
         rank = self._ranks.get(new_key, (False, rank[1], new_key))
         self.release(new_key)
         self._sequences[new_key], self._ranks[new_key] = sequence, rank
-
-    def length(self, key: str) -> int:
-        """Cached tokens of a sequence; 0 if nothing is held for it."""
-        sequence = self._sequences.get(key)
-        return 0 if sequence is None else len(sequence.tokens)
 
     def truncate(self, key: str, length: int) -> None:
         """Keep the first ``length`` cached tokens of a sequence; fewer where its state does not reach back so far."""

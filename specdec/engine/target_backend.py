@@ -147,7 +147,11 @@ class ModelTarget:
         for i, _, _ in scheduled:
             results[i] = _PREFILLING
             self._states.keep_prefix(jobs[i].key, len(jobs[i].log))
-        deciding = [entry for entry in scheduled if self._states.length(jobs[entry[0]].key) >= len(jobs[entry[0]].log)]
+        deciding = [
+            entry
+            for entry in scheduled
+            if self._states.num_computed_tokens(jobs[entry[0]].key) >= len(jobs[entry[0]].log)
+        ]
         for (i, _, _), result in zip(deciding, self._decide(jobs, deciding, logits, hidden), strict=True):
             results[i] = result
             if result.status is Status.FAILED:
@@ -206,7 +210,9 @@ class ModelTarget:
         A tree is verified after a single token, by layers that attend. Elsewhere its chain is.
         """
         draft = Draft(job.draft, job.candidates[: len(job.draft)], job.source, job.parents)
-        if job.parents and not (self._runner.takes_trees and self._states.length(job.key) == len(job.log) - 1):
+        if job.parents and not (
+            self._runner.takes_trees and self._states.num_computed_tokens(job.key) == len(job.log) - 1
+        ):
             draft = draft.chain()
         return draft if self._max_draft is None else draft.only(range(min(len(draft.tokens), self._max_draft)))
 

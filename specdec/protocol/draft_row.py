@@ -6,10 +6,9 @@ from collections import deque
 
 from specdec.protocol.backends import DraftJob, Proposal
 from specdec.protocol.branches import Likelihoods, foreseen, likely_outcomes
-from specdec.protocol.marks import common_prefix_length
 from specdec.protocol.messages import Candidates, Interval, Offer, Open, Outcome, Plan
 from specdec.protocol.worker import MOST_INTERVALS, WorkerRow
-from specdec.tokens import TokenBuffer
+from specdec.tokens import TokenBuffer, common_prefix_length
 from specdec.types import Tokens
 
 

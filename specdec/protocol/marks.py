@@ -12,11 +12,8 @@ from specdec.tokens import (
     TokenArray,
     TokenBuffer,
     TokenSequence,
-    common_prefix_length,
 )
 from specdec.types import Tokens
-
-__all__ = ["Extension", "Mark", "TokenLog", "common_prefix_length"]
 
 _MARKS_KEPT = 16
 """Of a log: a step and the offers that wait for it ask for the same few again and again."""

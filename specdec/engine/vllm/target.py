@@ -32,8 +32,9 @@ from specdec.engine.vllm.checks import require
 from specdec.engine.vllm.rule import NO_TOKEN, SPEC, Reported, Told, num_filled
 from specdec.errors import DeviceLostError, reason_of
 from specdec.protocol.backends import Status, Verification, VerifyJob
-from specdec.protocol.marks import Mark, common_prefix_length
+from specdec.protocol.marks import Mark
 from specdec.sampling.pipeline import LogitsProcessor, RowGroup, Sampler
+from specdec.tokens import common_prefix_length
 from specdec.types import PromptLogprobs, TokenLogprobs, Tokens
 
 _NEVER = 1 << 62

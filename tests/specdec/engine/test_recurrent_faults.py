@@ -113,7 +113,7 @@ def test_tokens_read_again_are_counted_up_only() -> None:
     states.keep_prefix("other", 80)
     read("one", tokens)
     assert states.num_reread_tokens == 0
-    assert states.length("one") == 90
+    assert states.num_computed_tokens("one") == 90
     states.truncate("one", 81)
     read("one", [*tokens[:10], 6, 7])
     assert states.num_reread_tokens == 10

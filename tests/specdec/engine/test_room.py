@@ -78,8 +78,8 @@ def test_an_older_sequence_without_work_keeps_its_room(shared: tuple) -> None:
     drafter, target, states = shared
     assert drafter.propose([draft_job("old", 1, 24, 0.0)])[0].status is Status.DECIDED
     assert target.verify([verify_job("new", 5, 20, 1.0)])[0].status is Status.WAITING
-    assert states.length("old") == 24
-    assert states.length("new") == 0
+    assert states.num_computed_tokens("old") == 24
+    assert states.num_computed_tokens("new") == 0
     assert states.num_evictions == 0
 
 
@@ -87,8 +87,8 @@ def test_a_newer_sequence_without_work_yields(shared: tuple) -> None:
     drafter, target, states = shared
     assert drafter.propose([draft_job("new", 1, 24, 1.0)])[0].status is Status.DECIDED
     assert target.verify([verify_job("old", 5, 20, 0.0)])[0].status is Status.DECIDED
-    assert states.length("old") == 20
-    assert states.length("new") == 0
+    assert states.num_computed_tokens("old") == 20
+    assert states.num_computed_tokens("new") == 0
     assert states.num_evictions == 1
 
 
@@ -126,11 +126,11 @@ def test_a_branch_begins_with_its_sequences_state_and_yields_first(shared: tuple
     drafter.propose([draft_job("s", 1, 14, 0.0)])
     branch = draft_job("s#1", 1, 12, 0.0, fork_of="s")
     assert drafter.propose([branch])[0].status is Status.DECIDED
-    assert states.length("s#1") == 12
+    assert states.num_computed_tokens("s#1") == 12
     assert states.gauges()["kv_blocks_in_use"] == 5  # three shared, one of each
     assert drafter.propose([draft_job("later", 50, 16, 5.0)])[0].status is Status.DECIDED
     assert drafter.propose([draft_job("last", 30, 8, 6.0)])[0].status is Status.WAITING
-    assert states.length("s") == 14
+    assert states.num_computed_tokens("s") == 14
 
 
 def test_a_promoted_branch_takes_its_sequences_place(shared: tuple) -> None:
@@ -139,11 +139,11 @@ def test_a_promoted_branch_takes_its_sequences_place(shared: tuple) -> None:
     drafter.propose([draft_job("s#1", 1, 12, 0.0, fork_of="s")])
     drafter.rename("s#1", "s")
     drafter.rename("unknown", "s")
-    assert states.length("s") == 12
-    assert states.length("s#1") == 0
+    assert states.num_computed_tokens("s") == 12
+    assert states.num_computed_tokens("s#1") == 0
     assert len(states) == 1
     assert drafter.propose([draft_job("later", 50, 24, 5.0)])[0].status is Status.WAITING
-    assert states.length("s") == 12
+    assert states.num_computed_tokens("s") == 12
     drafter.release("s")
     assert states.gauges()["kv_blocks_in_use"] == 0
 
@@ -166,5 +166,5 @@ def test_whoever_waits_again_keeps_what_it_had(shared: tuple) -> None:
     assert drafter.propose([draft_job("new", 1, 12, 1.0)])[0].status is Status.DECIDED
     assert drafter.propose([draft_job("old", 50, 20, 0.0)])[0].status is Status.DECIDED
     assert target.verify([verify_job("new", 1, 16, 1.0)])[0].status is Status.WAITING
-    assert states.length("new") == 12
+    assert states.num_computed_tokens("new") == 12
     assert states.num_evictions == 0
