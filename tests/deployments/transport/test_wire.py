@@ -150,11 +150,12 @@ def test_long_parts_of_messages_travel_once_in_short_frames(monkeypatch: pytest.
     told = PackedLogprobs.pack((None, *[TokenLogprobs(-1.0, 1, tuple((i, -0.1 * i) for i in range(20)))] * 10_000))
     verdict = m.Verdict("s", INC, 3, (4,), m.Notes("p", (0,), None, told), MARK)
     submits = [m.Submit(str(i), 1, "i", prompt, SPEC) for i in range(20)]
+    submits.append(m.Submit("other", 1, "i", PROMPT, SPEC))
     batch = (submits[0], verdict, *submits[1:])
     parts = list(wire.frames(batch, pytest.fail))
     found = received(parts)
     assert found == batch
-    assert len({id(message.prompt) for message in found if isinstance(message, m.Submit)}) == 1
+    assert len({id(message.prompt) for message in found if isinstance(message, m.Submit)}) == 2
     assert max(map(len, parts)) <= wire.USUAL_FRAME_BYTES + 100
     attached = prompt.tokens.nbytes + sum(len(part.data) for part in told.parts)
     assert attached < sum(map(len, parts)) < attached + 20_000
