@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -12,3 +13,11 @@ WHOLE = False
 def sized(small: T, whole: T) -> T:
     """What a run takes by default, and what with ``--whole``."""
     return whole if WHOLE else small
+
+
+def some(values: Iterable[T], count: int = 1) -> list[T]:
+    """So many of several values, from one end to the other; all with ``--whole``. Of one, the last."""
+    found = list(values)
+    if WHOLE or count >= len(found):
+        return found
+    return [found[(i + 1) * len(found) // count - 1] for i in range(count)] if count > 1 else found[-1:]

@@ -13,6 +13,7 @@ from specdec import Grammar, SamplingParams
 from specdec.text.constraints import HERMES, Tags, Tool, after_reasoning, only_calls, short_reasoning
 from specdec.text.parsing.hermes import HermesParser
 from specdec.text.parsing.reasoning import ReasoningTags
+from tests.sizes import sized, some
 from tests.specdec.engine.pairs import Case, collect
 from tests.specdec.engine.schemas import grammar_of
 from tests.specdec.engine.test_hostile_network import DRAFTER, TARGET, HostileService
@@ -74,8 +75,8 @@ def check(name: str, tokens: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("name", REASONED)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("temperature", some([0.0, 1.0]))
+@pytest.mark.parametrize("pair", some(PAIRS))
 def test_no_draft_changes_a_token(pair: str, name: str, temperature: float) -> None:
     params = SamplingParams(temperature=temperature, grammar=REASONED[name], logit_bias=((0, 4.0),))
     prompts = [PROMPT] * (3 if temperature else 1)
@@ -99,8 +100,8 @@ def test_no_draft_changes_a_token(pair: str, name: str, temperature: float) -> N
     assert in_draft.num_forbidden_draft_tokens == in_target.num_forbidden_draft_tokens == 0
 
 
-@pytest.mark.parametrize("name", ["by text", "by tokens"])
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("name", some(["by text", "by tokens"]))
+@pytest.mark.parametrize("pair", some(PAIRS))
 def test_reasoning_ends_in_the_middle_of_a_draft_whatever_is_lost(pair: str, name: str) -> None:
     params = SamplingParams(temperature=1.0, grammar=REASONED[name])
     matcher_source().check(REASONED[name])  # time passes by steps there, and not while a grammar is compiled
@@ -118,7 +119,7 @@ def test_reasoning_ends_in_the_middle_of_a_draft_whatever_is_lost(pair: str, nam
         crossed += output.notes.how[place : place + 2].startswith("a") and output.notes.how[place + 1] != "p"
     assert crossed > 0, "no draft went on after the end of the reasoning"
     counts: Counter[str] = Counter()
-    for seed in (1, 2):
+    for seed in sized((1,), (1, 2)):
         names = "hybrid" if pair == "hybrid" else "target", "draft"
         hostile = HostileService(*(partial(runner_of, one) for one in names), seed, sampler=make_sampler)
         assert [output.tokens for output in collect(hostile, cases)] == wanted

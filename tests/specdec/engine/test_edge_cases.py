@@ -13,6 +13,7 @@ from specdec.protocol.backends import DraftJob, Proposal
 from specdec.protocol.draft_row import DraftRow
 from specdec.protocol.messages import Message, Offer, Plan, PlanUpdate
 from specdec.sampling.params import SamplingParams
+from tests.sizes import some
 from tests.specdec.engine.pairs import (
     EOS,
     MAX_MODEL_LEN,
@@ -52,7 +53,7 @@ def rounds(output: Output) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("temperature", some(TEMPERATURES))
 def test_edge_03_an_end_inside_a_run_drops_the_rest_of_it(temperature: float) -> None:
     """Suffix and bonus reach neither the log, nor usage, nor the counters, nor the blocks that others may reuse."""
     without_end = plain(Case(PROMPT, 24, SamplingParams(temperature=temperature), 3))
@@ -172,7 +173,7 @@ def test_edge_10_a_seed_has_a_stream_of_its_own() -> None:
             assert run(service, shorter)[0] == [tokens[:max_tokens] for tokens in alone]
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("temperature", some(TEMPERATURES))
 def test_edge_12_a_bonus_is_no_accepted_token_and_the_draft_catches_up(temperature: float) -> None:
     """After a full acceptance the draft has not read its own last token; what it lacks would make it err."""
     sampling = SamplingParams(temperature=temperature, top_p=0.9, frequency_penalty=0.4, ignore_eos=True)
@@ -186,7 +187,7 @@ def test_edge_12_a_bonus_is_no_accepted_token_and_the_draft_catches_up(temperatu
         assert service.target.counters.num_accepted_tokens == k * runs
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("temperature", some(TEMPERATURES))
 @pytest.mark.parametrize("spoils", [False, True])
 def test_edge_13_offers_that_come_a_round_late_do_no_harm(
     temperature: float, spoils: bool, monkeypatch: pytest.MonkeyPatch
@@ -218,7 +219,7 @@ def test_edge_13_offers_that_come_a_round_late_do_no_harm(
     assert (stats.num_accepted_tokens == 0) == spoils
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("temperature", some(TEMPERATURES))
 def test_edge_14_speculation_switched_on_again_catches_up(temperature: float) -> None:
     """A draft that is always right stays so: it has read what was decided without it, in several chunks."""
     case = Case(PROMPT, 90, SamplingParams(temperature=temperature, ignore_eos=True), 4)

@@ -14,6 +14,7 @@ from specdec.engine.target_backend import ModelTarget
 from specdec.errors import DeviceLostError
 from specdec.models.runner import ModelRunner, RowInput
 from specdec.sampling.params import SamplingParams, SequenceSpec
+from tests.sizes import some
 from tests.specdec.engine.pairs import Case, Output, add_noise, backend, collect, make_model
 from tests.specdec.hooks import by_row
 
@@ -52,7 +53,7 @@ def assert_only_the_poison_fails(outputs: list[Output], wanted: list[Output], nu
             assert (output.tokens, output.finish) == (want.tokens, want.finish)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", some([0.0, 1.0]))
 @pytest.mark.parametrize("is_in_draft", [False, True])
 def test_a_hook_that_raises_ends_its_own_sequence(temperature: float, is_in_draft: bool) -> None:
     wanted = collect(service(False, False), cases(temperature))
@@ -90,7 +91,7 @@ def failing_forward(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
     return errors
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", some([0.0, 1.0]))
 def test_a_forward_pass_that_runs_out_of_memory_ends_the_one_at_fault(
     temperature: float, failing_forward: list[BaseException]
 ) -> None:

@@ -25,6 +25,7 @@ from specdec.protocol.lookup import LookUpOptions
 from specdec.protocol.messages import ACCEPTED, HEADED
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.pipeline import LogitsProcessor, Sampler
+from tests.sizes import some
 from tests.specdec.engine.pairs import MAX_MODEL_LEN, Case, backend, collect, greedy, make_model, run
 from tests.specdec.engine.test_hostile_network import DRAFTER, TARGET, HostileService, runner
 from tests.specdec.engine.test_lookup import letters_of, predicted_cases
@@ -100,8 +101,8 @@ def plainly(family: str, cases: list[Case]) -> list[list[int]]:
     return run(with_heads(family), [replace(case, num_speculative_tokens=0) for case in cases])[0]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("temperature", some([0.0, 1.0]))
+@pytest.mark.parametrize("family", some(FAMILIES))
 def test_the_tokens_are_those_without_drafts(family: str, temperature: float) -> None:
     sampling = SamplingParams(temperature=temperature, top_p=0.95)
     cases = [replace(case, max_tokens=40, eos_token_ids=()) for case in make_cases(sampling)]
@@ -122,7 +123,7 @@ def test_the_tokens_are_those_without_drafts(family: str, temperature: float) ->
         assert outputs == wanted
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", some([0.0, 1.0]))
 @pytest.mark.parametrize(("free_tokens", "least", "most"), [(1 << 20, 11.5, 12.0), (3, 1.0, 2.5), (1, 0.0, 0.0)])
 def test_as_much_of_a_tree_is_verified_as_its_step_time_is_worth(
     temperature: float, free_tokens: int, least: float, most: float
@@ -166,7 +167,7 @@ def test_greedy_output_is_that_of_transformers_by_either_rule() -> None:
             assert stats.num_accepted_tokens > 10
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", some([0.0, 1.0]))
 def test_beside_a_draft_model_and_look_up_every_way_is_taken(temperature: float) -> None:
     """The draft model goes first; what it does not say, the heads do, or a longer match."""
     cases = predicted_cases("llama", SamplingParams(temperature=temperature, top_p=0.95))
@@ -182,8 +183,8 @@ def test_beside_a_draft_model_and_look_up_every_way_is_taken(temperature: float)
     assert letters_of(outputs)["h"] > 0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+@pytest.mark.parametrize("temperature", some([0.0, 1.0]))
+@pytest.mark.parametrize("family", some(["llama", "qwen3_5"]))
 def test_nothing_that_a_network_or_a_death_does_changes_a_token(family: str, temperature: float) -> None:
     cases = predicted_cases(family, SamplingParams(temperature=temperature, top_p=0.95))
     wanted = plainly(family, cases)
@@ -238,7 +239,7 @@ def test_hooks_see_each_path_alone_and_prefixes_that_are_read_already_change_not
     assert service.target._backend.gauges()["num_reused_tokens"] > 0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", some([0.0, 1.0]))
 def test_a_grammar_cuts_what_it_forbids_and_no_token_changes(temperature: float) -> None:
     options = replace(OPTIONS, heads=HeadsOptions(str(demo_folder("heads")), 64, 12))
     engine = SpeculativeEngine.from_pretrained(ModelSource(str(DEMO / "target")), options=options)

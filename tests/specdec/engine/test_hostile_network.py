@@ -27,6 +27,7 @@ from specdec.protocol.router import RouterMachine
 from specdec.protocol.target import TargetMachine
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.pipeline import LogitsProcessor, Sampler
+from tests.sizes import sized
 from tests.specdec.engine.pairs import add_noise, collect, make_model, run
 from tests.specdec.engine.test_recurrent import NOISE, make_cases, make_runner, make_service
 from tests.specdec.engine.test_recurrent_branches import LENGTHS
@@ -182,7 +183,7 @@ def test_no_token_changes(target: str, draft: str, temperature: float) -> None:
     makers = partial(runner, target, 0.0), partial(runner, draft, NOISE)
     wanted, _ = run(make_service(*(make() for make in makers), num_draft_tokens=0), cases)
     counts: Counter[str] = Counter()
-    for seed in (1, 2):
+    for seed in sized((1,), (1, 2)):
         service = HostileService(*makers, seed, siblings=(0, 0, 3) if draft == "llama" else ())
         assert [output.tokens for output in collect(service, cases)] == wanted, f"seed {seed}"
         service.count(TARGET)

@@ -11,6 +11,7 @@ from specdec.protocol.messages import Notes
 from specdec.sampling import slices
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.types import TokenLogprobs
+from tests.sizes import some
 from tests.specdec.engine.pairs import Case, Output, collect, make_model, make_service
 
 
@@ -36,7 +37,7 @@ def check(entries: list[TokenLogprobs], rows: torch.Tensor, tokens: list[int]) -
         assert [value for _, value in entry.top] == pytest.approx(top.values.tolist(), abs=1e-4)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", some([0.0, 1.0]))
 def test_edge_05_logprobs_come_from_the_targets_own_row(temperature: float) -> None:
     rng = random.Random(4)
     prompt = tuple(rng.randrange(3, 128) for _ in range(41))  # three prefill chunks

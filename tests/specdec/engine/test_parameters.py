@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from specdec.engine.in_process import InProcessService
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.philox import gumbel
+from tests.sizes import some
 from tests.specdec.engine.pairs import (
     EOS,
     TIE,
@@ -136,7 +137,7 @@ def outputs_of(service: InProcessService, requests: dict[str, Request]) -> dict[
     return dict(zip(requests, outputs, strict=True))
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("temperature", some(TEMPERATURES))
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_each_token_is_what_the_parameters_make_of_the_models_logits(
     name: str,
@@ -157,7 +158,7 @@ def test_each_token_is_what_the_parameters_make_of_the_models_logits(
         assert scores.max() - scores[log[i]] < TIE, f"token {i - len(case.prompt)} is {log[i]}, not {scores.argmax()}"
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("temperature", some(TEMPERATURES))
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_each_parameter_has_its_effect(
     name: str,
@@ -209,7 +210,7 @@ def assert_equal(output: Output, plain: Output, name: str) -> None:
                 assert (a.rank, [i for i, _ in a.top]) == (b.rank, [i for i, _ in b.top]), name
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("temperature", some(TEMPERATURES))
 @pytest.mark.parametrize("num_draft_tokens", DRAFT_LENGTHS)
 def test_all_parameters_in_one_batch_with_drafts(
     num_draft_tokens: int,
@@ -227,7 +228,7 @@ def test_all_parameters_in_one_batch_with_drafts(
         assert min(how.count(letter) for letter in "abc") > 5
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("temperature", some(TEMPERATURES))
 @pytest.mark.parametrize("num_draft_tokens", [0, 4])
 def test_each_parameter_alone_with_drafts(
     num_draft_tokens: int,
@@ -287,7 +288,7 @@ def test_greedy_with_a_parameter_is_that_of_transformers(
         assert run(services[k], cases)[0] == wanted
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("temperature", some(TEMPERATURES))
 def test_a_chosen_parameter_among_equal_prompts(temperature: float, services: dict[int, InProcessService]) -> None:
     """Rows of one prompt and seed in one batch differ by their own parameters alone."""
     prompt = tuple(range(20, 45))
@@ -303,7 +304,7 @@ def test_a_chosen_parameter_among_equal_prompts(temperature: float, services: di
         assert run(services[k], cases)[0] == plain * 2
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("temperature", some(TEMPERATURES))
 def test_equal_requests_in_one_batch_give_equal_outputs(
     temperature: float, services: dict[int, InProcessService]
 ) -> None:

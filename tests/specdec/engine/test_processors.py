@@ -14,6 +14,7 @@ from specdec.models.runner import RowInput
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.pipeline import LogitsProcessor
 from specdec.sampling.rows import RowGroup
+from tests.sizes import some
 from tests.specdec.engine.pairs import Case, add_noise, backend, make_model, run
 from tests.specdec.hooks import by_row
 from tests.specdec.models.families import VOCAB_SIZE
@@ -58,7 +59,7 @@ def make_cases(temperature: float, **sampling: object) -> list[Case]:
     return [Case(prompt, 20, params, seed=6 + i) for i, prompt in enumerate(PROMPTS)]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", some([0.0, 1.0]))
 def test_a_processor_changes_what_is_chosen_and_drafts_do_not(temperature: float) -> None:
     cases = make_cases(temperature, frequency_penalty=0.3)
     unchanged, _ = run(make_service((), (), 0), cases)

@@ -20,6 +20,7 @@ from specdec.models.loading import load_model
 from specdec.models.quantization import own_quantization
 from specdec.models.quantization_report import compare
 from specdec.models.runner import ModelRunner
+from tests.sizes import some
 from tests.specdec.engine.features import assert_texts_are_its_own, demo
 
 pytest.importorskip("torchao", reason="torchao is not installed: pip install -e '.[quantization]'")
@@ -38,7 +39,7 @@ def generate(target: ModelSource, draft: ModelSource | None, temperature: float)
     return engine.generate_batch(PROMPTS, SamplingParams(temperature=temperature), seed=3, max_tokens=40)
 
 
-@pytest.mark.parametrize(("role", "temperature"), [("target", 1.0), ("hybrid", 0.0)])
+@pytest.mark.parametrize(("role", "temperature"), some([("target", 1.0), ("hybrid", 0.0)]))
 def test_the_text_is_the_quantized_targets_own(role, temperature):
     target = demo(role, quantization="int8")
     alone = generate(target, None, temperature)
@@ -48,14 +49,14 @@ def test_the_text_is_the_quantized_targets_own(role, temperature):
         assert sum(result.stats.num_accepted_tokens for result in together) > 20
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("quantization", some(["int8", "int4", "fp8"], 2))
 def test_a_quantized_draft_changes_no_token(quantization):
     target = demo("target")
     want, got = (generate(target, DRAFTS[name], 1.0) for name in ("none", quantization))
     assert [result.token_ids for result in got] == [result.token_ids for result in want]
 
 
-@pytest.mark.parametrize("tree", [0, 12])
+@pytest.mark.parametrize("tree", some([0, 12]))
 def test_heads_on_a_quantized_target_change_no_token(tree):
     target = demo("target", quantization="int8")
     options = BackendOptions(heads=HeadsOptions(demo("heads").path, 4, tree))
@@ -77,7 +78,7 @@ EVERYTHING = SamplingParams(
 )
 
 
-@pytest.mark.parametrize("sampling", [EVERYTHING, SamplingParams(temperature=0.0, acceptance="rejection")])
+@pytest.mark.parametrize("sampling", some([EVERYTHING, SamplingParams(temperature=0.0, acceptance="rejection")]))
 def test_all_sampling_chunked_prompts_and_look_up_change_no_token(sampling):
     target = demo("target", quantization="int8")
     prompts = [PROMPTS[0] * 6 + end for end in ("", "import", "x = 1")]
@@ -93,7 +94,7 @@ def test_all_sampling_chunked_prompts_and_look_up_change_no_token(sampling):
     assert engine.stats.num_accepted_tokens > 20
 
 
-@pytest.mark.parametrize("feature", ["grammars", "hooks", "prefix reuse", "preemption", "branches", "kills"])
+@pytest.mark.parametrize("feature", some(["grammars", "hooks", "prefix reuse", "preemption", "branches", "kills"], 2))
 def test_beside_another_feature_each_text_is_the_quantized_targets_own(feature):
     assert_texts_are_its_own(demo("target", quantization="int8"), demo("draft", quantization="int8"), feature)
 

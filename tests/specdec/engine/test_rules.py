@@ -12,6 +12,7 @@ from specdec.protocol.messages import Candidates
 from specdec.sampling.params import Acceptance, SamplingParams
 from specdec.sampling.philox import gumbel
 from specdec.sampling.pipeline import RowGroup, Sampler
+from tests.sizes import some
 from tests.specdec.engine.pairs import Case, assert_same, greedy, make_model, make_service, run
 from tests.specdec.engine.test_exactness import HALF_RIGHT, make_cases
 
@@ -67,7 +68,7 @@ def test_wrong_candidates_would_be_found() -> None:
     assert second_token_p_value(is_broken=True) < 1e-6
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", some([0.0, 1.0]))
 def test_edge_15_shared_prefixes_change_no_token(temperature: float) -> None:
     """The second of two equal prompts is read from the cache, and so is one that goes on differently."""
     rng = random.Random(2)
@@ -122,7 +123,7 @@ def test_nothing_is_guessed_that_cannot_be_said(acceptance: Acceptance) -> None:
     assert len(guesses) == 2
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", some([0.0, 1.0]))
 def test_guesses_come_with_their_likelihoods(temperature: float) -> None:
     logits = torch.randn(1, 50)
     groups = [RowGroup(Case(PROMPT, 9, SamplingParams(temperature=temperature)).spec(), [1])]

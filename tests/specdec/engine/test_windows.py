@@ -12,6 +12,7 @@ from specdec.models.runner import ModelRunner
 from specdec.protocol.messages import Plan
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.pipeline import Sampler
+from tests.sizes import some
 from tests.specdec.engine.pairs import (
     MAX_MODEL_LEN,
     Case,
@@ -43,8 +44,8 @@ def backend(kind: type, model: PreTrainedModel, num_window_blocks: int):
     return kind(runner, Sampler(VOCAB_SIZE), max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=CHUNK)
 
 
-@pytest.mark.parametrize("num_window_blocks", [80, SHARE + CHUNK // BLOCK_SIZE + 3])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("num_window_blocks", some([80, SHARE + CHUNK // BLOCK_SIZE + 3]))
+@pytest.mark.parametrize("family", some(FAMILIES, 2))
 def test_texts_are_the_plain_models(family: str, num_window_blocks: int) -> None:
     """As target and draft; with too few of the window's blocks for all, those that came last begin anew."""
     target = backend(ModelTarget, make_model(family), num_window_blocks)

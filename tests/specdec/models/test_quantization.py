@@ -21,6 +21,7 @@ from specdec.models.quantization import QUANTIZATIONS, is_quantized, own_quantiz
 from specdec.models.quantization_report import compare
 from specdec.models.runner import ModelRunner
 from specdec.types import Quantization
+from tests.sizes import some
 from tests.specdec.models.families import randomize
 from tests.specdec.models.recurrent_families import make_recurrent
 
@@ -46,8 +47,8 @@ def runner_of(loaded: LoadedModel) -> ModelRunner:
     return ModelRunner(loaded, num_blocks=64)
 
 
-@pytest.mark.parametrize(("quantization", "dtype"), CASES)
-@pytest.mark.parametrize("role", ["target", "hybrid"])
+@pytest.mark.parametrize(("quantization", "dtype"), some(CASES, 2))
+@pytest.mark.parametrize("role", some(["target", "hybrid"]))
 def test_quantized_models_are_admitted_and_near_their_originals(role, quantization, dtype):
     folder = demo_folder(role)
     plain, loaded = load(folder, "none", dtype), load(folder, quantization, dtype)
@@ -62,7 +63,7 @@ def test_quantized_models_are_admitted_and_near_their_originals(role, quantizati
     assert (runner.pool.num_in_use, found.num_tokens) == (0, 256)
 
 
-@pytest.mark.parametrize(("quantization", "dtype"), CASES)
+@pytest.mark.parametrize(("quantization", "dtype"), some(CASES, 2))
 def test_memory_is_what_the_parts_of_a_tensor_take(quantization, dtype):
     loaded = load(demo_folder("target"), quantization, dtype)
     embedding = loaded.model.get_input_embeddings().weight
