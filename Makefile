@@ -30,7 +30,7 @@ help:
 	@echo "make serve            the service with the demo pair on 127.0.0.1:8000, until Ctrl-C"
 	@echo "make test-fast        what a developer runs between two changes: no services, some minutes"
 	@echo "make test             the test suite, with services on this machine"
-	@echo "make test-faults      services that are killed, stalled and poisoned under load"
+	@echo "make test-faults      services that are killed and poisoned under load"
 	@echo "make setup-vllm       .venv-vllm, for target.engine: vllm on this machine's CPU: 4 GB"
 	@echo "make test-vllm        the target over vLLM, engine and service; makes .venv-vllm"
 	@echo "make test-cluster     several Ray nodes on this machine; needs redis-server"
@@ -103,13 +103,13 @@ slice-protocol: $(DEV)
 	@$(PYTEST) $(TWO) --whole tests/specdec/protocol tests/specdec/control tests/examples tests/benchmarks $(ARGS)
 
 slice-kills: $(DEV)
-	@$(PYTEST) tests/soak/test_{kills,launch,hybrid}.py $(ARGS)
+	@$(PYTEST) tests/soak/test_{kills,stalls,launch,hybrid}.py $(ARGS)
 
 slice-updates: $(DEV)
 	@$(PYTEST) tests/soak/test_{updates,scaling}.py $(ARGS)
 
 slice-services: $(DEV)
-	@$(PYTEST) tests/soak --ignore-glob='*/test_kills.py' --ignore-glob='*/test_launch.py' --ignore-glob='*/test_hybrid.py' \
+	@$(PYTEST) tests/soak --ignore-glob='*/test_kills.py' --ignore-glob='*/test_launch.py' --ignore-glob='*/test_stalls.py' --ignore-glob='*/test_hybrid.py' \
 		--ignore-glob='*/test_updates.py' --ignore-glob='*/test_scaling.py' $(ARGS)
 
 slice-cluster: test-cluster

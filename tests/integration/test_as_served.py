@@ -13,13 +13,8 @@ from tests.integration.running import RunningService
 from tests.integration.test_openai_client import (  # noqa: F401 - collected here, on this service
     client,
     model,
-    test_a_stop_string_ends_the_text_before_it,
     test_a_stream_is_the_whole_answer_in_pieces,
-    test_chat,
     test_drafts_change_no_token,
-    test_errors_reach_the_official_client,
-    test_many_at_once_are_each_what_they_are_alone,
-    test_models,
 )
 
 logger = logging.getLogger(__name__)
