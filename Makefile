@@ -15,6 +15,8 @@ CHECKOV := $(VENV)/checkov
 PIP = $(BIN)/python -m pip install --disable-pip-version-check --no-input --constraint constraints.txt
 PYTEST = $(BIN)/python -m pytest
 TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# What tests share, and scripts; the programs of tests/clients and tests/vllm run in environments of their own.
+SUPPORT = $(shell git ls-files "tests/*.py" "benchmarks/*.py" "examples/*.py" | grep -v "/test_\|tests/clients\|tests/vllm\|benchmarks/peers")
 # Arguments for the command behind a target, as in: make serve ARGS="--port 9000"
 ARGS ?=
 # A further package index that has torch's CPU build, where the usual one has none: make setup-vllm TORCH_INDEX=...
@@ -53,7 +55,7 @@ serve: $(SERVE)
 # What starts no service and takes seconds; a bare pytest runs the same (testpaths in pyproject.toml).
 FAST := tests/specdec tests/cluster tests/deployments tests/test_documents.py
 # What starts no service and takes minutes.
-THOROUGH := tests/k8s tests/benchmarks tests/examples
+THOROUGH := tests/k8s tests/benchmarks
 
 # What starts Ray has the machine to itself: two services at once would be slow, and late for each other.
 test: $(DEV)
@@ -128,6 +130,7 @@ check: $(DEV)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
+	@$(BIN)/mypy --follow-imports=silent $(SUPPORT)
 	@$(BIN)/lint-imports --no-cache
 
 format: $(DEV)

@@ -181,7 +181,8 @@ class Scene:
             "query_string": b"",
             "state": {},
         }
-        pieces, statuses = iter(body), []
+        statuses: list[int] = []
+        pieces = iter(body)
         written: list[bytes] = []
 
         async def receive() -> dict[str, Any]:

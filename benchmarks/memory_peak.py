@@ -49,18 +49,19 @@ def load(kv_memory: str, num_requests: int) -> dict[str, Any]:
     from specdec.engine.build import BackendOptions
     from specdec.engine.engine import SpeculativeEngine
     from specdec.engine.warmup import peak_resident_bytes
+    from specdec.models import memory
     from specdec.models.host_memory import host_memory
     from specdec.models.loading import ModelSource
     from specdec.sampling.params import SamplingParams
 
     plans = []
-    original = build.plan_memory
+    original = memory.plan_memory
 
     def noting(*args: Any, **kwargs: Any) -> Any:
         plans.append(original(*args, **kwargs))
         return plans[-1]
 
-    build.plan_memory = noting
+    vars(build)["plan_memory"] = noting
     wanted: Any = "auto" if kv_memory == "auto" else float(kv_memory)
     source = ModelSource(str(Path(specdec.demo.__path__[0]) / "target"), dtype="float32", device="cpu")
     free_bytes = host_memory().free_bytes

@@ -98,8 +98,8 @@ def main() -> None:
         spent = built.loaded.weights_bytes / (1 << 20), drafter.loaded.weights_bytes / (1 << 20)
         figures[kind] = (*spent, perplexity(built.runner, texts))
         for twin in dict.fromkeys(("none", kind)):
-            pair = replace(target, quantization=kind), replace(draft, quantization=cast(Quantization, twin))
-            rows.append(Row(kind, cast(Quantization, twin), SpeculativeEngine.from_pretrained(*pair, options=OPTIONS)))
+            pair = replace(target, quantization=kind), replace(draft, quantization=twin)
+            rows.append(Row(kind, twin, SpeculativeEngine.from_pretrained(*pair, options=OPTIONS)))
     for number in range(options.rounds + 1):
         for row in rows:
             row.measure(options.prompts, options.tokens, options.num_draft_tokens)

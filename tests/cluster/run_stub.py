@@ -4,10 +4,11 @@ import sys
 
 from cluster.cli import main
 from cluster.cli import serve as serve_command
+from cluster.cli.flags import config_overrides
 from cluster.config_files import load_config
 
 if __name__ == "__main__":
     serve_command.run = lambda arguments: serve_command.serve(
-        load_config(None, serve_command.config_overrides(arguments)), "tests.cluster.stub_app:build_app"
+        load_config(None, config_overrides(arguments)), "tests.cluster.stub_app:build_app"
     )
     sys.exit(main(["serve", *sys.argv[1:]]))

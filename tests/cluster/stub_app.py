@@ -1,6 +1,7 @@
 """A small application with the shape of the real one, for tests of the launcher."""
 
 import os
+from typing import Any
 
 from ray import serve
 from starlette.requests import Request
@@ -22,7 +23,7 @@ class Worker:
 
 @serve.deployment(name="OpenAIIngress", ray_actor_options={"num_cpus": 0})
 class Ingress:
-    def __init__(self, worker: object) -> None:
+    def __init__(self, worker: Any) -> None:
         self._worker = worker
 
     async def drain_requests(self) -> int:
@@ -35,4 +36,6 @@ class Ingress:
 
 
 def build_app(args: AppArgs) -> serve.Application:
-    return Ingress.bind(Worker.bind(args.target.model))
+    ingress: Any = Ingress
+    worker: Any = Worker
+    return ingress.bind(worker.bind(args.target.model))

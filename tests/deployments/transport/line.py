@@ -83,7 +83,7 @@ class Line:
 
     def _as(self, deployment: str, replica: str) -> None:
         context = SimpleNamespace(app_name="app", deployment=deployment, replica_tag=replica)
-        self._patch.setattr(endpoints.serve, "get_replica_context", lambda: context)
+        self._patch.setattr("deployments.transport.endpoints.serve.get_replica_context", lambda: context)
 
     def _discover(self, on_change: Callable[[frozenset[str]], None]) -> Any:
         asyncio.get_running_loop().call_soon(lambda: on_change(frozenset({self.name})))

@@ -10,7 +10,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 
@@ -284,7 +284,8 @@ def service() -> Iterator[Service]:
         )
     try:
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
-        application = Ingress.bind(Router.bind(Worker.bind()))
+        ingress, router, worker = (cast(Any, one) for one in (Ingress, Router, Worker))
+        application = ingress.bind(router.bind(worker.bind()))
         serve.run(application, name=APP, route_prefix=None)
         service = Service()
         service.until(service.is_linked, "all are linked")

@@ -110,7 +110,7 @@ def backend(
     processors: Sequence[LogitsProcessor] = (),
     heads: tuple[DraftHeads, int, int] | None = None,
     adapters: AdapterRoom | None = None,
-):
+) -> Any:
     """A target or draft backend over a tiny model; heads come with how far they draft, and in trees of what size."""
     runner = ModelRunner(prepare_tiny(model, adapters), num_blocks=num_blocks, block_size=block_size)
     sampler = Sampler(VOCAB_SIZE, processors)

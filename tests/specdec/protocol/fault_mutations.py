@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from specdec.protocol.messages import Open, Submit
 from specdec.protocol.probation import Probation, SuspectGroup
-from specdec.protocol.router import RouterMachine, Session
+from specdec.protocol.router import RouterMachine
+from specdec.protocol.sessions import Session
 from specdec.protocol.suspects import StepGroups
 from specdec.protocol.target import TargetMachine
 from specdec.protocol.target_row import TargetRow

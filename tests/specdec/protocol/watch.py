@@ -11,7 +11,8 @@ from specdec.protocol.draft_worker import DraftWorkerMachine
 from specdec.protocol.ingress import MODEL_REPLACED, Delivery, IngressMachine
 from specdec.protocol.leases import Row, Times
 from specdec.protocol.messages import Ack, Cancel, Close, Inc, Message, Notes, Open, Submit
-from specdec.protocol.router import RouterMachine, Session
+from specdec.protocol.router import RouterMachine
+from specdec.protocol.sessions import Session
 from specdec.protocol.target import TargetMachine
 from specdec.protocol.target_row import TargetRow
 from specdec.types import Finish, Tokens

@@ -6,6 +6,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from specdec.protocol.draft_worker import DraftWorkerMachine
 from specdec.protocol.drafter import DrafterMachine
@@ -271,7 +272,7 @@ class World:
             self._lose(self.rng.choice(self._listeners(node.name)), node.name)
             self.counts["rumours"] += 1
         elif node.rows and node.backends and self.rng.random() < self.adversary.plan:
-            row = self.rng.choice(node.rows)
+            row: Any = self.rng.choice(node.rows)
             self._send(row.router, node.name, PlanUpdate(row.seq, row.inc, self._plan(self.scripts[row.seq].spec)))
 
     @property
