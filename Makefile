@@ -53,9 +53,9 @@ serve: $(SERVE)
 	@$(BIN)/specdec serve $(ARGS)
 
 # What starts no service and takes seconds; a bare pytest runs the same (testpaths in pyproject.toml).
-FAST := tests/specdec tests/cluster tests/deployments tests/test_documents.py
+FAST := tests/specdec tests/cluster tests/test_documents.py
 # What starts no service and takes minutes.
-THOROUGH := tests/k8s tests/benchmarks
+THOROUGH := tests/thorough tests/deployments tests/k8s tests/benchmarks
 
 # What starts Ray has the machine to itself: two services at once would be slow, and late for each other.
 test: $(DEV)
@@ -96,13 +96,15 @@ test-monitoring: $(DEV)
 
 # Ten slices of what is too long for every change; .ci/slices says what each is.
 slice-statistics: $(DEV)
-	@$(PYTEST) $(TWO) --whole tests/specdec/sampling tests/specdec/text tests/specdec/engine $(ARGS)
+	@$(PYTEST) $(TWO) --whole tests/specdec/sampling tests/thorough/engine/test_{branches_unbiased,structured_corpus,structured_distribution}.py $(ARGS)
 
 slice-families: $(DEV)
-	@$(PYTEST) $(TWO) --whole tests/specdec/models $(ARGS)
+	@$(PYTEST) $(TWO) --whole tests/specdec/models tests/thorough/models \
+		tests/thorough/engine/test_{families,recurrent,recurrent_branches,recurrent_faults,recurrent_loading,windows,quantized,adapters}.py $(ARGS)
 
 slice-protocol: $(DEV)
-	@$(PYTEST) $(TWO) --whole tests/specdec/protocol tests/specdec/control tests/examples tests/benchmarks $(ARGS)
+	@$(PYTEST) $(TWO) --whole tests/specdec/protocol tests/specdec/control tests/specdec/engine \
+		tests/thorough/engine/test_{after_reasoning,one_pass,other_vocabulary}.py tests/examples tests/benchmarks $(ARGS)
 
 slice-kills: $(DEV)
 	@$(PYTEST) tests/soak/test_{kills,stalls,launch,hybrid}.py $(ARGS)

@@ -1,6 +1,6 @@
 """``specdec serve`` with an environment that cannot have the target: a line that names the key, and the end.
 
-The other answers are in ``tests/cluster/test_vllm.py``.
+The other answers are in ``tests/thorough/cluster/test_vllm.py``.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from tests.specdec.engine.pairs import MAX_MODEL_LEN, Case, Output, collect
 from tests.specdec.engine.test_hostile_network import DRAFTER, TARGET, HostileService, runner
 from tests.specdec.engine.test_lookup import edited
 from tests.specdec.engine.test_processors import BOTH
-from tests.specdec.engine.test_recurrent import NOISE
 from tests.specdec.models.recurrent_families import VOCAB_SIZE
+from tests.thorough.engine.test_recurrent import NOISE
 
 EVERYTHING = SamplingParams(
     top_k=40,

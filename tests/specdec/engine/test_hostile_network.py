@@ -29,11 +29,11 @@ from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.pipeline import LogitsProcessor, Sampler
 from tests.sizes import sized
 from tests.specdec.engine.pairs import add_noise, collect, make_model, run
-from tests.specdec.engine.test_recurrent import NOISE, make_cases, make_runner, make_service
-from tests.specdec.engine.test_recurrent_branches import LENGTHS
 from tests.specdec.models.recurrent_families import VOCAB_SIZE, make_recurrent
 from tests.specdec.protocol.network import Network
 from tests.specdec.protocol.world import TIMES
+from tests.thorough.engine.test_recurrent import NOISE, make_cases, make_runner, make_service
+from tests.thorough.engine.test_recurrent_branches import LENGTHS
 
 NUM_HOSTILE_STEPS = 100
 TARGET_PERIOD = 3

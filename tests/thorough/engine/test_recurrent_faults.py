@@ -20,8 +20,8 @@ from specdec.protocol.target import TargetMachine
 from specdec.sampling.pipeline import Sampler
 from tests.sizes import some
 from tests.specdec.engine.pairs import MAX_MODEL_LEN, Output, add_noise, assert_same, deliver, greedy, start
-from tests.specdec.engine.test_recurrent import NOISE, in_use, make_cases, make_runner, make_service
 from tests.specdec.models.recurrent_families import VOCAB_SIZE, make_recurrent
+from tests.thorough.engine.test_recurrent import NOISE, in_use, make_cases, make_runner, make_service
 
 
 class _StepError(Exception):

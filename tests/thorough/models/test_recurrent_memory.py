@@ -15,7 +15,7 @@ from specdec.models.recurrent.slots import StateSlots, Window
 from specdec.models.runner import ModelRunner
 from tests.specdec.models.recurrent_families import make_recurrent
 from tests.specdec.models.rounds import WINDOW, make_runner, pair
-from tests.specdec.models.test_recurrent import EVERY_ONE, ONE_OF_A_KIND, keep_refused
+from tests.thorough.models.test_recurrent import EVERY_ONE, ONE_OF_A_KIND, keep_refused
 
 
 @pytest.mark.parametrize("family", EVERY_ONE)

@@ -28,7 +28,7 @@ from tests.specdec.engine.pairs import (
 )
 from tests.specdec.models.recurrent_families import VOCAB_SIZE, make_recurrent
 from tests.specdec.models.rounds import whole_forwards
-from tests.specdec.models.test_recurrent import EVERY_ONE, ONE_OF_A_KIND, TOLERANCE, keep_refused
+from tests.thorough.models.test_recurrent import EVERY_ONE, ONE_OF_A_KIND, TOLERANCE, keep_refused
 
 GREEDY = SamplingParams(temperature=0.0)
 NOISE = 0.05

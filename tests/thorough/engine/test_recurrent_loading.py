@@ -18,9 +18,9 @@ from specdec.models.snapshot_runner import SnapshotRunner
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.pipeline import Sampler
 from tests.specdec.engine.pairs import MAX_MODEL_LEN, add_noise, assert_same, greedy, run
-from tests.specdec.engine.test_recurrent import NOISE, make_cases
 from tests.specdec.models.recurrent_families import OPAQUE, VOCAB_SIZE, make_recurrent
-from tests.specdec.models.test_snapshots import READS_MANY
+from tests.thorough.engine.test_recurrent import NOISE, make_cases
+from tests.thorough.models.test_snapshots import READS_MANY
 
 DEMO = Path(specdec.demo.__file__).parent / "draft"
 GREEDY = SamplingParams(temperature=0.0)

@@ -9,7 +9,7 @@ from specdec.models.recurrent.prefixes import PrefixStates
 from specdec.models.recurrent.slots import SequenceState
 from specdec.models.runner import ModelRunner, RowInput
 from tests.specdec.models.rounds import Rounds, make_runner, pair
-from tests.specdec.models.test_recurrent import ONE_OF_A_KIND, TOLERANCE
+from tests.thorough.models.test_recurrent import ONE_OF_A_KIND, TOLERANCE
 
 
 def read(runner: ModelRunner, prompt: list[int], chunk: int = 100) -> CachedSequence:

@@ -16,8 +16,8 @@ from specdec.sampling.pipeline import Sampler
 from tests.sizes import some
 from tests.specdec.engine.overlap import OverlapService
 from tests.specdec.engine.pairs import MAX_MODEL_LEN, Case, add_noise, make_model, run
-from tests.specdec.engine.test_recurrent import NOISE, in_use, make_cases, make_runner, make_service
 from tests.specdec.models.recurrent_families import VOCAB_SIZE, make_recurrent
+from tests.thorough.engine.test_recurrent import NOISE, in_use, make_cases, make_runner, make_service
 
 FAMILY = "qwen3_5"
 LENGTHS = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 64}

@@ -29,7 +29,7 @@ from tests.specdec.adapters import RANKS, save_adapter, with_adapter
 from tests.specdec.checkpoints import save_checkpoint
 from tests.specdec.models.families import VOCAB_SIZE, make_model
 from tests.specdec.models.recurrent_families import make_recurrent
-from tests.specdec.models.test_recurrent import TOLERANCE
+from tests.thorough.models.test_recurrent import TOLERANCE
 
 
 def make_adapters(folder: Path, family: str) -> list[Adapter]:
