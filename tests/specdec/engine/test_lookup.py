@@ -20,7 +20,7 @@ from specdec.protocol.lookup import LookUpOptions
 from specdec.protocol.messages import ACCEPTED, LOOKED_UP, PREDICTED
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.pipeline import Sampler
-from tests.sizes import sized, some
+from tests.sizes import some
 from tests.specdec.engine.pairs import MAX_MODEL_LEN, Case, Output, backend, collect, greedy, make_model, run
 from tests.specdec.engine.test_hostile_network import DRAFTER, TARGET, HostileService, runner
 from tests.specdec.engine.test_structured import DEMO, MAX_TOKENS, OPTIONS, PERSON, check, sampling
@@ -104,7 +104,7 @@ def test_nothing_that_a_network_or_a_death_does_changes_a_token(target: str, dra
     wanted = plainly(target, cases)
     makers = partial(runner, target, 0.0), partial(runner, draft, NOISE)
     counts: Counter[str] = Counter()
-    for seed in sized((1,), (1, 2)):
+    for seed in (1, 2):
         service = HostileService(*makers, seed, lookup=LookUpOptions(8))
         assert [output.tokens for output in collect(service, cases)] == wanted, f"seed {seed}"
         service.count(TARGET)

@@ -13,7 +13,7 @@ from specdec import Grammar, SamplingParams
 from specdec.text.constraints import HERMES, Tags, Tool, after_reasoning, only_calls, short_reasoning
 from specdec.text.parsing.hermes import HermesParser
 from specdec.text.parsing.reasoning import ReasoningTags
-from tests.sizes import sized, some
+from tests.sizes import some
 from tests.specdec.engine.pairs import Case, collect
 from tests.specdec.engine.schemas import grammar_of
 from tests.specdec.engine.test_hostile_network import DRAFTER, TARGET, HostileService
@@ -119,7 +119,7 @@ def test_reasoning_ends_in_the_middle_of_a_draft_whatever_is_lost(pair: str, nam
         crossed += output.notes.how[place : place + 2].startswith("a") and output.notes.how[place + 1] != "p"
     assert crossed > 0, "no draft went on after the end of the reasoning"
     counts: Counter[str] = Counter()
-    for seed in sized((1,), (1, 2)):
+    for seed in (1, 2):
         names = "hybrid" if pair == "hybrid" else "target", "draft"
         hostile = HostileService(*(partial(runner_of, one) for one in names), seed, sampler=make_sampler)
         assert [output.tokens for output in collect(hostile, cases)] == wanted
