@@ -64,7 +64,7 @@ class ModelTarget:
         self._states = states if states is not None else SequenceStates(runner)
         self._max_model_len = max_model_len
         self._scheduler = Scheduler(max_num_batched_tokens, max_num_seqs or max_num_batched_tokens)
-        self._logs: dict[str, tuple[TokenLog, int]] = {}  # what the cached tokens are of, and how many there were
+        self._logs: dict[str, tuple[TokenLog, int]] = {}  # what the cached tokens were read from, and up to where
         self._num_cached: dict[str, int] = {}
         self._max_draft = 0 if runner.no_speculation is not None else runner.max_rollback
         self._num_fallbacks = 0
@@ -226,7 +226,7 @@ class ModelTarget:
             self._num_fallbacks += 1 if job.spec.num_speculative_tokens != 0 else 0
         if job.key not in self._logs and length == job.spec.output_start:
             self._num_cached[job.key] = num_cached
-        self._logs[job.key] = job.log, num_cached
+        self._logs[job.key] = job.log, num_cached + len(tokens)
         num_drafted = len(draft.tokens)
         num_logits = len(tokens) + num_drafted if self._prompts.wants(job) else 1 + num_drafted if finishes else 0
         row = RowInput(
