@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+from collections.abc import Iterator
 
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def _garbage() -> Iterator[None]:
+    """A replica that starts to serve keeps what there is from being collected."""
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -67,6 +68,13 @@ async def test_a_replica_that_serves_keeps_what_was_in_force(
     assert {record.levelno for record in caplog.records} == {logging.ERROR}
     await end.reconfigure({"limits": {"retry_after_s": 9}})
     assert end.in_force.limits.retry_after_s == 9
+
+
+async def test_what_a_start_has_made_is_not_looked_at_by_every_collection_of_garbage(end: End) -> None:
+    await end.check_health()
+    frozen = gc.get_freeze_count()
+    await end.check_health()
+    assert gc.get_freeze_count() == frozen > 10_000, "once, when the start ends"
 
 
 async def test_an_empty_configuration_goes_back_to_serves_log_level(end: End, monkeypatch: pytest.MonkeyPatch) -> None:
