@@ -23,7 +23,7 @@ from typing import NamedTuple
 from cluster.bench.load import Workload, run_workload, served_model
 from cluster.bench.prompts import prompts_of
 from cluster.bench.services import Services
-from cluster.cli.flags import add_config_flags, config_overrides
+from cluster.cli.flags import Parser, add_config_flags, config_overrides
 from cluster.cli.serve import serve
 from cluster.config_files import load_config
 
@@ -83,7 +83,7 @@ def cell_name(num_streams: int, temperature: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="where a service listens; by default one is started")
     parser.add_argument("--streams", default="1,4,16")
     parser.add_argument("--temperatures", default="0,1")

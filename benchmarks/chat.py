@@ -17,7 +17,7 @@ from openai import OpenAI
 
 from benchmarks.turns import by_turns, spread
 from cluster.bench.services import Services
-from cluster.cli.flags import add_config_flags, config_overrides
+from cluster.cli.flags import Parser, add_config_flags, config_overrides
 from cluster.cli.serve import serve
 from cluster.config_files import load_config
 
@@ -81,7 +81,7 @@ def row(urls: Mapping[str, str], temperature: float, rounds: int) -> str:
 
 def main() -> None:
     """Measure, and print a row of Markdown for each temperature."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--temperatures", default="0,1")
     add_config_flags(parser)

@@ -3,8 +3,6 @@
     specdec bench --json figures.json --backend benchmarks.backends:stand_in:target=30,draft=3,acceptance=0.8 ...
     python -m benchmarks.limits figures.json --backend benchmarks.backends:stand_in:target=30,draft=3,acceptance=0.8
 
-Without figures: what drafts that are trees of ``--draft-tree-tokens`` could give one stream over chains, by branches.
-
 Nothing measured goes in: the acceptance rate, the rate of right guesses and the time of a step are what the
 configuration says, the branches are those that the drafter forks (:func:`specdec.protocol.branches.foreseen`): at
 many streams a share of all that it holds.
@@ -12,12 +10,10 @@ many streams a share of all that it holds.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from heapq import heapify, heappop, heappush
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +21,18 @@ from benchmarks.backends import NEXT_GUESS_RATE
 from benchmarks.emulation import StepCost, step_cost
 from benchmarks.scripted import RANK_SHARES
 from cluster.bench.compare import ALONE
-from cluster.cli.flags import add_config_flags, config_overrides
+from cluster.cli.flags import Parser, add_config_flags, config_overrides
 from cluster.config import AppArgs
 from cluster.config_files import config_keys, load_config
 from cluster.sources import backend_arguments
 from specdec.control.ways import expected_tokens
 from specdec.protocol.branches import branch_share, foreseen
 from specdec.protocol.messages import Plan
-from specdec.protocol.plans import siblings_within
 
 LENGTHS = range(1, 17)
 """Draft lengths among which a best one is looked for."""
 _PLANNED_RATE = Plan().acceptance_rate
 _ITERATIONS = 80
-_BRANCHES = (8, 16, 32, 64)
 _State = tuple[int, bool]
 """Draft tokens under verification, and whether they follow a miss."""
 _Moves = tuple[tuple[_State, float], ...]
@@ -88,61 +82,23 @@ class ScriptedPair:
         The chain itself goes on where all are kept and its next token is right; each branch stands for one number
         accepted and one guess of the token there.
         """
-        return sum(self._hits(num_verified, num_branches, 0))
-
-    def _hits(self, num_verified: int, num_branches: int, num_siblings: int) -> tuple[float, float]:
-        """The same, and where a sibling was kept: the first token of its branch must be right, and is gone then."""
-        whole, shorter = self.alpha ** (num_verified + 1), 0.0
-        for num_accepted, guess in foreseen(self._held(num_branches), num_verified, _PLANNED_RATE):
-            likelihood = self.alpha**num_accepted * self._guess_rates(guess, guess + 1)
-            if num_accepted < num_verified and guess < num_siblings:
-                shorter += likelihood * self.alpha
-            else:
-                whole += likelihood
-        return whole, shorter
+        guesses = foreseen(self._held(num_branches), num_verified, _PLANNED_RATE)
+        others = (self.alpha**num_accepted * self._guess_rates(guess, guess + 1) for num_accepted, guess in guesses)
+        return self.alpha ** (num_verified + 1) + sum(others)
 
     def _guess_rates(self, first: int, end: int) -> float:
         """Probability that a draft token is wrong and one of these guesses is right."""
         return (1 - self.alpha) * self.next_guess_rate * sum(RANK_SHARES[first:end])
 
-    def verified_tokens(self, num_draft_tokens: int, num_siblings: int) -> float:
-        """Tokens of a verification with so many siblings beside each draft token."""
-        kept_before = expected_tokens(self.alpha, num_draft_tokens - 1) if num_draft_tokens else 0.0
-        return expected_tokens(self.alpha, num_draft_tokens) + kept_before * self._guess_rates(0, num_siblings)
-
     def _held(self, num_branches: int) -> int:
         return min(num_branches, branch_share(self.num_streams))
 
-    def outcomes(
-        self, num_draft_tokens: int, num_branches: int, num_waited_for: int = 0, num_siblings: int = 0
-    ) -> float:
+    def outcomes(self, num_draft_tokens: int, num_branches: int, num_waited_for: int = 0) -> float:
         """Tokens per second of all streams over the likely outcomes; see :meth:`outcomes_round`."""
-        tokens, seconds = self.outcomes_round(num_draft_tokens, num_branches, num_waited_for, num_siblings)
+        tokens, seconds = self.outcomes_round(num_draft_tokens, num_branches, num_waited_for)
         return self.num_streams * tokens / seconds
 
-    def best_outcomes(self, num_branches: int, tree_tokens: int = 0) -> float:
-        """The same at the best draft length and number of siblings, of drafts of ``tree_tokens`` at most."""
-        return max(
-            self.outcomes(length, num_branches, num_siblings=siblings)
-            for length in LENGTHS
-            for siblings in range(siblings_within(tree_tokens, length) + 1)
-        )
-
-    def whole_trees(self, tree_tokens: int, num_places: int) -> float:
-        """Tokens per second where each verification has the likeliest tree of all, over so many places."""
-        rates = [self.alpha, *(self._guess_rates(guess, guess + 1) for guess in range(len(RANK_SHARES)))]
-        kept, waiting = 0.0, [(-rate, 1) for rate in rates]
-        heapify(waiting)
-        for _ in range(tree_tokens):
-            likelihood, place = heappop(waiting)
-            kept -= likelihood
-            for rate in rates if place < num_places else ():
-                heappush(waiting, (likelihood * rate, place + 1))
-        return self.num_streams * (1 + kept) / self.target_s(tree_tokens)
-
-    def outcomes_round(
-        self, num_draft_tokens: int, num_branches: int, num_waited_for: int = 0, num_siblings: int = 0
-    ) -> tuple[float, float]:
+    def outcomes_round(self, num_draft_tokens: int, num_branches: int, num_waited_for: int = 0) -> tuple[float, float]:
         """Tokens of one stream and seconds of a round, over the likely outcomes, with a drafter that hears at once.
 
         A Markov chain over the length of the draft under verification. From each length a hit (:meth:`hit_rate`) leads
@@ -153,9 +109,8 @@ class ScriptedPair:
             num_draft_tokens: Most draft tokens, K.
             num_branches: Beside the accepted path.
             num_waited_for: Length of the chain for which the target waits after a miss; 0 goes on plainly.
-            num_siblings: Beside each draft token.
         """
-        moves = self._moves(num_draft_tokens, num_branches, num_waited_for, num_siblings)
+        moves = self._moves(num_draft_tokens, num_branches, num_waited_for)
         shares = dict.fromkeys(moves, 1 / len(moves))
         for _ in range(_ITERATIONS):
             moved = {state: 0.5 * share for state, share in shares.items()}  # half a step: no cycle stays one
@@ -163,29 +118,26 @@ class ScriptedPair:
                 for following, chance in moves[state]:
                     moved[following] += 0.5 * share * chance
             shares = moved
-        tokens = sum(share * self.verified_tokens(verified, num_siblings) for (verified, _), share in shares.items())
+        tokens = sum(share * expected_tokens(self.alpha, verified) for (verified, _), share in shares.items())
         waited_s = num_waited_for * self.draft_s(num_branches)
         mean_s = sum(
-            share * (self.target_s(verified * (1 + num_siblings)) + waited_s * is_miss)
-            for (verified, is_miss), share in shares.items()
+            share * (self.target_s(verified) + waited_s * is_miss) for (verified, is_miss), share in shares.items()
         )
         return tokens, mean_s
 
-    def _moves(
-        self, num_draft_tokens: int, num_branches: int, num_waited_for: int, num_siblings: int
-    ) -> dict[_State, _Moves]:
+    def _moves(self, num_draft_tokens: int, num_branches: int, num_waited_for: int) -> dict[_State, _Moves]:
         """Where each state leads, with which probability."""
         moves: dict[_State, _Moves] = {}
         states: list[_State] = [(num_waited_for, True)]
         while states:
             state = states.pop()
             verified, _ = state
-            step_s = self.target_s(verified * (1 + num_siblings))
+            step_s = self.target_s(verified)
             fit = int(step_s / self.draft_s(num_branches) + 1e-9) - (verified == 0)
-            hits = self._hits(verified, num_branches, num_siblings)
-            after = [(max(0, min(num_draft_tokens, length)), False) for length in (fit, fit - 1)]
-            moves[state] = (*zip(after, hits, strict=True), ((num_waited_for, True), 1 - sum(hits)))
-            states += [one for one in after if one not in moves]
+            hit = self.hit_rate(verified, num_branches)
+            after = max(0, min(num_draft_tokens, fit)), False
+            moves[state] = ((after, hit), ((num_waited_for, True), 1 - hit))
+            states += [] if after in moves else [after]
         return moves
 
 
@@ -287,31 +239,16 @@ def scripted_table(rows: Sequence[dict[str, Any]], script: ScriptedPair, num_bra
     return lines
 
 
-def trees_table(script: ScriptedPair, tree_tokens: int) -> list[str]:
-    """Lines of a Markdown table: what trees could give over chains, by how many branches the drafter holds."""
-    lines = ["| branches | chains, tokens/s | with siblings | over chains |", "|---|---|---|---|"]
-    for branches in _BRANCHES:
-        chains, trees = script.best_outcomes(branches), script.best_outcomes(branches, tree_tokens)
-        lines.append(f"| {branches} | {chains:.1f} | {trees:.1f} | {trees / chains:.3f} |")
-    num_places = int(script.target_s(0) / script.draft_s(0) + 1e-9)
-    chain = script.num_streams * expected_tokens(script.alpha, num_places) / script.target_s(num_places)
-    whole = script.whole_trees(tree_tokens, num_places)
-    return [*lines, f"| every outcome, the likeliest tree | {chain:.1f} | {whole:.1f} | {whole / chain:.3f} |"]
-
-
 def main(argv: list[str] | None = None) -> None:
     """Print what the script allows beside what the bench measured."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.limits", description="limits of a script")
-    parser.add_argument("figures", type=Path, nargs="?", metavar="FILE.json", help="written by specdec bench --json")
+    parser = Parser(prog="python -m benchmarks.limits", description="limits of a script")
+    parser.add_argument("figures", type=Path, metavar="FILE.json", help="written by specdec bench --json")
     add_config_flags(parser, only={path for path, _ in config_keys()})
     arguments = parser.parse_args(argv)
     config = load_config(None, config_overrides(arguments))
     script = emulated_script(config)
     if script is None:
         parser.error("give --backend as the bench had it, with target, draft and acceptance")
-    if arguments.figures is None:
-        print("\n".join(trees_table(script, config.draft.tree_tokens)))
-        return
     rows = json.loads(arguments.figures.read_text(encoding="utf-8"))["rows"]
     print("\n".join(scripted_table(rows, script, config.num_branches)))
 

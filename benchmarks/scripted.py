@@ -86,7 +86,7 @@ class ScriptedTarget:
 
     def gauges(self) -> dict[str, float]:
         """Scripted tokens hold nothing."""
-        return {"backend/is_scripted": 1.0, "takes_trees": 1.0}
+        return {"backend/is_scripted": 1.0}
 
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         """One step; see :meth:`specdec.protocol.backends.TargetBackend.verify`."""

@@ -5,7 +5,6 @@ The keys are those of ``specdec serve``.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from functools import partial
 import torch
 
 from cluster.bench.offline import load_pair
-from cluster.cli.flags import add_config_flags, config_overrides
+from cluster.cli.flags import Parser, add_config_flags, config_overrides
 from cluster.config_files import config_keys, load_config
 from specdec.protocol.backends import DraftBackend, DraftJob, Status, TargetBackend, VerifyJob
 from specdec.protocol.marks import TokenLog
@@ -142,7 +141,7 @@ def step_table(steps: Sequence[StepTime]) -> list[str]:
 
 def main(argv: list[str] | None = None) -> None:
     """Print the table of the configured pair, by default the demo pair."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.steps", description=__doc__)
+    parser = Parser(prog="python -m benchmarks.steps", description=__doc__)
     parser.add_argument("--streams", default="1,8", help="numbers of rows, separated by commas")
     parser.add_argument("--draft-length", type=int, default=4, help="longest draft that is verified")
     parser.add_argument("--context", type=int, default=256, help="tokens behind each row")

@@ -139,9 +139,8 @@ class DraftConfig(ModelConfig):
         0,
         ge=0,
         le=64,
-        description="most tokens of a draft that is a tree, verified in one pass, on a target of attention layers: of "
-        "heads, or of a draft model, whose next guesses are verified beside each draft token; where it has no room for "
-        "them a draft is a chain; with num_speculative_tokens auto, as many as are worth their time",
+        description="most tokens of a draft of heads that is a tree, verified in one pass, on a target of attention "
+        "layers; with num_speculative_tokens auto, as many as are worth their time",
     )
     one_pass: bool = Field(
         False,
@@ -152,12 +151,6 @@ class DraftConfig(ModelConfig):
         False,
         description="take a draft model of another vocabulary than the target's: tokens that both have are drafted; "
         "the draft model cannot be asked by its own name then",
-    )
-    lookup_history_tokens: int = Field(
-        0,
-        ge=0,
-        description="with look-up: most tokens of texts served before that a target replica keeps to look in as well, "
-        "apart by API key and cache_salt, some 150 bytes each; the oldest go first; 0: none",
     )
     pool: str | None = Field(
         None,
@@ -178,10 +171,8 @@ class DraftConfig(ModelConfig):
 
     @model_validator(mode="after")
     def _of_one_kind(self) -> DraftConfig:
-        drafting = {"pool", "method", "lookup_history_tokens", "heads", "tree_tokens"}
+        drafting = {"pool", "method", "heads", "tree_tokens"}
         others = ", ".join(sorted(self.model_fields_set - drafting))
-        if self.lookup_history_tokens and "lookup" not in self.methods:
-            raise ValueError("lookup_history_tokens needs look-up: say method lookup or lookup+model")
         if "model" not in self.methods and (others or self.pool):
             both = "lookup+model" if self.method == "lookup" else self.method.replace("heads", "model+heads")
             raise ValueError(
@@ -189,8 +180,8 @@ class DraftConfig(ModelConfig):
             )
         if self.heads is not None and not self.has_heads:
             raise ValueError(f"heads needs method heads, alone or with others, not {self.method}")
-        if self.tree_tokens and self.method == "lookup":
-            raise ValueError("tree_tokens needs a draft model or heads: what is looked up is a chain")
+        if self.tree_tokens and not self.has_heads:
+            raise ValueError("tree_tokens needs heads: what a draft model or look-up drafts is a chain")
         if self.pool is not None and others:
             raise ValueError(f"a pool has a draft model of its own: pool and {others} exclude each other")
         return self

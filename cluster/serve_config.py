@@ -19,7 +19,7 @@ DRAFT_APPLICATION = "deployments.app:build_draft_pool"
 DRAFT_APPLICATION_NAME = f"{APPLICATION_NAME}-draft"
 _BY_DEPLOYMENT = ("actors", "replicas", "updates")
 """Sections with a key for each deployment."""
-_OF_SERVICE = ("method", "lookup_history_tokens", "heads", "tree_tokens")
+_OF_SERVICE = ("method", "heads", "tree_tokens")
 """Keys of ``draft`` that the target goes by where the draft model is another application's."""
 _OF_DRAFT = ("model", "revision")
 """Keys of ``target`` that a draft model is checked against."""

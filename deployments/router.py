@@ -133,14 +133,13 @@ def planner_of(args: AppArgs) -> Planner | PlanController:
     """Who plans: the controller, or the same plan for all where the draft length is fixed."""
     if not args.has_draft:
         return no_drafts
-    tree_tokens = args.draft.tree_tokens
     if args.num_speculative_tokens == "auto":
         ways = frozenset(WAYS if args.way == "auto" else ("off", args.way))
-        return ContainedController(Controller(Bounds(args.most_draft_tokens, args.num_branches, ways, tree_tokens)))
+        return ContainedController(Controller(Bounds(args.most_draft_tokens, args.num_branches, ways)))
     way: Way = "overlap" if args.way == "auto" else args.way
     wait_s = IN_TURN_WAIT_S if way == "in_turn" else 0.0
     num_branches = args.num_branches if way == "outcomes" else 0
-    return fixed_plan(args.num_speculative_tokens, way, wait_s, num_branches, tree_tokens)
+    return fixed_plan(args.num_speculative_tokens, way, wait_s, num_branches)
 
 
 def _group(kind: WorkerKind, application: str | None) -> PeerGroup[RouterMachine]:

@@ -97,9 +97,7 @@ class TargetServer(_Worker):
             lambda: observed.gauges() | report.gauges() | self.config_report(),
             fingerprint=own.decision,
             last_interval=last_step.interval,
-            lookup=LookUpOptions(args.most_draft_tokens, args.looks_up, args.draft.lookup_history_tokens)
-            if args.speculates
-            else None,
+            lookup=LookUpOptions(args.most_draft_tokens, args.looks_up) if args.speculates else None,
             chooser=DraftGains(report.gauges) if args.is_auto and args.draft.method != "model" else None,
         )
         machine.tracer = sequence_tracer("target", name)

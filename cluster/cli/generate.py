@@ -114,7 +114,6 @@ def build_engine(config: ServiceConfig) -> SpeculativeEngine:
         if config.num_speculative_tokens == "auto"
         else config.num_speculative_tokens,
         num_lookup_tokens=config.most_draft_tokens if config.looks_up else None,
-        tree_tokens=config.draft.tree_tokens,
         options=backend_options(config, config.target),
         draft_options=backend_options(config, config.draft),
         progress=lambda line: print(line, file=sys.stderr, flush=True),

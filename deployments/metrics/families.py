@@ -229,7 +229,6 @@ REPORTED = (
     _counter(_TARGET, "num_lookup_drafts", "Drafts of a round that were looked up in the text or in a prediction."),
     _counter(_TARGET, "num_lookup_draft_tokens", "Draft tokens of these."),
     _counter(_TARGET, "num_lookup_accepted_tokens", "Draft tokens of these that were accepted."),
-    _gauge(_TARGET, "num_lookup_history_tokens", "Tokens of texts served before that are looked in for drafts."),
     _counter(_TARGET, "num_heads_drafts", "Drafts of a round that heads on the target made."),
     _counter(_TARGET, "num_heads_draft_tokens", "Draft tokens of these."),
     _counter(_TARGET, "num_heads_accepted_tokens", "Draft tokens of these that were accepted."),

@@ -91,8 +91,8 @@ class Controller:
         self._unread.discard(seq)
         if group is not None and one.seen_s is not None and one.since >= SETTLE_ROUNDS:
             plan = one.plan
-            choice = Choice(plan.way, plan.num_draft_tokens, plan.num_branches, plan.num_siblings)
-            num_tokens = num_rounds + num_accepted + notes.how.count("s")
+            choice = Choice(plan.way, plan.num_draft_tokens, plan.num_branches)
+            num_tokens = num_rounds + num_accepted
             group.heard(choice, num_tokens, now_s - one.seen_s, now_s)
         one.since += num_rounds
         one.seen_s = None if self._unread else now_s
@@ -139,9 +139,7 @@ class Controller:
         mean_rate = sum(rates) / len(rates) if rates else group.acceptance_rate
         longest = max((self._sequences[seq].bound for seq in able), default=0)
         branches = min(self.bounds.num_branches, room)
-        figures = self._workers.get(target)
-        tree_tokens = self.bounds.tree_tokens if figures is not None and figures.takes_trees else 0
-        bounds = replace(self.bounds, num_draft_tokens=longest, num_branches=branches, tree_tokens=tree_tokens)
+        bounds = replace(self.bounds, num_draft_tokens=longest, num_branches=branches)
         group.review(conditions, mean_rate, bounds, now_s)
         probing = group.probe(able) if conditions is not None else None
         plans = {
@@ -157,8 +155,7 @@ class Controller:
             return Plan()
         wait_s = IN_TURN_WAIT_S if choice.way == "in_turn" else 0.0
         rate = round(10 * self._rate(one)) / 10  # one that only drifts a little is not worth a message
-        siblings = choice.num_siblings
-        return Plan(length, choice.num_branches, rate, choice.way, wait_s, siblings)
+        return Plan(length, choice.num_branches, rate, choice.way, wait_s)
 
     def _rate(self, one: Tracked) -> float:
         return self._acceptance[one.kind].rate(PRIOR_RATE, PRIOR_TRIALS)

@@ -43,7 +43,7 @@ def tally(how: str, num_drafted: Sequence[int]) -> tuple[int, int, int]:
 
     Returns:
         Rounds of a sequence; accepted tokens of a draft model; and those that were judged, not what follows a refused
-        one. Rounds whose draft was looked up say nothing of a draft model; a sibling stands for a refused token.
+        one. Rounds whose draft was looked up say nothing of a draft model.
         Accepted over judged estimates the acceptance rate per token whatever the draft length (it is the
         maximum-likelihood estimate for a geometric run cut at K); accepted over drafted would fall as K grows.
     """
@@ -51,6 +51,6 @@ def tally(how: str, num_drafted: Sequence[int]) -> tuple[int, int, int]:
     for letter, drafted in zip(how, num_drafted, strict=True):
         if drafted or letter not in ACCEPTED:
             num_rounds += 1
-        if letter in "asc":
+        if letter in "ac":
             num_judged += 1
     return num_rounds, how.count("a"), num_judged

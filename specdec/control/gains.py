@@ -48,7 +48,7 @@ class DraftGains:
         if len(some) > 1:
             self._num_choices += 1
             if self._num_choices % PROBE_EVERY:
-                return max(some, key=lambda draft: self._paces(_judged(draft, spec), spec, num_rows)[-1])
+                return max(some, key=lambda draft: self._paces(draft, spec, num_rows)[-1])
         return some[0] if some else NO_DRAFT
 
     def wants_own(self, spec: SequenceSpec, num_rows: int) -> bool:
@@ -106,15 +106,6 @@ def _source(draft: Draft, spec: SequenceSpec, place: int, rank: int) -> tuple[st
     is_long = draft.source not in OFFERED and len(draft.tokens) >= LONG_MATCH
     source = "model" if draft.source in OFFERED else "long match" if is_long else "match"
     return source, kind_of(spec), 0, rank
-
-
-def _judged(draft: Draft, spec: SequenceSpec) -> Draft:
-    """What a draft is chosen by: under the rejection rule nothing that depends on the tokens drawn for it (rule 9).
-
-    How many siblings a draft model names at a place may depend on the token before it.
-    """
-    is_drawn = spec.sampling.acceptance == "rejection" and draft.source in OFFERED
-    return draft.chain() if is_drawn else draft
 
 
 def _parents(draft: Draft) -> Tokens:

@@ -17,7 +17,6 @@ from math import ceil, floor
 from typing import NamedTuple, get_args
 
 from specdec.control.steptimes import StepTimes
-from specdec.protocol.plans import siblings_within
 from specdec.types import Way
 
 WAYS: tuple[Way, ...] = get_args(Way)
@@ -28,17 +27,11 @@ TIE = 1.02
 
 
 class Choice(NamedTuple):
-    """A way of speculating with its draft length, its fan-out, and what is verified beside each draft token."""
+    """A way of speculating with its draft length and its fan-out."""
 
     way: Way = "off"
     num_draft_tokens: int = 0
     num_branches: int = 0
-    num_siblings: int = 0
-
-    @property
-    def num_verified(self) -> int:
-        """Draft tokens of a round, siblings included."""
-        return self.num_draft_tokens * (1 + self.num_siblings)
 
 
 OFF = Choice()
@@ -46,25 +39,22 @@ OFF = Choice()
 
 @dataclass(frozen=True)
 class Bounds:
-    """What may be chosen: most draft tokens, most branches (0 is none), ways beside ``off``, most tokens of a tree."""
+    """What may be chosen: most draft tokens, most branches (0 is none), ways beside ``off``."""
 
     num_draft_tokens: int = DRAFT_LENGTHS[-1]
     num_branches: int = 16
     ways: frozenset[Way] = frozenset(WAYS)
-    tree_tokens: int = 0
 
     def choices(self) -> Iterator[Choice]:
         """All choices within these bounds, ``off`` first."""
         yield OFF
         for length in sorted({min(n, self.num_draft_tokens) for n in DRAFT_LENGTHS} - {0}):
-            most = siblings_within(self.tree_tokens, length)
-            for siblings in sorted({0, min(1, most), most}):
-                for way in ("in_turn", "overlap"):
-                    if way in self.ways:
-                        yield Choice(way, length, 0, siblings)
-                if "outcomes" in self.ways and self.num_branches:
-                    for branches in sorted({min(n, self.num_branches) for n in BRANCHES}):
-                        yield Choice("outcomes", length, branches, siblings)
+            for way in ("in_turn", "overlap"):
+                if way in self.ways:
+                    yield Choice(way, length)
+            if "outcomes" in self.ways and self.num_branches:
+                for branches in sorted({min(n, self.num_branches) for n in BRANCHES}):
+                    yield Choice("outcomes", length, branches)
 
 
 @dataclass(frozen=True)
@@ -108,15 +98,13 @@ class Conditions:
 
 def pace(choice: Choice, conditions: Conditions, acceptance_rate: float) -> float:
     """Tokens per second of one sequence where all do alike; in turn E / (t_T + 2 delta + K t_d)."""
-    length, siblings = choice.num_draft_tokens, choice.num_siblings
+    length = choice.num_draft_tokens
     if choice.way == "off":
         return 1 / min(conditions.alone.at(conditions.num_rows, conditions.num_rows), conditions.target_s(0))
     if choice.way == "in_turn":
         num_steps = ceil(length / conditions.num_step_tokens)
-        round_s = conditions.target_s(choice.num_verified) + num_steps * conditions.draft_s(0)
-        tokens = expected_tokens(acceptance_rate, length)
-        tokens += expected_siblings(acceptance_rate, length, siblings, conditions.guess_rate)
-        return tokens / (round_s + conditions.round_trip_s)
+        round_s = conditions.target_s(length) + num_steps * conditions.draft_s(0)
+        return expected_tokens(acceptance_rate, length) / (round_s + conditions.round_trip_s)
     return ahead(choice, conditions, acceptance_rate)
 
 
@@ -126,20 +114,19 @@ def ahead(choice: Choice, conditions: Conditions, acceptance_rate: float) -> flo
     A chain of two states: a row has a draft of E tokens, or none and goes on plainly with one. It has a draft again if
     the outcome of its round was prepared (:func:`hit_rate`), as many tokens as fit into a step. What follows a plain
     round is a token shorter, as the token that the round decides has to be drafted first; where that leaves less than
-    one, a draft follows only so often. What follows a sibling is taken to be no shorter, though its first token, by
-    which it is found, is decided already.
+    one, a draft follows only so often.
     """
-    length, branches, siblings = choice.num_draft_tokens, choice.num_branches, choice.num_siblings
+    length, branches = choice.num_draft_tokens, choice.num_branches
     a, guess_rate, draft_s = acceptance_rate, conditions.guess_rate, conditions.draft_s(branches)
     plain_s = conditions.target_s(0)
     fit_plain = conditions.num_fitting(plain_s - conditions.round_trip_s, draft_s)
-    step_s = conditions.target_s(min(length, fit_plain) * (1 + siblings))
+    step_s = conditions.target_s(min(length, fit_plain))
     fit = min(length, conditions.num_fitting(step_s - conditions.round_trip_s, draft_s))
-    found = hit_rate(a, fit, branches, guess_rate, siblings) * min(1.0, fit)
+    found = hit_rate(a, fit, branches, guess_rate) * min(1.0, fit)
     found_after_plain = hit_rate(a, 0, branches, guess_rate) * max(0.0, min(1.0, fit_plain - 1))
     share = found_after_plain / (1 - found + found_after_plain) if found_after_plain else 0.0
-    tokens = 1 + share * (expected_tokens(a, fit) - 1 + expected_siblings(a, fit, siblings, guess_rate))
-    return tokens / (share * conditions.target_s(fit * (1 + siblings)) + (1 - share) * plain_s)
+    tokens = 1 + share * (expected_tokens(a, fit) - 1)
+    return tokens / (share * conditions.target_s(fit) + (1 - share) * plain_s)
 
 
 def expected_tokens(acceptance_rate: float, num_draft_tokens: float) -> float:
@@ -149,37 +136,22 @@ def expected_tokens(acceptance_rate: float, num_draft_tokens: float) -> float:
     return float((1 - acceptance_rate ** (num_draft_tokens + 1)) / (1 - acceptance_rate))
 
 
-def expected_siblings(acceptance_rate: float, num_draft_tokens: float, num_siblings: int, guess_rate: float) -> float:
-    """Siblings kept of a verification of K draft tokens: one of the m guesses is right where a draft token is not."""
-    return float((1 - acceptance_rate**num_draft_tokens) * (1 - (1 - guess_rate) ** num_siblings))
-
-
-def hit_rate(
-    acceptance_rate: float, num_draft_tokens: float, num_branches: int, guess_rate: float, num_siblings: int = 0
-) -> float:
+def hit_rate(acceptance_rate: float, num_draft_tokens: float, num_branches: int, guess_rate: float) -> float:
     """How often the outcome of verifying K draft tokens was prepared with so many branches.
 
     What follows all K and the draft's own next token costs no branch; every other outcome (number accepted, next token)
-    costs one, and the likeliest are prepared first. Where that token was kept as a sibling, the first one of its branch
-    has to be right as well.
+    costs one, and the likeliest are prepared first.
     """
     own = acceptance_rate ** (num_draft_tokens + 1)
     rates = round(acceptance_rate, 2), round(guess_rate, 2)
-    return float(min(1.0, own + _guessed(*rates, round(num_draft_tokens), num_branches, num_siblings)))
+    return float(min(1.0, own + _guessed(*rates, round(num_draft_tokens), num_branches)))
 
 
 @lru_cache(maxsize=1 << 14)
-def _guessed(a: float, g: float, num_draft_tokens: int, num_branches: int, num_siblings: int) -> float:
+def _guessed(a: float, g: float, num_draft_tokens: int, num_branches: int) -> float:
     """How often the outcome is among the likeliest others: the j-th guess at a place is right with g (1 - g)^j."""
-    others = sorted(
-        (
-            (a**n * (1 - a) * g * (1 - g) ** j, a if n < num_draft_tokens and j < num_siblings else 1.0)
-            for n in range(num_draft_tokens + 1)
-            for j in range(num_branches)
-        ),
-        reverse=True,
-    )
-    return sum(likelihood * found for likelihood, found in others[:num_branches])
+    likelihoods = (a**n * (1 - a) * g * (1 - g) ** j for n in range(num_draft_tokens + 1) for j in range(num_branches))
+    return sum(sorted(likelihoods, reverse=True)[:num_branches])
 
 
 def guess_rate_of(measured_hit_rate: float, acceptance_rate: float, num_draft_tokens: int, num_branches: int) -> float:

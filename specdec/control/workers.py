@@ -52,11 +52,6 @@ class WorkerFigures:
         """Tokens in a row that a drafter's step gives."""
         return max(1, int(self.report.get("num_step_tokens", 1)))
 
-    @property
-    def takes_trees(self) -> bool:
-        """Whether a target verifies drafts that are trees; else it takes their chain."""
-        return bool(self.report.get("takes_trees", 0))
-
     def branches_each(self, num_sequences: int) -> int:
         """Most branches that a drafter has room for, of each of its sequences; recurrent states take a slot each."""
         rows, num_slots = max(1, num_sequences, self.num_sequences), int(self.report.get("num_state_slots", 0))

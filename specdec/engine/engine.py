@@ -63,7 +63,6 @@ class SpeculativeEngine:
         num_speculative_tokens: Draft tokens per round where a call names none.
         num_lookup_tokens: The same for drafts that are looked up in the text itself, with or without a draft model;
             None looks nothing up.
-        tree_tokens: Most tokens of a draft of the draft model that is a tree: its next guesses beside each draft token.
         defaults: What holds for calls that do not say.
         fallback: Why the target runs without speculation, in a word; None where it does not.
     """
@@ -78,7 +77,6 @@ class SpeculativeEngine:
         vocab_size: int,
         num_speculative_tokens: int = 4,
         num_lookup_tokens: int | None = None,
-        tree_tokens: int = 0,
         defaults: GenerationDefaults = PLAIN_DEFAULTS,
         fallback: str | None = None,
     ) -> None:
@@ -86,7 +84,7 @@ class SpeculativeEngine:
         lookup = None if most_looked_up is None else LookUpOptions(most_looked_up)
         self._fallback = fallback if draft is not None or lookup is not None else None
         num_draft_tokens = validated_num_speculative_tokens(num_speculative_tokens) or 0
-        self._service = InProcessService(target, draft, num_draft_tokens, lookup=lookup, tree_tokens=tree_tokens)
+        self._service = InProcessService(target, draft, num_draft_tokens, lookup=lookup)
         self._defaults = defaults
         self._max_model_len = target.max_model_len
         self._tokenizer = tokenizer
@@ -105,7 +103,6 @@ class SpeculativeEngine:
         *,
         num_speculative_tokens: int = 4,
         num_lookup_tokens: int | None = None,
-        tree_tokens: int = 0,
         options: BackendOptions | None = None,
         draft_options: BackendOptions | None = None,
         progress: Callable[[str], None] | None = None,
@@ -117,7 +114,6 @@ class SpeculativeEngine:
             draft: The model that proposes; None decodes plainly.
             num_speculative_tokens: Draft tokens per round where a call names none.
             num_lookup_tokens: The same for look-up; None looks nothing up.
-            tree_tokens: Most tokens of a draft of the draft model that is a tree.
             options: How the target is run. Where both models are on one GPU, each gets an equal share of it, unless its
                 options name another.
             draft_options: How the draft is run; by default like the target.
@@ -150,7 +146,6 @@ class SpeculativeEngine:
             vocab_size=built.runner.vocab_size,
             num_speculative_tokens=num_speculative_tokens,
             num_lookup_tokens=num_lookup_tokens,
-            tree_tokens=tree_tokens,
             defaults=defaults,
             fallback=built.runner.no_speculation,
         )

@@ -25,7 +25,6 @@ class InProcessService:
         num_draft_tokens: Draft length where the request names none.
         drafter: None where there is no draft model.
         lookup: Of the target; None for none.
-        tree_tokens: Most tokens of a draft of the draft model that is a tree.
         chooser: Of the target; None takes drafts in order, and all of them.
 
     Attributes:
@@ -41,11 +40,10 @@ class InProcessService:
         num_draft_tokens: int,
         clock: Callable[[], float] = time.monotonic,
         lookup: LookUpOptions | None = None,
-        tree_tokens: int = 0,
         chooser: DraftChooser | None = None,
     ) -> None:
         times = Times(lease_s=1e6, silence_s=1e6)
-        planner = fixed_plan(num_draft_tokens, "in_turn", tree_tokens=tree_tokens) if drafter is not None else no_drafts
+        planner = fixed_plan(num_draft_tokens, "in_turn") if drafter is not None else no_drafts
         self._clock = clock
         self.is_idle = False
         self.ingress = IngressMachine("ingress", times)

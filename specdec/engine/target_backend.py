@@ -86,7 +86,6 @@ class ModelTarget:
     def gauges(self) -> dict[str, float]:
         """What is held now, for the worker's report."""
         figures = self._states.gauges() | self._runner.adapters.gauges()
-        figures["takes_trees"] = float(self._runner.takes_trees)
         if self._sampler.matchers is not None:
             figures["num_forbidden_draft_tokens"] = float(self._sampler.matchers.num_forbidden_draft_tokens)
         if self._runner.no_speculation is not None:

@@ -43,10 +43,6 @@ class Path:
         """For each of the first ``count``, other tokens that may well stand in its place, the likeliest first."""
         return [proposal.guesses for proposal in self.proposals[:count]]
 
-    def siblings(self, count: int, most: int) -> tuple[Tokens, ...]:
-        """The same for an offer: ``most`` at each place, at most."""
-        return tuple(guesses[:most] for guesses in self.guesses(count))
-
     def likelihoods(self, count: int) -> list[Likelihoods]:
         """For each of the first ``count``, how likely it is and each of its guesses; empty where that is unknown."""
         return [proposal.likelihoods for proposal in self.proposals[:count]]
@@ -232,7 +228,6 @@ class DraftRow(WorkerRow):
         if self.num_branches:
             usual = 1 + max(j for _, j in foreseen(self.num_branches, plan.num_draft_tokens, plan.acceptance_rate))
             self.num_guesses = min(self.num_branches, usual + (usual + 1) // 2)
-        self.num_guesses = max(self.num_guesses, plan.num_siblings)
         for branch in self.branches.values():
             self._bound_branch(branch)
 
@@ -358,8 +353,6 @@ class DraftRow(WorkerRow):
         length, drawn = len(self.log), self.path.candidates()
         branches: list[tuple[Outcome, Tokens]] = []
         candidates: list[tuple[Candidates, ...]] = []
-        siblings: list[tuple[Tokens, ...]] = []
-        count = self.plan.num_siblings
         for branch in self.branches.values():
             if branch.path.tokens:
                 drafted = tuple(branch.path.tokens[: branch.num_wanted])
@@ -367,9 +360,5 @@ class DraftRow(WorkerRow):
                 branches.append((Outcome(branch.position - length, branch.token), drafted))
                 if drawn:
                     candidates.append(branch.path.candidates(branch.num_offered))
-                if count:
-                    siblings.append(branch.path.siblings(branch.num_offered, count))
-        chain = tuple(self.path.tokens)
-        of_chain = self.path.siblings(len(chain), count) if count else ()
-        offered = chain, tuple(branches), drawn, tuple(candidates), intervals, of_chain, tuple(siblings)
+        offered = tuple(self.path.tokens), tuple(branches), drawn, tuple(candidates), intervals
         return Offer(self.seq, self.inc, self.log.mark(), *offered)

@@ -47,25 +47,6 @@ class Draft(NamedTuple):
             return self.only(range(min(max(count, 0), len(self.tokens))))
         return self.only([i for i, depth in enumerate(depths(self.parents)) if depth <= count])
 
-    def beside(self, siblings: Sequence[Tokens]) -> Draft:
-        """The tree of a chain, and of others in the place of each of its tokens, which nothing follows.
-
-        A sibling was not drawn: under the rejection rule it is told as drawn from itself, given what is before it.
-
-        Args:
-            siblings: For each of its tokens, as far as there are any.
-        """
-        places = [(place, token) for place, others in enumerate(siblings[: len(self.tokens)]) for token in others]
-        if not places:
-            return self
-        others = tuple(token for _, token in places)
-        certain = tuple(Candidates((token,), (1.0,)) for token in others)
-        return self._replace(
-            tokens=self.tokens + others,
-            candidates=self.candidates + certain if self.candidates else (),
-            parents=(*range(-1, len(self.tokens) - 1), *(place - 1 for place, _ in places)),
-        )
-
     def chain(self) -> Draft:
         """Of a tree, the first child of each token."""
         if not self.parents:
@@ -118,7 +99,7 @@ def remaining_draft(offer: Offer, log: TokenLog, *, needs_candidates: bool) -> D
     Its chain, or the branch of the outcome that has come, must agree with every token committed since its mark. A
     branch is chosen by tokens that are committed, never by one that is still to be decided. So under the rejection
     rule nothing has been drawn yet at the positions of the draft that is left, and each of its tokens, drawn from its
-    candidates without regard to the choice, gets the ratio test it needs (rule 9). So does each of their siblings.
+    candidates without regard to the choice, gets the ratio test it needs (rule 9).
 
     Args:
         offer: Of the same sequence.
@@ -130,13 +111,13 @@ def remaining_draft(offer: Offer, log: TokenLog, *, needs_candidates: bool) -> D
         return NO_DRAFT
     count = len(since)
     if chain[:count] == since:
-        rest, siblings = Draft(chain[count:], offer.candidates[count:], "chain"), offer.siblings[count:]
+        rest = Draft(chain[count:], offer.candidates[count:], "chain")
     else:
         same = 0
         while same < len(chain) and chain[same] == since[same]:
             same += 1
-        rest, siblings = _branch(offer, same, since[same], since[same + 1 :])
-    return NO_DRAFT if needs_candidates and len(rest.candidates) != len(rest.tokens) else rest.beside(siblings)
+        rest = _branch(offer, same, since[same], since[same + 1 :])
+    return NO_DRAFT if needs_candidates and len(rest.candidates) != len(rest.tokens) else rest
 
 
 def awaits_token(offer: Offer, log: TokenLog) -> bool:
@@ -167,12 +148,11 @@ def foresees(chain: Tokens, branches: Sequence[tuple[Outcome, Tokens]], tokens: 
     return any(outcome == (same, tokens[same]) for outcome, _ in branches)
 
 
-def _branch(offer: Offer, num_accepted: int, next_token: int, since: Tokens) -> tuple[Draft, tuple[Tokens, ...]]:
-    """What is left of the branch of an outcome after the tokens committed since that, and its siblings."""
+def _branch(offer: Offer, num_accepted: int, next_token: int, since: Tokens) -> Draft:
+    """What is left of the branch of an outcome after the tokens committed since that."""
     outcome = (num_accepted, next_token)
     for i, (foreseen, chain) in enumerate(offer.branches):
         if foreseen == outcome and chain[: len(since)] == since:
             candidates = offer.branch_candidates[i] if i < len(offer.branch_candidates) else ()
-            siblings = offer.branch_siblings[i] if i < len(offer.branch_siblings) else ()
-            return Draft(chain[len(since) :], candidates[len(since) :], "branch"), siblings[len(since) :]
-    return NO_DRAFT, ()
+            return Draft(chain[len(since) :], candidates[len(since) :], "branch")
+    return NO_DRAFT

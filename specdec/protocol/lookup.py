@@ -1,4 +1,4 @@
-"""Look-up: drafts without a model, from where a text's end has occurred before, in itself or in texts served before.
+"""Look-up: drafts without a model, from where a text's end has occurred before, in itself or in its prediction.
 
 A sequence's log on a target only grows, so its index does as well, and dies with the row: it is made again from the log
 wherever the sequence is opened next. It is asked once an outcome is known, and so has no branches for others.
@@ -7,11 +7,9 @@ wherever the sequence is opened next. It is asked once an outcome is known, and 
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -50,12 +48,10 @@ class LookUpOptions:
     Attributes:
         most: Draft tokens of a round, at most, where the request names no bound of its own.
         for_all: For all sequences; else for those that bring a prediction.
-        history_tokens: Most tokens of texts served before that are kept to look in.
     """
 
     most: int
     for_all: bool = True
-    history_tokens: int = 0
 
 
 class TextIndex:
@@ -202,59 +198,6 @@ class Match:
         return tuple(takewhile(lambda token: token != _GAP, (tokens[place + i % period] for i in range(count))))
 
 
-class ServedTexts:
-    """Texts served before, to look in, apart by cache salt: nobody is drafted what others with another salt were told.
-
-    They are kept in two halves. When the newer one is full, the older one goes.
-
-    Args:
-        most_tokens: Tokens of all texts that are kept.
-    """
-
-    def __init__(self, most_tokens: int) -> None:
-        self._most = most_tokens // 2
-        self._newer: dict[str, TextIndex] = {}
-        self._older: dict[str, TextIndex] = {}
-        self._num_newer = self._num_older = 0
-        self._unread: deque[tuple[str, list[int]]] = deque()
-        self._num_unread = 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that are looked in."""
-        return self._num_newer + self._num_older
-
-    def add(self, salt: str, text: Sequence[int]) -> None:
-        """Keep the end of a text, unless too many wait to be read."""
-        tokens = [*text[max(0, len(text) + 1 - self._most) :], _GAP]
-        if self._num_unread + len(tokens) <= self._most:
-            self._unread.append((salt, tokens))
-            self._num_unread += len(tokens)
-
-    def read(self) -> None:
-        """Index some of what was added."""
-        if not self._unread:
-            return
-        salt, tokens = self._unread[0]
-        part = tokens[:_MOST_READ]
-        del tokens[:_MOST_READ]
-        if not tokens:
-            self._unread.popleft()
-        self._num_unread -= len(part)
-        if self._num_newer + len(part) > self._most:
-            self._older, self._num_older = self._newer, self._num_newer
-            self._newer, self._num_newer = {}, 0
-        self._newer.setdefault(salt, TextIndex((), self._most)).extend(part)
-        self._num_newer += len(part)
-
-    def longest_match(self, salt: str, text: Sequence[int]) -> Match | None:
-        """The longest match of a text's end in what was served with the same salt; None where there is none."""
-        matches = [Match(half[salt]) for half in (self._newer, self._older) if salt in half]
-        for match in matches:
-            match.find(array("i", text))
-        return max((match for match in matches if match.length), key=attrgetter("length"), default=None)
-
-
 def point_masses(spec: SequenceSpec, tokens: Tokens) -> tuple[Candidates, ...]:
     """What tokens were drawn from that were not drawn: each from itself; nothing where the rule does not ask."""
     if spec.sampling.acceptance != "rejection":
@@ -262,15 +205,12 @@ def point_masses(spec: SequenceSpec, tokens: Tokens) -> tuple[Candidates, ...]:
     return tuple(Candidates((token,), (1.0,)) for token in tokens)
 
 
-def look_up_for(spec: SequenceSpec, options: LookUpOptions | None, served: ServedTexts | None = None) -> LookUp | None:
+def look_up_for(spec: SequenceSpec, options: LookUpOptions | None) -> LookUp | None:
     """The look-up of a new sequence; None where it has none."""
     if options is None or not (options.for_all or spec.prediction):
         return None
     most = options.most if spec.num_speculative_tokens is None else spec.num_speculative_tokens
-    # A text that was served for the same seed is made of this sequence's own random numbers: under the rejection rule
-    # it would be tested by the numbers that it was drawn with (rule 9).
-    served = served if spec.sampling.acceptance == "coupled" else None
-    return LookUp(spec, most, served) if most else None
+    return LookUp(spec, most) if most else None
 
 
 class LookUp:
@@ -279,22 +219,19 @@ class LookUp:
     Args:
         spec: Of the sequence.
         most: Draft tokens of a round, at most.
-        served: Where it looks as well, for what is longer than any match in its own text.
 
     Attributes:
         is_long: Whether the newest match is so long that it goes before a draft model's offer.
     """
 
-    __slots__ = ("_ending", "_most", "_needed", "_num_read", "_own", "_served", "_served_match", "_spec", "is_long")
+    __slots__ = ("_ending", "_most", "_needed", "_num_read", "_own", "_spec", "is_long")
 
-    def __init__(self, spec: SequenceSpec, most: int, served: ServedTexts | None = None) -> None:
+    def __init__(self, spec: SequenceSpec, most: int) -> None:
         self._spec = spec
         self._most = most
         self._ending = spec.ending_token_ids
         most_tokens = len(spec.prediction) + spec.output_start + spec.max_tokens
         self._own = Match(TextIndex(spec.prediction.tokens, most_tokens))
-        self._served = served
-        self._served_match: Match | None = None
         self._needed = LEAST_MATCH
         self._num_read = 0
         self.is_long = False
@@ -325,19 +262,14 @@ class LookUp:
         """Of the log's end, after ``new``; None while the log is not read."""
         own = self._own
         own.index.extend(new)
-        for match in (own, self._served_match):
-            if match is not None and match.length:
-                match.follow(new.tolist())
+        if own.length:
+            own.follow(new.tolist())
         if self._num_read < len(log):
             return None
         if self._spec.prediction and len(log) == self._spec.output_start:
             own.place, own.length = 0, LONG_MATCH  # as if so much had matched before its beginning
         own.find(own.index.tokens)
-        served = self._served_match
-        if self._served is not None and not (served and served.length):
-            end = log.tail(max(0, len(log) - _MOST_NEEDED))
-            served = self._served_match = self._served.longest_match(self._spec.cache_salt, end)
-        return own if served is None or served.length <= own.length else served
+        return own
 
     def judge(self, num_drafted: int, num_accepted: int) -> None:
         """Learn from a round: a draft of which little was right doubles what a match must have.

@@ -45,7 +45,7 @@ class RoundTimes(NamedTuple):
     draft: tuple[Interval, ...] = ()
 
 
-ACCEPTED, LOOKED_UP, PREDICTED, HEADED = map(frozenset, ("asAxh", "ACB", "xyz", "hij"))
+ACCEPTED, LOOKED_UP, PREDICTED, HEADED = map(frozenset, ("aAxh", "ACB", "xyz", "hij"))
 """Letters of accepted draft tokens; of rounds whose draft was looked up in the text; of those from a prediction; of
 those whose draft is of heads on the target."""
 
@@ -54,9 +54,9 @@ class Notes(Struct, frozen=True, array_like=True):
     """How tokens came: one entry of each field per token.
 
     Attributes:
-        how: A letter a token: ``a`` accepted, ``s`` accepted as a sibling of a draft token, ``c`` corrected, ``b``
-            bonus, ``p`` plain; ``A``, ``C`` and ``B`` where the draft was looked up in the sequence's own text,
-            ``x``, ``y`` and ``z`` where in its prediction, ``h``, ``i`` and ``j`` where heads on the target made it.
+        how: A letter a token: ``a`` accepted, ``c`` corrected, ``b`` bonus, ``p`` plain; ``A``, ``C`` and ``B`` where
+            the draft was looked up in the sequence's own text, ``x``, ``y`` and ``z`` where in its prediction, ``h``,
+            ``i`` and ``j`` where heads on the target made it.
         num_drafted: At the last token of a round, the draft tokens verified in it; 0 at all others. So sums over any
             part of a log count rounds and draft tokens exactly, however often a message was repeated.
         logprobs: Log probabilities, where the request asked for them.
@@ -123,7 +123,6 @@ class Plan(Struct, frozen=True, array_like=True):
         way: ``in_turn``: draft for the newest mark only; else draft ahead while the target verifies. Whether that is
             ``off``, ``overlap`` or ``outcomes`` follows from the numbers of draft tokens and branches.
         draft_wait_s: In turn, how long the target may hold a row back for an offer; 0 goes on plainly at once.
-        num_siblings: Other tokens that are verified beside each draft token, in its place; nothing follows them.
     """
 
     num_draft_tokens: int = 0
@@ -131,7 +130,6 @@ class Plan(Struct, frozen=True, array_like=True):
     acceptance_rate: float = 0.8
     way: Way = "overlap"
     draft_wait_s: float = 0.0
-    num_siblings: int = 0
 
     def __post_init__(self) -> None:
         """Name the way that the numbers say."""
@@ -307,9 +305,6 @@ class Offer(Struct, frozen=True, array_like=True, tag=True):
         branch_candidates: Under the rejection rule, the same for each branch's chain, in the order of ``branches``;
             else empty. The outcome's own token was not drawn, and has none.
         steps: The drafter's steps for the sequence since the offer before, where the request asked for times.
-        siblings: For each token of ``chain``, others that may stand in its place, the likeliest first; empty where the
-            plan has none.
-        branch_siblings: The same for each branch's chain, in the order of ``branches``; else empty.
     """
 
     seq: str
@@ -320,8 +315,6 @@ class Offer(Struct, frozen=True, array_like=True, tag=True):
     candidates: tuple[Candidates, ...] = ()
     branch_candidates: tuple[tuple[Candidates, ...], ...] = ()
     steps: tuple[Interval, ...] = ()
-    siblings: tuple[Tokens, ...] = ()
-    branch_siblings: tuple[tuple[Tokens, ...], ...] = ()
 
 
 class PlanUpdate(Struct, frozen=True, array_like=True, tag=True):

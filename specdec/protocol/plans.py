@@ -91,18 +91,7 @@ class FixedPlans:
         return {}
 
 
-MOST_SIBLINGS = 3
-"""A draft model's fourth guess of a token is hardly ever the target's."""
-
-
-def siblings_within(tree_tokens: int, num_draft_tokens: int) -> int:
-    """How many siblings each of so many draft tokens may have in a tree of ``tree_tokens``."""
-    return max(0, min(MOST_SIBLINGS, tree_tokens // max(1, num_draft_tokens) - 1))
-
-
-def fixed_plan(
-    num_draft_tokens: int, way: Way, draft_wait_s: float = 0.0, num_branches: int = 0, tree_tokens: int = 0
-) -> Planner:
+def fixed_plan(num_draft_tokens: int, way: Way, draft_wait_s: float = 0.0, num_branches: int = 0) -> Planner:
     """A planner that gives every sequence the same draft length, or the one its request names; none without drafts.
 
     Args:
@@ -110,16 +99,12 @@ def fixed_plan(
         way: Of every plan.
         draft_wait_s: Of every plan.
         num_branches: Of every plan.
-        tree_tokens: Most tokens of a draft that is a tree; a draft is a chain where it has no room for siblings.
     """
 
     def plan(spec: SequenceSpec) -> Plan:
         wanted = spec.num_speculative_tokens
         length = num_draft_tokens if wanted is None else wanted
-        if not length:
-            return Plan()
-        siblings = siblings_within(tree_tokens, length)
-        return Plan(length, num_branches, way=way, draft_wait_s=draft_wait_s, num_siblings=siblings)
+        return Plan(length, num_branches, way=way, draft_wait_s=draft_wait_s) if length else Plan()
 
     return plan
 

@@ -13,7 +13,6 @@ from specdec.errors import DeviceLostError, reason_of
 from specdec.protocol.backends import Status, TargetBackend, Verification, VerifyJob
 from specdec.protocol.drafts import (
     NO_DRAFT,
-    OFFERED,
     OFFERS_KEPT,
     Draft,
     DraftChooser,
@@ -23,7 +22,7 @@ from specdec.protocol.drafts import (
 )
 from specdec.protocol.labels import label, labels
 from specdec.protocol.leases import Times
-from specdec.protocol.lookup import LookUpOptions, Reading, ServedTexts, look_up_for
+from specdec.protocol.lookup import LookUpOptions, Reading, look_up_for
 from specdec.protocol.messages import Ack, Message, Notes, Offer, Open, RoundTimes, Verdict
 from specdec.protocol.spans import microseconds
 from specdec.protocol.suspects import FORGIVEN_TOKENS, MOST_ALONE_FAILURES, StepGroups
@@ -63,7 +62,6 @@ class TargetMachine(WorkerMachine[TargetRow]):
         self._last_interval = last_interval
         self._lookup = lookup
         self._chooser = chooser
-        self._served = ServedTexts(lookup.history_tokens) if lookup is not None and lookup.history_tokens else None
         self._max_model_len = backend.max_model_len
         self._groups = StepGroups()
         self._num_waiting = 0
@@ -77,8 +75,6 @@ class TargetMachine(WorkerMachine[TargetRow]):
             DeviceLostError: The backend can no longer be used.
         """
         self._expire(now_s)
-        if self._served is not None:
-            self._served.read()
         rows = sorted((row for row in self._rows if self._may_go_on(row)), key=attrgetter("priority"))
         self._num_waiting = 0
         self._reading = Reading()
@@ -100,7 +96,6 @@ class TargetMachine(WorkerMachine[TargetRow]):
         """
         figures = super().report()
         figures["num_waiting_sequences"] = float(self._num_waiting)
-        figures["num_lookup_history_tokens"] = 0.0 if self._served is None else float(self._served.num_tokens)
         for item in fields(self.counters):
             value = getattr(self.counters, item.name)
             if isinstance(value, int | float):
@@ -188,14 +183,9 @@ class TargetMachine(WorkerMachine[TargetRow]):
         num_drafted = [0] * (count - 1) + [result.num_drafted]
         accepted, corrected, bonus = tuple(_LETTERS.get(source, "acb"))
         how = accepted * num_accepted
-        # A tree's chain comes first in it, and nothing follows a sibling.
-        is_sibling = source in OFFERED and draft.parents != () and run[:num_accepted] != draft.tokens[:num_accepted]
-        if is_sibling:
-            how = f"{how[1:]}s"
         if count > num_accepted:
             num_places = min(draft.depth, result.num_drafted) if draft.parents else result.num_drafted
-            full = is_sibling or num_accepted == num_places
-            how += "p" if not result.num_drafted else bonus if full else corrected
+            how += "p" if not result.num_drafted else bonus if num_accepted == num_places else corrected
         if source in LOOK_UPS and result.num_drafted and row.lookup is not None:
             row.lookup.judge(result.num_drafted, result.num_accepted)
         if self._chooser is not None and result.num_drafted == len(draft.tokens) > 0:
@@ -269,7 +259,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
     # Messages.
 
     def _new_row(self, message: Open, now_s: float) -> TargetRow:
-        row = TargetRow(message, self._max_model_len, look_up_for(message.spec, self._lookup, self._served))
+        row = TargetRow(message, self._max_model_len, look_up_for(message.spec, self._lookup))
         if message.suspects:
             self.counters.num_suspects += 1
             self._groups.suspect(row, message.suspects)
@@ -296,8 +286,6 @@ class TargetMachine(WorkerMachine[TargetRow]):
     def _dropped(self, row: TargetRow | None) -> None:
         if row is not None:
             self._backend.release(row.seq)
-            if self._served is not None:
-                self._served.add(row.spec.cache_salt, row.log.tail(0))
 
     def _repeat(self, now_s: float) -> None:
         """Rule: a verdict is repeated until acknowledged, by a paused row too, and with its finish until Close."""

@@ -16,25 +16,21 @@ PAIR = ScriptedPair(0.8, 0.95, StepCost(30), StepCost(3))
 TOKENS = 60_000
 
 
-def played_out(
-    pair: ScriptedPair, length: int, branches: int, waited_for: int, siblings: int = 0, seed: int = 3
-) -> float:
+def played_out(pair: ScriptedPair, length: int, branches: int, waited_for: int, seed: int = 3) -> float:
     """Tokens per second of the policy on the script's own tokens."""
     script = Script(pair.alpha, pair.next_guess_rate, tuple(range(50)))
     draft_ms, time_ms, position, verified, is_miss = 1e3 * pair.draft_s(branches), 0.0, 0, 0, False
     while position < TOKENS:
-        step_ms = 1e3 * pair.target_s(verified * (1 + siblings))
+        step_ms = 1e3 * pair.target_s(verified)
         time_ms += step_ms + is_miss * waited_for * draft_ms
-        guesses = [script.draft_tokens(seed, position + i, max(branches, siblings)) for i in range(verified + 2)]
+        guesses = [script.draft_tokens(seed, position + i, branches) for i in range(verified + 2)]
         true = [script.true_token(seed, position + i) for i in range(verified + 2)]
         kept = next((n for n in range(verified) if guesses[n][0] != true[n]), verified)
         prepared = {(n, guesses[n][1 + j]) for n, j in foreseen(branches, verified, 0.8)}
         prepared.add((verified, guesses[verified][0]))
         is_miss = (kept, true[kept]) not in prepared
-        is_beside = kept < verified and true[kept] in guesses[kept][1 : 1 + siblings]
-        is_miss |= is_beside and true[kept + 1] != guesses[kept + 1][0]
-        position += kept + 1 + is_beside
-        fit = int(step_ms / draft_ms + 1e-9) - (verified == 0) - is_beside
+        position += kept + 1
+        fit = int(step_ms / draft_ms + 1e-9) - (verified == 0)
         verified = waited_for if is_miss else max(0, min(length, fit))
     return 1e3 * position / time_ms
 
@@ -52,31 +48,6 @@ def test_slow_and_growing_steps_against_the_script_played_out() -> None:
     """Seven draft steps fit, six after a plain step; a verification takes longer than a plain step."""
     pair = ScriptedPair(0.6, 0.7, StepCost(20, token_ms=0.5), StepCost(2, row_ms=0.1))
     assert pair.outcomes(12, 8) == pytest.approx(played_out(pair, 12, 8, 0), rel=0.015)
-
-
-@pytest.mark.parametrize(("length", "branches", "siblings"), [(8, 16, 1), (10, 16, 3), (10, 0, 2), (3, 8, 3)])
-def test_with_siblings_against_the_script_played_out(length: int, branches: int, siblings: int) -> None:
-    limit = PAIR.outcomes(length, branches, 0, siblings)
-    assert limit == pytest.approx(played_out(PAIR, length, branches, 0, siblings), rel=0.015)
-
-
-def test_siblings_by_hand() -> None:
-    pair = ScriptedPair(0.5, 0.8, StepCost(10), StepCost(1))
-    assert pair.verified_tokens(0, 3) == 1
-    # The first is wrong and its first guess right, or the second one is and the first was kept.
-    assert pair.verified_tokens(2, 1) == pytest.approx(1.75 + 0.5 * 0.8 * 0.7 * 1.5)
-    assert pair.whole_trees(1, 4) == pytest.approx(150)
-    assert pair.whole_trees(3, 1) == pytest.approx(100 * (1 + 0.5 + 0.5 * 0.8 * 0.9))
-    assert pair.best_outcomes(16, 64) > pair.best_outcomes(16) == max(pair.outcomes(n, 16) for n in range(1, 17))
-
-
-def test_what_trees_could_give_is_told_by_branches(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = [*STAND_IN, "--draft-tree-tokens", "63"]
-    main(flags)
-    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
-    assert [row[0] for row in rows[:2]] == ["| 8", "| 16"]
-    assert float(rows[1][2]) == pytest.approx(PAIR.best_outcomes(16, 63), abs=0.05)
-    assert all(float(row[2]) > float(row[1]) for row in rows)
 
 
 @pytest.mark.parametrize(("alpha", "c", "speed_up"), [(0.6, 0.05, 1.92), (0.8, 0.05, 3.09), (0.8, 0.2, 1.87)])

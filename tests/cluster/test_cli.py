@@ -33,7 +33,6 @@ EXAMPLES = {
     "target.kv_memory": "512MiB",
     "draft.model": "some/draft",
     "draft.method": "lookup+model",
-    "draft.lookup_history_tokens": 100000,
     "draft.revision": "v1",
     "draft.token": "hf_other",
     "draft.dtype": "float16",
@@ -286,10 +285,8 @@ def test_flags_and_yaml_say_the_same(tmp_path):
 @pytest.mark.parametrize("key", EXAMPLES | NOT_TOGETHER)
 def test_each_flag_sets_its_key_and_no_other(tmp_path, key):
     needed = {"target.model": "t"} if key == "draft.pool" else {"target.model": "t", "draft.model": "d"}
-    if key == "draft.lookup_history_tokens":
-        needed["draft.method"] = "lookup+model"
     needed |= {"target.engine": "vllm"} if key in OF_VLLM else {}
-    if key == "draft.heads":
+    if key in ("draft.heads", "draft.tree_tokens"):
         needed |= {"draft.method": "model+heads", "draft.heads": "h"}
     value = (EXAMPLES | NOT_TOGETHER)[key]
     file = load_config(as_yaml(needed | {key: value}, tmp_path / "service.yaml"))
@@ -343,7 +340,6 @@ def test_the_command_line_as_a_process():
         (["serve", "--draft", "x"], "needs a target"),
         (["serve", "t", "--draft-method", "lookup+model"], "lookup+model needs a draft model"),
         (["serve", "t", "--draft", "d", "--draft-method", "lookup"], "method lookup has no draft model"),
-        (["serve", "t", "--draft", "d", "--draft-lookup-history-tokens", "9"], "lookup_history_tokens needs look-up"),
         (["serve", "t", "--draft-method", "model+lookup"], "'lookup+model'"),
         (["serve", "t", "--draft-method", "heads"], "name the target's heads"),
         (["serve", "t", "--draft-method", "model+heads"], "model+heads needs a draft model"),

@@ -198,7 +198,7 @@ def test_the_method_says_who_drafts(draft, found):
         ({"target": "t", "draft": {"method": "model+heads", "heads": "h"}}, "model\\+heads needs a draft model"),
         ({"target": "t", "draft": {"method": "heads", "heads": "h", "model": "d"}}, "method heads has no draft model"),
         ({"draft": {"heads": "h"}}, "heads needs method heads"),
-        ({"draft": {"method": "lookup", "tree_tokens": 8}}, "tree_tokens needs a draft model or heads"),
+        ({"draft": {"method": "lookup", "tree_tokens": 8}}, "tree_tokens needs heads"),
         ({"draft": {"method": "heads", "tree_tokens": 65}}, "64"),
         ({"target": {"model": "t", "engine": "vllm"}, "draft": {"method": "heads", "heads": "h"}}, "takes no heads"),
     ],
@@ -206,11 +206,6 @@ def test_the_method_says_who_drafts(draft, found):
 def test_a_method_that_cannot_be_is_refused(data, named):
     with pytest.raises(ValueError, match=named):
         AppArgs.model_validate(data)
-
-
-def test_look_up_alone_may_look_in_texts_served_before():
-    draft = AppArgs.model_validate({"draft": {"method": "lookup", "lookup_history_tokens": 1000}}).draft
-    assert draft.lookup_history_tokens == 1000
 
 
 def test_look_up_alone_takes_both_rules():

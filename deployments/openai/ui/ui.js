@@ -1,9 +1,9 @@
 // The page behind /ui. What a model says reaches the document as text only.
 const byId = (id) => document.getElementById(id);
 const KINDS = { a: "accepted", c: "corrected", b: "bonus", p: "plain" };
-const LOOKED_UP = { A: "a", C: "c", B: "b" }, PREDICTED = { x: "a", y: "c", z: "b" }, HEADED = { h: "a", i: "c", j: "b" }, SIBLING = { s: "a" };
-const kindOf = (letter) => LOOKED_UP[letter] ?? PREDICTED[letter] ?? HEADED[letter] ?? SIBLING[letter] ?? letter;
-const sourceOf = (letter) => (LOOKED_UP[letter] ? ", looked up in the text" : PREDICTED[letter] ? ", looked up in the prediction" : HEADED[letter] ? ", by heads on the target" : SIBLING[letter] ? ", beside a draft token" : "");
+const LOOKED_UP = { A: "a", C: "c", B: "b" }, PREDICTED = { x: "a", y: "c", z: "b" }, HEADED = { h: "a", i: "c", j: "b" };
+const kindOf = (letter) => LOOKED_UP[letter] ?? PREDICTED[letter] ?? HEADED[letter] ?? letter;
+const sourceOf = (letter) => (LOOKED_UP[letter] ? ", looked up in the text" : PREDICTED[letter] ? ", looked up in the prediction" : HEADED[letter] ? ", by heads on the target" : "");
 const NEWEST = 18; // rounds in the lanes
 const SAY_EVERY_MS = 4000; // to screen readers, while a stream runs
 const REDRAW_EVERY_MS = matchMedia("(prefers-reduced-motion: reduce)").matches ? 1000 : 0;
@@ -96,7 +96,7 @@ class Answer {
     const first = Math.max(0, this.spans.length - 1); // the last one's text may have grown
     for (let i = first; i < this.offsets.length; i++) {
       if (!this.spans[i]) {
-        this.spans[i] = element("span", `t ${kindOf(this.how[i])}${HEADED[this.how[i]] ? " headed" : SIBLING[this.how[i]] ? "" : sourceOf(this.how[i]) && " found"}`);
+        this.spans[i] = element("span", `t ${kindOf(this.how[i])}${HEADED[this.how[i]] ? " headed" : sourceOf(this.how[i]) && " found"}`);
         this.spans[i].dataset.i = i;
         this.box.append(this.spans[i]);
       }

@@ -66,21 +66,18 @@ class Service:
         pair: Of models.
         planner: By default a controller whose workers have profiled their steps.
         seed: Of the noise of step times.
-        tree_tokens: What the controller may choose, at most.
     """
 
-    def __init__(
-        self, pair: Pair, planner: Planner | PlanController | None = None, seed: int = 0, tree_tokens: int = 0
-    ) -> None:
+    def __init__(self, pair: Pair, planner: Planner | PlanController | None = None, seed: int = 0) -> None:
         self.pair = pair
-        self.controller = Controller(Bounds(num_branches=16, tree_tokens=tree_tokens))
+        self.controller = Controller(Bounds(num_branches=16))
         script = Script(pair.alpha, pair.hit, tuple(range(64)))
         self.timers = {"target": StepTimer(), "drafter": StepTimer()}
         for rows in PROFILED:
             for tokens in (rows, 5 * rows):
                 self.timers["target"].add(rows, tokens, pair.target_s(tokens))
             self.timers["drafter"].add(rows, rows, pair.draft_s(rows))
-        self.target = TargetMachine("target", ScriptedTarget(script, MAX_LEN), TIMES, self._report)
+        self.target = TargetMachine("target", ScriptedTarget(script, MAX_LEN), TIMES, self.timers["target"].report)
         self.drafter = DrafterMachine("drafter", ScriptedDrafter(script, MAX_LEN), TIMES, self.timers["drafter"].report)
         self.ingress = IngressMachine("ingress", TIMES)
         self.router = RouterMachine("router", planner or self.controller, TIMES)
@@ -102,9 +99,6 @@ class Service:
             self._at(0.0, name, None)
         self._at(0.0, "router", None)
         self.run_for(2 * TIMES.renew_s)
-
-    def _report(self) -> dict[str, float]:
-        return self.timers["target"].report() | {"takes_trees": 1.0}
 
     def begin(self, num_requests: int, num_tokens: int = MAX_LEN - 8, temperature: float = 1.0) -> None:
         """So many requests come at once."""

@@ -13,7 +13,6 @@ from specdec.control.estimates import MEMORY, DecayedRate, tally
         ("aab", (0, 0, 2), (1, 2, 2)),
         ("aac", (0, 0, 4), (1, 2, 3)),
         ("cpaa", (3, 0, 0, 2), (3, 2, 3)),
-        ("aasb", (0, 0, 0, 16), (1, 2, 3)),  # the third was refused, and one of its siblings kept
         ("aaaab", (0, 0, 0, 0, 16), (1, 4, 4)),
     ],
 )

@@ -55,17 +55,6 @@ def test_a_draft_that_is_always_wrong_is_off_after_fifty_rounds(num_sequences: i
     assert 0 < num_drafts <= 0.02 * 1000 * num_sequences
 
 
-@pytest.mark.parametrize(("num_sequences", "has_trees"), [(1, True), (32, False)])
-def test_trees_while_they_cost_nothing_and_chains_where_they_would(num_sequences: int, has_trees: bool) -> None:
-    """Steps beyond 64 tokens take longer: one sequence has room for a tree, of 32 each has room for a token."""
-    pair = Pair(0.6, 0.1, free_tokens=64)
-    chains, trees = Service(pair), Service(pair, tree_tokens=63)
-    gain = rate(trees, num_sequences, 80, 100) / rate(chains, num_sequences, 80, 100)
-    plans = [one.plan for one in trees.controller._sequences.values()]
-    assert any(plan.num_siblings for plan in plans) == has_trees
-    assert gain > (1.05 if has_trees else 0.97)
-
-
 def test_off_where_the_workers_share_what_they_run_on() -> None:
     """Formulas see a gain; what was measured does not, and decides."""
     pair = Pair(0.5, 0.4, beside=3.0)

@@ -14,7 +14,6 @@ from specdec.control.ways import (
     Choice,
     Conditions,
     best_by_way,
-    expected_siblings,
     expected_tokens,
     guess_rate_of,
     hit_rate,
@@ -95,26 +94,3 @@ def test_of_equal_choices_the_one_that_drafts_least_is_the_best():
     best = {choice.way: choice for choice in best_by_way(conditions(0.008), 0.8, Bounds())}
     assert best["outcomes"].num_draft_tokens <= 4
     assert best["off"] == OFF
-
-
-def test_siblings_by_hand():
-    """Each of two draft tokens has its best guess beside it, right half of the time where the token is wrong."""
-    assert expected_siblings(0.5, 2, 1, 0.5) == pytest.approx(0.75 * 0.5)
-    in_turn = pace(Choice("in_turn", 2, 0, 1), conditions(), 0.5)
-    assert in_turn == pytest.approx((1.75 + 0.375) / (0.03 + 2 * 0.003))
-    # Two branches: for the sibling of the first token, whose own first has to be right, and for the second guess there.
-    assert hit_rate(0.5, 2, 2, 0.5, 1) == pytest.approx(0.125 + 0.25 * 0.5 + 0.125)
-    assert hit_rate(0.5, 2, 0, 0.5, 3) == hit_rate(0.5, 2, 0, 0.5)
-
-
-def test_a_tree_is_within_its_bound_and_as_large_as_a_step_has_room_for():
-    assert {one.num_siblings for one in Bounds().choices()} == {0}
-    trees = Bounds(tree_tokens=32)
-    assert max(one.num_verified for one in trees.choices()) <= 32
-    assert {one.num_siblings for one in trees.choices()} == {0, 1, 3, 2}
-    grown = StepTimes((StepTime(1, 1, 0.03, 9), StepTime(1, 9, 0.03, 9), StepTime(1, 64, 0.3, 9)))
-    for target, is_free in ((FLAT, True), (grown, False)):
-        best = {choice.way: choice for choice in best_by_way(conditions(target=target), 0.6, trees)}
-        assert (best["outcomes"].num_verified > 16) == is_free
-        assert (best["outcomes"].num_siblings > 1) == is_free
-        assert best["outcomes"].num_verified <= 32

@@ -53,7 +53,6 @@ class HostileService:
         sampler: Makes each of their lives' way from logits to tokens.
         lookup: Of the target; None for none.
         heads: On the target, with how far, and in trees of how many tokens, they draft; None for none.
-        siblings: How many draft tokens have beside them, one of these by turns; none where it is empty.
     """
 
     def __init__(
@@ -67,9 +66,7 @@ class HostileService:
         sampler: Callable[[], Sampler] | None = None,
         lookup: LookUpOptions | None = None,
         heads: tuple[DraftHeads, int, int] | None = None,
-        siblings: tuple[int, ...] = (),
     ) -> None:
-        self._siblings = siblings
         self._heads = heads
         self._lookup = lookup
         self._restart_rate = restart_rate
@@ -155,7 +152,6 @@ class HostileService:
             acceptance_rate=0.5,
             way=pick(("overlap", "overlap", "in_turn")),
             draft_wait_s=pick((0, 0, 4)),
-            num_siblings=pick(self._siblings) if self._siblings else 0,
         )
 
 
@@ -184,7 +180,7 @@ def test_no_token_changes(target: str, draft: str, temperature: float) -> None:
     wanted, _ = run(make_service(*(make() for make in makers), num_draft_tokens=0), cases)
     counts: Counter[str] = Counter()
     for seed in (1, 2):
-        service = HostileService(*makers, seed, siblings=(0, 0, 3) if draft == "llama" else ())
+        service = HostileService(*makers, seed)
         assert [output.tokens for output in collect(service, cases)] == wanted, f"seed {seed}"
         service.count(TARGET)
         service.count(DRAFTER)

@@ -36,14 +36,11 @@ def looking_up(
     most: int = 16,
     draft: Callable[[], ModelRunner] | None = None,
     num_draft_tokens: int = 4,
-    history_tokens: int = 0,
 ) -> InProcessService:
     """A target that looks up, without a draft model or with one."""
     target = ModelTarget(runner(family, 0.0), Sampler(VOCAB_SIZE), **LENGTHS)
     drafter = None if draft is None else ModelDrafter(draft(), Sampler(VOCAB_SIZE), **LENGTHS)
-    return InProcessService(
-        target, drafter, num_draft_tokens, lookup=LookUpOptions(most, history_tokens=history_tokens)
-    )
+    return InProcessService(target, drafter, num_draft_tokens, lookup=LookUpOptions(most))
 
 
 def plainly(family: str, cases: list[Case]) -> list[list[int]]:
@@ -112,29 +109,6 @@ def test_nothing_that_a_network_or_a_death_does_changes_a_token(target: str, dra
         counts += service.counts
     for what in ("looked up", "accepted", "stale", "T restarted", "D restarted"):
         assert counts[what] > 0, f"the schedules are too kind: nothing {what}"
-
-
-@pytest.mark.parametrize("temperature", some([0.0, 1.0]))
-@pytest.mark.parametrize("family", some(FAMILIES))
-def test_what_was_served_before_drafts_for_the_same_salt_alone_and_changes_no_token(
-    family: str, temperature: float
-) -> None:
-    """The same prompts and seeds, so that all is found that may be looked in."""
-    cases = make_cases(SamplingParams(temperature=temperature))
-    wanted = plainly(family, cases)
-    service = looking_up(family, history_tokens=10_000)
-
-    def salted(salt: str) -> SpecStats:
-        outputs, stats = run(service, [replace(case, cache_salt=salt) for case in cases])
-        assert outputs == wanted
-        for _ in cases:
-            service.pump()  # reads them
-        return stats
-
-    first, again, other = salted("a"), salted("a"), salted("b")
-    assert first.num_accepted_tokens == other.num_accepted_tokens < sum(map(len, wanted)) / 2
-    assert again.num_accepted_tokens > first.num_accepted_tokens + sum(map(len, wanted)) / 4
-    assert service.target.report()["num_lookup_history_tokens"] > 0
 
 
 def test_scarce_blocks_and_short_steps_change_no_token() -> None:

@@ -44,13 +44,11 @@ def make_service(
     in_target: Sequence[LogitsProcessor],
     in_draft: Sequence[LogitsProcessor],
     num_draft_tokens: int,
-    tree_tokens: int = 0,
 ) -> InProcessService:
     return InProcessService(
         backend(ModelTarget, make_model("llama"), processors=in_target),
         backend(ModelDrafter, add_noise(make_model("llama"), 0.06), processors=in_draft),
         num_draft_tokens,
-        tree_tokens=tree_tokens,
     )
 
 
@@ -71,9 +69,6 @@ def test_a_processor_changes_what_is_chosen_and_drafts_do_not(temperature: float
     in_both, with_both = run(make_service(BOTH, BOTH, 4), cases)
     in_target, with_target = run(make_service(BOTH, (), 4), cases)
     assert in_both == in_target == plain
-    in_trees, with_trees = run(make_service(BOTH, BOTH, 4, tree_tokens=16), cases)
-    assert in_trees == plain
-    assert with_trees.num_rounds < with_both.num_rounds
     assert with_both.acceptance_rate > 0.2
     assert with_both.acceptance_rate > with_target.acceptance_rate + 0.1
     assert [run(make_service(BOTH, BOTH, 4), [case])[0][0] for case in cases] == plain

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from specdec.protocol.backends import DraftJob, Proposal, Status, Verification, VerifyJob
 from specdec.protocol.marks import TokenLog
 from specdec.protocol.messages import Candidates
-from specdec.protocol.plans import MOST_SIBLINGS
 from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.trees import children_of
 from specdec.tokens import SharedTokens
@@ -189,8 +188,6 @@ class ScriptedTarget:
             place = job.parents[i] + 1 if job.parents else i
             tokens = [*job.log.tokens, *chain[:place]]
             said = () if self._draft_model is None else (self._draft_model.token(job.key, tokens),)
-            if said and i >= len(chain):
-                said = self._draft_model.guesses(job.key, tokens, MOST_SIBLINGS)
             expect(token in said, "a draft that was made for another log")
 
     def _token(self, key: str, position: int, drafted: int | None) -> int:

@@ -90,25 +90,3 @@ def test_under_the_rejection_rule_a_branch_brings_its_own_candidates():
     assert rest(1, 2, 3, 5, 8) == ((9,), drawn(9), "branch")
     assert rest(1, 2, 9) == ((), (), "")
     assert rest(1, 2) == ((3,), drawn(3), "chain")
-
-
-def test_siblings_stand_beside_what_is_left_and_nothing_follows_them():
-    branches = ((Outcome(0, 5), (6, 7)), (Outcome(2, 5), (8,)))
-    made = replace(
-        offer((1,), (2, 3), branches, drawn(2, 3)),
-        branch_candidates=(drawn(6, 7), drawn(8)),
-        siblings=((20, 21), (30,)),
-        branch_siblings=(((60,), (70, 71)), ()),
-    )
-
-    def rest(*output):
-        return remaining_draft(made, log_of(output), needs_candidates=True)
-
-    assert rest(1) == ((2, 3, 20, 21, 30), drawn(2, 3, 20, 21, 30), "chain", (-1, 0, -1, -1, 0))
-    assert rest(1, 2) == ((3, 30), drawn(3, 30), "chain", (-1, -1))
-    assert rest(1, 5) == ((6, 7, 60, 70, 71), drawn(6, 7, 60, 70, 71), "branch", (-1, 0, -1, 0, 0))
-    assert rest(1, 5, 6) == ((7, 70, 71), drawn(7, 70, 71), "branch", (-1, -1, -1))
-    assert rest(1, 2, 3, 5) == ((8,), drawn(8), "branch", ())
-    assert rest(1, 20).tokens == (), "a sibling that was kept is followed by its branch alone"
-    assert rest(1).first(1) == ((2, 20, 21), drawn(2, 20, 21), "chain", (-1, -1, -1))
-    assert rest(1).chain() == ((2, 3), drawn(2, 3), "chain", ())

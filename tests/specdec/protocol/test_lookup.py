@@ -17,7 +17,6 @@ from specdec.protocol.lookup import (
     LookUpOptions,
     Match,
     Reading,
-    ServedTexts,
     TextIndex,
     look_up_for,
 )
@@ -128,17 +127,6 @@ def test_no_look_up_where_none_is_wanted() -> None:
     assert look_up_for(with_prediction, None) is None
     assert look_up_for(replace(SPEC, num_speculative_tokens=0), for_all) is None
     assert look_up_for(SPEC, LookUpOptions(0)) is None
-
-
-def test_under_the_rejection_rule_texts_served_before_are_not_looked_in() -> None:
-    """One that was served for the same seed is made of the random numbers that would test it."""
-    kept = served(1000, ("", range(10, 40)))
-    log = TokenLog([1, *range(10, 16)])
-    for rule, found in (("coupled", tuple(range(16, 22))), ("rejection", ())):
-        spec = replace(SPEC, sampling=SamplingParams(acceptance=rule))
-        lookup = look_up_for(spec, LookUpOptions(16), kept)
-        assert lookup is not None
-        assert drafted(lookup, log) == found
 
 
 def test_wrong_drafts_make_it_ask_for_longer_matches_and_a_right_one_for_short_ones_again() -> None:
@@ -254,74 +242,3 @@ def test_where_what_is_found_says_nothing_it_falls_silent(num_kinds: int) -> Non
             log.extend([rng.randrange(num_kinds)])
         num_drafts += bool(draft)
     assert 0 < num_drafts <= 0.02 * num_rounds
-
-
-def served(most_tokens: int, *texts: tuple[str, Sequence[int]]) -> ServedTexts:
-    """Texts by salt, all read."""
-    kept = ServedTexts(most_tokens)
-    for salt, text in texts:
-        kept.add(salt, text)
-        kept.read()
-    return kept
-
-
-def test_a_text_that_was_served_is_found_by_who_has_its_salt_and_by_no_other() -> None:
-    kept = served(1000, ("a", range(10, 40)), ("b", (*range(10, 16), *range(50, 80))))
-
-    def found(salt: str) -> tuple[int, ...]:
-        log = TokenLog([1, *range(10, 16)])
-        return LookUp(replace(SPEC, cache_salt=salt), 16, kept).draft(log, 100, Reading()).tokens
-
-    assert found("a") == tuple(range(16, 22))
-    assert found("b") == tuple(range(50, 56))
-    assert found("c") == found("") == ()
-
-
-def test_the_longest_of_all_matches_is_taken_and_the_texts_own_of_two_that_are_alike() -> None:
-    kept = served(1000, ("", (1, 2, 3, 4, 50, 51)), ("", (2, 3, 4, 60, 61)))
-    assert drafted(LookUp(SPEC, 16, kept), TokenLog([2, 3, 4, 70, 9, 1, 2, 3, 4])) == (50, 51)
-    assert drafted(LookUp(SPEC, 16, kept), TokenLog([1, 2, 3, 4, 70, 9, 1, 2, 3, 4])) == (70, 9, 1, 2)
-    assert drafted(LookUp(SPEC, 16, kept), TokenLog([9, 2, 3, 4])) == (60, 61)  # the newest, up to that text's end
-
-
-def test_a_match_in_a_served_text_is_followed_while_newer_ones_come() -> None:
-    line = [1, 2, 3]
-    file = [token for i in range(100) for token in (*line, 1000 + i)]
-    kept = served(4000, ("", file))
-    log, lookup = TokenLog([9, *file[:20]]), LookUp(SPEC, 16, kept)
-    for i in range(20, 300):
-        assert drafted(lookup, log) == tuple(file[i : i + 16])
-        log.extend([file[i]])
-        kept.add("", [*line, 7])
-        kept.read()
-
-
-def test_what_is_kept_of_served_texts_is_bounded_and_the_oldest_go_first() -> None:
-    kept = ServedTexts(200)
-    for i in range(50):
-        kept.add(f"salt {i % 3}", range(100 * i, 100 * i + 20))
-        kept.read()
-        assert kept.num_tokens <= 200
-
-    def is_kept(i: int) -> bool:
-        return kept.longest_match(f"salt {i % 3}", [*range(100 * i, 100 * i + 5)]) is not None
-
-    assert [is_kept(i) for i in (49, 46, 45, 30)] == [True, True, True, False]
-    kept.add("long", range(10_000))
-    for _ in range(3):
-        kept.read()
-    assert kept.num_tokens <= 200
-    assert kept.longest_match("long", [9990, 9991, 9992]) is not None
-    assert kept.longest_match("long", [1, 2, 3]) is None
-
-
-def test_texts_that_come_faster_than_they_are_read_are_not_heaped_up() -> None:
-    kept = ServedTexts(100_000)
-    for i in range(100):
-        kept.add("", range(10_000 * i, 10_000 * (i + 1)))
-    assert kept._num_unread <= 50_000
-    for _ in range(200):
-        kept.read()
-    assert kept._num_unread == 0
-    assert kept.num_tokens <= 50_000
-    assert kept.longest_match("", [9_000, 9_001, 9_002]) is not None

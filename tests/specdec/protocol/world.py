@@ -184,7 +184,7 @@ class World:
                     node.backends[0],
                     TIMES,
                     fingerprint=_fingerprints(model).decision,
-                    lookup=LookUpOptions(5, history_tokens=100),
+                    lookup=LookUpOptions(5),
                 )
             case "D":
                 drafter = ScriptedDraft(
@@ -213,7 +213,6 @@ class World:
             acceptance_rate=pick((0.0, 0.7, 1.0)),
             way=pick(("overlap", "overlap", "in_turn")),
             draft_wait_s=pick((0, 0, 6)),
-            num_siblings=pick((0, 0, 2)),
         )
 
     def _listeners(self, name: str) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ from typing import Literal
 
 import pytest
 import torch
-from msgspec import structs
 from scipy.stats import chi2
 from torch import Tensor
 
@@ -246,8 +245,6 @@ AHEAD = Plan(num_draft_tokens=3, num_branches=4, acceptance_rate=0.5)
 SETUPS = {
     "branches": Setup(),
     "texts_without_end": Setup(ends=False, noise=0.8),
-    "siblings": Setup(plan=structs.replace(PLAN, num_siblings=2), noise=0.8),
-    "siblings_or_look_up": Setup(plan=structs.replace(AHEAD, num_siblings=2), lookup=LookUpOptions(2), chooses=True),
     "in_turn_and_often_late": Setup(plan=Plan(num_draft_tokens=3, way="in_turn"), draft_steps=(2, 3)),
     "prediction": Setup(plan=AHEAD, draft_steps=(6,), lookup=LookUpOptions(1), prediction=PREDICTION),
     "look_up": Setup(plan=AHEAD, draft_steps=(6,), lookup=LookUpOptions(1)),
@@ -278,20 +275,6 @@ def test_a_chain_that_ends_with_its_text_would_be_found(name: str, monkeypatch: 
 
     monkeypatch.setattr(DraftRow, "_has_ended", ends_with_text)
     assert p_value(SETUPS[name], 9_000) < 1e-6
-
-
-@pytest.mark.whole
-def test_a_sibling_that_is_kept_too_often_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A point mass that is told as less is kept more often than the target says it."""
-
-    def biased(draft: Draft, siblings: Sequence[Tokens]) -> Draft:
-        tree, count = beside(draft, siblings), len(draft.tokens)
-        told = (Candidates((token, (token + 1) % VOCAB), (0.1, 0.9)) for token in tree.tokens[count:])
-        return tree._replace(candidates=(*tree.candidates[:count], *told))
-
-    beside = Draft.beside
-    monkeypatch.setattr(Draft, "beside", biased)
-    assert p_value(SETUPS["siblings"], 15_000) < 1e-6
 
 
 def test_heads_that_tell_another_distribution_than_they_drew_from_would_be_found() -> None:
