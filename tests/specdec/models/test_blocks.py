@@ -404,3 +404,15 @@ def test_a_sequence_cut_back_beyond_what_windows_keep_is_empty() -> None:
     pool.truncate(sequence, 10)
     assert len(sequence) == 0
     assert pool.num_in_use == 0
+
+
+def test_a_prefix_ends_where_it_may() -> None:
+    """Recurrent layers go on after some blocks only."""
+    pool, prompt = BlockPool(8, 2), [1, 2, 3, 4, 5, 6]
+    sequence = CachedSequence()
+    assert pool.reserve(sequence, 6)
+    sequence.tokens.extend(prompt)
+    pool.keep_prefix(sequence, 6)
+    second = sequence.block_digests[1]
+    found = [pool.reuse_prefix(CachedSequence(), [*prompt, 7], ends=ends) for ends in (None, {second}, set())]
+    assert found == [6, 4, 0]
