@@ -96,19 +96,12 @@ class ScriptedTarget:
         """Nothing is held."""
 
     def _verify(self, job: VerifyJob) -> Verification:
-        run: list[int] = []
         seed, length = job.spec.seed, len(job.log)
-        if job.parents:
-            places = (0, *depths(job.parents))
-            chosen = [self._script.true_token(seed, length + place) for place in places]
-            walked = walk_coupled(chosen, job.draft, job.parents)
-            logprobs = _logprobs(job.spec, len(walked.run))
-            return Verification(Status.DECIDED, walked.run, walked.num_accepted, len(job.draft), logprobs)
-        for place in range(len(job.draft) + 1):
-            run.append(self._script.true_token(seed, length + place))
-            if place == len(job.draft) or run[place] != job.draft[place]:
-                break
-        return Verification(Status.DECIDED, tuple(run), len(run) - 1, len(job.draft), _logprobs(job.spec, len(run)))
+        places = (0, *depths(job.parents or range(-1, len(job.draft) - 1)))
+        chosen = [self._script.true_token(seed, length + place) for place in places]
+        walked = walk_coupled(chosen, job.draft, job.parents)
+        logprobs = _logprobs(job.spec, len(walked.run))
+        return Verification(Status.DECIDED, walked.run, walked.num_accepted, len(job.draft), logprobs)
 
 
 class ScriptedDrafter:

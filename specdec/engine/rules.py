@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from specdec.protocol.messages import Candidates
-from specdec.sampling.coupled import verify_coupled, walk_coupled
+from specdec.sampling.coupled import verify_coupled
 from specdec.sampling.pipeline import Sampler
-from specdec.sampling.rejection import propose_several, propose_truncated, verify_rejection, verify_rejection_trees
+from specdec.sampling.rejection import propose_several, propose_truncated, verify_rejection
 from specdec.sampling.rows import RowGroup, Rows, VerifiedRun
 from specdec.sampling.slices import row_slices
 from specdec.sampling.trees import path_to
@@ -53,18 +53,19 @@ def _verify(
 ) -> list[VerifiedRun]:
     """Arguments as for :func:`verify`."""
     runs: list[VerifiedRun | None] = [None] * len(groups)
-    for i, run in _verify_trees(sampler, logits, groups, candidates, trees):
-        runs[i] = run
-    coupled, rejection = ([i for i in indexes if runs[i] is None] for indexes in _by_rule(groups))
-    if coupled:
-        part, rows = _part(logits, groups, coupled)
-        for i, run in zip(coupled, verify_coupled(sampler.choose(rows, part), part), strict=True):
-            runs[i] = run
-    if rejection:
-        part, rows = _part(logits, groups, rejection)
-        drawn_from = [drawn for i in rejection for drawn in candidates[i]]
-        ids, probs = _tensors(drawn_from, logits.device)
-        for i, run in zip(rejection, verify_rejection(sampler.probs(rows, part), part, ids, probs), strict=True):
+    coupled, rejection = _by_rule(groups)
+    for of_rule in (coupled, rejection):
+        if not of_rule:
+            continue
+        part, rows = _part(logits, groups, of_rule)
+        nodes = list(chain.from_iterable(trees[i].nodes if i in trees else (groups[i],) for i in of_rule))
+        parents = [trees[i].parents if i in trees else () for i in of_rule]
+        if of_rule is coupled:
+            found = verify_coupled(sampler.choose(rows, nodes), part, parents)
+        else:
+            ids, probs = _tensors([drawn for i in of_rule for drawn in candidates[i]], logits.device)
+            found = verify_rejection(sampler.probs(rows, nodes), part, ids, probs, parents)
+        for i, run in zip(of_rule, found, strict=True):
             runs[i] = run
     return [run for run in runs if run is not None]
 
@@ -85,32 +86,6 @@ def tree_rows(group: RowGroup, parents: Tokens) -> TreeRows:
     """The rows of a group whose draft is a tree."""
     paths = [[group.draft[at] for at in path_to(parents, node)] for node in range(-1, len(parents))]
     return TreeRows(parents, [RowGroup(group.spec, followed(group.tokens, path)) for path in paths])
-
-
-def _verify_trees(
-    sampler: Sampler,
-    logits: Tensor,
-    groups: Sequence[RowGroup],
-    candidates: Sequence[tuple[Candidates, ...]],
-    trees: Mapping[int, TreeRows],
-) -> Iterator[tuple[int, VerifiedRun]]:
-    """The runs of the groups whose drafts are trees; arguments as for :func:`verify`."""
-    for rule in ("coupled", "rejection"):
-        of_rule = [i for i in trees if groups[i].spec.sampling.acceptance == rule]
-        if not of_rule:
-            continue
-        nodes = list(chain.from_iterable(trees[i].nodes for i in of_rule))
-        part, rows = _part(logits, groups, of_rule)
-        if rule == "coupled":
-            chosen = iter(sampler.choose(rows, nodes).tolist())
-            for i, group in zip(of_rule, part, strict=True):
-                yield i, walk_coupled(list(islice(chosen, len(trees[i].nodes))), group.draft, trees[i].parents)
-            continue
-        drawn_from = _tensors([drawn for i in of_rule for drawn in candidates[i]], logits.device)
-        parents = [trees[i].parents for i in of_rule]
-        yield from zip(
-            of_rule, verify_rejection_trees(sampler.probs(rows, nodes), part, parents, *drawn_from), strict=True
-        )
 
 
 def propose_siblings(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup], count: int) -> list[list[Drawn]]:

@@ -3,57 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
 import torch
 from torch import Tensor
 
 from specdec.sampling.rows import RowGroup, Rows, VerifiedRun
-from specdec.sampling.trees import children_of
 from specdec.types import Tokens
 
-_NO_TOKEN = -1
 
-
-def verify_coupled(chosen: Tensor | Sequence[int], groups: Sequence[RowGroup]) -> list[VerifiedRun]:
+def verify_coupled(
+    chosen: Tensor | Sequence[int], groups: Sequence[RowGroup], trees: Sequence[Tokens] | None = None
+) -> list[VerifiedRun]:
     """What plain decoding would have given, as far as the draft foresaw it.
 
-    Daliri, Musco and Suresh 2024, section 4. Row i was computed after the first i draft tokens, so its choice stands
-    if all of those were chosen too: the run is the choices up to the first that differs from the draft.
+    Daliri, Musco and Suresh 2024, section 4.
 
     Args:
         chosen: int64 [N]: the target's token for every row, from ``Sampler.choose``.
         groups: The sequences of the N rows, in order.
+        trees: As in :func:`walk_coupled`, for each group.
 
     Returns:
         One entry per group. One transfer from the device for all of them.
     """
     rows = Rows(groups)
-    choices = torch.as_tensor(chosen)
-    drafts = list(chain.from_iterable((*group.draft, _NO_TOKEN) for group in groups))
-    kept = choices == torch.tensor(drafts, device=choices.device)
-    numbers: list[int] = torch.cat((choices, rows.leading(kept))).tolist()
-    accepted = numbers[rows.num_rows :]
+    choices: list[int] = torch.as_tensor(chosen).tolist()
     return [
-        VerifiedRun(tuple(numbers[start : start + num + 1]), num)
-        for start, num in zip(rows.starts, accepted, strict=True)
+        walk_coupled(choices[start : start + count], group.draft, parents)
+        for group, start, count, parents in zip(
+            groups, rows.starts, rows.counts, trees or [()] * len(groups), strict=True
+        )
     ]
 
 
-def walk_coupled(chosen: Sequence[int], draft: Tokens, parents: Sequence[int]) -> VerifiedRun:
-    """What plain decoding would have given, as far as a tree foresaw it: down by the target's own choices.
+def walk_coupled(chosen: Sequence[int], draft: Tokens, parents: Tokens = ()) -> VerifiedRun:
+    """Down a draft by the target's own choices: a token is kept if what it follows was, and it was chosen there.
 
     All tokens at one place share its noise, so that the choice after a path is that of the chain of this path.
 
     Args:
-        chosen: The target's token before the tree, then after each of its tokens.
-        draft: The tree's tokens.
-        parents: Which of them each one follows, -1 for none.
+        chosen: The target's token before the draft, then after each of its tokens.
+        draft: The draft's tokens.
+        parents: Of a tree, which of them each one follows, -1 for none; empty for a chain.
     """
-    children, path = children_of(parents), [-1]
-    while True:
-        token = chosen[path[-1] + 1]
-        follows = next((node for node in children.get(path[-1], ()) if draft[node] == token), None)
-        if follows is None:
-            return VerifiedRun((*(draft[node] for node in path[1:]), token), len(path) - 1, tuple(path[1:]))
-        path.append(follows)
+    path: list[int] = []
+    at = -1
+    for node, parent in enumerate(parents or range(-1, len(draft) - 1)):
+        if parent == at and draft[node] == chosen[at + 1]:
+            path.append(node)
+            at = node
+    run = (*(draft[node] for node in path), chosen[at + 1])
+    return VerifiedRun(run, len(path), tuple(path) if parents else ())

@@ -6,14 +6,14 @@ distribution, so that what travels, 32 ids and probabilities, is exactly what it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from specdec.sampling.philox import Purpose, uniforms
 from specdec.sampling.pipeline import Sampler
@@ -81,118 +81,83 @@ def _path_seed(group: RowGroup) -> int:
 
 
 def verify_rejection(
-    target_probs: Tensor, groups: Sequence[RowGroup], draft_ids: Tensor, draft_probs: Tensor
-) -> list[VerifiedRun]:
-    """Keep draft tokens with probability min(1, target / draft), then draw the next token.
-
-    A token is kept iff u < target / draft, strictly, so that one the target never says does not pass. At the first one
-    refused, the next token is drawn from the positive part of target - draft, normalised, or from the target where that
-    has no mass. After full acceptance the bonus token is drawn at once from the target; this is settled before anything
-    is drawn at its position, and no ratio test follows there. With temperature 0 all this comes to argmax equality.
-    A draft token that has no probability in its own distribution cannot have been drawn from it: it is dropped with
-    what follows, and its position decoded plainly.
-
-    Random numbers: u is the first, the draw's the second uniform of (seed, position, TARGET).
-
-    Args:
-        target_probs: float32 [N, V], from ``Sampler.probs``.
-        groups: The sequences of the N rows, in order.
-        draft_ids: int64 [D, C]: what each draft token was drawn from, for all tokens of all drafts, in order.
-        draft_probs: float32 [D, C]: and with which probabilities, summing to 1.
-
-    Returns:
-        One entry per group. One transfer from the device for all of them.
-    """
-    rows, device = Rows(groups), target_probs.device
-    uniform = uniforms(rows.seeds(), rows.positions(), Purpose.TARGET, device)
-    # Draft token d is chosen, or refused, in the d-th row that is not the last of its group.
-    ranges = (range(start, start + count - 1) for start, count in zip(rows.starts, rows.counts, strict=True))
-    at_row = torch.tensor(list(chain.from_iterable(ranges)), dtype=torch.int64, device=device)
-    tokens = torch.tensor(list(chain.from_iterable(group.draft for group in groups)), dtype=torch.int64, device=device)
-    ids, probs = _sane(draft_ids.to(device), draft_probs.to(target_probs), target_probs.shape[1])
-    draft_prob = probs.masked_fill(ids != tokens.unsqueeze(1), 0).sum(1)
-    drawn = draft_prob > 0
-    target_prob = target_probs[at_row, torch.where(drawn, tokens, 0)]
-    kept = torch.zeros(rows.num_rows, dtype=torch.bool, device=device)
-    kept[at_row] = drawn & (uniform[at_row, 0] * draft_prob < target_prob)
-    accepted = rows.leading(kept)
-    stop = torch.tensor(rows.starts, device=device) + accepted
-    # What is taken off the target's row where a run stops: the refused token's draft distribution, or nothing.
-    refused_ids = torch.zeros(rows.num_rows, ids.shape[1], dtype=torch.int64, device=device)
-    refused_probs = torch.zeros(refused_ids.shape, dtype=target_probs.dtype, device=device)
-    refused_ids[at_row], refused_probs[at_row] = ids, probs * drawn.unsqueeze(1)
-    following = _residual(target_probs[stop], refused_ids[stop], refused_probs[stop])
-    next_tokens = _draw(following, uniform[stop, 1]).squeeze(1)
-    decided: list[tuple[int, int]] = torch.stack((accepted, next_tokens), 1).tolist()
-    return [
-        VerifiedRun((*group.draft[:num], next_token), num)
-        for group, (num, next_token) in zip(groups, decided, strict=True)
-    ]
-
-
-def verify_rejection_trees(
     target_probs: Tensor,
     groups: Sequence[RowGroup],
-    trees: Sequence[Tokens],
     draft_ids: Tensor,
     draft_probs: Tensor,
+    trees: Sequence[Tokens] | None = None,
 ) -> list[VerifiedRun]:
-    """Go down trees by ratio tests: each child of a token in turn, against what the refused ones have left.
+    """Go down drafts by ratio tests, then draw the next token.
 
-    A child x that was drawn from q passes with probability min(1, p(x) / q(x)), where p is the target's distribution
-    at first, and after each refused child the positive part of p - q, normalised. Where none passes, or there is none,
-    the next token is drawn from p. Miao et al. 2024, "SpecInfer", algorithm 2 (multi-step speculative sampling); Jeon
-    et al. 2024, "Recursive speculative decoding", for children that are drawn without replacement. Where each token has
-    one child this is :func:`verify_rejection`, by the same random numbers.
+    A token x that was drawn from q is kept iff u q(x) < p(x), strictly, so that one the target never says does not
+    pass. There p is the target's distribution; where a tree has several tokens at one place they are tested in turn,
+    and after each one refused p is the positive part of p - q, normalised, or what it was where that has no mass. Where
+    none is kept, or there is none, the next token is drawn from p: after full acceptance from the target at once. With
+    temperature 0 all this comes to argmax equality. A draft token that has no probability in its own distribution
+    cannot have been drawn from it: it is dropped with what follows, and its position decoded plainly. Miao et al. 2024,
+    "SpecInfer", algorithm 2 (multi-step speculative sampling); Jeon et al. 2024, "Recursive speculative decoding", for
+    children that are drawn without replacement. A chain is a tree in which one token follows each.
+
+    Random numbers: of the pairs of (seed, position, TARGET) the first number of one for each test, and the second of
+    the first pair for the draw.
 
     Args:
-        target_probs: float32 [N, V]: of each group 1 + T rows, before its tree and after each of its T tokens.
-        groups: The sequences, with the trees' tokens as drafts.
-        trees: For each token of a tree which one it follows, -1 for none.
-        draft_ids: int64 [sum of T, C], and
-        draft_probs: float32 [sum of T, C]: what each token was drawn from, given those before it that follow the same.
+        target_probs: float32 [N, V], from ``Sampler.probs``; of a group 1 + T rows, before its draft and after each
+            token.
+        groups: The sequences of the N rows, in order.
+        draft_ids: int64 [D, C]: what each draft token was drawn from, for all tokens of all drafts, in order.
+        draft_probs: float32 [D, C]: and with which probabilities, summing to 1; of a tree given those before it that
+            follow the same.
+        trees: For each group which of its draft tokens each one follows, -1 for none; empty for a chain.
 
     Returns:
         One entry per group. One transfer from the device for all of them.
     """
     rows, device, num_groups = Rows(groups), target_probs.device, len(groups)
-    ids, probs = _sane(draft_ids.to(device), draft_probs.to(target_probs), target_probs.shape[1])
-    child_rows = torch.tensor(_child_rows(rows, trees), device=device)
-    most = child_rows.shape[1]
+    parents = [tree or range(-1, len(g.draft) - 1) for g, tree in zip(groups, trees or [()] * num_groups, strict=True)]
+    children = [children_of(tree) for tree in parents]
+    most = max((len(nodes) for of_tree in children for nodes in of_tree.values()), default=1)
+    child_rows = torch.tensor(_child_rows(rows, children, most), device=device).view(-1, most)
+    # A row of nothing for groups without a draft.
+    ids, probs = (
+        functional.pad(values, (0, 0, 0, 1))
+        for values in _sane(draft_ids.to(device), draft_probs.to(target_probs), target_probs.shape[1])
+    )
     tokens = torch.tensor([token for group in groups for token in (0, *group.draft)], device=device)
-    at, group_numbers = torch.tensor(rows.starts, device=device), torch.arange(num_groups, device=device)
+    at, numbers = torch.tensor(rows.starts, device=device), torch.arange(num_groups, device=device)
     is_done = torch.zeros(num_groups, dtype=torch.bool, device=device)
-    following = torch.zeros(num_groups, dtype=torch.int64, device=device)
-    reached = []
-    for depth in range(1 + max(max(depths(tree)) for tree in trees)):
-        positions = [len(group.tokens) + depth for group in groups]
-        uniform = uniforms([group.spec.seed for group in groups], positions, Purpose.TARGET, device, most)
+    weights, by, reached = target_probs[at], torch.zeros(num_groups, dtype=torch.float64, device=device), []
+    num_places = 1 + max((max(depths(tree), default=0) for tree in parents), default=0)
+    seeds = [group.spec.seed for group in groups] * num_places
+    positions = [len(group.tokens) + place for place in range(num_places) for group in groups]
+    uniforms_of = uniforms(seeds, positions, Purpose.TARGET, device, most).view(num_places, num_groups, 2 * most)
+    for uniform in uniforms_of:
         p, there, has_moved = target_probs[at], at, is_done
         for number in range(most):
             child = child_rows[there, number]
             # Before a row of group g there are as many first rows, which hold no draft, and that of g.
-            draft, token = (child - group_numbers - 1).clamp_min(0), tokens[child.clamp_min(0)].unsqueeze(1)
+            draft, token = (child - numbers - 1).clamp_min(0), tokens[child.clamp_min(0)].unsqueeze(1)
             drawn = probs[draft].masked_fill(ids[draft] != token, 0).sum(1)
             is_tested = ~has_moved & (child >= 0) & (drawn > 0)
-            passes = uniform[:, number] * drawn * p.sum(1) < p.gather(1, token).squeeze(1)
+            token = torch.where(drawn.unsqueeze(1) > 0, token, 0)
+            left = p / p.sum(1, keepdim=True) if number else p
+            passes = uniform[:, number] * drawn < left.gather(1, token).squeeze(1)
             at = torch.where(is_tested & passes, child, at)
             has_moved = has_moved | (is_tested & passes)
-            left = _residual(p / p.sum(1, keepdim=True), ids[draft], probs[draft])
-            p = torch.where((is_tested & ~passes).unsqueeze(1), left, p)
-        following = torch.where(has_moved, following, _draw(p, uniform[:, most]).squeeze(1))
+            p = torch.where((is_tested & ~passes).unsqueeze(1), _residual(left, ids[draft], probs[draft]), p)
+        weights = torch.where(has_moved.unsqueeze(1), weights, p)
+        by = torch.where(has_moved, by, uniform[:, most])
         reached.append(torch.where(is_done | ~has_moved, -1, at))
         is_done = is_done | ~has_moved
-    decided: list[list[int]] = torch.stack((*reached, following), 1).tolist()
+    decided: list[list[int]] = torch.stack((*reached, _draw(weights, by).squeeze(1)), 1).tolist()
     return [
-        _tree_run(group, [row - start - 1 for row in of_group[:-1] if row >= 0], of_group[-1])
-        for group, start, of_group in zip(groups, rows.starts, decided, strict=True)
+        _run(group, [row - start - 1 for row in of_group[:-1] if row >= 0], of_group[-1], bool(tree))
+        for group, start, of_group, tree in zip(groups, rows.starts, decided, trees or [()] * num_groups, strict=True)
     ]
 
 
-def _child_rows(rows: Rows, trees: Sequence[Tokens]) -> list[list[int]]:
-    """For each row the rows of what follows it in its tree, in order; filled with -1 up to the most that follow one."""
-    children = [children_of(tree) for tree in trees]
-    most = max(max(map(len, of_tree.values())) for of_tree in children)
+def _child_rows(rows: Rows, children: Sequence[Mapping[int, list[int]]], most: int) -> list[list[int]]:
+    """For each row the rows of what follows it in its draft, in order; filled up with -1 to ``most``."""
     table = [[-1] * most for _ in range(rows.num_rows)]
     for start, of_tree in zip(rows.starts, children, strict=True):
         for parent, nodes in of_tree.items():
@@ -200,8 +165,9 @@ def _child_rows(rows: Rows, trees: Sequence[Tokens]) -> list[list[int]]:
     return table
 
 
-def _tree_run(group: RowGroup, path: list[int], next_token: int) -> VerifiedRun:
-    return VerifiedRun((*(group.draft[node] for node in path), next_token), len(path), tuple(path))
+def _run(group: RowGroup, path: list[int], next_token: int, is_tree: bool) -> VerifiedRun:
+    run = (*(group.draft[node] for node in path), next_token)
+    return VerifiedRun(run, len(path), tuple(path) if is_tree else ())
 
 
 def _sane(ids: Tensor, probs: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:

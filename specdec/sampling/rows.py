@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate, chain, repeat
 from typing import NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
 from specdec.sampling.params import SamplingParams, SequenceSpec
@@ -93,19 +92,3 @@ class Rows:
     def numbers(self, indexes: Sequence[int]) -> list[int]:
         """The row numbers, in this batch, of some groups."""
         return list(chain.from_iterable(range(self.starts[i], self.starts[i] + self.counts[i]) for i in indexes))
-
-    def leading(self, kept: Tensor) -> Tensor:
-        """How many drafts of each group are kept before the first that is not.
-
-        Args:
-            kept: bool [N]: whether the draft token that follows each row is kept; false in each group's last row.
-
-        Returns:
-            int64 [number of groups].
-        """
-        device = kept.device
-        number = torch.arange(self.num_rows, device=device)
-        ends = torch.where(kept, self.num_rows, number)
-        group = torch.tensor(self.spread(range(len(self.groups))), device=device)
-        first = torch.full((len(self.groups),), self.num_rows, device=device)
-        return first.scatter_reduce_(0, group, ends, "amin") - torch.tensor(self.starts, device=device)

@@ -13,7 +13,7 @@ import specdec.sampling.rejection as rejection_module
 from specdec.engine.rules import propose_siblings, tree_rows, verify
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.pipeline import RowGroup, Sampler
-from specdec.sampling.rejection import propose_several, verify_rejection, verify_rejection_trees
+from specdec.sampling.rejection import propose_several, verify_rejection
 from specdec.sampling.trees import Node, chain_shape, children_of, depths, path_to, tree_shape
 from tests.sizes import sized
 from tests.specdec.sampling.reference import make_spec
@@ -71,7 +71,7 @@ def p_value(num_draws: int = NUM_DRAWS) -> float:
         tokens, ids, probs = (torch.stack(parts, 1) for parts in zip(*nodes, strict=True))
         groups = [RowGroup(spec, [0], tuple(row)) for spec, row in zip(specs, tokens.tolist(), strict=True)]
         rows = target[torch.cat((before.unsqueeze(1), tokens), 1).flatten()]
-        runs = verify_rejection_trees(rows, groups, [PARENTS] * len(groups), ids.flatten(0, 1), probs.flatten(0, 1))
+        runs = verify_rejection(rows, groups, ids.flatten(0, 1), probs.flatten(0, 1), [PARENTS] * len(groups))
         firsts = torch.tensor([run.run[0] for run in runs])
         pairs = [before * VOCAB + firsts, torch.tensor([run.run[0] * VOCAB + run.run[1] for run in runs if run.path])]
         counts += torch.bincount(torch.cat(pairs), minlength=VOCAB * VOCAB).view(VOCAB, VOCAB)
@@ -142,7 +142,7 @@ def test_a_tree_of_one_path_is_decided_as_a_chain_is_by_the_same_numbers() -> No
     rows = torch.cat([target[[group.tokens[-1], *group.draft]] for group in groups]).softmax(1)
     drawn_from = torch.tensor(ids), torch.tensor(probs)
     as_chains = verify_rejection(rows, groups, *drawn_from)
-    as_trees = verify_rejection_trees(rows, groups, [(-1, 0, 1)] * len(groups), *drawn_from)
+    as_trees = verify_rejection(rows, groups, *drawn_from, [(-1, 0, 1)] * len(groups))
     assert [run[:2] for run in as_trees] == [run[:2] for run in as_chains]
     assert len({run.num_accepted for run in as_trees}) == 4
 
