@@ -4,8 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from cluster import drain
-from cluster.drain import INGRESS, drain_ingress
-from deployments import names
+from cluster.drain import drain_ingress
 
 
 class Replica:
@@ -79,10 +78,6 @@ def test_nobody_is_asked_where_ray_has_died():
     replica = Replica(1)
     assert not drain_ingress(Handle(replica), 60, lambda: False)
     assert replica.told == []
-
-
-def test_the_ingress_is_called_as_the_application_calls_it():
-    assert INGRESS == names.INGRESS
 
 
 def test_what_has_not_changed_is_not_told_again(monkeypatch):

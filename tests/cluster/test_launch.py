@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import subprocess
 import sys
 import threading
@@ -10,13 +9,11 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from ray.serve._private import deployment_state
 
 from cluster import launch
 from cluster.config import ServiceConfig
-from cluster.launch import LOADERS, LocalService, describe, first_failure, last_line
+from cluster.launch import LocalService, describe, first_failure, last_line
 from cluster.processes import OwnProcesses
-from deployments.names import DRAFT, TARGET
 
 
 def test_readiness_is_asked_for_directly_whatever_proxy_the_environment_names(monkeypatch):
@@ -151,16 +148,6 @@ def test_who_says_what_it_does_is_there_whatever_serve_thinks(message, words):
     deployment.replica_states = {"STARTING": 1}
     stage = "loading x: 3.1 of 7.5 GB"
     assert describe(deployment, loads_model=True, stage=stage) == f"starting ({stage}){words}"
-
-
-def test_the_deployments_that_load_a_model_are_known():
-    assert set(LOADERS) == {TARGET, DRAFT}
-
-
-def test_serves_own_words_for_slow_replicas_are_those_replaced_here():
-    source = inspect.getsource(deployment_state)
-    for words in ("have taken more than {SLOW_STARTUP_WARNING_S}s to ", "Resources required for each replica: {"):
-        assert words in source
 
 
 def test_the_last_line_names_the_error():

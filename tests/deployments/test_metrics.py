@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 import deployments.metrics
 from benchmarks.scripted import Script, ScriptedDrafter, ScriptedTarget
 from deployments.metrics.changes import ChangeRegistry
-from deployments.metrics.families import FAMILIES, PREFIX, REPORTED
+from deployments.metrics.families import FAMILIES, REPORTED
 from deployments.metrics.replica import MachineReport, RayExport, ReplicaMetrics
 from deployments.metrics.table import metrics_table
 from deployments.openai.observer import Observer
@@ -233,4 +233,3 @@ async def test_what_cannot_be_handed_on_stops_nothing(
     async with asyncio.timeout(10):
         await handed_on.wait()
     metrics.close()
-    assert PREFIX == "specdec_"

@@ -65,7 +65,6 @@ def test_nothing_accepted() -> None:
     assert row.tokens_per_s == pytest.approx(10 / (6 * 0.042 + 0.138))
     assert row.acceptance_rate == 0
     assert row.mean_acceptance_length == 1
-    assert row.mean_acceptance_length == 1
 
 
 def test_acceptance_and_time_of_a_script() -> None:

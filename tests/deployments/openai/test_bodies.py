@@ -41,10 +41,6 @@ def told(bench: Bench, tokenizer: PreTrainedTokenizerFast) -> Bench:
     return bench
 
 
-def test_there_are_enough_of_them() -> None:
-    assert len(COMPLETIONS) + len(CHATS) >= 60
-
-
 @pytest.mark.parametrize("name", COMPLETIONS)
 async def test_completions(told: Bench, http: httpx2.AsyncClient, name: str) -> None:
     await check(http, "/v1/completions", {"prompt": "def add"} | COMPLETIONS[name].body, COMPLETIONS[name])

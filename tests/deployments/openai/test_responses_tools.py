@@ -25,7 +25,6 @@ from .test_tools import BODY as CHAT
 from .test_tools import (
     CALL_A,
     CALL_B,
-    CITY,
     LLAMA_LIKE,
     NO_TOOLS,
     RESPONSE_TEMPLATE,
@@ -368,10 +367,6 @@ async def test_bodies_of_clients(bench: Bench, http: httpx2.AsyncClient, name: s
     assert answer.status_code == 200, answer.text
     response = read_events(answer.text)[-1]["response"] if body.get("stream") else answer.json()
     assert checked(response).output_text == "ok"
-
-
-def test_the_tools_are_those_of_chat() -> None:
-    assert FLAT[0] == {"type": "function", "name": "weather", "description": "Of a city.", "parameters": CITY}
 
 
 async def test_so_many_calls_are_taken_in_a_row_and_no_more(bench: Bench, http: httpx2.AsyncClient) -> None:
