@@ -24,7 +24,7 @@ TORCH_INDEX ?=
 # A Python 3.11 to make .venv with, where the one found is not the one wanted.
 PYTHON ?=
 
-.PHONY: help setup setup-vllm serve test test-fast test-faults test-vllm test-cluster test-clients test-image test-monitoring \
+.PHONY: help setup setup-vllm serve test test-fast test-faults test-vllm test-cluster test-clients test-image test-monitoring test-gpu \
 	slice-statistics slice-families slice-protocol slice-kills slice-updates slice-services slice-cluster slice-clients slice-vllm slice-image \
 	check format bench soak clean
 
@@ -39,6 +39,7 @@ help:
 	@echo "make test-image       the container image; needs buildah and mmdebstrap"
 	@echo "make test-clients     schemathesis, guidellm, a browser, and the clients of tests/clients; needs chromium"
 	@echo "make test-monitoring  alerts and dashboards on a real Prometheus; needs Debian's prometheus"
+	@echo "make test-gpu         kernels, noise and decisions on a CUDA device, against the CPU's"
 	@echo "make soak             everything that is too long for every change, in ten slices (.ci/slices): hours"
 	@echo "make check            format, lint, types, import layers"
 	@echo "make bench            ways of speculating compared on the same work"
@@ -94,6 +95,10 @@ test-monitoring: $(DEV)
 	@command -v promtool >/dev/null || { echo "Install prometheus first (Debian, Ubuntu: apt install prometheus)" >&2; exit 1; }
 	@$(PYTEST) tests/monitoring $(ARGS)
 
+# Skipped where torch finds no CUDA device.
+test-gpu: $(DEV)
+	@$(PYTEST) tests/gpu $(ARGS)
+
 # Ten slices of what is too long for every change; .ci/slices says what each is.
 slice-statistics: $(DEV)
 	@$(PYTEST) $(TWO) --whole tests/specdec/sampling tests/thorough/engine/test_{branches_unbiased,structured_corpus,structured_distribution}.py $(ARGS)
@@ -114,11 +119,14 @@ slice-updates: $(DEV)
 
 slice-services: $(DEV)
 	@$(PYTEST) tests/soak --ignore-glob='*/test_kills.py' --ignore-glob='*/test_launch.py' --ignore-glob='*/test_stalls.py' --ignore-glob='*/test_hybrid.py' \
-		--ignore-glob='*/test_updates.py' --ignore-glob='*/test_scaling.py' $(ARGS)
+		--ignore-glob='*/test_updates.py' --ignore-glob='*/test_scaling.py' \
+		--ignore-glob='*/test_chat_demo.py' --ignore-glob='*/test_tool_loop.py' $(ARGS)
 
 slice-cluster: test-cluster
 
+# With a model that talks, which the demo needs the package index for.
 slice-clients: test-clients
+	@$(PYTEST) tests/soak/test_chat_demo.py tests/soak/test_tool_loop.py $(ARGS)
 
 slice-vllm: test-vllm
 

@@ -39,9 +39,3 @@ def test_an_embedding_of_the_input_alone_is_not_read_whole(is_tied: bool) -> Non
     buffers = sum(buffer.nbytes for buffer in loaded.model.buffers())
     # Tied, the one matrix of 256 rows of 64 floats is read whole as the output's.
     assert gpu.read_bytes(loaded) == layers + buffers + (256 * 64 * 4 if is_tied else 0)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu() -> None:
-    assert gpu.main(["--shapes", "tiny", *SMALL]) == 0

@@ -140,23 +140,3 @@ def test_the_flash_kernel_is_called_as_documented(
 def test_a_cpu_gathers(models: Models) -> None:
     assert choose_kernel(models("llama")[0]) == "gather"
     assert ModelRunner(models("llama")[0], num_blocks=2).kernel == "gather"
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
-def test_the_flash_kernel_gives_what_gathering_gives(models: Models, family: str) -> None:
-    from specdec.models.loading import prepare_model
-    from tests.specdec.models.families import make_model
-
-    loaded = prepare_model(make_model(family).to("cuda", torch.bfloat16), family)
-    assert choose_kernel(loaded) in ("varlen", "varlen_paged")
-    logits = []
-    for kernel in ("gather", "auto"):
-        runner = ModelRunner(loaded, num_blocks=40, kernel=kernel)
-        sequences = [runner.new_sequence() for _ in range(3)]
-        for sequence, length in zip(sequences, (30, 9, 1), strict=True):
-            assert runner.reserve(sequence, length + 3)
-            runner.forward([RowInput(sequence, tokens(length, length), 0)])
-        logits.append(runner.forward([RowInput(sequence, tokens(3, 3), 3) for sequence in sequences]))
-    assert (logits[0] - logits[1]).abs().max() < 0.1
