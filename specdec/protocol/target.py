@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from operator import attrgetter
 
 from msgspec.structs import replace
@@ -90,9 +90,10 @@ class TargetMachine(WorkerMachine[TargetRow]):
         return worked
 
     def report(self) -> dict[str, float]:
-        """Counters and gauges for the router; per-position counts are named ``num_accepted_tokens_per_pos/<i>``.
+        """Counters and gauges for the router.
 
-        ``num_waiting_sequences`` found no room in the last step.
+        Per-position counts are named ``num_accepted_tokens_per_pos/<i>``, those of a source of drafts
+        ``num_drafts_by_source/<source>`` and so on. ``num_waiting_sequences`` found no room in the last step.
         """
         figures = super().report()
         figures["num_waiting_sequences"] = float(self._num_waiting)
@@ -102,6 +103,8 @@ class TargetMachine(WorkerMachine[TargetRow]):
                 figures[item.name] = float(value)
         for i, count in enumerate(self.counters.num_accepted_per_position):
             figures[f"num_accepted_tokens_per_pos/{i}"] = float(count)
+        for source, counts in self.counters.by_source.items():
+            figures |= {f"{name}_by_source/{source}": float(count) for name, count in asdict(counts).items()}
         return figures
 
     # A step.

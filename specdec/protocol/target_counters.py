@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
-from specdec.protocol.drafts import DraftSource
+from specdec.protocol.drafts import OFFERED, DraftSource
 
 LOOK_UPS = frozenset[DraftSource](("lookup", "prediction"))
 """Drafts that were found in a text."""
+
+
+@dataclass(slots=True)
+class SourceCounters:
+    """Drafts of one source."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -25,12 +35,7 @@ class TargetCounters:
         num_branch_hits: Rounds whose outcome was among those prepared, in an offer with branches that was there when
             the next draft was chosen. Counted when the next round is decided; the last one of a sequence is not.
         num_branch_misses: Rounds for which there were such offers, and none of them for the outcome.
-        num_lookup_draft_tokens: Of the draft tokens, those that were looked up.
-        num_lookup_accepted_tokens: Of the accepted ones, the same.
-        num_lookup_drafts: Of the drafts, the same.
-        num_heads_draft_tokens: Of the draft tokens, those of heads on the target.
-        num_heads_accepted_tokens: Of the accepted ones, the same.
-        num_heads_drafts: Of the drafts, the same.
+        by_source: Of drafts, draft tokens and accepted ones, those of each source; ``model`` is the draft model.
         num_failed_steps: Steps that failed as a whole, and were contained.
         num_suspects: Sequences that were put apart because a step with them had failed, here or elsewhere.
         num_errors: Sequences that ended with an error.
@@ -49,16 +54,11 @@ class TargetCounters:
     draft_wait_s: float = 0.0
     num_branch_hits: int = 0
     num_branch_misses: int = 0
-    num_lookup_drafts: int = 0
-    num_lookup_draft_tokens: int = 0
-    num_lookup_accepted_tokens: int = 0
-    num_heads_drafts: int = 0
-    num_heads_draft_tokens: int = 0
-    num_heads_accepted_tokens: int = 0
     num_failed_steps: int = 0
     num_suspects: int = 0
     num_errors: int = 0
     num_accepted_per_position: list[int] = field(default_factory=list)
+    by_source: defaultdict[str, SourceCounters] = field(default_factory=lambda: defaultdict(SourceCounters))
 
     def count_round(self, num_drafted: int, num_accepted: int, num_committed: int, source: DraftSource) -> None:
         """Count one verification; ``num_accepted`` are those that were committed."""
@@ -69,14 +69,10 @@ class TargetCounters:
         self.num_drafts += 1
         self.num_draft_tokens += num_drafted
         self.num_accepted_tokens += num_accepted
-        if source == "heads":
-            self.num_heads_drafts += 1
-            self.num_heads_draft_tokens += num_drafted
-            self.num_heads_accepted_tokens += num_accepted
-        if source in LOOK_UPS:
-            self.num_lookup_drafts += 1
-            self.num_lookup_draft_tokens += num_drafted
-            self.num_lookup_accepted_tokens += num_accepted
+        of_source = self.by_source["model" if source in OFFERED else source]
+        of_source.num_drafts += 1
+        of_source.num_draft_tokens += num_drafted
+        of_source.num_accepted_tokens += num_accepted
         per_position = self.num_accepted_per_position
         per_position.extend([0] * (num_accepted - len(per_position)))
         for i in range(num_accepted):

@@ -96,9 +96,10 @@ class RunningService:
             lines = page.read().decode().splitlines()
         return {key: float(value) for key, _, value in (li.rpartition(" ") for li in lines if not li.startswith("#"))}
 
-    def count(self, name: str) -> float:
-        """A counter, summed over all its samples."""
-        return sum(value for key, value in self.metrics().items() if key.startswith(f"specdec_{name}_total{{"))
+    def count(self, name: str, label: str = "") -> float:
+        """A counter, summed over all its samples, or those with a label such as ``source="lookup"``."""
+        samples = self.metrics().items()
+        return sum(value for key, value in samples if key.startswith(f"specdec_{name}_total{{") and label in key)
 
     def worker_gauge(self, name: str) -> dict[str, float]:
         """A figure of target and drafter, summed over the replicas of each."""

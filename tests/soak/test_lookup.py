@@ -13,7 +13,10 @@ COMPLETION = {"prompt": "x = 1\nx = 1\nx = 1\nx = 1\n", "max_tokens": 40, "tempe
 CHAT = {"messages": [{"role": "user", "content": "def f(a):"}], "max_tokens": 60, "temperature": 1, "seed": 3}
 
 
-COUNTERS = "spec_decode_num_accepted_tokens", "lookup_accepted_tokens"
+def accepted(running: RunningService) -> tuple[float, float]:
+    """Accepted draft tokens, and those of them that were looked up in the text or in a prediction."""
+    found = [running.count("accepted_tokens_by_source", f'source="{source}"') for source in ("lookup", "prediction")]
+    return running.count("spec_decode_num_accepted_tokens"), sum(found)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +38,7 @@ def test_drafts_are_looked_up_and_change_no_token(running: RunningService) -> No
         for bound in (0, 3, None)
     }
     assert len(texts) == 1
-    eventually(lambda: running.count("lookup_accepted_tokens") > 0, 30, "accepted tokens that were looked up")
+    eventually(lambda: accepted(running)[1] > 0, 30, "accepted tokens that were looked up")
     assert running.count("spec_decode_num_accepted_tokens") > 0
 
 
@@ -64,7 +67,7 @@ def test_with_a_draft_model_as_well_both_draft_and_change_no_token(
 ) -> None:
     """Half of an answer is predicted: the draft model drafts the rest."""
     client = with_both.client()
-    before = {name: with_both.count(name) for name in COUNTERS}
+    before = accepted(with_both)
 
     def answer(seed: int, **fields: Any) -> str:
         asked: dict[str, Any] = {**CHAT, "temperature": temperature, "seed": seed, **fields}
@@ -76,12 +79,13 @@ def test_with_a_draft_model_as_well_both_draft_and_change_no_token(
         predicted = {"type": "content", "content": plain[: len(plain) // 2]}
         assert [answer(seed), answer(seed, prediction=predicted)] == [plain, plain]
 
-    def since(name: str) -> float:
-        return with_both.count(name) - before[name]
+    def since() -> tuple[float, float]:
+        now = accepted(with_both)
+        return now[0] - before[0], now[1] - before[1]
 
-    eventually(lambda: since("lookup_accepted_tokens") > 0, 60, "accepted tokens that were looked up")
+    eventually(lambda: since()[1] > 0, 60, "accepted tokens that were looked up")
     eventually(
-        lambda: since("spec_decode_num_accepted_tokens") > since("lookup_accepted_tokens"),
+        lambda: since()[0] > since()[1],
         60,
         "accepted tokens of the draft model",
     )

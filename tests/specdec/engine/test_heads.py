@@ -250,7 +250,7 @@ def test_a_grammar_cuts_what_it_forbids_and_no_token_changes(temperature: float)
     )
     assert drafted.token_ids == plain.token_ids
     check(PERSON, drafted)
-    assert engine._service.target.counters.num_heads_draft_tokens > 0
+    assert engine._service.target.counters.by_source["heads"].num_draft_tokens > 0
 
 
 @pytest.mark.parametrize("tree", [0, 12])
@@ -275,8 +275,8 @@ def test_notes_and_counters_tell_that_heads_drafted() -> None:
     assert set(letters) <= {"p", *HEADED}
     assert letters["h"] == counters.num_accepted_tokens == sum(letters[letter] for letter in ACCEPTED) > 0
     for name in ("drafts", "draft_tokens", "accepted_tokens"):
-        assert getattr(counters, f"num_heads_{name}") == getattr(counters, f"num_{name}") > 0
-    assert counters.num_lookup_drafts == 0
+        assert getattr(counters.by_source["heads"], f"num_{name}") == getattr(counters, f"num_{name}") > 0
+    assert set(counters.by_source) == {"heads"}
 
 
 @pytest.mark.parametrize(

@@ -116,9 +116,10 @@ class HostileService:
         gauges = self._target._backend.gauges()
         self.counts["evicted"] += int(gauges["num_evictions"])
         self.counts["reused"] += int(gauges["num_reused_tokens"])
+        by_source = self._target.counters.by_source
         self.counts["accepted"] += self._target.counters.num_accepted_tokens
-        self.counts["looked up"] += self._target.counters.num_lookup_accepted_tokens
-        self.counts["of heads"] += self._target.counters.num_heads_accepted_tokens
+        self.counts["looked up"] += sum(by_source[name].num_accepted_tokens for name in ("lookup", "prediction"))
+        self.counts["of heads"] += by_source["heads"].num_accepted_tokens
         self.counts["stale"] += self._target.counters.num_stale_offers
 
     def _disturb(self) -> None:

@@ -133,7 +133,7 @@ def test_a_grammar_cuts_what_it_forbids_and_no_token_changes(temperature: float)
     assert found.token_ids == plain.token_ids
     check(PERSON, found)
     assert found.stats.num_accepted_tokens > 0
-    assert engine._service.target.counters.num_lookup_drafts > 0
+    assert engine._service.target.counters.by_source["lookup"].num_drafts > 0
 
 
 def letters_of(outputs: list[Output]) -> Counter[str]:
@@ -152,12 +152,13 @@ def test_notes_and_counters_tell_where_drafts_are_from() -> None:
     assert letters["x"] > 20
     assert stats.num_accepted_tokens == sum(letters[letter] for letter in ACCEPTED)
     assert stats.num_rounds == counters.num_rounds
-    for name in ("drafts", "draft_tokens", "accepted_tokens"):
-        assert getattr(counters, f"num_lookup_{name}") == getattr(counters, f"num_{name}") > 0
+    assert set(counters.by_source) <= {"lookup", "prediction"}
+    for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+        assert sum(getattr(one, name) for one in counters.by_source.values()) == getattr(counters, name)
     assert stats.num_draft_tokens == counters.num_draft_tokens
     mixed = looking_up("llama", draft=partial(runner, "llama", 0.0))
     assert not set(letters_of(collect(mixed, without))) & PREDICTED
-    assert 0 < mixed.target.counters.num_lookup_drafts + 1 <= mixed.target.counters.num_drafts
+    assert 0 < mixed.target.counters.by_source["lookup"].num_drafts + 1 <= mixed.target.counters.num_drafts
 
 
 def test_a_long_match_goes_before_the_draft_models_offer_and_a_short_one_after_it() -> None:

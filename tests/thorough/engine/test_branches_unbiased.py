@@ -224,13 +224,15 @@ def p_value(setup: Setup, num_draws: int) -> float:
         start += batch
         pairs = torch.tensor(list(joined.from_iterable(pairwise((PROMPT[-1], *output)) for output in line.run()))).T
         counts += torch.bincount(pairs[0] * VOCAB + pairs[1], minlength=VOCAB * VOCAB).view(VOCAB, VOCAB)
-        for name in ("num_branch_hits", "num_lookup_drafts", "num_heads_drafts", "num_used_offers"):
+        for name in ("num_branch_hits", "num_used_offers"):
             counters[name] += getattr(line.target.counters, name)
+        for source, of_source in line.target.counters.by_source.items():
+            counters["found" if source in ("lookup", "prediction") else source] += of_source.num_drafts
         counters["num_promoted"] += line.drafter.counters.num_promoted
     if setup.lookup is not None:
-        assert counters["num_lookup_drafts"] > num_draws / 50
+        assert counters["found"] > num_draws / 50
     if isinstance(line.target._backend, WithHeads):
-        assert counters["num_heads_drafts"] > num_draws / 50
+        assert counters["heads"] > num_draws / 50
     assert counters["num_used_offers"] > num_draws / 50, counters
     assert not setup.plan.num_branches or min(counters["num_branch_hits"], counters["num_promoted"]) > num_draws / 50
     expected = counts.sum(1, keepdim=True) * setup.logits()[0].double().softmax(1)
