@@ -43,13 +43,13 @@ def generate(target: ModelSource, draft: ModelSource | None, temperature: float)
 def test_the_text_is_the_quantized_targets_own(role, temperature):
     target = demo(role, quantization="int8")
     alone = generate(target, None, temperature)
-    for draft in DRAFTS.values():
+    for draft in some(DRAFTS.values()):
         together = generate(target, draft, temperature)
         assert [result.token_ids for result in together] == [result.token_ids for result in alone]
         assert sum(result.stats.num_accepted_tokens for result in together) > 20
 
 
-@pytest.mark.parametrize("quantization", some(["int8", "int4", "fp8"], 2))
+@pytest.mark.parametrize("quantization", some(["int8", "int4", "fp8"]))
 def test_a_quantized_draft_changes_no_token(quantization):
     target = demo("target")
     want, got = (generate(target, DRAFTS[name], 1.0) for name in ("none", quantization))
@@ -94,7 +94,7 @@ def test_all_sampling_chunked_prompts_and_look_up_change_no_token(sampling):
     assert engine.stats.num_accepted_tokens > 20
 
 
-@pytest.mark.parametrize("feature", some(["grammars", "hooks", "prefix reuse", "preemption", "branches", "kills"], 2))
+@pytest.mark.parametrize("feature", some(["grammars", "hooks", "prefix reuse", "preemption", "branches", "kills"]))
 def test_beside_another_feature_each_text_is_the_quantized_targets_own(feature):
     assert_texts_are_its_own(demo("target", quantization="int8"), demo("draft", quantization="int8"), feature)
 
@@ -119,7 +119,7 @@ def save_compressed(folder: Path, form: str) -> None:
         shutil.copy(file, folder)
 
 
-@pytest.mark.parametrize("form", ["int-quantized", "pack-quantized"])
+@pytest.mark.parametrize("form", some(["int-quantized", "pack-quantized"]))
 def test_a_checkpoint_of_compressed_tensors_is_admitted_and_its_text_is_its_own(form, tmp_path):
     """Its weights are brought back as it is loaded: what is in memory is counted as it is."""
     save_compressed(tmp_path, form)
