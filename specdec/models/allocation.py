@@ -11,6 +11,8 @@ from specdec.errors import SpecdecError
 
 _ADVICE = " Of the allocated memory"
 """Where torch's message turns from what was asked for and what there is to the settings of its allocator."""
+_NO_MEMORY = "can't allocate memory"
+"""What torch's allocator for CPUs says, in a plain RuntimeError."""
 
 
 @contextmanager
@@ -26,6 +28,8 @@ def allocation(failure: type[SpecdecError], what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and _NO_MEMORY not in str(error):
+            raise
         asked_for = " ".join(str(error).split()).partition(_ADVICE)[0]
         raise failure(f"{what}: {asked_for}") from error
