@@ -27,7 +27,6 @@ from specdec.models.runner import ModelRunner, RowInput
 KINDS = {
     "linear layers": (
         "mkldnn::_linear_pointwise",
-        "specdec::packed_linear",
         "aten::mm",
         "aten::addmm",
         "aten::linear",
