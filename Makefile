@@ -109,7 +109,7 @@ slice-families: $(DEV)
 
 slice-protocol: $(DEV)
 	@$(PYTEST) $(TWO) --whole tests/specdec/protocol tests/specdec/control tests/specdec/engine \
-		tests/thorough/engine/test_{after_reasoning,one_pass,other_vocabulary}.py tests/examples tests/benchmarks $(ARGS)
+		tests/thorough/engine/test_{after_reasoning,one_pass,other_vocabulary,structured,combinations,heads,contract,timed,edge_cases,lookup}.py tests/examples tests/benchmarks $(ARGS)
 
 slice-kills: $(DEV)
 	@$(PYTEST) tests/soak/test_{kills,stalls,launch,hybrid}.py $(ARGS)

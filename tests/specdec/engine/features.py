@@ -23,7 +23,7 @@ from tests.specdec.engine.pairs import Case, collect, run
 from tests.specdec.engine.schemas import grammar_of
 from tests.specdec.engine.test_hostile_network import TARGET, HostileService
 from tests.specdec.engine.test_processors import BOTH
-from tests.specdec.engine.test_structured import PERSON
+from tests.thorough.engine.test_structured import PERSON
 
 Feature = Literal["drafts", "grammars", "look-up", "hooks", "prefix reuse", "preemption", "branches", "kills"]
 PROMPTS = ("def read(path):\n", "class A:\n    def __init__(self", "import sys\nimport os\n", "x = 1\nx = 1\nx = 1\n")

@@ -41,12 +41,12 @@ from tests.specdec.engine.pairs import (
     prepare_tiny,
     run,
 )
-from tests.specdec.engine.test_combinations import EVERYTHING
-from tests.specdec.engine.test_combinations import assert_same as assert_same_output
-from tests.specdec.engine.test_heads import fitted
 from tests.specdec.engine.test_hostile_network import DRAFTER, TARGET, HostileService
 from tests.specdec.engine.test_processors import BOTH
 from tests.specdec.models.families import VOCAB_SIZE, make_model
+from tests.thorough.engine.test_combinations import EVERYTHING
+from tests.thorough.engine.test_combinations import assert_same as assert_same_output
+from tests.thorough.engine.test_heads import fitted
 
 GREEDY, SAMPLED = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.95)
 REJECTION = SamplingParams(temperature=1.0, acceptance="rejection")

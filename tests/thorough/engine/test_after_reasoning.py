@@ -17,7 +17,7 @@ from tests.sizes import some
 from tests.specdec.engine.pairs import Case, collect
 from tests.specdec.engine.schemas import grammar_of
 from tests.specdec.engine.test_hostile_network import DRAFTER, TARGET, HostileService
-from tests.specdec.engine.test_structured import (
+from tests.thorough.engine.test_structured import (
     PAIRS,
     PERSON,
     engine_of,

@@ -33,7 +33,7 @@ from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.tokens import SharedTokens, TokenBuffer
 from specdec.types import Tokens
 from tests.sizes import sized
-from tests.specdec.engine.test_heads import LinearHeads
+from tests.thorough.engine.test_heads import LinearHeads
 
 VOCAB, NUM_TOKENS, END = 6, 12, 5
 NUM_DRAWS = sized(1_000, 250_000)

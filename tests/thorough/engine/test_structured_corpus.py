@@ -22,7 +22,7 @@ from tests.sizes import sized, some
 from tests.specdec.engine.controlled import ControlledService
 from tests.specdec.engine.pairs import Case, Output, collect
 from tests.specdec.engine.schemas import grammar_of, is_valid, make_schemas
-from tests.specdec.engine.test_structured import (
+from tests.thorough.engine.test_structured import (
     MAX_TOKENS,
     PAIRS,
     PROMPTS,

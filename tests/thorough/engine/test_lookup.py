@@ -23,9 +23,9 @@ from specdec.sampling.pipeline import Sampler
 from tests.sizes import some
 from tests.specdec.engine.pairs import MAX_MODEL_LEN, Case, Output, backend, collect, greedy, make_model, run
 from tests.specdec.engine.test_hostile_network import DRAFTER, TARGET, HostileService, runner
-from tests.specdec.engine.test_structured import DEMO, MAX_TOKENS, OPTIONS, PERSON, check, sampling
 from tests.specdec.models.recurrent_families import VOCAB_SIZE, make_recurrent
 from tests.thorough.engine.test_recurrent import NOISE, make_cases, make_runner
+from tests.thorough.engine.test_structured import DEMO, MAX_TOKENS, OPTIONS, PERSON, check, sampling
 
 LENGTHS = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 64}
 FAMILIES = ("llama", "qwen3_5")

@@ -17,9 +17,9 @@ from specdec.sampling.pipeline import Sampler
 from specdec.types import TokenLogprobs
 from tests.specdec.engine.pairs import MAX_MODEL_LEN, Case, Output, collect
 from tests.specdec.engine.test_hostile_network import DRAFTER, TARGET, HostileService, runner
-from tests.specdec.engine.test_lookup import edited
 from tests.specdec.engine.test_processors import BOTH
 from tests.specdec.models.recurrent_families import VOCAB_SIZE
+from tests.thorough.engine.test_lookup import edited
 from tests.thorough.engine.test_recurrent import NOISE
 
 EVERYTHING = SamplingParams(

@@ -28,12 +28,12 @@ from specdec.sampling.pipeline import LogitsProcessor, Sampler
 from tests.sizes import some
 from tests.specdec.engine.pairs import MAX_MODEL_LEN, Case, backend, collect, greedy, make_model, run
 from tests.specdec.engine.test_hostile_network import DRAFTER, TARGET, HostileService, runner
-from tests.specdec.engine.test_lookup import letters_of, predicted_cases
 from tests.specdec.engine.test_processors import BOTH
-from tests.specdec.engine.test_structured import DEMO, MAX_TOKENS, OPTIONS, PERSON, check
-from tests.specdec.engine.test_structured import sampling as sampling_of
 from tests.specdec.models.recurrent_families import VOCAB_SIZE, make_recurrent
+from tests.thorough.engine.test_lookup import letters_of, predicted_cases
 from tests.thorough.engine.test_recurrent import NOISE, make_cases
+from tests.thorough.engine.test_structured import DEMO, MAX_TOKENS, OPTIONS, PERSON, check
+from tests.thorough.engine.test_structured import sampling as sampling_of
 
 LENGTHS = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 64}
 FAMILIES = ("llama", "qwen3_5", "gemma2")
