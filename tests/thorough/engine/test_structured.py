@@ -179,7 +179,14 @@ class Counted(NamedTuple):
 
 @pytest.mark.parametrize(
     ("pair", "temperature", "acceptance"),
-    [("plain", 0.0, "coupled"), ("plain", 1.0, "rejection"), ("hybrid", 0.0, "rejection"), ("hybrid", 1.0, "coupled")],
+    some(
+        [
+            ("plain", 0.0, "coupled"),
+            ("hybrid", 0.0, "rejection"),
+            ("hybrid", 1.0, "coupled"),
+            ("plain", 1.0, "rejection"),
+        ]
+    ),
 )
 def test_what_a_grammar_forces_goes_first_in_every_draft(
     pair: str, temperature: float, acceptance: str, monkeypatch: pytest.MonkeyPatch
