@@ -18,14 +18,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cluster.bench.prompts import CODE
-from cluster.config import ServiceConfig
-from cluster.sources import draft_source, target_source
+from cluster.config.app import ServiceConfig
+from cluster.models.sources import draft_source, target_source
 from specdec import ModelSource, SamplingParams
+from specdec.core.messages import Notes
+from specdec.core.params import Acceptance, SequenceSpec
 from specdec.engine.build import BackendOptions, build_drafter, build_target
 from specdec.engine.in_process import InProcessService
 from specdec.models.loading import load_tokenizer
-from specdec.protocol.messages import Notes
-from specdec.sampling.params import Acceptance, SequenceSpec
 from specdec.sampling.philox import derive_seed
 from specdec.sampling.rejection import NUM_DRAFT_CANDIDATES
 

@@ -18,15 +18,15 @@ import torch
 
 from benchmarks.turns import by_turns, spread
 from cluster.bench.prompts import CODE
-from cluster.models import Dtype
+from cluster.config.models import Dtype
+from specdec.checkpoint.compat import tokenizer_width
+from specdec.core.params import SamplingParams
+from specdec.core.types import Adapter
 from specdec.engine.build import BackendOptions, build_drafter, build_target
 from specdec.engine.in_process import InProcessService
-from specdec.models.compat import tokenizer_width
 from specdec.models.describe import linear_shapes
 from specdec.models.loading import ModelSource, load_tokenizer
 from specdec.models.lora.slots import AdapterRoom
-from specdec.sampling.params import SamplingParams
-from specdec.types import Adapter
 from tests.specdec.adapters import ATTENTION, write_adapter
 from tests.specdec.engine.pairs import Case, run
 

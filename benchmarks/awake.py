@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from specdec.errors import InvalidParameterError
+from specdec.core.errors import InvalidParameterError
 
 _SPIN = "import os\nwhile os.getppid() == {parent}:\n for _ in range(1000000): pass"
 """Ends by itself soon after whoever started it."""

@@ -10,9 +10,9 @@ from typing import Any
 
 from benchmarks.emulation import Clock, EmulatedDevice, EmulatedDrafter, EmulatedTarget, step_cost
 from benchmarks.scripted import Script, ScriptedDrafter, ScriptedTarget, plain_token_ids
-from cluster.config import AppArgs
-from cluster.sources import target_source
-from specdec.models.compat import tokenizer_width
+from cluster.config.app import AppArgs
+from cluster.models.sources import target_source
+from specdec.checkpoint.compat import tokenizer_width
 from specdec.models.describe import describe_model
 from specdec.models.loading import load_tokenizer
 
@@ -30,7 +30,7 @@ def stand_in(
     next_guess: str = str(NEXT_GUESS_RATE),
     clock: Clock | None = None,
 ) -> Any:
-    """A worker's backend; see :func:`cluster.sources.backend_of`.
+    """A worker's backend; see :func:`cluster.models.sources.backend_of`.
 
     Args:
         role: Of the worker.

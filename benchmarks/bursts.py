@@ -25,7 +25,7 @@ from cluster.bench.prompts import prompts_of
 from cluster.bench.services import Services
 from cluster.cli.flags import Parser, add_config_flags, config_overrides
 from cluster.cli.serve import serve
-from cluster.config_files import load_config
+from cluster.config.files import load_config
 
 MAX_TOKENS = 96
 VARIANTS: dict[str, int | None] = {"default": None, "alone": 0, "control": 0}

@@ -19,7 +19,7 @@ from benchmarks.turns import by_turns, spread
 from cluster.bench.services import Services
 from cluster.cli.flags import Parser, add_config_flags, config_overrides
 from cluster.cli.serve import serve
-from cluster.config_files import load_config
+from cluster.config.files import load_config
 
 QUESTIONS = (
     "What is the difference between weather and climate?",

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import specdec.demo
 from examples.train_draft.models import export, from_fields, num_parameters
+from specdec.executor.runner import ModelRunner, RowInput
 from specdec.models.loading import prepare_model
-from specdec.models.runner import ModelRunner, RowInput
 
 DEMO = Path(specdec.demo.__path__[0])
 CONTEXT_TOKENS = 128

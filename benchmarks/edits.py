@@ -17,14 +17,14 @@ import torch
 
 from benchmarks.turns import by_turns, spread
 from cluster.bench.prompts import CODE, CODE_LONG
-from cluster.models import Dtype
+from cluster.config.models import Dtype
+from specdec.checkpoint.compat import tokenizer_width
+from specdec.core.params import SamplingParams
+from specdec.drafting.ngram import LookUpOptions
 from specdec.engine.build import BackendOptions, build_target
 from specdec.engine.in_process import InProcessService
 from specdec.engine.stats import SpecStats
-from specdec.models.compat import tokenizer_width
 from specdec.models.loading import ModelSource, load_tokenizer
-from specdec.protocol.lookup import LookUpOptions
-from specdec.sampling.params import SamplingParams
 from tests.specdec.engine.pairs import Case, run
 
 EDIT_EVERY = 16

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from specdec.protocol.backends import (
+from specdec.core.backends import (
     DraftBackend,
     DraftJob,
     Proposal,
@@ -191,7 +191,7 @@ class Around:
 
 
 class EmulatedTarget(Around):
-    """A :class:`specdec.protocol.backends.TargetBackend` on an emulated device; the tokens are the inner backend's."""
+    """A :class:`specdec.core.backends.TargetBackend` on an emulated device; the tokens are the inner backend's."""
 
     def __init__(self, inner: TargetBackend, device: EmulatedDevice) -> None:
         super().__init__(inner)
@@ -222,7 +222,7 @@ class EmulatedTarget(Around):
 
 
 class EmulatedDrafter(Around):
-    """A :class:`specdec.protocol.backends.DraftBackend` on an emulated device; the tokens are the inner backend's."""
+    """A :class:`specdec.core.backends.DraftBackend` on an emulated device; the tokens are the inner backend's."""
 
     def __init__(self, inner: DraftBackend, device: EmulatedDevice) -> None:
         super().__init__(inner)

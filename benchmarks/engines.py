@@ -23,7 +23,7 @@ import psutil
 from benchmarks.versions import served
 from cluster.bench.load import Workload, run_workload, served_model
 from cluster.bench.prompts import prompts_of
-from cluster.settings import VLLM_SETTINGS
+from cluster.config.environment import VLLM_SETTINGS
 
 BIN = Path(__file__).parents[1] / ".venv" / "bin"
 VLLM_BIN = BIN.parents[1] / ".venv-vllm" / "bin"

@@ -22,11 +22,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.steps import StepTime, measure_steps, verify_cost
-from specdec.control.ways import expected_tokens
-from specdec.engine.draft_backend import ModelDrafter
-from specdec.engine.target_backend import ModelTarget
+from specdec.drafting.length.ways import expected_tokens
+from specdec.engine.drafter import ModelDrafter
+from specdec.engine.target import ModelTarget
+from specdec.executor.runner import ModelRunner
 from specdec.models.loading import LoadedModel, prepare_model
-from specdec.models.runner import ModelRunner
 from specdec.sampling.pipeline import Sampler
 
 SHAPES: dict[str, dict[str, dict[str, object]]] = {

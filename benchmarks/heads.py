@@ -17,18 +17,18 @@ import torch
 from benchmarks.edits import measure
 from benchmarks.turns import spread
 from cluster.bench.prompts import CODE
-from cluster.identity import demo_folder
-from cluster.models import Dtype
-from specdec.control.gains import DraftGains
+from cluster.config.models import Dtype
+from cluster.models.identity import demo_folder
+from specdec.checkpoint.compat import tokenizer_width
+from specdec.core.params import SamplingParams
+from specdec.drafting.length.gains import DraftGains
+from specdec.drafting.medusa import HeadsOptions
 from specdec.engine.build import BackendOptions, build_target
-from specdec.engine.heads import HeadsOptions
 from specdec.engine.in_process import InProcessService
 from specdec.engine.observed import ObservedTarget
 from specdec.engine.profile import profile_target
 from specdec.engine.timing import StepReport
-from specdec.models.compat import tokenizer_width
 from specdec.models.loading import ModelSource, load_tokenizer
-from specdec.sampling.params import SamplingParams
 from tests.specdec.engine.pairs import Case
 
 

@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cluster.bench.report import processor_name
-from cluster.identity import demo_folder
+from cluster.models.identity import demo_folder
+from specdec.core.backends import Status, TargetBackend, VerifyJob
+from specdec.core.log import TokenLog
+from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.engine.build import BackendOptions, build_target
 from specdec.models.loading import ModelSource
-from specdec.protocol.backends import Status, TargetBackend, VerifyJob
-from specdec.protocol.marks import TokenLog
-from specdec.sampling.params import SamplingParams, SequenceSpec
 
 OPTIONS = BackendOptions(max_model_len=512, kv_memory=512 << 20, max_num_seqs=16)
 PROMPT_TOKENS = 100

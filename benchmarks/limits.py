@@ -4,7 +4,7 @@
     python -m benchmarks.limits figures.json --backend benchmarks.backends:stand_in:target=30,draft=3,acceptance=0.8
 
 Nothing measured goes in: the acceptance rate, the rate of right guesses and the time of a step are what the
-configuration says, the branches are those that the drafter forks (:func:`specdec.protocol.branches.foreseen`): at
+configuration says, the branches are those that the drafter forks (:func:`specdec.drafting.branches.foreseen`): at
 many streams a share of all that it holds.
 """
 
@@ -22,12 +22,12 @@ from benchmarks.emulation import StepCost, step_cost
 from benchmarks.scripted import RANK_SHARES
 from cluster.bench.compare import ALONE
 from cluster.cli.flags import Parser, add_config_flags, config_overrides
-from cluster.config import AppArgs
-from cluster.config_files import config_keys, load_config
-from cluster.sources import backend_arguments
-from specdec.control.ways import expected_tokens
-from specdec.protocol.branches import branch_share, foreseen
-from specdec.protocol.messages import Plan
+from cluster.config.app import AppArgs
+from cluster.config.files import config_keys, load_config
+from cluster.models.sources import backend_arguments
+from specdec.core.messages import Plan
+from specdec.drafting.branches import branch_share, foreseen
+from specdec.drafting.length.ways import expected_tokens
 
 LENGTHS = range(1, 17)
 """Draft lengths among which a best one is looked for."""

@@ -30,13 +30,13 @@ from transformers import AutoTokenizer
 
 from benchmarks.scripted import ScriptedTarget
 from cluster.bench.report import processor_name
-from cluster.identity import demo_folder
-from cluster.limits import Limits
-from deployments.openai import ApiSettings, create_app
-from deployments.openai.keys import ApiKeys
+from cluster.config.limits import Limits
+from cluster.models.identity import demo_folder
+from deployments.http import ApiSettings, create_app
+from deployments.http.keys import ApiKeys
 from deployments.transport.host import LoopHost
-from specdec.protocol.backends import Verification, VerifyJob
-from specdec.types import Adapter, TokenLogprobs
+from specdec.core.backends import Verification, VerifyJob
+from specdec.core.types import Adapter, TokenLogprobs
 from tests.deployments.transport.line import SCRIPT, Line
 from tests.deployments.transport.nodes import until
 

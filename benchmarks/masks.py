@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from cluster.identity import demo_folder
+from cluster.models.identity import demo_folder
+from specdec.core.grammar import Grammar
+from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.models.loading import ModelSource, load_tokenizer
-from specdec.sampling.grammar import Grammar
-from specdec.sampling.grammars import Grammars
-from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.pipeline import RowGroup, Sampler
+from specdec.structured.compiler import Grammars
 
 _ITEM = {
     "type": "object",

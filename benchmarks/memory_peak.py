@@ -45,6 +45,7 @@ def own_group(limit_bytes: int) -> Path | None:
 
 def load(kv_memory: str, num_requests: int) -> dict[str, Any]:
     """Serve the load in this process, and compare."""
+    from specdec.core.params import SamplingParams
     from specdec.engine import build
     from specdec.engine.build import BackendOptions
     from specdec.engine.engine import SpeculativeEngine
@@ -52,7 +53,6 @@ def load(kv_memory: str, num_requests: int) -> dict[str, Any]:
     from specdec.models import memory
     from specdec.models.host_memory import host_memory
     from specdec.models.loading import ModelSource
-    from specdec.sampling.params import SamplingParams
 
     plans = []
     original = memory.plan_memory

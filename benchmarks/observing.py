@@ -14,14 +14,14 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter
 
 from benchmarks.scripted import Script, ScriptedTarget
-from cluster.settings import prepare_for_ray
-from deployments.openai.observer import Observer
-from deployments.openai.tally import Round
+from cluster.config.environment import prepare_for_ray
+from deployments.http.observer import Observer
+from deployments.http.tally import Round
+from specdec.core.backends import TargetBackend, VerifyJob
+from specdec.core.log import TokenLog
+from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.engine.observed import ObservedTarget
 from specdec.engine.timing import StepReport
-from specdec.protocol.backends import TargetBackend, VerifyJob
-from specdec.protocol.marks import TokenLog
-from specdec.sampling.params import SamplingParams, SequenceSpec
 
 NUM_SERIES = 100
 

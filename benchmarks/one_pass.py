@@ -20,15 +20,15 @@ import torch
 from benchmarks.edits import measure
 from benchmarks.emulation import EmulatedDevice, EmulatedDrafter, StepCost
 from cluster.bench.prompts import CODE
-from cluster.identity import demo_folder
-from cluster.models import Dtype
+from cluster.config.models import Dtype
+from cluster.models.identity import demo_folder
+from specdec.checkpoint.compat import tokenizer_width
+from specdec.core.backends import DraftBackend, DraftJob, Status
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.core.types import Tokens
 from specdec.engine.build import BackendOptions, build_drafter, build_target
 from specdec.engine.in_process import InProcessService
-from specdec.models.compat import tokenizer_width
 from specdec.models.loading import ModelSource, load_tokenizer
-from specdec.protocol.backends import DraftBackend, DraftJob, Status
-from specdec.sampling.params import SamplingParams, SequenceSpec
-from specdec.types import Tokens
 from tests.specdec.engine.pairs import Case
 
 NUM_DRAFT_TOKENS = 7

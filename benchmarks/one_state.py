@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from specdec.models.recurrent.binding import ScanShape
-from specdec.models.recurrent.scan import Scan
-from specdec.models.recurrent.slots import Window
-from specdec.models.recurrent.step import ScanGroup, StateStep
+from specdec.cache.recurrent.binding import ScanShape
+from specdec.cache.recurrent.slots import Window
+from specdec.kernels.recurrent_metadata import ScanGroup, StateStep
+from specdec.kernels.scan import Scan
 
 
 class OneState:

@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from specdec.executor.runner import ModelRunner, RowInput
 from specdec.models.loading import ModelSource, load_model
-from specdec.models.runner import ModelRunner, RowInput
 
 KINDS = {
     "linear layers": (

@@ -19,13 +19,13 @@ from typing import cast, get_args
 import torch
 
 from cluster.bench.prompts import CODE
-from cluster.models import Dtype
+from cluster.config.models import Dtype
 from examples.train_draft.corpus import documents, standard_library
 from specdec import BackendOptions, ModelSource, SamplingParams, SpeculativeEngine
+from specdec.core.types import Quantization
 from specdec.engine.build import build_target
+from specdec.executor.runner import ModelRunner, RowInput
 from specdec.models.loading import load_tokenizer
-from specdec.models.runner import ModelRunner, RowInput
-from specdec.types import Quantization
 
 OPTIONS = BackendOptions(max_model_len=512, max_num_seqs=2, skip_admission_check=True)
 WINDOW_TOKENS = 512

@@ -12,11 +12,11 @@ import torch
 
 from benchmarks.one_state import OneState
 from benchmarks.rollback_costs import WAYS, RollbackCost, RollbackCosts, RollbackWork, Way
-from specdec.models.blocks import CachedSequence
+from specdec.cache.blocks import CachedSequence
+from specdec.cache.recurrent.pool import MIN_WINDOW_TOKENS, StatePool, bytes_per_slot, checked_window, state_bytes
+from specdec.cache.recurrent.slots import Window
+from specdec.executor.runner import ModelRunner, RowInput
 from specdec.models.loading import LoadedModel, prepare_model
-from specdec.models.recurrent.pool import MIN_WINDOW_TOKENS, StatePool, bytes_per_slot, checked_window, state_bytes
-from specdec.models.recurrent.slots import Window
-from specdec.models.runner import ModelRunner, RowInput
 
 
 class _Batch:

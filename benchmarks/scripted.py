@@ -15,12 +15,12 @@ from itertools import accumulate
 from struct import Struct
 from typing import TYPE_CHECKING
 
-from specdec.protocol.backends import DraftJob, Proposal, Status, Verification, VerifyJob
-from specdec.protocol.messages import Candidates
+from specdec.core.backends import DraftJob, Proposal, Status, Verification, VerifyJob
+from specdec.core.messages import Candidates
+from specdec.core.params import SequenceSpec
+from specdec.core.trees import depths
+from specdec.core.types import TokenLogprobs, Tokens
 from specdec.sampling.coupled import walk_coupled
-from specdec.sampling.params import SequenceSpec
-from specdec.sampling.trees import depths
-from specdec.types import TokenLogprobs, Tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,7 +75,7 @@ class Script:
 
 
 class ScriptedTarget:
-    """A :class:`specdec.protocol.backends.TargetBackend` that says what the script does, for any sequence.
+    """A :class:`specdec.core.backends.TargetBackend` that says what the script does, for any sequence.
 
     A draft token is kept where it is the true one, under either acceptance rule.
     """
@@ -89,7 +89,7 @@ class ScriptedTarget:
         return {"backend/is_scripted": 1.0}
 
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
-        """One step; see :meth:`specdec.protocol.backends.TargetBackend.verify`."""
+        """One step; see :meth:`specdec.core.backends.TargetBackend.verify`."""
         return [self._verify(job) for job in jobs]
 
     def release(self, key: str) -> None:
@@ -105,7 +105,7 @@ class ScriptedTarget:
 
 
 class ScriptedDrafter:
-    """A :class:`specdec.protocol.backends.DraftBackend` that guesses as the script says."""
+    """A :class:`specdec.core.backends.DraftBackend` that guesses as the script says."""
 
     def __init__(self, script: Script, max_model_len: int) -> None:
         self.max_model_len = max_model_len
@@ -117,7 +117,7 @@ class ScriptedDrafter:
         return {"backend/is_scripted": 1.0}
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
-        """One step; see :meth:`specdec.protocol.backends.DraftBackend.propose`."""
+        """One step; see :meth:`specdec.core.backends.DraftBackend.propose`."""
         said = self._said
         return [
             said(job.spec.seed, len(job.tokens), job.num_guesses, job.spec.sampling.acceptance == "coupled")

@@ -15,10 +15,10 @@ import torch
 
 from cluster.bench.offline import load_pair
 from cluster.cli.flags import Parser, add_config_flags, config_overrides
-from cluster.config_files import config_keys, load_config
-from specdec.protocol.backends import DraftBackend, DraftJob, Status, TargetBackend, VerifyJob
-from specdec.protocol.marks import TokenLog
-from specdec.sampling.params import SamplingParams, SequenceSpec
+from cluster.config.files import config_keys, load_config
+from specdec.core.backends import DraftBackend, DraftJob, Status, TargetBackend, VerifyJob
+from specdec.core.log import TokenLog
+from specdec.core.params import SamplingParams, SequenceSpec
 
 _MAX_PREFILL_STEPS = 10_000
 

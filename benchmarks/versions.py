@@ -27,7 +27,7 @@ import psutil
 from cluster.bench.load import Workload, run_workload, served_model
 from cluster.bench.prompts import prompts_of
 from cluster.bench.services import START_TIMEOUT_S, STOP_TIMEOUT_S, is_healthy
-from cluster.launch import check_port
+from cluster.launch.local import check_port
 
 Samples = dict[str, list[tuple[float, float, float, float]]]
 """Per number of streams a round each: tokens per second before and after, processor ms per token before and after."""

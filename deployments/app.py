@@ -15,27 +15,27 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig
 
-from cluster.config import AppArgs
-from cluster.download import check_models
-from cluster.identity import fingerprints
-from cluster.placement import ActorShare, placement_of, ray_devices
-from cluster.preflight import check_memory, gpu_bytes
-from cluster.replicas import ReplicaRange, scaling
-from cluster.settings import api_keys, check_ray
-from cluster.sources import draft_source, read_template, target_source
-from cluster.strict import refused_key
-from cluster.updates import free_resources, plan_updates
-from cluster.vllm import check_engine, runtime_env
-from deployments.adapters import configured_adapters
+from cluster.config.app import AppArgs
+from cluster.config.base import refused_key
+from cluster.config.environment import api_keys, check_ray
+from cluster.config.replicas import ReplicaRange, scaling
+from cluster.launch.placement import ActorShare, placement_of, ray_devices
+from cluster.launch.preflight import check_memory, gpu_bytes
+from cluster.launch.updates import free_resources, plan_updates
+from cluster.models.download import check_models
+from cluster.models.identity import fingerprints
+from cluster.models.sources import draft_source, read_template, target_source
+from cluster.models.vllm import check_engine, runtime_env
 from deployments.ingress import OpenAIIngress, model_info
 from deployments.metrics.families import Part
 from deployments.names import DRAFT, INGRESS, ROUTER, TARGET
+from deployments.operate.adapters import configured_adapters
 from deployments.router import SpeculationRouter
 from deployments.transport.options import pinned_options
 from deployments.workers import DraftServer, TargetServer
 from specdec.models.describe import describe_pair
 from specdec.models.loading import load_tokenizer
-from specdec.text.parsing.selection import AnswerForms
+from specdec.structured.parsing.selection import AnswerForms
 
 logger = logging.getLogger("ray.serve")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from deployments.openai.service import TokenDelta
+from deployments.http.service import TokenDelta
 
 
 class Inbox:

@@ -11,34 +11,34 @@ from typing import Any
 from fastapi import FastAPI
 from ray import serve
 
-from cluster.config import AppArgs
-from cluster.identity import fingerprints
-from cluster.live import set_log_level
-from cluster.settings import api_keys, check_node
-from cluster.sources import draft_source, read_template, target_source
-from deployments.adapters import LoadedAdapters, add_adapter_routes, configured_adapters
-from deployments.autoscaling import LONG_QUEUE_S, Report
-from deployments.live import LiveKeys, WatchedFile
+from cluster.config.app import AppArgs
+from cluster.config.environment import api_keys, check_node
+from cluster.config.live import set_log_level
+from cluster.models.identity import fingerprints
+from cluster.models.sources import draft_source, read_template, target_source
+from deployments.http.admission import Admission
+from deployments.http.app import create_app, request_grammars
+from deployments.http.keys import ApiKeys
+from deployments.http.observer import Observer
+from deployments.http.service import ModelInfo, ModelRole, ServedModel
+from deployments.http.settings import ApiSettings
+from deployments.http.store import Store
 from deployments.metrics.replica import Measured, ReplicaMetrics
+from deployments.metrics.spans import serve_tracer
 from deployments.names import ROUTER
-from deployments.openai.admission import Admission
-from deployments.openai.app import create_app, request_grammars
-from deployments.openai.keys import ApiKeys
-from deployments.openai.observer import Observer
-from deployments.openai.service import ModelInfo, ModelRole, ServedModel
-from deployments.openai.settings import ApiSettings
-from deployments.requantize import add_quantization_routes
-from deployments.requests import RoutedTokens
-from deployments.store import Store
-from deployments.stores import open_store
-from deployments.tracing import serve_tracer
+from deployments.operate.adapters import LoadedAdapters, add_adapter_routes, configured_adapters
+from deployments.operate.live import LiveKeys, WatchedFile
+from deployments.operate.requantize import add_quantization_routes
+from deployments.operate.stores import open_store
+from deployments.scaling.autoscaling import LONG_QUEUE_S, Report
+from deployments.tokens import RoutedTokens
 from deployments.transport.endpoints import IngressEndpoint, PeerGroup, replica_id
-from specdec.errors import SpecdecError
-from specdec.models.compat import check_width, tokenizer_width
+from specdec.checkpoint.compat import check_width, tokenizer_width
+from specdec.core.errors import SpecdecError
+from specdec.core.types import Fingerprints
 from specdec.models.describe import describe_model
 from specdec.models.loading import ModelSource, load_tokenizer
 from specdec.protocol.ingress import IngressMachine
-from specdec.types import Fingerprints
 
 logger = logging.getLogger("ray.serve")
 

@@ -7,26 +7,26 @@ from typing import Any
 
 from ray import serve
 
-from cluster.config import AppArgs
-from cluster.identity import fingerprints
-from cluster.live import set_log_level
-from cluster.replicas import least
-from cluster.settings import check_node
-from deployments.autoscaling import ExposedDrafts, Report
-from deployments.live import LiveKeys
+from cluster.config.app import AppArgs
+from cluster.config.environment import check_node
+from cluster.config.live import set_log_level
+from cluster.config.replicas import least
+from cluster.models.identity import fingerprints
 from deployments.metrics.replica import Measured, ReplicaMetrics
+from deployments.metrics.spans import sequence_tracer
 from deployments.names import DRAFT, TARGET
-from deployments.tracing import sequence_tracer
+from deployments.operate.live import LiveKeys
+from deployments.operate.users import users_load, users_poll
+from deployments.scaling.autoscaling import ExposedDrafts, Report
+from deployments.scaling.waking import Waker
 from deployments.transport.endpoints import PeerGroup, RouterEndpoint, replica_id
 from deployments.transport.wire import FingerprintKind
-from deployments.users import users_load, users_poll
-from deployments.waking import Waker
-from specdec.control.controller import Controller
-from specdec.control.ways import WAYS, Bounds
-from specdec.protocol.contained import ContainedController
-from specdec.protocol.plans import IN_TURN_WAIT_S, PlanController, Planner, WorkerKind, fixed_plan, no_drafts
+from specdec.core.types import Way
+from specdec.drafting.length.contained import ContainedController
+from specdec.drafting.length.controller import Controller
+from specdec.drafting.length.plans import IN_TURN_WAIT_S, PlanController, Planner, WorkerKind, fixed_plan, no_drafts
+from specdec.drafting.length.ways import WAYS, Bounds
 from specdec.protocol.router import RouterMachine
-from specdec.types import Way
 
 DEPLOYMENT_OF: dict[WorkerKind, str] = {"target": TARGET, "drafter": DRAFT}
 

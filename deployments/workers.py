@@ -13,36 +13,36 @@ from typing import Any
 import torch
 from ray import serve
 
-from cluster.config import AppArgs
-from cluster.identity import fingerprints
-from cluster.live import set_log_level
-from cluster.settings import check_node, hide_gpus, prepare_for_vllm
-from cluster.sources import backend_of, backend_options, draft_source, target_source
-from cluster.startup import startup
-from cluster.vllm import vllm_options
-from deployments.autoscaling import Report
-from deployments.figures import ReplicaPoll
-from deployments.live import LiveKeys
+from cluster.config.app import AppArgs
+from cluster.config.environment import check_node, hide_gpus, prepare_for_vllm
+from cluster.config.live import set_log_level
+from cluster.launch.startup import startup
+from cluster.models.identity import fingerprints
+from cluster.models.sources import backend_of, backend_options, draft_source, target_source
+from cluster.models.vllm import vllm_options
 from deployments.metrics.families import Part
 from deployments.metrics.replica import Measured, ReplicaMetrics
+from deployments.metrics.spans import sequence_tracer
 from deployments.names import ROUTER
-from deployments.tracing import sequence_tracer
+from deployments.operate.live import LiveKeys
+from deployments.operate.readiness import ReplicaPoll
+from deployments.operate.users import users_load, users_poll
+from deployments.scaling.autoscaling import Report
 from deployments.transport.endpoints import WorkerEndpoint, replica_id
 from deployments.transport.host import WorkerHost
-from deployments.users import users_load, users_poll
-from specdec.control.gains import DraftGains
+from specdec.checkpoint.compat import tokenizer_width
+from specdec.core.backends import DraftBackend, TargetBackend
+from specdec.core.types import Progress
+from specdec.drafting.length.gains import DraftGains
+from specdec.drafting.ngram import LookUpOptions
 from specdec.engine.build import Built, build_drafter, build_target
 from specdec.engine.observed import ObservedDrafter, ObservedTarget
 from specdec.engine.profile import profile_drafter, profile_target
 from specdec.engine.timing import LastStep, StepReport
-from specdec.models.compat import tokenizer_width
 from specdec.models.loading import load_tokenizer
-from specdec.protocol.backends import DraftBackend, TargetBackend
 from specdec.protocol.draft_worker import DraftWorkerMachine
 from specdec.protocol.drafter import DrafterMachine
-from specdec.protocol.lookup import LookUpOptions
 from specdec.protocol.target import TargetMachine
-from specdec.types import Progress
 
 logger = logging.getLogger("ray.serve")
 

@@ -9,19 +9,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from specdec.checkpoint.fingerprint import adapter_reference
+    from specdec.core.grammar import Grammar
+    from specdec.core.params import SamplingParams
+    from specdec.core.types import Adapter, TokenLogprobs
     from specdec.engine.build import BackendOptions
     from specdec.engine.engine import SpeculativeEngine
     from specdec.engine.results import CancellationToken, GenerationResult, TokenEvent
     from specdec.engine.stats import SpecStats
-    from specdec.engine.stepping import Stepper
-    from specdec.models.fingerprint import adapter_reference
+    from specdec.engine.stepper import Stepper
     from specdec.models.loading import ModelSource
     from specdec.models.lora.slots import AdapterRoom
-    from specdec.sampling.grammar import Grammar
-    from specdec.sampling.params import SamplingParams
     from specdec.sampling.pipeline import LogitsProcessor
     from specdec.sampling.rows import RowGroup
-    from specdec.types import Adapter, TokenLogprobs
 
 __version__ = "0.1.0"
 
@@ -45,22 +45,22 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Adapter": "specdec.types",
+    "Adapter": "specdec.core.types",
     "AdapterRoom": "specdec.models.lora.slots",
     "BackendOptions": "specdec.engine.build",
     "CancellationToken": "specdec.engine.results",
     "GenerationResult": "specdec.engine.results",
-    "Grammar": "specdec.sampling.grammar",
+    "Grammar": "specdec.core.grammar",
     "LogitsProcessor": "specdec.sampling.pipeline",
     "ModelSource": "specdec.models.loading",
     "RowGroup": "specdec.sampling.rows",
-    "SamplingParams": "specdec.sampling.params",
+    "SamplingParams": "specdec.core.params",
     "SpecStats": "specdec.engine.stats",
     "SpeculativeEngine": "specdec.engine.engine",
-    "Stepper": "specdec.engine.stepping",
+    "Stepper": "specdec.engine.stepper",
     "TokenEvent": "specdec.engine.results",
-    "TokenLogprobs": "specdec.types",
-    "adapter_reference": "specdec.models.fingerprint",
+    "TokenLogprobs": "specdec.core.types",
+    "adapter_reference": "specdec.checkpoint.fingerprint",
 }
 
 

@@ -17,11 +17,11 @@ import pytest
 from cluster.cli.flags import flag_of
 from cluster.cli.keys import keys_table
 from cluster.cli.main import build_parser
-from cluster.config import ServiceConfig
-from cluster.config_files import config_keys
-from cluster.identity import demo_folder
-from cluster.live import LIVE_KEYS
-from cluster.strict import validated
+from cluster.config.app import ServiceConfig
+from cluster.config.base import validated
+from cluster.config.files import config_keys
+from cluster.config.live import LIVE_KEYS
+from cluster.models.identity import demo_folder
 from deployments.metrics.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent

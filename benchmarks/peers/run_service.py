@@ -15,8 +15,8 @@ import specdec
 from cluster.bench.load import fresh_salt
 from cluster.bench.services import Services
 from cluster.cli.serve import serve
-from cluster.config import ServiceConfig
-from cluster.models import DraftConfig, TargetConfig
+from cluster.config.app import ServiceConfig
+from cluster.config.models import DraftConfig, TargetConfig
 
 REQUEST_TIMEOUT_S = 600
 

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, cast, get_args
 from cluster.bench.load import Workload
 from cluster.bench.measures import Run
 from cluster.bench.prompts import prompts_of
-from specdec.errors import InvalidParameterError
+from specdec.core.errors import InvalidParameterError
 
 ALONE = "target alone"
 ServiceWay = Literal["in_turn", "overlap", "outcomes", "auto"]

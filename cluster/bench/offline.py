@@ -10,18 +10,18 @@ from dataclasses import dataclass, replace
 from cluster.bench.compare import Variant
 from cluster.bench.load import Workload, fresh_salt
 from cluster.bench.measures import Run, Stream, TokenArrival, device_use
-from cluster.config import AppArgs
-from cluster.sources import backend_of, backend_options, check_one_process, draft_source, target_source
+from cluster.config.app import AppArgs
+from cluster.models.sources import backend_of, backend_options, check_one_process, draft_source, target_source
+from specdec.checkpoint.compat import tokenizer_width
+from specdec.core.backends import DraftBackend, TargetBackend
+from specdec.core.params import SamplingParams
 from specdec.engine.build import build_drafter, build_target
 from specdec.engine.engine import SpeculativeEngine
 from specdec.engine.observed import ObservedDrafter, ObservedTarget, StepRecord
 from specdec.engine.results import TokenEvent
 from specdec.engine.shares import pair_share
-from specdec.models.compat import tokenizer_width
 from specdec.models.describe import describe_model
 from specdec.models.loading import load_tokenizer
-from specdec.protocol.backends import DraftBackend, TargetBackend
-from specdec.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import queue
 import shlex
 import textwrap
 
-from specdec.errors import InvalidParameterError
+from specdec.core.errors import InvalidParameterError
 
 CODE = (
     "def read_lines(path):\n",

@@ -16,8 +16,8 @@ import httpx
 from cluster.bench.compare import Variant
 from cluster.bench.load import Workload, run_workload, served_model
 from cluster.bench.measures import Run
-from cluster.config import ServiceConfig
-from cluster.launch import LaunchError, check_port
+from cluster.config.app import ServiceConfig
+from cluster.launch.local import LaunchError, check_port
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 90.0

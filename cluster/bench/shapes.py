@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cluster.config import AppArgs
-from cluster.sources import draft_source, target_source
+from cluster.config.app import AppArgs
+from cluster.models.sources import draft_source, target_source
 from specdec.models.loading import ModelSource, load_config
 
 

@@ -19,10 +19,10 @@ from cluster.bench.services import HttpRunner, Services
 from cluster.bench.summary import summarize
 from cluster.cli.flags import Parser, add_config_flags, config_overrides
 from cluster.cli.serve import serve
-from cluster.config import ServiceConfig
-from cluster.config_files import config_keys, load_config
-from specdec.errors import InvalidParameterError
-from specdec.sampling.validation import MAX_TEMPERATURE
+from cluster.config.app import ServiceConfig
+from cluster.config.files import config_keys, load_config
+from specdec.core.errors import InvalidParameterError
+from specdec.core.validation import MAX_TEMPERATURE
 
 USAGE = "[--offline | --url URL] [--streams 1,8] [--ways WAY,...] [--num-speculative-tokens 0,4] [...] [KEY ...]"
 _DEFAULT_WAYS = "overlap,auto"
@@ -134,7 +134,7 @@ def _works(arguments: argparse.Namespace) -> list[Work]:
 
 def _environment(arguments: argparse.Namespace, config: ServiceConfig) -> Environment:
     from cluster.bench.shapes import model_shapes
-    from cluster.machine import this_machine
+    from cluster.launch.machine import this_machine
 
     machine = this_machine()
     gpus = ", ".join(gpu.name for gpu in machine.gpus) or "no GPU"

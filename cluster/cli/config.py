@@ -7,7 +7,7 @@ import argparse
 import yaml
 
 from cluster.cli.flags import Parser, add_service_flags, config_overrides
-from cluster.config_files import load_config
+from cluster.config.files import load_config
 
 USAGE = "[MODEL] [--draft MODEL] [--config FILE.yaml] [KEY ...]"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from cluster.demos import MADE_DEMOS, REPOSITORY_WEIGHTS, make_demo
+from cluster.models.demos import MADE_DEMOS, REPOSITORY_WEIGHTS, make_demo
 
 USAGE = f"make {{{','.join(MADE_DEMOS)}}} [--weights FOLDER]"
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from cluster.cli.flags import Parser, add_service_flags, config_overrides
-from cluster.config_files import load_config
+from cluster.config.files import load_config
 
 if TYPE_CHECKING:
-    from cluster.doctor import Findings, ModelFindings
-    from cluster.machine import Hardware
-    from cluster.placement import Placement
+    from cluster.cli.examine import Findings, ModelFindings
+    from cluster.launch.machine import Hardware
+    from cluster.launch.placement import Placement
 
 USAGE = "[MODEL] [--draft MODEL] [--config FILE.yaml] [--json] [KEY ...]"
 EXIT_CANNOT_BE_SERVED = 2
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
         0 where the pair can be served, 2 where it cannot.
     """
     config = load_config(arguments.config, config_overrides(arguments))
-    from cluster.doctor import examine
+    from cluster.cli.examine import examine
 
     findings = examine(config, progress=lambda line: print(line, file=sys.stderr, flush=True))
     if arguments.json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from specdec.errors import ServiceUnavailableError, SpecdecError
+from specdec.core.errors import ServiceUnavailableError, SpecdecError
 
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2

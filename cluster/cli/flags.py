@@ -10,9 +10,9 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from cluster.cli.other_servers import advice
 from cluster.cli.vllm_flags import ALIASES, add_vllm_flags, vllm_overrides
-from cluster.config_files import config_keys, text_reader
-from cluster.strict import allowed_range
-from specdec.errors import InvalidParameterError
+from cluster.config.base import allowed_range
+from cluster.config.files import config_keys, text_reader
+from specdec.core.errors import InvalidParameterError
 
 SHORT_NAMES = {"target.model": "target", "draft.model": "draft"}
 

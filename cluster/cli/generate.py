@@ -11,15 +11,15 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from cluster.cli.flags import Parser, add_config_flags, config_overrides
-from cluster.config import ServiceConfig
-from cluster.config_files import load_config
-from specdec.errors import InvalidParameterError
-from specdec.sampling.validation import MAX_TEMPERATURE
+from cluster.config.app import ServiceConfig
+from cluster.config.files import load_config
+from specdec.core.errors import InvalidParameterError
+from specdec.core.validation import MAX_TEMPERATURE
 
 if TYPE_CHECKING:
+    from specdec.core.params import SamplingParams
     from specdec.engine.engine import SpeculativeEngine
     from specdec.engine.stats import SpecStats
-    from specdec.sampling.params import SamplingParams
 
 CONFIG_KEYS = (
     "demo",
@@ -103,7 +103,7 @@ def sampling_params(defaults: SamplingParams, arguments: argparse.Namespace, con
 
 def build_engine(config: ServiceConfig) -> SpeculativeEngine:
     """Load both models into this process; progress goes to stderr."""
-    from cluster.sources import backend_options, check_one_process, draft_source, target_source
+    from cluster.models.sources import backend_options, check_one_process, draft_source, target_source
     from specdec.engine.engine import SpeculativeEngine
 
     check_one_process(config)

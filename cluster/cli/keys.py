@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 from cluster.cli.flags import COMMON, flag_of
-from cluster.config_files import config_keys
-from cluster.strict import allowed_range
+from cluster.config.base import allowed_range
+from cluster.config.files import config_keys
 
 HEADING = "## Every key\n"
 """After it comes the table, to the end of the document."""

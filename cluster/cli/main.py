@@ -11,7 +11,7 @@ from cluster.cli import bench, config, demo, doctor, generate, render, serve
 from cluster.cli.failures import exit_code
 from cluster.cli.flags import Parser
 from cluster.cli.vllm_flags import key_entries
-from cluster.settings import set_for_command
+from cluster.config.environment import set_for_command
 
 COMMANDS = {
     "serve": (serve, "serve a pair of models over HTTP until Ctrl-C"),

@@ -10,13 +10,13 @@ from contextlib import suppress
 
 from cluster.cli.failures import exit_code
 from cluster.cli.flags import Parser, add_service_flags, config_overrides
-from cluster.config import ServiceConfig
-from cluster.config_files import load_config
-from cluster.download import fetch_models
-from cluster.launch import LOCAL_APPLICATION, LocalService, check_port
-from cluster.supervise import STOP_TIMEOUT_S, StopRequested, catch_stop, stop_begun, supervised
-from specdec.errors import InvalidParameterError
-from specdec.types import Progress
+from cluster.config.app import ServiceConfig
+from cluster.config.files import load_config
+from cluster.launch.local import LOCAL_APPLICATION, LocalService, check_port
+from cluster.launch.supervise import STOP_TIMEOUT_S, StopRequested, catch_stop, stop_begun, supervised
+from cluster.models.download import fetch_models
+from specdec.core.errors import InvalidParameterError
+from specdec.core.types import Progress
 
 USAGE = "[MODEL] [--draft MODEL] [--config FILE.yaml] [--host HOST] [--port PORT] [KEY ...]"
 

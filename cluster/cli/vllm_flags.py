@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from specdec.errors import InvalidParameterError
+from specdec.core.errors import InvalidParameterError
 
 ALIASES = {
     "target.dtype": "--dtype",

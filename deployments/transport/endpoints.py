@@ -18,14 +18,14 @@ from typing import Any, Generic
 import ray
 from ray import serve
 
-from deployments.succession import Succession
 from deployments.transport.discovery import Discovery
 from deployments.transport.host import DRAIN_POLL_S, Host, LoopHost, M, WorkerHost
 from deployments.transport.keeper import LinkKeeper
 from deployments.transport.link import Answerer, Dialer, PeerEvent
 from deployments.transport.streams import StreamAnswerer, dial_stream
+from deployments.transport.succession import Succession
 from deployments.transport.wire import FingerprintKind, Hello, HostFailedError, Identity, LinkTimes, mismatch
-from specdec.types import UNKNOWN, Fingerprints
+from specdec.core.types import UNKNOWN, Fingerprints
 
 DEFAULT_TIMES = LinkTimes()
 
@@ -105,7 +105,7 @@ class Endpoint:
         return not self._is_draining
 
     async def await_turn(self) -> None:
-        """Return when this replica, which has started, may take the place of others (``deployments.succession``)."""
+        """Return when this replica, which has started, may take the place of others (see ``succession``)."""
 
     async def check_health(self) -> None:
         """Serve's health check: the machine's progress, not the event loop's.

@@ -29,7 +29,7 @@ from deployments.transport.wire import (
     frames,
     mismatch,
 )
-from specdec.types import Fingerprints
+from specdec.core.types import Fingerprints
 
 logger = logging.getLogger("ray.serve")
 

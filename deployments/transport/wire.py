@@ -9,10 +9,10 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from msgspec import Struct
 
-from specdec.errors import SpecdecError
-from specdec.protocol.messages import Message
-from specdec.tokens import SharedTokens
-from specdec.types import UNKNOWN, Fingerprints, LogprobsPart
+from specdec.core.errors import SpecdecError
+from specdec.core.messages import Message
+from specdec.core.tokens import SharedTokens
+from specdec.core.types import UNKNOWN, Fingerprints, LogprobsPart
 
 Batch = tuple[Any, ...]
 """Messages that travel together; an empty batch is a heartbeat."""
@@ -21,7 +21,7 @@ FingerprintKind = Literal["decision", "vocabulary"]
 WIRE_VERSION = 4
 """Version of frames and messages. Raise it with every change that a process of the version before would misread."""
 MAX_FRAME_BYTES = 256 << 20
-"""Longest frame that is sent or taken; Serve's limit for its own messages is the same (``cluster.settings``)."""
+"""Longest frame that is sent or taken; Serve's own limit is the same (``cluster.config.environment``)."""
 USUAL_FRAME_BYTES = 1 << 20
 """A batch that is longer is sent in several frames, so that no event loop copies much at once. Only what cannot be cut
 makes a longer frame: one message, or the tokens of one prompt."""

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import specdec.demo
-from cluster.demos import demo_folder, make_chat_target
+from cluster.models.demos import demo_folder, make_chat_target
 from examples.train_draft import (
     chat,
     checkpoints,

@@ -10,26 +10,26 @@ from typing import Any, Literal
 
 import torch
 
-from specdec.engine.draft_backend import ModelDrafter
-from specdec.engine.heads import HeadDrafter, HeadsOptions
-from specdec.engine.states import SequenceStates
-from specdec.engine.target_backend import ModelTarget
-from specdec.engine.translator import Translator
+from specdec.cache.recurrent.slots import DEFAULT_WINDOW_TOKENS
+from specdec.checkpoint.compat import check_width
+from specdec.core.errors import MemoryPlanError, ModelLoadError
+from specdec.core.types import Progress, Tokens
+from specdec.drafting.medusa import HeadDrafter, HeadsOptions
+from specdec.drafting.medusa_heads import MedusaHeads, load_heads
+from specdec.drafting.vocabulary_mapping import Translator
+from specdec.engine.drafter import ModelDrafter
+from specdec.engine.sequences import SequenceStates
+from specdec.engine.target import ModelTarget
 from specdec.engine.warmup import StepLimits, measure_step
-from specdec.errors import MemoryPlanError, ModelLoadError
-from specdec.models.admission import AdmissionReport, check_admission
+from specdec.executor.runner import ModelRunner
+from specdec.executor.snapshot_runner import SnapshotRunner
 from specdec.models.allocation import allocation
-from specdec.models.compat import check_width
 from specdec.models.describe import describe_model, describe_pair
-from specdec.models.heads import MedusaHeads, load_heads
 from specdec.models.loading import LoadedModel, ModelSource, load_model, load_tokenizer
 from specdec.models.memory import NUM_BRANCH_SLOTS, MemoryPlan, StepMemory, plan_memory, window_for
-from specdec.models.recurrent.slots import DEFAULT_WINDOW_TOKENS
-from specdec.models.runner import ModelRunner
-from specdec.models.snapshot_runner import SnapshotRunner
-from specdec.sampling.grammars import Grammars
+from specdec.models.parity_check import AdmissionReport, check_admission
 from specdec.sampling.pipeline import LogitsProcessor, Sampler
-from specdec.types import Progress, Tokens
+from specdec.structured.compiler import Grammars
 
 logger = logging.getLogger(__name__)
 

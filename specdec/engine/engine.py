@@ -11,21 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from specdec.engine.build import BackendOptions, build_drafter, build_target
-from specdec.engine.in_process import InProcessService
-from specdec.engine.results import CancellationToken, GenerationResult, RunningSequence, TokenEvent
-from specdec.engine.shares import pair_share
-from specdec.engine.stats import SpecStats
-from specdec.errors import CancelledError, InvalidParameterError, SequenceFailedError
-from specdec.models.compat import tokenizer_width
-from specdec.models.loading import ModelSource, load_tokenizer
-from specdec.protocol.backends import DraftBackend, TargetBackend
-from specdec.protocol.ingress import Delivery
-from specdec.protocol.lookup import LookUpOptions
-from specdec.sampling.grammars import Grammars
-from specdec.sampling.params import PLAIN_DEFAULTS, GenerationDefaults, SamplingParams, SequenceSpec
-from specdec.sampling.philox import derive_seed
-from specdec.sampling.validation import (
+from specdec.checkpoint.compat import tokenizer_width
+from specdec.core.backends import DraftBackend, TargetBackend
+from specdec.core.errors import CancelledError, InvalidParameterError, SequenceFailedError
+from specdec.core.params import PLAIN_DEFAULTS, GenerationDefaults, SamplingParams, SequenceSpec
+from specdec.core.types import Adapter
+from specdec.core.validation import (
     validated,
     validated_cache_salts,
     validated_max_tokens,
@@ -33,9 +24,18 @@ from specdec.sampling.validation import (
     validated_seed,
     validated_stop,
 )
+from specdec.drafting.ngram import LookUpOptions
+from specdec.engine.build import BackendOptions, build_drafter, build_target
+from specdec.engine.in_process import InProcessService
+from specdec.engine.results import CancellationToken, GenerationResult, RunningSequence, TokenEvent
+from specdec.engine.shares import pair_share
+from specdec.engine.stats import SpecStats
+from specdec.models.loading import ModelSource, load_tokenizer
+from specdec.protocol.ingress import Delivery
+from specdec.sampling.philox import derive_seed
+from specdec.structured.compiler import Grammars
 from specdec.text.output import OutputText
 from specdec.text.prompts import check_token_ids, encode_text
-from specdec.types import Adapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from specdec.protocol.backends import DraftBackend, TargetBackend
+from specdec.core.backends import DraftBackend, TargetBackend
+from specdec.core.drafts import DraftChooser
+from specdec.core.params import SequenceSpec
+from specdec.core.tokens import SharedTokens
+from specdec.drafting.length.plans import fixed_plan, no_drafts
+from specdec.drafting.ngram import LookUpOptions
 from specdec.protocol.drafter import DrafterMachine
-from specdec.protocol.drafts import DraftChooser
 from specdec.protocol.ingress import Delivery, IngressMachine
 from specdec.protocol.leases import Times
-from specdec.protocol.lookup import LookUpOptions
-from specdec.protocol.plans import fixed_plan, no_drafts
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.target import TargetMachine
-from specdec.sampling.params import SequenceSpec
-from specdec.tokens import SharedTokens
 
 
 class InProcessService:

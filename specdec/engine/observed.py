@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from specdec.protocol.backends import (
+from specdec.core.backends import (
     DraftBackend,
     DraftJob,
     Proposal,
@@ -15,7 +15,7 @@ from specdec.protocol.backends import (
     Verification,
     VerifyJob,
 )
-from specdec.protocol.plans import WorkerKind
+from specdec.drafting.length.plans import WorkerKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
+from specdec.core.backends import DraftBackend, DraftJob, Proposal, Status, TargetBackend, Verification, VerifyJob
+from specdec.core.log import TokenLog
+from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.engine.observed import ObservedDrafter, ObservedTarget, StepListener
-from specdec.protocol.backends import DraftBackend, DraftJob, Proposal, Status, TargetBackend, Verification, VerifyJob
-from specdec.protocol.marks import TokenLog
-from specdec.sampling.params import SamplingParams, SequenceSpec
 
 NUM_ROWS = (1, 2, 4, 8, 16, 32, 64)
 DRAFT_LENGTHS = (0, 4)

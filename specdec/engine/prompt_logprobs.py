@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from specdec.core.backends import VerifyJob
+from specdec.core.types import PromptLogprobs, TokenLogprobs
 from specdec.engine.scheduler import ScheduledRow
-from specdec.protocol.backends import VerifyJob
 from specdec.sampling.logprobs import token_logprobs
 from specdec.sampling.slices import max_slice_rows
-from specdec.types import PromptLogprobs, TokenLogprobs
 
 
 class PromptReader:

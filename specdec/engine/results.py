@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from specdec.core.messages import Notes
+from specdec.core.params import SequenceSpec
+from specdec.core.types import Finish, PromptLogprobs, TokenLogprobs
 from specdec.engine.stats import SpecStats
 from specdec.protocol.ingress import Delivery
-from specdec.protocol.messages import Notes
-from specdec.sampling.params import SequenceSpec
 from specdec.text.output import OutputText
-from specdec.types import Finish, PromptLogprobs, TokenLogprobs
 
 
 class CancellationToken:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from specdec.protocol.messages import ACCEPTED, Notes
+from specdec.core.messages import ACCEPTED, Notes
 
 
 @dataclass(frozen=True, slots=True)

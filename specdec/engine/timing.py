@@ -6,8 +6,8 @@ import statistics
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
 
+from specdec.core.messages import Interval
 from specdec.engine.observed import StepRecord
-from specdec.protocol.messages import Interval
 
 _SAMPLES_KEPT = 31
 _BUCKETS_KEPT = 48

@@ -11,19 +11,19 @@ from pathlib import Path
 
 import torch
 
-from specdec.engine.rules import verify
-from specdec.errors import ModelLoadError
-from specdec.models.blocks import CachedSequence
-from specdec.models.heads import MedusaHeads
+from specdec.cache.blocks import CachedSequence
+from specdec.cache.recurrent.slots import SequenceState, Window
+from specdec.core.errors import ModelLoadError
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.core.tokens import TokenBuffer
+from specdec.core.validation import MAX_NUM_SPECULATIVE_TOKENS
+from specdec.drafting.medusa_heads import MedusaHeads
+from specdec.executor.runner import ModelRunner, RowInput
+from specdec.kernels.attention_metadata import max_group_numbers
 from specdec.models.loading import LoadedModel
 from specdec.models.memory import StepMemory
-from specdec.models.plan import max_group_numbers
-from specdec.models.recurrent.slots import SequenceState, Window
-from specdec.models.runner import ModelRunner, RowInput
-from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.sampling.acceptance import verify
 from specdec.sampling.pipeline import NOISE_CACHE_BYTES, RowGroup, Sampler
-from specdec.sampling.validation import MAX_NUM_SPECULATIVE_TOKENS
-from specdec.tokens import TokenBuffer
 
 _BLOCK_SIZE = 16
 _MAX_CPU_CHUNK_CONTEXT = 4096

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from specdec.errors import SpecdecError
+from specdec.core.errors import SpecdecError
 
 _ADVICE = " Of the allocated memory"
 """Where torch's message turns from what was asked for and what there is to the settings of its allocator."""

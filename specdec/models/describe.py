@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig
 
-from specdec.errors import ModelLoadError
-from specdec.models.compat import PairReport, check_pair
-from specdec.models.configuration import eos_token_ids, generation_defaults, max_model_len
+from specdec.checkpoint.compat import PairReport, check_pair
+from specdec.checkpoint.configuration import eos_token_ids, generation_defaults, max_model_len
+from specdec.core.errors import ModelLoadError
+from specdec.core.params import GenerationDefaults
 from specdec.models.loading import ModelSource, auto_class, load_config, load_tokenizer
 from specdec.models.lora.slots import layer_shapes
 from specdec.models.quiet import quiet
-from specdec.sampling.params import GenerationDefaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def describe_model(source: ModelSource) -> ModelDescription:
 
 
 def describe_pair(target: ModelSource, draft: ModelSource, *, other_vocabulary: bool = False) -> PairReport:
-    """What holds for a pair, by its configurations and tokenizers; see :func:`specdec.models.compat.check_pair`.
+    """What holds for a pair, by its configurations and tokenizers; see :func:`specdec.checkpoint.compat.check_pair`.
 
     Raises:
         ModelLoadError: A configuration or a tokenizer cannot be read.

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from specdec.errors import ModelLoadError
-from specdec.models.configuration import max_model_len
+from specdec.checkpoint.configuration import max_model_len
+from specdec.checkpoint.weight_files import local_folder, tensor_bytes, weight_files
+from specdec.core.errors import ModelLoadError
 from specdec.models.loading import ModelSource, load_config
-from specdec.models.weight_files import local_folder, tensor_bytes, weight_files
 
 _BITS = {"none": 0, "int8": 8, "int4": 4, "fp8": 8}
 _SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from specdec.models.weight_files import local_folder, tensor_bytes
+from specdec.checkpoint.weight_files import local_folder, tensor_bytes
 
 EVERY_S = 2.0
 BAR = "Loading weights"

@@ -18,20 +18,20 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from specdec.errors import ModelLoadError
+from specdec.cache.recurrent.binding import RecurrentLayer
+from specdec.cache.recurrent.opaque import OpaqueState, find_opaque_state
+from specdec.checkpoint.configuration import eos_token_ids, generation_defaults, max_model_len
+from specdec.checkpoint.weight_files import check_weight_files, local_folder
+from specdec.core.errors import ModelLoadError
+from specdec.core.params import GenerationDefaults
+from specdec.core.types import Progress, Quantization
+from specdec.kernels.attention import ATTENTION_NAME, register_attention
 from specdec.models.allocation import allocation
-from specdec.models.attention import ATTENTION_NAME, register_attention
-from specdec.models.configuration import eos_token_ids, generation_defaults, max_model_len
 from specdec.models.loaded_bytes import BAR, watched, weights_bytes
 from specdec.models.lora.slots import AdapterRoom, AdapterSlots
 from specdec.models.probe import AttentionLayer, find_layers
 from specdec.models.quantization import is_quantized, quantizing, stored_bytes
 from specdec.models.quiet import Bar, no_bar, quiet
-from specdec.models.recurrent.binding import RecurrentLayer
-from specdec.models.recurrent.opaque import OpaqueState, find_opaque_state
-from specdec.models.weight_files import check_weight_files, local_folder
-from specdec.sampling.params import GenerationDefaults
-from specdec.types import Progress, Quantization
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -68,7 +68,7 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready for a :class:`specdec.models.runner.ModelRunner`.
+    """A model ready for a :class:`specdec.executor.runner.ModelRunner`.
 
     Attributes:
         model: In eval mode, with the paged attention set.
@@ -84,7 +84,7 @@ class LoadedModel:
         attention_layers: What it caches per position.
         recurrent_layers: What it keeps per sequence.
         opaque_state: A state that can only be copied as a whole: the model keeps transformers' own attention, for a
-            :class:`specdec.models.snapshot_runner.SnapshotRunner`.
+            :class:`specdec.executor.snapshot_runner.SnapshotRunner`.
         generation_defaults: What its ``generation_config.json`` sets for requests that do not say.
         adapters: Slots for LoRA adapters; None where it has none.
     """

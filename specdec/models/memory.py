@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from specdec.errors import InvalidParameterError, MemoryPlanError
-from specdec.models.blocks import LOOKAHEAD_TOKENS
-from specdec.models.cache import group_window
+from specdec.cache.blocks import LOOKAHEAD_TOKENS
+from specdec.cache.recurrent.opaque import NUM_COPIES
+from specdec.cache.recurrent.pool import bytes_per_slot, checked_window, state_bytes
+from specdec.cache.recurrent.slots import DEFAULT_WINDOW_TOKENS, Window
+from specdec.core.errors import InvalidParameterError, MemoryPlanError
+from specdec.executor.paged_cache import group_window
 from specdec.models.host_memory import host_memory
 from specdec.models.loading import LoadedModel
 from specdec.models.probe import AttentionLayer
-from specdec.models.recurrent.opaque import NUM_COPIES
-from specdec.models.recurrent.pool import bytes_per_slot, checked_window, state_bytes
-from specdec.models.recurrent.slots import DEFAULT_WINDOW_TOKENS, Window
 
 _MIB = 1 << 20
 MAX_STATE_SLOTS = 1024

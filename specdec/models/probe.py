@@ -12,9 +12,9 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 
-from specdec.errors import ModelLoadError
-from specdec.models.attention import FROM_MODULE, check_arguments, window_of
-from specdec.models.recurrent.binding import RecurrentLayer, RecurrentProbe, bind, recurrent_modules
+from specdec.cache.recurrent.binding import RecurrentLayer, RecurrentProbe, bind, recurrent_modules
+from specdec.core.errors import ModelLoadError
+from specdec.kernels.attention import FROM_MODULE, check_arguments, window_of
 
 _PROBE_NAME = "specdec_probe"
 

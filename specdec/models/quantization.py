@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, TorchAoConfig
 
-from specdec.errors import ModelLoadError
-from specdec.models.fingerprint import torchao_version
-from specdec.types import Quantization
+from specdec.checkpoint.fingerprint import torchao_version
+from specdec.core.errors import ModelLoadError
+from specdec.core.types import Quantization
 
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.models.runner import ModelRunner, RowInput
+from specdec.executor.runner import ModelRunner, RowInput
 
 NUM_TEXTS = 4
 NUM_TOKENS = 64

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from zlib import crc32
 
-from specdec.protocol.marks import TokenLog
+from specdec.core.log import TokenLog
 
 BLOCK_TOKENS = 32
 """Prefixes are told apart at each multiple of this. Workers' cache blocks may have another size."""

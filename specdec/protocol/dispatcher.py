@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
+from specdec.core.messages import Close, Message, Open
+from specdec.core.types import Fingerprints
+from specdec.drafting.length.plans import WorkerKind
 from specdec.protocol.labels import label, labels
 from specdec.protocol.leases import Outbox
-from specdec.protocol.messages import Close, Message, Open
-from specdec.protocol.plans import WorkerKind
 from specdec.protocol.probation import Probation
 from specdec.protocol.sessions import RouterCounters, Session, WorkerLink
 from specdec.protocol.worker_pool import WorkerPool
-from specdec.types import Fingerprints
 
 logger = logging.getLogger(__name__)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 
-from specdec.protocol.backends import DraftJob, Proposal
-from specdec.protocol.branches import Likelihoods, foreseen, likely_outcomes
-from specdec.protocol.messages import Candidates, Interval, Offer, Open, Outcome, Plan
+from specdec.core.backends import DraftJob, Proposal
+from specdec.core.messages import Candidates, Interval, Offer, Open, Outcome, Plan
+from specdec.core.tokens import TokenBuffer, common_prefix_length
+from specdec.core.types import Tokens
+from specdec.drafting.branches import Likelihoods, foreseen, likely_outcomes
 from specdec.protocol.worker import MOST_INTERVALS, WorkerRow
-from specdec.tokens import TokenBuffer, common_prefix_length
-from specdec.types import Tokens
 
 
 class Path:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from specdec.core.messages import Ack, Alive, Live, Message, Offer, Open
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.leases import Times
-from specdec.protocol.messages import Ack, Alive, Live, Message, Offer, Open
 from specdec.protocol.target import TargetMachine
 
 

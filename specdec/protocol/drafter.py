@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
 
-from specdec.errors import DeviceLostError
-from specdec.protocol.backends import DraftBackend, DraftJob, Proposal, Status
-from specdec.protocol.branches import BRANCHES_IN_ALL, branch_share
+from specdec.core.backends import DraftBackend, DraftJob, Proposal, Status
+from specdec.core.errors import DeviceLostError
+from specdec.core.log import Extension
+from specdec.core.messages import Commit, Message, Open
+from specdec.drafting.branches import BRANCHES_IN_ALL, branch_share
 from specdec.protocol.draft_row import Branch, DraftRow, Path
 from specdec.protocol.labels import label, labels
 from specdec.protocol.leases import Times
-from specdec.protocol.marks import Extension
-from specdec.protocol.messages import Commit, Message, Open
 from specdec.protocol.spans import microseconds
 from specdec.protocol.suspects import StepGroups
 from specdec.protocol.worker import Gauges, LastInterval, WorkerMachine
@@ -72,7 +72,7 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         backend: Does the work.
         times: The protocol's clock.
         gauges: Of the backend, for the report.
-        branches_in_all: Most branches of all sequences together; see :func:`specdec.protocol.branches.branch_share`.
+        branches_in_all: Most branches of all sequences together; see :func:`specdec.drafting.branches.branch_share`.
         fingerprint: Of the vocabulary; see :class:`specdec.protocol.worker.WorkerMachine`.
         last_interval: Tells when steps ran, for requests that ask.
     """

@@ -7,15 +7,15 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from specdec.core.finish import Ending
+from specdec.core.log import Extension, TokenLog
+from specdec.core.messages import Cancel, End, Gone, Message, NewTokens, Notes, Plan, Submit, Want
+from specdec.core.params import SequenceSpec
+from specdec.core.tokens import SharedTokens
+from specdec.core.types import UNKNOWN, Fingerprints, Finish, Tokens
 from specdec.protocol.affinity import choose_router
 from specdec.protocol.labels import label
 from specdec.protocol.leases import Outbox, Times
-from specdec.protocol.marks import Extension, TokenLog
-from specdec.protocol.messages import Cancel, End, Gone, Message, NewTokens, Notes, Plan, Submit, Want
-from specdec.sampling.finish import Ending
-from specdec.sampling.params import SequenceSpec
-from specdec.tokens import SharedTokens
-from specdec.types import UNKNOWN, Fingerprints, Finish, Tokens
 
 logger = logging.getLogger(__name__)
 

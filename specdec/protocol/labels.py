@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from specdec.sampling.params import SequenceSpec
+from specdec.core.params import SequenceSpec
 
 _MOST_NAMED = 16
 

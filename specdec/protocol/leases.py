@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from specdec.protocol.messages import Inc, Message
+from specdec.core.messages import Inc, Message
 
 
 @dataclass(frozen=True, slots=True)

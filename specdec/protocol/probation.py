@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-from specdec.protocol.plans import WorkerKind
+from specdec.drafting.length.plans import WorkerKind
 from specdec.protocol.sessions import Session
 from specdec.protocol.suspects import FORGIVEN_TOKENS, MOST_ALONE_FAILURES, apart
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from specdec.protocol.dispatcher import Dispatcher
-from specdec.protocol.ingress import MODEL_REPLACED
-from specdec.protocol.leases import LeasedRows, Outbox, Times
-from specdec.protocol.marks import Extension
-from specdec.protocol.messages import (
+from specdec.core.log import Extension
+from specdec.core.messages import (
     Ack,
     Alive,
     Cancel,
@@ -28,12 +25,15 @@ from specdec.protocol.messages import (
     Verdict,
     Want,
 )
-from specdec.protocol.planning import Planning
-from specdec.protocol.plans import FixedPlans, PlanController, Planner, WorkerKind
+from specdec.core.types import UNKNOWN, Fingerprints, Finish
+from specdec.drafting.length.planning import Planning
+from specdec.drafting.length.plans import FixedPlans, PlanController, Planner, WorkerKind
+from specdec.protocol.dispatcher import Dispatcher
+from specdec.protocol.ingress import MODEL_REPLACED
+from specdec.protocol.leases import LeasedRows, Outbox, Times
 from specdec.protocol.probation import Probation
 from specdec.protocol.sessions import RouterCounters, Session, WorkerLink
 from specdec.protocol.spans import Tracer
-from specdec.types import UNKNOWN, Fingerprints, Finish
 
 _AT_FAULT = "the worker that decoded this sequence died each time that it was tried alone"
 

@@ -7,13 +7,13 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from specdec.core.log import TokenLog
+from specdec.core.messages import Inc, Notes, Plan, Submit
+from specdec.core.types import Finish
+from specdec.drafting.length.plans import WorkerKind
 from specdec.protocol.labels import label
 from specdec.protocol.leases import Row
-from specdec.protocol.marks import TokenLog
-from specdec.protocol.messages import Inc, Notes, Plan, Submit
-from specdec.protocol.plans import WorkerKind
 from specdec.protocol.spans import Span, Tracer
-from specdec.types import Finish
 
 if TYPE_CHECKING:
     from specdec.protocol.probation import SuspectGroup

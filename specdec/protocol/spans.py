@@ -1,6 +1,6 @@
 """How machines tell of single sequences to whoever traces their requests; of all others they tell nothing.
 
-A request that is traced has a label in its sequences' specs (:attr:`specdec.sampling.params.SequenceSpec.trace`). A
+A request that is traced has a label in its sequences' specs (:attr:`specdec.core.params.SequenceSpec.trace`). A
 machine that has a :data:`Tracer` begins a span for such a sequence when it takes it, adds up what it does for it, and
 ends the span when it holds it no more: one span a machine, however many rounds there are.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from specdec.protocol.messages import Interval
+from specdec.core.messages import Interval
 
 
 class Span(Protocol):

@@ -9,9 +9,8 @@ from operator import attrgetter
 
 from msgspec.structs import replace
 
-from specdec.errors import DeviceLostError, reason_of
-from specdec.protocol.backends import Status, TargetBackend, Verification, VerifyJob
-from specdec.protocol.drafts import (
+from specdec.core.backends import Status, TargetBackend, Verification, VerifyJob
+from specdec.core.drafts import (
     NO_DRAFT,
     OFFERS_KEPT,
     Draft,
@@ -20,16 +19,17 @@ from specdec.protocol.drafts import (
     awaits_token,
     remaining_draft,
 )
+from specdec.core.errors import DeviceLostError, reason_of
+from specdec.core.messages import Ack, Message, Notes, Offer, Open, RoundTimes, Verdict
+from specdec.core.types import PackedLogprobs
+from specdec.drafting.ngram import LookUpOptions, Reading, look_up_for
 from specdec.protocol.labels import label, labels
 from specdec.protocol.leases import Times
-from specdec.protocol.lookup import LookUpOptions, Reading, look_up_for
-from specdec.protocol.messages import Ack, Message, Notes, Offer, Open, RoundTimes, Verdict
 from specdec.protocol.spans import microseconds
 from specdec.protocol.suspects import FORGIVEN_TOKENS, MOST_ALONE_FAILURES, StepGroups
 from specdec.protocol.target_counters import LOOK_UPS, TargetCounters
 from specdec.protocol.target_row import KeptOffer, TargetRow
 from specdec.protocol.worker import Gauges, LastInterval, WorkerMachine
-from specdec.types import PackedLogprobs
 
 logger = logging.getLogger(__name__)
 

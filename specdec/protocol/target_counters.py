@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from specdec.protocol.drafts import OFFERED, DraftSource
+from specdec.core.drafts import OFFERED, DraftSource
 
 LOOK_UPS = frozenset[DraftSource](("lookup", "prediction"))
 """Drafts that were found in a text."""

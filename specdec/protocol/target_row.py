@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from specdec.protocol.drafts import NO_DRAFT, foresees
-from specdec.protocol.lookup import LookUp
-from specdec.protocol.messages import Interval, Notes, Offer, Open
+from specdec.core.drafts import NO_DRAFT, foresees
+from specdec.core.finish import Ending
+from specdec.core.messages import Interval, Notes, Offer, Open
+from specdec.core.types import Finish
+from specdec.drafting.ngram import LookUp
 from specdec.protocol.worker import MOST_INTERVALS, WorkerRow
-from specdec.sampling.finish import Ending
-from specdec.types import Finish
 
 
 @dataclass(slots=True, eq=False)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from specdec.core.log import TokenLog
+from specdec.core.messages import Alive, Close, Inc, Interval, Live, Message, Open, Plan, PlanUpdate, Resync
+from specdec.core.params import SequenceSpec
 from specdec.protocol.leases import LeasedRows, Outbox, Times
 from specdec.protocol.leases import Row as LeasedRow
-from specdec.protocol.marks import TokenLog
-from specdec.protocol.messages import Alive, Close, Inc, Interval, Live, Message, Open, Plan, PlanUpdate, Resync
 from specdec.protocol.spans import Span, Tracer
-from specdec.sampling.params import SequenceSpec
 
 Gauges = Callable[[], dict[str, float]]
 """Gives what a worker's backend holds now, by name."""

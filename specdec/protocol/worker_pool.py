@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
+from specdec.drafting.length.plans import WorkerKind
 from specdec.protocol.affinity import BLOCK_TOKENS, CachedPrefixes, block_digests, choose
-from specdec.protocol.plans import WorkerKind
 from specdec.protocol.sessions import RouterCounters, Session, WorkerLink
 
 AFFINITY_SLACK = 2

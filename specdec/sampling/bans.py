@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from specdec.core.params import SamplingParams
+from specdec.core.tokens import as_list
+from specdec.core.types import Tokens
 from specdec.sampling.kept import WhileAlive
-from specdec.sampling.params import SamplingParams
 from specdec.sampling.rows import RowGroup, Rows
-from specdec.tokens import as_list
-from specdec.types import Tokens
 
 
 class AllowedTokens:

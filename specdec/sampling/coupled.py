@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specdec.core.types import Tokens
 from specdec.sampling.rows import RowGroup, Rows, VerifiedRun
-from specdec.types import Tokens
 
 
 def verify_coupled(

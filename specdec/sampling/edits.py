@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specdec.core.params import SamplingParams
 from specdec.sampling.histories import Histories
 from specdec.sampling.kept import WhileAlive
-from specdec.sampling.params import SamplingParams
 from specdec.sampling.rows import Rows
 
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.sampling.params import SequenceSpec
+from specdec.core.params import SequenceSpec
+from specdec.core.tokens import TokenBuffer, TokenSequence, as_array, as_list, common_prefix_length
 from specdec.sampling.rows import RowGroup
-from specdec.tokens import TokenBuffer, TokenSequence, as_array, as_list, common_prefix_length
 
 _MAX_KEPT_TOKENS = 1 << 21
 _LEAST_SIZE = 64

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec.types import TokenLogprobs
+from specdec.core.types import TokenLogprobs
 
 _MAX_SLICE_BYTES = 64 << 20
 _BYTES_PER_DOUBLE = 8

@@ -9,19 +9,19 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from specdec.device_errors import is_device_lost
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.core.tokens import TokenSequence
+from specdec.core.types import TokenLogprobs, Tokens
+from specdec.kernels.device_errors import is_device_lost
 from specdec.sampling.bans import AllowedTokens, apply_bad_words
 from specdec.sampling.edits import LogitBias, apply_min_tokens, apply_penalties, uses_penalties
-from specdec.sampling.grammars import Grammars
 from specdec.sampling.histories import Histories
 from specdec.sampling.logprobs import token_logprobs
-from specdec.sampling.matchers import Matchers, apply_masks
 from specdec.sampling.noise import NoiseCache
-from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.rows import RowGroup, Rows, VerifiedRun
 from specdec.sampling.truncation import thresholds, uses_truncation
-from specdec.tokens import TokenSequence
-from specdec.types import TokenLogprobs, Tokens
+from specdec.structured.compiler import Grammars
+from specdec.structured.matchers import Matchers, apply_masks
 
 __all__ = ["LogitsProcessor", "RowGroup", "Sampler", "VerifiedRun"]
 

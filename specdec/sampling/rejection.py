@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from specdec.core.trees import children_of, depths
+from specdec.core.types import Tokens
 from specdec.sampling.philox import Purpose, uniforms
 from specdec.sampling.pipeline import Sampler
 from specdec.sampling.rows import RowGroup, Rows, VerifiedRun
-from specdec.sampling.trees import children_of, depths
-from specdec.types import Tokens
 
 NUM_DRAFT_CANDIDATES = 32
 _PATH_TOKENS = 256

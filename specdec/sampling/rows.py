@@ -9,9 +9,9 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
-from specdec.sampling.params import SamplingParams, SequenceSpec
-from specdec.tokens import TokenSequence
-from specdec.types import Tokens
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.core.tokens import TokenSequence
+from specdec.core.types import Tokens
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.sampling.params import SamplingParams
+from specdec.core.params import SamplingParams
 
 _NUM_CANDIDATES = 1024
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from specdec.errors import InvalidParameterError
+from specdec.core.errors import InvalidParameterError
 from specdec.text.prompts import check_text
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from specdec.sampling.params import SequenceSpec
+from specdec.core.params import SequenceSpec
+from specdec.core.types import Finish
 from specdec.text.detokenizer import Detokenizer
 from specdec.text.stops import StopScanner
-from specdec.types import Finish
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from specdec.errors import InvalidParameterError
+from specdec.core.errors import InvalidParameterError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

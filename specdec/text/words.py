@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from specdec.errors import InvalidParameterError
+from specdec.core.errors import InvalidParameterError
+from specdec.core.types import Tokens
 from specdec.text.prompts import check_text
-from specdec.types import Tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,9 +16,9 @@ from benchmarks.emulation import (
     step_cost,
 )
 from benchmarks.scripted import Script, ScriptedDrafter, ScriptedTarget
-from specdec.protocol.backends import DraftJob, Proposal, Status, Verification, VerifyJob
-from specdec.protocol.marks import TokenLog
-from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.core.backends import DraftJob, Proposal, Status, Verification, VerifyJob
+from specdec.core.log import TokenLog
+from specdec.core.params import SamplingParams, SequenceSpec
 from tests.clock import VirtualClock
 
 SPEC = SequenceSpec(SamplingParams(), 5, 4, 50)

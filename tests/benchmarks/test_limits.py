@@ -9,7 +9,7 @@ import pytest
 from benchmarks.emulation import StepCost
 from benchmarks.limits import ScriptedPair, main, scripted_limit
 from benchmarks.scripted import Script
-from specdec.protocol.branches import foreseen
+from specdec.drafting.branches import foreseen
 
 STAND_IN = ("--backend", "benchmarks.backends:stand_in:target=30,draft=3,acceptance=0.8")
 PAIR = ScriptedPair(0.8, 0.95, StepCost(30), StepCost(3))

@@ -10,10 +10,10 @@ from transformers import AutoTokenizer
 
 import specdec.demo
 from benchmarks.scripted import RANK_SHARES, Script, ScriptedDrafter, ScriptedTarget, plain_token_ids
+from specdec.core.backends import DraftJob, VerifyJob
+from specdec.core.log import TokenLog
+from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.engine.in_process import InProcessService
-from specdec.protocol.backends import DraftJob, VerifyJob
-from specdec.protocol.marks import TokenLog
-from specdec.sampling.params import SamplingParams, SequenceSpec
 from tests.specdec.engine.pairs import Case, run
 
 VOCABULARY = tuple(range(100, 200, 3))

@@ -14,7 +14,7 @@ import pytest
 
 import specdec.demo
 from tests.clients.fuzz import PROGRAMS, by_status, fuzz
-from tests.deployments.openai.test_hostile_bodies import JSON, RAW, paths_of
+from tests.deployments.http.test_hostile_bodies import JSON, RAW, paths_of
 from tests.integration.running import RunningService, eventually, nothing_held
 
 pytestmark = pytest.mark.timeout(900)

@@ -5,7 +5,7 @@ import sys
 from cluster.cli import main
 from cluster.cli import serve as serve_command
 from cluster.cli.flags import config_overrides
-from cluster.config_files import load_config
+from cluster.config.files import load_config
 
 if __name__ == "__main__":
     serve_command.run = lambda arguments: serve_command.serve(

@@ -7,8 +7,8 @@ from ray import serve
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
-from cluster.config import AppArgs
-from specdec.errors import ModelLoadError
+from cluster.config.app import AppArgs
+from specdec.core.errors import ModelLoadError
 
 
 @serve.deployment(name="TargetServer", ray_actor_options={"num_cpus": 1})

@@ -15,11 +15,11 @@ from cluster.cli.main import COMMANDS, build_parser
 from cluster.cli.other_servers import INSTEAD, advice
 from cluster.cli.serve import run_service
 from cluster.cli.vllm_flags import key_entries
-from cluster.config import ServiceConfig
-from cluster.config_files import config_keys, load_config
-from cluster.launch import check_port
-from cluster.settings import RAY_SETTINGS, api_keys, prepare_for_ray, set_for_command
-from specdec.errors import InvalidParameterError
+from cluster.config.app import ServiceConfig
+from cluster.config.environment import RAY_SETTINGS, api_keys, prepare_for_ray, set_for_command
+from cluster.config.files import config_keys, load_config
+from cluster.launch.local import check_port
+from specdec.core.errors import InvalidParameterError
 
 EXAMPLES = {
     "demo": "plain",

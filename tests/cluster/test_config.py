@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.config import AppArgs, ServiceConfig
-from cluster.config_files import load_config, merged
-from cluster.identity import demo_folder
-from cluster.models import memory_amount
-from cluster.sources import draft_source, target_source
-from cluster.strict import key_paths
-from specdec.errors import InvalidParameterError
+from cluster.config.app import AppArgs, ServiceConfig
+from cluster.config.base import key_paths
+from cluster.config.files import load_config, merged
+from cluster.config.models import memory_amount
+from cluster.models.identity import demo_folder
+from cluster.models.sources import draft_source, target_source
+from specdec.core.errors import InvalidParameterError
 from specdec.protocol.leases import Times
 
 

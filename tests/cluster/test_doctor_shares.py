@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-import cluster.doctor
-from cluster.config import AppArgs
-from cluster.identity import demo_folder
-from cluster.machine import Gpu, Hardware
+import cluster.cli.examine
+from cluster.config.app import AppArgs
+from cluster.launch.machine import Gpu, Hardware
+from cluster.models.identity import demo_folder
+from specdec.core.errors import MemoryPlanError
 from specdec.engine import build
-from specdec.errors import MemoryPlanError
 
 
 @pytest.mark.parametrize(
@@ -43,9 +43,9 @@ def test_each_model_has_the_share_of_the_service(
         raise MemoryPlanError("only noted")
 
     machine = Hardware({}, 8, 1 << 40, 1 << 40, (Gpu("a GPU", 1 << 36, 1 << 36),) * num_gpus)
-    monkeypatch.setattr(cluster.doctor, "this_machine", lambda: machine)
+    monkeypatch.setattr(cluster.cli.examine, "this_machine", lambda: machine)
     monkeypatch.setattr(build, "build_target", noted)
     roles = {role: {"model": str(demo_folder(role))} | args.get(role, {}) for role in ("target", "draft")}
-    findings = cluster.doctor.examine(AppArgs.model_validate(args | roles))
+    findings = cluster.cli.examine.examine(AppArgs.model_validate(args | roles))
     assert asked == expected
     assert findings.problems == ["only noted"] * 2

@@ -10,10 +10,10 @@ from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundEr
 from huggingface_hub.utils import filter_repo_objects
 
 from cluster.cli import main
-from cluster.config import AppArgs
-from cluster.demos import REPOSITORY_WEIGHTS
-from cluster.download import check_models, fetch_models
-from specdec.errors import InvalidParameterError
+from cluster.config.app import AppArgs
+from cluster.models.demos import REPOSITORY_WEIGHTS
+from cluster.models.download import check_models, fetch_models
+from specdec.core.errors import InvalidParameterError
 
 
 def args(target, draft=None, **target_options):
@@ -120,7 +120,7 @@ def test_a_folder_that_is_here_and_holds_no_model_is_refused(tmp_path):
     ],
 )
 def test_a_demo_that_is_not_there_is_refused_with_the_command_that_makes_it(tmp_path, monkeypatch, keys, command):
-    monkeypatch.setattr("cluster.demos.demo_folder", lambda name: tmp_path / name)
+    monkeypatch.setattr("cluster.models.demos.demo_folder", lambda name: tmp_path / name)
     monkeypatch.setattr("subprocess.run", lambda *_args, **_options: pytest.fail("something was started"))
     with pytest.raises(InvalidParameterError) as refused:
         fetch_models(AppArgs.model_validate(keys), pytest.fail)
@@ -129,7 +129,7 @@ def test_a_demo_that_is_not_there_is_refused_with_the_command_that_makes_it(tmp_
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    monkeypatch.setattr("cluster.demos._made_folder", lambda name: tmp_path / "home" / name)
+    monkeypatch.setattr("cluster.models.demos._made_folder", lambda name: tmp_path / "home" / name)
     return tmp_path / "home"
 
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from cluster import drain
-from cluster.drain import drain_ingress
+from cluster.launch import drain
+from cluster.launch.drain import drain_ingress
 
 
 class Replica:

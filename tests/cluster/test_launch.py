@@ -10,10 +10,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from cluster import launch
-from cluster.config import ServiceConfig
-from cluster.launch import LocalService, describe, first_failure, last_line
-from cluster.processes import OwnProcesses
+from cluster.config.app import ServiceConfig
+from cluster.launch import local as launch
+from cluster.launch.local import LocalService, describe, first_failure, last_line
+from cluster.launch.processes import OwnProcesses
 
 
 def test_readiness_is_asked_for_directly_whatever_proxy_the_environment_names(monkeypatch):
@@ -154,7 +154,7 @@ def test_the_last_line_names_the_error():
     message = (
         "The deployment failed 3 times:\nTraceback:\n  File x\nspecdec.errors.ModelLoadError: no folder\nRetrying."
     )
-    assert last_line(message) == "specdec.errors.ModelLoadError: no folder"
+    assert last_line(message) == "specdec.core.errors.ModelLoadError: no folder"
     assert last_line("nothing here") == "nothing here"
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from ray._private.authentication import authentication_utils
 
-from cluster.config import ServiceConfig
-from cluster.limits import Tls
-from cluster.settings import api_keys, check_ray
-from cluster.strict import validated
-from specdec.errors import InvalidParameterError
+from cluster.config.app import ServiceConfig
+from cluster.config.base import validated
+from cluster.config.environment import api_keys, check_ray
+from cluster.config.limits import Tls
+from specdec.core.errors import InvalidParameterError
 
 ALICE, BOB = "sk-alice-0123456789", "sk-bob-0123456789"
 

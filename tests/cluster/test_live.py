@@ -4,10 +4,10 @@ import logging
 
 import pytest
 
-from cluster.config import AppArgs
-from cluster.live import LIVE_KEYS, reconfigured, set_log_level
-from cluster.strict import key_paths
-from specdec.errors import InvalidParameterError
+from cluster.config.app import AppArgs
+from cluster.config.base import key_paths
+from cluster.config.live import LIVE_KEYS, reconfigured, set_log_level
+from specdec.core.errors import InvalidParameterError
 
 ARGS = AppArgs.model_validate(
     {"target": {"model": "t", "token": "secret"}, "limits": {"retry_after_s": 7, "max_sequences": 3}}

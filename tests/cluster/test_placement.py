@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.config import AppArgs
-from cluster.placement import ActorShare, Devices, Placement, placement_of
-from cluster.strict import validated
+from cluster.config.app import AppArgs
+from cluster.config.base import validated
+from cluster.launch.placement import ActorShare, Devices, Placement, placement_of
 from deployments import workers
+from specdec.core.errors import InvalidParameterError
 from specdec.engine.shares import equal_share
-from specdec.errors import InvalidParameterError
 
 VLLM = {"model": "big", "engine": "vllm"}
 

@@ -7,13 +7,13 @@ import shutil
 
 import pytest
 
-from cluster.config import AppArgs
-from cluster.identity import demo_folder
-from cluster.placement import ActorShare, Placement
-from cluster.preflight import check_memory
-from cluster.sources import target_source
+from cluster.config.app import AppArgs
+from cluster.launch.placement import ActorShare, Placement
+from cluster.launch.preflight import check_memory
+from cluster.models.identity import demo_folder
+from cluster.models.sources import target_source
+from specdec.core.errors import InvalidParameterError, MemoryPlanError, ModelLoadError
 from specdec.engine.build import BackendOptions, build_target
-from specdec.errors import InvalidParameterError, MemoryPlanError, ModelLoadError
 from specdec.models.estimate import least_memory
 from specdec.models.loading import ModelSource
 

@@ -8,15 +8,15 @@ from ray.serve._private.deploy_utils import get_app_code_version
 from ray.serve.schema import ServeApplicationSchema
 
 from cluster.cli.main import main
-from cluster.config import AppArgs, ServiceConfig
-from cluster.launch import status_args
-from cluster.live import LIVE_KEYS, reconfigured
-from cluster.overlays import laid_over, overlays
-from cluster.serve_config import serve_config
-from cluster.settings import RAY_SETTINGS
+from cluster.config.app import AppArgs, ServiceConfig
+from cluster.config.environment import RAY_SETTINGS
+from cluster.config.live import LIVE_KEYS, reconfigured
+from cluster.launch.local import status_args
+from cluster.launch.overlays import laid_over, overlays
+from cluster.launch.serve_config import serve_config
 from deployments.app import DraftPoolArgs
 from deployments.names import DEPLOYMENTS
-from deployments.status import StatusArgs
+from deployments.operate.status import StatusArgs
 from tests.cluster.test_cli import EXAMPLES, as_yaml
 
 NOT_ON_A_CLUSTER = ("target.token", "draft.token", "draft.pool")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.config import AppArgs
-from cluster.sources import backend_of, backend_options
-from specdec.errors import InvalidParameterError
+from cluster.config.app import AppArgs
+from cluster.models.sources import backend_of, backend_options
+from specdec.core.errors import InvalidParameterError
 from tests.cluster import processors
 
 

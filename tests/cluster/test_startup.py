@@ -8,8 +8,8 @@ from contextlib import suppress
 import pytest
 from ray.experimental import internal_kv
 
-from cluster import startup as module
-from cluster.startup import starting, startup
+from cluster.launch import startup as module
+from cluster.launch.startup import starting, startup
 
 
 @pytest.fixture

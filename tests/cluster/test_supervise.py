@@ -10,14 +10,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.processes import is_alive
+from cluster.launch.processes import is_alive
 
 ROOT = Path(__file__).resolve().parents[2]
 GRANDCHILD = "import time; time.sleep(300)"
 STUBBORN_GRANDCHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
 SCRIPT = """
 import os, signal, subprocess, sys, time
-from cluster.supervise import supervised
+from cluster.launch.supervise import supervised
 
 def body():
     own = subprocess.Popen([sys.executable, "-c", {grandchild!r}], start_new_session=True)

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from cluster.config import ServiceConfig
-from cluster.config_files import load_config
-from cluster.launch import LocalService
-from cluster.settings import prepare_for_ray
-from cluster.tracing import FILE, OTLP, OTLP_LIBRARY, Tracing
-from specdec.errors import InvalidParameterError
+from cluster.config.app import ServiceConfig
+from cluster.config.environment import prepare_for_ray
+from cluster.config.files import load_config
+from cluster.config.tracing import FILE, OTLP, OTLP_LIBRARY, Tracing
+from cluster.launch.local import LocalService
+from specdec.core.errors import InvalidParameterError
 
 
 def test_nothing_is_set_where_nothing_is_traced() -> None:

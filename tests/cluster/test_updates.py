@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.placement import ActorShare, Placement
-from cluster.replicas import Replicas, Updates
-from cluster.updates import plan_updates
+from cluster.config.replicas import Replicas, Updates
+from cluster.launch.placement import ActorShare, Placement
+from cluster.launch.updates import plan_updates
 
 NO_ROOM = "no room for a second {0} beside the one that runs"
 

@@ -18,11 +18,16 @@ from ray.serve._private.common import DeploymentID, HandleMetricReport, ReplicaI
 from ray.serve._private.config import DeploymentConfig
 from ray.serve._private.deployment_info import DeploymentInfo
 
-from cluster.config import AppArgs
-from cluster.limits import Limits
-from cluster.replicas import ReplicaRange
+from cluster.config.app import AppArgs
+from cluster.config.limits import Limits
+from cluster.config.replicas import ReplicaRange
 from deployments.app import replica_options
-from deployments.autoscaling import (
+from deployments.http.admission import Admission
+from deployments.http.errors import ApiError
+from deployments.http.observer import Observer
+from deployments.ingress import OpenAIIngress
+from deployments.metrics.replica import ReplicaMetrics
+from deployments.scaling.autoscaling import (
     BUSY,
     FULL,
     LONG_QUEUE_S,
@@ -33,11 +38,6 @@ from deployments.autoscaling import (
     desired_replicas,
     load_of,
 )
-from deployments.ingress import OpenAIIngress
-from deployments.metrics.replica import ReplicaMetrics
-from deployments.openai.admission import Admission
-from deployments.openai.errors import ApiError
-from deployments.openai.observer import Observer
 
 
 def desired(part: str, loads: list[Load], sequences: float | None = None, limit: float = math.inf) -> int:

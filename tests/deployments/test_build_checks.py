@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from cluster.config import AppArgs
-from cluster.identity import demo_folder
+from cluster.config.app import AppArgs
+from cluster.models.identity import demo_folder
 from deployments import app
-from specdec.errors import SpecdecError
+from specdec.core.errors import SpecdecError
 
 
 def check(**keys: Any) -> None:
@@ -55,7 +55,7 @@ def test_a_file_that_cannot_be_read_fails(tmp_path: Path, key: str) -> None:
     ("parser", "words"),
     [
         ("no_such_module:Parser", "cannot import"),
-        ("specdec.text.parsing.hermes:BEGIN", "must be callable"),
+        ("specdec.structured.parsing.hermes:BEGIN", "must be callable"),
         ("response_template", "no response template"),
     ],
 )

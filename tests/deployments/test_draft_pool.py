@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from cluster.config import AppArgs
-from cluster.identity import fingerprints
-from cluster.live import reconfigured
-from cluster.placement import Devices
-from deployments import app, status
-from deployments.figures import ReplicaPoll
+from cluster.config.app import AppArgs
+from cluster.config.live import reconfigured
+from cluster.launch.placement import Devices
+from cluster.models.identity import fingerprints
+from deployments import app
 from deployments.ingress import model_info
 from deployments.names import DRAFT, ROUTER, TARGET
+from deployments.operate import status
+from deployments.operate.readiness import ReplicaPoll
 
 DRAWS = AppArgs.model_validate({"demo": "hybrid", "draft": {"pool": "drafts"}})
 

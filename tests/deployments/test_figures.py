@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deployments.figures import PATIENCE_S, ReplicaPoll, Workers, missing_parts
+from deployments.operate.readiness import PATIENCE_S, ReplicaPoll, Workers, missing_parts
 
 ROUTER: Workers = {"T#1": ("target", False)}
 
@@ -75,14 +75,14 @@ async def test_a_replica_that_fails_costs_no_other_ones_answer() -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deployments.figures.PATIENCE_S", PATIENCE_S / 100)
+    monkeypatch.setattr("deployments.operate.readiness.PATIENCE_S", PATIENCE_S / 100)
 
 
 async def test_a_replica_that_hangs_costs_no_other_ones_answer(
     impatient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not at first, and not when what was answered before would be too old."""
-    monkeypatch.setattr("deployments.figures.STALE_S", 0.0)
+    monkeypatch.setattr("deployments.operate.readiness.STALE_S", 0.0)
     handle = Handle("", HANGS, "draining", HANGS)
     ingresses = asked(handle)
     for num_failures in (2, 4):
@@ -100,7 +100,7 @@ async def test_answers_of_before_hold_while_all_hang(impatient: None) -> None:
 
 
 async def test_answers_that_are_old_are_dropped(impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deployments.figures.STALE_S", 0.0)
+    monkeypatch.setattr("deployments.operate.readiness.STALE_S", 0.0)
     handle = Handle("")
     ingresses = asked(handle)
     assert await ingresses.get() == [""]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from deployments import status
-from deployments.figures import ReplicaPoll
-from deployments.status import Health, StatusArgs
+from deployments.operate import status
+from deployments.operate.readiness import ReplicaPoll
+from deployments.operate.status import Health, StatusArgs
 
 LOADS = {"TargetServer": "loading x: 3.1 of 7.5 GB", "DraftServer": "timing its steps"}
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+from deployments.http.service import TokenDelta
 from deployments.inbox import Inbox
-from deployments.openai.service import TokenDelta
-from specdec.protocol.messages import Notes, Plan
+from specdec.core.messages import Notes, Plan
 
 
 def delta(*tokens: int, plan: Plan | None = None) -> TokenDelta:

@@ -15,15 +15,15 @@ import pytest
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 
-from cluster.config import AppArgs
-from cluster.settings import api_keys
-from cluster.sources import read_template
+from cluster.config.app import AppArgs
+from cluster.config.environment import api_keys
+from cluster.models.sources import read_template
+from deployments.http.service import ModelInfo, ServedModel
 from deployments.ingress import OpenAIIngress
-from deployments.live import LiveKeys, WatchedFile
-from deployments.openai.service import ModelInfo, ServedModel
-from deployments.requests import RoutedTokens
-from deployments.status import Metrics, StatusArgs
-from specdec.errors import InvalidParameterError
+from deployments.operate.live import LiveKeys, WatchedFile
+from deployments.operate.status import Metrics, StatusArgs
+from deployments.tokens import RoutedTokens
+from specdec.core.errors import InvalidParameterError
 
 
 class End(LiveKeys):
@@ -198,7 +198,7 @@ async def test_api_keys_of_the_metrics_page_follow_their_file(tmp_path: Path, mo
     async def nothing() -> list[object]:
         return []
 
-    monkeypatch.setattr("deployments.status._asked", lambda *_: SimpleNamespace(get=nothing, num_failures=0))
+    monkeypatch.setattr("deployments.operate.status._asked", lambda *_: SimpleNamespace(get=nothing, num_failures=0))
     keys = tmp_path / "keys"
     keys.write_text(ALICE)
     metrics = Metrics(StatusArgs(api_keys_file=str(keys), metrics_need_key=True))

@@ -13,15 +13,15 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 import deployments.metrics
 from benchmarks.scripted import Script, ScriptedDrafter, ScriptedTarget
+from deployments.http.observer import Observer
 from deployments.metrics.changes import ChangeRegistry
 from deployments.metrics.families import FAMILIES, REPORTED
 from deployments.metrics.replica import MachineReport, RayExport, ReplicaMetrics
 from deployments.metrics.table import metrics_table
-from deployments.openai.observer import Observer
-from specdec.control.controller import Controller
-from specdec.control.ways import WAYS, Bounds
+from specdec.drafting.length.contained import ContainedController
+from specdec.drafting.length.controller import Controller
+from specdec.drafting.length.ways import WAYS, Bounds
 from specdec.engine.timing import StepReport
-from specdec.protocol.contained import ContainedController
 from specdec.protocol.draft_worker import DraftWorkerMachine
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import IngressMachine

@@ -5,9 +5,9 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from deployments.http.observer import Observer
 from deployments.metrics.page import ReplicaPage, metrics_page
 from deployments.metrics.replica import MachineReport
-from deployments.openai.observer import Observer
 
 
 def of_ingress(replica: str, num_tokens: int) -> ReplicaPage:

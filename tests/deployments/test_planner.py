@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from cluster.config import AppArgs
+from cluster.config.app import AppArgs
 from deployments.router import planner_of
-from specdec.control.controller import Controller
-from specdec.protocol.contained import ContainedController
-from specdec.protocol.messages import Plan
-from specdec.protocol.plans import IN_TURN_WAIT_S
-from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.core.messages import Plan
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.drafting.length.contained import ContainedController
+from specdec.drafting.length.controller import Controller
+from specdec.drafting.length.plans import IN_TURN_WAIT_S
 
 SPEC = SequenceSpec(SamplingParams(), 1, 2, 30)
 

@@ -7,16 +7,16 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from deployments.openai.service import ModelInfo, SequenceRequest, ServedModel, TokenDelta
-from deployments.requests import RoutedTokens
+from deployments.http.service import ModelInfo, SequenceRequest, ServedModel, TokenDelta
+from deployments.tokens import RoutedTokens
 from deployments.transport.host import LoopHost
-from specdec.errors import SequenceFailedError, ServiceUnavailableError
+from specdec.core.errors import SequenceFailedError, ServiceUnavailableError
+from specdec.core.log import TokenLog
+from specdec.core.messages import End, NewTokens, Notes
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.core.tokens import SharedTokens
 from specdec.protocol.ingress import MODEL_REPLACED, IngressMachine
 from specdec.protocol.leases import Times
-from specdec.protocol.marks import TokenLog
-from specdec.protocol.messages import End, NewTokens, Notes
-from specdec.sampling.params import SamplingParams, SequenceSpec
-from specdec.tokens import SharedTokens
 
 INFO = ModelInfo(ServedModel("demo", "target", 128, 4096))
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from cluster.limits import ResponsesStore
-from deployments import store as store_module
-from deployments.store import NOTHING, Changes, MemoryStore, Store
-from deployments.stores import RedisStore
-from specdec.errors import ServiceUnavailableError
+from cluster.config.limits import ResponsesStore
+from deployments.http import store as store_module
+from deployments.http.store import NOTHING, Changes, MemoryStore, Store
+from deployments.operate.stores import RedisStore
+from specdec.core.errors import ServiceUnavailableError
 
 MakeStore = Callable[..., Store]
 

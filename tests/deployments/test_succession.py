@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from deployments import succession
-from deployments.succession import Succession
+from deployments.transport import succession
+from deployments.transport.succession import Succession
 from deployments.transport.wire import WIRE_VERSION, Identity
-from specdec.types import Fingerprints
+from specdec.core.types import Fingerprints
 
 OLD, NEW = Fingerprints("old", "v"), Fingerprints("new", "v")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deployments.update_watch import UpdateWatch, told
+from deployments.operate.update_watch import UpdateWatch, told
 
 FAILED = "Traceback\n  File x\nspecdec.errors.MemoryPlanError: no room"
 
@@ -49,11 +49,12 @@ def test_an_update_that_failed_says_why() -> None:
     assert found is not None
     assert (found["status"], found["waiting_for"]) == (
         "failed",
-        {"TargetServer": "specdec.errors.MemoryPlanError: no room"},
+        {"TargetServer": "specdec.core.errors.MemoryPlanError: no room"},
     )
     found = told(application("DEPLOY_FAILED", FAILED, OpenAIIngress=HEALTHY), 60, 110)
     assert found is not None
-    assert found["waiting_for"] == {"application": "specdec.errors.MemoryPlanError: no room"}, "the builder refused it"
+    refused = {"application": "specdec.core.errors.MemoryPlanError: no room"}
+    assert found["waiting_for"] == refused, "the builder refused it"
 
 
 async def test_serve_is_not_asked_each_time_and_may_not_answer() -> None:
@@ -76,7 +77,7 @@ async def test_serve_is_not_asked_each_time_and_may_not_answer() -> None:
 async def test_seconds_count_from_when_the_update_was_first_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, running, updating = 1000.0, application("RUNNING"), application("DEPLOYING", TargetServer=WAITS)
     found = running
-    monkeypatch.setattr("deployments.update_watch.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("deployments.operate.update_watch.time.monotonic", lambda: now_s)
     watch = UpdateWatch("a", 60.0, lambda: SimpleNamespace(applications={"a": found}))
     seen = []
     for application_now, pause_s in ((running, 500), (updating, 40), (updating, 30), (running, 100), (updating, 5)):

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from deployments import waking
-from deployments.waking import Waker
+from deployments.scaling import waking
+from deployments.scaling.waking import Waker
 
 
 class Response:

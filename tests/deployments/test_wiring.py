@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 import specdec.demo
-from cluster.config import AppArgs
-from cluster.identity import fingerprints
-from cluster.settings import RAY_SETTINGS, check_node
+from cluster.config.app import AppArgs
+from cluster.config.environment import RAY_SETTINGS, check_node
+from cluster.models.identity import fingerprints
 from deployments import ingress, router, workers
-from deployments.autoscaling import Load
 from deployments.metrics.replica import Measured
-from specdec.errors import InvalidParameterError
-from specdec.protocol.messages import Alive, Submit
-from specdec.sampling.params import SamplingParams, SequenceSpec
+from deployments.scaling.autoscaling import Load
+from specdec.core.errors import InvalidParameterError
+from specdec.core.messages import Alive, Submit
+from specdec.core.params import SamplingParams, SequenceSpec
 
 SCRIPTED = "benchmarks.backends:stand_in:acceptance=0.5"
 DEMO = Path(specdec.demo.__path__[0])

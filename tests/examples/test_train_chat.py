@@ -4,7 +4,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
-from cluster.demos import demo_folder, make_chat_target
+from cluster.models.demos import demo_folder, make_chat_target
 from examples.train_draft import chat
 from examples.train_draft.loop import Plan
 from examples.train_draft.optimizers import Rates

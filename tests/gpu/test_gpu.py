@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from benchmarks import gpu
-from cluster.demos import demo_folder
+from cluster.models.demos import demo_folder
 from specdec import ModelSource, SamplingParams, SpeculativeEngine
-from specdec.engine.target_backend import ModelTarget
+from specdec.engine.target import ModelTarget
+from specdec.executor.runner import ModelRunner, RowInput, choose_kernel
 from specdec.models.loading import prepare_model
-from specdec.models.runner import ModelRunner, RowInput, choose_kernel
 from specdec.sampling.philox import Purpose, gumbel, uniforms
 from tests.specdec.engine.contract import SAMPLINGS, Soak
 from tests.specdec.engine.pairs import backend

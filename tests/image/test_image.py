@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from cluster.launch import check_port
+from cluster.launch.local import check_port
 from tests.image.buildah import Buildah, built, said
 
 ROOT = Path(__file__).resolve().parents[2]

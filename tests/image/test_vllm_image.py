@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 IMAGE, BASE = "localhost/specdec-vllm", "localhost/debian-python"
 FLAGS = ("--demo", "plain", "--target-engine", "vllm", "--target-engine-args", "{enforce_eager: true}")
 STEP = """
-from cluster.config import AppArgs
+from cluster.config.app import AppArgs
 from deployments.workers import _target_backend
 
 target = {"engine": "vllm", "engine_args": {"enforce_eager": True}, "kv_memory": "64MiB"}

@@ -77,7 +77,7 @@ def service() -> Iterator[Service]:
     """A service that is ready."""
     from ray import serve
 
-    from cluster.config import AppArgs
+    from cluster.config.app import AppArgs
     from deployments.app import build_app
 
     cluster = LocalCluster({"num_cpus": 0})

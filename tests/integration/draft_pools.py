@@ -47,9 +47,9 @@ def deploy(name: str) -> None:
     """Deploy an application that draws on the pool, and a page of its metrics; returns when it runs."""
     from ray import serve
 
-    from cluster.config import AppArgs
+    from cluster.config.app import AppArgs
     from deployments.app import build_app
-    from deployments.status import StatusArgs, build_metrics
+    from deployments.operate.status import StatusArgs, build_metrics
 
     here = {"resources": {"targets": 1}}
     actors = {"target": {"num_cpus": 1, **here}, "router": here, "ingress": here}

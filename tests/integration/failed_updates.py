@@ -103,7 +103,7 @@ def service(args: dict[str, Any], num_cpus: int) -> Iterator[str]:
     """The demo pair on a node with so many cores to give; gives its URL."""
     from ray import serve
 
-    from deployments.status import StatusArgs, build_health
+    from deployments.operate.status import StatusArgs, build_health
 
     with serve_alone(num_cpus) as url:
         serve.run(build_health(StatusArgs(update_timeout_s=LATE_S)), name="specdec-health", route_prefix="/health")
@@ -116,7 +116,7 @@ def apply(args: dict[str, Any]) -> None:
     """Hand Serve the application, and do not wait."""
     from ray import serve
 
-    from cluster.config import AppArgs
+    from cluster.config.app import AppArgs
     from deployments.app import build_app
 
     app = build_app(AppArgs.model_validate(args))
@@ -142,7 +142,7 @@ def health(url: str) -> tuple[int, dict[str, Any]]:
 
 def unloadable(folder: Path) -> dict[str, Any]:
     """A target whose files all are there and can be read, and do not fit each other."""
-    from cluster.identity import demo_folder
+    from cluster.models.identity import demo_folder
 
     shutil.copytree(demo_folder("target"), folder / "target")
     config = json.loads((folder / "target" / "config.json").read_text())

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import psutil
 
-from cluster.settings import prepare_for_ray
+from cluster.config.environment import prepare_for_ray
 from deployments.names import DEPLOYMENTS
 from tests.integration.running import eventually, free_port
 

@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 import torch
 
-from specdec.sampling.params import SequenceSpec
+from specdec.core.params import SequenceSpec
 from tests.integration.kills import Comparison, Stream, Streams, processes_of
 from tests.integration.running import RunningService, eventually
 from tests.specdec.hooks import by_row

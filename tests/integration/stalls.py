@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from specdec.sampling.params import SequenceSpec
+from specdec.core.params import SequenceSpec
 from tests.specdec.hooks import by_row
 
 HOOK = "tests.integration.stalls:hook"

@@ -14,9 +14,9 @@ import pytest
 from cluster.bench.prompts import CODE_LONG, PROMPTS, prompts_of
 from cluster.bench.services import Services, is_healthy
 from cluster.cli import main
-from cluster.config import ServiceConfig
-from cluster.launch import LaunchError
-from specdec.errors import InvalidParameterError
+from cluster.config.app import ServiceConfig
+from cluster.launch.local import LaunchError
+from specdec.core.errors import InvalidParameterError
 
 STAND_IN = "benchmarks.backends:stand_in:target=2,draft=0.2,acceptance=0.8"
 Capture = pytest.CaptureFixture[str]
@@ -139,7 +139,7 @@ def test_services_run_side_by_side_and_are_stopped() -> None:
 _BENCH = """
 import time
 from cluster.bench.services import Services
-from cluster.config import ServiceConfig
+from cluster.config.app import ServiceConfig
 from tests.integration.test_bench_command import hold
 if __name__ == "__main__":
     with Services({"overlap": ServiceConfig()}, hold) as services:

@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.request
 
-from cluster.settings import RAY_SETTINGS
+from cluster.config.environment import RAY_SETTINGS
 
 
 def test_it_serves_until_ctrl_c_and_leaves_nothing_behind(start):

@@ -39,7 +39,7 @@ def deploy(changes: dict[str, Any]) -> None:
     """Hand Serve the application with some keys changed, and wait until the new replicas run."""
     from ray import serve
 
-    from cluster.config import AppArgs
+    from cluster.config.app import AppArgs
     from deployments.app import build_local_app
 
     actors = {name: {"num_cpus": 1} for name in ("target", "draft")}
@@ -60,7 +60,7 @@ def quantize(url: str) -> None:
 
 def load_adapter(url: str, folder: str) -> None:
     """Load an adapter while the service runs: no update is to forget it."""
-    from cluster.identity import demo_folder
+    from cluster.models.identity import demo_folder
     from specdec.models.describe import linear_shapes
     from specdec.models.loading import ModelSource
     from tests.specdec.adapters import write_adapter

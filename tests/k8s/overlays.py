@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from cluster.overlays import overlays
+from cluster.launch.overlays import overlays
 
 OVERLAYS = overlays()
 NAMES = sorted(folder.name for folder in OVERLAYS.iterdir())

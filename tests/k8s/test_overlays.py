@@ -12,13 +12,13 @@ import pytest
 import yaml
 
 import specdec
-from cluster.config import AppArgs
-from cluster.config_files import load_config
-from cluster.launch import APPLICATION, APPLICATION_NAME, STATUS, STATUS_PARTS
-from cluster.live import reconfigured
-from cluster.replicas import least, most
-from cluster.settings import RAY_SETTINGS
-from cluster.vllm import runtime_env
+from cluster.config.app import AppArgs
+from cluster.config.environment import RAY_SETTINGS
+from cluster.config.files import load_config
+from cluster.config.live import reconfigured
+from cluster.config.replicas import least, most
+from cluster.launch.local import APPLICATION, APPLICATION_NAME, STATUS, STATUS_PARTS
+from cluster.models.vllm import runtime_env
 from deployments.names import DEPLOYMENTS
 from k8s.__main__ import files
 from tests.k8s.crd_schema import load_definition, problems, schema_of

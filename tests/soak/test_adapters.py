@@ -13,10 +13,10 @@ import psutil
 import pytest
 from openai import InternalServerError, NotFoundError, OpenAI
 
-from cluster.identity import demo_folder
+from cluster.models.identity import demo_folder
 from specdec import AdapterRoom, BackendOptions, ModelSource, SamplingParams, SpeculativeEngine
+from specdec.core.types import Adapter
 from specdec.models.describe import linear_shapes
-from specdec.types import Adapter
 from tests.integration.running import RunningService, eventually, nothing_held
 from tests.specdec.adapters import write_adapter
 

@@ -16,10 +16,10 @@ import pytest
 import yaml
 
 from cluster.cli.render import render
-from cluster.identity import demo_folder
-from cluster.launch import check_port
-from cluster.limits import ResponsesStore
-from cluster.settings import prepare_for_ray
+from cluster.config.environment import prepare_for_ray
+from cluster.config.limits import ResponsesStore
+from cluster.launch.local import check_port
+from cluster.models.identity import demo_folder
 from specdec import ModelSource
 from specdec.models.describe import linear_shapes
 from tests.integration.kills import Comparison, Streams
@@ -166,7 +166,7 @@ def test_limits_and_numbers_of_replicas_change_without_a_restart(rendered, node,
 
 def load_adapter(adapter):
     """Load it as some ingress would: over HTTP that takes an API key."""
-    from deployments.stores import RayStore
+    from deployments.operate.stores import RayStore
 
     store = RayStore("store:specdec", ResponsesStore())
     loaded = msgspec.json.encode(("another model's", adapter, None))

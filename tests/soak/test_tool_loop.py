@@ -14,9 +14,9 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel, Field
 from transformers import AutoTokenizer
 
-from cluster.demos import make_chat_target
-from deployments.openai import ApiSettings, create_app
-from tests.deployments.openai.engine_service import EngineService
+from cluster.models.demos import make_chat_target
+from deployments.http import ApiSettings, create_app
+from tests.deployments.http.engine_service import EngineService
 
 pytestmark = pytest.mark.timeout(1800)
 

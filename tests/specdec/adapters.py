@@ -12,8 +12,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from specdec.models.fingerprint import adapter_reference
-from specdec.types import Adapter
+from specdec.checkpoint.fingerprint import adapter_reference
+from specdec.core.types import Adapter
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ALL = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from specdec.sampling.params import SequenceSpec
+from specdec.core.params import SequenceSpec
 from specdec.sampling.pipeline import LogitsProcessor
 from specdec.sampling.rows import RowGroup
 

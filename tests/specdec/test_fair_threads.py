@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specdec.fair_threads import FairThreads
+from specdec.core.fair_threads import FairThreads
 
 WAIT_S = 30
 

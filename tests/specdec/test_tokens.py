@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.tokens import SharedTokens, TokenBuffer, common_prefix_length, followed
+from specdec.core.tokens import SharedTokens, TokenBuffer, common_prefix_length, followed
 
 tokens_strategy = st.lists(st.integers(0, 3), max_size=8)
 

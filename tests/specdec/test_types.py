@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from specdec.types import PackedLogprobs, PromptLogprobs, TokenLogprobs
+from specdec.core.types import PackedLogprobs, PromptLogprobs, TokenLogprobs
 
 ENTRY = TokenLogprobs(-0.1, 3, ((7, -0.01), (2, -math.inf)))
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.settings import VLLM_SETTINGS
+from cluster.config.environment import VLLM_SETTINGS
 
 if TYPE_CHECKING:
-    from specdec.engine.target_backend import ModelTarget
+    from specdec.engine.target import ModelTarget
     from specdec.engine.vllm.target import VllmTarget
 
 if importlib.util.find_spec("vllm") is None:

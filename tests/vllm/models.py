@@ -9,11 +9,11 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 import specdec.demo
+from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.engine.build import BackendOptions, build_drafter, build_target
-from specdec.engine.draft_backend import ModelDrafter
-from specdec.engine.target_backend import ModelTarget
+from specdec.engine.drafter import ModelDrafter
+from specdec.engine.target import ModelTarget
 from specdec.models.loading import ModelSource
-from specdec.sampling.params import SamplingParams, SequenceSpec
 
 DEMO = Path(specdec.demo.__file__).parent
 TARGET, DRAFT, HYBRID = (ModelSource(str(DEMO / name), dtype="float32") for name in ("target", "draft", "hybrid"))

@@ -9,9 +9,9 @@ import pytest
 import vllm
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from specdec.core.errors import InvalidParameterError, ModelLoadError
 from specdec.engine.vllm.build import engine_config
 from specdec.engine.vllm.checks import VllmOptions, check_version, require
-from specdec.errors import InvalidParameterError, ModelLoadError
 from specdec.models.loading import ModelSource
 from tests.vllm.engines import OPTIONS
 from tests.vllm.models import HYBRID, TARGET

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from specdec.engine.target_backend import ModelTarget
+from specdec.core.backends import Status, VerifyJob
+from specdec.core.errors import DeviceLostError
+from specdec.core.log import TokenLog
+from specdec.core.params import SequenceSpec
+from specdec.engine.target import ModelTarget
 from specdec.engine.vllm.target import VllmTarget
-from specdec.errors import DeviceLostError
-from specdec.protocol.backends import Status, VerifyJob
-from specdec.protocol.marks import TokenLog
-from specdec.sampling.params import SequenceSpec
 from tests.specdec.engine.contract import SAMPLINGS, Shadow, Soak, decided
 from tests.specdec.hooks import by_row
 from tests.vllm.models import VOCAB_SIZE, prompts, spec_of

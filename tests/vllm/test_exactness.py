@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from specdec.core.log import TokenLog
+from specdec.core.params import SamplingParams
 from specdec.engine.in_process import InProcessService
-from specdec.engine.target_backend import ModelTarget
+from specdec.engine.target import ModelTarget
 from specdec.engine.vllm.target import VllmTarget
-from specdec.protocol.marks import TokenLog
-from specdec.sampling.params import SamplingParams
 from tests.specdec.engine.contract import SAMPLINGS, Shadow, generate
 from tests.specdec.engine.pairs import Case, collect
 from tests.vllm.models import NUM_TOKENS, VOCAB_SIZE, own_drafter, prompts, spec_of

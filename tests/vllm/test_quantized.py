@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from specdec.engine.target_backend import ModelTarget
+from specdec.engine.target import ModelTarget
 from specdec.models.loading import DTypeName
 from tests.specdec.engine.contract import SAMPLINGS, generate
 from tests.vllm.engines import make

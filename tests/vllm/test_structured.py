@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from specdec.core.backends import VerifyJob
+from specdec.core.grammar import Grammar
+from specdec.core.log import TokenLog
+from specdec.core.params import SamplingParams
 from specdec.engine.in_process import InProcessService
-from specdec.engine.target_backend import ModelTarget
+from specdec.engine.target import ModelTarget
 from specdec.engine.vllm.target import VllmTarget
 from specdec.models.loading import load_tokenizer
-from specdec.protocol.backends import VerifyJob
-from specdec.protocol.marks import TokenLog
-from specdec.sampling.grammar import Grammar
-from specdec.sampling.params import SamplingParams
 from tests.specdec.engine.contract import Shadow, decided
 from tests.specdec.engine.pairs import Case, collect
 from tests.specdec.engine.schemas import grammar_of, is_valid, make_schemas

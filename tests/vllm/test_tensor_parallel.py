@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.engine.target_backend import ModelTarget
+from specdec.engine.target import ModelTarget
 from tests.specdec.engine.contract import SAMPLINGS, Soak, generate
 from tests.vllm.engines import make
 from tests.vllm.models import VOCAB_SIZE, prompts, spec_of

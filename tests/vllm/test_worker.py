@@ -6,13 +6,13 @@ import os
 import subprocess
 import sys
 
-from cluster.settings import VLLM_SETTINGS
+from cluster.config.environment import VLLM_SETTINGS
 
 WORKER = """
 import json, os
 import torch
 torch.set_num_threads(1)
-from cluster.config import AppArgs
+from cluster.config.app import AppArgs
 from deployments.workers import _target_backend
 
 target = {"engine": "vllm", "engine_args": {"enforce_eager": True}, "kv_memory": "64MiB"}

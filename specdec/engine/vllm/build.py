@@ -10,6 +10,12 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 
+from specdec.checkpoint.compat import check_width, tokenizer_width
+from specdec.core.backends import Status, VerifyJob
+from specdec.core.errors import InvalidParameterError, ModelLoadError, reason_of
+from specdec.core.log import TokenLog
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.core.types import Progress
 from specdec.engine.build import CHUNK_TOKENS, CPU_KV_FRACTION, GPU_KV_FRACTION, BackendOptions, make_sampler
 from specdec.engine.vllm.checks import (
     PARAMETER,
@@ -21,15 +27,9 @@ from specdec.engine.vllm.checks import (
 )
 from specdec.engine.vllm.rule import NoDrafts, RuleExtension
 from specdec.engine.vllm.target import VllmTarget
-from specdec.errors import InvalidParameterError, ModelLoadError, reason_of
-from specdec.models.compat import check_width, tokenizer_width
 from specdec.models.describe import describe_model
 from specdec.models.host_memory import host_memory
 from specdec.models.loading import ModelSource, is_recurrent, load_config, load_tokenizer
-from specdec.protocol.backends import Status, VerifyJob
-from specdec.protocol.marks import TokenLog
-from specdec.sampling.params import SamplingParams, SequenceSpec
-from specdec.types import Progress
 
 
 def build_vllm_target(

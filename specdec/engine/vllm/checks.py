@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdec.errors import InvalidParameterError, ModelLoadError
+from specdec.core.errors import InvalidParameterError, ModelLoadError
 
 VERSION = "0.32.0"
 """The one that is tested."""

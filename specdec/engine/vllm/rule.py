@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from vllm.v1.outputs import SamplerOutput
 
-from specdec.engine.rules import verify
+from specdec.core.errors import NOT_FINITE, reason_of
+from specdec.core.messages import Candidates
+from specdec.core.params import SequenceSpec
+from specdec.core.tokens import TokenBuffer
+from specdec.core.types import TokenLogprobs
 from specdec.engine.vllm.checks import require
-from specdec.errors import NOT_FINITE, reason_of
-from specdec.protocol.messages import Candidates
-from specdec.sampling.params import SequenceSpec
+from specdec.sampling.acceptance import verify
 from specdec.sampling.pipeline import LogitsProcessor, RowGroup, Sampler
-from specdec.tokens import TokenBuffer
-from specdec.types import TokenLogprobs
 
 SPEC = "specdec"
 """Where a request's ``SequenceSpec`` travels in vLLM's sampling parameters (``extra_args``)."""

@@ -26,16 +26,16 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import DraftTokenIds, LogprobsTensors, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from specdec.device_errors import device_losses
-from specdec.engine.target_backend import as_chain, with_allowed_draft
+from specdec.core.backends import Status, Verification, VerifyJob
+from specdec.core.errors import DeviceLostError, reason_of
+from specdec.core.log import Mark
+from specdec.core.tokens import common_prefix_length
+from specdec.core.types import PromptLogprobs, TokenLogprobs, Tokens
+from specdec.engine.target import as_chain, with_allowed_draft
 from specdec.engine.vllm.checks import require
 from specdec.engine.vllm.rule import NO_TOKEN, SPEC, Reported, Told, num_filled
-from specdec.errors import DeviceLostError, reason_of
-from specdec.protocol.backends import Status, Verification, VerifyJob
-from specdec.protocol.marks import Mark
+from specdec.kernels.device_errors import device_losses
 from specdec.sampling.pipeline import LogitsProcessor, RowGroup, Sampler
-from specdec.tokens import common_prefix_length
-from specdec.types import PromptLogprobs, TokenLogprobs, Tokens
 
 _NEVER = 1 << 62
 _WAITING = Verification(Status.WAITING)
@@ -58,7 +58,7 @@ class _Held(NamedTuple):
 
 
 class VllmTarget:
-    """A :class:`specdec.protocol.backends.TargetBackend` over a vLLM engine in this process.
+    """A :class:`specdec.core.backends.TargetBackend` over a vLLM engine in this process.
 
     vLLM changes the process: its collector, its torch threads and its seeds. One engine a process, and no draft beside.
 
@@ -124,7 +124,7 @@ class VllmTarget:
         self._core.shutdown()
 
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
-        """One step over a ragged batch; see :meth:`specdec.protocol.backends.TargetBackend.verify`."""
+        """One step over a ragged batch; see :meth:`specdec.core.backends.TargetBackend.verify`."""
         with device_losses():
             try:
                 return self._verify(jobs)

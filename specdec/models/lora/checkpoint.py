@@ -14,8 +14,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from specdec.errors import ModelLoadError
-from specdec.models.fingerprint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_fingerprint
+from specdec.checkpoint.fingerprint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_fingerprint
+from specdec.core.errors import ModelLoadError
 
 _PREFIX = "base_model.model."
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
@@ -56,7 +56,7 @@ class AdapterCheckpoint:
         ranks: Of each layer that it adapts.
         weights: Each adapted layer's name, and its two weights, [rank, input width] and [rank, output width], the
             second one multiplied by the scale; float32.
-        fingerprint: Of what was read, as :func:`specdec.models.fingerprint.adapter_reference` takes it.
+        fingerprint: Of what was read, as :func:`specdec.checkpoint.fingerprint.adapter_reference` takes it.
 
     Raises:
         ModelLoadError: It cannot be read or served; the message names the field, layer or tensor.

@@ -7,11 +7,11 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from threading import Semaphore, Thread
 
-from specdec.errors import ModelLoadError, reason_of
-from specdec.models.fingerprint import adapter_folder
+from specdec.checkpoint.fingerprint import adapter_folder
+from specdec.core.errors import ModelLoadError, reason_of
+from specdec.core.types import Adapter
 from specdec.models.lora.checkpoint import AdapterCheckpoint
 from specdec.models.lora.slots import AdapterSlots, Weights
-from specdec.types import Adapter
 
 _IDLE_S = 5.0
 """A thread that reads adapters ends after so long without one."""

@@ -6,11 +6,11 @@ from benchmarks.scripted import Script, ScriptedTarget
 from cluster.bench.compare import Comparison, Variant, Work
 from cluster.bench.measures import Run, Stream, TokenArrival
 from cluster.bench.summary import summarize
+from specdec.core.backends import VerifyJob
+from specdec.core.log import TokenLog
+from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.engine.observed import ObservedTarget
 from specdec.engine.timing import StepReport
-from specdec.protocol.backends import VerifyJob
-from specdec.protocol.marks import TokenLog
-from specdec.sampling.params import SamplingParams, SequenceSpec
 from tests.clock import VirtualClock
 
 SPEC = SequenceSpec(SamplingParams(), 0, 1, 100)

@@ -17,10 +17,10 @@ from cluster.bench.load import (
     told_stand_ins,
     worker_figures,
 )
-from cluster.identity import demo_folder
+from cluster.models.identity import demo_folder
+from specdec.core.errors import ServiceUnavailableError
 from specdec.engine.stats import SpecStats
-from specdec.errors import ServiceUnavailableError
-from tests.deployments.openai.conftest import Bench, listening
+from tests.deployments.http.conftest import Bench, listening
 
 TEXT = "for item in items:\n    print('é', item)\n"
 

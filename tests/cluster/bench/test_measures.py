@@ -17,9 +17,9 @@ from cluster.bench.measures import (
     tokens_per_round,
 )
 from cluster.bench.summary import summarize
+from specdec.drafting.length.plans import WorkerKind
 from specdec.engine.observed import StepRecord
 from specdec.engine.stats import SpecStats
-from specdec.protocol.plans import WorkerKind
 
 ARRIVALS = (TokenArrival(0.5, 2), TokenArrival(0.8, 1), TokenArrival(1.4, 3))
 STREAM = Stream("abcdef", ARRIVALS, SpecStats(num_drafts=2, num_draft_tokens=8, num_accepted_tokens=3))

@@ -11,9 +11,9 @@ from cluster.bench.compare import ALONE, Variant, Work, compare, parse_variants
 from cluster.bench.load import Workload
 from cluster.bench.offline import Pair, load_pair
 from cluster.bench.summary import SummaryRow, summarize
-from cluster.config import AppArgs
-from specdec.control.ways import expected_tokens
-from specdec.errors import InvalidParameterError
+from cluster.config.app import AppArgs
+from specdec.core.errors import InvalidParameterError
+from specdec.drafting.length.ways import expected_tokens
 from specdec.sampling.philox import derive_seed
 from tests.clock import VirtualClock
 from tests.cluster.bench.virtual import virtual_pair

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.backends import stand_in
 from cluster.bench.offline import Pair, load_pair
-from cluster.config import AppArgs
+from cluster.config.app import AppArgs
 from tests.clock import VirtualClock
 
 CLOCK = VirtualClock()

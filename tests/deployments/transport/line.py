@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 
 from benchmarks.scripted import Script, ScriptedDrafter, ScriptedTarget
+from deployments.http.service import ModelInfo, ServedModel
 from deployments.names import DRAFT, TARGET
-from deployments.openai.service import ModelInfo, ServedModel
-from deployments.requests import RoutedTokens
 from deployments.router import _group
+from deployments.tokens import RoutedTokens
 from deployments.transport import endpoints
 from deployments.transport.endpoints import IngressEndpoint, PeerGroup, RouterEndpoint, WorkerEndpoint
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.core.types import Fingerprints
+from specdec.drafting.length.plans import fixed_plan
 from specdec.protocol.draft_worker import DraftWorkerMachine
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import IngressMachine
 from specdec.protocol.leases import Times
-from specdec.protocol.plans import fixed_plan
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.target import TargetMachine
-from specdec.sampling.params import SamplingParams, SequenceSpec
-from specdec.types import Fingerprints
 from tests.deployments.transport.nodes import until
 from tests.deployments.transport.test_streams import Call, Poster
 

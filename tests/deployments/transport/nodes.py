@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from deployments.transport.link import Answerer, Channel, spawn
 from deployments.transport.wire import Hello, LinkError, encode
-from specdec.protocol.messages import Cancel, Message
+from specdec.core.messages import Cancel, Message
 
 
 def words(*texts: object) -> tuple[Message, ...]:

@@ -11,7 +11,7 @@ import pytest
 from deployments.transport.endpoints import PeerGroup, RouterEndpoint
 from deployments.transport.host import LoopHost, WorkerHost
 from deployments.transport.wire import WIRE_VERSION, Hello
-from specdec.types import Fingerprints
+from specdec.core.types import Fingerprints
 from tests.deployments.transport.nodes import Inbox
 
 

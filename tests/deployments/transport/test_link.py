@@ -23,7 +23,7 @@ from deployments.transport.wire import (
     decode,
     encode,
 )
-from specdec.types import Fingerprints
+from specdec.core.types import Fingerprints
 from tests.deployments.transport.nodes import Inbox, MemoryCarrier, MemoryChannel, ended, until, words
 
 TIMES = LinkTimes(open_timeout_s=60.0, heartbeat_s=0.01, silence_s=60.0)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from specdec.types import Fingerprints
+from specdec.core.types import Fingerprints
 from tests.deployments.transport.line import NUM_TOKENS, SCRIPT, Line
 from tests.deployments.transport.nodes import until
 

@@ -10,11 +10,11 @@ import pytest
 
 from deployments.transport import wire
 from deployments.transport.wire import FrameReader, Greeting, Hello, LinkError, Messages, decode, encode, mismatch
-from specdec.protocol import messages as m
-from specdec.protocol.marks import Mark
-from specdec.sampling.params import SamplingParams, SequenceSpec
-from specdec.tokens import NO_TOKENS, SharedTokens
-from specdec.types import Fingerprints, PackedLogprobs, TokenLogprobs
+from specdec.core import messages as m
+from specdec.core.log import Mark
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.core.tokens import NO_TOKENS, SharedTokens
+from specdec.core.types import Fingerprints, PackedLogprobs, TokenLogprobs
 
 INC, MARK = m.Inc(1, 2), Mark(7, (1 << 61) - 2)
 SPEC = SequenceSpec(

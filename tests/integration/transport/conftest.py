@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 
-from cluster.settings import prepare_for_ray
+from cluster.config.environment import prepare_for_ray
 
 prepare_for_ray()
 
@@ -35,7 +35,7 @@ from deployments.transport.endpoints import (  # noqa: E402
 from deployments.transport.host import Host  # noqa: E402
 from deployments.transport.options import pinned_options  # noqa: E402
 from deployments.transport.wire import Identity, LinkTimes  # noqa: E402
-from specdec.protocol.messages import Alive  # noqa: E402
+from specdec.core.messages import Alive  # noqa: E402
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # replicas cannot import it
 logger = logging.getLogger(__name__)

@@ -13,17 +13,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.scripted import Script, ScriptedDrafter, ScriptedTarget
-from specdec.control.controller import Controller
-from specdec.control.ways import Bounds
+from specdec.core.messages import Message
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.drafting.length.controller import Controller
+from specdec.drafting.length.plans import PlanController, Planner
+from specdec.drafting.length.ways import Bounds
 from specdec.engine.timing import StepTimer
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import IngressMachine
 from specdec.protocol.leases import Times
-from specdec.protocol.messages import Message
-from specdec.protocol.plans import PlanController, Planner
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.target import TargetMachine
-from specdec.sampling.params import SamplingParams, SequenceSpec
 
 STEP_S, ONE_WAY_S = 0.030, 0.001
 MAX_LEN = 1 << 14

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.control.estimates import MEMORY, DecayedRate, tally
+from specdec.drafting.length.estimates import MEMORY, DecayedRate, tally
 
 
 @pytest.mark.parametrize(

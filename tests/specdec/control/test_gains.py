@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from specdec.control.gains import PROBE_EVERY, REVIEW_EVERY, DraftGains
+from specdec.core.drafts import NO_DRAFT, Draft
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.core.trees import nodes_of, tree_shape
+from specdec.core.types import Tokens
+from specdec.drafting.length.gains import PROBE_EVERY, REVIEW_EVERY, DraftGains
+from specdec.drafting.ngram import LONG_MATCH
 from specdec.engine.timing import StepTimer
-from specdec.protocol.drafts import NO_DRAFT, Draft
-from specdec.protocol.lookup import LONG_MATCH
-from specdec.sampling.params import SamplingParams, SequenceSpec
-from specdec.sampling.trees import nodes_of, tree_shape
-from specdec.types import Tokens
 
 SPEC = SequenceSpec(SamplingParams(temperature=0.0), 1, 1, 1 << 20)
 SHAPE = tree_shape(24, 4)

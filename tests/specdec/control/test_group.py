@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.control.group import AGE_S, CAUTION, PROBE_ROUNDS, PROBE_SHARE, Group
-from specdec.control.ways import OFF, Bounds, pace
+from specdec.drafting.length.group import AGE_S, CAUTION, PROBE_ROUNDS, PROBE_SHARE, Group
+from specdec.drafting.length.ways import OFF, Bounds, pace
 from tests.specdec.control.test_ways import conditions
 
 TOKENS = 400

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.control.controller import Controller
-from specdec.control.group import Group
-from specdec.protocol.messages import Notes
-from specdec.protocol.plans import IN_TURN_WAIT_S, Planner, fixed_plan
-from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.core.messages import Notes
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.drafting.length.controller import Controller
+from specdec.drafting.length.group import Group
+from specdec.drafting.length.plans import IN_TURN_WAIT_S, Planner, fixed_plan
 from tests.specdec.control.machines import Pair, Service
 
 BRANCHES = 16

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from specdec.control.steptimes import StepTime, StepTimes, interpolate, step_times
+from specdec.drafting.length.step_times import StepTime, StepTimes, interpolate, step_times
 from specdec.engine.timing import StepTimer
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from specdec.control.steptimes import StepTime, StepTimes
-from specdec.control.ways import (
+from specdec.drafting.length.step_times import StepTime, StepTimes
+from specdec.drafting.length.ways import (
     DRAFT_LENGTHS,
     OFF,
     Bounds,

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from benchmarks.emulation import Around
-from specdec.protocol.backends import Status, TargetBackend, Verification, VerifyJob
-from specdec.protocol.marks import TokenLog
-from specdec.protocol.messages import Candidates
-from specdec.sampling.params import SamplingParams, SequenceSpec
-from specdec.types import TokenLogprobs
+from specdec.core.backends import Status, TargetBackend, Verification, VerifyJob
+from specdec.core.log import TokenLog
+from specdec.core.messages import Candidates
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.core.types import TokenLogprobs
 from tests.specdec.engine.margins import MOST_OFF, MOST_SHORT, rule_asked, shortfall
 
 SAMPLINGS = {

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from itertools import cycle
 
-from specdec.control.controller import Controller
-from specdec.control.ways import Bounds
+from specdec.core.backends import DraftBackend, TargetBackend
+from specdec.drafting.length.controller import Controller
+from specdec.drafting.length.ways import Bounds
 from specdec.engine.in_process import InProcessService
 from specdec.engine.timing import StepTimer
-from specdec.protocol.backends import DraftBackend, TargetBackend
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import Delivery
 from specdec.protocol.leases import Times

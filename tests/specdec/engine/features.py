@@ -7,17 +7,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from cluster.identity import demo_folder
+from cluster.models.identity import demo_folder
+from specdec.checkpoint.compat import tokenizer_width
+from specdec.core.messages import Plan
+from specdec.core.params import SamplingParams
+from specdec.core.types import Adapter
+from specdec.drafting.ngram import LookUpOptions
 from specdec.engine.build import BackendOptions, build_drafter, build_target
 from specdec.engine.in_process import InProcessService
-from specdec.models.compat import tokenizer_width
+from specdec.executor.runner import ModelRunner
 from specdec.models.loading import ModelSource, load_tokenizer
-from specdec.models.runner import ModelRunner
-from specdec.protocol.lookup import LookUpOptions
-from specdec.protocol.messages import Plan
-from specdec.sampling.params import SamplingParams
 from specdec.sampling.pipeline import Sampler
-from specdec.types import Adapter
 from tests.specdec.engine.overlap import OverlapService
 from tests.specdec.engine.pairs import Case, collect, run
 from tests.specdec.engine.schemas import grammar_of

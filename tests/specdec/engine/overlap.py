@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Iterable
 
-from specdec.protocol.backends import DraftBackend, TargetBackend
+from specdec.core.backends import DraftBackend, TargetBackend
+from specdec.core.messages import Message, Plan
+from specdec.core.params import SequenceSpec
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import Delivery, IngressMachine
 from specdec.protocol.leases import Times
-from specdec.protocol.messages import Message, Plan
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.target import TargetMachine
-from specdec.sampling.params import SequenceSpec
 
 
 class OverlapService:

@@ -9,21 +9,21 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from specdec.engine.draft_backend import ModelDrafter
-from specdec.engine.heads import HeadDrafter
+from specdec.core.backends import DraftBackend
+from specdec.core.messages import Notes, Plan
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.core.tokens import SharedTokens
+from specdec.core.types import Adapter, Finish
+from specdec.drafting.medusa import HeadDrafter
+from specdec.drafting.medusa_heads import DraftHeads
+from specdec.engine.drafter import ModelDrafter
 from specdec.engine.in_process import InProcessService
 from specdec.engine.stats import SpecStats
-from specdec.engine.target_backend import ModelTarget
-from specdec.models.heads import DraftHeads
+from specdec.engine.target import ModelTarget
+from specdec.executor.runner import ModelRunner
 from specdec.models.loading import LoadedModel, prepare_model
 from specdec.models.lora.slots import AdapterRoom, AdapterSlots
-from specdec.models.runner import ModelRunner
-from specdec.protocol.backends import DraftBackend
-from specdec.protocol.messages import Notes, Plan
-from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.pipeline import LogitsProcessor, Sampler
-from specdec.tokens import SharedTokens
-from specdec.types import Adapter, Finish
 from tests.specdec.engine.overlap import OverlapService
 from tests.specdec.models.families import VOCAB_SIZE, make_model
 

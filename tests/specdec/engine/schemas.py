@@ -10,7 +10,7 @@ from typing import Any
 
 from jsonschema import Draft202012Validator, FormatChecker, ValidationError
 
-from specdec.sampling.grammar import Grammar
+from specdec.core.grammar import Grammar
 
 Schema = dict[str, Any]
 _WORDS = ("id", "name", "kind", "size", "tags", "unit", "note", "parts", "when", "user")

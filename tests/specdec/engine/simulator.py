@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
+from specdec.cache.blocks import BlockPool, CachedSequence
 from specdec.engine.scheduler import Request, ScheduledRow, Scheduler
-from specdec.engine.states import SequenceStates
-from specdec.models.blocks import BlockPool, CachedSequence
-from specdec.models.runner import ModelRunner
+from specdec.engine.sequences import SequenceStates
+from specdec.executor.runner import ModelRunner
 
 LAUNCH_S, TOKEN_S, KEY_S = 6e-3, 30e-6, 2e-9
 """A step's time: about an 8B model on one H200; each token's own, and each key that each token reads."""

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from specdec.engine.draft_backend import ModelDrafter
-from specdec.engine.target_backend import ModelTarget
-from specdec.protocol.backends import DraftJob, Status
-from specdec.protocol.messages import Plan
-from specdec.sampling.params import SamplingParams
+from specdec.core.backends import DraftJob, Status
+from specdec.core.messages import Plan
+from specdec.core.params import SamplingParams
+from specdec.engine.drafter import ModelDrafter
+from specdec.engine.target import ModelTarget
 from tests.sizes import sized, some
 from tests.specdec.engine.overlap import OverlapService
 from tests.specdec.engine.pairs import Case, backend, collect, make_draft, make_model, make_service, run

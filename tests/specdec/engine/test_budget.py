@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.engine.draft_backend import ModelDrafter
-from specdec.engine.target_backend import ModelTarget
-from specdec.protocol.backends import DraftJob, Status, Verification, VerifyJob
-from specdec.protocol.marks import TokenLog
-from specdec.sampling.params import SamplingParams
+from specdec.core.backends import DraftJob, Status, Verification, VerifyJob
+from specdec.core.log import TokenLog
+from specdec.core.params import SamplingParams
+from specdec.engine.drafter import ModelDrafter
+from specdec.engine.target import ModelTarget
 from tests.specdec.engine.pairs import Case, backend
 from tests.specdec.models.families import VOCAB_SIZE, make_model
 

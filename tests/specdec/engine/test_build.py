@@ -14,14 +14,14 @@ import torch
 import specdec.demo
 import specdec.engine.build as build_module
 import specdec.engine.engine as engine_module
+from specdec.core.errors import MemoryPlanError
 from specdec.engine.build import BackendOptions, _cache_room, build_drafter, build_target, gpu_budget_bytes
 from specdec.engine.engine import SpeculativeEngine
 from specdec.engine.shares import pair_share
 from specdec.engine.warmup import StepLimits
-from specdec.errors import MemoryPlanError
+from specdec.executor.runner import ModelRunner
 from specdec.models.loading import ModelSource
 from specdec.models.memory import StepMemory
-from specdec.models.runner import ModelRunner
 from specdec.sampling.pipeline import NOISE_CACHE_BYTES
 
 DEMO = Path(specdec.demo.__path__[0])

@@ -11,10 +11,10 @@ import torch
 import specdec
 import specdec.demo
 from specdec import BackendOptions, CancellationToken, ModelSource, SamplingParams, SpeculativeEngine, TokenEvent
+from specdec.core.errors import CancelledError, IncompatiblePairError, InvalidParameterError, SequenceFailedError
+from specdec.core.params import SequenceSpec
 from specdec.engine import engine as engine_module
-from specdec.errors import CancelledError, IncompatiblePairError, InvalidParameterError, SequenceFailedError
 from specdec.models.loading import load_tokenizer
-from specdec.sampling.params import SequenceSpec
 from tests.specdec.hooks import by_row
 
 DEMO = Path(specdec.demo.__file__).parent

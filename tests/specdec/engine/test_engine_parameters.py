@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specdec import ModelSource, SamplingParams, SpeculativeEngine
-from specdec.errors import InvalidParameterError, ModelLoadError
+from specdec.core.errors import InvalidParameterError, ModelLoadError
 from tests.specdec.checkpoints import WITH_GAPS, save_checkpoint
 
 WORDS = ((WITH_GAPS["a"], 100.0), (WITH_GAPS["b"], 100.0))

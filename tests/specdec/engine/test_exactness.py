@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from specdec.models.blocks import CachedSequence
-from specdec.models.runner import ModelRunner, RowInput
-from specdec.sampling.params import SamplingParams
+from specdec.cache.blocks import CachedSequence
+from specdec.core.params import SamplingParams
+from specdec.executor.runner import ModelRunner, RowInput
 from tests.sizes import sized, some
 from tests.specdec.engine.pairs import Case, assert_same, greedy, make_model, make_service, run
 from tests.specdec.models.families import VOCAB_SIZE

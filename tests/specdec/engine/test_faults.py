@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.engine.draft_backend import ModelDrafter
+from specdec.core.errors import DeviceLostError
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.engine.drafter import ModelDrafter
 from specdec.engine.in_process import InProcessService
-from specdec.engine.target_backend import ModelTarget
-from specdec.errors import DeviceLostError
-from specdec.models.runner import ModelRunner, RowInput
-from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.engine.target import ModelTarget
+from specdec.executor.runner import ModelRunner, RowInput
 from tests.sizes import some
 from tests.specdec.engine.pairs import Case, Output, add_noise, backend, collect, make_model
 from tests.specdec.hooks import by_row

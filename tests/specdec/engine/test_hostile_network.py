@@ -14,18 +14,18 @@ from functools import partial
 
 import pytest
 
-from specdec.engine.draft_backend import ModelDrafter
-from specdec.engine.heads import HeadDrafter
-from specdec.engine.target_backend import ModelTarget
-from specdec.models.heads import DraftHeads
-from specdec.models.runner import ModelRunner
+from specdec.core.messages import Plan, PlanUpdate
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.drafting.medusa import HeadDrafter
+from specdec.drafting.medusa_heads import DraftHeads
+from specdec.drafting.ngram import LookUpOptions
+from specdec.engine.drafter import ModelDrafter
+from specdec.engine.target import ModelTarget
+from specdec.executor.runner import ModelRunner
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import Delivery, IngressMachine
-from specdec.protocol.lookup import LookUpOptions
-from specdec.protocol.messages import Plan, PlanUpdate
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.target import TargetMachine
-from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.pipeline import LogitsProcessor, Sampler
 from tests.sizes import some
 from tests.specdec.engine.pairs import add_noise, collect, make_model, run

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specdec.models.runner import RowInput
-from specdec.protocol.messages import Notes
+from specdec.core.messages import Notes
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.core.types import TokenLogprobs
+from specdec.executor.runner import RowInput
 from specdec.sampling import slices
-from specdec.sampling.params import SamplingParams, SequenceSpec
-from specdec.types import TokenLogprobs
 from tests.sizes import some
 from tests.specdec.engine.pairs import Case, Output, collect, make_model, make_service
 

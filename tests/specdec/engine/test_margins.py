@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.engine.rules import verify
-from specdec.protocol.messages import Candidates
-from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.core.messages import Candidates
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.sampling.acceptance import verify
 from specdec.sampling.philox import Purpose, gumbel, uniforms
 from specdec.sampling.pipeline import RowGroup, Sampler
 from tests.specdec.engine.margins import shortfall

@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 
-from specdec.control.steptimes import StepTime, step_times
+from specdec.core.backends import DraftJob, Proposal, Status, Verification, VerifyJob
+from specdec.core.log import TokenLog
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.drafting.length.step_times import StepTime, step_times
 from specdec.engine.observed import ObservedDrafter, ObservedTarget, StepRecord
 from specdec.engine.timing import StepReport
-from specdec.protocol.backends import DraftJob, Proposal, Status, Verification, VerifyJob
-from specdec.protocol.marks import TokenLog
-from specdec.sampling.params import SamplingParams, SequenceSpec
 
 SPEC = SequenceSpec(SamplingParams(), 0, 1, 8)
 DECIDED, PREFILLING = Verification(Status.DECIDED, (5, 6), 1, 2), Verification(Status.PREFILLING)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from specdec.core.params import SamplingParams
 from specdec.engine.in_process import InProcessService
-from specdec.sampling.params import SamplingParams
 from specdec.sampling.philox import gumbel
 from tests.sizes import some
 from tests.specdec.engine.pairs import (

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.engine.draft_backend import ModelDrafter
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.engine.drafter import ModelDrafter
 from specdec.engine.in_process import InProcessService
-from specdec.engine.target_backend import ModelTarget
-from specdec.models.runner import RowInput
-from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.engine.target import ModelTarget
+from specdec.executor.runner import RowInput
 from specdec.sampling.pipeline import LogitsProcessor
 from specdec.sampling.rows import RowGroup
 from tests.sizes import some

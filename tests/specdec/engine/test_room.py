@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.engine.draft_backend import ModelDrafter
-from specdec.engine.states import SequenceStates, rank_of
-from specdec.engine.target_backend import ModelTarget
+from specdec.core.backends import DraftJob, Status, VerifyJob
+from specdec.core.log import TokenLog
+from specdec.core.params import SamplingParams
+from specdec.engine.drafter import ModelDrafter
+from specdec.engine.sequences import SequenceStates, rank_of
+from specdec.engine.target import ModelTarget
+from specdec.executor.runner import ModelRunner
 from specdec.models.loading import prepare_model
-from specdec.models.runner import ModelRunner
-from specdec.protocol.backends import DraftJob, Status, VerifyJob
-from specdec.protocol.marks import TokenLog
-from specdec.sampling.params import SamplingParams
 from specdec.sampling.pipeline import Sampler
 from tests.specdec.engine.pairs import Case, make_service, run
 from tests.specdec.models.families import VOCAB_SIZE, make_model

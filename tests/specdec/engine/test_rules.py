@@ -6,10 +6,10 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from specdec.engine.rules import propose
-from specdec.engine.target_backend import ModelTarget
-from specdec.protocol.messages import Candidates
-from specdec.sampling.params import Acceptance, SamplingParams
+from specdec.core.messages import Candidates
+from specdec.core.params import Acceptance, SamplingParams
+from specdec.engine.target import ModelTarget
+from specdec.sampling.acceptance import propose
 from specdec.sampling.philox import gumbel
 from specdec.sampling.pipeline import RowGroup, Sampler
 from tests.sizes import some

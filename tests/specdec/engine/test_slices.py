@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from specdec.engine.rules import propose, tree_rows, verify
-from specdec.protocol.messages import Candidates
+from specdec.core.messages import Candidates
+from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.sampling import logprobs, slices
-from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.sampling.acceptance import propose, tree_rows, verify
 from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.sampling.rows import Rows
 from specdec.sampling.slices import row_slices

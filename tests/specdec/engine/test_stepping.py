@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from cluster.identity import demo_folder
+from cluster.models.identity import demo_folder
 from specdec import BackendOptions, ModelSource, Stepper
-from specdec.errors import InvalidParameterError, MemoryPlanError
+from specdec.core.errors import InvalidParameterError, MemoryPlanError
 
 TEXT = "def read_lines(path):\n    with open(path) as file:\n"
 TREE = ((40, 41, 42, 43, 44, 45), (-1, 0, 0, 2, -1, 4))

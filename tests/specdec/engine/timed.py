@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.scripted import Script, ScriptedDrafter, ScriptedTarget
+from specdec.core.messages import Message, Plan
+from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import IngressMachine
 from specdec.protocol.leases import Times
-from specdec.protocol.messages import Message, Plan
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.target import TargetMachine
-from specdec.sampling.params import SamplingParams, SequenceSpec
 
 IDLE_S = 0.005
 PROMPT = range(8)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from specdec.core.errors import SpecdecError
 from specdec.engine.build import BackendOptions, Built, build_target
-from specdec.errors import SpecdecError
+from specdec.executor.snapshot_runner import SnapshotRunner
 from specdec.models.loading import ModelSource
-from specdec.models.snapshot_runner import SnapshotRunner
 from tests.specdec.models.families import FAMILIES, REFUSED, make_model
 from tests.specdec.models.recurrent_families import OPAQUE, RECURRENT, make_recurrent
 

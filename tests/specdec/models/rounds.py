@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import PreTrainedModel
 
-from specdec.models.blocks import CachedSequence
+from specdec.cache.blocks import CachedSequence
+from specdec.cache.recurrent.pool import checked_window
+from specdec.executor.runner import ModelRunner, RowInput
 from specdec.models.loading import LoadedModel, prepare_model
-from specdec.models.recurrent.pool import checked_window
-from specdec.models.runner import ModelRunner, RowInput
 from tests.specdec.models.recurrent_families import VOCAB_SIZE, make_recurrent
 
 WINDOW = 18

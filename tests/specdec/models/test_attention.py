@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.errors import ModelLoadError
-from specdec.models.attention import AttentionContext, Workspace, paged_attention
-from specdec.models.blocks import BlockPool
-from specdec.models.cache import PagedCache
+from specdec.cache.blocks import BlockPool
+from specdec.core.errors import ModelLoadError
+from specdec.executor.paged_cache import PagedCache
+from specdec.executor.runner import ModelRunner, RowInput, choose_kernel
+from specdec.kernels.attention import AttentionContext, Workspace, paged_attention
+from specdec.kernels.attention_metadata import RowSpan, StepPlan
 from specdec.models.loading import LoadedModel
-from specdec.models.plan import RowSpan, StepPlan
-from specdec.models.runner import ModelRunner, RowInput, choose_kernel
 from tests.specdec.models.families import VOCAB_SIZE
 
 Models = Callable[[str], tuple[LoadedModel, PreTrainedModel]]

@@ -8,7 +8,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from specdec.models.blocks import BlockPool, CachedSequence
+from specdec.cache.blocks import BlockPool, CachedSequence
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)  # few tokens, so that prefixes meet
 

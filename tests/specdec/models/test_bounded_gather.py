@@ -5,13 +5,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from specdec.models import plan as plans
-from specdec.models import varlen
-from specdec.models.attention import AttentionContext, Workspace, paged_attention
-from specdec.models.latent import compact
+from specdec.executor.runner import ModelRunner, RowInput
+from specdec.kernels import attention_metadata as plans
+from specdec.kernels import varlen
+from specdec.kernels.attention import AttentionContext, Workspace, paged_attention
+from specdec.kernels.attention_metadata import RowSpan, StepPlan
+from specdec.kernels.latent import compact
 from specdec.models.loading import LoadedModel
-from specdec.models.plan import RowSpan, StepPlan
-from specdec.models.runner import ModelRunner, RowInput
 from tests.specdec.models.families import VOCAB_SIZE
 from tests.specdec.models.test_attention import flash
 

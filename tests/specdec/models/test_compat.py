@@ -6,8 +6,8 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 import specdec.demo
-from specdec.errors import IncompatiblePairError
-from specdec.models.compat import check_pair
+from specdec.checkpoint.compat import check_pair
+from specdec.core.errors import IncompatiblePairError
 from specdec.models.loading import LoadedModel, ModelSource, load_model, load_tokenizer
 
 DRAFT = ModelSource(str(Path(specdec.demo.__path__[0]) / "draft"), device="cpu")

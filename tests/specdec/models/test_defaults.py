@@ -8,11 +8,11 @@ import pytest
 from transformers import GenerationConfig
 
 import specdec.demo
-from specdec.errors import ModelLoadError
-from specdec.models.configuration import generation_defaults
+from specdec.checkpoint.configuration import generation_defaults
+from specdec.core.errors import ModelLoadError
+from specdec.core.params import GenerationDefaults, SamplingParams
 from specdec.models.describe import describe_model
 from specdec.models.loading import ModelSource, load_model
-from specdec.sampling.params import GenerationDefaults, SamplingParams
 
 DRAFT = Path(specdec.demo.__path__[0]) / "draft"
 

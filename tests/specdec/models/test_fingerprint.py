@@ -11,18 +11,18 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from cluster.config import AppArgs
-from cluster.identity import demo_folder, fingerprints
-from specdec.errors import ModelLoadError
-from specdec.models import file_hashes as file_hashes_module
-from specdec.models.file_hashes import _read, file_hashes
-from specdec.models.fingerprint import (
+from cluster.config.app import AppArgs
+from cluster.models.identity import demo_folder, fingerprints
+from specdec.checkpoint import file_hashes as file_hashes_module
+from specdec.checkpoint.file_hashes import _read, file_hashes
+from specdec.checkpoint.fingerprint import (
     ADAPTER_WEIGHTS,
     adapter_folder,
     adapter_reference,
     model_fingerprint,
     vocabulary_fingerprint,
 )
+from specdec.core.errors import ModelLoadError
 from tests.specdec.adapters import write_adapter
 
 
@@ -206,6 +206,6 @@ def test_a_draft_as_a_model_of_its_own_shares_the_vocabulary_alone() -> None:
 def test_other_versions_count_where_numbers_may_round_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds: list[dict[str, object]] = [{}, {"target": {"dtype": "bfloat16"}}]
     before = [decision(**kind) for kind in kinds]
-    monkeypatch.setattr("cluster.identity.version", lambda package: "99")
+    monkeypatch.setattr("cluster.models.identity.version", lambda package: "99")
     after = [decision(**kind) for kind in kinds]
     assert (before[0] == after[0], before[1] == after[1]) == (True, False)

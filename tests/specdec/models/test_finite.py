@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specdec.engine.draft_backend import ModelDrafter
-from specdec.engine.target_backend import ModelTarget
-from specdec.errors import NOT_FINITE
+from specdec.cache.recurrent.rescan import Rescan
+from specdec.cache.recurrent.slots import Window
+from specdec.core.backends import DraftJob, Status, VerifyJob
+from specdec.core.errors import NOT_FINITE
+from specdec.core.log import TokenLog
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.engine.drafter import ModelDrafter
+from specdec.engine.target import ModelTarget
+from specdec.executor.runner import ModelRunner, RowInput
+from specdec.kernels.delta import DeltaRule
+from specdec.kernels.recurrent_metadata import StateRow, StateStep
 from specdec.models.loading import LoadedModel, prepare_model
-from specdec.models.recurrent.delta import DeltaRule
-from specdec.models.recurrent.rescan import Rescan
-from specdec.models.recurrent.slots import Window
-from specdec.models.recurrent.step import StateRow, StateStep
-from specdec.models.runner import ModelRunner, RowInput
-from specdec.protocol.backends import DraftJob, Status, VerifyJob
-from specdec.protocol.marks import TokenLog
-from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.pipeline import Sampler
 from tests.specdec.models.families import VOCAB_SIZE, make_model
 from tests.specdec.operators import Operators

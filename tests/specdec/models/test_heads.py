@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from specdec.errors import ModelLoadError
-from specdec.models.heads import HeadsConfig, load_heads
+from specdec.core.errors import ModelLoadError
+from specdec.drafting.medusa_heads import HeadsConfig, load_heads
 from specdec.models.loading import LoadedModel, prepare_model
 from tests.specdec.models.families import VOCAB_SIZE, make_model
 

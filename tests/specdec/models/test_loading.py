@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
 import specdec.demo
-from specdec.errors import ModelLoadError
-from specdec.models.admission import check_admission
-from specdec.models.fingerprint import model_fingerprint
+from specdec.checkpoint.fingerprint import model_fingerprint
+from specdec.core.errors import ModelLoadError
+from specdec.core.params import GenerationDefaults
+from specdec.executor.runner import ModelRunner
 from specdec.models.loading import LoadedModel, ModelSource, load_model, load_tokenizer, prepare_model
-from specdec.models.runner import ModelRunner
-from specdec.sampling.params import GenerationDefaults
+from specdec.models.parity_check import check_admission
 from tests.specdec.models.families import FAMILIES, REFUSED, VOCAB_SIZE, make_model
 
 DRAFT = Path(specdec.demo.__path__[0]) / "draft"

@@ -4,9 +4,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specdec.errors import InvalidParameterError, MemoryPlanError
-from specdec.models.blocks import BlockPool
-from specdec.models.cache import PagedCache
+from specdec.cache.blocks import BlockPool
+from specdec.core.errors import InvalidParameterError, MemoryPlanError
+from specdec.executor.paged_cache import PagedCache
 from specdec.models.loading import LoadedModel
 from specdec.models.memory import BOUND_BYTES, StepMemory, cache_bytes_per_token, free_memory_bytes, plan_memory
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from specdec.engine.draft_backend import ModelDrafter
-from specdec.engine.target_backend import ModelTarget
-from specdec.models.attention import AttentionContext, Workspace, paged_attention
+from specdec.core.progress import StepProgress
+from specdec.engine.drafter import ModelDrafter
+from specdec.engine.target import ModelTarget
+from specdec.executor.runner import ModelRunner, RowInput
+from specdec.executor.snapshot_runner import SnapshotRunner
+from specdec.kernels.attention import AttentionContext, Workspace, paged_attention
+from specdec.kernels.attention_metadata import RowSpan, StepPlan
 from specdec.models.loading import LoadedModel, prepare_model
-from specdec.models.plan import RowSpan, StepPlan
-from specdec.models.progress import StepProgress
-from specdec.models.runner import ModelRunner, RowInput
-from specdec.models.snapshot_runner import SnapshotRunner
 from specdec.sampling.pipeline import Sampler
 from tests.specdec.models.families import VOCAB_SIZE, make_model
 from tests.specdec.models.recurrent_families import make_recurrent

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from specdec.models.blocks import CachedSequence
+from specdec.cache.blocks import CachedSequence
+from specdec.executor.runner import ModelRunner, RowInput
 from specdec.models.loading import LoadedModel
-from specdec.models.runner import ModelRunner, RowInput
 from tests.specdec.models.families import SOME_FAMILIES, VOCAB_SIZE
 
 FIRST = ("llama", "qwen2", "qwen3", "mistral", "gemma3")

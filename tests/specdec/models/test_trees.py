@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from specdec.core.trees import path_to
+from specdec.executor.runner import ModelRunner, RowInput
 from specdec.models.loading import prepare_model
-from specdec.models.runner import ModelRunner, RowInput
-from specdec.sampling.trees import path_to
 from tests.specdec.models.families import SOME_FAMILIES, VOCAB_SIZE, make_model
 from tests.specdec.operators import Operators
 

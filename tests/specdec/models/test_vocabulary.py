@@ -7,12 +7,12 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from specdec.engine.translator import Translator
-from specdec.errors import IncompatiblePairError
-from specdec.models.compat import check_pair
+from specdec.checkpoint.compat import check_pair
+from specdec.checkpoint.vocabulary import Translation, translate
+from specdec.core.errors import IncompatiblePairError
+from specdec.drafting.vocabulary_mapping import Translator
 from specdec.models.describe import describe_model, describe_pair
 from specdec.models.loading import ModelSource, load_tokenizer
-from specdec.models.vocabulary import Translation, translate
 from tests.specdec.checkpoints import save_checkpoint
 from tests.specdec.operators import Operators
 from tests.specdec.vocabularies import DRAFT, save_shuffled, save_smaller

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from specdec.core.backends import DraftJob
+from specdec.core.drafts import NO_DRAFT, Draft, remaining_draft
+from specdec.core.log import TokenLog
+from specdec.core.messages import Offer, Open
 from specdec.protocol import target
-from specdec.protocol.backends import DraftJob
 from specdec.protocol.draft_row import Branch, DraftRow
 from specdec.protocol.drafter import DrafterMachine
-from specdec.protocol.drafts import NO_DRAFT, Draft, remaining_draft
-from specdec.protocol.marks import TokenLog
-from specdec.protocol.messages import Offer, Open
 from specdec.protocol.worker import WorkerMachine
 from tests.specdec.protocol.mutations import Mutation
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from specdec.protocol.messages import Open, Submit
+from specdec.core.messages import Open, Submit
 from specdec.protocol.probation import Probation, SuspectGroup
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.sessions import Session

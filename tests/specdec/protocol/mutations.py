@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from specdec.core.finish import Ending
+from specdec.core.log import Mark, TokenLog
+from specdec.core.messages import Alive, End, Inc, Live, Message, NewTokens, Notes, Resync, Verdict
 from specdec.protocol.dispatcher import Dispatcher
 from specdec.protocol.draft_row import DraftRow
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import IngressMachine, Request
 from specdec.protocol.leases import LeasedRows
-from specdec.protocol.marks import Mark, TokenLog
-from specdec.protocol.messages import Alive, End, Inc, Live, Message, NewTokens, Notes, Resync, Verdict
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.sessions import Session, WorkerLink
 from specdec.protocol.target import TargetMachine
 from specdec.protocol.target_row import TargetRow
 from specdec.protocol.worker import WorkerMachine, WorkerRow
-from specdec.sampling.finish import Ending
 from tests.specdec.protocol.scripted import ScriptedTarget
 
 Mutation = Callable[[pytest.MonkeyPatch], None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict, deque
 
-from specdec.protocol.messages import Message, Open, Submit
+from specdec.core.messages import Message, Open, Submit
 
 Letter = tuple[str, Message]
 Opening = tuple[str, Open | Submit]

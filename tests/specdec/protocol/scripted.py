@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from specdec.protocol.backends import DraftJob, Proposal, Status, Verification, VerifyJob
-from specdec.protocol.marks import TokenLog
-from specdec.protocol.messages import Candidates
-from specdec.sampling.params import SamplingParams, SequenceSpec
-from specdec.sampling.trees import children_of
-from specdec.tokens import SharedTokens
-from specdec.types import Finish, TokenLogprobs, Tokens
+from specdec.core.backends import DraftJob, Proposal, Status, Verification, VerifyJob
+from specdec.core.log import TokenLog
+from specdec.core.messages import Candidates
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.core.tokens import SharedTokens
+from specdec.core.trees import children_of
+from specdec.core.types import Finish, TokenLogprobs, Tokens
 
 EOS, STOP, VOCAB = 0, 1, 14
 PROMPT = (7, 7)

@@ -7,14 +7,14 @@ from hashlib import blake2b
 
 import pytest
 
+from specdec.core.log import TokenLog
+from specdec.core.messages import Cancel, Inc, Notes, Open, Submit, Verdict
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.core.tokens import SharedTokens
+from specdec.drafting.length.plans import fixed_plan
 from specdec.protocol.affinity import BLOCK_TOKENS, CachedPrefixes, block_digests, choose, choose_router
 from specdec.protocol.leases import Times
-from specdec.protocol.marks import TokenLog
-from specdec.protocol.messages import Cancel, Inc, Notes, Open, Submit, Verdict
-from specdec.protocol.plans import fixed_plan
 from specdec.protocol.router import RouterMachine
-from specdec.sampling.params import SamplingParams, SequenceSpec
-from specdec.tokens import SharedTokens
 
 SLACK = 4
 
@@ -204,7 +204,7 @@ def test_digests_of_blocks_are_worked_out_once_for_all_samples_of_a_prompt(monke
         def digest(self) -> bytes:
             return self._state.digest()
 
-    monkeypatch.setattr("specdec.tokens.blake2b", Counting)
+    monkeypatch.setattr("specdec.core.tokens.blake2b", Counting)
     found = [block_digests(TokenLog(prompt), "a") for _ in range(8)]
     assert (found, hashed) == ([found[0]] * 8, [BLOCK_TOKENS] * 4)
     monkeypatch.undo()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specdec.protocol.messages import Plan, PlanUpdate
+from specdec.core.messages import Plan, PlanUpdate
 from tests.specdec.protocol.scripted import PROMPT
 from tests.specdec.protocol.test_branches import (
     INC,

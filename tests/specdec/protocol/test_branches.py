@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.protocol.backends import DraftJob, Proposal, Status
-from specdec.protocol.branches import foreseen, likely_outcomes
+from specdec.core.backends import DraftJob, Proposal, Status
+from specdec.core.messages import Candidates, Close, Commit, Inc, Open, Outcome, Plan, PlanUpdate
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.drafting.branches import foreseen, likely_outcomes
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.leases import Times
-from specdec.protocol.messages import Candidates, Close, Commit, Inc, Open, Outcome, Plan, PlanUpdate
-from specdec.sampling.params import SamplingParams, SequenceSpec
 from tests.specdec.protocol.scripted import PROMPT, log_of
 
 INC = Inc(1, 0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.protocol.contained import ContainedController
-from specdec.protocol.messages import Close, Inc, Plan
+from specdec.core.messages import Close, Inc, Plan
+from specdec.drafting.length.contained import ContainedController
 from specdec.protocol.router import RouterMachine
 from tests.specdec.protocol.test_replans import Chooser
 from tests.specdec.protocol.test_router import PLAN, TIMES, join, opened, submit, verdict

@@ -1,12 +1,12 @@
 """A draft model that is asked by itself beside its drafting."""
 
-from specdec.protocol.backends import Proposal, Status, Verification
+from specdec.core.backends import Proposal, Status, Verification
+from specdec.core.messages import Alive, Close, Inc, Live, Offer, Open, Plan, Resync, Verdict
+from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.protocol.draft_worker import DraftWorkerMachine
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.leases import Times
-from specdec.protocol.messages import Alive, Close, Inc, Live, Offer, Open, Plan, Resync, Verdict
 from specdec.protocol.target import TargetMachine
-from specdec.sampling.params import SamplingParams, SequenceSpec
 
 
 class Counting:

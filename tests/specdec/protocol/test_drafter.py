@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.protocol.backends import Proposal, Status
+from specdec.core.backends import Proposal, Status
+from specdec.core.messages import Candidates, Close, Commit, Inc, Offer, Open, Plan, Resync
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.core.types import Way
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.leases import Times
-from specdec.protocol.messages import Candidates, Close, Commit, Inc, Offer, Open, Plan, Resync
-from specdec.sampling.params import SamplingParams, SequenceSpec
-from specdec.types import Way
 from tests.specdec.protocol.scripted import PROMPT, log_of
 
 INC = Inc(1, 0)

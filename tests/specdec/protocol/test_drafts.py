@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from specdec.protocol.drafts import remaining_draft
-from specdec.protocol.messages import Candidates, Inc, Offer, Outcome
+from specdec.core.drafts import remaining_draft
+from specdec.core.messages import Candidates, Inc, Offer, Outcome
 from tests.specdec.protocol.scripted import log_of
 
 INC = Inc(1, 0)

@@ -7,11 +7,8 @@ import dataclasses
 import pytest
 from msgspec.structs import replace
 
-from specdec.protocol.draft_worker import DraftWorkerMachine
-from specdec.protocol.drafter import DrafterMachine
-from specdec.protocol.ingress import DRAINING, MODEL_REPLACED, IngressMachine
-from specdec.protocol.marks import TokenLog
-from specdec.protocol.messages import (
+from specdec.core.log import TokenLog
+from specdec.core.messages import (
     Alive,
     Cancel,
     Close,
@@ -25,9 +22,12 @@ from specdec.protocol.messages import (
     Resync,
     Submit,
 )
+from specdec.core.types import Fingerprints
+from specdec.protocol.draft_worker import DraftWorkerMachine
+from specdec.protocol.drafter import DrafterMachine
+from specdec.protocol.ingress import DRAINING, MODEL_REPLACED, IngressMachine
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.target import TargetMachine
-from specdec.types import Fingerprints
 from tests.specdec.protocol.scripted import PROMPT
 from tests.specdec.protocol.test_faults import FaultyDraft
 from tests.specdec.protocol.test_router import PLAN, SPEC, TIMES, join, opened, submit, submitted

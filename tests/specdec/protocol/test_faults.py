@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from specdec.errors import DeviceLostError
+from specdec.core.backends import Proposal, Status, Verification
+from specdec.core.errors import DeviceLostError
+from specdec.core.messages import Ack, Close, Plan
 from specdec.protocol import target
-from specdec.protocol.backends import Proposal, Status, Verification
 from specdec.protocol.drafter import DrafterMachine
-from specdec.protocol.messages import Ack, Close, Plan
 from specdec.protocol.suspects import MOST_ALONE, apart
 from specdec.protocol.target import TargetMachine
 from tests.specdec.protocol.test_target import INC, TIMES, Oracle, open_message

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
+from specdec.core.messages import Cancel, End, Gone, NewTokens, Notes, Submit, Want
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.core.tokens import SharedTokens
 from specdec.protocol.ingress import Delivery, IngressMachine
 from specdec.protocol.leases import Times
-from specdec.protocol.messages import Cancel, End, Gone, NewTokens, Notes, Submit, Want
-from specdec.sampling.params import SamplingParams, SequenceSpec
-from specdec.tokens import SharedTokens
 from tests.specdec.protocol.scripted import PROMPT, log_of
 
 TIMES = Times(renew_s=1.0, repeat_s=0.5, silence_s=4.0)

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from specdec.core.messages import Gone, Inc
 from specdec.protocol.leases import LeasedRows, Outbox, Row, Times
-from specdec.protocol.messages import Gone, Inc
 
 LEASE_S, TOMBSTONE_S = 5.0, 50.0
 

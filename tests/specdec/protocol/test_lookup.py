@@ -9,8 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from specdec.protocol import lookup as lookup_module
-from specdec.protocol.lookup import (
+from specdec.core.log import TokenLog
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.core.tokens import SharedTokens
+from specdec.drafting import ngram as lookup_module
+from specdec.drafting.ngram import (
     LEAST_MATCH,
     LONG_MATCH,
     LookUp,
@@ -20,9 +23,6 @@ from specdec.protocol.lookup import (
     TextIndex,
     look_up_for,
 )
-from specdec.protocol.marks import TokenLog
-from specdec.sampling.params import SamplingParams, SequenceSpec
-from specdec.tokens import SharedTokens
 
 SPEC = SequenceSpec(SamplingParams(), 0, 4, 1000)
 FEW_PLACES = 32

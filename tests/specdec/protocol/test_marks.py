@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.protocol.marks import Extension, Mark, TokenLog
-from specdec.tokens import SharedTokens
+from specdec.core.log import Extension, Mark, TokenLog
+from specdec.core.tokens import SharedTokens
 
 tokens_strategy = st.lists(st.integers(0, 3), max_size=8)
 

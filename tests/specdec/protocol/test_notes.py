@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.protocol.messages import Notes, RoundTimes
-from specdec.types import TokenLogprobs
+from specdec.core.messages import Notes, RoundTimes
+from specdec.core.types import TokenLogprobs
 
 LOGPROBS = tuple(TokenLogprobs(-float(i), i + 1) for i in range(4))
 NOTES = Notes("aacp", (0, 0, 3, 0))

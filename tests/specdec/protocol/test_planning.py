@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from itertools import count
 
-from specdec.protocol.messages import Notes, Plan
-from specdec.protocol.planning import Planning
-from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.core.messages import Notes, Plan
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.drafting.length.planning import Planning
 from tests.specdec.protocol.test_replans import Chooser
 
 SPEC = SequenceSpec(SamplingParams(), 1, 1, 8)

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.protocol.messages import Plan
-from specdec.protocol.plans import fixed_plan, no_drafts
-from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.core.messages import Plan
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.drafting.length.plans import fixed_plan, no_drafts
 
 
 @pytest.mark.parametrize(("named", "expected"), [(None, 4), (0, 0), (7, 7)])

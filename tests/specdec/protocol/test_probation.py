@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.protocol.messages import Alive, Cancel, End, Inc, Notes, Open, Plan, Verdict, Want
+from specdec.core.messages import Alive, Cancel, End, Inc, Notes, Open, Plan, Verdict, Want
 from tests.specdec.protocol.scripted import log_of
 from tests.specdec.protocol.test_router import P, join, router, submit
 

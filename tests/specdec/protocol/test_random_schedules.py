@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
+from specdec.core.messages import ACCEPTED, Notes
 from specdec.protocol.draft_worker import DraftWorkerMachine
-from specdec.protocol.messages import ACCEPTED, Notes
 from specdec.protocol.target import TargetMachine
 from tests.sizes import sized
 from tests.specdec.protocol.scripted import ScriptedTarget

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from specdec.protocol.messages import Alive, Close, Inc, Offer, Plan, PlanUpdate, Resync
-from specdec.protocol.plans import FixedPlans
+from specdec.core.messages import Alive, Close, Inc, Offer, Plan, PlanUpdate, Resync
+from specdec.drafting.length.plans import FixedPlans
 from specdec.protocol.router import RouterMachine
 from tests.specdec.protocol.scripted import log_of
 from tests.specdec.protocol.test_router import PLAN, TIMES, join, opened, submit, verdict

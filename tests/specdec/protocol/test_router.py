@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 from msgspec.structs import replace as replace_struct
 
-from specdec.protocol.leases import Times
-from specdec.protocol.messages import (
+from specdec.core.messages import (
     Ack,
     Alive,
     Cancel,
@@ -26,10 +25,11 @@ from specdec.protocol.messages import (
     Verdict,
     Want,
 )
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.core.tokens import SharedTokens
+from specdec.core.types import PackedLogprobs, TokenLogprobs
+from specdec.protocol.leases import Times
 from specdec.protocol.router import RouterMachine
-from specdec.sampling.params import SamplingParams, SequenceSpec
-from specdec.tokens import SharedTokens
-from specdec.types import PackedLogprobs, TokenLogprobs
 from tests.specdec.protocol.scripted import PROMPT, log_of
 
 TIMES = Times(lease_s=5.0, renew_s=1.0, settle_s=0.5, silence_s=4.0)

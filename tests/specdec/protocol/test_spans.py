@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from benchmarks.scripted import Script, ScriptedDrafter, ScriptedTarget
+from specdec.core.messages import Cancel, Close, Inc, Open, Plan, Submit
+from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.engine.in_process import InProcessService
 from specdec.protocol.draft_worker import DraftWorkerMachine
 from specdec.protocol.drafter import DrafterMachine
-from specdec.protocol.messages import Cancel, Close, Inc, Open, Plan, Submit
 from specdec.protocol.target import TargetMachine
-from specdec.sampling.params import SamplingParams, SequenceSpec
 from tests.specdec.protocol.scripted import PROMPT
 from tests.specdec.protocol.test_drafter import Counting
 from tests.specdec.protocol.test_faults import FaultyDraft

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from specdec.protocol.backends import Status, Verification
-from specdec.protocol.leases import Times
-from specdec.protocol.messages import (
+from specdec.core.backends import Status, Verification
+from specdec.core.messages import (
     Ack,
     Alive,
     Candidates,
@@ -21,10 +20,11 @@ from specdec.protocol.messages import (
     Resync,
     Verdict,
 )
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.core.tokens import SharedTokens
+from specdec.core.types import TokenLogprobs
+from specdec.protocol.leases import Times
 from specdec.protocol.target import TargetMachine
-from specdec.sampling.params import SamplingParams, SequenceSpec
-from specdec.tokens import SharedTokens
-from specdec.types import TokenLogprobs
 from tests.specdec.protocol.scripted import EOS, PROMPT, log_of
 
 TIMES = Times(lease_s=5.0, repeat_s=0.5, credit_tokens=6)

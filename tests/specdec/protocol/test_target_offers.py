@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.protocol.messages import Ack, Offer, Outcome, Plan
+from specdec.core.messages import Ack, Offer, Outcome, Plan
 from tests.specdec.protocol.scripted import PROMPT, log_of
 from tests.specdec.protocol.test_target import INC, TRUE, machine_with, offer, open_message
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from itertools import count
 
+from specdec.core.messages import Commit, Offer, Open, Plan, RoundTimes
+from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.engine.observed import StepRecord
 from specdec.engine.timing import LastStep
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.leases import Times
-from specdec.protocol.messages import Commit, Offer, Open, Plan, RoundTimes
 from specdec.protocol.target import TargetMachine
-from specdec.sampling.params import SamplingParams, SequenceSpec
 from tests.specdec.protocol.scripted import PROMPT, log_of
 from tests.specdec.protocol.test_drafter import INC, Counting, chain
 from tests.specdec.protocol.test_target import TIMES, TRUE, Oracle

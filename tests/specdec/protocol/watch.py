@@ -6,16 +6,16 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from specdec.core.messages import Ack, Cancel, Close, Inc, Message, Notes, Open, Submit
+from specdec.core.types import Finish, Tokens
 from specdec.protocol.draft_row import DraftRow
 from specdec.protocol.draft_worker import DraftWorkerMachine
 from specdec.protocol.ingress import MODEL_REPLACED, Delivery, IngressMachine
 from specdec.protocol.leases import Row, Times
-from specdec.protocol.messages import Ack, Cancel, Close, Inc, Message, Notes, Open, Submit
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.sessions import Session
 from specdec.protocol.target import TargetMachine
 from specdec.protocol.target_row import TargetRow
-from specdec.types import Finish, Tokens
 from tests.specdec.protocol.scripted import PROMPT, Script, ScriptedDraft, ScriptedTarget, expect
 
 Machine = IngressMachine | RouterMachine | TargetMachine | DraftWorkerMachine

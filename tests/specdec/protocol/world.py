@@ -8,16 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from specdec.core.messages import ACCEPTED, Message, Plan, PlanUpdate
+from specdec.core.params import SequenceSpec
+from specdec.core.types import Fingerprints
+from specdec.drafting.ngram import LookUpOptions
 from specdec.protocol.draft_worker import DraftWorkerMachine
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import IngressMachine
 from specdec.protocol.leases import Times
-from specdec.protocol.lookup import LookUpOptions
-from specdec.protocol.messages import ACCEPTED, Message, Plan, PlanUpdate
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.target import TargetMachine
-from specdec.sampling.params import SequenceSpec
-from specdec.types import Fingerprints
 from tests.specdec.protocol.network import Network
 from tests.specdec.protocol.scripted import (
     PROMPT,

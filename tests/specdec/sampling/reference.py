@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.sampling.pipeline import RowGroup, Sampler
 
 NO_TOKEN = -1

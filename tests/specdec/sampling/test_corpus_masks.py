@@ -8,10 +8,10 @@ import random
 from transformers import AutoTokenizer
 
 import specdec.demo
-from specdec.sampling.grammars import Grammars
-from specdec.sampling.matchers import Matchers
-from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.sampling.rows import RowGroup
+from specdec.structured.compiler import Grammars
+from specdec.structured.matchers import Matchers
 from tests.specdec.engine.schemas import grammar_of, make_schemas
 
 MOST_TOKENS = 12

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from specdec.core.finish import Ending
+from specdec.core.params import SamplingParams
 from specdec.sampling.coupled import verify_coupled
-from specdec.sampling.finish import Ending
-from specdec.sampling.params import SamplingParams
 from specdec.sampling.philox import Purpose, uniforms
 from specdec.sampling.pipeline import RowGroup, Sampler, VerifiedRun
 from specdec.sampling.rejection import propose_truncated, verify_rejection

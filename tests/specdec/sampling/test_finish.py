@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.sampling.finish import Ending
-from specdec.sampling.params import SamplingParams
+from specdec.core.finish import Ending
+from specdec.core.params import SamplingParams
 
 from .reference import make_spec
 

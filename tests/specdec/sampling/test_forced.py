@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from specdec.sampling import matchers as module
-from specdec.sampling.grammar import Grammar
-from specdec.sampling.matchers import Matchers
+from specdec.core.grammar import Grammar
 from specdec.sampling.pipeline import RowGroup, Sampler
+from specdec.structured import matchers as module
+from specdec.structured.matchers import Matchers
 from tests.specdec.sampling.test_matchers import (
     DIGITS,
     EOS,

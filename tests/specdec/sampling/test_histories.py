@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 import torch
 
+from specdec.core.params import SamplingParams
 from specdec.sampling.histories import Histories, History
-from specdec.sampling.params import SamplingParams
 from specdec.sampling.pipeline import RowGroup, Sampler
 
 from .reference import edited_row, make_spec

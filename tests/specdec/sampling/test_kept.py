@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.errors import InvalidParameterError
+from specdec.core.errors import InvalidParameterError
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.core.validation import MAX_NUM_LOGIT_BIASES, validated
 from specdec.sampling.kept import WhileAlive
-from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.pipeline import RowGroup, Sampler
-from specdec.sampling.validation import MAX_NUM_LOGIT_BIASES, validated
 
 VOCAB = 2000
 

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from specdec.core.params import SamplingParams
 from specdec.sampling import logprobs as module
 from specdec.sampling.logprobs import token_logprobs
-from specdec.sampling.params import SamplingParams
 from specdec.sampling.pipeline import RowGroup, Sampler
 
 from .reference import make_spec

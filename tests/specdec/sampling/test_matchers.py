@@ -20,14 +20,14 @@ from llguidance import LLMatcher, LLParserLimits
 from transformers import AutoTokenizer
 
 import specdec.demo
-from specdec.errors import InvalidParameterError
-from specdec.sampling import matchers as module
-from specdec.sampling.grammar import MAX_GRAMMAR_BYTES, Grammar
-from specdec.sampling.grammars import Grammars
-from specdec.sampling.matchers import Matchers
-from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.core.errors import InvalidParameterError
+from specdec.core.grammar import MAX_GRAMMAR_BYTES, Grammar
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.core.types import Tokens
 from specdec.sampling.pipeline import RowGroup, Sampler
-from specdec.types import Tokens
+from specdec.structured import matchers as module
+from specdec.structured.compiler import Grammars
+from specdec.structured.matchers import Matchers
 from tests.specdec.operators import Operators
 
 TOKENIZER = AutoTokenizer.from_pretrained(Path(specdec.demo.__file__).parent / "target")
@@ -363,7 +363,7 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(grammar: Grammar, re
 
 
 def test_what_takes_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specdec.sampling.grammars._LIMITS", LLParserLimits(max_grammar_size=20))
+    monkeypatch.setattr("specdec.structured.compiler._LIMITS", LLParserLimits(max_grammar_size=20))
     with pytest.raises(InvalidParameterError, match="grammar size"):
         Grammars(TOKENIZER, V, EOS).check(PERSON)
 
@@ -374,7 +374,7 @@ def test_without_an_ending_token_nothing_could_end() -> None:
 
 
 def test_the_grammars_of_live_sequences_are_kept_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specdec.sampling.grammars._MOST_KEPT", 2)
+    monkeypatch.setattr("specdec.structured.compiler._MOST_KEPT", 2)
     grammars, compiled = Grammars(TOKENIZER, V, EOS), []
     work = grammars._compile
     monkeypatch.setattr(grammars, "_compile", lambda *key: compiled.append(key) or work(*key))
@@ -414,7 +414,7 @@ def test_one_callers_grammars_do_not_hold_up_anothers(monkeypatch: pytest.Monkey
 
 
 def test_each_grammar_is_compiled_once_and_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specdec.sampling.grammars._MOST_KEPT", 128)
+    monkeypatch.setattr("specdec.structured.compiler._MOST_KEPT", 128)
     grammars, compiled = Grammars(TOKENIZER, V, EOS), []
     work = grammars._compile
     monkeypatch.setattr(grammars, "_compile", lambda *key: compiled.append(key) or work(*key))

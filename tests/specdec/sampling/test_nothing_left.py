@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.errors import InvalidParameterError
-from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.core.errors import InvalidParameterError
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.core.validation import validated
 from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.sampling.rejection import propose_truncated, verify_rejection
-from specdec.sampling.validation import validated
 from tests.specdec.hooks import by_row
 
 from .reference import make_spec

@@ -19,8 +19,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.sampling import truncation
-from specdec.sampling.params import SamplingParams, SequenceSpec
 from specdec.sampling.philox import gumbel
 from specdec.sampling.pipeline import RowGroup, Sampler
 from tests.specdec.hooks import by_row

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdec.core.params import SamplingParams
 from specdec.sampling import rejection as module
-from specdec.sampling.params import SamplingParams
 from specdec.sampling.philox import Purpose, uniforms
 from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.sampling.rejection import NUM_DRAFT_CANDIDATES, propose_truncated, verify_rejection

@@ -10,11 +10,11 @@ from scipy.stats import chi2
 from torch import Tensor
 
 import specdec.sampling.rejection as rejection_module
-from specdec.engine.rules import propose_siblings, tree_rows, verify
-from specdec.sampling.params import SamplingParams
+from specdec.core.params import SamplingParams
+from specdec.core.trees import Node, chain_shape, children_of, depths, path_to, tree_shape
+from specdec.sampling.acceptance import propose_siblings, tree_rows, verify
 from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.sampling.rejection import propose_several, verify_rejection
-from specdec.sampling.trees import Node, chain_shape, children_of, depths, path_to, tree_shape
 from tests.sizes import sized
 from tests.specdec.sampling.reference import make_spec
 

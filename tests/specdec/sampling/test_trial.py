@@ -13,10 +13,10 @@ import pytest
 from transformers import AutoTokenizer
 
 import specdec.demo
-from specdec.errors import InvalidParameterError
-from specdec.sampling.grammar import Grammar, GrammarKind
-from specdec.sampling.grammars import Grammars
-from specdec.sampling.trial import takes_too_much
+from specdec.core.errors import InvalidParameterError
+from specdec.core.grammar import Grammar, GrammarKind
+from specdec.structured.compiler import Grammars
+from specdec.structured.trial import takes_too_much
 
 TOKENIZER = AutoTokenizer.from_pretrained(Path(specdec.demo.__file__).parent / "target")
 ROOT = Path(__file__).resolve().parents[3]
@@ -33,7 +33,7 @@ MULTIPLE = {"type": "integer", "multipleOf": 99999989}
     ],
 )
 def test_what_takes_too_long_is_refused(kind: GrammarKind, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specdec.sampling.grammars.takes_too_much", partial(takes_too_much, most_cpu_s=1))
+    monkeypatch.setattr("specdec.structured.compiler.takes_too_much", partial(takes_too_much, most_cpu_s=1))
     grammars = Grammars(TOKENIZER, len(TOKENIZER), (0,), tries_first=True)
     with pytest.raises(InvalidParameterError, match="it takes too much time or memory to compile"):
         grammars.check(Grammar(kind, text))
@@ -69,13 +69,13 @@ import json, sys, torch
 from pathlib import Path
 from transformers import AutoTokenizer
 import specdec.demo
-from specdec.sampling.grammar import Grammar
-from specdec.sampling.grammars import Grammars
-from specdec.sampling.matchers import Matchers
-from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.core.grammar import Grammar
+from specdec.structured.compiler import Grammars
+from specdec.structured.matchers import Matchers
+from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.sampling.rows import RowGroup
-from specdec.text.constraints import Tags, after_reasoning
-from specdec.text.parsing.reasoning import ReasoningTags
+from specdec.structured.constraints import Tags, after_reasoning
+from specdec.structured.parsing.reasoning import ReasoningTags
 
 text, begin, thinks = json.loads(sys.argv[1])
 tokenizer = AutoTokenizer.from_pretrained(Path(specdec.demo.__file__).parent / "target")
@@ -118,7 +118,7 @@ def test_what_nobody_waits_for_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> 
         begun.append(text)
         return not may_end.wait(60)
 
-    monkeypatch.setattr("specdec.sampling.grammars.takes_too_much", slow)
+    monkeypatch.setattr("specdec.structured.compiler.takes_too_much", slow)
     grammars = Grammars(TOKENIZER, len(TOKENIZER), (0,), tries_first=True)
     running = [grammars.compiled(Grammar("regex", text), (0,)) for text in ("a", "b")]
     with grammars.awaited(Grammar("regex", "wanted"), (0,)) as wanted:

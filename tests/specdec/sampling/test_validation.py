@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from specdec.errors import InvalidParameterError
-from specdec.sampling.grammar import Grammar
-from specdec.sampling.params import SamplingParams
-from specdec.sampling.validation import (
+from specdec.core.errors import InvalidParameterError
+from specdec.core.grammar import Grammar
+from specdec.core.params import SamplingParams
+from specdec.core.validation import (
     validated,
     validated_max_tokens,
     validated_num_speculative_tokens,

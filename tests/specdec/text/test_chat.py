@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import specdec.demo
-from specdec.errors import InvalidParameterError
+from specdec.core.errors import InvalidParameterError
 from specdec.text.chat import encode_chat
 
 FOLDER = Path(specdec.demo.__path__[0])

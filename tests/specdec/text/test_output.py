@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.text.output import OutputText, TextDelta
 
 TEXT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n"

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from specdec.text.parsing.events import (
+from specdec.structured.parsing.events import (
     AnswerEvent,
     AnswerParser,
     ContentDelta,
@@ -17,10 +17,10 @@ from specdec.text.parsing.events import (
     ReasoningDelta,
     ToolCallDelta,
 )
-from specdec.text.parsing.hermes import HermesParser
-from specdec.text.parsing.llama3 import Llama3Parser
-from specdec.text.parsing.reasoning import ReasoningCounter, ReasoningParser, ReasoningTags, WithoutReasoning
-from specdec.text.parsing.response_template import ResponseTemplateParser
+from specdec.structured.parsing.hermes import HermesParser
+from specdec.structured.parsing.llama3 import Llama3Parser
+from specdec.structured.parsing.reasoning import ReasoningCounter, ReasoningParser, ReasoningTags, WithoutReasoning
+from specdec.structured.parsing.response_template import ResponseTemplateParser
 
 Said = tuple[str, str, list[tuple[str, str]]]
 """Content, reasoning, and the name and arguments of each call."""

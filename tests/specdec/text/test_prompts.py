@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from specdec.errors import InvalidParameterError
+from specdec.core.errors import InvalidParameterError
 from specdec.text.prompts import check_token_ids, encode_text
 
 

@@ -7,13 +7,13 @@ from copy import deepcopy
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from specdec.errors import InvalidParameterError
-from specdec.text.constraints import HERMES, LLAMA3, CallForm
-from specdec.text.parsing.hermes import HermesParser
-from specdec.text.parsing.llama3 import Llama3Parser
-from specdec.text.parsing.reasoning import ReasoningTags
-from specdec.text.parsing.response_template import ResponseTemplateParser
-from specdec.text.parsing.selection import AnswerForms
+from specdec.core.errors import InvalidParameterError
+from specdec.structured.constraints import HERMES, LLAMA3, CallForm
+from specdec.structured.parsing.hermes import HermesParser
+from specdec.structured.parsing.llama3 import Llama3Parser
+from specdec.structured.parsing.reasoning import ReasoningTags
+from specdec.structured.parsing.response_template import ResponseTemplateParser
+from specdec.structured.parsing.selection import AnswerForms
 
 THINK = ReasoningTags("<think>", "</think>")
 QWEN = (

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from cluster.cli.main import main
-from cluster.config import AppArgs
-from cluster.identity import fingerprints
-from cluster.settings import VLLM_SETTINGS, prepare_for_vllm
-from cluster.strict import validated
-from cluster.vllm import check_engine, runtime_env, versions, vllm_options
-from specdec.errors import InvalidParameterError
+from cluster.config.app import AppArgs
+from cluster.config.base import validated
+from cluster.config.environment import VLLM_SETTINGS, prepare_for_vllm
+from cluster.models.identity import fingerprints
+from cluster.models.vllm import check_engine, runtime_env, versions, vllm_options
+from specdec.core.errors import InvalidParameterError
 
 
 def args_of(**target: Any) -> AppArgs:
@@ -96,7 +96,7 @@ def test_a_python_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeyp
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexec sleep 600\n")
     python.chmod(0o755)
-    monkeypatch.setattr("cluster.vllm._TIMEOUT_S", 0.5)
+    monkeypatch.setattr("cluster.models.vllm._TIMEOUT_S", 0.5)
     with pytest.raises(InvalidParameterError, match="timed out") as caught:
         check_engine(args_of(python=str(python)))
     assert caught.value.parameter == "target.python"

@@ -15,18 +15,18 @@ from typing import Any
 
 import pytest
 
-from specdec.engine.draft_backend import ModelDrafter
+from specdec.core.errors import NOT_FINITE
+from specdec.core.params import SamplingParams
+from specdec.core.types import Adapter
+from specdec.engine.drafter import ModelDrafter
 from specdec.engine.in_process import InProcessService
-from specdec.engine.target_backend import ModelTarget
-from specdec.errors import NOT_FINITE
+from specdec.engine.target import ModelTarget
+from specdec.executor.runner import ModelRunner
 from specdec.models.describe import linear_shapes
 from specdec.models.lora import pool as pool_module
 from specdec.models.lora.pool import AdapterPool
 from specdec.models.lora.slots import AdapterRoom, layer_shapes
 from specdec.models.quantization import Quantization
-from specdec.models.runner import ModelRunner
-from specdec.sampling.params import SamplingParams
-from specdec.types import Adapter
 from tests.sizes import some
 from tests.specdec.adapters import RANKS, save_adapter, with_adapter, write_adapter
 from tests.specdec.engine.features import Feature, assert_texts_are_its_own, demo

@@ -10,9 +10,9 @@ import jsonschema
 import pytest
 
 from specdec import Grammar, SamplingParams
-from specdec.text.constraints import HERMES, Tags, Tool, after_reasoning, only_calls, short_reasoning
-from specdec.text.parsing.hermes import HermesParser
-from specdec.text.parsing.reasoning import ReasoningTags
+from specdec.structured.constraints import HERMES, Tags, Tool, after_reasoning, only_calls, short_reasoning
+from specdec.structured.parsing.hermes import HermesParser
+from specdec.structured.parsing.reasoning import ReasoningTags
 from tests.sizes import some
 from tests.specdec.engine.pairs import Case, collect
 from tests.specdec.engine.schemas import grammar_of

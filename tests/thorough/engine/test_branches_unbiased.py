@@ -14,24 +14,24 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from specdec.control.gains import DraftGains
-from specdec.engine.heads import HeadDrafter
-from specdec.engine.rules import propose, tree_rows, verify
-from specdec.protocol import lookup as lookup_module
+from specdec.core.backends import DraftJob, Proposal, Status, Verification, VerifyJob
+from specdec.core.drafts import Draft, DraftChooser, remaining_draft
+from specdec.core.log import TokenLog
+from specdec.core.messages import Ack, Candidates, Commit, Inc, Message, Offer, Open, Plan, Verdict
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.core.tokens import SharedTokens, TokenBuffer
+from specdec.core.types import Tokens
+from specdec.drafting import ngram as lookup_module
+from specdec.drafting.length.gains import DraftGains
+from specdec.drafting.medusa import HeadDrafter
+from specdec.drafting.ngram import LookUpOptions
 from specdec.protocol import target as target_module
-from specdec.protocol.backends import DraftJob, Proposal, Status, Verification, VerifyJob
 from specdec.protocol.draft_row import DraftRow, Path
 from specdec.protocol.drafter import DrafterMachine
-from specdec.protocol.drafts import Draft, DraftChooser, remaining_draft
 from specdec.protocol.leases import Times
-from specdec.protocol.lookup import LookUpOptions
-from specdec.protocol.marks import TokenLog
-from specdec.protocol.messages import Ack, Candidates, Commit, Inc, Message, Offer, Open, Plan, Verdict
 from specdec.protocol.target import TargetMachine
-from specdec.sampling.params import SamplingParams, SequenceSpec
+from specdec.sampling.acceptance import propose, tree_rows, verify
 from specdec.sampling.pipeline import RowGroup, Sampler
-from specdec.tokens import SharedTokens, TokenBuffer
-from specdec.types import Tokens
 from tests.sizes import sized
 from tests.thorough.engine.test_heads import LinearHeads
 

@@ -9,12 +9,12 @@ from functools import partial
 
 import pytest
 
+from specdec.core.params import SamplingParams
+from specdec.core.types import TokenLogprobs
+from specdec.drafting.ngram import LookUpOptions
 from specdec.engine.in_process import InProcessService
-from specdec.engine.target_backend import ModelTarget
-from specdec.protocol.lookup import LookUpOptions
-from specdec.sampling.params import SamplingParams
+from specdec.engine.target import ModelTarget
 from specdec.sampling.pipeline import Sampler
-from specdec.types import TokenLogprobs
 from tests.specdec.engine.pairs import MAX_MODEL_LEN, Case, Output, collect
 from tests.specdec.engine.test_hostile_network import DRAFTER, TARGET, HostileService, runner
 from tests.specdec.engine.test_processors import BOTH

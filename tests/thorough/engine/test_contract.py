@@ -14,8 +14,8 @@ from torch import Tensor
 
 from benchmarks.emulation import Around
 from benchmarks.scripted import Script, ScriptedTarget
-from specdec.engine.target_backend import ModelTarget
-from specdec.protocol.backends import Status, TargetBackend, Verification, VerifyJob
+from specdec.core.backends import Status, TargetBackend, Verification, VerifyJob
+from specdec.engine.target import ModelTarget
 from specdec.sampling.pipeline import RowGroup
 from tests.specdec.engine import contract
 from tests.specdec.engine.contract import SAMPLINGS, Soak

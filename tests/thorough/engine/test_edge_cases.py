@@ -6,13 +6,13 @@ import pytest
 import torch
 from msgspec import structs
 
-from specdec.engine.draft_backend import ModelDrafter
+from specdec.core.backends import DraftJob, Proposal
+from specdec.core.messages import Message, Offer, Plan, PlanUpdate
+from specdec.core.params import SamplingParams
+from specdec.engine.drafter import ModelDrafter
 from specdec.engine.in_process import InProcessService
-from specdec.engine.target_backend import ModelTarget
-from specdec.protocol.backends import DraftJob, Proposal
+from specdec.engine.target import ModelTarget
 from specdec.protocol.draft_row import DraftRow
-from specdec.protocol.messages import Message, Offer, Plan, PlanUpdate
-from specdec.sampling.params import SamplingParams
 from tests.sizes import some
 from tests.specdec.engine.pairs import (
     EOS,

@@ -8,13 +8,13 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from specdec.engine.draft_backend import ModelDrafter
+from specdec.core.params import SamplingParams
+from specdec.engine.drafter import ModelDrafter
 from specdec.engine.in_process import InProcessService
-from specdec.engine.target_backend import ModelTarget
-from specdec.models.admission import check_admission
+from specdec.engine.target import ModelTarget
+from specdec.executor.runner import ModelRunner
 from specdec.models.loading import LoadedModel, ModelSource, load_model, prepare_model
-from specdec.models.runner import ModelRunner
-from specdec.sampling.params import SamplingParams
+from specdec.models.parity_check import check_admission
 from specdec.sampling.pipeline import Sampler
 from tests.specdec.engine.pairs import Case, add_noise, assert_same, greedy, make_model, run
 from tests.specdec.models.families import SOME_FAMILIES, VOCAB_SIZE, randomize

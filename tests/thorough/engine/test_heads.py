@@ -11,19 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.demos import demo_folder
+from cluster.models.demos import demo_folder
 from specdec import ModelSource, SpeculativeEngine
-from specdec.control.gains import DraftGains
-from specdec.engine.draft_backend import ModelDrafter
-from specdec.engine.heads import HeadDrafter, HeadsOptions
+from specdec.core.drafts import DraftChooser
+from specdec.core.messages import ACCEPTED, HEADED
+from specdec.core.params import SamplingParams
+from specdec.drafting.length.gains import DraftGains
+from specdec.drafting.medusa import HeadDrafter, HeadsOptions
+from specdec.drafting.ngram import LookUpOptions
+from specdec.engine.drafter import ModelDrafter
 from specdec.engine.in_process import InProcessService
-from specdec.engine.target_backend import ModelTarget
+from specdec.engine.target import ModelTarget
 from specdec.engine.timing import StepTimer
-from specdec.models.runner import ModelRunner
-from specdec.protocol.drafts import DraftChooser
-from specdec.protocol.lookup import LookUpOptions
-from specdec.protocol.messages import ACCEPTED, HEADED
-from specdec.sampling.params import SamplingParams
+from specdec.executor.runner import ModelRunner
 from specdec.sampling.pipeline import LogitsProcessor, Sampler
 from tests.sizes import some
 from tests.specdec.engine.pairs import MAX_MODEL_LEN, Case, backend, collect, greedy, make_model, run

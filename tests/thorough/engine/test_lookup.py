@@ -11,14 +11,14 @@ from functools import partial
 import pytest
 
 from specdec import ModelSource, SpeculativeEngine
-from specdec.engine.draft_backend import ModelDrafter
+from specdec.core.messages import ACCEPTED, LOOKED_UP, PREDICTED
+from specdec.core.params import SamplingParams
+from specdec.drafting.ngram import LookUpOptions
+from specdec.engine.drafter import ModelDrafter
 from specdec.engine.in_process import InProcessService
 from specdec.engine.stats import SpecStats
-from specdec.engine.target_backend import ModelTarget
-from specdec.models.runner import ModelRunner
-from specdec.protocol.lookup import LookUpOptions
-from specdec.protocol.messages import ACCEPTED, LOOKED_UP, PREDICTED
-from specdec.sampling.params import SamplingParams
+from specdec.engine.target import ModelTarget
+from specdec.executor.runner import ModelRunner
 from specdec.sampling.pipeline import Sampler
 from tests.sizes import some
 from tests.specdec.engine.pairs import MAX_MODEL_LEN, Case, Output, backend, collect, greedy, make_model, run

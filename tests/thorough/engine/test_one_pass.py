@@ -9,16 +9,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cluster.demos import demo_folder
+from cluster.models.demos import demo_folder
 from examples.train_draft.one_pass import with_mask_token
+from specdec.core.backends import DraftJob, Proposal, Status
+from specdec.core.errors import ModelLoadError
+from specdec.core.grammar import Grammar
+from specdec.core.messages import Plan
+from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.engine.build import BackendOptions, build_drafter, build_target
 from specdec.engine.engine import SpeculativeEngine
-from specdec.errors import ModelLoadError
 from specdec.models.loading import ModelSource, load_tokenizer
-from specdec.protocol.backends import DraftJob, Proposal, Status
-from specdec.protocol.messages import Plan
-from specdec.sampling.grammar import Grammar
-from specdec.sampling.params import SamplingParams, SequenceSpec
 from tests.sizes import sized, some
 from tests.specdec.engine.pairs import run_with_branches
 from tests.specdec.vocabularies import DRAFT

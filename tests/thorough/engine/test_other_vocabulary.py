@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from cluster.demos import demo_folder
+from cluster.models.demos import demo_folder
+from specdec.checkpoint.vocabulary import translate
+from specdec.core.backends import DraftJob
+from specdec.core.grammar import Grammar
+from specdec.core.messages import Plan
+from specdec.core.params import SamplingParams, SequenceSpec
+from specdec.drafting.vocabulary_mapping import Translator
 from specdec.engine.build import BackendOptions, build_drafter, build_target
 from specdec.engine.engine import SpeculativeEngine
-from specdec.engine.translator import Translator
 from specdec.models.loading import ModelSource, load_tokenizer
-from specdec.models.vocabulary import translate
-from specdec.protocol.backends import DraftJob
-from specdec.protocol.messages import Plan
-from specdec.sampling.grammar import Grammar
-from specdec.sampling.params import SamplingParams, SequenceSpec
 from tests.sizes import sized, some
 from tests.specdec.engine.pairs import run_with_branches
 from tests.specdec.vocabularies import DRAFT, save_shuffled, save_smaller

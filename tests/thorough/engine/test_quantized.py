@@ -11,15 +11,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cluster.identity import demo_folder
+from cluster.models.identity import demo_folder
 from specdec import BackendOptions, ModelSource, SamplingParams, SpeculativeEngine
-from specdec.engine.heads import HeadsOptions
+from specdec.drafting.medusa import HeadsOptions
 from specdec.engine.results import GenerationResult
-from specdec.models.admission import check_admission
+from specdec.executor.runner import ModelRunner
 from specdec.models.loading import load_model
+from specdec.models.parity_check import check_admission
 from specdec.models.quantization import own_quantization
 from specdec.models.quantization_report import compare
-from specdec.models.runner import ModelRunner
 from tests.sizes import some
 from tests.specdec.engine.features import assert_texts_are_its_own, demo
 

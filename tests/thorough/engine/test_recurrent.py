@@ -4,17 +4,17 @@ import random
 
 import pytest
 
-import specdec.models.runner as runner_module
-from specdec.engine.draft_backend import ModelDrafter
+import specdec.executor.runner as runner_module
+from specdec.cache.blocks import CachedSequence
+from specdec.cache.recurrent.pool import checked_window
+from specdec.core.params import SamplingParams
+from specdec.engine.drafter import ModelDrafter
 from specdec.engine.in_process import InProcessService
-from specdec.engine.states import SequenceStates
+from specdec.engine.sequences import SequenceStates
 from specdec.engine.stats import SpecStats
-from specdec.engine.target_backend import ModelTarget
-from specdec.models.blocks import CachedSequence
+from specdec.engine.target import ModelTarget
+from specdec.executor.runner import ModelRunner, RowInput
 from specdec.models.loading import prepare_model
-from specdec.models.recurrent.pool import checked_window
-from specdec.models.runner import ModelRunner, RowInput
-from specdec.sampling.params import SamplingParams
 from specdec.sampling.pipeline import Sampler
 from tests.specdec.engine.pairs import (
     MAX_MODEL_LEN,

@@ -5,13 +5,13 @@ from collections.abc import Callable
 
 import pytest
 
-from specdec.engine.draft_backend import ModelDrafter
-from specdec.engine.target_backend import ModelTarget
-from specdec.models.blocks import CachedSequence
-from specdec.models.runner import ModelRunner, RowInput
-from specdec.protocol.backends import DraftJob, Proposal, Status
-from specdec.protocol.messages import Plan
-from specdec.sampling.params import SamplingParams
+from specdec.cache.blocks import CachedSequence
+from specdec.core.backends import DraftJob, Proposal, Status
+from specdec.core.messages import Plan
+from specdec.core.params import SamplingParams
+from specdec.engine.drafter import ModelDrafter
+from specdec.engine.target import ModelTarget
+from specdec.executor.runner import ModelRunner, RowInput
 from specdec.sampling.pipeline import Sampler
 from tests.sizes import some
 from tests.specdec.engine.overlap import OverlapService

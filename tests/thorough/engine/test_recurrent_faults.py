@@ -6,16 +6,16 @@ from contextlib import suppress
 import pytest
 from transformers import PreTrainedModel
 
-from specdec.engine.draft_backend import ModelDrafter
+from specdec.core.messages import Inc, Live, Open, Plan
+from specdec.engine.drafter import ModelDrafter
 from specdec.engine.in_process import InProcessService
-from specdec.engine.states import SequenceStates
-from specdec.engine.target_backend import ModelTarget
+from specdec.engine.sequences import SequenceStates
+from specdec.engine.target import ModelTarget
+from specdec.executor.runner import RowInput
+from specdec.executor.snapshot_runner import SnapshotRunner
 from specdec.models.loading import prepare_model
-from specdec.models.runner import RowInput
-from specdec.models.snapshot_runner import SnapshotRunner
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.leases import Times
-from specdec.protocol.messages import Inc, Live, Open, Plan
 from specdec.protocol.target import TargetMachine
 from specdec.sampling.pipeline import Sampler
 from tests.sizes import some

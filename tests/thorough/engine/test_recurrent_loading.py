@@ -7,15 +7,15 @@ import pytest
 import torch
 
 import specdec.demo
+from specdec.core.errors import ModelLoadError
+from specdec.core.params import SamplingParams
 from specdec.engine.build import BackendOptions, build_target
-from specdec.engine.draft_backend import ModelDrafter
+from specdec.engine.drafter import ModelDrafter
 from specdec.engine.engine import SpeculativeEngine
 from specdec.engine.in_process import InProcessService
-from specdec.engine.target_backend import ModelTarget
-from specdec.errors import ModelLoadError
+from specdec.engine.target import ModelTarget
+from specdec.executor.snapshot_runner import SnapshotRunner
 from specdec.models.loading import ModelSource, prepare_model
-from specdec.models.snapshot_runner import SnapshotRunner
-from specdec.sampling.params import SamplingParams
 from specdec.sampling.pipeline import Sampler
 from tests.specdec.engine.pairs import MAX_MODEL_LEN, add_noise, assert_same, greedy, run
 from tests.specdec.models.recurrent_families import OPAQUE, VOCAB_SIZE, make_recurrent
@@ -68,7 +68,7 @@ def test_the_window_and_the_check_can_be_chosen(tmp_path: Path, monkeypatch: pyt
     assert built.memory.rollback_tokens == built.runner.max_rollback == 30
     assert built.admission is not None
     tolerances = dict.fromkeys((torch.float32, torch.bfloat16), 0.0)
-    monkeypatch.setattr("specdec.models.admission.TOLERANCES", tolerances)
+    monkeypatch.setattr("specdec.models.parity_check.TOLERANCES", tolerances)
     with pytest.raises(ModelLoadError, match="cannot be served exactly"):
         build_target(source, options)
     _, built = build_target(source, BackendOptions(max_model_len=64, kv_memory=1 << 24, skip_admission_check=True))

@@ -14,14 +14,14 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import specdec.demo
-from cluster.demos import demo_folder
+from cluster.models.demos import demo_folder
 from specdec import BackendOptions, GenerationResult, Grammar, ModelSource, SamplingParams, SpeculativeEngine
-from specdec.errors import InvalidParameterError
+from specdec.core.errors import InvalidParameterError
+from specdec.executor.runner import ModelRunner
 from specdec.models.loading import LoadedModel, load_model
-from specdec.models.runner import ModelRunner
-from specdec.sampling.grammars import Grammars
-from specdec.sampling.matchers import Matchers
 from specdec.sampling.pipeline import Sampler
+from specdec.structured.compiler import Grammars
+from specdec.structured.matchers import Matchers
 from tests.sizes import some
 from tests.specdec.engine.pairs import Case, collect
 from tests.specdec.engine.schemas import grammar_of, is_valid, make_schemas

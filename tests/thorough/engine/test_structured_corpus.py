@@ -12,12 +12,12 @@ from typing import Any, Literal, NamedTuple
 
 import pytest
 
+from specdec.core.params import Acceptance
 from specdec.engine.in_process import InProcessService
 from specdec.engine.stats import SpecStats
-from specdec.sampling import matchers as matchers_module
-from specdec.sampling.matchers import Matchers
-from specdec.sampling.params import Acceptance
 from specdec.sampling.rows import RowGroup
+from specdec.structured import matchers as matchers_module
+from specdec.structured.matchers import Matchers
 from tests.sizes import sized, some
 from tests.specdec.engine.controlled import ControlledService
 from tests.specdec.engine.pairs import Case, Output, collect

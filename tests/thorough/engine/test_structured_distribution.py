@@ -12,15 +12,15 @@ from scipy import stats
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from specdec.engine.rules import Drawn, propose, verify
-from specdec.engine.target_backend import with_allowed_draft
-from specdec.protocol.backends import VerifyJob
-from specdec.protocol.marks import TokenLog
-from specdec.sampling.grammar import Grammar
-from specdec.sampling.grammars import Grammars
-from specdec.sampling.params import Acceptance, SamplingParams, SequenceSpec
+from specdec.core.backends import VerifyJob
+from specdec.core.grammar import Grammar
+from specdec.core.log import TokenLog
+from specdec.core.params import Acceptance, SamplingParams, SequenceSpec
+from specdec.core.types import Tokens
+from specdec.engine.target import with_allowed_draft
+from specdec.sampling.acceptance import Drawn, propose, verify
 from specdec.sampling.pipeline import RowGroup, Sampler
-from specdec.types import Tokens
+from specdec.structured.compiler import Grammars
 from tests.sizes import sized
 
 EOS, LETTERS = 0, "abcde"

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.emulation import StepCost
 from benchmarks.limits import ScriptedPair
 from benchmarks.scripted import Script
-from specdec.protocol.messages import Plan
+from specdec.core.messages import Plan
 from tests.specdec.engine.timed import PROMPT, TimedService, one_way
 
 SCRIPT = Script(0.8, 0.95, tuple(range(200)))

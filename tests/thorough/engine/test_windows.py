@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from transformers import PreTrainedModel
 
-from specdec.engine.draft_backend import ModelDrafter
+from specdec.core.messages import Plan
+from specdec.core.params import SamplingParams
+from specdec.engine.drafter import ModelDrafter
 from specdec.engine.in_process import InProcessService
-from specdec.engine.target_backend import ModelTarget
-from specdec.models.runner import ModelRunner
-from specdec.protocol.messages import Plan
-from specdec.sampling.params import SamplingParams
+from specdec.engine.target import ModelTarget
+from specdec.executor.runner import ModelRunner
 from specdec.sampling.pipeline import Sampler
 from tests.sizes import some
 from tests.specdec.engine.pairs import (

@@ -4,13 +4,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from specdec.errors import ModelLoadError
-from specdec.models.admission import check_admission
-from specdec.models.attention import ATTENTION_NAME
-from specdec.models.blocks import CachedSequence
+from specdec.cache.blocks import CachedSequence
+from specdec.cache.recurrent.pool import checked_window
+from specdec.core.errors import ModelLoadError
+from specdec.executor.runner import ModelRunner
+from specdec.kernels.attention import ATTENTION_NAME
 from specdec.models.loading import LoadedModel, prepare_model
-from specdec.models.recurrent.pool import checked_window
-from specdec.models.runner import ModelRunner
+from specdec.models.parity_check import check_admission
 from tests.specdec.models.families import SOME_FAMILIES, make_model
 from tests.specdec.models.recurrent_families import make_recurrent
 

@@ -16,14 +16,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from specdec.errors import ModelLoadError
-from specdec.models.admission import TOLERANCES
+from specdec.core.errors import ModelLoadError
+from specdec.core.types import Adapter
+from specdec.executor.runner import ModelRunner, RowInput
 from specdec.models.loading import ModelSource, load_model, prepare_model
 from specdec.models.lora.checkpoint import AdapterCheckpoint
 from specdec.models.lora.slots import AdapterRoom, AdapterSlots, layer_shapes
 from specdec.models.memory import plan_memory
-from specdec.models.runner import ModelRunner, RowInput
-from specdec.types import Adapter
+from specdec.models.parity_check import TOLERANCES
 from tests.sizes import some
 from tests.specdec.adapters import RANKS, save_adapter, with_adapter
 from tests.specdec.checkpoints import save_checkpoint

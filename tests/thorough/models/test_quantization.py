@@ -12,15 +12,15 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel, TorchAoConfig
 
-from cluster.config import AppArgs
-from cluster.identity import demo_folder, fingerprints
-from specdec.errors import ModelLoadError
-from specdec.models.admission import check_admission
+from cluster.config.app import AppArgs
+from cluster.models.identity import demo_folder, fingerprints
+from specdec.core.errors import ModelLoadError
+from specdec.core.types import Quantization
+from specdec.executor.runner import ModelRunner
 from specdec.models.loading import LoadedModel, ModelSource, load_model
+from specdec.models.parity_check import check_admission
 from specdec.models.quantization import QUANTIZATIONS, is_quantized, own_quantization, stored_bytes
 from specdec.models.quantization_report import compare
-from specdec.models.runner import ModelRunner
-from specdec.types import Quantization
 from tests.sizes import some
 from tests.specdec.models.families import randomize
 from tests.specdec.models.recurrent_families import make_recurrent
@@ -135,7 +135,7 @@ def test_torchao_is_named_where_it_is_missing(monkeypatch):
     def missing(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr("specdec.models.fingerprint.version", missing)
+    monkeypatch.setattr("specdec.checkpoint.fingerprint.version", missing)
     with pytest.raises(
         ModelLoadError, match=r"quantization needs torchao: pip install 'specdec-serve\[quantization\]'"
     ):

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-import specdec.models.runner as runner_module
+import specdec.executor.runner as runner_module
+from specdec.cache.recurrent.slots import SequenceState, Window
+from specdec.executor.runner import ModelRunner, RowInput
+from specdec.kernels.attention_metadata import RowSpan
+from specdec.kernels.recurrent_metadata import StateRow
 from specdec.models.loading import prepare_model
-from specdec.models.plan import RowSpan
-from specdec.models.recurrent.slots import SequenceState, Window
-from specdec.models.recurrent.step import StateRow
-from specdec.models.runner import ModelRunner, RowInput
 from tests.sizes import sized
 from tests.specdec.models.recurrent_families import RECURRENT, make_recurrent
 from tests.specdec.models.rounds import WINDOW, Rounds, make_runner, pair, play, whole_forwards

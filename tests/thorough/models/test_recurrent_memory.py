@@ -5,14 +5,14 @@ import random
 import pytest
 import torch
 
-import specdec.models.runner as runner_module
-from specdec.errors import InvalidParameterError, MemoryPlanError, ModelLoadError
-from specdec.models.admission import check_admission
+import specdec.executor.runner as runner_module
+from specdec.cache.recurrent.pool import StatePool, bytes_per_slot, checked_window, state_bytes
+from specdec.cache.recurrent.slots import StateSlots, Window
+from specdec.core.errors import InvalidParameterError, MemoryPlanError, ModelLoadError
+from specdec.executor.runner import ModelRunner
 from specdec.models.loading import prepare_model
 from specdec.models.memory import plan_memory
-from specdec.models.recurrent.pool import StatePool, bytes_per_slot, checked_window, state_bytes
-from specdec.models.recurrent.slots import StateSlots, Window
-from specdec.models.runner import ModelRunner
+from specdec.models.parity_check import check_admission
 from tests.specdec.models.recurrent_families import make_recurrent
 from tests.specdec.models.rounds import WINDOW, make_runner, pair
 from tests.thorough.models.test_recurrent import EVERY_ONE, ONE_OF_A_KIND, keep_refused

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from specdec.models.blocks import CachedSequence
-from specdec.models.recurrent.pool import StatePool
-from specdec.models.recurrent.prefixes import PrefixStates
-from specdec.models.recurrent.slots import SequenceState
-from specdec.models.runner import ModelRunner, RowInput
+from specdec.cache.blocks import CachedSequence
+from specdec.cache.recurrent.pool import StatePool
+from specdec.cache.recurrent.prefixes import PrefixStates
+from specdec.cache.recurrent.slots import SequenceState
+from specdec.executor.runner import ModelRunner, RowInput
 from tests.specdec.models.rounds import Rounds, make_runner, pair
 from tests.thorough.models.test_recurrent import ONE_OF_A_KIND, TOLERANCE
 

@@ -4,14 +4,14 @@ import pytest
 import torch
 import transformers
 
-from specdec.errors import ModelLoadError
-from specdec.models.admission import check_admission
+from specdec.cache.recurrent.slots import SequenceState
+from specdec.cache.recurrent.snapshots import SnapshotPool
+from specdec.core.errors import ModelLoadError
+from specdec.executor.runner import RowInput
+from specdec.executor.snapshot_runner import SnapshotRunner
 from specdec.models.loading import prepare_model
 from specdec.models.memory import plan_memory
-from specdec.models.recurrent.slots import SequenceState
-from specdec.models.recurrent.snapshots import SnapshotPool
-from specdec.models.runner import RowInput
-from specdec.models.snapshot_runner import SnapshotRunner
+from specdec.models.parity_check import check_admission
 from tests.specdec.models.recurrent_families import OPAQUE, make_recurrent
 from tests.specdec.models.rounds import Rounds
 

@@ -1,0 +1,340 @@
+"""The service's configuration: one tree of typed keys, the same in YAML, as flags, and in Serve's own ``args:``."""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from cluster.config.base import StrictModel, refused_key
+from cluster.config.limits import Access, Limits, ResponsesStore, Store, Tls, names
+from cluster.config.lora import LoraConfig
+from cluster.config.models import DraftConfig, TargetConfig
+from cluster.config.replicas import Replicas, Updates
+from cluster.config.tracing import Tracing
+from cluster.config.values import Backend, ImportStrings, ReasoningTagsSetting, Switch, ToolParser
+from specdec.core.params import Acceptance
+from specdec.core.validation import MAX_NUM_SPECULATIVE_TOKENS
+from specdec.drafting.branches import BRANCHES_IN_ALL
+from specdec.protocol.leases import Times
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
+Demo = Literal["plain", "hybrid", "chat"]
+"""A demo target: of attention alone, or of recurrent layers and attention, with one draft; or one that talks."""
+CHAT_MODEL = "smollm2-135m-instruct"
+DEMO_MODEL_NAMES: dict[Demo, str] = {"plain": "specdec-demo", "hybrid": "specdec-demo-hybrid", "chat": CHAT_MODEL}
+
+NAME_A_MODEL = "name a model, or ask for the demo pair with demo: plain"
+
+MOST_DRAFT_TOKENS = 16
+"""Longest draft that ``auto`` chooses; a whole number may be larger."""
+
+
+def draft_length(value: Any) -> Literal["auto"] | int:
+    """Read a draft length: ``auto``, or a whole number of tokens.
+
+    Raises:
+        ValueError: For anything else.
+    """
+    if value == "auto":
+        return "auto"
+    text = str(value).strip()
+    if not text.isdecimal() or int(text) > MAX_NUM_SPECULATIVE_TOKENS:
+        raise ValueError(
+            f"must be 'auto' or a whole number of tokens, at least 0 and at most {MAX_NUM_SPECULATIVE_TOKENS}"
+        )
+    return int(text)
+
+
+DraftLength = Annotated[Literal["auto"] | int, BeforeValidator(draft_length)]
+
+
+class ProtocolTimes(StrictModel):
+    """The protocol's clock; see :class:`specdec.protocol.leases.Times`."""
+
+    lease_s: float = Field(5.0, gt=0, le=3600, description="what nobody renews for so long is freed")
+    renew_s: float = Field(1.0, gt=0, le=1200, description="period of the renewals; at most a third of a lease")
+    repeat_s: float = Field(0.5, gt=0, le=60, description="what is not acknowledged for so long is sent again")
+    settle_s: float = Field(0.5, gt=0, le=60, description="renewals leave out what was opened less than this long ago")
+    silence_s: float = Field(30.0, gt=0, le=3600, description="a peer silent for so long counts as dead")
+    credit_tokens: int = Field(256, ge=1, le=65536, description="tokens a target commits past the last acknowledgement")
+
+    @model_validator(mode="after")
+    def _renewed_in_time(self) -> ProtocolTimes:
+        if 3 * self.renew_s > self.lease_s:
+            raise ValueError(f"renew_s must be at most a third of lease_s ({self.lease_s / 3:g})")
+        return self
+
+    def times(self) -> Times:
+        """The same, as the state machines take it."""
+        return Times(**self.model_dump())
+
+
+class ActorOptions(StrictModel):
+    """What one replica asks of Ray, in place of what placement would choose."""
+
+    num_gpus: float | None = Field(None, ge=0, le=64, description="GPUs of one replica; a fraction shares one")
+    num_cpus: float | None = Field(
+        None, ge=0, le=1024, description="CPU cores of one replica, and a model's torch threads"
+    )
+    resources: dict[str, float] = Field(default_factory=dict, description="Ray's custom resources of one replica")
+    label_selector: dict[str, str] = Field(default_factory=dict, description="labels its node must have")
+    accelerator_type: str | None = Field(None, description="kind of GPU its node must have")
+
+
+class Actors(StrictModel):
+    """Explicit placement, by deployment."""
+
+    target: ActorOptions = Field(default_factory=ActorOptions, description="a replica of the target")
+    draft: ActorOptions = Field(default_factory=ActorOptions, description="a replica of the draft")
+    router: ActorOptions = Field(default_factory=ActorOptions, description="a replica of the router")
+    ingress: ActorOptions = Field(default_factory=ActorOptions, description="a replica of the HTTP ingress")
+
+
+class AppArgs(StrictModel):
+    """Arguments of the application's builder: what to serve and how; where to listen is the launcher's matter."""
+
+    demo: Demo = Field(
+        "plain",
+        description="demo target where no target is given: attention alone; recurrent layers and attention; or, for "
+        "specdec serve, a model of 135M parameters that talks, which specdec demo make chat makes",
+    )
+    target: TargetConfig = Field(default_factory=TargetConfig, description="the model that answers")
+    draft: DraftConfig = Field(default_factory=DraftConfig, description="the model that proposes; none: no speculation")
+    served_model_name: Annotated[tuple[str, ...], BeforeValidator(names)] = Field(
+        (), description="the model's name in the API; requests may give further ones, answers give the first"
+    )
+    max_model_len: int | None = Field(None, ge=2, le=1 << 24, description="prompt and output together, in tokens")
+    block_size: int = Field(16, ge=1, le=1024, description="tokens in a block of the paged cache")
+    max_num_batched_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=1 << 20,
+        description="most tokens in one forward pass; chosen by device where none is given",
+    )
+    max_num_seqs: int = Field(
+        256,
+        ge=1,
+        le=1 << 16,
+        description="most sequences in one forward pass; the cache is made for no more of full length",
+    )
+    skip_admission_check: bool = Field(
+        False, description="serve models without comparing their cached forward with their plain one"
+    )
+    num_speculative_tokens: DraftLength = Field(
+        "auto",
+        description=f"draft tokens per round of requests that name none, 0 to {MAX_NUM_SPECULATIVE_TOKENS}; auto: a "
+        "service measures and takes what gives the most tokens per second, one process drafts 4 in turn",
+    )
+    acceptance: Acceptance = Field(
+        "coupled", description="rule by which draft tokens are kept, for requests that name none"
+    )
+    way: Literal["auto", "in_turn", "overlap", "outcomes"] = Field(
+        "auto",
+        description="way of speculating: in_turn drafts, then verifies; overlap drafts on while the target verifies; "
+        "outcomes prepares the likely outcomes of the verification as well; auto: the fastest, overlap at a fixed "
+        "length",
+    )
+    num_branches: int = Field(
+        16,
+        ge=0,
+        le=64,
+        description="outcomes that the drafter prepares for a sequence beside the likeliest, the most of them with "
+        f"auto; 0 is none; it holds {BRANCHES_IN_ALL} of all sequences together, shared evenly",
+    )
+    drain_timeout_s: float = Field(
+        120.0,
+        ge=0,
+        le=86400,
+        description="how long running requests may go on when the service or a replica is told to stop; new requests "
+        "are refused meanwhile",
+    )
+    affinity_slack: int = Field(
+        2,
+        ge=-1,
+        le=65536,
+        description="with several targets a sequence goes to the one that has most of its prompt cached, half of it or "
+        "more, unless that one holds over so many sequences more than the least loaded; as far as its router knows; "
+        "-1: always to the least loaded",
+    )
+    stream_interval: int = Field(
+        1,
+        ge=1,
+        le=1 << 16,
+        description="least tokens of a choice in an event of a stream, after its first: more of them cost less",
+    )
+    ui: Switch = Field(
+        "auto",
+        description="the page /ui, which shows how an answer comes about; auto: on where specdec serve listens on "
+        "loopback",
+    )
+    limits: Limits = Field(default_factory=Limits, description="what is taken in at once")
+    lora: LoraConfig = Field(default_factory=LoraConfig, description="adapters by request")
+    access: Access = Field(default_factory=Access, description="who may call")
+    store: Store = Field(
+        default_factory=Store, description="where stored responses and adapters loaded at run time are kept"
+    )
+    responses_store: ResponsesStore = Field(default_factory=ResponsesStore, description="responses kept for later")
+    protocol: ProtocolTimes = Field(default_factory=ProtocolTimes, description="leases and repeats")
+    replicas: Replicas = Field(default_factory=Replicas, description="copies of each deployment")
+    updates: Updates = Field(
+        default_factory=Updates, description="what happens to running replicas when a change restarts them"
+    )
+    actors: Actors = Field(
+        default_factory=Actors, description="explicit placement; chosen from what there is otherwise"
+    )
+    chat_template: str | None = Field(
+        None, min_length=1, description="Jinja file with a chat template in place of the tokenizer's own"
+    )
+    tool_parser: ToolParser = Field(
+        "auto",
+        description="how the model writes tool calls: hermes, llama3, response_template (the tokenizer's own), or as "
+        "package.module:name what makes a parser; auto: as its tokenizer or its chat template shows",
+    )
+    reasoning_tags: ReasoningTagsSetting = Field(
+        "auto",
+        description="the two tags around reasoning, with a comma between them; auto: those of the chat template; none: "
+        "reasoning is content",
+    )
+    unknown_fields: Literal["ignore", "refuse"] = Field(
+        "ignore",
+        description="fields of requests that the API does not know: ignored, counted and named in a header, or a 400",
+    )
+    unsupported_tools: Literal["refuse", "drop"] = Field(
+        "refuse",
+        description="tools of /v1/responses that are no functions (web_search, custom, ...): a 400, or left out and "
+        "named in the header x-specdec-ignored-fields",
+    )
+    trust_request_chat_template: bool = Field(
+        False, description="let requests bring a chat_template: a program, for those who may run one"
+    )
+    stall_s: float = Field(
+        60.0, gt=0, le=86400, description="a worker in whose step no layer ends for so long hangs, and is replaced"
+    )
+    logits_processors: ImportStrings = Field(
+        (), description="hooks on every position's logits, as package.module:name: code that both models' processes run"
+    )
+    backend: Backend = Field(
+        None,
+        description="for benchmarks and tests: a function that wraps or replaces what a worker runs its model by, as "
+        "package.module:name or package.module:name:argument=value,...",
+    )
+    log_level: LogLevel = Field("info", description="least severe message that is logged")
+    log_format: LogFormat = Field(
+        "text", description="text, or json: an object a line; in a Serve configuration of one's own: logging_config"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_empty_target(cls, data: Any) -> Any:
+        """A value that was not filled in must not put the demo pair under real traffic."""
+        if isinstance(data, dict) and "target" in data and "demo" not in data:
+            target = data["target"]
+            if target is None or (isinstance(target, dict) and target.get("model", "") is None):
+                raise refused_key("target", f"target: is empty; {NAME_A_MODEL}")
+        return data
+
+    @field_validator("target", "draft", mode="before")
+    @classmethod
+    def _from_nothing(cls, data: Any) -> Any:
+        return {} if data is None else data
+
+    @model_validator(mode="after")
+    def _whole_pair(self) -> AppArgs:
+        if self.demo != "plain" and not self.is_demo:
+            raise refused_key("demo", f"demo: {self.demo} is a target itself: give no other target with it")
+        if self.draft.model is not None and self.target.model is None:
+            raise refused_key("draft.model", "draft.model: a draft model needs a target: give target too")
+        others = "+".join(part for part in self.draft.methods if part != "model")
+        if others and others != self.draft.method and not self.has_draft:
+            needs = f"draft.method: {self.draft.method} needs a draft model: give draft too, or say {others}"
+            raise refused_key("draft.method", needs)
+        if self.draft.has_heads and self.draft.heads is None and (not self.is_demo or self.demo != "plain"):
+            raise refused_key("draft.heads", "draft.heads: name the target's heads, a hub id or a local folder")
+        if self.draft.has_heads and self.target.engine == "vllm":
+            raise refused_key("draft.method", "draft.method: vLLM's engine takes no heads")
+        if self.lora.is_enabled and self.target.engine != "transformers":
+            raise refused_key("lora", "lora: adapters need our own engine: leave out vllm")
+        if self.acceptance != "coupled" and not self.speculates:
+            needs = f"acceptance: {self.acceptance} needs drafts: give draft too, a model or draft.method: lookup"
+            raise refused_key("acceptance", needs)
+        return self
+
+    @property
+    def is_demo(self) -> bool:
+        """Whether the demo pair is served."""
+        return self.target.model is None
+
+    @property
+    def model_name(self) -> str:
+        """The name that requests give as ``model``."""
+        if self.served_model_name:
+            return self.served_model_name[0]
+        return self.target.model or DEMO_MODEL_NAMES[self.demo]
+
+    @property
+    def most_draft_tokens(self) -> int:
+        """Most draft tokens per round where a request names no number."""
+        return MOST_DRAFT_TOKENS if self.num_speculative_tokens == "auto" else self.num_speculative_tokens
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether it is measured how much to draft, of what is not only looked up."""
+        return (self.has_draft or self.draft.has_heads) and self.num_speculative_tokens == "auto"
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether a draft model drafts, wherever it is."""
+        return self.has_own_draft or self.draft.pool is not None
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether drafts are looked up in the text itself."""
+        return "lookup" in self.draft.methods
+
+    @property
+    def speculates(self) -> bool:
+        """Whether there are drafts at all."""
+        return self.has_draft or self.looks_up or self.draft.has_heads
+
+    @property
+    def has_own_draft(self) -> bool:
+        """Whether a draft model is deployed with the target; a pool is an application of its own."""
+        if self.draft.pool is not None or "model" not in self.draft.methods:
+            return False
+        return self.is_demo or self.draft.model is not None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to listen on is one that only this machine reaches."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class ServiceConfig(AppArgs):
+    """Everything ``specdec serve`` takes: the application's arguments, and where it listens."""
+
+    host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes any free one")
+    update_timeout_s: float = Field(
+        900.0, gt=0, le=604800, description="an update that takes longer is told by /health as late; it goes on"
+    )
+    separate_draft: bool = Field(
+        False,
+        description="for specdec render: the draft model as a Serve application of its own, so that a change of one "
+        "model's keys, such as its quantization, leaves the other running; requests cannot name it as their model then",
+    )
+    tls: Tls = Field(default_factory=Tls, description="HTTPS")
+    tracing: Tracing = Field(default_factory=Tracing, description="OpenTelemetry traces")
+
+    def app_args(self) -> AppArgs:
+        """The part that the application's builder takes."""
+        own = set(ServiceConfig.model_fields) - set(AppArgs.model_fields)
+        args = self.model_dump(exclude_unset=True, exclude=own)
+        if self.ui == "auto" and is_loopback(self.host):
+            args["ui"] = "on"
+        return AppArgs.model_validate(args)

@@ -1,0 +1,162 @@
+"""A pydantic base for configuration: every key is known, and every error names the key and what is allowed."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+from specdec.core.errors import InvalidParameterError
+
+M = TypeVar("M", bound="StrictModel")
+
+RENAMED = {"mode": "way"}
+"""By the name that a key had in an earlier version, the one that it has now."""
+
+
+class StrictModel(BaseModel):
+    """A frozen model that refuses unknown keys, at any depth, and names the nearest known one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, data: Any) -> Any:
+        for path, is_known, value in _walk(cls, data):
+            if not is_known:
+                raise refused_key(path, unknown_key(path, key_paths(cls)))
+            if isinstance(value, bool):
+                raise refused_key(path, f"{path}: true and false are not allowed here")
+        return data
+
+
+def refused_key(key: str, message: str) -> PydanticCustomError:
+    """An error that a validator of the whole tree raises for one of its keys."""
+    return PydanticCustomError("refused_key", "{text}", {"text": message, "key": key})
+
+
+def submodel(model: type[BaseModel], name: str) -> type[StrictModel] | None:
+    """The model class of the field ``name`` where it is a section of its own, or None."""
+    annotation = model.model_fields[name].annotation
+    return annotation if isinstance(annotation, type) and issubclass(annotation, StrictModel) else None
+
+
+def key_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every key of a model, sections and leaves, as dotted paths."""
+    for name in model.model_fields:
+        path = prefix + name
+        yield path
+        section = submodel(model, name)
+        if section is not None:
+            yield from key_paths(section, path + ".")
+
+
+def _walk(model: type[BaseModel], data: Any, prefix: str = "") -> Iterator[tuple[str, bool, Any]]:
+    """Every key of raw ``data``: its dotted path, whether ``model`` has it, and its value (None for a switch)."""
+    if not isinstance(data, Mapping):
+        return
+    for key, value in data.items():
+        path = f"{prefix}{key}"
+        if key not in model.model_fields:
+            yield path, False, value
+            continue
+        annotation = model.model_fields[key].annotation
+        yield path, True, None if annotation is bool or "on" in get_args(annotation) else value
+        section = submodel(model, key)
+        if section is not None:
+            yield from _walk(section, value, path + ".")
+
+
+def unknown_key(key: str, known: Iterable[str]) -> str:
+    """What to say of a key that is not among the ``known`` ones, which are dotted paths."""
+    paths = list(known)
+    if RENAMED.get(key) in paths:
+        return f"unknown key '{key}'; it is called '{RENAMED[key]}' now"
+    return f"unknown key '{key}'; the nearest known key is '{_nearest(key, paths)}'"
+
+
+def _nearest(key: str, known: Iterable[str]) -> str:
+    """The known dotted path most like ``key``: alike in its last part first, in its section next."""
+    section, _, leaf = key.rpartition(".")
+
+    def likeness(path: str) -> float:
+        known_section, _, known_leaf = path.rpartition(".")
+        matcher = difflib.SequenceMatcher(a=leaf, b=known_leaf)
+        return matcher.ratio() + (0.2 if known_section == section else 0.0)
+
+    return max(known, key=likeness)
+
+
+def validated(model: type[M], data: Mapping[str, Any], source: str = "") -> M:
+    """Build ``model`` from plain data.
+
+    Args:
+        model: The configuration's class.
+        data: Keys and values, nested by section.
+        source: Where the data comes from; stands before the message.
+
+    Raises:
+        InvalidParameterError: With the dotted key as ``parameter``, and what is allowed in the message.
+    """
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        parameter, message = first_error(model, error)
+        raise InvalidParameterError(parameter, source + message) from None
+
+
+def first_error(model: type[BaseModel], error: ValidationError) -> tuple[str, str]:
+    """The dotted key of a validation error, and one line that says what is wrong and what is allowed."""
+    detail = error.errors(include_url=False, include_input=False)[0]
+    context = detail.get("ctx", {})
+    if detail["type"] == "refused_key":
+        return str(context["key"]), detail["msg"]
+    path = _known_path(model, detail["loc"])
+    field = _field(model, path)
+    message = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    allowed = "" if field is None else allowed_range(field)
+    if allowed:
+        message = f"must be {allowed}"
+    elif detail["type"] == "string_pattern_mismatch" and field is not None:
+        message = f"must be {field.description}"
+    elif detail["type"] == "model_type":
+        message = "must hold keys and values"
+    return path, f"{path}: {message}" if path else message
+
+
+def _known_path(model: type[BaseModel], location: tuple[int | str, ...]) -> str:
+    """The part of a pydantic location that names keys; it goes on with the names of union members."""
+    names: list[str] = []
+    current: type[BaseModel] | None = model
+    for part in location:
+        if current is None or part not in current.model_fields:
+            break
+        names.append(str(part))
+        current = submodel(current, str(part))
+    return ".".join(names)
+
+
+def _field(model: type[BaseModel], path: str) -> FieldInfo | None:
+    """The field at a dotted path that exists; None for the whole model."""
+    if not path:
+        return None
+    *sections, leaf = path.split(".")
+    for section in sections:
+        found = submodel(model, section)
+        assert found is not None, f"{section} is no section"
+        model = found
+    return model.model_fields[leaf]
+
+
+def allowed_range(field: FieldInfo) -> str:
+    """The range of a numeric key in words, or an empty string where it has none."""
+    words = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+    bounds = [
+        f"{words[name]} {getattr(item, name)}" for item in field.metadata for name in words if hasattr(item, name)
+    ]
+    kind = "a number" if "float" in str(field.annotation) else "a whole number"
+    return f"{kind}, {' and '.join(bounds)}" if bounds else ""

@@ -1,0 +1,223 @@
+"""What the service takes in, from whom, and for how long: sections of the configuration."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BeforeValidator, Field, field_validator
+
+from cluster.config.base import StrictModel
+from specdec.core.errors import InvalidParameterError
+from specdec.core.validation import MAX_LOGPROBS
+
+_ORIGIN = re.compile(r"\*|https?://[^\s/,]+")
+
+
+class Limits(StrictModel):
+    """What an ingress takes in. Beyond it answers 400 or 413; 429 where the same request may be sent again later."""
+
+    max_body_bytes: int = Field(4 << 20, ge=1 << 10, le=1 << 30, description="largest request body; beyond it 413")
+    max_total_body_bytes: int = Field(
+        64 << 20, ge=1 << 10, le=1 << 40, description="bodies of all requests of one ingress together; beyond it 429"
+    )
+    max_concurrent_requests: int = Field(256, ge=1, le=65536, description="sequences that one ingress has open at once")
+    max_queued_requests: int = Field(
+        256, ge=0, le=65536, description="requests that may wait beyond those; then 429; 0: none waits"
+    )
+    max_total_tokens: int | None = Field(
+        1 << 26,
+        ge=1,
+        description="tokens of all requests of one ingress together, prompts and longest outputs; beyond it 429; at 4 "
+        "bytes a token the default bounds what an ingress and its router keep of them to 256 MiB each; none: no bound",
+    )
+    max_logprobs: int = Field(
+        MAX_LOGPROBS,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="alternatives per token that a request may ask for by logprobs, top_logprobs or prompt_logprobs; "
+        "beyond it 400",
+    )
+    max_prompt_logprobs_tokens: int = Field(
+        1 << 15,
+        ge=1,
+        le=1 << 30,
+        description="prompt tokens, all prompts together, of a request that asks for their log probabilities; beyond "
+        "it 400; with 20 alternatives the answer has about 1.4 kB a token, and takes several times that to write",
+    )
+    max_share_per_key: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="share of the sequences and of the waiting places that one API key may hold while requests of "
+        "others wait; what nobody else wants is anybody's; and of the bytes and tokens that it may hold at all, but "
+        "for a single request; 0.5 where there are several keys, else 1",
+    )
+    max_sequences: int = Field(128, ge=1, le=4096, description="sequences of one request: prompts times n")
+    max_stop_strings: int = Field(16, ge=0, le=1024, description="stop strings of one request")
+    max_stop_characters: int = Field(1024, ge=1, le=1 << 16, description="length of one stop string")
+    max_reopens: int = Field(
+        3, ge=0, le=1000, description="most times that a sequence is opened again after failures of its own"
+    )
+    body_timeout_s: float = Field(
+        30.0, gt=0, le=86400, description="longest time from a request's arrival until its body is there; then 408"
+    )
+    queue_timeout_s: float = Field(
+        300.0,
+        gt=0,
+        le=86400,
+        description="longest wait of a request for its first token, from its arrival on, and for each further one; "
+        "then 503 with code queue_timeout and Retry-After, in a stream an error event",
+    )
+    request_timeout_s: float | None = Field(
+        None,
+        gt=0,
+        le=604800,
+        description="longest time from a request's arrival to the end of its answer; then 504 with code "
+        "request_timeout, in a stream an error event; the header x-request-timeout-seconds, less half a second, may "
+        "shorten it; none: no bound. Serve's own request_timeout_s must be larger, or unset",
+    )
+    stream_headers_after_s: float = Field(
+        10.0,
+        gt=0,
+        le=86400,
+        description="a stream that still waits after so many seconds gets its headers; what fails later is an error "
+        "event in it",
+    )
+    stream_comment_every_s: float = Field(
+        15.0, gt=0, le=86400, description="while a stream has nothing to send, it sends an SSE comment this often"
+    )
+    retry_after_s: int = Field(1, ge=1, le=3600, description="what Retry-After says with a 429 or 503")
+
+
+class Store(StrictModel):
+    """Where the stored responses, and the adapters loaded at run time, are kept."""
+
+    redis_url: str | None = Field(
+        None,
+        description="Redis that keeps them beyond the life of the cluster, redis://host:6379/0 or rediss://...; its "
+        "password comes from the variable SPECDEC_REDIS_PASSWORD; none: an actor in the Ray cluster keeps them",
+    )
+    key_prefix: str = Field(
+        "specdec",
+        pattern=r"^[\w.-]{1,64}$",
+        description="of all keys in Redis; services of the same name that share a Redis need different ones",
+    )
+
+    @field_validator("redis_url")
+    @classmethod
+    def _has_no_password(cls, url: str | None) -> str | None:
+        found = None if url is None else urlsplit(url)
+        if found is not None and (found.scheme not in ("redis", "rediss") or not found.hostname):
+            raise ValueError("must be redis://host:port/database, or rediss:// for TLS")
+        if found is not None and found.password:
+            raise ValueError("must hold no password: set the variable SPECDEC_REDIS_PASSWORD on every node")
+        return url
+
+
+class ResponsesStore(StrictModel):
+    """What is kept of the responses of ``/v1/responses``."""
+
+    enabled: bool = Field(
+        False,
+        description="keep the responses of /v1/responses but those that say store: false, for previous_response_id "
+        "and GET; each API key sees its own",
+    )
+    max_responses: int = Field(
+        10_000, ge=1, le=10_000_000, description="responses at most; then the oldest of the API key go that has most"
+    )
+    max_bytes: int = Field(
+        256 << 20,
+        ge=1 << 10,
+        le=1 << 40,
+        description="of all kept responses; then the oldest go of the API key that has most",
+    )
+    max_age_s: float = Field(86400.0, gt=0, le=31_536_000, description="how long a response is kept")
+
+
+def origins(value: Any) -> Any:
+    """Read a list of origins; on a command line they are separated by commas, or are a JSON list as in vLLM.
+
+    Raises:
+        ValueError: One is neither ``*`` nor of the form ``https://host``.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        names: Any = json.loads(value)
+    else:
+        names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)) or not all(
+        isinstance(name, str) and _ORIGIN.fullmatch(name) for name in names
+    ):
+        raise ValueError("must be a list of origins such as https://example.org, or *")
+    return tuple(names)
+
+
+def names(value: Any) -> Any:
+    """Read a list of names; in a text they are separated by commas.
+
+    Raises:
+        ValueError: One is empty.
+    """
+    if value is None:
+        return ()
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
+        return value
+    found = tuple(name.strip() for text in texts for name in text.split(","))
+    if "" in found:
+        raise ValueError("must be names with commas between them, none of them empty")
+    return found
+
+
+SharePrefixes = Literal["key", "group", "all"]
+
+
+class Access(StrictModel):
+    """Who may call the service. API keys themselves are no part of the configuration: it is stored, and shown."""
+
+    api_keys_file: str | None = Field(
+        None,
+        min_length=1,
+        description="file with API keys, on every machine with an ingress: a line 'name: key' each, # for comments; "
+        "the variable SPECDEC_API_KEYS, 'name=key,name=key', adds to it; without any key everybody may call; a "
+        "file that has changed is read again within seconds",
+    )
+    admin_keys: Annotated[tuple[str, ...], BeforeValidator(names)] = Field(
+        (), description="names of the API keys that may quantize the models anew, and load adapters; none: nobody may"
+    )
+    share_prefixes: SharePrefixes = Field(
+        "key",
+        description="whose requests share cached prefixes: key: those of one API key; group: those of keys whose names "
+        "begin alike up to a slash, as team/anna and team/ben; all: everybody's; cache_salt still keeps apart",
+    )
+    metrics_need_key: bool = Field(
+        True, description="where there are API keys, ask for one at /metrics too; /health never does"
+    )
+    allowed_origins: Annotated[tuple[str, ...], BeforeValidator(origins)] = Field(
+        (), description="web pages that may call from a browser (CORS), such as https://example.org; * for all"
+    )
+    allow_unauthenticated_ray: bool = Field(
+        False,
+        description="start on a Ray cluster without token authentication, where whoever reaches its ports can run code",
+    )
+
+
+class Tls(StrictModel):
+    """HTTPS at the proxy; a Serve configuration of one's own sets the same under http_options."""
+
+    ssl_certfile: str | None = Field(None, min_length=1, description="certificate file; with it the service is HTTPS")
+    ssl_keyfile: str | None = Field(None, min_length=1, description="file with the certificate's private key")
+
+    def http_options(self) -> dict[str, str]:
+        """What Serve's proxies are told.
+
+        Raises:
+            InvalidParameterError: One file is given without the other.
+        """
+        given = self.model_dump(exclude_none=True)
+        if len(given) == 1:
+            (name,) = given
+            raise InvalidParameterError(f"tls.{name}", "tls: ssl_certfile and ssl_keyfile need each other")
+        return given

@@ -1,0 +1,187 @@
+"""Keys of one model: where it comes from, and how and where it runs."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, SecretStr, model_validator
+
+from cluster.config.base import StrictModel
+from specdec.core.types import Quantization
+from specdec.engine.vllm.checks import refused_argument
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+MIN_KV_BYTES = 1 << 20
+
+_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_AMOUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_AMOUNT_HELP = (
+    "'auto', a fraction of the free memory in (0, 1], or at least 1 MiB in bytes or with a unit such as 512MiB"
+)
+
+
+def memory_amount(value: Any) -> Literal["auto"] | float | int:
+    """Read an amount of memory: ``auto``, a fraction in (0, 1] (a float), or a number of bytes (an int).
+
+    Raises:
+        ValueError: For anything else.
+    """
+    if value == "auto":
+        return "auto"
+    match = _AMOUNT.fullmatch(str(value))
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError(f"must be {_AMOUNT_HELP}")
+    number = float(match[1])
+    if not match[2] and 0 < number <= 1:
+        return number
+    num_bytes = int(number * _UNITS[match[2].lower()])
+    if num_bytes < MIN_KV_BYTES:
+        raise ValueError(f"must be {_AMOUNT_HELP}")
+    return num_bytes
+
+
+MemoryAmount = Annotated[Literal["auto"] | float | int, BeforeValidator(memory_amount)]
+
+
+class ModelConfig(StrictModel):
+    """One of the two models, and where it runs. A plain string stands for ``{model: ...}``."""
+
+    model: str | None = Field(
+        None, min_length=1, description="hub id or local folder; the demo pair's where none is given"
+    )
+    revision: str | None = Field(None, description="branch, tag or commit on the hub")
+    token: SecretStr | None = Field(None, description="access token for the hub")
+    dtype: Dtype = Field("auto", description="float32 on a CPU and for the demo pair, else what the checkpoint says")
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
+    device_map: str | dict[str, int | str] | None = Field(
+        None, description="accelerate's device map, for several devices"
+    )
+    quantization: Quantization = Field(
+        "none",
+        description="weights of linear layers in fewer bits, by torchao: int8, int4 (with dtype bfloat16) or fp8; "
+        "what a checkpoint says of itself holds without it",
+    )
+    kv_memory: MemoryAmount = Field("auto", description=f"memory for cached keys and values: {_AMOUNT_HELP}")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_string(cls, data: Any) -> Any:
+        return {"model": data} if isinstance(data, str) else data
+
+    @model_validator(mode="after")
+    def _nothing_ignored(self) -> ModelConfig:
+        if self.model is None and (self.revision or self.token):
+            raise ValueError("revision and token need a model")
+        if self.device_map is not None and self.device != "auto":
+            raise ValueError("device and device_map exclude each other")
+        return self
+
+
+class TargetConfig(ModelConfig):
+    """The model that answers, and the engine that runs it."""
+
+    engine: Literal["transformers", "vllm"] = Field(
+        "transformers", description="transformers: our own; vllm: vLLM's, in an environment that has it"
+    )
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="with engine vllm: arguments of vLLM's EngineArgs, as quantization and tensor_parallel_size, but "
+        "for those that keys here say",
+    )
+    python: str | None = Field(
+        None,
+        min_length=1,
+        description="with engine vllm: the Python of its environment, as .venv-vllm/bin/python; none: the one that "
+        "runs Ray there, as in an image of its own",
+    )
+    allow_untested: bool = Field(False, description="with engine vllm: take another version of it than the tested one")
+
+    @model_validator(mode="after")
+    def _of_one_engine(self) -> TargetConfig:
+        if self.engine == "transformers":
+            if self.engine_args or self.python is not None or self.allow_untested:
+                raise ValueError("engine_args, python and allow_untested need engine: vllm")
+            return self
+        if self.device != "auto" or self.device_map is not None:
+            raise ValueError("device and device_map are not for engine vllm: it takes the GPUs that its replica has")
+        if self.quantization != "none":
+            raise ValueError("quantization is not for engine vllm: say it in engine_args")
+        refused = refused_argument(self.engine_args)
+        if refused:
+            raise ValueError(f"engine_args: {refused}")
+        return self
+
+
+DraftMethod = Literal["model", "lookup", "heads", "lookup+model", "lookup+heads", "model+heads", "lookup+model+heads"]
+
+
+def draft_method(value: Any) -> Any:
+    """Read a list of methods, in order of preference, as their names with a plus between them."""
+    return "+".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+
+
+class DraftConfig(ModelConfig):
+    """How drafts are made: by a draft model, or the drafters of another application; by look-up; by heads."""
+
+    method: Annotated[DraftMethod, BeforeValidator(draft_method)] = Field(
+        "model",
+        description="model: a draft model; lookup: what followed where the end of the text occurred before, without a "
+        "draft model; heads: heads on the target, without a draft model; of several, with a plus between them, what "
+        "gains most where num_speculative_tokens is auto, else look-up goes first where a long match is found, and "
+        "heads draft where the draft model has said nothing",
+    )
+    heads: str | None = Field(
+        None, min_length=1, description="hub id or local folder of Medusa heads; the demo target's where none is given"
+    )
+    tree_tokens: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="most tokens of a draft of heads that is a tree, verified in one pass, on a target of attention "
+        "layers; with num_speculative_tokens auto, as many as are worth their time",
+    )
+    one_pass: bool = Field(
+        False,
+        description="the draft model gives all draft tokens of a round in one pass: one that was taught to, as PARD's, "
+        "and whose config.json names its mask token",
+    )
+    other_vocabulary: bool = Field(
+        False,
+        description="take a draft model of another vocabulary than the target's: tokens that both have are drafted; "
+        "the draft model cannot be asked by its own name then",
+    )
+    pool: str | None = Field(
+        None,
+        min_length=1,
+        description="name of the application whose drafters draft, in place of a draft model of one's own; see "
+        "deployments.app:build_draft_pool",
+    )
+
+    @property
+    def methods(self) -> list[str]:
+        """The method's parts."""
+        return self.method.split("+")
+
+    @property
+    def has_heads(self) -> bool:
+        """Whether heads on the target draft."""
+        return "heads" in self.methods
+
+    @model_validator(mode="after")
+    def _of_one_kind(self) -> DraftConfig:
+        drafting = {"pool", "method", "heads", "tree_tokens"}
+        others = ", ".join(sorted(self.model_fields_set - drafting))
+        if "model" not in self.methods and (others or self.pool):
+            both = "lookup+model" if self.method == "lookup" else self.method.replace("heads", "model+heads")
+            raise ValueError(
+                f"method {self.method} has no draft model: leave out all else of draft, or say {both} to have both"
+            )
+        if self.heads is not None and not self.has_heads:
+            raise ValueError(f"heads needs method heads, alone or with others, not {self.method}")
+        if self.tree_tokens and not self.has_heads:
+            raise ValueError("tree_tokens needs heads: what a draft model or look-up drafts is a chain")
+        if self.pool is not None and others:
+            raise ValueError(f"a pool has a draft model of its own: pool and {others} exclude each other")
+        return self

@@ -1,0 +1,1 @@
+"""How is the service placed, started, watched and stopped?"""

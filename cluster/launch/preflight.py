@@ -1,0 +1,86 @@
+"""Whether a model can fit into its replica's memory, by arithmetic: before anything that runs is stopped for it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+from cluster.config.app import AppArgs
+from cluster.config.models import ModelConfig
+from cluster.launch.placement import ActorShare, Placement
+from cluster.models.sources import draft_source, target_source
+from specdec.core.errors import InvalidParameterError
+from specdec.models.estimate import least_memory
+from specdec.models.loading import ModelSource
+
+_MIB = 1 << 20
+_TIMEOUT_S = 10.0
+
+
+def check_memory(args: AppArgs, placement: Placement, gpu_bytes: Sequence[int]) -> None:
+    """Refuse a model whose weights, with the cache of one sequence of full length, cannot fit.
+
+    Only lower bounds are compared, so that a model that passes may still fail to load. A target in vLLM, and a model
+    whose files are not on this machine, are not looked at.
+
+    Args:
+        args: The configuration.
+        placement: What one replica of each model gets.
+        gpu_bytes: Memory of each GPU of this machine; empty where it has none, which says nothing of other machines.
+
+    Raises:
+        InvalidParameterError: It cannot fit; names the key to change.
+        ModelLoadError: A model's files cannot be read.
+    """
+    if args.target.engine != "vllm":
+        _check("target", args, args.target, target_source(args), placement.target, gpu_bytes)
+    source = draft_source(args)
+    if source is not None:
+        _check("draft", args, args.draft, source, placement.draft, gpu_bytes)
+
+
+def gpu_bytes() -> tuple[int, ...]:
+    """Memory of this machine's GPUs. No CUDA context is made, which would stay in this process."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return ()
+    asked = [command, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(asked, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout
+        return tuple(int(line) * _MIB for line in told.split())
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return ()
+
+
+def _check(
+    role: str,
+    args: AppArgs,
+    model: ModelConfig,
+    source: ModelSource,
+    share: ActorShare,
+    gpu_bytes: Sequence[int],
+) -> None:
+    least = least_memory(source, on_gpu=share.num_gpus > 0)
+    length = min(args.max_model_len or least.max_model_len, least.max_model_len)
+    sequence_bytes = least.bytes_per_token * length
+    if isinstance(model.kv_memory, int) and sequence_bytes > model.kv_memory:
+        raise InvalidParameterError(
+            f"{role}.kv_memory",
+            f"{role}.kv_memory: one sequence of {length} tokens takes {_mib(sequence_bytes)} at least, and "
+            f"{_mib(model.kv_memory)} are given: give more, or lower max_model_len",
+        )
+    if not share.num_gpus or not gpu_bytes or isinstance(source.device_map, dict):
+        return
+    room = int(max(gpu_bytes) * share.num_gpus)
+    if least.weights_bytes + sequence_bytes > room:
+        raise InvalidParameterError(
+            f"{role}.model",
+            f"{role}.model: {source.path} takes {_mib(least.weights_bytes)} of weights at least, and one sequence of "
+            f"{length} tokens {_mib(sequence_bytes)}; a replica has {share.num_gpus:g} GPU(s) with {_mib(room)}: give "
+            f"it more with actors.{role}.num_gpus, quantize it with {role}.quantization, or lower max_model_len",
+        )
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / _MIB:,.1f} MiB"

@@ -1,0 +1,146 @@
+"""Running something that starts many processes so that all of them end with it, however it ends."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import FrameType
+
+from cluster.launch.processes import OwnProcesses
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+POLL_S = 0.05
+STOP_TIMEOUT_S = 60.0
+RAISE_AGAIN_S = 3
+GRACE_S = 5.0
+EXIT_FAILED = 1
+EXIT_FORCED = 130
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class StopRequested(KeyboardInterrupt):
+    """Whoever runs this process wants it to stop; raised in the main thread of the supervised process."""
+
+
+def supervised(body: Callable[[], int], grace_s: float = GRACE_S, stop_timeout_s: float = STOP_TIMEOUT_S) -> int:
+    """Run ``body`` in a child process, and leave no process of its behind.
+
+    The child is in a session of its own: what a terminal or a process manager sends to the whole group reaches this
+    process alone, and is passed on to the child once, as :class:`StopRequested`. A second signal, or a child that does
+    not end within ``stop_timeout_s``, ends everything at once. Orphans of the child become children of this process (on
+    Linux), so that they are found and waited for. To be called last, and before any thread is started: the signals stay
+    taken over.
+
+    Args:
+        body: Returns an exit code.
+        grace_s: How long what the child leaves behind may take to end by itself.
+        stop_timeout_s: How long the child may take to end after it was told to stop.
+
+    Returns:
+        The child's code; 0 after a stop that was asked for; 130 after one that had to be forced.
+    """
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    processes = OwnProcesses()
+    _flush()
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    child = os.fork()
+    if child == 0:
+        _run_child(body)
+    received: list[int] = []
+    _handle(lambda signum, _: received.append(signum))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    code = _wait(child, received, stop_timeout_s)
+    forced = code is None or len(received) > 1
+    processes.stop(0.0 if forced else grace_s)
+    if forced:
+        return EXIT_FORCED
+    return 0 if received else EXIT_FAILED if code is None or code < 0 else code
+
+
+def catch_stop() -> None:
+    """Turn the stop signals into :class:`StopRequested`; to be called again after a library has taken them."""
+    _handle(_raise_stop)
+
+
+def stop_begun() -> None:
+    """Say that :class:`StopRequested` was caught: it is not raised again."""
+    signal.alarm(0)
+
+
+def _handle(handler: Callable[[int, FrameType | None], None]) -> None:
+    for name in STOP_SIGNALS:
+        if name != signal.SIGHUP or signal.getsignal(name) != signal.SIG_IGN:  # nohup
+            signal.signal(name, handler)
+
+
+def _raise_stop(signum: int, frame: FrameType | None) -> None:
+    """Raise, and again in a while unless it was caught: where Python ignores exceptions, one raised is lost."""
+    signal.signal(signal.SIGALRM, _raise_stop)
+    signal.alarm(RAISE_AGAIN_S)
+    raise StopRequested
+
+
+def _run_child(body: Callable[[], int]) -> None:
+    """Never returns: what the parent's callers would do at their end is not the child's to do."""
+    code = EXIT_FAILED
+    try:
+        os.setsid()
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        catch_stop()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        code = body()
+    except StopRequested:
+        stop_begun()
+        code = 0
+    finally:
+        _flush()
+        os._exit(code)
+
+
+def _flush() -> None:
+    """Write out what is printed, where somebody still takes it."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+
+
+def _wait(child: int, received: list[int], stop_timeout_s: float) -> int | None:
+    """Pass the first signal on and wait for the child; None where it is not waited for any longer."""
+    deadline_s = None
+    while True:
+        for pid, status in _ended_children():
+            if pid == child:
+                return os.waitstatus_to_exitcode(status)
+        if received and deadline_s is None:
+            deadline_s = time.monotonic() + stop_timeout_s
+            os.kill(child, signal.SIGTERM)
+        if len(received) > 1 or (deadline_s is not None and time.monotonic() > deadline_s):
+            return None
+        time.sleep(POLL_S)
+
+
+def _ended_children() -> Iterator[tuple[int, int]]:
+    """Process id and status of each child that has ended: the one we started, and orphans that became ours.
+
+    An orphan that nobody waits for would stay in the process table for as long as this process lives.
+    """
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not pid:
+            return
+        yield pid, status
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)

@@ -1,0 +1,1 @@
+"""Which models does a configuration name, and how do they get onto this machine?"""

@@ -1,0 +1,155 @@
+"""From the configuration to what the engine library takes. Imports torch; for the processes that hold models."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from cluster.config.app import AppArgs
+from cluster.config.models import DraftConfig, ModelConfig
+from cluster.models.identity import demo_folder, draft_path, model_dtype, target_path
+from specdec.cache.recurrent.slots import DEFAULT_WINDOW_TOKENS
+from specdec.core.errors import InvalidParameterError
+from specdec.drafting.medusa import HeadsOptions
+from specdec.engine.build import BackendOptions
+from specdec.models.loading import ModelSource
+from specdec.models.lora.slots import AdapterRoom
+from specdec.sampling.pipeline import LogitsProcessor
+
+BackendRole = Literal["target", "draft", "draft_alone"]
+B = TypeVar("B")
+
+
+def target_source(args: AppArgs) -> ModelSource:
+    """Where the target model comes from."""
+    return _source(args, args.target, target_path(args), args.lora.is_enabled)
+
+
+def draft_source(args: AppArgs) -> ModelSource | None:
+    """Where the draft model comes from; None where there is none of one's own."""
+    return _source(args, args.draft, draft_path(args), args.lora.has_twins) if args.has_own_draft else None
+
+
+def read_template(file: str | None) -> str | None:
+    """The chat template in place of the tokenizer's own; None for none.
+
+    Raises:
+        InvalidParameterError: The file cannot be read.
+    """
+    try:
+        return None if file is None else Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidParameterError("chat_template", f"chat_template: {file}: {error}") from None
+
+
+def check_one_process(args: AppArgs) -> None:
+    """Refuse to run both models in one process where vLLM is to run one: it changes the process it is in.
+
+    Raises:
+        InvalidParameterError: So it is.
+    """
+    if args.target.engine == "vllm":
+        raise InvalidParameterError("target.engine", "target.engine: vllm is for the service: it needs its own process")
+
+
+def backend_options(args: AppArgs, model: ModelConfig, vocab_size: int | None = None) -> BackendOptions:
+    """How a model is run.
+
+    Raises:
+        InvalidParameterError: A logits processor cannot be had.
+    """
+    return BackendOptions(
+        max_model_len=args.max_model_len,
+        vocab_size=vocab_size,
+        block_size=args.block_size,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        kv_memory=model.kv_memory,
+        max_num_seqs=args.max_num_seqs,
+        skip_admission_check=args.skip_admission_check,
+        num_step_tokens=1 + args.most_draft_tokens if isinstance(model, DraftConfig) and model.one_pass else 1,
+        other_vocabulary=isinstance(model, DraftConfig) and model.other_vocabulary,
+        rollback_tokens=max(DEFAULT_WINDOW_TOKENS, 2 * (args.most_draft_tokens + 1)),
+        logits_processors=load_processors(args.logits_processors),
+        heads=_heads(args) if model is args.target else None,
+    )
+
+
+def _heads(args: AppArgs) -> HeadsOptions | None:
+    if not args.draft.has_heads:
+        return None
+    return HeadsOptions(args.draft.heads or str(demo_folder("heads")), args.most_draft_tokens, args.draft.tree_tokens)
+
+
+def load_processors(names: Iterable[str]) -> tuple[LogitsProcessor, ...]:
+    """Import logits processors: functions or other callables of modules that this process can import.
+
+    Args:
+        names: Import strings, such as ``my_package.masks:only_digits``.
+
+    Raises:
+        InvalidParameterError: One cannot be imported, or called as a processor.
+    """
+    return tuple(_load_processor(name) for name in names)
+
+
+def _load_processor(name: str) -> LogitsProcessor:
+    found: LogitsProcessor = _imported("logits_processors", name)
+    return found
+
+
+def _imported(key: str, name: str) -> Any:
+    try:
+        found = pkgutil.resolve_name(name)
+    except Exception as error:  # the module's own code runs here, and may raise anything
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise InvalidParameterError(key, f"{key}: cannot import {name}: {reason}") from error
+    if not callable(found) or isinstance(found, type):
+        kind = "a class" if isinstance(found, type) else f"of type {type(found).__name__}"
+        raise InvalidParameterError(key, f"{key}: {name} must be a function or a callable object, and is {kind}")
+    return found
+
+
+def backend_arguments(text: str) -> tuple[str, dict[str, str]]:
+    """The import string of a value of the key ``backend``, and the arguments after it."""
+    module, name, *arguments = text.split(":")
+    return f"{module}:{name}", dict(part.split("=", 1) for one in arguments for part in one.split(","))
+
+
+def backend_of(args: AppArgs, role: BackendRole, build: Callable[[], B]) -> B:
+    """What a worker runs its model by: ``build``'s, or what the key ``backend`` puts around it or in its place.
+
+    Args:
+        args: The service's configuration.
+        role: What the backend is for: the target, the draft, or the draft model as a model of its own.
+        build: Makes the worker's own backend. The function that ``backend`` names is called with ``role``, ``build``
+            and ``args``, and the arguments that the key gives as texts; it need not build.
+
+    Raises:
+        InvalidParameterError: The function cannot be imported, or does not take such arguments.
+    """
+    if args.backend is None:
+        return build()
+    name, options = backend_arguments(args.backend)
+    function = _imported("backend", name)
+    try:
+        inspect.signature(function).bind(role, build, args, **options)
+    except TypeError as error:
+        raise InvalidParameterError("backend", f"backend: {args.backend}: {error}") from None
+    backend: B = function(role, build, args, **options)
+    return backend
+
+
+def _source(args: AppArgs, config: ModelConfig, path: str, takes_adapters: bool) -> ModelSource:
+    return ModelSource(
+        path=path,
+        revision=config.revision,
+        token=config.token.get_secret_value() if config.token else None,
+        dtype=model_dtype(args, config),
+        device=config.device,
+        device_map=config.device_map,
+        quantization=config.quantization,
+        adapters=AdapterRoom(args.lora.max_loras, args.lora.max_rank) if takes_adapters else None,
+    )

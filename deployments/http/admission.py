@@ -1,0 +1,282 @@
+"""Who is taken in, who waits, and who is refused: one ingress' requests against its limits.
+
+A request is counted, with the bytes of its body, before anything of it is read. When it is parsed, and before it is
+tokenized, it asks for a place per sequence, and may wait for them; then its tokens are counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+
+from cluster.config.limits import Limits
+from deployments.http.errors import ApiError
+
+_MOST_OVERTAKEN = 16
+"""So many times a request that does not fit is passed over; then places are kept free until it fits."""
+
+
+class Admission:
+    """One ingress' book of requests; on the event loop.
+
+    Places are given in the order of arrival, first to keys below their share, and to the others where no such key
+    waits. A request that needs more places than are free lets those behind it pass, but only 16 times: then places
+    are kept free for it until it fits, so that many small requests never starve a large one. Where all waiting places
+    are taken, the newest request of a key beyond its share of them gives way to one of a key below. Nobody waits for
+    bytes or tokens: of these each key has its share and no more, but for a single request.
+
+    Attributes:
+        num_requests: Requests that have entered and not left.
+        num_bytes: Of their bodies.
+        num_sequences: Places that are taken.
+        num_tokens: Tokens that are counted.
+        num_refused: Requests that were refused for want of room, with 429.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.num_requests = 0
+        self.num_bytes = 0
+        self.num_sequences = 0
+        self.num_tokens = 0
+        self.num_refused = 0
+        self._entered: Counter[str] = Counter()
+        self._held: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()
+        self._waiting: list[_Waiter] = []
+
+    @property
+    def _share(self) -> float:
+        """Share of the places that one key may hold while others wait, and of the bytes and tokens at all."""
+        return self.limits.max_share_per_key or 1.0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their places."""
+        return len(self._waiting)
+
+    @property
+    def slots_used(self) -> float:
+        """Share of the places that are taken or waited for; it may be more than 1."""
+        wanted = self.num_sequences + sum(waiter.count for waiter in self._waiting)
+        return wanted / self.limits.max_concurrent_requests
+
+    def set_limits(self, limits: Limits) -> None:
+        """Go by other limits from now on: who waits for more than there will ever be is refused, and others come in."""
+        self.limits = limits
+        for waiter in self._waiting:
+            if waiter.count > limits.max_concurrent_requests and not waiter.granted.done():
+                waiter.granted.set_exception(self._too_many())
+        self._admit()
+
+    def enter(self, key: str, num_bytes: int) -> Ticket:
+        """Count a request of whom nothing is known but its key and the size of its body.
+
+        Raises:
+            ApiError: 429: there are too many, or their bodies are too large together.
+        """
+        limits = self.limits
+        most = limits.max_concurrent_requests + limits.max_queued_requests
+        # Through a door that others fill, a key below its share comes in still: somebody's waiting place becomes its.
+        is_below_share = self._share < 1 and self._entered[key] + 1 <= self._share * most
+        if self.num_requests >= (2 * most if is_below_share else most):
+            raise self._full(f"{self.num_requests} requests are being served or wait")
+        self._check_bytes(key, num_bytes)
+        self.num_requests += 1
+        self._add_bytes(key, num_bytes)
+        self._entered[key] += 1
+        return Ticket(self, key, num_bytes)
+
+    async def _take(self, key: str, count: int) -> None:
+        if count > self.limits.max_concurrent_requests:
+            raise self._too_many()
+        waiter = _Waiter(key, count, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiter)
+        self._admit()
+        if waiter.granted.done():
+            return
+        self._waiting.remove(waiter)
+        self._make_room_to_wait(key)
+        self._waiting.append(waiter)
+        try:
+            await waiter.granted
+        except BaseException:
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+            elif waiter.granted.done() and not waiter.granted.cancelled() and waiter.granted.exception() is None:
+                self._give_back(key, count)
+            self._admit()
+            raise
+
+    def _make_room_to_wait(self, key: str) -> None:
+        """Raise 429 if nobody may wait any more, or else have one that has more than its share give way."""
+        limits = self.limits
+        if len(self._waiting) < limits.max_queued_requests:
+            return
+        counts = Counter(waiter.key for waiter in self._waiting)
+        share = self._share * limits.max_queued_requests
+        if counts[key] + 1 <= share:
+            for waiter in reversed(self._waiting):
+                if counts[waiter.key] > share and not waiter.granted.done():
+                    self._waiting.remove(waiter)
+                    waiter.granted.set_exception(self._full("requests of other API keys wait, and this key has many"))
+                    return
+        wait = f"; {limits.max_queued_requests} more wait" if limits.max_queued_requests else ""
+        raise self._full(f"{self.num_sequences} of {limits.max_concurrent_requests} sequences are open{wait}")
+
+    def _fits(self, count: int) -> bool:
+        return self.num_sequences + count <= self.limits.max_concurrent_requests
+
+    def _grant(self, key: str, count: int) -> None:
+        self.num_sequences += count
+        self._held[key] += count
+
+    def _give_back(self, key: str, count: int) -> None:
+        self.num_sequences -= count
+        self._held[key] -= count
+
+    def _admit(self) -> None:
+        """Give free places to those who wait."""
+        # Whoever has just given up stands in the list until its task's next turn.
+        self._waiting = [waiter for waiter in self._waiting if not waiter.granted.done()]
+        while (waiter := self._next()) is not None:
+            self._waiting.remove(waiter)
+            self._grant(waiter.key, waiter.count)
+            waiter.granted.set_result(None)
+
+    def _next(self) -> _Waiter | None:
+        """Whose turn it is of those who fit; None where nobody fits, or places are kept free for one that does not.
+
+        Those before it who do not fit are overtaken, and count that.
+        """
+        passed: list[_Waiter] = []
+        for waiter in self._in_turn():
+            if self._fits(waiter.count):
+                for one in passed:
+                    one.num_overtaken += 1
+                return waiter
+            if waiter.num_overtaken >= _MOST_OVERTAKEN:
+                return None
+            passed.append(waiter)
+        return None
+
+    def _in_turn(self) -> Iterator[_Waiter]:
+        """Those who wait, in the order of their turns: of each key below its share the first, then all by arrival."""
+        if self.num_sequences >= self.limits.max_concurrent_requests:
+            return
+        first_of_keys = {waiter.key: waiter for waiter in reversed(self._waiting)}
+        favored = [
+            waiter for waiter in self._waiting if first_of_keys[waiter.key] is waiter and self._is_below_share(waiter)
+        ]
+        yield from favored
+        passed = set(favored)
+        yield from (waiter for waiter in self._waiting if waiter not in passed)
+
+    def _is_below_share(self, waiter: _Waiter) -> bool:
+        held, share = self._held[waiter.key], self._share * self.limits.max_concurrent_requests
+        return not held or held + waiter.count <= share
+
+    def _check_bytes(self, key: str, more: int, own: int = 0) -> None:
+        """Raise 429 where bodies would be too large together; ``own`` bytes are there of the request that asks."""
+        most = self.limits.max_total_body_bytes
+        if self.num_bytes + more > most:
+            raise self._full(f"requests of {self.num_bytes} bytes are being served or wait")
+        held = self._bytes[key] - own  # a single request may be larger than its key's share
+        self._check_share("bytes", held, own + more, most)
+
+    def _add_bytes(self, key: str, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._bytes[key] += num_bytes
+
+    def _add_tokens(self, key: str, num_tokens: int) -> None:
+        self.num_tokens += num_tokens
+        self._tokens[key] += num_tokens
+
+    def _check_share(self, what: str, held: int, more: int, most: int) -> None:
+        """Raise 429 where a key that holds some would hold more than its share."""
+        if held and held + more > self._share * most:
+            raise self._full(f"requests of this API key hold {held} {what}, of {most} that all keys share")
+
+    def _too_many(self) -> ApiError:
+        text = f"prompts times n must be at most {self.limits.max_concurrent_requests} sequences"
+        return ApiError(400, text, param="n", code="invalid_value")
+
+    def _full(self, why: str) -> ApiError:
+        self.num_refused += 1
+        headers = {"Retry-After": str(self.limits.retry_after_s)}
+        return ApiError(429, f"no more requests are taken now: {why}", "rate_limit_error", None, "overloaded", headers)
+
+
+class Ticket:
+    """One request's part of the book, from its arrival until it leaves."""
+
+    def __init__(self, admission: Admission, key: str, num_bytes: int) -> None:
+        self._admission = admission
+        self._key = key
+        self._num_bytes = num_bytes
+        self._num_sequences = 0
+        self._num_tokens = 0
+
+    async def take(self, num_sequences: int) -> None:
+        """Take a place per sequence, all at once, waiting for them if need be; once.
+
+        Raises:
+            ApiError: 429: nobody may wait any more, or this one has given way to another key's.
+        """
+        await self._admission._take(self._key, num_sequences)
+        self._num_sequences = num_sequences
+
+    def body_came(self, num_bytes: int) -> None:
+        """Count a body as long as what has come of it: for one whose length is not declared that grows as it comes.
+
+        Raises:
+            ApiError: 429: all bodies, or those of the key, are too large together now.
+        """
+        if self._num_bytes < 0:
+            return
+        more = num_bytes - self._num_bytes
+        if more > 0:
+            self._admission._check_bytes(self._key, more, self._num_bytes)
+        self._admission._add_bytes(self._key, more)
+        self._num_bytes = num_bytes
+
+    def add_tokens(self, num_tokens: int) -> None:
+        """Count what its prompts and its longest outputs come to.
+
+        Raises:
+            ApiError: 429: with it there are too many; 400: alone it has too many.
+        """
+        admission = self._admission
+        most = admission.limits.max_total_tokens
+        if most is not None and num_tokens > most:
+            text = f"prompts and outputs of one request may have {most} tokens together, and this one {num_tokens}"
+            raise ApiError(400, text, param="max_tokens", code="request_too_large")
+        if most is not None and admission.num_tokens + num_tokens > most:
+            raise admission._full(f"requests of {admission.num_tokens} tokens are open, of {most} at most")
+        if most is not None:
+            admission._check_share("tokens", admission._tokens[self._key], num_tokens, most)
+        admission._add_tokens(self._key, num_tokens)
+        self._num_tokens += num_tokens
+
+    def leave(self) -> None:
+        """Give everything back; idempotent."""
+        admission = self._admission
+        if self._num_bytes >= 0:
+            admission.num_requests -= 1
+            admission._entered[self._key] -= 1
+            admission._add_bytes(self._key, -self._num_bytes)
+            admission._add_tokens(self._key, -self._num_tokens)
+            if self._num_sequences:
+                admission._give_back(self._key, self._num_sequences)
+            self._num_bytes = -1
+            admission._admit()
+
+
+class _Waiter:
+    def __init__(self, key: str, count: int, granted: asyncio.Future[None]) -> None:
+        self.key = key
+        self.count = count
+        self.granted = granted
+        self.num_overtaken = 0

@@ -1,0 +1,235 @@
+"""How a conversation's answer is read and what it must match: tools, reasoning, structured output, together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from deployments.http.context import Api
+from deployments.http.conversation import template_of, written_tool
+from deployments.http.schemas.chat import ChatBody
+from deployments.http.schemas.tools import NamedChoice
+from deployments.http.structured import AskedGrammar, asked_grammar, check_compiled
+from specdec.core.errors import InvalidParameterError, UnsupportedParameterError
+from specdec.core.grammar import Grammar
+from specdec.core.types import Tokens
+from specdec.structured.constraints import Tags, Tool, after_reasoning, only_calls, short_reasoning, text_or_calls
+from specdec.structured.parsing.events import AnswerParser, PlainParser
+from specdec.structured.parsing.reasoning import ReasoningCounter, ReasoningParser, WithoutReasoning
+from specdec.structured.parsing.selection import AnswerForm
+
+_NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+"""The schema of the arguments of a tool that names none."""
+_MOST_TAG_TOKENS = 32
+"""At a prompt's end, where a tag is looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How a conversation's choices are read.
+
+    Attributes:
+        new_parser: Makes what reads one choice.
+        kept: Special tokens that stand in the text that it reads.
+        new_counter: Makes what counts the tokens of one choice's reasoning; None where there is none.
+    """
+
+    new_parser: Callable[[], AnswerParser] = PlainParser
+    kept: frozenset[int] = frozenset()
+    new_counter: Callable[[], ReasoningCounter] | None = None
+
+
+class Assistant:
+    """What the assistant says in answer to one request.
+
+    Args:
+        api: The parts of the API.
+        body: Of the request.
+        prompt: Its tokens.
+
+    Raises:
+        InvalidParameterError: What is asked for together cannot be had; it names the field.
+    """
+
+    def __init__(self, api: Api, body: ChatBody, prompt: Tokens) -> None:
+        self._api = api
+        self._body = body
+        self._prompt = prompt
+        self._form: AnswerForm = api.answers.of(template_of(api, body))
+        self._is_free = body.choice == "auto"
+        self._tools = self._callable_tools()
+        self._check_form()
+
+    def reading(self) -> Reading:
+        """How the answer is read."""
+        reasoning = self._form.reasoning
+        if reasoning is None and not self._tools:
+            return Reading()
+        form, has_begun, hides = self._form, self._has_begun, self._body.include_reasoning is False
+
+        def new_parser() -> AnswerParser:
+            parser: AnswerParser = self._new_tool_parser() if self._tools else PlainParser()
+            if reasoning is not None and not (self._tools and self._is_free and form.tells_reasoning):
+                parser = ReasoningParser(reasoning, has_begun, parser)
+            return WithoutReasoning(parser) if hides else parser
+
+        def new_counter() -> ReasoningCounter:
+            assert reasoning is not None
+            return ReasoningCounter(reasoning, has_begun, self._api.texts.utf8)
+
+        kept = form.kept_token_ids(self._api.tokenizer)
+        return Reading(new_parser, kept, new_counter if reasoning is not None else None)
+
+    async def grammar(self) -> Grammar | None:
+        """What the answer must match, compiled; None where it may be anything.
+
+        Raises:
+            InvalidParameterError: It cannot be compiled; it names the field.
+        """
+        asked = asked_grammar(self._body)
+        content = asked.grammar if asked is not None else None
+
+        def compose() -> Grammar | None:
+            return self._with_reasoning(self._with_tools(asked) if self._tools else content, asked)
+
+        num_characters = len(content.text) if content is not None else 0
+        grammar = await self._api.encode(num_characters + self._num_tool_characters, compose)
+        if grammar is None:
+            return None
+        try:
+            await check_compiled(self._api, AskedGrammar("grammar", grammar), self._eos_token_ids)
+        except InvalidParameterError as error:
+            for part in [*([asked] if asked is not None else []), *self._schemas()]:
+                await check_compiled(self._api, part, self._eos_token_ids)
+            raise InvalidParameterError("tools" if self._tools else "messages", str(error)) from error
+        return grammar
+
+    def _callable_tools(self) -> list[Tool]:
+        """The tools that the answer may call."""
+        choice = self._body.tool_choice
+        chosen = choice.function.name if isinstance(choice, NamedChoice) else None
+        specs = [] if self._body.choice == "none" else [tool.function for tool in self._body.tools or ()]
+        return [
+            Tool(
+                spec.name,
+                _NOTHING if spec.parameters is None else {"type": "object"} | spec.parameters,
+                bool(spec.strict),
+            )
+            for spec in specs
+            if chosen is None or spec.name == chosen
+        ]
+
+    def _check_form(self) -> None:
+        """Refuse what the form of the model's answers does not allow."""
+        form = self._form
+        if self._tools and self._is_free and form.new_parser is None:
+            known = "tools" in form.variables
+            reason = (
+                "it is not known how this model writes calls" if known else "this model's chat template has no tools"
+            )
+            raise UnsupportedParameterError(
+                "tools", f"tools: {reason}; only tool_choice required, or one that names a function, is supported"
+            )
+        strict = next((i for i, tool in enumerate(self._tools) if tool.is_strict), None)
+        if strict is not None and self._is_free and form.calls is None:
+            param = f"tools[{strict}].function.strict"
+            raise UnsupportedParameterError(
+                param, f"{param} is not supported: it is not known how this model writes calls"
+            )
+        if self._body.thinking_token_budget is not None and form.reasoning is None:
+            raise UnsupportedParameterError(
+                "thinking_token_budget", "thinking_token_budget is not supported: this model has no reasoning"
+            )
+
+    def _new_tool_parser(self) -> AnswerParser:
+        if not self._is_free or self._form.new_parser is None:
+            return self._form.constrained_parser()
+        tokenizer = self._api.tokenizer
+        return self._form.new_parser(tokenizer, self._prompt_text, [written_tool(t) for t in self._body.tools or ()])
+
+    def _with_tools(self, asked: AskedGrammar | None) -> Grammar | None:
+        several = self._body.parallel_tool_calls is not False and self._body.choice != "named"
+        content = asked.grammar if asked is not None else None
+        try:
+            if not self._is_free:
+                return only_calls(self._form.constrained_calls, self._tools, several, self._tags)
+            if self._form.calls is not None:
+                return text_or_calls(self._form.calls, self._tools, several, self._tags, content)
+        except ValueError as error:
+            raise _refused(asked, error) from error
+        if asked is not None:
+            raise UnsupportedParameterError(
+                asked.param, f"{asked.param} is not supported with tools: it is not known how this model writes calls"
+            )
+        return None
+
+    def _with_reasoning(self, answer: Grammar | None, asked: AskedGrammar | None) -> Grammar | None:
+        reasoning, budget = self._form.reasoning, self._body.thinking_token_budget
+        if budget is not None:
+            budget = min(budget, self._api.model(self._body.model).max_model_len)
+        if reasoning is None or self._has_ended or (answer is None and budget is None):
+            return answer
+        try:
+            if answer is None and budget is not None:
+                return short_reasoning(reasoning, self._has_begun, budget, self._tags)
+            assert answer is not None
+            return after_reasoning(reasoning, self._has_begun, budget, self._tags, answer)
+        except ValueError as error:
+            if budget is not None:
+                raise UnsupportedParameterError("thinking_token_budget", f"thinking_token_budget: {error}") from error
+            raise _refused(asked, error) from error
+
+    def _schemas(self) -> Sequence[AskedGrammar]:
+        """Each tool's schema by itself, where it is kept to: to find the one that cannot be compiled."""
+        names = {tool.name: tool for tool in self._tools if tool.is_strict or not self._is_free}
+        return [
+            AskedGrammar(
+                f"tools[{i}].function.parameters",
+                Grammar("json_schema", json.dumps(names[spec.function.name].parameters)),
+            )
+            for i, spec in enumerate(self._body.tools or ())
+            if spec.function.name in names
+        ]
+
+    @cached_property
+    def _tags(self) -> Tags:
+        return Tags(self._api.tokenizer.get_added_vocab(), self._eos_token_ids)
+
+    @property
+    def _eos_token_ids(self) -> Tokens:
+        return self._api.model(self._body.model).eos_token_ids
+
+    @property
+    def _num_tool_characters(self) -> int:
+        return sum(len(json.dumps(tool.parameters)) for tool in self._tools)
+
+    @cached_property
+    def _prompt_text(self) -> str:
+        text: str = self._api.tokenizer.decode(self._prompt, clean_up_tokenization_spaces=False)
+        return text
+
+    @cached_property
+    def _prompt_end(self) -> str:
+        text: str = self._api.tokenizer.decode(self._prompt[-_MOST_TAG_TOKENS:], clean_up_tokenization_spaces=False)
+        return text.rstrip()
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether the prompt ends within reasoning: by the template, or within the message that is gone on with."""
+        reasoning = self._form.reasoning
+        if reasoning is None:
+            return False
+        last = self._body.messages[-1].text if self._body.continue_final_message else ""
+        return self._prompt_end.endswith(reasoning.begin) or last.rfind(reasoning.begin) > last.rfind(reasoning.end)
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether the prompt ends with the end of reasoning: the template does so where there shall be none."""
+        return self._form.reasoning is not None and self._prompt_end.endswith(self._form.reasoning.end)
+
+
+def _refused(asked: AskedGrammar | None, error: ValueError) -> InvalidParameterError:
+    param = asked.param if asked is not None else "tools"
+    return InvalidParameterError(param, f"{param}: {error}")

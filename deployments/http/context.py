@@ -1,0 +1,159 @@
+"""What every route needs, and how it gets it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+from fastapi import Depends, Request
+
+from deployments.http.arrival import Arrival
+from deployments.http.errors import ApiError
+from deployments.http.ignored import IgnoredFields
+from deployments.http.observer import Observer
+from deployments.http.service import ServedModel, TokenService
+from deployments.http.settings import ApiSettings
+from deployments.http.store import Store
+from specdec.core.errors import ServiceUnavailableError
+from specdec.core.fair_threads import FairThreads
+from specdec.structured.compiler import Grammars
+from specdec.structured.parsing.selection import AnswerForms
+from specdec.text.pieces import TokenTexts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_logger = logging.getLogger("ray.serve")
+_T = TypeVar("_T")
+_MOST_SHOWN = 256
+"""Characters of a model's name that an error repeats."""
+_MOST_NAMED = 16
+_QUICK_CHARACTERS = 1 << 11
+"""Texts up to this long are tokenized on the event loop, in a millisecond: a thread would cost as much."""
+_NUM_THREADS = 3
+"""At most two of them for one API key. More would wait for the interpreter's lock, and the event loop with them."""
+_CHARACTERS_PER_LOGPROB = 16
+"""About as many are tokenized in the time that it takes to write one log probability, or to place one token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """The parts of one API.
+
+    Attributes:
+        tokenizer: The pair's, a fast one; used from several threads, and not changed.
+        texts: What its single tokens say.
+        ignored: Takes note of fields without effect.
+        grammars: Compiles what requests bring, to refuse what cannot be.
+        answers: How the model's answers are written.
+        store: Keeps responses; None where the service keeps none.
+        refresh: Learns of the adapters that other ingresses have loaded; None where none can be.
+        threads: Do what takes long, each API key's work in its turn.
+        caller: Name of the API key of the request that this is for; empty where none is asked for.
+    """
+
+    service: TokenService
+    tokenizer: PreTrainedTokenizerBase
+    settings: ApiSettings
+    observer: Observer
+    texts: TokenTexts
+    ignored: IgnoredFields
+    grammars: Grammars
+    answers: AnswerForms
+    store: Store | None = None
+    refresh: Callable[[], Awaitable[None]] | None = None
+    threads: FairThreads = field(default_factory=lambda: FairThreads(_NUM_THREADS, "requests"))
+    caller: str = ""
+
+    def check_admin(self, arrival: Arrival, act: str = "") -> None:
+        """Let on who may administer, and log what is to be done.
+
+        Raises:
+            ApiError: 403: the request's API key may not.
+        """
+        if arrival.account.key not in self.settings.admin_keys or not arrival.account.key:
+            text = "this needs one of the API keys that access.admin_keys names"
+            raise ApiError(403, text, "permission_error", code="admin_key_needed")
+        _logger.info("admin request_id=%s key=%s %s", arrival.label, arrival.account.key, act)
+
+    async def look_for(self, name: str | None) -> None:
+        """Ask the store for a model that is not known: another ingress may just have loaded that adapter.
+
+        Raises:
+            ServiceUnavailableError: The store does not answer, so nobody knows whether there is such a model.
+        """
+        if self.refresh is not None and name is not None and self.service.model_info().find(name) is None:
+            try:
+                await self.refresh()
+            except ServiceUnavailableError as error:
+                what = f"the model {name[:_MOST_SHOWN]!r} is not known here, and may be an adapter that was just loaded"
+                raise ServiceUnavailableError(f"{what}: {error}") from error
+
+    def model(self, name: str | None) -> ServedModel:
+        """The served model of that name; the target where there is none.
+
+        Raises:
+            ApiError: 404 where no such model is served.
+        """
+        info = self.service.model_info()
+        if name is None:
+            return info.target
+        found = info.find(name)
+        if found is not None:
+            return found
+        names = list(islice(chain((model.name for model in info.base_models), info.adapters), _MOST_NAMED + 1))
+        known = ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
+        raise ApiError(
+            404, f"there is no model {name[:_MOST_SHOWN]!r}; there is: {known}", param="model", code="model_not_found"
+        )
+
+    async def admit(self, arrival: Arrival, model: ServedModel, num_sequences: int) -> None:
+        """Take a place per sequence of a request that is checked, waiting for them if need be.
+
+        Raises:
+            ApiError: 429: nobody may wait any more; 503 or 504: it has waited too long.
+        """
+        self.service.check_health()
+        if arrival.account.ticket is not None:
+            with self.observer.queued(model.label, num_sequences):
+                async with arrival.waiting(to_begin=True):
+                    await arrival.account.ticket.take(num_sequences)
+        arrival.account.admitted_s = time.monotonic()
+
+    async def encode(self, num_characters: int, work: Callable[[], _T]) -> _T:
+        """Run tokenizing work, in a thread where the text is long, in the turn of the request's API key."""
+        return work() if num_characters <= _QUICK_CHARACTERS else await self.beside_loop(work)
+
+    async def beside_loop(self, work: Callable[[], _T]) -> _T:
+        """Run work in a thread, in the turn of the request's API key. Work that has not begun is dropped on cancel."""
+        return await asyncio.wrap_future(self.threads.submit(self.caller, work))
+
+    async def write(self, num_logprobs: int, work: Callable[[], _T]) -> _T:
+        """Run work that writes log probabilities, or text piece by piece, in a thread where they are many."""
+        return await self.encode(num_logprobs * _CHARACTERS_PER_LOGPROB, work)
+
+
+def api_of(request: Request) -> Api:
+    """The parts of the API, for one request."""
+    api: Api = request.app.state.api
+    arrival: Arrival = request.state.arrival
+    return replace(api, caller=arrival.account.key)
+
+
+# FastAPI runs what is no coroutine in another thread, and hand-overs wait where cores are busy.
+async def _api(request: Request) -> Api:
+    return api_of(request)
+
+
+async def _arrival(request: Request) -> Arrival:
+    arrival: Arrival = request.state.arrival
+    return arrival
+
+
+ApiOf = Annotated[Api, Depends(_api)]
+ArrivalOf = Annotated[Arrival, Depends(_arrival)]

@@ -1,0 +1,72 @@
+"""Fields that a request has and that have no effect: said in a header, counted, and logged once each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from itertools import chain
+from urllib.parse import quote
+
+from fastapi import Response
+
+from deployments.http.errors import ApiError
+from deployments.http.observer import Observer
+from deployments.http.schemas.fields import Body, ignored_fields
+from deployments.http.settings import UnknownFields
+
+_logger = logging.getLogger("ray.serve")
+
+HEADER = "x-specdec-ignored-fields"
+_MOST_NAMED = 32
+_MOST_CHARACTERS = 64
+_MOST_KNOWN = 256
+"""Different names that are logged and counted as themselves: clients could send any number of them."""
+
+
+class IgnoredFields:
+    """What this API was sent in vain.
+
+    Args:
+        unknown: What becomes of fields that nobody knows: ``ignore`` or ``refuse``.
+        observer: Told of every ignored field.
+    """
+
+    def __init__(self, unknown: UnknownFields, observer: Observer) -> None:
+        self._unknown = unknown
+        self._observer = observer
+        self._seen: set[str] = set()
+
+    def names(self, body: Body, others: Iterable[str] = ()) -> tuple[str, ...]:
+        """The ignored fields of a body, each once, in a form that fits into a header.
+
+        Args:
+            body: It.
+            others: Known fields of it that have no effect here.
+
+        Raises:
+            ApiError: One is unknown, and such are refused.
+        """
+        names: dict[str, None] = {}
+        for field, is_known in chain(((name, True) for name in others), ignored_fields(body)):
+            name = quote(field[:_MOST_CHARACTERS], safe="[]")
+            if not is_known and self._unknown == "refuse":
+                raise ApiError(400, f"unknown field {name!r}", param=name, code="unknown_parameter")
+            names[name] = None
+            if len(names) == _MOST_NAMED:
+                break
+        for name in names:
+            self._count(name)
+        return tuple(names)
+
+    def _count(self, name: str) -> None:
+        if name not in self._seen and len(self._seen) < _MOST_KNOWN:
+            self._seen.add(name)
+            _logger.info("requests have the field %s, which has no effect here", name)
+        self._observer.ignored_field(name if name in self._seen else "other")
+
+
+def with_ignored(response: Response, names: tuple[str, ...]) -> Response:
+    """The response, naming the fields that had no effect on it."""
+    if names:
+        response.headers[HEADER] = ", ".join(names)
+    return response

@@ -1,0 +1,232 @@
+"""What a request asks of the service: its prompts and its sequences."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from deployments.http.arrival import Arrival
+from deployments.http.assistant import Assistant
+from deployments.http.context import Api
+from deployments.http.conversation import conversation_tokens
+from deployments.http.echo import Echo, make_echo
+from deployments.http.prediction import predicted_tokens
+from deployments.http.sampling import (
+    check_prompt_logprobs,
+    output_limit,
+    request_seed,
+    sampling_params,
+    speculation_bound,
+)
+from deployments.http.schemas.chat import ChatBody
+from deployments.http.schemas.common import GenerationBody
+from deployments.http.schemas.completions import CompletionBody
+from deployments.http.service import SequenceRequest, ServedModel
+from deployments.http.structured import checked_grammar
+from specdec.core.errors import InvalidParameterError, UnsupportedParameterError
+from specdec.core.grammar import Grammar
+from specdec.core.params import SequenceSpec
+from specdec.core.tokens import NO_TOKENS, SharedTokens
+from specdec.core.types import Tokens
+from specdec.sampling.philox import derive_seed
+from specdec.structured.parsing.events import AnswerParser, PlainParser
+from specdec.structured.parsing.reasoning import ReasoningCounter
+from specdec.text.prompts import check_token_ids, encode_text
+from specdec.text.words import encode_bad_words, separates_special_tokens
+
+_DEFAULT_COMPLETION_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request, checked and tokenized.
+
+    Attributes:
+        prompts: The tokens of each prompt.
+        sequences: ``n`` for each prompt, in the order of the answer's choices.
+        num_samples: That ``n``.
+        stops: Strings that end a text.
+        num_speculative_tokens: Bound on draft tokens per round.
+        fingerprint: Of what decides its tokens.
+        echoes: For each prompt, what its choices begin with; none where nothing is echoed.
+        new_parser: Makes what reads one choice of a conversation.
+        kept: Special tokens that stand in the text that it reads.
+        has_prediction: Whether the request brings a text that the answer is expected to be like.
+        new_counter: Makes what counts the tokens of a choice's reasoning; None where there is none.
+    """
+
+    body: GenerationBody
+    model: ServedModel
+    arrival: Arrival
+    prompts: tuple[Tokens, ...]
+    sequences: tuple[SequenceRequest, ...]
+    num_samples: int
+    stops: tuple[str, ...]
+    num_speculative_tokens: int
+    fingerprint: str
+    echoes: tuple[Echo, ...] = ()
+    new_parser: Callable[[], AnswerParser] = PlainParser
+    kept: frozenset[int] = frozenset()
+    new_counter: Callable[[], ReasoningCounter] | None = None
+    has_prediction: bool = False
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """As billed: each prompt once."""
+        return sum(map(len, self.prompts))
+
+
+async def completion_job(api: Api, body: CompletionBody, arrival: Arrival) -> Job:
+    """Check and tokenize a completion request.
+
+    Raises:
+        ApiError, InvalidParameterError, ServiceUnavailableError: The request is refused.
+    """
+    arrival.account.request_id = body.request_id or ""
+    model = api.model(body.model)
+    _check_count(api, body, len(body.prompt))
+    for prompt in body.prompt if body.truncate_prompt_tokens is None else ():
+        if not isinstance(prompt, str):  # too long is seen at once, without a look at each of a million ids
+            output_limit(body, model, len(prompt), _DEFAULT_COMPLETION_TOKENS)
+    arrival.account.model = model.name
+    prompts = await api.encode(sum(map(len, body.prompt)), lambda: _encode_prompts(api, body, model))
+    async with arrival.waiting(to_begin=True):
+        grammar = await checked_grammar(api, body)
+    job = _job(api, body, arrival, model, prompts, _DEFAULT_COMPLETION_TOKENS, grammar)
+    return replace(job, echoes=await _echoes(api, body, prompts)) if body.echo else job
+
+
+async def chat_job(api: Api, body: ChatBody, arrival: Arrival) -> Job:
+    """Check and tokenize a chat request.
+
+    Raises:
+        ApiError, InvalidParameterError, ServiceUnavailableError: The request is refused.
+    """
+    arrival.account.request_id = body.request_id or ""
+    model = api.model(body.model)
+    _check_count(api, body, 1)
+    body.check_tools()
+    arrival.account.model = model.name
+    prompt = _truncated(body, tuple(await conversation_tokens(api, body.messages, body)), model)
+    assistant = Assistant(api, body, prompt)
+    async with arrival.waiting(to_begin=True):
+        grammar = await assistant.grammar()
+    prediction = await predicted_tokens(api, body, model)
+    job = _job(api, body, arrival, model, [prompt], model.defaults.max_tokens, grammar, prediction)
+    reading, has_prediction = assistant.reading(), body.prediction is not None
+    return replace(
+        job,
+        new_parser=reading.new_parser,
+        kept=reading.kept,
+        new_counter=reading.new_counter,
+        has_prediction=has_prediction,
+    )
+
+
+async def _echoes(api: Api, body: CompletionBody, prompts: Sequence[Tokens]) -> tuple[Echo, ...]:
+    with_offsets = body.echoes_logprobs
+
+    def work() -> tuple[Echo, ...]:
+        is_cut = body.truncate_prompt_tokens is not None
+        pairs = zip(map(list, prompts) if is_cut else body.prompt, prompts, strict=True)
+        return tuple(make_echo(api.tokenizer, sent, tokens, with_offsets) for sent, tokens in pairs)
+
+    return await api.write(sum(map(len, prompts)), work)
+
+
+def _check_count(api: Api, body: GenerationBody, num_prompts: int) -> None:
+    most = api.settings.limits.max_sequences
+    if num_prompts * (body.n or 1) > most:
+        raise InvalidParameterError(
+            "n" if num_prompts <= most else "prompt", f"prompts times n must be at most {most} sequences"
+        )
+
+
+def _encode_prompts(api: Api, body: CompletionBody, model: ServedModel) -> list[Tokens]:
+    encoded = []
+    with_special = body.add_special_tokens is not False
+    for prompt in body.prompt:
+        if isinstance(prompt, str):
+            tokens = tuple(encode_text(api.tokenizer, prompt, add_special_tokens=with_special))
+        else:
+            check_token_ids(prompt, model.vocab_size)
+            tokens = tuple(prompt)
+        encoded.append(_truncated(body, tokens, model))
+    return encoded
+
+
+def _truncated(body: GenerationBody, prompt: Tokens, model: ServedModel) -> Tokens:
+    """The end of a prompt, where the request wants no more of it."""
+    kept = body.truncate_prompt_tokens
+    if kept is None or kept == 0:
+        return prompt
+    return prompt[-(kept if kept > 0 else max(1, model.max_model_len - (body.output_limit or 1))) :]
+
+
+def _check_spaces(api: Api, body: GenerationBody) -> None:
+    """Refuse to leave out what the tokenizer writes between special tokens; most write nothing."""
+    is_asked = body.spaces_between_special_tokens is False and body.skip_special_tokens is False
+    if is_asked and separates_special_tokens(api.tokenizer):
+        raise UnsupportedParameterError(
+            "spaces_between_special_tokens",
+            "spaces_between_special_tokens must be true: this model's tokenizer puts spaces between them",
+        )
+
+
+def _job(
+    api: Api,
+    body: GenerationBody,
+    arrival: Arrival,
+    model: ServedModel,
+    prompts: Sequence[Tokens],
+    default_tokens: int | None,
+    grammar: Grammar | None,
+    prediction: SharedTokens = NO_TOKENS,
+) -> Job:
+    """Check everything else, and give each sequence its seed and its name."""
+    body.check_together()
+    info = api.service.model_info()
+    _check_spaces(api, body)
+    bad_words = encode_bad_words(api.tokenizer, body.bad_words or ())
+    sampling = sampling_params(body, model, info, api.settings, bad_words, grammar)
+    check_prompt_logprobs(body, sum(map(len, prompts)), api.settings.limits)
+    limits = [output_limit(body, model, len(prompt), default_tokens) for prompt in prompts]
+    if arrival.account.ticket is not None:
+        lengths = (len(prompt) + len(prediction) + limit for prompt, limit in zip(prompts, limits, strict=True))
+        arrival.account.ticket.add_tokens(sum(lengths) * (body.n or 1))
+    seed, name, num_samples = request_seed(body), uuid.uuid4().hex, body.n or 1
+    bound = speculation_bound(body, model)
+    sequences: list[SequenceRequest] = []
+    for i, prompt in enumerate(prompts):
+        shared = SharedTokens(prompt)
+        for j in range(num_samples):
+            spec = SequenceSpec(
+                # A prompt is read once for what is asked of it: its first sample tells the others.
+                sampling=sampling if j == 0 else replace(sampling, prompt_logprobs=None),
+                seed=derive_seed(seed, i, j),
+                output_start=len(prompt),
+                max_tokens=limits[i],
+                eos_token_ids=model.eos_token_ids,
+                arrival_s=arrival.wall_s,
+                request_id=arrival.label,
+                trace=arrival.trace,
+                num_speculative_tokens=bound,
+                prediction=prediction,
+                wants_times=body.wants_speculation,
+                adapter=model.adapter,
+                draft_adapter=model.draft_adapter,
+            )
+            seq = f"{name}-{len(sequences)}"
+            sequences.append(SequenceRequest(seq, shared, spec, model.role, arrival.cache_salt(body.cache_salt)))
+    return Job(
+        body=body,
+        model=model,
+        arrival=arrival,
+        prompts=tuple(prompts),
+        sequences=tuple(sequences),
+        num_samples=num_samples,
+        stops=tuple(body.stop or ()),
+        num_speculative_tokens=info.num_speculative_tokens if bound is None else bound,
+        fingerprint=model.fingerprint,
+    )

@@ -1,0 +1,202 @@
+"""From a request for a response to one for a chat completion, and back in the errors of that."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from deployments.http.errors import ApiError
+from deployments.http.schemas.chat import ChatBody, ChatMessage, TemplatedBody
+from deployments.http.schemas.common import SamplingBody
+from deployments.http.schemas.responses import ResponsesBody, TextFormat
+from deployments.http.schemas.responses_input import CallItem, InputItem, MessageItem, ReasoningItem, ResultItem
+from deployments.http.schemas.responses_tools import FunctionChoice, FunctionTool, ResponsesToolChoice
+from deployments.http.schemas.tools import (
+    MOST_CALLS,
+    CalledFunction,
+    CallSpec,
+    ChosenFunction,
+    FunctionSpec,
+    NamedChoice,
+    ToolSpec,
+)
+from specdec.core.errors import InvalidParameterError
+
+_OF_BOTH = (
+    *(SamplingBody.model_fields | TemplatedBody.model_fields),
+    *("thinking_token_budget", "include_reasoning", "parallel_tool_calls"),
+)
+_RENAMED = (
+    (re.compile(r"^response_format(\.json_schema)?(?!\w)"), "text.format"),
+    (re.compile(r"^max_tokens$"), "max_output_tokens"),
+    (re.compile(r"^reasoning_effort$"), "reasoning.effort"),
+    (re.compile(r"^(tools\[\d+\])\.function(?!\w)"), r"\1"),
+    (re.compile(r"^messages$"), "input"),
+)
+_MESSAGE = re.compile(r"^messages\[\d+\](\.tool_calls\[\d+\])?(\.function)?")
+
+
+class ResponseChat(ChatBody):
+    """A chat request whose parameters have the names that they have in a request for a response."""
+
+    @property
+    def output_limit_name(self) -> str:
+        """What the request calls its limit."""
+        return "max_output_tokens"
+
+    @property
+    def prompt_name(self) -> str:
+        """What the request calls its prompt."""
+        return "input"
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """A conversation.
+
+    Attributes:
+        places: For messages, and calls in them, by the names that chat has for them: where the request has them.
+    """
+
+    messages: list[ChatMessage]
+    places: dict[str, str]
+
+    def cuts(self) -> list[int]:
+        """Where the conversation may begin after what its system messages say at first: there, or at a later turn."""
+        roles = [message.role for message in self.messages]
+        head = next((i for i, role in enumerate(roles) if role not in ("system", "developer")), len(roles))
+        return [head, *(i for i in range(head + 1, len(roles)) if roles[i] == "user")]
+
+    def begun_at(self, cut: int) -> Turns:
+        """The conversation without the turns between those system messages and a cut."""
+        # What is wrong with a single message was found when the whole was tried, so the places stay as they are.
+        return Turns(self.messages[: self.cuts()[0]] + self.messages[cut:], self.places)
+
+
+def turns_of(body: ResponsesBody, earlier: Sequence[InputItem] = ()) -> Turns:
+    """The conversation that a request goes on with.
+
+    Args:
+        body: The request.
+        earlier: What was said up to the response that it names.
+
+    Raises:
+        InvalidParameterError: It says nothing, or has too many calls in a row.
+    """
+    turns = _Turns()
+    if body.instructions is not None:
+        turns.add("instructions", role="system", content=body.instructions)
+    for item in earlier:
+        turns.take("previous_response_id", item)
+    if isinstance(body.input, str):
+        turns.add("input", role="user", content=body.input)
+    else:
+        for index, item in enumerate(body.input):
+            turns.take(f"input[{index}]", item)
+    if not turns.messages:
+        raise InvalidParameterError("input", "input must hold a message")
+    return Turns([ChatMessage(**message) for message in turns.messages], turns.places)
+
+
+@dataclass(slots=True)
+class _Turns:
+    """Items become messages: what the assistant thinks, says and then calls is one."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    places: dict[str, str] = field(default_factory=dict)
+    _thought: str = ""
+
+    def add(self, place: str, **fields: Any) -> None:
+        """Add a message; what was thought goes with it if it is the assistant's, and is of no use else."""
+        if self._thought and fields["role"] == "assistant":
+            fields["reasoning_content"] = self._thought
+        self._thought = ""
+        self.places[f"messages[{len(self.messages)}]"] = place
+        self.messages.append(fields)
+
+    def take(self, place: str, item: InputItem) -> None:
+        """Take the next item."""
+        match item:
+            case MessageItem():
+                self.add(place, role=item.role, content=item.text)
+            case ReasoningItem():
+                self._thought += item.text
+            case ResultItem():
+                self.add(place, role="tool", content=item.text, tool_call_id=item.call_id)
+            case CallItem():
+                self._call(place, item)
+
+    def _call(self, place: str, item: CallItem) -> None:
+        if self._thought or not self.messages or self.messages[-1]["role"] != "assistant":
+            self.add(place, role="assistant", content=None)
+        calls = self.messages[-1].setdefault("tool_calls", [])
+        if len(calls) == MOST_CALLS:
+            raise InvalidParameterError(place, f"{place}: at most {MOST_CALLS} calls in a row are taken")
+        self.places[f"messages[{len(self.messages) - 1}].tool_calls[{len(calls)}]"] = place
+        function = CalledFunction(name=item.name, arguments=item.arguments)
+        calls.append(CallSpec(id=item.call_id, type="function", function=function))
+
+
+def as_chat(body: ResponsesBody, turns: Turns) -> ResponseChat:
+    """The chat request that has the same answer. Its fields have been checked as the request's own."""
+    shared: dict[str, Any] = {name: getattr(body, name) for name in _OF_BOTH if name in body.model_fields_set}
+    asked: dict[str, Any] = {
+        "messages": turns.messages,
+        "max_completion_tokens": body.max_output_tokens,
+        "logprobs": body.wants_logprobs or None,
+        "top_logprobs": body.top_logprobs if body.wants_logprobs else None,
+        "response_format": None if body.text is None else _response_format(body.text.format),
+        "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
+        "tools": None if body.tools is None else [_tool(tool) for tool in body.functions],
+        "tool_choice": _tool_choice(body.tool_choice) if body.functions or body.tool_choice != "auto" else None,
+    }
+    return ResponseChat.model_construct(**shared, **asked)
+
+
+def _response_format(format_: TextFormat | None) -> dict[str, Any] | None:
+    if format_ is None or format_.type != "json_schema":
+        return None if format_ is None else {"type": format_.type}
+    return {"type": "json_schema", "json_schema": {"name": format_.name, "schema": format_.json_schema}}
+
+
+def _tool(tool: FunctionTool) -> ToolSpec:
+    function = FunctionSpec(
+        name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+    )
+    return ToolSpec(type="function", function=function)
+
+
+def _tool_choice(choice: ResponsesToolChoice | None) -> NamedChoice | str | None:
+    if isinstance(choice, FunctionChoice):
+        return NamedChoice(type="function", function=ChosenFunction(name=choice.name))
+    return choice
+
+
+@contextmanager
+def named_as_sent(turns: Turns) -> Iterator[None]:
+    """Around what speaks of a chat request: its errors name parameters as the request for a response does.
+
+    Raises:
+        ApiError, InvalidParameterError: The same, in its words.
+    """
+    try:
+        yield
+    except InvalidParameterError as error:
+        param, text = _as_sent(error.parameter, str(error), turns)
+        raise type(error)(param, text, error.code) from error
+    except ApiError as error:
+        param, text = _as_sent(error.param or "", str(error), turns)
+        raise ApiError(error.status, text, error.kind, param or None, error.code, error.headers) from error
+
+
+def _as_sent(param: str, text: str, turns: Turns) -> tuple[str, str]:
+    """A parameter and a text that may name it, in the request's words."""
+    sent = _MESSAGE.sub(lambda found: turns.places[found[0].removesuffix(".function")], param)
+    for pattern, own in _RENAMED:
+        sent = pattern.sub(own, sent)
+    if param and sent != param:
+        text = re.sub(rf"(?<!\w){re.escape(param)}(?!\w)", lambda _: sent, text)
+    return sent, text.replace("response_format", "text.format")

@@ -1,0 +1,229 @@
+"""The body of ``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
+
+from deployments.http.schemas.common import GenerationBody
+from deployments.http.schemas.fields import Body, kind_of
+from deployments.http.schemas.others import REFUSED_IN_MESSAGES, TAKEN_IN_MESSAGES
+from deployments.http.schemas.tools import Calls, NamedChoice, ToolChoice, Tools, ToolSpec
+from specdec.core.errors import InvalidParameterError
+
+
+def _only_text(kind: Any) -> Any:
+    if kind != "text":
+        raise PydanticCustomError("unsupported_parameter", "must be 'text': other parts are not supported")
+    return kind
+
+
+class TextPart(Body):
+    """A piece of a message's content."""
+
+    type: Annotated[Any, AfterValidator(_only_text), WithJsonSchema({"const": "text"})]
+    text: str
+
+
+MessageContent = Annotated[
+    Annotated[str, Tag("str")] | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), Tag("list")],
+    Discriminator(
+        kind_of,
+        custom_error_type="content_type",
+        custom_error_message='must be a string or a list of parts {"type": "text", "text": ...}',
+    ),
+]
+
+
+class ChatMessage(Body):
+    """One turn.
+
+    Attributes:
+        tool_calls: What the assistant called.
+        tool_call_id: Of the call that a tool's message answers.
+        reasoning_content: What the assistant thought, for templates that show it again.
+    """
+
+    refused_unless: ClassVar[dict[str, tuple[Any, ...]]] = REFUSED_IN_MESSAGES
+    taken: ClassVar[frozenset[str]] = TAKEN_IN_MESSAGES
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: MessageContent | None = None
+    name: str | None = None
+    tool_calls: Calls | None = None
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+    reasoning_content: str | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        """Refuse what another role says, and a turn that says nothing."""
+        if self.tool_calls and self.role != "assistant":
+            raise PydanticCustomError(
+                "of_assistant", "only messages of the assistant have tool_calls", {"field": "tool_calls"}
+            )
+        if self.role == "tool" and self.tool_call_id is None:
+            raise PydanticCustomError("no_call_id", "a message of a tool has a tool_call_id", {"field": "tool_call_id"})
+        if self.role != "tool" and self.tool_call_id is not None:
+            raise PydanticCustomError(
+                "of_tool", "only messages of a tool have a tool_call_id", {"field": "tool_call_id"}
+            )
+        if self.content is None and self.role != "assistant":  # an assistant that says nothing sends null
+            raise PydanticCustomError("no_content", "a message of this role has content", {"field": "content"})
+        return self
+
+    @property
+    def text(self) -> str:
+        """The content as one string."""
+        if self.content is None:
+            return ""
+        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+ChatMessages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+
+
+class TemplatedBody(Body):
+    """How a conversation is made into a prompt.
+
+    Attributes:
+        chat_template: Jinja template in place of the model's, where the service trusts requests with that.
+        chat_template_kwargs: Variables for the template.
+        add_generation_prompt: End with what an answer begins with; by default, unless the last message is gone on with.
+        continue_final_message: Go on with the last message instead of answering it.
+        add_special_tokens: Add those that the tokenizer puts around a text.
+    """
+
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+
+    def check_template(self) -> None:
+        """Refuse two ends of one prompt.
+
+        Raises:
+            InvalidParameterError: The last message is to be both gone on with and answered.
+        """
+        if self.add_generation_prompt and self.continue_final_message:
+            raise InvalidParameterError(
+                "continue_final_message", "continue_final_message and add_generation_prompt exclude each other"
+            )
+
+
+class ConversationBody(TemplatedBody):
+    """What a conversation's prompt is made of, beside its messages.
+
+    Attributes:
+        tools: What may be called.
+        reasoning_effort: A variable of the template; ``none`` also switches thinking off where the template can. It has
+            no effect where the template does not know it.
+    """
+
+    tools: Tools | None = None
+    reasoning_effort: Effort | None = None
+
+    @property
+    def shown_tools(self) -> list[ToolSpec]:
+        """The tools that the prompt tells of."""
+        return self.tools or []
+
+
+class Prediction(Body):
+    """What the answer is expected to be like: a file that is to be edited, say."""
+
+    type: Literal["content"]
+    content: MessageContent
+
+    @property
+    def text(self) -> str:
+        """The content as one string: its parts one after the other."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatBody(ConversationBody, GenerationBody):
+    """A conversation to go on with.
+
+    Attributes:
+        messages: The turns so far.
+        max_completion_tokens: Newer name of ``max_tokens``.
+        logprobs: Whether to report log probabilities.
+        top_logprobs: Alternatives to report per token.
+        tool_choice: Whether something is called; by default the model chooses where there are tools.
+        parallel_tool_calls: Whether an answer may hold several calls; by default it may.
+        thinking_token_budget: Most tokens of reasoning; then it ends, and the answer begins.
+        include_reasoning: False leaves the reasoning out of the answer.
+        prediction: A text to draft from; it changes no token.
+    """
+
+    messages: ChatMessages
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    include_reasoning: bool | None = None
+    prediction: Prediction | None = None
+
+    def check_together(self) -> None:
+        """Refuse two limits, and alternatives of nothing."""
+        super().check_together()
+        self.check_template()
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise InvalidParameterError("max_tokens", "max_tokens and max_completion_tokens differ; send one of them")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidParameterError("top_logprobs", "top_logprobs needs logprobs to be true")
+        self.check_tools()
+
+    def check_tools(self) -> None:
+        """Refuse a choice among tools that are not there.
+
+        Raises:
+            InvalidParameterError: It names the field.
+        """
+        if not self.tools and self.tool_choice not in (None, "none"):
+            raise InvalidParameterError("tool_choice", "tool_choice needs tools")
+        name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedChoice) else None
+        if name is not None and name not in [tool.function.name for tool in self.tools or ()]:
+            raise InvalidParameterError("tool_choice", f"tool_choice names {name!r}, which is none of the tools")
+
+    @property
+    def choice(self) -> Literal["none", "auto", "required", "named"]:
+        """What is chosen of the tools."""
+        if isinstance(self.tool_choice, NamedChoice):
+            return "named"
+        return (self.tool_choice or "auto") if self.tools else "none"
+
+    @property
+    def shown_tools(self) -> list[ToolSpec]:
+        """The tools that the prompt tells of: none where none may be called."""
+        return [] if self.choice == "none" else self.tools or []
+
+    @property
+    def output_limit(self) -> int | None:
+        """Most output tokens, if the request says."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def output_limit_name(self) -> str:
+        """What the request calls that."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def prompt_name(self) -> str:
+        """What the request calls its prompt."""
+        return "messages"
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives per token to report; None reports nothing."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def logprobs_name(self) -> str:
+        """What the request calls that."""
+        return "top_logprobs"

@@ -1,0 +1,95 @@
+"""What writes an answer down, whole or as events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from deployments.http.errors import ApiError
+from deployments.http.generation import Generation, SampleDelta
+from deployments.http.messages import Json
+
+_SLICE = 256
+"""Items of a list that are written at once."""
+_dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+class Event(NamedTuple):
+    """One event of a stream.
+
+    Attributes:
+        name: What stands in its ``event`` line; empty where it has none.
+    """
+
+    data: Json
+    name: str = ""
+
+
+def json_bytes(value: Any) -> bytes:
+    """A value as JSON, as Starlette writes it; long lists by slices, so that other threads can run between them.
+
+    ``json.dumps`` keeps the interpreter's lock to its end, which for a hundred megabytes is seconds.
+    """
+    return "".join(_pieces(value)).encode()
+
+
+def _pieces(value: Any) -> Iterator[str]:
+    if isinstance(value, list) and len(value) > _SLICE:
+        for start in range(0, len(value), _SLICE):
+            yield ("," if start else "[") + _dumps(value[start : start + _SLICE])[1:-1]
+        yield "]"
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            yield "," if number else "["
+            yield from _pieces(item)
+        yield "]" if value else "[]"
+    elif isinstance(value, dict):
+        for number, (name, item) in enumerate(value.items()):
+            yield ("," if number else "{") + _dumps(name) + ":"
+            yield from _pieces(item)
+        yield "}" if value else "{}"
+    else:
+        yield _dumps(value)
+
+
+class Writer(Protocol):
+    """Writes one answer: as one body, or as the events of a stream."""
+
+    @property
+    def end_mark(self) -> bytes:
+        """What a stream that did not fail ends with, after its last event."""
+        ...
+
+    def whole(self, choices: Sequence[SampleDelta], generation: Generation) -> Json:
+        """A whole answer; of each choice there is all."""
+        ...
+
+    def opening(self, generation: Generation) -> Sequence[Event]:
+        """What a stream begins with, before any token."""
+        ...
+
+    def news(self, delta: SampleDelta, generation: Generation, num_sent: int) -> Sequence[Event]:
+        """What is new in a choice.
+
+        Args:
+            delta: It.
+            generation: Of all choices.
+            num_sent: Output tokens that were sent up to these events, theirs included.
+        """
+        ...
+
+    async def settle(self, generation: Generation) -> str:
+        """Do what must be done before a client knows that the answer has ended.
+
+        A whole answer was written before, a stream's end was not. Returns a warning for the client; empty for none.
+        """
+        ...
+
+    def closing(self, generation: Generation) -> Sequence[Event]:
+        """What a stream ends with, when all choices have ended."""
+        ...
+
+    def failed(self, error: ApiError) -> Sequence[Event]:
+        """What a stream ends with that cannot go on."""
+        ...

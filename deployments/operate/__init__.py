@@ -1,0 +1,1 @@
+"""What does an operator see and change in a running service?"""

@@ -1,0 +1,315 @@
+"""The adapters that requests can name: configured ones, and those loaded while the service runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.responses import PlainTextResponse
+
+from cluster.config.app import AppArgs
+from cluster.config.lora import LoraConfig
+from cluster.models.sources import draft_source, target_source
+from deployments.http.answers import while_connected
+from deployments.http.context import ApiOf, ArrivalOf
+from deployments.http.errors import ApiError
+from deployments.http.ignored import with_ignored
+from deployments.http.schemas.adapters import LoadAdapterBody, UnloadAdapterBody
+from deployments.http.service import ServedModel
+from deployments.http.store import NOTHING, Changes, Store
+from deployments.http.strict_json import StrictJsonRoute
+from deployments.transport.link import spawn
+from specdec.checkpoint.fingerprint import ADAPTER_WEIGHTS, adapter_folder, adapter_reference
+from specdec.core.errors import InvalidParameterError, ModelLoadError, ServiceUnavailableError, SpecdecError
+from specdec.core.types import Adapter
+from specdec.models.describe import linear_shapes
+from specdec.models.loading import ModelSource
+from specdec.models.lora.checkpoint import AdapterCheckpoint
+
+logger = logging.getLogger("ray.serve")
+
+_HUB_ID = re.compile(r"[\w-]+(\.[\w-]+)*/[\w-]+(\.[\w-]+)*(@\w[\w.-]*)?")
+_MAX_HUB_ID = 200
+"""Characters."""
+MAX_ADAPTERS = 100_000
+"""That requests can load."""
+_NUM_WORKERS = 2
+"""Threads of their own, as a hub may take its time: other requests need those of the event loop."""
+_WATCH_S, _RETRY_S = 30.0, 1.0
+_T = TypeVar("_T")
+
+
+Twins = tuple[Adapter, Adapter | None]
+"""An adapter, and its twin for the draft model, if it has one."""
+_ENCODE = msgspec.json.encode
+_DECODE = msgspec.json.Decoder(tuple[str, Adapter, Adapter | None]).decode
+"""In the store: the fingerprint of the model that an adapter was checked against, and the adapter with its twin."""
+
+
+def configured_adapters(args: AppArgs, base: ServedModel) -> tuple[ServedModel, ...]:
+    """The adapters that are always there.
+
+    Raises:
+        InvalidParameterError: One cannot be found, or cannot be served; or its name is a model's.
+    """
+    return tuple(_served(base, _checked_twins(args, base, one.name, one.path, one.draft)) for one in args.lora.adapters)
+
+
+def _served(base: ServedModel, twins: Twins) -> ServedModel:
+    """An adapter of ``base`` as a model that requests can name."""
+    adapter, twin = twins
+    decision = f"{base.decision}:{adapter.fingerprint}"
+    return replace(
+        base,
+        name=adapter.name,
+        decision=decision,
+        root=adapter.path,
+        parent=base.name,
+        adapter=adapter,
+        draft_adapter=twin,
+    )
+
+
+def _checked_twins(args: AppArgs, base: ServedModel, name: str, path: str, draft: str | None) -> Twins:
+    """An adapter of ``base``, checked against the models' layers.
+
+    Raises:
+        InvalidParameterError: It, or its twin, cannot be found, or cannot be served; or the name is a model's.
+    """
+    if name in (base.name, f"{base.name}-draft") or name.startswith(f"{base.name}:"):
+        raise InvalidParameterError("lora_name", f"lora_name: {name} is, or begins like, the name of a model")
+    adapter = _checked("lora_path", target_source(args), args.lora, name, path)
+    return adapter, None if draft is None else _checked("draft_lora_path", draft_source(args), args.lora, name, draft)
+
+
+def _check_layers(args: AppArgs, adapter: Adapter, twin: Adapter | None) -> None:
+    """Raise :class:`ModelLoadError` where an adapter, or its twin, does not fit the models' layers."""
+    for one, source in ((adapter, target_source(args)), (twin, draft_source(args))):
+        if one is not None and source is not None:
+            AdapterCheckpoint(adapter_folder(one.path), linear_shapes(source), args.lora.max_rank)
+
+
+def _checked(parameter: str, source: ModelSource | None, config: LoraConfig, name: str, path: str) -> Adapter:
+    """An adapter of a model; of one that others load (a pool of drafts) only what it is."""
+    try:
+        if not Path(path).expanduser().is_dir():
+            _check_size(parameter, path, config.max_adapter_bytes)
+        adapter = adapter_reference(name, path)
+        if source is not None:
+            AdapterCheckpoint(adapter_folder(adapter.path), linear_shapes(source), config.max_rank)
+    except ModelLoadError as error:
+        raise InvalidParameterError(parameter, str(error)) from error
+    return adapter
+
+
+def _check_size(parameter: str, path: str, most: int) -> None:
+    """Refuse an adapter on the hub that is too large, before it is downloaded; what the hub does not tell is not."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    name, _, revision = path.partition("@")
+    try:
+        size = get_hf_file_metadata(hf_hub_url(name, ADAPTER_WEIGHTS, revision=revision or None)).size
+    except Exception:  # a lost connection is the HTTP client's own kind of error
+        return  # the download will say what is wrong, or its cache has the adapter
+    if size is not None and size > most:
+        text = f"{parameter}: {path} has {size} bytes; at most {most} are loaded (lora.max_adapter_bytes)"
+        raise InvalidParameterError(parameter, text)
+
+
+def allowed_path(config: LoraConfig, path: str, parameter: str) -> str:
+    """Where an adapter is that a request names: in the folder of the configuration, or on the hub.
+
+    Raises:
+        InvalidParameterError: It is neither, or the configuration does not allow it.
+    """
+    if config.folder is not None:
+        folder = Path(config.folder).expanduser().resolve()
+        with suppress(OSError, RuntimeError, ValueError):  # a name that is too long, links in a circle, a NUL
+            found = (folder / path).resolve()
+            if found.is_relative_to(folder) and found.is_dir():
+                return str(found)
+    if config.hub and len(path) <= _MAX_HUB_ID and _HUB_ID.fullmatch(path) and not Path(path).exists():
+        return path
+    allowed = [f"a folder in {config.folder}"] if config.folder is not None else []
+    allowed += ["a hub id"] if config.hub else []
+    raise InvalidParameterError(parameter, f"{parameter} must be {' or '.join(allowed)}")
+
+
+class LoadedAdapters:
+    """What was loaded by requests. A sequence carries its adapter, so that unloading one ends no stream.
+
+    The store holds them for all ingresses: the last write wins, wherever it was made.
+
+    Args:
+        args: The service's configuration.
+        base: The model that they change.
+        store: Holds them, by name.
+        publish: Told of each change: a name, and what it means now; None where it means nothing any more.
+    """
+
+    def __init__(
+        self,
+        args: AppArgs,
+        base: ServedModel,
+        store: Store,
+        publish: Callable[[str, ServedModel | None], None],
+    ) -> None:
+        self._args, self._base, self._store, self._publish = args, base, store, publish
+        self._known: dict[str, Twins] = {}
+        self._version = NOTHING
+        self._has_read = asyncio.Event()
+        self._one_by_one = asyncio.Lock()
+        self._workers = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="adapters")
+        self._configured = frozenset(one.name for one in args.lora.adapters)
+
+    def set_configured(self, names: Iterable[str]) -> None:
+        """Refuse these names, which are the configuration's own."""
+        self._configured = frozenset(names)
+
+    def start(self) -> None:
+        """Follow the store from now on, on the event loop."""
+        self._task = spawn(self._watch())
+
+    def close(self) -> None:
+        """Follow it no more."""
+        self._task.cancel()
+
+    async def _watch(self) -> None:
+        failure = ""
+        while True:
+            try:
+                await self._apply(await self._store.changes(self._version, _WATCH_S))
+                failure = ""
+            except ServiceUnavailableError as error:
+                if not failure:
+                    logger.warning("Adapters that others load are not seen for now: %s", error)
+                failure = str(error)
+                await asyncio.sleep(_RETRY_S)
+
+    async def read(self, timeout_s: float) -> None:
+        """Return when the store was read for the first time, or did not answer in time."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._has_read.wait(), timeout_s)
+
+    async def refresh(self) -> None:
+        """Take in what has changed up to now.
+
+        Raises:
+            ServiceUnavailableError: The store does not answer.
+        """
+        await self._apply(await self._store.changes(self._version, 0.0))
+
+    async def load(self, name: str, path: str, draft: str | None, in_place: bool) -> None:
+        """Check an adapter, and let requests name it.
+
+        Raises:
+            InvalidParameterError: It cannot be served, it is not where adapters may be, or the name is taken.
+            ServiceUnavailableError: The store does not answer.
+            ApiError: 504: it took too long. A download that runs goes on, into the hub's cache.
+        """
+        config = self._args.lora
+        path = allowed_path(config, path, "lora_path")
+        draft = None if draft is None else allowed_path(config, draft, "draft_lora_path")
+        try:
+            async with asyncio.timeout(config.load_timeout_s):
+                twins = await self._run(_checked_twins, self._args, self._base, name, path, draft)
+        except TimeoutError:
+            text = f"the adapter was not there within {config.load_timeout_s:g} s (lora.load_timeout_s)"
+            raise ApiError(504, text, "timeout_error", code="load_timeout") from None
+        async with self._one_by_one:
+            await self.refresh()
+            held = self._known.get(name)
+            if name in self._configured or (held is not None and held != twins and not in_place):
+                raise InvalidParameterError("lora_name", f"lora_name: there is another adapter of the name {name}")
+            if held is None and len(self._known) >= MAX_ADAPTERS:
+                raise InvalidParameterError("lora_name", f"lora_name: {MAX_ADAPTERS} adapters are loaded: unload some")
+            await self._store.assign(name, _ENCODE((self._base.decision, *twins)))
+            await self.refresh()
+
+    async def unload(self, name: str) -> bool:
+        """Let no new request name an adapter; whether there was one.
+
+        Raises:
+            InvalidParameterError: It is one of the configuration.
+            ServiceUnavailableError: The store does not answer.
+        """
+        if name in self._configured:
+            raise InvalidParameterError("lora_name", f"lora_name: {name} is one of the configuration, lora.adapters")
+        async with self._one_by_one:
+            was_there = await self._store.assign(name, None)
+            await self.refresh()
+        return was_there
+
+    async def _apply(self, changes: Changes) -> None:
+        """Take in changes, unless newer ones came first: a watcher and a request may both have asked."""
+        values = {name: None if value is None else _DECODE(value) for name, value in changes.values.items()}
+        checked = {name: value and await self._of_this_model(name, *value) for name, value in values.items()}
+        is_same_store = changes.version[0] == self._version[0]
+        if is_same_store and changes.version[1] < self._version[1]:
+            return
+        if changes.is_all:
+            if self._version != NOTHING and self._known:
+                logger.warning("The store of loaded adapters has lost what it had: it knows %d now", len(checked))
+            checked = dict.fromkeys(self._known, None) | checked
+        self._version = changes.version
+        for name, twins in checked.items():
+            if name in self._configured:  # by this version; another one may have let it be loaded
+                continue
+            if twins is None:
+                self._known.pop(name, None)
+            else:
+                self._known[name] = twins
+            self._publish(name, None if twins is None else _served(self._base, twins))
+        self._has_read.set()
+
+    async def _of_this_model(self, name: str, decision: str, adapter: Adapter, twin: Adapter | None) -> Twins | None:
+        """An adapter from the store; None where it was loaded for another model and does not fit this one's layers."""
+        if decision != self._base.decision:
+            try:
+                await self._run(_check_layers, self._args, adapter, twin)
+            except SpecdecError as error:
+                logger.warning("The adapter %r was loaded for another model, and does not fit: %s", name, error)
+                return None
+        return adapter, twin
+
+    async def _run(self, work: Callable[..., _T], *args: Any) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._workers, partial(work, *args))
+
+
+def add_adapter_routes(app: FastAPI, adapters: LoadedAdapters) -> None:
+    """Let administrators load and unload adapters, by vLLM's paths and bodies.
+
+    Args:
+        app: Gets the routes.
+        adapters: Are changed.
+    """
+    router = APIRouter(prefix="/v1", route_class=StrictJsonRoute)
+
+    @router.post("/load_lora_adapter")
+    async def load_lora_adapter(body: LoadAdapterBody, request: Request, api: ApiOf, arrival: ArrivalOf) -> Response:
+        api.check_admin(arrival, f"load_lora_adapter lora_name={body.lora_name!r} lora_path={body.lora_path!r}")
+        ignored = api.ignored.names(body)
+        load = adapters.load(body.lora_name, body.lora_path, body.draft_lora_path, bool(body.load_inplace))
+        await while_connected(request.receive, load)
+        return with_ignored(PlainTextResponse(f"Success: the LoRA adapter {body.lora_name!r} is loaded."), ignored)
+
+    @router.post("/unload_lora_adapter")
+    async def unload_lora_adapter(body: UnloadAdapterBody, api: ApiOf, arrival: ArrivalOf) -> Response:
+        api.check_admin(arrival, f"unload_lora_adapter lora_name={body.lora_name!r}")
+        ignored = api.ignored.names(body)
+        if not await adapters.unload(body.lora_name):
+            message = f"there is no adapter {body.lora_name!r} that was loaded"
+            raise ApiError(404, message, param="lora_name", code="model_not_found")
+        return with_ignored(PlainTextResponse(f"Success: the LoRA adapter {body.lora_name!r} is unloaded."), ignored)
+
+    app.include_router(router)

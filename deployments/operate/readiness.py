@@ -1,0 +1,110 @@
+"""What replicas are asked, and whether what they answer makes a service that is ready."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from specdec.drafting.length.plans import WorkerKind
+
+logger = logging.getLogger("ray.serve")
+
+PATIENCE_S = 2.0
+"""How long a replica may take to answer."""
+STALE_S = 10.0
+"""For how long answers hold where none come any more."""
+
+
+class ReplicaPoll:
+    """A method of every replica of a deployment, asked not too often however often its answers are wanted.
+
+    A replica that is gone or hangs has no answer, and costs nobody else's. Where none answers because all hang, their
+    answers of before hold for :data:`STALE_S`, as a pause of one second should not make a service unready.
+
+    Args:
+        handle: Gives a handle of the deployment; may raise as long as there is none.
+        method: Called without arguments.
+        fresh_s: Answers are asked for again when they are older than this.
+
+    Attributes:
+        answers: The newest.
+        num_failures: Times that a replica did not answer.
+    """
+
+    def __init__(self, handle: Callable[[], Any], method: str, fresh_s: float) -> None:
+        self._handle = handle
+        self._method = method
+        self._fresh_s = fresh_s
+        self._asked_s = self._answered_s = float("-inf")
+        self._lock = asyncio.Lock()
+        self._silence = ""
+        self.answers: list[Any] = []
+        self.num_failures = 0
+
+    async def get(self) -> list[Any]:
+        """The newest answers; never raises."""
+        async with self._lock:
+            if time.monotonic() - self._asked_s >= self._fresh_s:
+                await self._ask()
+                self._asked_s = time.monotonic()
+        return self.answers
+
+    async def _ask(self) -> None:
+        try:
+            found = await asyncio.wait_for(self._replicas(), PATIENCE_S)
+        except Exception as error:  # no application, no replica
+            is_news, self._silence = repr(error) != self._silence, repr(error)
+            logger.log(logging.INFO if is_news else logging.DEBUG, "Nobody answers %s: %r", self._method, error)
+            self.answers = []
+            return
+        self._silence = ""
+        asked = (asyncio.wait_for(replica.get_async(), PATIENCE_S) for replica in found)
+        told = await asyncio.gather(*asked, return_exceptions=True)
+        failed = [answer for answer in told if isinstance(answer, BaseException)]
+        answers = [answer for answer in told if not isinstance(answer, BaseException)]
+        self.num_failures += len(failed)
+        for failure in failed:
+            why = f"timed out after {PATIENCE_S:g} s" if isinstance(failure, TimeoutError) else repr(failure)
+            logger.warning("A replica did not answer %s: %s", self._method, why)
+        all_hang = not answers and any(isinstance(failure, TimeoutError) for failure in failed)
+        if not all_hang:
+            self._answered_s = time.monotonic()
+        if not all_hang or time.monotonic() - self._answered_s > STALE_S:
+            self.answers = answers
+
+    async def _replicas(self) -> list[Any]:
+        """One pending answer for each replica: Serve's public method gives all answers or, where one hangs, none."""
+        found: list[Any] = await self._handle().broadcast(self._method)._fetch_replica_results_async()
+        return found
+
+
+RequiredPart = Literal["ingress", "router", "target"]
+Workers = Mapping[str, tuple[WorkerKind, bool]]
+"""What one router tells: its workers by name, the kind of each, and whether it drains."""
+
+
+def missing_parts(refusals: Sequence[str], routers: Sequence[Workers]) -> dict[RequiredPart, str]:
+    """What the service lacks to take requests, and why; nothing where it is ready.
+
+    Ready means: an ingress that takes requests, a router, and a target that takes sequences.
+
+    Args:
+        refusals: Why each ingress that answered takes no requests; empty where it does.
+        routers: What the routers that answered tell.
+    """
+    missing: dict[RequiredPart, str] = {}
+    if not refusals:
+        missing["ingress"] = "no replica answers"
+    elif all(refusals):
+        missing["ingress"] = refusals[0]
+    if not routers:
+        missing["router"] = "no replica answers"
+    targets = [is_draining for workers in routers for kind, is_draining in workers.values() if kind == "target"]
+    if not targets:
+        missing["target"] = "no router has a link to one"
+    elif all(targets):
+        missing["target"] = "all of them drain"
+    return missing

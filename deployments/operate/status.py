@@ -1,0 +1,142 @@
+"""``/health`` and ``/metrics``: applications of their own, so that they do not queue behind requests.
+
+Each is one small replica that asks those of the service, and answers for all of them.
+No postponed annotations here: Serve makes a builder's argument by the class that its annotation is.
+"""
+
+import asyncio
+import logging
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import Field
+from ray import serve
+from ray.serve import Application
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from cluster.config.base import StrictModel
+from cluster.config.environment import api_keys
+from cluster.launch.startup import starting
+from deployments.http.errors import ApiError
+from deployments.http.keys import ApiKeys
+from deployments.metrics.page import metrics_page
+from deployments.names import DEPLOYMENTS, DRAFT, INGRESS, ROUTER, TARGET
+from deployments.operate.live import WatchedFile
+from deployments.operate.readiness import PATIENCE_S, ReplicaPoll, missing_parts
+from deployments.operate.update_watch import UpdateWatch
+from specdec.core.errors import SpecdecError
+
+logger = logging.getLogger("ray.serve")
+
+_HEALTH_S, _METRICS_S = 1.0, 0.1
+"""For how long an answer holds, however often it is asked for."""
+
+_OPTIONS: dict[str, Any] = {
+    "ray_actor_options": {"num_cpus": 0},
+    "max_ongoing_requests": 1000,
+    "health_check_period_s": 1.0,
+    "max_surge_percent": 100,
+    "graceful_shutdown_timeout_s": 2.0,
+    "graceful_shutdown_wait_loop_s": 0.2,
+}
+
+
+class StatusArgs(StrictModel):
+    """Arguments of both builders."""
+
+    application: str = Field("specdec", min_length=1, description="name of the application that is told of")
+    update_timeout_s: float = Field(900.0, gt=0, description="an update that takes longer is told as late")
+    draft_pool: str | None = Field(None, min_length=1, description="name of the application of its drafters, a pool")
+    metrics_need_key: bool = Field(True, description="where there are API keys, ask for one at /metrics")
+    api_keys_file: str | None = Field(
+        None, min_length=1, description="file with API keys, as in the application's args"
+    )
+
+
+class Health:
+    """200 while requests can be served, else 503 with what is missing, and what replicas that start do."""
+
+    def __init__(self, args: StatusArgs) -> None:
+        self._application = args.application
+        self._ingresses = _asked(args, INGRESS, "refusal", _HEALTH_S)
+        self._routers = _asked(args, ROUTER, "workers", _HEALTH_S)
+        self._update = UpdateWatch(args.application, args.update_timeout_s)
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer."""
+        if request.method not in ("GET", "HEAD"):
+            headers = {"Allow": "GET, HEAD"}
+            text = f"{request.method} is not allowed on /health"
+            return ApiError(405, text, code="method_not_allowed", headers=headers).response()
+        ingresses, routers, update = await asyncio.gather(
+            self._ingresses.get(), self._routers.get(), self._update.get()
+        )
+        missing = missing_parts(ingresses, routers)
+        of_update = {} if update is None else {"update": update}
+        if not missing:
+            return JSONResponse({"status": "ready", "missing": {}} | of_update)
+        stages = await self._stages()
+        if "target" in missing and TARGET in stages:
+            missing["target"] = stages[TARGET]
+        return JSONResponse({"status": "unavailable", "missing": missing, "starting": stages} | of_update, 503)
+
+    async def check_health(self) -> None:
+        """Serve's health check, once a second: how long an update takes is counted even if nobody asks."""
+        await self._update.get()
+
+    async def _stages(self) -> dict[str, str]:
+        """What replicas that start do, by deployment; nothing where Ray's head does not answer."""
+        try:
+            return await asyncio.wait_for(asyncio.to_thread(starting, self._application), PATIENCE_S)
+        except Exception as error:
+            logger.info("Nobody knows what replicas do that start: %r", error)
+            return {}
+
+
+class Metrics:
+    """All of the service's metrics on one page: for one machine. On a cluster Ray's exporters have the same series."""
+
+    def __init__(self, args: StatusArgs) -> None:
+        self._args = args
+        self._asked = {name: _asked(args, name, "metrics_page", _METRICS_S) for name in DEPLOYMENTS}
+        self._keys_file = WatchedFile(args.api_keys_file)
+        self._keys = self._read_keys()
+
+    def _read_keys(self) -> ApiKeys:
+        args = self._args
+        return ApiKeys(api_keys(args.api_keys_file) if args.metrics_need_key else {})
+
+    async def check_health(self) -> None:
+        """Serve's health check, once a second: API keys are read again when their file has changed."""
+        if self._keys_file.has_changed():
+            try:
+                self._keys = self._read_keys()
+            except SpecdecError as error:
+                logger.error("access.api_keys_file is refused, and the keys of before hold: %s", error)
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer."""
+        try:
+            self._keys.check(request.headers.get("authorization", ""))
+        except ApiError as error:
+            return error.response()
+        pages = await asyncio.gather(*(asked.get() for asked in self._asked.values()))
+        failures = {name: asked.num_failures for name, asked in self._asked.items()}
+        text = metrics_page([page for found in pages for page in found], failures)
+        return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def _asked(args: StatusArgs, deployment: str, method: str, fresh_s: float) -> ReplicaPoll:
+    application = (deployment == DRAFT and args.draft_pool) or args.application
+    return ReplicaPoll(lambda: serve.get_deployment_handle(deployment, application), method, fresh_s)
+
+
+def build_health(args: StatusArgs) -> Application:
+    """The application at ``/health``."""
+    return serve.deployment(Health, name="Health").options(**_OPTIONS).bind(args)
+
+
+def build_metrics(args: StatusArgs) -> Application:
+    """The application at ``/metrics``."""
+    return serve.deployment(Metrics, name="Metrics").options(**_OPTIONS).bind(args)

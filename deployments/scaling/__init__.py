@@ -1,0 +1,1 @@
+"""When are replicas added and removed?"""

@@ -1,0 +1,126 @@
+"""What the HTTP application asks tokens of: the ingress' machine, and an inbox per open sequence."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
+from types import MappingProxyType
+
+from deployments.http.service import ModelInfo, SequenceRequest, ServedModel, TokenDelta
+from deployments.inbox import Inbox
+from deployments.transport.host import LoopHost
+from specdec.core.errors import SequenceFailedError, ServiceUnavailableError
+from specdec.protocol.ingress import DRAINING, MODEL_REPLACED, IngressMachine
+
+FAILED = "this ingress has failed"
+PASSING = frozenset({FAILED, DRAINING, MODEL_REPLACED})
+"""Reasons of an error for which the same request may be sent again: elsewhere, or later, it may succeed."""
+
+
+class RoutedTokens:
+    """A :class:`deployments.http.service.TokenService` over the routers.
+
+    Args:
+        info: What is served.
+
+    Attributes:
+        is_draining: Whether new sequences are refused.
+    """
+
+    def __init__(self, info: ModelInfo) -> None:
+        self._adapters = dict(info.adapters)
+        self._info = replace(info, adapters=MappingProxyType(self._adapters))
+        self._inboxes: dict[str, Inbox] = {}
+        self._host: LoopHost[IngressMachine] | None = None
+        self._has_router: Callable[[], bool] = lambda: False
+        self.is_draining = False
+
+    def connect(self, host: LoopHost[IngressMachine], has_router: Callable[[], bool]) -> None:
+        """Take requests from now on."""
+        self._host, self._has_router = host, has_router
+        host.on_failed = self.fail
+
+    def deliver(self, machine: IngressMachine) -> None:
+        """Hand what the machine delivers to those who wait for it; after each of its turns."""
+        for delivery in machine.take_deliveries():
+            inbox = self._inboxes.get(delivery.seq)
+            if inbox is not None:
+                inbox.put(TokenDelta(delivery.tokens, delivery.notes, delivery.finish, delivery.plan, delivery.reason))
+
+    def fail(self, _failure: Exception) -> None:
+        """End all open sequences with an error: the machine has failed, and nothing comes any more."""
+        for inbox in self._inboxes.values():
+            inbox.put(TokenDelta(finish="error", reason=FAILED))
+
+    def drain(self) -> None:
+        """Refuse new sequences from now on; open ones go on."""
+        self.is_draining = True
+
+    @property
+    def num_open(self) -> int:
+        """Sequences that are open."""
+        return len(self._inboxes)
+
+    def state(self) -> str:
+        """For operators: why sequences are not taken, and how many are open still; empty where they are taken."""
+        refusal = self.refusal()
+        return f"{refusal}; {self.num_open} still run" if refusal and self.is_draining else refusal
+
+    def refusal(self) -> str:
+        """Why sequences are not taken; empty where they are."""
+        if self._host is not None and self._host.failed:
+            return FAILED
+        if self.is_draining:
+            return "this ingress drains: it takes no new requests"
+        return "" if self._has_router() else "no router can be reached"
+
+    def model_info(self) -> ModelInfo:
+        """What is served."""
+        return self._info
+
+    def set_adapter(self, name: str, adapter: ServedModel | None) -> None:
+        """Let new requests name an adapter, or with None no longer; open ones keep theirs.
+
+        One change costs the same whether there are 4 adapters or 4,000.
+        """
+        if adapter is None:
+            self._adapters.pop(name, None)
+        else:
+            self._adapters[name] = adapter
+
+    def check_health(self) -> None:
+        """Return if sequences are taken.
+
+        Raises:
+            ServiceUnavailableError: They are not.
+        """
+        refusal = self.refusal()
+        if refusal:
+            raise ServiceUnavailableError(refusal)
+
+    async def open(self, request: SequenceRequest) -> AsyncGenerator[TokenDelta]:
+        """Generate one sequence; closing the generator cancels it.
+
+        Raises:
+            ServiceUnavailableError: Sequences are not taken now.
+            SequenceFailedError: It ended with an error.
+        """
+        self.check_health()
+        assert self._host is not None
+        seq, inbox = request.seq, Inbox()
+        spec = replace(request.spec, model=request.model, cache_salt=request.cache_salt or "")
+        self._inboxes[seq] = inbox
+        try:
+            self._host.tell(lambda machine, now_s: machine.start(seq, request.prompt, spec, now_s))
+            finished = False
+            while not finished:
+                delta = await inbox.take()
+                if delta.finish == "error":
+                    if delta.tokens:
+                        yield replace(delta, finish=None)
+                    raise SequenceFailedError(delta.reason, is_passing=delta.reason in PASSING)
+                finished = delta.finish is not None
+                yield delta
+        finally:
+            del self._inboxes[seq]
+            self._host.tell(lambda machine, now_s: machine.cancel(seq))

@@ -1,0 +1,1 @@
+"""Who owns which memory? Blocks of keys and values, prefixes, sequences, recurrent states."""

@@ -1,0 +1,237 @@
+"""The recurrent states of many sequences on one model: pooled, and brought back to earlier lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from specdec.cache.recurrent.binding import RecurrentLayer, ScanShape
+from specdec.cache.recurrent.prefixes import PrefixStates
+from specdec.cache.recurrent.rescan import Rescan
+from specdec.cache.recurrent.slots import SequenceState, StateSlots, Window
+from specdec.core.errors import InvalidParameterError
+from specdec.kernels.conv import ConvWindows
+from specdec.kernels.recurrent_metadata import StateStep
+from specdec.kernels.scan import Scan
+
+MIN_WINDOW_TOKENS = 4
+"""What the admission check takes back."""
+
+
+class ScanStates(Protocol):
+    """What is kept of one scan for every slot."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots."""
+        ...
+
+    def clear(self, slots: Sequence[int]) -> None:
+        """Make slots those of empty sequences."""
+        ...
+
+    def copy(self, source: int, destination: int) -> None:
+        """Make a slot like another."""
+        ...
+
+    def run(self, scan: Scan, step: StateStep) -> torch.Tensor:
+        """Scan every row from its own state, and keep what comes of it: outputs [1, N, ...]."""
+        ...
+
+
+def scan_states(shape: ScanShape, num_slots: int, window: Window) -> ScanStates:
+    """What is kept of a scan."""
+    return Rescan(shape.state_shape, shape.input_shapes, num_slots, window.num_tokens, shape.device)
+
+
+class StatePool:
+    """State slots, and the tensors of all recurrent layers behind them. Used by one thread at a time.
+
+    Up to half of the slots hold copies for prompts that begin alike, while no sequence wants them.
+
+    Args:
+        layers: The model's recurrent layers.
+        num_slots: Most sequences and branches at once.
+        window: How far back they can go.
+        make_states: What keeps the states of a scan.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[RecurrentLayer],
+        num_slots: int,
+        window: Window,
+        make_states: Callable[[ScanShape, int, Window], ScanStates] = scan_states,
+    ) -> None:
+        self.window = window
+        self.slots = StateSlots(num_slots)
+        self.prefixes = PrefixStates(num_slots // 2)
+        self._uncleared: set[int] = set()
+        self._step: StateStep | None = None
+        self._next_scan: dict[int, int] = {}
+        num_kept = window.num_kept_tokens
+        self._convolutions = {
+            layer.index: ConvWindows(layer.convolution, num_slots, num_kept)
+            for layer in layers
+            if layer.convolution is not None
+        }
+        self._scans = {
+            layer.index: [make_states(shape, num_slots, window) for shape in layer.scans] for layer in layers
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots in all layers."""
+        return sum(keeper.num_bytes for keeper in self._keepers())
+
+    @property
+    def num_free(self) -> int:
+        """Slots nobody holds, those kept only for prefix reuse included."""
+        return self.slots.num_free + len(self.prefixes)
+
+    @property
+    def num_in_use(self) -> int:
+        """Slots some sequence or branch holds."""
+        return self.slots.num_in_use - len(self.prefixes)
+
+    @property
+    def num_reusable(self) -> int:
+        """Slots kept only for prefix reuse."""
+        return len(self.prefixes)
+
+    def take(self) -> SequenceState | None:
+        """The state of an empty sequence; None where no slot is free."""
+        state = self._take_slot()
+        if state is not None:
+            self._uncleared.add(state.slot)
+        return state
+
+    def copy(self, state: SequenceState) -> SequenceState | None:
+        """A state of its own that can be brought back like ``state``; None where no slot is free."""
+        copy = self._take_slot()
+        if copy is not None:
+            self._copy(state, copy)
+            copy.kept = state.kept
+        return copy
+
+    def keep_prefix(self, state: SequenceState, digests: Sequence[bytes], block_size: int) -> None:
+        """Copy a state for others that begin like its sequence, if that is worth a slot, and one is left for it.
+
+        Args:
+            state: Of a sequence that is at least as long as its digests say.
+            digests: Chained digests of its full, verified blocks.
+            block_size: Positions per block.
+        """
+        if not self.prefixes.is_wanted(state, digests, block_size):
+            return
+        if len(self.prefixes) >= self.prefixes.most:
+            self._drop_prefix()
+        copy = self.slots.take()
+        if copy is not None:
+            self._copy(state, copy)
+            self.prefixes.add(copy, digests, block_size)
+            state.kept = len(digests) * block_size
+
+    def reuse_prefix(self, digest: bytes, length: int) -> SequenceState | None:
+        """A state after the ``length`` tokens that end with the block of a digest; None where there is none."""
+        if digest not in self.prefixes:
+            return None
+        found = self.prefixes.find(digest)
+        is_last = not self.slots.num_free and len(self.prefixes) == 1
+        state = self.prefixes.pop() if is_last else self.copy(found)
+        if state is not None:
+            state.kept = length
+        return state
+
+    def give_back(self, state: SequenceState) -> None:
+        """Free a state's slot."""
+        self.slots.give_back(state)
+
+    def begin(self, step: StateStep) -> None:
+        """The step whose convolutions and scans come next; slots taken since the last one are cleared first."""
+        if self._uncleared:
+            slots = sorted(self._uncleared)
+            for keeper in self._keepers():
+                keeper.clear(slots)
+            self._uncleared.clear()
+        self._step = step
+        self._next_scan = dict.fromkeys(self._scans, 0)
+
+    def extended(self, inputs: torch.Tensor, index: int, state_idx: int, kernel_size: int | None) -> torch.Tensor:
+        """A convolution's inputs [1, C, N], each row's with those before it: [1, C, M]."""
+        assert self._step is not None, "begin() comes first"
+        return self._convolutions[index].extend(inputs, self._step)
+
+    def convolved(self, index: int, outputs: torch.Tensor) -> torch.Tensor:
+        """The step's own of a convolution's outputs [1, C, M]: [1, C, N]."""
+        assert self._step is not None, "begin() comes first"
+        return self._convolutions[index].outputs(outputs, self._step)
+
+    def scanned(self, index: int, scan: Scan) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scan every row from its own state, and keep what it takes to roll it back."""
+        assert self._step is not None, "begin() comes first"
+        keeper = self._scans[index][self._next_scan[index]]
+        self._next_scan[index] += 1
+        return scan.result(keeper.run(scan, self._step))
+
+    def _take_slot(self) -> SequenceState | None:
+        """A free slot, if need be that of the prefix which nobody has used for longest."""
+        if not self.slots.num_free:
+            self._drop_prefix()
+        return self.slots.take()
+
+    def _drop_prefix(self) -> None:
+        dropped = self.prefixes.pop()
+        if dropped is not None:
+            self.slots.give_back(dropped)
+
+    def _copy(self, state: SequenceState, copy: SequenceState) -> None:
+        copy.oldest, copy.newest = state.oldest, state.newest
+        if state.slot in self._uncleared:  # of an empty sequence that no step has read yet
+            self._uncleared.add(copy.slot)
+            return
+        self._uncleared.discard(copy.slot)
+        for keeper in self._keepers():
+            keeper.copy(state.slot, copy.slot)
+
+    def _keepers(self) -> list[ConvWindows | ScanStates]:
+        return [*self._convolutions.values(), *(keeper for keepers in self._scans.values() for keeper in keepers)]
+
+
+def checked_window(num_tokens: int) -> Window:
+    """A window of ``num_tokens``.
+
+    Raises:
+        InvalidParameterError: it is too short.
+    """
+    if num_tokens < MIN_WINDOW_TOKENS:
+        message = f"rollback_tokens must be at least {MIN_WINDOW_TOKENS}, got {num_tokens}"
+        raise InvalidParameterError("rollback_tokens", message)
+    return Window(num_tokens)
+
+
+def state_bytes(layers: Sequence[RecurrentLayer]) -> int:
+    """Bytes of one sequence's states and convolution windows at one position."""
+    return sum(
+        sum(_numbers(scan.state_shape) * 4 for scan in layer.scans)
+        + (layer.convolution.bytes_per_slot(0) if layer.convolution is not None else 0)
+        for layer in layers
+    )
+
+
+def bytes_per_slot(layers: Sequence[RecurrentLayer], window: Window) -> int:
+    """Bytes of one slot in all layers: what a sequence's state and its way back take."""
+    total = 0
+    for layer in layers:
+        if layer.convolution is not None:
+            total += layer.convolution.bytes_per_slot(window.num_kept_tokens)
+        for scan in layer.scans:
+            per_token = sum(_numbers(shape) * dtype.itemsize for shape, dtype in scan.input_shapes)
+            total += 2 * _numbers(scan.state_shape) * 4 + window.num_kept_tokens * per_token
+    return total
+
+
+def _numbers(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()

@@ -1,0 +1,1 @@
+"""What does a model's folder say? Its shape, tokenizer, vocabulary and fingerprint, read without torch."""

@@ -1,0 +1,169 @@
+"""What decides a model's tokens, as short texts: processes of other fingerprints serve other models.
+
+Nothing here imports torch, so that a process without a model can tell which model it speaks of.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from io import BufferedIOBase
+from pathlib import Path
+from typing import Any
+
+from specdec.checkpoint.file_hashes import file_hashes
+from specdec.checkpoint.weight_files import check_weight_files
+from specdec.core.errors import ModelLoadError
+from specdec.core.types import Adapter
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""Files of a LoRA checkpoint."""
+_CONFIGURATION = ("config.json", "generation_config.json", ADAPTER_CONFIG, "*quant*_config.json")
+_TOKENIZER = (
+    "tokenizer*",
+    "vocab*",
+    "merges*",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template*",
+    "*.model",
+    "*.tiktoken",
+)
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+_DIGITS = 16
+
+
+def digest(parts: Mapping[str, Any]) -> str:
+    """A short text that differs where any part differs; the parts are what JSON can hold."""
+    text = json.dumps(parts, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
+
+
+def model_fingerprint(path: str, revision: str | None = None, token: str | None = None) -> str:
+    """What a model is: of a local folder its content, never its name or age; of a hub id the commit.
+
+    Every byte of the weights counts. The hashes of large files are kept: see :mod:`specdec.checkpoint.file_hashes`.
+
+    Args:
+        path: Hub id or local folder.
+        revision: Branch, tag or commit on the hub; None is the default branch.
+        token: Hub token for gated models.
+
+    Raises:
+        ModelLoadError: It cannot be found or read, or a file of weights is missing or damaged.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        return digest({"hub": path, "commit": _cached_folder(path, revision, token).name})
+    try:
+        check_weight_files(folder)
+        files = file_hashes(_found(folder, _CONFIGURATION + _TOKENIZER + _WEIGHTS))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"the fingerprint of {path} cannot be taken: {error}") from error
+    return digest(files)
+
+
+def adapter_folder(path: str) -> Path:
+    """The folder of a LoRA checkpoint, downloaded if need be; takes and raises what :func:`adapter_reference` does."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
+        raise ModelLoadError(f"there is no folder {path}")
+    name, _, revision = path.partition("@")
+    _get(name, ADAPTER_WEIGHTS, revision or None, None)
+    return _cached_folder(name, revision or None, None, ADAPTER_CONFIG)
+
+
+def adapter_reference(name: str, path: str) -> Adapter:
+    """An adapter as sequences name it, by all that its checkpoint holds now.
+
+    Args:
+        name: By which requests ask for it.
+        path: Local folder, or hub id, with ``@`` and a branch, tag or commit where that counts. The reference has the
+            commit: a later one is another adapter, and a worker whose cache has this one does not ask the hub.
+
+    Raises:
+        ModelLoadError: It cannot be found or read.
+    """
+    folder = adapter_folder(path)
+    try:
+        for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+            if not (folder / file).is_file():
+                raise ModelLoadError(f"the adapter {path} has no {file}")
+        with (folder / ADAPTER_CONFIG).open("rb") as config, (folder / ADAPTER_WEIGHTS).open("rb") as weights:
+            fingerprint = adapter_fingerprint(config, weights)
+    except OSError as error:
+        raise ModelLoadError(f"the adapter {path} cannot be read: {error}") from error
+    is_local = Path(path).expanduser().is_dir()
+    found = str(folder.resolve()) if is_local else f"{path.partition('@')[0]}@{folder.name}"
+    return Adapter(name, found, fingerprint)
+
+
+def adapter_fingerprint(config: BufferedIOBase, weights: BufferedIOBase) -> str:
+    """Of the bytes of an adapter's two files."""
+    files = {ADAPTER_CONFIG: config, ADAPTER_WEIGHTS: weights}
+    return digest({name: hashlib.file_digest(file, "sha256").hexdigest() for name, file in files.items()})
+
+
+def vocabulary_fingerprint(path: str, revision: str | None = None, token: str | None = None) -> str:
+    """What a model's token ids mean: the same for all models that share a vocabulary.
+
+    Where there is no ``tokenizer.json``, all files of the tokenizer count. Takes and raises what
+    :func:`model_fingerprint` does.
+    """
+    folder = Path(path).expanduser()
+    try:
+        if not folder.is_dir():
+            folder = _cached_folder(path, revision, token, "tokenizer_config.json")
+            _get(path, "tokenizer.json", revision, token)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            return digest(file_hashes(_found(folder, _TOKENIZER)))
+        tokenizer = json.loads(file.read_text(encoding="utf-8"))
+        added = sorted((entry["id"], entry["content"]) for entry in tokenizer.get("added_tokens") or ())
+        return digest({"vocabulary": tokenizer["model"]["vocab"], "added": added})
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelLoadError(f"the vocabulary of {path} cannot be read: {error}") from error
+
+
+def torchao_version() -> str:
+    """The version of torchao.
+
+    Raises:
+        ModelLoadError: It is not installed.
+    """
+    try:
+        return version("torchao")
+    except PackageNotFoundError:
+        raise ModelLoadError("quantization needs torchao: pip install 'specdec-serve[quantization]'") from None
+
+
+def _found(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    return sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
+
+
+def _cached_folder(name: str, revision: str | None, token: str | None, file: str = "config.json") -> Path:
+    """The folder of the hub's cache that holds a model's files; its name is the commit."""
+    found = _get(name, file, revision, token)
+    if found is None:
+        raise ModelLoadError(f"{name} has no {file}")
+    return found.parent
+
+
+def _get(name: str, file: str, revision: str | None, token: str | None) -> Path | None:
+    """A file of a model on the hub, from its cache where that is current; None where the model has none."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(name, file, revision=revision, token=token))
+    except LocalEntryNotFoundError as error:
+        raise ModelLoadError(f"{file} of {name} is not in the hub's cache, and the hub does not answer") from error
+    except EntryNotFoundError:
+        return None
+    except Exception as error:  # a lost connection is the HTTP client's own kind of error
+        reason = " ".join(str(error).split())
+        raise ModelLoadError(f"{name} cannot be found on the hub: {reason}") from error

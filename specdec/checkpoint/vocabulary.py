@@ -1,0 +1,116 @@
+"""A draft model of another vocabulary: tokens of the target in the draft's own, and the draft's logits in the target's.
+
+Only tokens that both have are drafted, after the token-level intersection of Timor et al. 2025, "Accelerating LLM
+Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies". Whatever the draft reads, the
+target decides: nothing here touches the output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from llguidance import LLTokenizer
+from llguidance.hf import from_tokenizer
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from specdec.core.errors import IncompatiblePairError
+from specdec.core.types import Tokens
+
+_LEAST_SHARE = 0.1
+"""Of the target's tokens, how many a draft must have, or it could hardly ever say what the target says."""
+_NOT_SHARED = -1e4
+"""Logit of a token that the draft lacks: never drawn, unless a grammar allows no token that both have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """What each token of a target is to a draft model of another vocabulary.
+
+    Attributes:
+        spelled: Per token id of the target, the draft's token ids of the same text: one where it has the token.
+        beginning: What the draft's tokenizer puts before every text, where the target's puts nothing.
+        shared: int64 [number of shared tokens], their ids in the target's vocabulary, ascending.
+        shared_in_draft: int64 [number of shared tokens], the same tokens' ids in the draft's.
+    """
+
+    spelled: tuple[Tokens, ...]
+    beginning: Tokens
+    shared: Tensor
+    shared_in_draft: Tensor
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the target's vocabulary."""
+        return len(self.spelled)
+
+    def logits(self, draft_logits: Tensor) -> Tensor:
+        """The draft's logits [N, its width] as float32 [N, vocab_size], in the order of the target's tokens.
+
+        They lie where the maps do: see :meth:`on`.
+        """
+        logits = torch.full((len(draft_logits), self.vocab_size), _NOT_SHARED, device=draft_logits.device)
+        logits[:, self.shared] = draft_logits[:, self.shared_in_draft].float()
+        return logits
+
+    def on(self, device: torch.device) -> Translation:
+        """The same with its maps on a device; this object where they are there."""
+        if self.shared.device == device:
+            return self
+        return replace(self, shared=self.shared.to(device), shared_in_draft=self.shared_in_draft.to(device))
+
+
+def translate(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> Translation:
+    """Find what each token of a target is in a draft's vocabulary.
+
+    Special tokens are the same where they read the same, or where both begin or end a text.
+
+    Raises:
+        IncompatiblePairError: A tokenizer's tokens cannot be read as bytes, or the two have hardly a token in common.
+    """
+    ours, theirs = _Bytes.of(target, "target"), _Bytes.of(draft, "draft")
+    by_text: dict[tuple[bool, bytes], int] = {}
+    for i, text in enumerate(theirs.texts):
+        by_text.setdefault(text, i)
+    same: dict[int, int] = {}
+    for name in ("bos_token_id", "eos_token_id"):
+        if getattr(target, name) is not None and getattr(draft, name) is not None:
+            same[getattr(target, name)] = getattr(draft, name)
+    for i, text in enumerate(ours.texts):
+        if text[1] and text in by_text:
+            same.setdefault(i, by_text[text])
+    one_each: dict[int, int] = {}
+    for i, in_draft in same.items():
+        one_each.setdefault(in_draft, i)
+    if len(one_each) < _LEAST_SHARE * len(ours.texts):
+        raise IncompatiblePairError(
+            f"the target and the draft have {len(one_each)} of the target's {len(ours.texts)} tokens in common: "
+            f"at least {_LEAST_SHARE:.0%} are needed"
+        )
+    fallback = (draft.eos_token_id or 0,)
+    spelled = tuple(
+        (same[i],) if i in same else tuple(theirs.tokenizer.tokenize_bytes(text[1])) or fallback
+        for i, text in enumerate(ours.texts)
+    )
+    pairs = sorted((i, in_draft) for in_draft, i in one_each.items())
+    shared, shared_in_draft = torch.tensor(pairs, dtype=torch.int64).T.contiguous()
+    beginning = () if target("").input_ids else tuple(draft("").input_ids)
+    return Translation(spelled, beginning, shared, shared_in_draft)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bytes:
+    """A tokenizer by its bytes; per token id whether it is special, and its bytes."""
+
+    tokenizer: LLTokenizer
+    texts: tuple[tuple[bool, bytes], ...]
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, role: str) -> _Bytes:
+        try:
+            read = from_tokenizer(tokenizer)
+        except ValueError as error:
+            raise IncompatiblePairError(f"the tokens of the {role} cannot be read as bytes: {error}") from error
+        ids = range(read.vocab_size)
+        return cls(read, tuple((read.is_special_token(i), read.decode_bytes([i])) for i in ids))

@@ -1,0 +1,202 @@
+"""The borders between the protocol's state machines and the models that do the work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+from specdec.core.drafts import NO_DRAFT, Draft, DraftSource
+from specdec.core.log import TokenLog
+from specdec.core.messages import Candidates
+from specdec.core.params import SequenceSpec
+from specdec.core.tokens import TokenSequence
+from specdec.core.types import PromptLogprobs, TokenLogprobs, Tokens
+
+
+class Status(Enum):
+    """What a backend did with a job in one step."""
+
+    DECIDED = "decided"
+    """It has a result."""
+    PREFILLING = "prefilling"
+    """It read a part of the sequence's tokens; give the same job again."""
+    WAITING = "waiting"
+    """There was no room; the sequence holds nothing, or what it held was taken. Give the same job again."""
+    FAILED = "failed"
+    """It raised an error of its own, and of no other job of the step; it must not be given again."""
+
+
+class VerifyJob(NamedTuple):
+    """Bring a sequence's state to ``log``, verify ``draft`` after it, and decide what comes next.
+
+    Attributes:
+        key: The sequence; the backend keeps its state under this name until ``release``.
+        log: All committed tokens. Must not be changed by the backend.
+        draft: Proposed tokens, not longer than the worker wants committed at most, less one.
+        candidates: Under the rejection rule, what each draft token was drawn from; else empty.
+        source: What the draft is; empty where there is none.
+        room: How many tokens a backend that knows without a draft model what comes next may draft by itself.
+        parents: Where the draft is a tree, as in :class:`specdec.core.drafts.Draft`. A backend may verify less of
+            it, such as a chain.
+        wants_own: Whether what the backend itself proposes for the next round is of use.
+    """
+
+    key: str
+    log: TokenLog
+    draft: Tokens
+    spec: SequenceSpec
+    candidates: tuple[Candidates, ...] = ()
+    source: DraftSource = ""
+    room: int = 0
+    parents: Tokens = ()
+    wants_own: bool = True
+
+    @property
+    def proposed(self) -> Draft:
+        """The draft with all that is known of it."""
+        return Draft(self.draft, self.candidates, self.source, self.parents)
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What a target backend decided for one job.
+
+    Attributes:
+        run: The accepted draft tokens and the next token (corrected, bonus or plain); empty unless decided.
+        num_accepted: How many of them were drafted: ``len(run) - 1``, unless the rule leaves the bonus out.
+        num_drafted: How many draft tokens were verified (fewer than offered where memory is short), all of a tree.
+        logprobs: One entry per token of ``run``, if the request asked for them.
+        prompt_logprobs: With the first output token, if the request asked for them.
+        num_cached_tokens: With the first output token, how many of the prompt's tokens were not read for it.
+        is_forced: Whether the draft was not the job's but the backend's own.
+        reason: What went wrong, if the job has failed.
+        next_draft: What the backend itself proposes after ``run``, if anything.
+    """
+
+    status: Status
+    run: Tokens = ()
+    num_accepted: int = 0
+    num_drafted: int = 0
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    num_cached_tokens: int = 0
+    is_forced: bool = False
+    reason: str = ""
+    next_draft: Draft = NO_DRAFT
+
+
+class TargetBackend(Protocol):
+    """The tensor half of a target: caches, forward passes, sampling."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence, prompt and output together, in tokens."""
+        ...
+
+    def gauges(self) -> dict[str, float]:
+        """What it holds now, and what it has done since it started, by the names of the worker's report."""
+        ...
+
+    def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
+        """One step over a ragged batch; ``jobs`` come in order of arrival, and the last yield first when room is short.
+
+        Returns one entry per job, in their order. A key held by the backend that has no job in this call may lose its
+        state where room is short; it is rebuilt from the log when its next job comes.
+
+        Raises:
+            DeviceLostError: The backend can no longer be used.
+            Exception: The step failed as a whole, and nothing is decided. The backend can be used again once all keys
+                of the step are released.
+        """
+        ...
+
+    def release(self, key: str) -> None:
+        """Free everything held for a sequence; unknown keys are ignored."""
+        ...
+
+
+class DraftJob(NamedTuple):
+    """Propose the token after ``tokens``.
+
+    Attributes:
+        key: The sequence or branch; the backend keeps its state under this name until ``release``.
+        tokens: Committed tokens and what is drafted after them so far. The backend must not keep them: the array may
+            have other tokens once the step is over.
+        agreed: Length up to which ``tokens`` is known to equal the tokens of this key's last job; for the first job of
+            a branch, those of the last job of ``fork_of``.
+        num_committed: How many of ``tokens`` are committed; what follows is drafted.
+        fork_of: For a branch, the key of its sequence: where nothing is held for ``key``, it begins with a copy of what
+            is held there. Branches yield to sequences where room is short.
+        num_guesses: How many of the likeliest next tokens are wanted beside the one drawn.
+        num_tokens: How many tokens in a row are of use.
+    """
+
+    key: str
+    tokens: TokenSequence
+    spec: SequenceSpec
+    agreed: int = 0
+    num_committed: int = 0
+    fork_of: str | None = None
+    num_guesses: int = 0
+    num_tokens: int = 1
+
+
+class Proposal(NamedTuple):
+    """What a draft backend did for one job; ``token`` is None unless decided.
+
+    Attributes:
+        candidates: Under the rejection rule, what the token was drawn from.
+        guesses: Other tokens that may well come at this place, the likeliest first, without ``token``: ranked with the
+            noise under the coupled rule, by probability under the rejection rule. At most as many as were wanted.
+        likelihoods: How likely it is that the target says ``token``, and each of ``guesses``; empty if that is unknown.
+        further: Proposals for the places after it, where the step gave several tokens in a row; none has further ones.
+    """
+
+    status: Status
+    token: int | None = None
+    candidates: Candidates | None = None
+    guesses: Tokens = ()
+    likelihoods: tuple[float, ...] = ()
+    further: tuple[Proposal, ...] = ()
+
+
+class DraftBackend(Protocol):
+    """The tensor half of a drafter."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence, in tokens, that the draft model can read."""
+        ...
+
+    def gauges(self) -> dict[str, float]:
+        """What it holds now, and what it has done since it started, by the names of the worker's report."""
+        ...
+
+    def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
+        """One step over a ragged batch, in order of arrival: a token or more for each job, or a part of its prefill.
+
+        Branches come after all sequences. A key held by the backend that has no job in this call may lose its state
+        where room is short; it is rebuilt from the tokens when its next job comes.
+
+        Raises:
+            DeviceLostError: The backend can no longer be used.
+            Exception: The step failed as a whole; see :meth:`TargetBackend.verify`.
+        """
+        ...
+
+    def rest(self) -> None:
+        """A step found nothing to draft, or no room: the time until the next one is not spent on drafting."""
+        ...
+
+    def rename(self, key: str, new_key: str) -> None:
+        """What is held for a branch is its sequence's from now on; what was held for ``new_key`` is freed.
+
+        Nothing happens where nothing is held for ``key``.
+        """
+        ...
+
+    def release(self, key: str) -> None:
+        """Free everything held for a sequence; unknown keys are ignored."""
+        ...

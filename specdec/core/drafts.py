@@ -1,0 +1,158 @@
+"""What a target verifies: draft tokens, where they are from, and what of an offer is left after the log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Protocol
+
+from specdec.core.log import TokenLog
+from specdec.core.messages import Candidates, Offer, Outcome
+from specdec.core.params import SequenceSpec
+from specdec.core.trees import depths
+from specdec.core.types import Tokens
+
+DraftSource = Literal["", "chain", "branch", "lookup", "prediction", "heads"]
+"""What a draft is: none; the chain or a branch of an offer; looked up in the sequence's own text or its prediction; of
+heads on the target."""
+OFFERED = frozenset[DraftSource](("chain", "branch"))
+"""Drafts of a draft model."""
+OFFERS_KEPT = 4
+"""Offers per sequence that a target holds at once."""
+
+
+class Draft(NamedTuple):
+    """Draft tokens for one verification.
+
+    Attributes:
+        tokens: Proposed tokens after the log.
+        candidates: Under the rejection rule, what each of them was drawn from; else empty.
+        source: What it is.
+        parents: Where it is a tree, which of its tokens each one follows, -1 for the log's last; a parent comes before
+            its children. Empty for a chain.
+    """
+
+    tokens: Tokens = ()
+    candidates: tuple[Candidates, ...] = ()
+    source: DraftSource = ""
+    parents: Tokens = ()
+
+    @property
+    def depth(self) -> int:
+        """Most tokens of it that can be accepted."""
+        return max(depths(self.parents)) if self.parents else len(self.tokens)
+
+    def first(self, count: int) -> Draft:
+        """Those of its tokens before which there are less than ``count``."""
+        if not self.parents:
+            return self.only(range(min(max(count, 0), len(self.tokens))))
+        return self.only([i for i, depth in enumerate(depths(self.parents)) if depth <= count])
+
+    def chain(self) -> Draft:
+        """Of a tree, the first child of each token."""
+        if not self.parents:
+            return self
+        path: list[int] = []
+        for i, parent in enumerate(self.parents):
+            if parent == (path[-1] if path else -1):
+                path.append(i)
+        return self.only(path)._replace(parents=())
+
+    def only(self, places: Sequence[int]) -> Draft:
+        """Some of its tokens, in order, and all that they follow."""
+        if len(places) == len(self.tokens):
+            return self
+        renumbered = {-1: -1} | {place: i for i, place in enumerate(places)}
+        return Draft(
+            tuple(self.tokens[i] for i in places),
+            tuple(self.candidates[i] for i in places) if self.candidates else (),
+            self.source,
+            tuple(renumbered.get(self.parents[i], -1) for i in places) if self.parents else (),
+        )
+
+
+NO_DRAFT = Draft()
+
+
+class DraftChooser(Protocol):
+    """Says which of several drafts to verify, and how much of one, by what they gain; no token depends on it."""
+
+    def best(self, drafts: Sequence[Draft], spec: SequenceSpec, num_rows: int) -> Draft:
+        """Of some drafts for a sequence, in a step of so many, the one that gains most."""
+        ...
+
+    def cut(self, draft: Draft, spec: SequenceSpec, num_rows: int) -> Draft:
+        """As much of a backend's own draft as is worth its time."""
+        ...
+
+    def wants_own(self, spec: SequenceSpec, num_rows: int) -> bool:
+        """Whether a draft of the backend's own is of use in the next round."""
+        ...
+
+    def judge(self, draft: Draft, accepted: Tokens, spec: SequenceSpec) -> None:
+        """Learn what was accepted of a draft that was verified whole."""
+        ...
+
+
+def remaining_draft(offer: Offer, log: TokenLog, *, needs_candidates: bool) -> Draft:
+    """What an offer still proposes after a log; nothing if it does not fit (rule 6).
+
+    Its chain, or the branch of the outcome that has come, must agree with every token committed since its mark. A
+    branch is chosen by tokens that are committed, never by one that is still to be decided. So under the rejection
+    rule nothing has been drawn yet at the positions of the draft that is left, and each of its tokens, drawn from its
+    candidates without regard to the choice, gets the ratio test it needs (rule 9).
+
+    Args:
+        offer: Of the same sequence.
+        log: The committed tokens.
+        needs_candidates: Under the rejection rule a draft is of no use without what it was drawn from.
+    """
+    since, chain = log.since(offer.mark), offer.chain
+    if since is None:
+        return NO_DRAFT
+    count = len(since)
+    if chain[:count] == since:
+        rest = Draft(chain[count:], offer.candidates[count:], "chain")
+    else:
+        same = 0
+        while same < len(chain) and chain[same] == since[same]:
+            same += 1
+        rest = _branch(offer, same, since[same], since[same + 1 :])
+    return NO_DRAFT if needs_candidates and len(rest.candidates) != len(rest.tokens) else rest
+
+
+def awaits_token(offer: Offer, log: TokenLog) -> bool:
+    """Whether a log ends as an offer's chain does, so that a branch of the offer may be left after the next token."""
+    length, chain = offer.mark.length, offer.chain
+    if length + len(chain) != len(log) or not log.has(offer.mark) or log.tail(length) != chain:
+        return False
+    return any(outcome.num_accepted == len(chain) for outcome, _ in offer.branches)
+
+
+def foresees(chain: Tokens, branches: Sequence[tuple[Outcome, Tokens]], tokens: Tokens, num_before: int) -> bool | None:
+    """Whether the outcome of a round is among those that an offer is prepared for.
+
+    Args:
+        chain: Of the offer, whose mark fits the log.
+        branches: Of the offer.
+        tokens: What was committed since its mark, up to the end of the round.
+        num_before: How many of them were there when the round began.
+
+    Returns:
+        None where the offer was not made for that round: the log had left its chain before, or it has no branches.
+    """
+    if not branches or chain[:num_before] != tokens[:num_before]:
+        return None
+    if chain[: len(tokens)] == tokens:
+        return True
+    same = next((i for i, (a, b) in enumerate(zip(chain, tokens, strict=False)) if a != b), len(chain))
+    return any(outcome == (same, tokens[same]) for outcome, _ in branches)
+
+
+def _branch(offer: Offer, num_accepted: int, next_token: int, since: Tokens) -> Draft:
+    """What is left of the branch of an outcome after the tokens committed since that."""
+    outcome = (num_accepted, next_token)
+    for i, (foreseen, chain) in enumerate(offer.branches):
+        if foreseen == outcome and chain[: len(since)] == since:
+            candidates = offer.branch_candidates[i] if i < len(offer.branch_candidates) else ()
+            return Draft(chain[len(since) :], candidates[len(since) :], "branch")
+    return NO_DRAFT

@@ -1,0 +1,1 @@
+"""Who proposes tokens? A folder or file per method."""

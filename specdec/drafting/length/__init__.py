@@ -1,0 +1,1 @@
+"""How many tokens are drafted, and in which mode? The controller."""

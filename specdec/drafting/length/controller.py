@@ -1,0 +1,217 @@
+"""The controller: holds the newest measurements, and says what each sequence's plan is."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from specdec.core.messages import Notes, Plan
+from specdec.core.params import SequenceSpec
+from specdec.drafting.length.estimates import DecayedRate, kind_of, tally
+from specdec.drafting.length.group import PRIOR_RATE, PRIOR_TRIALS, PROBE, Group
+from specdec.drafting.length.plans import IN_TURN_WAIT_S, Placements, WorkerKind
+from specdec.drafting.length.ways import OFF, WAYS, Bounds, Choice, Conditions
+from specdec.drafting.length.workers import WorkerFigures
+
+SETTLE_ROUNDS = 2
+"""Rounds after a change of plan that are not measured: they began under the plan before."""
+
+
+@dataclass
+class Tracked:
+    """A sequence as the controller sees it.
+
+    Attributes:
+        bound: Most draft tokens, by its request and the configuration.
+        kind: Its temperature, roughly: acceptance depends on it.
+        since: Rounds since the plan changed.
+        seen_s: When it was last decided; None before and while a prompt was read, which says nothing of its plan.
+    """
+
+    bound: int
+    kind: float
+    plan: Plan = field(default_factory=Plan)
+    since: int = 0
+    seen_s: float | None = None
+    target: str | None = None
+
+    def follow(self, plan: Plan) -> bool:
+        """It carries out a plan from now on; whether that is another."""
+        if plan == self.plan:
+            return False
+        self.plan, self.since = plan, 0
+        return True
+
+
+class Controller:
+    """Chooses way, draft length and fan-out per sequence, for the most tokens per second.
+
+    ``decided``, ``reported`` and ``echoed`` take measurements in, ``review`` gives the plans that have changed.
+    """
+
+    def __init__(self, bounds: Bounds | None = None) -> None:
+        self.bounds = bounds or Bounds()
+        ways = self.bounds.ways
+        self._probe = PROBE if PROBE.way in ways else PROBE._replace(way="overlap")
+        self._sequences: dict[str, Tracked] = {}
+        self._workers: dict[str, WorkerFigures] = {}
+        self._groups: dict[str, Group] = {}
+        self._unread: set[str] = set()
+        self._acceptance: defaultdict[float, DecayedRate] = defaultdict(DecayedRate)
+
+    def opened(self, seq: str, spec: SequenceSpec) -> Plan:
+        """A sequence has come; its first plan is what was learned before, within its request's bound."""
+        most, own = self.bounds.num_draft_tokens, spec.num_speculative_tokens
+        one = Tracked(most if own is None else min(own, most), kind_of(spec))
+        self._sequences[seq] = one
+        self._unread.add(seq)
+        # Short requests end before a review places them; where there is but one target they are its.
+        if len(self._groups) == 1 and self._drafters:
+            one.target, group = next(iter(self._groups.items()))
+            one.follow(self._plan(one, group.choice_at(self._num_able), group))
+        return one.plan
+
+    def closed(self, seq: str) -> None:
+        """A sequence has ended; unknown ones are ignored."""
+        self._sequences.pop(seq, None)
+        self._unread.discard(seq)
+
+    def decided(self, seq: str, notes: Notes, now_s: float) -> None:
+        """New tokens of a sequence have come."""
+        one, (num_rounds, num_accepted, num_judged) = self._sequences.get(seq), tally(notes.how, notes.num_drafted)
+        if one is None or not num_rounds:
+            return
+        self._acceptance[one.kind] = self._acceptance[one.kind].add(num_accepted, num_judged)
+        group = self._groups.get(one.target or "")
+        if group is not None and seq == group.probing:
+            group.probed(num_rounds)
+        elif group is not None and group.choice == OFF:
+            group.rested(num_rounds)
+        self._unread.discard(seq)
+        if group is not None and one.seen_s is not None and one.since >= SETTLE_ROUNDS:
+            plan = one.plan
+            choice = Choice(plan.way, plan.num_draft_tokens, plan.num_branches)
+            num_tokens = num_rounds + num_accepted
+            group.heard(choice, num_tokens, now_s - one.seen_s, now_s)
+        one.since += num_rounds
+        one.seen_s = None if self._unread else now_s
+
+    def reported(self, worker: str, kind: WorkerKind, report: Mapping[str, float]) -> None:
+        """A worker's newest report has come."""
+        figures = self._workers.setdefault(worker, WorkerFigures(kind))
+        before = figures.report
+        figures.reported(report)
+        if worker in self._groups and before:  # what a first report has counted may be of long ago
+            names = "num_branch_hits", "num_branch_misses"
+            hits, misses = (max(0.0, report.get(name, 0.0) - before.get(name, 0.0)) for name in names)
+            self._groups[worker].guesses_reported(hits, misses)
+
+    def echoed(self, worker: str, seconds: float) -> None:
+        """A worker answered a renewal so long after it was sent."""
+        if worker in self._workers:
+            self._workers[worker].echoed(seconds)
+
+    def lost(self, worker: str) -> None:
+        """A worker is gone, and what was learned of it."""
+        self._workers.pop(worker, None)
+        self._groups.pop(worker, None)
+
+    def review(self, placements: Placements, now_s: float) -> dict[str, Plan]:
+        """Choose anew. Gives the plans that have changed, by sequence."""
+        members: defaultdict[str, list[str]] = defaultdict(list)
+        for seq, (target, _) in placements.items():
+            if seq in self._sequences:
+                self._sequences[seq].target = target
+                members[target].append(seq)
+        changed: dict[str, Plan] = {}
+        for target, seqs in members.items():
+            changed.update(self._review_group(target, seqs, now_s))
+        return changed
+
+    def _review_group(self, target: str, seqs: list[str], now_s: float) -> dict[str, Plan]:
+        group = self._groups.setdefault(target, Group())
+        able = [seq for seq in seqs if self._sequences[seq].bound]
+        # The one whose kind is known least is to probe.
+        able.sort(key=lambda seq: self._acceptance[self._sequences[seq].kind].trials)
+        conditions, room = self._conditions(target, len(seqs), group.guess_rate)
+        rates = [self._rate(self._sequences[seq]) for seq in able]
+        mean_rate = sum(rates) / len(rates) if rates else group.acceptance_rate
+        longest = max((self._sequences[seq].bound for seq in able), default=0)
+        branches = min(self.bounds.num_branches, room)
+        bounds = replace(self.bounds, num_draft_tokens=longest, num_branches=branches)
+        group.review(conditions, mean_rate, bounds, now_s)
+        probing = group.probe(able) if conditions is not None else None
+        plans = {
+            seq: self._plan(self._sequences[seq], self._probe if seq == probing else group.choice, group)
+            for seq in seqs
+        }
+        return {seq: plan for seq, plan in plans.items() if self._sequences[seq].follow(plan)}
+
+    def _plan(self, one: Tracked, choice: Choice, group: Group) -> Plan:
+        """The plan that carries out a choice for one sequence."""
+        length = min(choice.num_draft_tokens, one.bound)
+        if not length or group.conditions is None:
+            return Plan()
+        wait_s = IN_TURN_WAIT_S if choice.way == "in_turn" else 0.0
+        rate = round(10 * self._rate(one)) / 10  # one that only drifts a little is not worth a message
+        return Plan(length, choice.num_branches, rate, choice.way, wait_s)
+
+    def _rate(self, one: Tracked) -> float:
+        return self._acceptance[one.kind].rate(PRIOR_RATE, PRIOR_TRIALS)
+
+    def _conditions(self, target: str, num_rows: int, guess_rate: float) -> tuple[Conditions | None, int]:
+        """None while too little was measured; and for how many branches of a sequence a drafter has room."""
+        figures, known = self._workers.get(target), [one for one in self._drafters if one.steps]
+        if figures is None or not figures.steps or not known:
+            return None, 0
+        drafter, num_draft_rows = known[0], max(1, -(-self._num_able // len(known)))  # drafters are alike
+        num_rows, trips_s = max(num_rows, figures.num_sequences), figures.round_trip_s + drafter.round_trip_s
+        found = Conditions(
+            figures.profile,
+            figures.steps,
+            drafter.steps,
+            num_rows,
+            num_draft_rows,
+            trips_s,
+            guess_rate,
+            drafter.num_step_tokens,
+        )
+        return found, drafter.branches_each(num_draft_rows)
+
+    @property
+    def _num_able(self) -> int:
+        return sum(one.bound > 0 for one in self._sequences.values())
+
+    @property
+    def _num_undrafted(self) -> int:
+        if self._drafters:
+            return 0
+        able = Counter(one.target or "" for one in self._sequences.values() if one.bound)
+        return sum(count for target, count in able.items() if self._would_draft(target, count))
+
+    def _would_draft(self, target: str, num_rows: int) -> bool:
+        group, figures = self._groups.get(target), self._workers.get(target)
+        num_rows = max(num_rows, 0 if figures is None else figures.num_sequences)
+        return group is None or group.would_draft(num_rows)
+
+    @property
+    def _drafters(self) -> list[WorkerFigures]:
+        return [one for one in self._workers.values() if one.kind == "drafter"]
+
+    def figures(self) -> dict[str, float]:
+        """Choices and estimates by name; what belongs to one target, or one way, is named ``name/<target>``.
+
+        ``num_undrafted``: sequences for which there is no drafter, at a load where drafts were chosen, or nothing yet.
+        """
+        plans = [one.plan for one in self._sequences.values()]
+        drafting = [plan for plan in plans if plan.num_draft_tokens]
+        count = max(1, len(drafting))
+        overall = {
+            "num_undrafted": float(self._num_undrafted),
+            "planned_draft_tokens": sum(plan.num_draft_tokens for plan in drafting) / count,
+            "planned_branches": sum(plan.num_branches for plan in drafting) / count,
+        } | {f"planned_sequences/{way}": float(sum(plan.way == way for plan in plans)) for way in WAYS}
+        for target, group in self._groups.items():
+            overall |= {f"{name}/{target}": value for name, value in group.figures().items()}
+        return overall

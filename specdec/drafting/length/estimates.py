@@ -1,0 +1,56 @@
+"""Rates that are estimated from counts, older ones counting less."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specdec.core.messages import ACCEPTED
+from specdec.core.params import SequenceSpec
+
+MEMORY = 256.0
+"""Trials after which a trial counts 1/e."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecayedRate:
+    """Successes among trials, both weighted: what is older than ``MEMORY`` trials counts less and less."""
+
+    successes: float = 0.0
+    trials: float = 0.0
+
+    def add(self, successes: float, trials: float) -> DecayedRate:
+        """With newer counts."""
+        kept = self.times(max(0.0, 1 - trials / MEMORY))
+        return DecayedRate(kept.successes + successes, kept.trials + trials)
+
+    def times(self, share: float) -> DecayedRate:
+        """The same rate, as far as it is known less well."""
+        return DecayedRate(self.successes * share, self.trials * share)
+
+    def rate(self, prior: float, weight: float) -> float:
+        """The rate, with a prior that counts like ``weight`` trials."""
+        return (self.successes + prior * weight) / (self.trials + weight)
+
+
+def kind_of(spec: SequenceSpec) -> float:
+    """A request's temperature, roughly: what is kept of drafts depends on it."""
+    return round(2 * spec.sampling.temperature) / 2
+
+
+def tally(how: str, num_drafted: Sequence[int]) -> tuple[int, int, int]:
+    """Count the notes of some tokens (:class:`specdec.core.messages.Notes`); the last token ends a round.
+
+    Returns:
+        Rounds of a sequence; accepted tokens of a draft model; and those that were judged, not what follows a refused
+        one. Rounds whose draft was looked up say nothing of a draft model.
+        Accepted over judged estimates the acceptance rate per token whatever the draft length (it is the
+        maximum-likelihood estimate for a geometric run cut at K); accepted over drafted would fall as K grows.
+    """
+    num_rounds = num_judged = 0
+    for letter, drafted in zip(how, num_drafted, strict=True):
+        if drafted or letter not in ACCEPTED:
+            num_rounds += 1
+        if letter in "ac":
+            num_judged += 1
+    return num_rounds, how.count("a"), num_judged

@@ -1,0 +1,170 @@
+"""What each way of speculating gives: tokens of a round and the time of a round, as closed formulas.
+
+A round is one verification of one sequence. Notation of the design (section 7): ``t_T`` a target step, ``t_d`` a draft
+step, ``K`` the draft length, ``a`` the acceptance rate per draft token, ``E = (1 - a^(K+1)) / (1 - a)``, ``2 delta``
+the time from a verdict leaving the target to an offer made of it reaching the target, drafting left out.
+
+Sources: Leviathan et al. 2023 (arXiv 2211.17192) for ``E`` and drafting in turn, SSD (arXiv 2603.03251) for outcomes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil, floor
+from typing import NamedTuple, get_args
+
+from specdec.core.types import Way
+from specdec.drafting.length.step_times import StepTimes
+
+WAYS: tuple[Way, ...] = get_args(Way)
+DRAFT_LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
+BRANCHES = (2, 4, 8, 16, 32)
+TIE = 1.02
+"""What promises less than that much more is as good: of such choices the one that drafts least is taken."""
+
+
+class Choice(NamedTuple):
+    """A way of speculating with its draft length and its fan-out."""
+
+    way: Way = "off"
+    num_draft_tokens: int = 0
+    num_branches: int = 0
+
+
+OFF = Choice()
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What may be chosen: most draft tokens, most branches (0 is none), ways beside ``off``."""
+
+    num_draft_tokens: int = DRAFT_LENGTHS[-1]
+    num_branches: int = 16
+    ways: frozenset[Way] = frozenset(WAYS)
+
+    def choices(self) -> Iterator[Choice]:
+        """All choices within these bounds, ``off`` first."""
+        yield OFF
+        for length in sorted({min(n, self.num_draft_tokens) for n in DRAFT_LENGTHS} - {0}):
+            for way in ("in_turn", "overlap"):
+                if way in self.ways:
+                    yield Choice(way, length)
+            if "outcomes" in self.ways and self.num_branches:
+                for branches in sorted({min(n, self.num_branches) for n in BRANCHES}):
+                    yield Choice("outcomes", length, branches)
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What the pace of a sequence depends on.
+
+    Attributes:
+        alone: Its target's as profiled; alone it takes the shorter of these and the newest: a drafter may be busy.
+        target: Step times of its target.
+        draft: Step times of its drafter.
+        num_rows: Sequences that share its target's steps.
+        num_draft_rows: Sequences that share its drafter's steps.
+        round_trip_s: ``2 delta``.
+        guess_rate: How often the draft's next guess is right where its token and the guesses before were wrong.
+        num_step_tokens: Tokens in a row that a step of its drafter gives each sequence or branch.
+    """
+
+    alone: StepTimes
+    target: StepTimes
+    draft: StepTimes
+    num_rows: int
+    num_draft_rows: int
+    round_trip_s: float
+    guess_rate: float
+    num_step_tokens: int = 1
+
+    def target_s(self, num_draft_tokens: float) -> float:
+        """A step that verifies so many draft tokens per row."""
+        return self.target.at(self.num_rows, self.num_rows * (1 + num_draft_tokens))
+
+    def draft_s(self, num_branches: int) -> float:
+        """A draft step with so many branches per sequence."""
+        rows = self.num_draft_rows * (1 + num_branches)
+        return self.draft.at(rows, rows * self.num_step_tokens)
+
+    def num_fitting(self, seconds: float, draft_s: float) -> float:
+        """Draft tokens that are there in time; a part of a step that gives several gives none of them."""
+        num_steps = max(0.0, seconds / draft_s)
+        return num_steps if self.num_step_tokens == 1 else self.num_step_tokens * floor(num_steps)
+
+
+def pace(choice: Choice, conditions: Conditions, acceptance_rate: float) -> float:
+    """Tokens per second of one sequence where all do alike; in turn E / (t_T + 2 delta + K t_d)."""
+    length = choice.num_draft_tokens
+    if choice.way == "off":
+        return 1 / min(conditions.alone.at(conditions.num_rows, conditions.num_rows), conditions.target_s(0))
+    if choice.way == "in_turn":
+        num_steps = ceil(length / conditions.num_step_tokens)
+        round_s = conditions.target_s(length) + num_steps * conditions.draft_s(0)
+        return expected_tokens(acceptance_rate, length) / (round_s + conditions.round_trip_s)
+    return ahead(choice, conditions, acceptance_rate)
+
+
+def ahead(choice: Choice, conditions: Conditions, acceptance_rate: float) -> float:
+    """Draft while the target verifies, along the accepted path or for the likely outcomes; tokens per second.
+
+    A chain of two states: a row has a draft of E tokens, or none and goes on plainly with one. It has a draft again if
+    the outcome of its round was prepared (:func:`hit_rate`), as many tokens as fit into a step. What follows a plain
+    round is a token shorter, as the token that the round decides has to be drafted first; where that leaves less than
+    one, a draft follows only so often.
+    """
+    length, branches = choice.num_draft_tokens, choice.num_branches
+    a, guess_rate, draft_s = acceptance_rate, conditions.guess_rate, conditions.draft_s(branches)
+    plain_s = conditions.target_s(0)
+    fit_plain = conditions.num_fitting(plain_s - conditions.round_trip_s, draft_s)
+    step_s = conditions.target_s(min(length, fit_plain))
+    fit = min(length, conditions.num_fitting(step_s - conditions.round_trip_s, draft_s))
+    found = hit_rate(a, fit, branches, guess_rate) * min(1.0, fit)
+    found_after_plain = hit_rate(a, 0, branches, guess_rate) * max(0.0, min(1.0, fit_plain - 1))
+    share = found_after_plain / (1 - found + found_after_plain) if found_after_plain else 0.0
+    tokens = 1 + share * (expected_tokens(a, fit) - 1)
+    return tokens / (share * conditions.target_s(fit) + (1 - share) * plain_s)
+
+
+def expected_tokens(acceptance_rate: float, num_draft_tokens: float) -> float:
+    """E = 1 + a + ... + a^K: tokens of a verification of K draft tokens, the target's own token included."""
+    if acceptance_rate > 1 - 1e-9:
+        return 1.0 + num_draft_tokens
+    return float((1 - acceptance_rate ** (num_draft_tokens + 1)) / (1 - acceptance_rate))
+
+
+def hit_rate(acceptance_rate: float, num_draft_tokens: float, num_branches: int, guess_rate: float) -> float:
+    """How often the outcome of verifying K draft tokens was prepared with so many branches.
+
+    What follows all K and the draft's own next token costs no branch; every other outcome (number accepted, next token)
+    costs one, and the likeliest are prepared first.
+    """
+    own = acceptance_rate ** (num_draft_tokens + 1)
+    rates = round(acceptance_rate, 2), round(guess_rate, 2)
+    return float(min(1.0, own + _guessed(*rates, round(num_draft_tokens), num_branches)))
+
+
+@lru_cache(maxsize=1 << 14)
+def _guessed(a: float, g: float, num_draft_tokens: int, num_branches: int) -> float:
+    """How often the outcome is among the likeliest others: the j-th guess at a place is right with g (1 - g)^j."""
+    likelihoods = (a**n * (1 - a) * g * (1 - g) ** j for n in range(num_draft_tokens + 1) for j in range(num_branches))
+    return sum(sorted(likelihoods, reverse=True)[:num_branches])
+
+
+def guess_rate_of(measured_hit_rate: float, acceptance_rate: float, num_draft_tokens: int, num_branches: int) -> float:
+    """The guess rate at which so many hits are to be expected: the inverse of :func:`hit_rate`, in hundredths."""
+    rates = [hit_rate(acceptance_rate, num_draft_tokens, num_branches, n / 100) for n in range(1, 100)]
+    return (1 + bisect_left(rates, measured_hit_rate, hi=98)) / 100
+
+
+def best_by_way(conditions: Conditions, acceptance_rate: float, bounds: Bounds) -> list[Choice]:
+    """Of each way the choice with the most tokens per second; of equal ones the one that drafts least."""
+    best: dict[Way, tuple[float, Choice]] = {}
+    for choice in bounds.choices():
+        rate = pace(choice, conditions, acceptance_rate)
+        if rate > TIE * best.get(choice.way, (0.0, OFF))[0]:
+            best[choice.way] = rate, choice
+    return [choice for _, choice in best.values()]

@@ -1,0 +1,248 @@
+"""The draft model behind the drafter's state machine: more tokens for every chain and branch, in one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from specdec.core.backends import DraftJob, Proposal, Status
+from specdec.core.tokens import TokenSequence, as_list, followed
+from specdec.drafting.ngram import point_masses
+from specdec.drafting.vocabulary_mapping import Translator
+from specdec.engine.scheduler import Request, ScheduledRow, Scheduler
+from specdec.engine.sequences import SequenceStates, prefix_salt, rank_of
+from specdec.executor.runner import ModelRunner, RowInput
+from specdec.kernels.device_errors import device_losses, is_out_of_memory
+from specdec.sampling.acceptance import Drawn, propose
+from specdec.sampling.pipeline import RowGroup, Sampler
+
+_MAX_CATCH_UP_TOKENS = 16
+"""A chain that lacks so many tokens, or fewer, is not read like a prompt: after a rejected draft it lacks a few."""
+_WAITING = Proposal(Status.WAITING)
+_PREFILLING = Proposal(Status.PREFILLING)
+_FAILED = Proposal(Status.FAILED)
+
+
+@dataclass(slots=True)
+class _Deciding:
+    """A job whose tokens are all read, and what is drawn for it.
+
+    Attributes:
+        place: Of the job among all.
+        tokens: The job's, and what was drawn after them.
+        start: Of its first row among the logits.
+        num_tokens: Rows, each of which gives a token.
+        has_failed: Whether an error of its own has ended the drawing.
+    """
+
+    place: int
+    job: DraftJob
+    tokens: TokenSequence
+    start: int
+    num_tokens: int
+    has_failed: bool = False
+    drawn: list[Proposal] = field(default_factory=list)
+
+    def append(self, drawn: Drawn) -> None:
+        count = self.job.num_guesses
+        guesses, likelihoods = drawn.guesses[:count], drawn.likelihoods[: 1 + count]
+        if self.num_tokens > 1:
+            self.tokens = followed(self.tokens, (drawn.token,))
+        self.drawn.append(Proposal(Status.DECIDED, drawn.token, drawn.candidates, guesses, likelihoods))
+
+    def proposal(self) -> Proposal:
+        """What was drawn; of an error after the first token nothing is said, as it may never come to that place."""
+        if not self.drawn:
+            return _FAILED
+        return self.drawn[0]._replace(further=tuple(self.drawn[1:])) if self.num_tokens > 1 else self.drawn[0]
+
+
+class ModelDrafter:
+    """A :class:`specdec.core.backends.DraftBackend` over a causal language model.
+
+    It draws with the same pipeline and the same noise as the target (rule 10), so that its tokens are the target's as
+    often as the two distributions allow. A token that a grammar forces costs it no forward pass.
+
+    Args:
+        runner: The model with its caches.
+        sampler: From logits to tokens.
+        max_model_len: Longest sequence in tokens that the model can read.
+        max_num_batched_tokens: Most tokens in a forward pass.
+        max_num_seqs: Most chains and branches in a forward pass; by default as many as it may have tokens.
+        states: Of the runner, where another backend uses it too; by default there is none.
+        translator: Where the model's vocabulary is not the target's, which the sampler and all jobs speak.
+        mask_token_id: Of a model that was taught to give several tokens in one pass, as PARD does (An et al. 2025,
+            "PARD: Accelerating LLM Inference with Low-Cost PARallel Draft Model Adaptation"): what stands in the place
+            of each token but the first. None drafts a token a step.
+        num_step_tokens: How many tokens such a model gives in a pass, at most.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        sampler: Sampler,
+        *,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        max_num_seqs: int | None = None,
+        states: SequenceStates | None = None,
+        translator: Translator | None = None,
+        mask_token_id: int | None = None,
+        num_step_tokens: int = 1,
+    ) -> None:
+        self._runner = runner
+        self._sampler = sampler
+        self._states = states if states is not None else SequenceStates(runner)
+        self._translator = translator
+        self._mask = [] if mask_token_id is None else [mask_token_id]
+        self._num_step_tokens = num_step_tokens if self._mask else 1
+        self._max_model_len = max_model_len
+        self._scheduler = Scheduler(
+            max_num_batched_tokens, max_num_seqs or max_num_batched_tokens, max_decode_tokens=_MAX_CATCH_UP_TOKENS
+        )
+        self._step: dict[str, int] = {}
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence, in tokens, that the draft model can read."""
+        return self._max_model_len
+
+    def last_progress(self) -> float:
+        """Monotonic time at which the newest layer of a step was done; from any thread."""
+        return self._runner.progress.newest_s
+
+    def gauges(self) -> dict[str, float]:
+        """What is held now, and how many tokens a step gives, for the worker's report."""
+        held = self._states.gauges() | self._runner.adapters.gauges()
+        return held | {"num_step_tokens": float(self._num_step_tokens)}
+
+    def rest(self) -> None:
+        """Nothing is to be done."""
+
+    def rename(self, key: str, new_key: str) -> None:
+        """What is held for a branch is its sequence's from now on."""
+        self._states.rename(key, new_key)
+        if self._translator is not None:
+            self._translator.rename(key, new_key)
+
+    def release(self, key: str) -> None:
+        """Free everything held for a sequence or branch."""
+        self._states.release(key)
+        if self._translator is not None:
+            self._translator.release(key)
+        self._runner.adapters.release(key)
+
+    def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
+        """One step over a ragged batch; see :meth:`specdec.core.backends.DraftBackend.propose`."""
+        with device_losses():
+            while True:
+                try:
+                    return self._propose(jobs)
+                except Exception as error:
+                    if not is_out_of_memory(error) or not self._step:
+                        raise
+                    if not self._scheduler.halve(sum(self._step.values()), error):
+                        return [_FAILED if job.key in self._step else _WAITING for job in jobs]
+                    torch.cuda.empty_cache()
+
+    def _propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
+        adapters = self._runner.adapters
+        for job in jobs:
+            if job.fork_of is None:
+                adapters.hold(job.key, job.spec.draft_adapter, job.spec.arrival_s)
+        adapters.prepare()
+        results = [_FAILED if adapters.failure(job.spec.draft_adapter) else _WAITING for job in jobs]
+        placed = self._schedule(jobs, results)
+        if not placed:
+            return results
+        logits = self._runner.forward([row for _, _, row in placed])
+        deciding: list[_Deciding] = []
+        num_logits = 0
+        for number, (i, job, row) in enumerate(placed):
+            results[i] = _PREFILLING
+            if number in self._runner.spoilt_rows:
+                results[i] = _FAILED
+            else:
+                self._states.keep_prefix(job.key, job.num_committed)
+                if row.num_logits:
+                    deciding.append(_Deciding(i, jobs[i], jobs[i].tokens, num_logits, row.num_logits))
+            num_logits += row.num_logits
+        if self._translator is not None:
+            logits = self._translator.logits(logits)
+        self._draw(logits, deciding)
+        for one in deciding:
+            results[one.place] = one.proposal()
+        return results
+
+    def _draw(self, logits: Tensor, deciding: Sequence[_Deciding]) -> None:
+        """Draw all tokens, place by place: those before it count for what may be drawn."""
+        for ahead in range(max((one.num_tokens for one in deciding), default=0)):
+            drawing = [one for one in deciding if one.num_tokens > ahead and not one.has_failed]
+            rows = logits
+            if len(drawing) < len(logits):  # also where rows that are not finite are left out
+                rows = logits[[one.start + ahead for one in drawing]]
+            groups = self._sampler.masked([RowGroup(one.job.spec, one.tokens) for one in drawing])
+            num_guesses = max((one.job.num_guesses for one in drawing), default=0)
+            proposed = propose(self._sampler, rows, groups, num_guesses)
+            failures = self._sampler.take_failures()
+            for one, group, drawn in zip(drawing, groups, proposed, strict=True):
+                if id(group) in failures:
+                    one.has_failed = True
+                else:
+                    one.append(drawn)
+
+    def _schedule(self, jobs: Sequence[DraftJob], results: list[Proposal]) -> list[tuple[int, DraftJob, RowInput]]:
+        """What is forwarded: index, job in the model's own vocabulary, row. Fills in results that need none."""
+        self._states.begin_step()
+        self._step = {}
+        able: list[tuple[int, DraftJob]] = []
+        requests: list[Request] = []
+        for i, job in enumerate(jobs):
+            job = job if self._translator is None else self._translator.translated(job)
+            if self._translator is not None and len(job.tokens) > self._max_model_len:
+                results[i] = _FAILED  # the model's own spelling of it is longer than the model can read
+            elif self._can_begin(job):
+                self._want(job)
+                forced = self._sampler.forced(job.spec, jobs[i].tokens, 1)
+                if forced:  # it is read with the first token that is not
+                    results[i] = Proposal(Status.DECIDED, forced[0], next(iter(point_masses(job.spec, forced)), None))
+                    continue
+                able.append((i, job))
+                requests.append(Request(job.key, len(job.tokens), self._num_ahead(job)))
+        chosen = self._scheduler.schedule(requests, self._states)
+        placed = [(*able[row.request], self._row(able[row.request][1], row)) for row in chosen]
+        self._step = {job.key: len(row.tokens) for _, job, row in placed}
+        # Rows with the same adapter lie behind one another.
+        placed.sort(key=lambda entry: -1 if entry[2].adapter is None else entry[2].adapter)
+        return placed
+
+    def _want(self, job: DraftJob) -> None:
+        rank = rank_of(job.key, job.spec, is_branch=job.fork_of is not None)
+        salt = prefix_salt(job.spec, job.spec.draft_adapter)
+        self._states.want(
+            *(job.key, job.tokens, job.agreed, salt, rank), fork_of=job.fork_of, num_committed=job.num_committed
+        )
+
+    def _num_ahead(self, job: DraftJob) -> int:
+        """Mask tokens after a job's own: each gives one more token in the same pass."""
+        return max(0, min(job.num_tokens, self._num_step_tokens, self._max_model_len + 1 - len(job.tokens)) - 1)
+
+    def _row(self, job: DraftJob, scheduled: ScheduledRow) -> RowInput:
+        start = scheduled.num_computed_tokens
+        tokens = as_list(job.tokens[start : start + scheduled.num_new_tokens])
+        num_logits = 1 + scheduled.num_draft_tokens if start + len(tokens) == len(job.tokens) else 0
+        # The next step's tokens are none of the masks: what is cached of these is cut off then.
+        tokens = tokens + scheduled.num_draft_tokens * self._mask
+        slot = self._runner.adapters.slot(job.spec.draft_adapter)
+        return RowInput(self._states.sequence(job.key), tokens, num_logits, adapter=slot)
+
+    def _can_begin(self, job: DraftJob) -> bool:
+        """Whether a job can have a part in a step. A branch begins with what its sequence holds: it reads no prompt."""
+        if not self._sampler.is_ready(job.spec) or self._runner.adapters.must_wait(job.spec.draft_adapter):
+            return False
+        if job.fork_of is None or self._states.num_computed_tokens(job.key):
+            return True
+        return self._states.num_computed_tokens(job.fork_of) >= job.num_committed - 1

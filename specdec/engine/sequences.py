@@ -1,0 +1,267 @@
+"""The cached states of many sequences on one model, brought to their logs before every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specdec.cache.blocks import CachedSequence
+from specdec.core.params import SequenceSpec
+from specdec.core.tokens import TokenArray, TokenSequence, as_array, common_prefix_length
+from specdec.core.types import Adapter
+from specdec.engine.scheduler import CachedPrefix
+from specdec.executor.runner import ModelRunner
+
+Rank = tuple[bool, float, str]
+"""Who goes first where room is short: sequences before branches, then by time of arrival, then by name."""
+
+
+def rank_of(key: str, spec: SequenceSpec, is_branch: bool = False) -> Rank:
+    """The rank of a sequence or branch."""
+    return is_branch, spec.arrival_s, key
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """What a sequence should hold after the step, and how it may come by it; see :meth:`SequenceStates.want`."""
+
+    tokens: TokenSequence
+    agreed: int
+    salt: bytes | None
+    rank: Rank
+    fork_of: str | None
+    num_shared: int
+    num_lost: int = 0
+
+
+class SequenceStates:
+    """One cached sequence per key: a :class:`specdec.engine.scheduler.KVCache` over a model's blocks and states.
+
+    Before each step :meth:`want` says what every sequence should hold. There is no rollback call: the longest common
+    prefix of what is cached and what is wanted stays. Room is taken when the scheduler allocates it.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._sequences: dict[str, CachedSequence] = {}
+        self._ranks: dict[str, Rank] = {}
+        self._wanted: dict[str, _Wanted] = {}
+        # Of sequences that wait, so that no block is hashed twice: the tokens that were hashed, and a digest a block.
+        self._digests: dict[str, tuple[TokenArray, list[bytes]]] = {}
+        self.num_reused_tokens = 0
+        self.num_evictions = 0
+        self.num_reread_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def begin_step(self) -> None:
+        """Forget what the last step wanted. What waiting sequences know of their prompts' digests stays."""
+        self._wanted.clear()
+
+    def want(
+        self,
+        key: str,
+        tokens: TokenSequence,
+        agreed: int,
+        salt: bytes | None,
+        rank: Rank,
+        *,
+        fork_of: str | None = None,
+        num_committed: int | None = None,
+    ) -> None:
+        """Say what a sequence should hold. What it holds already is cut back to a proper prefix of that.
+
+        At least the last token is left to be computed, so that the next forward pass gives its logits.
+
+        Args:
+            key: The sequence or branch.
+            tokens: Committed tokens, and what is drafted after them. Must not change until the next step.
+            agreed: Length up to which the cached tokens are known to equal ``tokens``, as far as they go.
+            salt: A sequence that holds nothing takes its first blocks from what others with this salt left; None
+                takes none.
+            rank: Of the key. Where blocks are short, keys of a higher rank lose theirs.
+            fork_of: A branch begins as a copy of this sequence. It reads no prompt.
+            num_committed: How many of ``tokens`` are committed; all by default.
+        """
+        num_shared = len(tokens) if num_committed is None else min(num_committed, len(tokens))
+        wanted = self._wanted[key] = _Wanted(tokens, agreed, salt, rank, fork_of, num_shared)
+        sequence = self._sequences.get(key)
+        if sequence is None:
+            return
+        keep = self._cut_back(sequence, tokens, agreed)
+        if keep and not sequence.tokens:
+            # Recurrent states do not reach back so far. A copy kept for others may cover a part, or even more.
+            wanted.num_lost = keep
+        else:
+            self.num_reread_tokens += keep - len(sequence)
+        if not sequence.tokens:
+            self.release(key)
+
+    def num_computed_tokens(self, key: str) -> int:
+        """Cached tokens of a sequence; 0 if nothing is held for it."""
+        sequence = self._sequences.get(key)
+        return 0 if sequence is None else len(sequence.tokens)
+
+    def find_prefix(self, key: str) -> CachedPrefix:
+        """What a sequence that holds nothing would begin with: a copy of its parent, or a cached prefix."""
+        wanted = self._wanted[key]
+        if wanted.fork_of is not None:
+            parent = self._sequences.get(wanted.fork_of)
+            return CachedPrefix(0 if parent is None else _num_kept(parent, wanted.tokens, wanted.agreed))
+        if wanted.salt is None or not self._runner.shares_prefixes:
+            return CachedPrefix(0)
+        block_size = self._runner.pool.block_size
+        num_blocks = min(wanted.num_shared, len(wanted.tokens) - 1) // block_size
+        digests = self._known_digests(key, wanted)
+        num_known = len(digests)
+        num_found = self._runner.find_prefix(digests, wanted.salt, wanted.tokens, num_blocks)
+        if len(digests) > num_known:
+            self._digests[key] = as_array(wanted.tokens[: len(digests) * block_size]).copy(), digests
+        return CachedPrefix(num_found * block_size, digests[num_found] if num_found < num_blocks else None)
+
+    def allocate(self, key: str) -> int | None:
+        """Make room for all that a sequence wants; see :class:`specdec.engine.scheduler.KVCache`.
+
+        None, too, if a branch has no sequence to begin with, finds no state slot, or its sequence's state does not
+        reach back to where it leaves it.
+        """
+        wanted = self._wanted[key]
+        sequence = self._sequences.get(key)
+        begun = sequence is None
+        if sequence is None:
+            sequence = self._begin(key, wanted)
+            if sequence is None:
+                return None
+        if not self._make_room(sequence, len(wanted.tokens), wanted.rank):
+            if begun:
+                self._runner.free(sequence)
+            return None
+        if begun and wanted.fork_of is None:
+            self.num_reused_tokens += len(sequence)
+            self.num_reread_tokens += max(0, wanted.num_lost - len(sequence))
+            self._digests.pop(key, None)
+        self._sequences[key], self._ranks[key] = sequence, wanted.rank
+        return len(sequence)
+
+    def extend(self, key: str, length: int) -> bool:
+        """Make room for ``length`` tokens of a sequence in all, taking it from nobody."""
+        return self._runner.reserve(self._sequences[key], length)
+
+    def blocks(self, key: str, start: int, stop: int) -> list[bytes]:
+        """Digests of the full, committed blocks of a sequence that positions [start, stop) lie in."""
+        wanted, sequence = self._wanted[key], self._sequences[key]
+        if wanted.salt is None or wanted.fork_of is not None or not self._runner.shares_prefixes:
+            return []
+        block_size = self._runner.pool.block_size
+        num_blocks = min(-(-stop // block_size), wanted.num_shared // block_size)
+        digests = list(sequence.block_digests)
+        self._runner.pool.extend_digests(digests, wanted.salt, wanted.tokens, num_blocks)
+        return digests[start // block_size : num_blocks]
+
+    def sequence(self, key: str) -> CachedSequence:
+        """What a key holds. Raises KeyError if that is nothing."""
+        return self._sequences[key]
+
+    def _begin(self, key: str, wanted: _Wanted) -> CachedSequence | None:
+        """A sequence that holds what it need not compute; None if it is a branch and cannot begin."""
+        if wanted.fork_of is not None:
+            parent = self._sequences.get(wanted.fork_of)
+            return None if parent is None else self._fork(parent, wanted.tokens, wanted.agreed)
+        sequence = self._runner.new_sequence(wanted.salt)
+        self._runner.reuse_prefix(sequence, wanted.tokens, self._known_digests(key, wanted))
+        return sequence
+
+    def _known_digests(self, key: str, wanted: _Wanted) -> list[bytes]:
+        """Digests of the first blocks of what a waiting sequence wants, from when it looked last."""
+        tokens, digests = self._digests.get(key, (as_array(()), []))
+        return digests if common_prefix_length(tokens, wanted.tokens) == len(tokens) else []
+
+    def _fork(self, parent: CachedSequence, tokens: TokenSequence, agreed: int) -> CachedSequence | None:
+        """A copy, as far as ``tokens`` go; None without a slot for its state, or where that does not reach back."""
+        if parent.state is not None and parent.state.oldest > _num_kept(parent, tokens, agreed):
+            return None
+        fork = self._runner.fork(parent)
+        self._cut_back(fork, tokens, agreed)
+        return fork if fork.tokens or not parent.tokens else None
+
+    def _cut_back(self, sequence: CachedSequence, tokens: TokenSequence, agreed: int) -> int:
+        """Forget what is not in ``tokens`` before the last; gives the length to keep, if the state reaches so far."""
+        keep = _num_kept(sequence, tokens, agreed)
+        is_spoilt = sequence.state is not None and sequence.state.oldest > keep  # a failed step has half moved it
+        if keep < len(sequence) or is_spoilt:
+            self._runner.truncate(sequence, keep)
+        return keep
+
+    def _make_room(self, sequence: CachedSequence, length: int, rank: Rank) -> bool:
+        if self._runner.reserve(sequence, length):
+            return True
+        later = sorted(
+            (other for other, its_rank in self._ranks.items() if its_rank > rank), key=self._ranks.__getitem__
+        )
+        if not self._runner.fits(sequence, length, [self._sequences[other] for other in later]):
+            return False
+        while not self._runner.reserve(sequence, length):
+            self.num_evictions += 1
+            self.release(later.pop())
+        return True
+
+    def rename(self, key: str, new_key: str) -> None:
+        """What is held for ``key`` is held for ``new_key`` from now on, in place of what that held."""
+        sequence = self._sequences.pop(key, None)
+        if sequence is None:
+            return
+        rank = self._ranks.pop(key)
+        rank = self._ranks.get(new_key, (False, rank[1], new_key))
+        self.release(new_key)
+        self._sequences[new_key], self._ranks[new_key] = sequence, rank
+
+    def truncate(self, key: str, length: int) -> None:
+        """Keep the first ``length`` cached tokens of a sequence; fewer where its state does not reach back so far."""
+        sequence = self._sequences[key]
+        self._runner.truncate(sequence, length)
+        self.num_reread_tokens += max(0, length - len(sequence))
+
+    def keep_paths(self, paths: Sequence[tuple[str, int, Sequence[int]]]) -> None:
+        """Keep one path of each tree that was cached (key, start, path): see :meth:`ModelRunner.keep_paths`."""
+        self._runner.keep_paths([(self._sequences[key], start, path) for key, start, path in paths])
+
+    def keep_prefix(self, key: str, verified_length: int) -> None:
+        """Offer the full blocks of a sequence's first tokens, which are committed, to others that begin like it."""
+        self._runner.keep_prefix(self._sequences[key], verified_length)
+
+    def gauges(self) -> dict[str, float]:
+        """What is held now, and counts since the start; what is kept only for prefix reuse counts as free."""
+        pool, states = self._runner.pool, self._runner.states
+        return {
+            "num_cached_sequences": float(len(self._sequences)),
+            "num_reused_tokens": float(self.num_reused_tokens),
+            "num_evictions": float(self.num_evictions),
+            "kv_blocks_in_use": float(pool.num_in_use),
+            "kv_blocks_reusable": float(pool.num_reusable),
+            "kv_cache_usage_perc": pool.usage,
+            "num_state_slots": 0.0 if states is None else float(states.num_free + states.num_in_use),
+            "state_slots_in_use": 0.0 if states is None else float(states.num_in_use),
+            "state_slots_reusable": 0.0 if states is None else float(states.num_reusable),
+            "num_reread_tokens": float(self.num_reread_tokens),
+        }
+
+    def release(self, key: str) -> None:
+        """Free what is held for a sequence; unknown keys are ignored."""
+        self._ranks.pop(key, None)
+        self._digests.pop(key, None)
+        sequence = self._sequences.pop(key, None)
+        if sequence is not None:
+            self._runner.free(sequence)
+
+
+def _num_kept(sequence: CachedSequence, tokens: TokenSequence, agreed: int) -> int:
+    """Length of what is cached that ``tokens`` go on from, which are known to agree up to ``agreed``."""
+    cached = sequence.tokens.array
+    keep = common_prefix_length(cached, tokens, min(agreed, len(cached), len(tokens)))
+    return min(keep, len(tokens) - 1)
+
+
+def prefix_salt(spec: SequenceSpec, adapter: Adapter | None) -> bytes | None:
+    """With whom a sequence shares cached prefixes; with nobody where every prompt position's logits are wanted."""
+    return None if spec.sampling.prompt_logprobs is not None else spec.prefix_group(adapter).encode()

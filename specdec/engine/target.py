@@ -1,0 +1,357 @@
+"""The target model behind the target's state machine: schedule a ragged batch, forward it, decide."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain as joined
+
+import torch
+
+from specdec.core.backends import Status, Verification, VerifyJob
+from specdec.core.drafts import NO_DRAFT, Draft
+from specdec.core.errors import NOT_FINITE, reason_of
+from specdec.core.log import TokenLog
+from specdec.core.tokens import followed
+from specdec.drafting.medusa import HeadDrafter
+from specdec.drafting.ngram import point_masses
+from specdec.engine.prompt_logprobs import PromptReader
+from specdec.engine.scheduler import Request, ScheduledRow, Scheduler
+from specdec.engine.sequences import SequenceStates, prefix_salt, rank_of
+from specdec.executor.runner import ModelRunner, RowInput
+from specdec.kernels.device_errors import device_losses, is_out_of_memory
+from specdec.sampling.acceptance import tree_rows, verify
+from specdec.sampling.pipeline import RowGroup, Sampler
+from specdec.sampling.rows import Rows, VerifiedRun
+
+Scheduled = list[tuple[int, RowInput, Draft]]
+"""Rows of a step: index of the job, row, draft that is in it."""
+
+_MOST_FORCED = 8
+"""Most tokens drafted from a grammar alone, where a request does not say how many it takes."""
+_WAITING = Verification(Status.WAITING)
+_PREFILLING = Verification(Status.PREFILLING)
+
+
+class ModelTarget:
+    """A :class:`specdec.core.backends.TargetBackend` over a causal language model.
+
+    Every sequence brings its own past and its own number of new tokens: a part of its prompt, one token, or 1 + K to
+    verify. The :class:`Scheduler` chooses what a step takes of each.
+
+    Args:
+        runner: The model with its caches.
+        sampler: From logits to tokens.
+        max_model_len: Longest sequence in tokens; the runner's pool must hold one.
+        max_num_batched_tokens: Most tokens in a forward pass.
+        max_num_seqs: Most sequences in a forward pass; by default as many as it may have tokens.
+        states: Of the runner, where another backend uses it too; by default there is none.
+        heads: Draft for the next round in this process; by default there are none.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        sampler: Sampler,
+        *,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        max_num_seqs: int | None = None,
+        states: SequenceStates | None = None,
+        heads: HeadDrafter | None = None,
+    ) -> None:
+        self._runner = runner
+        self._sampler = sampler
+        self._states = states if states is not None else SequenceStates(runner)
+        self._max_model_len = max_model_len
+        self._scheduler = Scheduler(max_num_batched_tokens, max_num_seqs or max_num_batched_tokens)
+        self._logs: dict[str, tuple[TokenLog, int]] = {}  # what the cached tokens were read from, and up to where
+        self._num_cached: dict[str, int] = {}
+        self._max_draft = 0 if runner.no_speculation is not None else runner.max_rollback
+        self._num_fallbacks = 0
+        self._step: dict[str, int] = {}
+        self._prompts = PromptReader()
+        self._heads = heads
+        if heads is not None:
+            runner.keep_hidden()
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence, prompt and output together, in tokens."""
+        return self._max_model_len
+
+    def last_progress(self) -> float:
+        """Monotonic time at which the newest layer of a step was done; from any thread."""
+        return self._runner.progress.newest_s
+
+    def gauges(self) -> dict[str, float]:
+        """What is held now, for the worker's report."""
+        figures = self._states.gauges() | self._runner.adapters.gauges()
+        if self._sampler.matchers is not None:
+            figures["num_forbidden_draft_tokens"] = float(self._sampler.matchers.num_forbidden_draft_tokens)
+        if self._runner.no_speculation is not None:
+            figures[f"num_fallbacks/{self._runner.no_speculation}"] = float(self._num_fallbacks)
+        return figures
+
+    def release(self, key: str) -> None:
+        """Free everything held for a sequence."""
+        self._states.release(key)
+        self._runner.adapters.release(key)
+        self._logs.pop(key, None)
+        self._num_cached.pop(key, None)
+        self._prompts.release(key)
+
+    def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
+        """One step over a ragged batch; see :meth:`specdec.core.backends.TargetBackend.verify`."""
+        with device_losses():
+            jobs = [with_allowed_draft(self._sampler, job) for job in jobs]
+            while True:
+                try:
+                    return self._verify(jobs)
+                except Exception as error:
+                    if not is_out_of_memory(error) or not self._step:
+                        raise
+                    if not self._scheduler.halve(sum(self._step.values()), error):
+                        return [self._out_of_memory(job, error) for job in jobs]
+                    for job in jobs:
+                        if job.key in self._step and self._prompts.wants(job):
+                            self._states.release(job.key)  # a part of its prompt may be cached but not reported
+                    torch.cuda.empty_cache()
+
+    def _out_of_memory(self, job: VerifyJob, error: Exception) -> Verification:
+        """The end of whoever was alone in a step of one token that ran out of memory; others have not been tried."""
+        if job.key not in self._step:
+            return _WAITING
+        return Verification(Status.FAILED, reason=f"out of memory: {reason_of(error)}")
+
+    def _verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
+        adapters = self._runner.adapters
+        for job in jobs:
+            adapters.hold(job.key, job.spec.adapter, job.spec.arrival_s)
+        adapters.prepare()
+        reasons = (adapters.failure(job.spec.adapter) for job in jobs)
+        results = [Verification(Status.FAILED, reason=reason) if reason else _WAITING for reason in reasons]
+        scheduled = self._schedule(jobs)
+        if not scheduled:
+            return results
+        firsts = {i: len(row.sequence.tokens) for i, row, _ in scheduled}
+        logits = self._runner.forward([row for _, row, _ in scheduled])
+        hidden = self._runner.hidden
+        if self._runner.spoilt_rows:
+            spoilt, scheduled, logits, hidden = _without_spoilt(self._runner.spoilt_rows, scheduled, logits, hidden)
+            for i in spoilt:
+                results[i] = Verification(Status.FAILED, reason=NOT_FINITE)  # it is released next
+        kept = self._read_prompts(jobs, scheduled, firsts, logits)
+        if kept is not None:
+            logits, hidden = logits[kept], None if hidden is None else hidden[kept]
+        for i, _, _ in scheduled:
+            results[i] = _PREFILLING
+            self._states.keep_prefix(jobs[i].key, len(jobs[i].log))
+        deciding = [
+            entry
+            for entry in scheduled
+            if self._states.num_computed_tokens(jobs[entry[0]].key) >= len(jobs[entry[0]].log)
+        ]
+        for (i, _, _), result in zip(deciding, self._decide(jobs, deciding, logits, hidden), strict=True):
+            results[i] = result
+            if result.status is Status.FAILED:
+                continue  # it is released next
+            self._states.truncate(jobs[i].key, len(jobs[i].log) + result.num_accepted)
+        return results
+
+    def _read_prompts(
+        self, jobs: Sequence[VerifyJob], scheduled: Scheduled, firsts: dict[int, int], logits: torch.Tensor
+    ) -> list[int] | None:
+        """Read the rows that only tell of prompts; gives the numbers of those that decide, in order, None for all."""
+        if not any(self._prompts.wants(jobs[i]) for i, _, _ in scheduled):
+            return None
+        kept: list[int] = []
+        start = 0
+        for i, row, draft in scheduled:
+            rows = range(start, start + row.num_logits)
+            start += row.num_logits
+            if self._prompts.wants(jobs[i]):
+                num_prompt_tokens = row.num_logits - len(draft.tokens)
+                self._prompts.read(jobs[i], firsts[i], logits[rows.start : rows.start + num_prompt_tokens])
+                finishes = firsts[i] + num_prompt_tokens == len(jobs[i].log)
+                rows = rows[num_prompt_tokens - 1 :] if finishes else rows[:0]
+            kept += rows
+        return kept
+
+    def _schedule(self, jobs: Sequence[VerifyJob]) -> Scheduled:
+        """What is forwarded in this step; jobs that wait for their grammar or their adapter are left out."""
+        able = [
+            i
+            for i, job in enumerate(jobs)
+            if self._sampler.is_ready(job.spec) and not self._runner.adapters.must_wait(job.spec.adapter)
+        ]
+        self._states.begin_step()
+        self._step = {}
+        requests, drafts = [], []
+        for i in able:
+            job = jobs[i]
+            salt = prefix_salt(job.spec, job.spec.adapter)
+            self._states.want(job.key, job.log.tokens, self._agreed(job), salt, rank_of(job.key, job.spec))
+            drafts.append(self._draft(job))
+            requests.append(Request(job.key, len(job.log), len(drafts[-1].tokens)))
+        chosen = self._scheduler.schedule(requests, self._states)
+        chosen = self._prompts.bounded(chosen, [jobs[i] for i in able], self._sampler.vocab_size)
+        scheduled = [
+            (able[row.request], *self._row(jobs[able[row.request]], row, drafts[row.request])) for row in chosen
+        ]
+        self._step = {jobs[i].key: len(row.tokens) for i, row, _ in scheduled}
+        # Rows with the same adapter lie behind one another.
+        scheduled.sort(key=lambda entry: -1 if entry[1].adapter is None else entry[1].adapter)
+        return scheduled
+
+    def _draft(self, job: VerifyJob) -> Draft:
+        """A job's draft, as far as the model can take it back.
+
+        A tree is verified after a single token, by layers that attend. Elsewhere its chain is.
+        """
+        draft = Draft(job.draft, job.candidates[: len(job.draft)], job.source, job.parents)
+        if job.parents and not (
+            self._runner.takes_trees and self._states.num_computed_tokens(job.key) == len(job.log) - 1
+        ):
+            draft = draft.chain()
+        return draft if self._max_draft is None else draft.only(range(min(len(draft.tokens), self._max_draft)))
+
+    def _row(self, job: VerifyJob, scheduled: ScheduledRow, draft: Draft) -> tuple[RowInput, Draft]:
+        """The row of a job, and the part of its draft that is in it."""
+        num_cached, length = scheduled.num_computed_tokens, len(job.log)
+        draft = draft.only(range(scheduled.num_draft_tokens))
+        tokens = job.log.tail(num_cached, num_cached + scheduled.num_new_tokens)
+        finishes = num_cached + len(tokens) == length
+        if self._runner.no_speculation is not None and job.key not in self._logs:
+            self._num_fallbacks += 1 if job.spec.num_speculative_tokens != 0 else 0
+        if job.key not in self._logs and length == job.spec.output_start:
+            self._num_cached[job.key] = num_cached
+        self._logs[job.key] = job.log, num_cached + len(tokens)
+        num_drafted = len(draft.tokens)
+        num_logits = len(tokens) + num_drafted if self._prompts.wants(job) else 1 + num_drafted if finishes else 0
+        row = RowInput(
+            self._states.sequence(job.key),
+            tokens + draft.tokens,
+            num_logits,
+            draft.parents,
+            self._runner.adapters.slot(job.spec.adapter),
+        )
+        return row, draft
+
+    def _agreed(self, job: VerifyJob) -> int:
+        """Length up to which the cached tokens are the log's without comparing them: a log only grows."""
+        log, length = self._logs.get(job.key, (None, 0))
+        return length if log is job.log else 0
+
+    def _decide(
+        self, jobs: Sequence[VerifyJob], scheduled: Scheduled, logits: torch.Tensor, hidden: torch.Tensor | None
+    ) -> list[Verification]:
+        """Run the acceptance rule over all rows that have logits, in the order in which they were forwarded."""
+        groups = [RowGroup(jobs[i].spec, jobs[i].log.tokens, draft.tokens) for i, _, draft in scheduled]
+        groups = self._sampler.masked(groups)
+        trees = {
+            number: tree_rows(group, draft.parents)
+            for number, (group, (_, _, draft)) in enumerate(zip(groups, scheduled, strict=True))
+            if draft.parents
+        }
+        verified = verify(self._sampler, logits, groups, [draft.candidates for _, _, draft in scheduled], trees)
+        failures = self._sampler.take_failures()
+        for number, tree in trees.items():
+            failures |= {id(groups[number]): failures[id(node)] for node in tree.nodes if id(node) in failures}
+        with_trees = [(jobs[scheduled[number][0]], verified[number].path) for number in trees]
+        self._states.keep_paths([(job.key, len(job.log), path) for job, path in with_trees])
+        told, rows = _without_refused(groups, verified) if trees else (groups, None)
+        logprobs = self._sampler.logprobs(
+            logits if rows is None else logits[rows], told, [result.run for result in verified]
+        )
+        drafts = self._next_drafts([jobs[i].wants_own for i, _, _ in scheduled], groups, verified, hidden)
+        return [
+            Verification(
+                Status.DECIDED,
+                result.run,
+                result.num_accepted,
+                len(group.draft),
+                reported,
+                self._prompts.take(jobs[i]),
+                self._num_cached.pop(jobs[i].key, 0),
+                is_forced=jobs[i].source == "" and len(group.draft) > 0,
+                next_draft=next_draft,
+            )
+            if id(group) not in failures
+            else Verification(Status.FAILED, reason=reason_of(failures[id(group)]))
+            for (i, _, _), result, group, reported, next_draft in zip(
+                scheduled, verified, groups, logprobs, drafts, strict=True
+            )
+        ]
+
+    def _next_drafts(
+        self,
+        wanted: Sequence[bool],
+        groups: Sequence[RowGroup],
+        verified: Sequence[VerifiedRun],
+        hidden: torch.Tensor | None,
+    ) -> list[Draft]:
+        """What the heads propose after each run, where wanted, from the row that its last token was chosen in."""
+        drafts = [NO_DRAFT] * len(groups)
+        places = [i for i, is_wanted in enumerate(wanted) if is_wanted]
+        if self._heads is None or hidden is None or not places:
+            return drafts
+        rows = _rows_kept(groups, verified)
+        decided = [(groups[i].spec, followed(groups[i].tokens, verified[i].run)) for i in places]
+        for i, draft in zip(places, self._heads.drafts(hidden[[rows[i][-1] for i in places]], decided), strict=True):
+            drafts[i] = draft
+        return drafts
+
+
+def _without_spoilt(
+    spoilt_rows: Sequence[int], scheduled: Scheduled, logits: torch.Tensor, hidden: torch.Tensor | None
+) -> tuple[list[int], Scheduled, torch.Tensor, torch.Tensor | None]:
+    """Take out rows that are not finite: gives the indices of their jobs, then the other rows with their logits."""
+    spoilt = frozenset(spoilt_rows)
+    kept: list[int] = []
+    start = 0
+    for number, (_, row, _) in enumerate(scheduled):
+        if number not in spoilt:
+            kept += range(start, start + row.num_logits)
+        start += row.num_logits
+    others = [entry for number, entry in enumerate(scheduled) if number not in spoilt]
+    failed = [scheduled[number][0] for number in spoilt_rows]
+    return failed, others, logits[kept], None if hidden is None else hidden[kept]
+
+
+def as_chain(job: VerifyJob) -> VerifyJob:
+    """The job with a chain in the place of a draft that is a tree."""
+    if not job.parents:
+        return job
+    chain = job.proposed.chain()
+    return job._replace(draft=chain.tokens, candidates=chain.candidates, parents=())
+
+
+def with_allowed_draft(sampler: Sampler, job: VerifyJob) -> VerifyJob:
+    """The job with a draft that begins with what its grammar forces, and has nothing that it forbids.
+
+    What is forced costs no draft model, and is verified like any draft; the job's own goes on after it, or is shorter.
+    """
+    if job.spec.sampling.grammar is None or not sampler.is_ready(job.spec):
+        return job  # one without a grammar, or one that has to wait
+    job = as_chain(job)  # masks follow one
+    spec, tokens, bound = job.spec, job.log.tokens, job.spec.num_speculative_tokens
+    draft = sampler.allowed(spec, tokens, job.draft)
+    forced = sampler.forced(spec, tokens, min(job.room, _MOST_FORCED if bound is None else bound))
+    if draft[: len(forced)] == forced:
+        return job._replace(draft=draft)
+    return job._replace(draft=forced, candidates=point_masses(spec, forced), source="")
+
+
+def _rows_kept(groups: Sequence[RowGroup], verified: Sequence[VerifiedRun]) -> list[list[int]]:
+    """The rows that the tokens of each run were chosen in."""
+    return [
+        [start, *(start + 1 + node for node in result.path or range(result.num_accepted))]
+        for start, result in zip(Rows(groups).starts, verified, strict=True)
+    ]
+
+
+def _without_refused(groups: Sequence[RowGroup], verified: Sequence[VerifiedRun]) -> tuple[list[RowGroup], list[int]]:
+    """The groups with what was accepted for a draft, and their rows."""
+    accepted = [result.run[: result.num_accepted] for result in verified]
+    kept = [RowGroup(group.spec, group.tokens, draft) for group, draft in zip(groups, accepted, strict=True)]
+    return kept, list(joined.from_iterable(_rows_kept(groups, verified)))

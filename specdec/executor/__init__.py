@@ -1,0 +1,1 @@
+"""How does a step run? Arrays in, arrays out, over a transformers model."""

@@ -1,0 +1,161 @@
+"""The tensors behind the block pool, as a transformers cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+
+import torch
+from transformers.cache_utils import Cache
+
+from specdec.cache.blocks import BlockPool
+from specdec.cache.recurrent.pool import StatePool
+from specdec.kernels.attention_metadata import StepPlan
+from specdec.kernels.latent import compact
+from specdec.models.probe import AttentionLayer
+
+
+def group_window(layer: AttentionLayer) -> int | None:
+    """The window of the group of blocks that a layer's keys and values lie in; None of those that keep all."""
+    return None if layer.is_latent else layer.window
+
+
+class PagedCache(Cache):  # type: ignore[misc]
+    """Pools of keys and values, one pair per layer that caches; written where the step's plan says.
+
+    Keys are cached as the model hands them over: rotated, at their absolute positions. One more block than the block
+    pool knows takes what padding writes.
+
+    Args:
+        layers: The model's attention layers; those that only read another's cache need no pool.
+        pool: The blocks, in groups.
+        states: What recurrent layers keep; None where there are none.
+    """
+
+    def __init__(self, layers: Iterable[AttentionLayer], pool: BlockPool, states: StatePool | None = None) -> None:
+        super().__init__(layers=[])
+        self._pools: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._latent: set[int] = set()
+        self._states = states
+        self._plans: Sequence[StepPlan] = ()
+        self._group_of: dict[int, int] = {}
+        windows = [group.window for group in pool.groups]
+        for layer in layers:
+            number = self._group_of[layer.index] = windows.index(group_window(layer))
+            shape = (pool.groups[number].num_blocks + 1, pool.block_size, layer.num_key_heads)
+            # Zeros, since masked keys are still multiplied: what was never written must be finite.
+            make = partial(torch.zeros, dtype=layer.dtype, device=layer.device)
+            self._pools[layer.index] = (make((*shape, layer.key_dim)), make((*shape, layer.value_dim)))
+            if layer.is_latent:
+                self._latent.add(layer.index)
+
+    def clear(self, group: int, blocks: Sequence[int]) -> None:
+        """Fill blocks with zeros in all layers of a group."""
+        if not blocks:
+            return
+        index = _on_devices(torch.tensor(blocks))
+        for pools in self._pools_of(group):
+            for pool in pools:
+                pool.index_fill_(0, index(pool.device), 0.0)
+
+    def begin(self, plans: Sequence[StepPlan]) -> dict[int, StepPlan]:
+        """The step whose keys and values come next: a plan for each group.
+
+        Returns:
+            The plan by which each pool of keys is read, by the pool's address.
+        """
+        self._plans = plans
+        return {pools[0].data_ptr(): plans[self._group_of[index]] for index, pools in self._pools.items()}
+
+    def _pools_of(self, group: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [pools for index, pools in self._pools.items() if self._group_of[index] == group]
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write a step's keys and values.
+
+        Args:
+            key_states: [B, H_kv, T, D]; the B x T tokens, flattened, are those of the plan.
+            value_states: [B, H_kv, T, D_v].
+            layer_idx: The layer.
+            args: Ignored.
+            kwargs: Ignored.
+
+        Returns:
+            The layer's whole pools, [blocks + 1, block size, H_kv, D and D_v]: what :func:`paged_attention` reads. Of a
+            layer that expands what it caches, only the step's blocks, one after another: [1, H_kv, positions, D and
+            D_v].
+        """
+        assert self._plans, "begin() comes first"
+        pools, plan = self._pools[layer_idx], self._plans[self._group_of[layer_idx]]
+        slots = plan.slot_mapping(key_states.device)
+        for pool, states in zip(pools, (key_states, value_states), strict=True):
+            pool.flatten(0, 1).index_copy_(0, slots, states.transpose(1, 2).flatten(0, 1))
+        if layer_idx in self._latent:
+            blocks = compact(plan).blocks(key_states.device)
+            keys, values = (pool.index_select(0, blocks).flatten(0, 1).transpose(0, 1) for pool in pools)
+            return keys.unsqueeze(0), values.unsqueeze(0)
+        return pools
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """None, always: a layer then takes the way of a prompt, whose functions are ours."""
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """None, as :meth:`get_conv_state`."""
+
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: object,
+    ) -> torch.Tensor:
+        """A convolution's inputs, [1, C, N], each row's after those that come before it: [1, C, M]."""
+        assert self._states is not None, "a model without recurrent layers"
+        return self._states.extended(conv_states, layer_idx, state_idx, conv_kernel_size)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object
+    ) -> torch.Tensor:
+        """Nothing: the scan has kept it."""
+        return recurrent_states
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """No."""
+        return False
+
+    def copy_blocks(self, group: int, waves: list[list[tuple[int, int]]]) -> None:
+        """Copy whole blocks in all layers of a group, in the order :meth:`BlockGroup.take_copies` gives."""
+        for wave in waves:
+            pairs = _on_devices(torch.tensor(wave).T.contiguous())
+            for pools in self._pools_of(group):
+                sources, destinations = pairs(pools[0].device)
+                for pool in pools:
+                    pool.index_copy_(0, destinations, pool.index_select(0, sources))
+
+    def move_slots(self, group: int, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy single slots (source, destination) in all layers of a group; all are read before any is written."""
+        if not moves:
+            return
+        pairs = _on_devices(torch.tensor(moves).T.contiguous())
+        for pools in self._pools_of(group):
+            sources, destinations = pairs(pools[0].device)
+            for pool in pools:
+                slots = pool.flatten(0, 1)
+                slots.index_copy_(0, destinations, slots.index_select(0, sources))
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Longest row before the step."""
+        return max((row.num_computed_tokens for row in self._plans[0].rows), default=0) if self._plans else 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pools."""
+        return sum(pool.nbytes for pools in self._pools.values() for pool in pools)
+
+
+def _on_devices(tensor: torch.Tensor) -> Callable[[torch.device], torch.Tensor]:
+    """The tensor on the device asked for, uploaded to each once."""
+    return cache(lambda device: tensor.to(device))

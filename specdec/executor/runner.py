@@ -1,0 +1,443 @@
+"""One forward pass over rows of different lengths, with caches that can be rolled back."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from specdec.cache.blocks import LOOKAHEAD_TOKENS, BlockPool, CachedSequence
+from specdec.cache.recurrent.binding import bind
+from specdec.cache.recurrent.pool import StatePool, checked_window
+from specdec.cache.recurrent.slots import DEFAULT_WINDOW_TOKENS, SequenceState, Window
+from specdec.cache.recurrent.snapshots import SnapshotPool
+from specdec.core.progress import StepProgress
+from specdec.core.tokens import TokenSequence
+from specdec.core.trees import depths
+from specdec.executor.paged_cache import PagedCache, group_window
+from specdec.kernels.attention import AttentionContext, AttentionKernel, Workspace
+from specdec.kernels.attention_metadata import RowSpan, StepPlan
+from specdec.kernels.recurrent_metadata import StateRow, StateStep
+from specdec.models.loading import LoadedModel
+from specdec.models.lora.pool import AdapterPool
+from specdec.models.lora.slots import AdapterRun
+from specdec.models.probe import cache_argument
+
+
+@dataclass(frozen=True, slots=True)
+class RowInput:
+    """One sequence's part in a forward pass.
+
+    Attributes:
+        sequence: What is cached of it; room for ``tokens`` is reserved.
+        tokens: What follows, at least one token: a part of a prompt, a token, or a token and drafts.
+        num_logits: How many of the last positions' logits are wanted; 0 for a part of a prompt.
+        parents: Where the last tokens are a tree, which of these each one follows, -1 for the token before them; they
+            are cached one after another, and :meth:`ModelRunner.keep_path` comes next.
+        adapter: Slot of the adapter that they use; None for the model as it is.
+    """
+
+    sequence: CachedSequence
+    tokens: Sequence[int]
+    num_logits: int
+    parents: Sequence[int] = ()
+    adapter: int | None = None
+
+
+class ModelRunner:
+    """A model and its paged cache. Used by one thread at a time.
+
+    Args:
+        loaded: The model.
+        num_blocks: Blocks in the cache, of the layers that attend to all positions.
+        block_size: Positions per block.
+        vocab_size: Width of the logits: the tokenizer's vocabulary, where the model's is padded beyond it; the
+            model's own by default.
+        padding: ``cut`` ends the logits at ``vocab_size``; ``mask`` keeps the model's width and makes them -inf there.
+        kernel: How attention reads the cache; ``auto`` takes torch's variable-length flash attention on a GPU where
+            the model's layers and dtype allow it.
+        num_state_slots: Sequences and branches whose recurrent states can be held at once, for a model that has any.
+        window: How far back recurrent states reach.
+        states: The recurrent states, in place of slots and window.
+        window_blocks: Blocks in the cache of the layers with each length of sliding window; as many as ``num_blocks``
+            by default.
+        max_step_tokens: Most tokens of a sequence in one step; None for any number. See :class:`BlockPool`.
+        lookahead_tokens: How far a sequence can be cut back for sure where layers have windows.
+
+    Attributes:
+        loaded: The model.
+        pool: The blocks.
+        states: The recurrent states; None where the model has none.
+        adapters: Those on the device.
+        progress: Layers done, for whoever watches from another thread.
+        hidden: After :meth:`keep_hidden`, what the vocabulary head read in the newest step, [rows of logits, hidden
+            size].
+        spoilt_rows: Rows of the newest step in which a hidden state or the largest logit is not a finite number, by
+            index, in order. Their logits mean nothing, and nothing of what they cached may be reused.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        num_blocks: int,
+        block_size: int = 16,
+        vocab_size: int | None = None,
+        padding: Literal["cut", "mask"] = "cut",
+        kernel: AttentionKernel | Literal["auto"] = "auto",
+        num_state_slots: int = 16,
+        window: Window | None = None,
+        states: StatePool | None = None,
+        window_blocks: Mapping[int, int] | None = None,
+        max_step_tokens: int | None = None,
+        lookahead_tokens: int = LOOKAHEAD_TOKENS,
+    ) -> None:
+        vocab_size = loaded.vocab_size if vocab_size is None else vocab_size
+        if not 1 <= vocab_size <= loaded.vocab_size:
+            raise ValueError(f"vocab_size must be in [1, {loaded.vocab_size}], got {vocab_size}")
+        self.loaded = loaded
+        self.progress = StepProgress()
+        self.hidden: torch.Tensor | None = None
+        self.spoilt_rows: tuple[int, ...] = ()
+        self._finite_tokens: torch.Tensor | None = None
+        windows = [group_window(layer) for layer in loaded.attention_layers]
+        self.pool = BlockPool(
+            num_blocks,
+            block_size,
+            {window: (window_blocks or {}).get(window, num_blocks) for window in windows if window is not None},
+            max_step_tokens,
+            has_full_layers=not windows or None in windows,
+            lookahead_tokens=lookahead_tokens,
+        )
+        self.adapters = AdapterPool(loaded.adapters)
+        self._vocab_size = vocab_size
+        self._padding = padding
+        self._kernel = choose_kernel(loaded) if kernel == "auto" else kernel
+        self._workspace = Workspace()
+        self.states: StatePool | SnapshotPool | None = None
+        pool = states
+        if loaded.recurrent_layers:
+            window = window or checked_window(DEFAULT_WINDOW_TOKENS)
+            self.states = pool = states or StatePool(loaded.recurrent_layers, num_state_slots, window)
+        self._functions = nullcontext() if pool is None else bind(loaded.model, pool, self.progress)
+        self._cache = PagedCache(loaded.attention_layers, self.pool, pool)
+        self._cache_argument = cache_argument(loaded.model)
+        self._latent_layers = frozenset(layer.index for layer in loaded.attention_layers if layer.is_latent)
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits of :meth:`forward`."""
+        return self._vocab_size if self._padding == "cut" else self.loaded.vocab_size
+
+    @property
+    def kernel(self) -> AttentionKernel:
+        """How attention reads the cache."""
+        return self._kernel
+
+    @property
+    def max_rollback(self) -> int | None:
+        """Most tokens that can be taken back for sure without reading others anew; None: any number."""
+        limits = [self.pool.max_rollback, None if self.states is None else self.states.window.num_tokens]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    @property
+    def no_speculation(self) -> str | None:
+        """Why drafts are not worth verifying with this model, in a word; None: they are."""
+        return None
+
+    @property
+    def takes_trees(self) -> bool:
+        """Whether the new tokens of a row may be a tree: a recurrent state has one past only."""
+        return self.states is None and self.loaded.opaque_state is None
+
+    def keep_paths(self, paths: Sequence[tuple[CachedSequence, int, Sequence[int]]]) -> None:
+        """Keep one path of each tree that was cached, at the positions that its tokens were read at.
+
+        Args:
+            paths: No sequence twice. Of each: the sequence as the step with the tree has left it, the position where
+                the tree begins, and the path's tokens by their numbers in the tree, ascending.
+        """
+        size = self.pool.block_size
+        moves: list[list[tuple[int, int]]] = [[] for _ in self.pool.groups]
+        for sequence, start, path in paths:
+            for table, of_group in zip(sequence.tables, moves, strict=True):
+                for to, of in ((start + i, start + place) for i, place in enumerate(path) if i != place):
+                    of_group.append((table[of // size] * size + of % size, table[to // size] * size + to % size))
+            kept = sequence.tokens.array[[start + place for place in path]]
+            sequence.tokens.truncate(start)
+            sequence.tokens.extend(kept)
+        for group, of_group in enumerate(moves):
+            self._cache.move_slots(group, of_group)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether what is cached of one prompt serves others that begin like it."""
+        return self.states is None or (isinstance(self.states, StatePool) and self.states.prefixes.most > 0)
+
+    def keep_prefix(self, sequence: CachedSequence, verified_length: int) -> None:
+        """Offer the full blocks of the first ``verified_length`` tokens, whose state is final, for reuse."""
+        self.pool.keep_prefix(sequence, verified_length)
+        if isinstance(self.states, StatePool) and sequence.state is not None:
+            self.states.keep_prefix(sequence.state, sequence.block_digests, self.pool.block_size)
+
+    def find_prefix(self, digests: list[bytes], salt: bytes, tokens: TokenSequence, num_blocks: int) -> int:
+        """How many of the first ``num_blocks`` blocks of ``tokens`` :meth:`reuse_prefix` would find.
+
+        Recurrent layers go as far as a copy of their state was kept. For the arguments see
+        :meth:`BlockPool.find_prefix`.
+        """
+        return self.pool.find_prefix(digests, salt, tokens, num_blocks, self._prefix_ends)
+
+    def reuse_prefix(self, sequence: CachedSequence, tokens: TokenSequence, digests: list[bytes] | None = None) -> int:
+        """Fill an empty sequence with the longest kept prefix of ``tokens``, in full blocks.
+
+        At least one token is left over. Recurrent layers go as far as a copy of their state was kept.
+
+        Args:
+            sequence: Holds nothing.
+            tokens: What it will hold.
+            digests: Of the first blocks of ``tokens``, where some are known.
+
+        Returns:
+            Number of tokens now cached.
+        """
+        length = self.pool.reuse_prefix(sequence, tokens, digests, self._prefix_ends)
+        if length and isinstance(self.states, StatePool):
+            sequence.state = self.states.reuse_prefix(sequence.block_digests[-1], length)
+            if sequence.state is None:  # no slot is free
+                self.pool.truncate(sequence, 0)
+        return len(sequence)
+
+    @property
+    def _prefix_ends(self) -> Container[bytes] | None:
+        """Blocks after which recurrent layers can go on; None where there are no such layers."""
+        return self.states.prefixes if isinstance(self.states, StatePool) else None
+
+    def keep_hidden(self) -> None:
+        """Keep from now on what the vocabulary head reads."""
+
+        def keep(_: object, inputs: tuple[torch.Tensor, ...]) -> None:
+            if self.hidden is None:  # the heads may use the same module, after the step
+                self.hidden = inputs[0][0]
+
+        self.loaded.model.get_output_embeddings().register_forward_pre_hook(keep)
+
+    def new_sequence(self, salt: bytes | None = b"") -> CachedSequence:
+        """An empty sequence; see :class:`CachedSequence` for ``salt``."""
+        return self.pool.new_sequence(salt if self.shares_prefixes else None)
+
+    def reserve(self, sequence: CachedSequence, length: int) -> bool:
+        """Make room for ``length`` positions in all, and for a recurrent state.
+
+        False, with nothing changed, where there is none.
+        """
+        if self.states is None or sequence.state is not None:
+            return self.pool.reserve(sequence, length)
+        if not self.states.num_free or not self.pool.reserve(sequence, length):
+            return False
+        sequence.state = self.states.take()
+        return True
+
+    def fits(self, sequence: CachedSequence, length: int, others: Sequence[CachedSequence]) -> bool:
+        """Whether room for ``length`` positions, and a state, could be made by freeing ``others``."""
+        can_have_state = sequence.state is not None or any(other.state is not None for other in others)
+        if self.states is not None and not (can_have_state or self.states.num_free):
+            return False
+        return self.pool.fits(sequence, length, others)
+
+    def truncate(self, sequence: CachedSequence, length: int) -> None:
+        """Forget what is cached from position ``length`` on, and give back reserved room.
+
+        A sequence whose recurrent states or windows do not reach back to ``length`` is cut to 0: look at its length
+        afterwards.
+        """
+        if sequence.state is not None and length < sequence.state.oldest:
+            length = 0
+        self.pool.truncate(sequence, length)
+        if self.states is not None and sequence.state is not None and not sequence.tokens:
+            self.states.give_back(sequence.state)
+            sequence.state = None
+
+    def fork(self, sequence: CachedSequence) -> CachedSequence:
+        """A sequence with the same past; the two share their blocks until one of them writes.
+
+        Recurrent states are copied; where no slot is free for them the fork is empty.
+        """
+        if self.states is None or sequence.state is None:
+            return self.pool.fork(sequence)
+        state = self.states.copy(sequence.state)
+        if state is None:
+            return self.new_sequence(sequence.salt)
+        fork = self.pool.fork(sequence)
+        fork.state = state
+        return fork
+
+    def free(self, sequence: CachedSequence) -> None:
+        """Forget a sequence and give back its blocks and its state."""
+        self.truncate(sequence, 0)
+
+    @torch.inference_mode()
+    def forward(self, rows: Sequence[RowInput]) -> torch.Tensor:
+        """Run the model over the rows' tokens, and append them to their sequences.
+
+        Args:
+            rows: At least one; no sequence twice.
+
+        Returns:
+            Logits, float32 [sum of num_logits, vocab_size] on the model's output device: of each row's last
+            ``num_logits`` positions, row by row. An inference tensor: not to be changed in place outside
+            ``torch.inference_mode``.
+
+        Raises:
+            ValueError: a row is empty, wants more logits than it has tokens, has no room reserved, or holds a token
+                that the model does not know.
+        """
+        tokens, positions, wanted, spans = self._lay_out(rows)
+        self.hidden = None
+        device = self.loaded.device
+        plans = []
+        for number, group in enumerate(self.pool.groups):
+            self._cache.copy_blocks(number, group.take_copies())
+            self._cache.clear(number, group.take_uncleared())
+            own = [replace(span, block_ids=row.sequence.tables[number]) for row, span in zip(rows, spans, strict=True)]
+            trash_slot = group.null_block * self.pool.block_size
+            plans.append(StepPlan(own, len(tokens), self.pool.block_size, trash_slot))
+        plan_of = self._cache.begin(plans)
+        states = self._begin_states(rows, spans, len(tokens))
+        watched = self.loaded.model.base_model.register_forward_hook(self._note_finite_tokens)
+        with watched, self._functions, self._used_adapters(rows, spans, len(tokens)):
+            output = self.loaded.model(
+                input_ids=torch.tensor([tokens], device=device),
+                position_ids=torch.tensor([positions], device=device),
+                use_cache=True,
+                logits_to_keep=_logits_to_keep(wanted, len(tokens), device),
+                attention_context=AttentionContext(
+                    plans[0], self._workspace, self._kernel, self._latent_layers, self.progress, plan_of
+                ),
+                **{self._cache_argument: self._cache},
+            )
+        for row in rows:
+            row.sequence.tokens.extend(row.tokens)
+        for state, after in states:
+            state.oldest, state.newest = after.oldest_after, after.length
+        logits = output.logits[0]
+        self.spoilt_rows = self._find_spoilt_rows(rows, logits)
+        return self._finish(logits)
+
+    def _note_finite_tokens(self, _module: object, _inputs: object, output: Any) -> None:
+        """After the last layer: which of the step's tokens have a finite hidden state, bool [N]."""
+        self._finite_tokens = output[0][0].isfinite().all(-1)
+
+    def _find_spoilt_rows(self, rows: Sequence[RowInput], logits: torch.Tensor) -> tuple[int, ...]:
+        """One reduction over all tokens and logits and one download; more only where a row is spoilt."""
+        assert self._finite_tokens is not None, "the model's layers are not run by its base model"
+        finite = torch.cat((self._finite_tokens, logits.amax(1).isfinite().to(self._finite_tokens.device)))
+        self._finite_tokens = None
+        if finite.all():
+            return ()
+        sizes = [len(row.tokens) for row in rows] + [row.num_logits for row in rows]
+        is_finite = [bool(part.all()) for part in finite.cpu().split_with_sizes(sizes)]
+        return tuple(i for i in range(len(rows)) if not (is_finite[i] and is_finite[len(rows) + i]))
+
+    def _used_adapters(
+        self, rows: Sequence[RowInput], spans: list[RowSpan], num_tokens: int
+    ) -> AbstractContextManager[None]:
+        """Around the step; rows with the same adapter that lie behind one another are multiplied together."""
+        runs: list[AdapterRun] = []
+        for row, span in zip(rows, spans, strict=True):
+            end = span.start + span.num_new_tokens
+            if row.adapter is not None and runs and runs[-1][0] == row.adapter and runs[-1][2] == span.start:
+                runs[-1] = row.adapter, runs[-1][1], end
+            elif row.adapter is not None:
+                runs.append((row.adapter, span.start, end))
+        slots = self.loaded.adapters
+        return slots.used(runs, num_tokens) if slots is not None and runs else nullcontext()
+
+    def _begin_states(
+        self, rows: Sequence[RowInput], spans: list[RowSpan], num_tokens: int
+    ) -> list[tuple[SequenceState, StateRow]]:
+        """Tell the recurrent layers of the step; gives each row's state with what becomes of it."""
+        if not isinstance(self.states, StatePool):
+            return []
+        moves: list[tuple[SequenceState, StateRow]] = []
+        for row, span in zip(rows, spans, strict=True):
+            state = row.sequence.state
+            assert state is not None, "no state is reserved"
+            moves.append((state, state_row(span, state, self.states.window)))
+        self.states.begin(StateStep([after for _, after in moves], num_tokens, self.states.window))
+        for state, after in moves:
+            state.oldest = after.length + 1  # until the step is done there is nothing to go back to
+        return moves
+
+    def _lay_out(self, rows: Sequence[RowInput]) -> tuple[list[int], list[int], list[int], list[RowSpan]]:
+        """All rows' tokens behind one another, their positions, the indices that want logits, and the spans."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        wanted: list[int] = []
+        spans: list[RowSpan] = []
+        for row in rows:
+            self._check(row)
+            past, start = len(row.sequence.tokens), len(tokens)
+            spans.append(RowSpan(start, len(row.tokens), past, row.sequence.block_ids, row.parents))
+            tokens.extend(row.tokens)
+            tree = past + len(row.tokens) - len(row.parents)
+            positions.extend(range(past, tree))
+            positions.extend(tree - 1 + depth for depth in depths(row.parents))
+            wanted.extend(range(len(tokens) - row.num_logits, len(tokens)))
+        if not tokens or len({id(row.sequence) for row in rows}) != len(rows):
+            raise ValueError("rows must not be empty, nor hold a sequence twice")
+        if not 0 <= min(tokens) <= max(tokens) < self.loaded.vocab_size:
+            raise ValueError(f"tokens must be in [0, {self.loaded.vocab_size})")
+        return tokens, positions, wanted, spans
+
+    def _check(self, row: RowInput) -> None:
+        sequence, num_tokens = row.sequence, len(row.tokens)
+        if not 0 <= row.num_logits <= num_tokens or not num_tokens:
+            raise ValueError(f"num_logits must be in [0, {num_tokens}], the number of tokens, got {row.num_logits}")
+        if not self.pool.is_reserved(sequence, len(sequence.tokens) + num_tokens):
+            raise ValueError(f"no room is reserved for {num_tokens} tokens after position {len(sequence.tokens)}")
+        if self.states is not None and (sequence.state is None or sequence.state.oldest > len(sequence.tokens)):
+            raise ValueError("no room is reserved for the sequence's recurrent state, or a failed step has spoilt it")
+
+    def _finish(self, logits: torch.Tensor) -> torch.Tensor:
+        if self._vocab_size == self.loaded.vocab_size:
+            return logits.float()
+        if self._padding == "cut":
+            return logits[:, : self._vocab_size].float()
+        logits = logits.float()
+        logits[:, self._vocab_size :] = float("-inf")
+        return logits
+
+
+def _logits_to_keep(wanted: list[int], num_tokens: int, device: torch.device) -> int | torch.Tensor:
+    """What transformers calls so: 0 keeps all, a number that many of the last, which spares a gather."""
+    if wanted and wanted[0] == num_tokens - len(wanted):
+        return len(wanted) if len(wanted) < num_tokens else 0
+    return torch.tensor(wanted, dtype=torch.long, device=device)
+
+
+def choose_kernel(loaded: LoadedModel) -> AttentionKernel:
+    """The fastest kernel that computes what the model's layers want."""
+    layers = loaded.attention_layers
+    fits = loaded.dtype in (torch.float16, torch.bfloat16) and all(
+        layer.device.type == "cuda" and layer.is_plain and layer.key_dim == layer.value_dim <= 256 for layer in layers
+    )
+    if not fits or any(torch.cuda.get_device_capability(layer.device) < (8, 0) for layer in layers):
+        return "gather"
+    return "varlen_paged" if torch.nn.attention.current_flash_attention_impl() == "FA3" else "varlen"
+
+
+def state_row(span: RowSpan, state: SequenceState, window: Window) -> StateRow:
+    """A row as the recurrent layers see it."""
+    return StateRow(
+        start=span.start,
+        num_new_tokens=span.num_new_tokens,
+        num_computed_tokens=span.num_computed_tokens,
+        slot=state.slot,
+        oldest=state.oldest,
+        newest=state.newest,
+        oldest_after=window.oldest_after(state.oldest, span.num_computed_tokens, span.num_new_tokens),
+    )

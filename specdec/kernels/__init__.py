@@ -1,0 +1,1 @@
+"""How are attention and recurrent scans computed?"""

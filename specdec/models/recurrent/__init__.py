@@ -1,1 +1,0 @@
-"""Recurrent layers: states per sequence that can be rolled back, and the scans that move them."""

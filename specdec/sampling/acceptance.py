@@ -1,0 +1,228 @@
+"""The two acceptance rules side by side: a batch may hold sequences of both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, islice
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.core.messages import Candidates
+from specdec.core.tokens import followed
+from specdec.core.trees import path_to
+from specdec.core.types import Tokens
+from specdec.sampling.coupled import verify_coupled
+from specdec.sampling.pipeline import Sampler
+from specdec.sampling.rejection import propose_several, propose_truncated, verify_rejection
+from specdec.sampling.rows import RowGroup, Rows, VerifiedRun
+from specdec.sampling.slices import row_slices
+
+
+def verify(
+    sampler: Sampler,
+    logits: Tensor,
+    groups: Sequence[RowGroup],
+    candidates: Sequence[tuple[Candidates, ...]],
+    trees: Mapping[int, TreeRows] | None = None,
+) -> list[VerifiedRun]:
+    """Decide every group's run by the rule its request names, slice by slice where there are many rows.
+
+    Args:
+        sampler: Applies each request's parameters.
+        logits: float32 [N, at least V], the target's.
+        groups: The sequences of the N rows, in order.
+        candidates: Per group, what each draft token was drawn from; empty under the coupled rule.
+        trees: Of the groups whose draft is a tree, by their numbers.
+    """
+    runs: list[VerifiedRun] = []
+    for part, rows in row_slices(Rows(groups).counts, sampler.vocab_size):
+        of_part = {i - part.start: tree for i, tree in (trees or {}).items() if part.start <= i < part.stop}
+        runs += _verify(sampler, logits[rows], groups[part], candidates[part], of_part)
+    return runs
+
+
+def _verify(
+    sampler: Sampler,
+    logits: Tensor,
+    groups: Sequence[RowGroup],
+    candidates: Sequence[tuple[Candidates, ...]],
+    trees: Mapping[int, TreeRows],
+) -> list[VerifiedRun]:
+    """Arguments as for :func:`verify`."""
+    runs: list[VerifiedRun | None] = [None] * len(groups)
+    coupled, rejection = _by_rule(groups)
+    for of_rule in (coupled, rejection):
+        if not of_rule:
+            continue
+        part, rows = _part(logits, groups, of_rule)
+        nodes = list(chain.from_iterable(trees[i].nodes if i in trees else (groups[i],) for i in of_rule))
+        parents = [trees[i].parents if i in trees else () for i in of_rule]
+        if of_rule is coupled:
+            found = verify_coupled(sampler.choose(rows, nodes), part, parents)
+        else:
+            ids, probs = _tensors([drawn for i in of_rule for drawn in candidates[i]], logits.device)
+            found = verify_rejection(sampler.probs(rows, nodes), part, ids, probs, parents)
+        for i, run in zip(of_rule, found, strict=True):
+            runs[i] = run
+    return [run for run in runs if run is not None]
+
+
+class TreeRows(NamedTuple):
+    """The rows of a draft that is a tree, each as a sequence of its own: whatever edits logits sees its path alone.
+
+    Attributes:
+        parents: Which token each one follows, -1 for none.
+        nodes: The sequence before the tree, then after each of its tokens.
+    """
+
+    parents: Tokens
+    nodes: list[RowGroup]
+
+
+def tree_rows(group: RowGroup, parents: Tokens) -> TreeRows:
+    """The rows of a group whose draft is a tree."""
+    paths = [[group.draft[at] for at in path_to(parents, node)] for node in range(-1, len(parents))]
+    return TreeRows(parents, [RowGroup(group.spec, followed(group.tokens, path)) for path in paths])
+
+
+def propose_siblings(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup], count: int) -> list[list[Drawn]]:
+    """Up to ``count`` different draft tokens for one place of each group, the likeliest or first drawn first.
+
+    Arguments as for :func:`propose`. Under rejection each is told with what it was drawn from, given those before it:
+    with temperature 0 that is itself. With another temperature there are always ``count``, so that the shape of a tree
+    tells nothing of the tokens in it; those for which no probability was left have none, and are never kept.
+    """
+    found = [
+        [first, *(Drawn(token) for token in first.guesses[: count - 1])]
+        for first in propose(sampler, logits, groups, count - 1)
+    ]
+    rejection = _by_rule(groups)[1] if count > 1 else []
+    for i in rejection:
+        found[i] = [one._replace(candidates=one.candidates or Candidates((one.token,), (1.0,))) for one in found[i]]
+    random = [i for i in rejection if not groups[i].spec.sampling.is_greedy]
+    if random:
+        part, rows = _part(logits, groups, random)
+        drafts = propose_several(sampler, rows, part, count)
+        for number, i in enumerate(random):
+            drawn = [(int(d.tokens[number]), d.ids[number].tolist(), d.probs[number].tolist()) for d in drafts]
+            found[i] = [Drawn(t, Candidates(tuple(ids), tuple(probs))) for t, ids, probs in drawn]
+    return found
+
+
+class Drawn(NamedTuple):
+    """One draft token.
+
+    Attributes:
+        candidates: Under the rejection rule, what it was drawn from.
+        guesses: Other tokens that may well stand in its place, the likeliest first.
+        likelihoods: Under the coupled rule, how likely the token is to be kept, and each guess to be in its place.
+    """
+
+    token: int
+    candidates: Candidates | None = None
+    guesses: Tokens = ()
+    likelihoods: tuple[float, ...] = ()
+
+
+def propose(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup], num_guesses: int = 0) -> list[Drawn]:
+    """Draw one draft token per group by the rule its request names; under rejection, with what it was drawn from.
+
+    Args:
+        sampler: Applies each request's parameters.
+        logits: float32 [N, at least V], the draft's.
+        groups: N sequences, one row each.
+        num_guesses: How many other tokens are wanted beside each, at most: ranked with the noise under the coupled
+            rule, by probability under rejection.
+    """
+    proposals: list[Drawn] = []
+    for part, rows in row_slices([1] * len(groups), sampler.vocab_size):
+        proposals += _propose(sampler, logits[rows], groups[part], num_guesses)
+    return proposals
+
+
+def _propose(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup], num_guesses: int) -> list[Drawn]:
+    """Arguments as for :func:`propose`."""
+    proposals = [Drawn(0)] * len(groups)
+    coupled, rejection = _by_rule(groups)
+    if coupled:
+        part, rows = _part(logits, groups, coupled)
+        for i, drawn in zip(coupled, _draw_coupled(sampler, rows, part, num_guesses), strict=True):
+            proposals[i] = drawn
+    if rejection:
+        part, rows = _part(logits, groups, rejection)
+        for i, drawn in zip(rejection, _draw_truncated(sampler, rows, part, num_guesses), strict=True):
+            proposals[i] = drawn
+    greedy = [i for i in rejection if num_guesses and groups[i].spec.sampling.temperature == 0]
+    if greedy:
+        # All probability is on one token, and what the target may say instead is told by the logits alone.
+        part, rows = _part(logits, groups, greedy)
+        for i, drawn in zip(greedy, _draw_coupled(sampler, rows, part, num_guesses), strict=True):
+            proposals[i] = proposals[i]._replace(guesses=drawn.guesses)
+    return proposals
+
+
+def _draw_coupled(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup], num_guesses: int) -> list[Drawn]:
+    if not num_guesses:
+        return [Drawn(token) for token in sampler.choose(logits, groups).tolist()]
+    ranked = sampler.choose_and_guess(logits, groups, num_guesses)
+    temperatures = torch.tensor([group.spec.sampling.temperature or 1.0 for group in groups], device=logits.device)
+    # Where the draft's best is ahead of another by a logit, the target is taken to be e times likelier to say it.
+    shares = (ranked.scores * temperatures.unsqueeze(1)).softmax(1)
+    columns = zip(ranked.chosen.tolist(), ranked.tokens.tolist(), shares.tolist(), strict=True)
+    return [_drawn(token, tokens, likelihoods) for token, tokens, likelihoods in columns]
+
+
+def _drawn(token: int, ranked: list[int], likelihoods: list[float]) -> Drawn:
+    """A coupled draft token with those that come after it: as many as were ranked, less itself; -1 is none."""
+    if ranked[0] != token:  # a tie, which two ways of looking for the best have decided differently
+        return Drawn(token, None, _guesses(token, ranked, len(ranked) - 1))
+    guesses = _guesses(token, ranked, len(ranked) - 1)
+    return Drawn(token, None, guesses, tuple(likelihoods[: 1 + len(guesses)]))
+
+
+def _draw_truncated(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup], num_guesses: int) -> list[Drawn]:
+    draft = propose_truncated(sampler, logits, groups)
+    drawn: list[Drawn] = []
+    for token, ids, probs in zip(draft.tokens.tolist(), draft.ids.tolist(), draft.probs.tolist(), strict=True):
+        possible = (other for other, prob in zip(ids, probs, strict=True) if prob > 0)
+        guesses = _guesses(token, possible, num_guesses) if num_guesses else ()
+        drawn.append(Drawn(token, Candidates(tuple(ids), tuple(probs)), guesses))
+    return drawn
+
+
+def _guesses(token: int, ranked: Iterable[int], count: int) -> Tokens:
+    """The first of the ranked tokens that are not the one drawn; -1 is none."""
+    return tuple(islice((other for other in ranked if other not in (token, -1)), count))
+
+
+def _by_rule(groups: Sequence[RowGroup]) -> tuple[list[int], list[int]]:
+    rejection = [i for i, group in enumerate(groups) if group.spec.sampling.acceptance == "rejection"]
+    chosen = set(rejection)
+    return [i for i in range(len(groups)) if i not in chosen], rejection
+
+
+def _part(logits: Tensor, groups: Sequence[RowGroup], indexes: list[int]) -> tuple[list[RowGroup], Tensor]:
+    """Some of the groups, and their rows; no copy where that is all of them."""
+    if len(indexes) == len(groups):
+        return list(groups), logits
+    numbers = torch.tensor(Rows(groups).numbers(indexes), device=logits.device)
+    return [groups[i] for i in indexes], logits[numbers]
+
+
+def _tensors(candidates: Sequence[Candidates], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ids and probabilities, [draft tokens, widest]; shorter ones are filled with probability 0."""
+    width = max(chain.from_iterable((len(drawn.ids), len(drawn.probs)) for drawn in candidates), default=1)
+    ids = _filled([drawn.ids for drawn in candidates], width, np.int64)
+    probs = _filled([drawn.probs for drawn in candidates], width, np.float32)
+    return ids.to(device), probs.to(device)
+
+
+def _filled(lists: Sequence[Sequence[float]], width: int, dtype: type[np.int64 | np.float32]) -> Tensor:
+    """[number of lists, width], with zeros after the end of each."""
+    filled = np.zeros((len(lists), width), dtype=dtype)
+    lengths = np.array([len(values) for values in lists], dtype=np.int64)
+    filled[np.arange(width) < lengths[:, None]] = [*chain.from_iterable(lists)]
+    return torch.from_numpy(filled)

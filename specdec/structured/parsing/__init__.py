@@ -1,0 +1,1 @@
+"""How is a model's text read as tool calls, reasoning and answer?"""

@@ -1,1 +1,0 @@
-"""What an assistant's text says: content, reasoning, tool calls; from text in pieces, cut anywhere."""

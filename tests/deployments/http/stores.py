@@ -1,0 +1,36 @@
+"""A store that fails or hangs when it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from cluster.config.limits import ResponsesStore
+from deployments.http.store import Store
+from deployments.operate.stores import RayStore
+
+
+class FaultyStore(RayStore):
+    """The client of a store's actor, with a store in this process in the actor's place.
+
+    Attributes:
+        fault: Raised by every call while set.
+    """
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__("", ResponsesStore())
+        self.inner = inner
+        self.fault: Exception | None = None
+
+    async def _ask(self, method: str, args: tuple[Any, ...]) -> Any:
+        if self.fault is not None:
+            raise self.fault
+        return await getattr(self.inner, method)(*args)
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds; the limit only guards against hanging."""
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)

@@ -1,0 +1,262 @@
+"""The book of requests: what is taken in at once, who waits, and who goes first."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from deployments.http.admission import Admission, Ticket
+from deployments.http.errors import ApiError
+from tests.deployments.http.conftest import limits
+
+
+async def waiting(ticket: Ticket, count: int = 1) -> asyncio.Task[None]:
+    task = asyncio.create_task(ticket.take(count))
+    await asyncio.sleep(0)
+    return task
+
+
+async def taken(admission: Admission, key: str, count: int = 1) -> Ticket:
+    ticket = admission.enter(key, 1)
+    await ticket.take(count)
+    return ticket
+
+
+async def order(*tasks: asyncio.Task[None]) -> list[bool]:
+    for _ in range(3):
+        await asyncio.sleep(0)
+    return [task.done() for task in tasks]
+
+
+async def test_requests_and_bytes_are_refused_before_anything_is_read() -> None:
+    admission = Admission(limits(2, 1, max_total_body_bytes=100, retry_after_s=7))
+    tickets = [admission.enter("", 30) for _ in range(3)]
+    with pytest.raises(ApiError, match="3 requests") as caught:
+        admission.enter("", 0)
+    assert (caught.value.status, caught.value.headers) == (429, {"Retry-After": "7"})
+    tickets.pop().leave()
+    with pytest.raises(ApiError, match="60 bytes"):
+        admission.enter("", 41)
+    admission.enter("", 40)
+
+
+async def test_one_that_does_not_fit_lets_others_pass_and_has_its_turn_after_sixteen() -> None:
+    admission = Admission(limits(4, 40))
+    held = [await taken(admission, "b", 2)]
+    large = await waiting(admission.enter("", 1), 4)
+    for _ in range(16):
+        small = admission.enter("c", 1)
+        assert await order(await waiting(small)) == [True], "two places are free, and the large one needs four"
+        small.leave()
+    late = await waiting(admission.enter("c", 1))
+    assert await order(large, late) == [False, False], "now places are kept free"
+    held.pop().leave()
+    assert await order(large, late) == [True, False]
+    assert admission.num_sequences == 4
+
+
+async def test_places_are_given_in_order_to_those_who_fit() -> None:
+    admission = Admission(limits(3, 8))
+    held = [await taken(admission, "") for _ in range(3)]
+    waits = [await waiting(admission.enter("", 1), count) for count in (1, 2, 1)]
+    held.pop().leave()
+    assert await order(*waits) == [True, False, False]
+    held.pop().leave()
+    assert await order(*waits) == [True, False, True], "the one that needs two is passed"
+
+
+async def test_where_nobody_may_wait_nobody_does() -> None:
+    admission = Admission(limits(2, 0))
+    ticket = await taken(admission, "")
+    await taken(admission, "")
+    with pytest.raises(ApiError, match="2 requests"):
+        admission.enter("", 1)
+    ticket.leave()
+    with pytest.raises(ApiError, match="1 of 2 sequences are open"):
+        await admission.enter("", 1).take(2)
+
+
+async def test_more_sequences_than_there_are_places_are_refused_for_good() -> None:
+    with pytest.raises(ApiError, match="at most 2") as caught:
+        await Admission(limits(2, 5)).enter("", 1).take(3)
+    assert (caught.value.status, caught.value.param) == (400, "n")
+
+
+async def test_a_key_beyond_its_share_waits_for_others_but_takes_what_nobody_wants() -> None:
+    admission = Admission(limits(4, 8, max_share_per_key=0.5))
+    held = [await taken(admission, "a") for _ in range(4)]
+    more = await waiting(admission.enter("a", 1))
+    other = await waiting(admission.enter("b", 1))
+    held.pop().leave()
+    assert await order(more, other) == [False, True]
+    held.pop().leave()
+    assert await order(more) == [True], "nobody else waits"
+
+
+async def test_the_queue_is_shared_too() -> None:
+    """A key that has filled the queue gives its newest place in it to another, and to no more than its share."""
+    admission = Admission(limits(1, 4, max_share_per_key=0.5))
+    held = await taken(admission, "a")
+    of_a = []
+    for _ in range(4):
+        ticket = admission.enter("a", 1)
+        of_a.append((ticket, await waiting(ticket)))
+    with pytest.raises(ApiError, match="5 requests"):
+        admission.enter("a", 1)
+    held_back = []
+    for number in (3, 2):
+        held_back.append(await waiting(admission.enter("b", 1)))
+        with pytest.raises(ApiError, match="this key has many"):
+            await of_a[number][1]
+        of_a[number][0].leave()
+    with pytest.raises(ApiError, match="5 requests"):
+        admission.enter("b", 1)
+    held.leave()
+    assert await order(of_a[0][1], of_a[1][1], *held_back) == [True, False, False, False]
+
+
+async def test_whoever_gives_up_leaves_nothing_behind() -> None:
+    admission = Admission(limits(1, 4))
+    held = await taken(admission, "")
+    ticket = admission.enter("", 1)
+    gone, later = await waiting(ticket), await waiting(admission.enter("", 1))
+    gone.cancel()
+    await asyncio.gather(gone, return_exceptions=True)
+    ticket.leave()
+    ticket.leave()
+    held.leave()
+    assert await order(later) == [True]
+    assert (admission.num_sequences, admission.num_waiting, admission.num_requests) == (1, 0, 1)
+
+
+async def test_a_place_given_to_one_that_gives_up_at_that_moment_is_given_on() -> None:
+    admission = Admission(limits(1, 4))
+    held = await taken(admission, "")
+    ticket = admission.enter("", 1)
+    gone, later = await waiting(ticket), await waiting(admission.enter("", 1))
+    held.leave()
+    gone.cancel()
+    await asyncio.gather(gone, return_exceptions=True)
+    assert await order(later) == [True]
+
+
+async def test_tokens_are_counted_when_they_are_known() -> None:
+    admission = Admission(limits(max_total_tokens=100))
+    first, second = admission.enter("", 1), admission.enter("", 1)
+    first.add_tokens(60)
+    with pytest.raises(ApiError, match="60 tokens are open") as caught:
+        second.add_tokens(41)
+    assert caught.value.status == 429
+    with pytest.raises(ApiError) as caught:
+        second.add_tokens(101)
+    assert caught.value.status == 400
+    first.leave()
+    second.add_tokens(100)
+    assert admission.num_tokens == 100
+
+
+async def test_of_bytes_and_tokens_a_key_holds_its_share_and_no_more_but_for_one_request() -> None:
+    admission = Admission(limits(max_total_body_bytes=100, max_total_tokens=100, max_share_per_key=0.5))
+    large = admission.enter("a", 60)
+    with pytest.raises(ApiError, match="this API key hold 60 bytes") as caught:
+        admission.enter("a", 1)
+    assert (caught.value.status, "Retry-After" in caught.value.headers) == (429, True)
+    other = admission.enter("b", 40)
+    large.add_tokens(60)
+    large.leave()
+    first, second = admission.enter("a", 10), admission.enter("a", 40)
+    first.add_tokens(20)
+    with pytest.raises(ApiError, match="this API key hold 20 tokens"):
+        second.add_tokens(31)
+    second.add_tokens(30)
+    other.add_tokens(50)
+
+
+async def test_a_body_counts_as_long_as_what_has_come_of_it() -> None:
+    admission = Admission(limits(max_total_body_bytes=100, max_share_per_key=0.5))
+    chunked, other = admission.enter("a", 0), admission.enter("b", 40)
+    chunked.body_came(60)  # alone a request may be larger than its key's share
+    assert admission.num_bytes == 100
+    for ticket in (chunked, other):
+        with pytest.raises(ApiError, match="100 bytes") as caught:
+            ticket.body_came(61)
+        assert caught.value.status == 429
+    chunked.body_came(5)
+    assert admission.num_bytes == 45
+    more = admission.enter("a", 0)
+    with pytest.raises(ApiError, match="this API key hold 5 bytes"):
+        more.body_came(46)
+    for ticket in (chunked, other, more):
+        ticket.leave()
+    chunked.body_came(7)
+    assert admission.num_bytes == 0
+
+
+async def test_lower_limits_leave_nobody_waiting_for_what_will_never_be_free() -> None:
+    admission = Admission(limits(8, 8))
+    held = await taken(admission, "", 8)
+    large, small = await waiting(admission.enter("", 1), 5), await waiting(admission.enter("", 1), 2)
+    admission.set_limits(limits(4, 8))
+    with pytest.raises(ApiError, match="at most 4") as caught:
+        await large
+    assert caught.value.status == 400
+    held.leave()
+    assert await order(small) == [True]
+
+
+async def test_higher_limits_let_in_who_waits_at_once() -> None:
+    admission = Admission(limits(1, 8))
+    await taken(admission, "")
+    waits = [await waiting(admission.enter("", 1)) for _ in range(3)]
+    admission.set_limits(limits(3, 8))
+    assert await order(*waits) == [True, True, False]
+
+
+async def test_whatever_comes_nothing_exceeds_the_limits_and_everybody_ends() -> None:
+    chance = random.Random(7)
+    bounds = limits(6, 5, max_total_body_bytes=90, max_share_per_key=0.5)
+    admission = Admission(bounds)
+    ended = {"served": 0, "refused": 0, "gone": 0}
+    asked: list[asyncio.Task[None]] = []
+    served: list[asyncio.Event] = []
+
+    async def request(key: str, num_bytes: int, count: int) -> None:
+        ticket = None
+        try:
+            ticket = admission.enter(key, num_bytes)
+            await ticket.take(count)
+            served.append(asyncio.Event())
+            await served[-1].wait()
+            ended["served"] += 1
+        except ApiError:
+            ended["refused"] += 1
+        except asyncio.CancelledError:
+            ended["gone"] += 1
+        finally:
+            if ticket is not None:
+                ticket.leave()
+
+    for _ in range(1500):
+        match chance.choice(["come", "come", "end", "give up"]):
+            case "come":
+                task = asyncio.create_task(request(chance.choice("abc"), chance.randint(1, 20), chance.randint(1, 6)))
+                asked.append(task)
+            case "end" if served:
+                served.pop(chance.randrange(len(served))).set()
+            case "give up":
+                chance.choice(asked or [asyncio.create_task(request("a", 1, 1))]).cancel()
+        if chance.random() < 0.7:
+            await asyncio.sleep(0)
+        assert admission.num_sequences <= bounds.max_concurrent_requests
+        assert admission.num_waiting <= bounds.max_queued_requests
+        assert admission.num_bytes <= bounds.max_total_body_bytes
+    while not all(task.done() for task in asked):
+        while served:
+            served.pop().set()
+        await asyncio.sleep(0)
+    # One that is cancelled before its first turn never asks at all.
+    assert [one for one in await asyncio.gather(*asked, return_exceptions=True) if isinstance(one, Exception)] == []
+    assert all(ended.values())
+    assert admission.num_requests == admission.num_bytes == admission.num_sequences == admission.num_waiting == 0

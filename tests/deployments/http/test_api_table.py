@@ -1,0 +1,90 @@
+"""``deployments/README.md`` says of every field what the schemas say."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import deployments
+from deployments.http.schemas.chat import ChatBody, TemplatedBody
+from deployments.http.schemas.common import SamplingBody
+from deployments.http.schemas.completions import CompletionBody
+from deployments.http.schemas.others import (
+    REFUSED,
+    REFUSED_IN_MESSAGES,
+    REFUSED_IN_RESPONSES,
+    TAKEN,
+    TAKEN_IN_MESSAGES,
+    TAKEN_IN_RESPONSES,
+    is_neutral,
+)
+from deployments.http.schemas.responses import ResponsesBody
+from deployments.http.schemas.tokens import DetokenizeBody, TokenizeBody
+
+from .conftest import Bench
+
+README = (Path(deployments.__file__).parent / "README.md").read_text()
+NAME = re.compile(r"`([a-z_]+)`")
+ROW = re.compile(r"^\| (`[a-z_`, ]+`) \| (served|taken|refused) \| ?(.*?) ?\|$", re.MULTILINE)
+ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+VALUE = re.compile(r"`([^`]+)`")
+
+
+def rows(heading: str) -> list[tuple[str, str, str]]:
+    """Name, what becomes of it, and the rest, of the table under a heading."""
+    text = README.split(f"### {heading}\n")[1].split("\n#")[0]
+    return [(name, kind, rest) for names, kind, rest in ROW.findall(text) for name in NAME.findall(names)]
+
+
+def test_every_field_has_one_row_and_it_is_true() -> None:
+    table = rows("Completions and chat")
+    assert max(Counter(name for name, _, _ in table).values()) == 1
+    kinds = {kind: {name for name, its, _ in table if its == kind} for kind in ("served", "taken", "refused")}
+    assert kinds["served"] == set(CompletionBody.model_fields) | set(ChatBody.model_fields)
+    assert kinds["taken"] == TAKEN
+    assert kinds["refused"] == set(REFUSED)
+
+
+def test_a_refused_fields_row_has_its_neutral_values() -> None:
+    for name, kind, rest in rows("Completions and chat"):
+        if kind == "refused":
+            told = [json.loads(value) for value in VALUE.findall(rest)]
+            assert len(told) == len(REFUSED[name]), name
+            assert all(is_neutral(value, REFUSED[name]) for value in told), name
+
+
+def test_a_field_of_one_kind_of_body_says_so() -> None:
+    completion, chat = set(CompletionBody.model_fields), set(ChatBody.model_fields)
+    for name, kind, rest in rows("Completions and chat"):
+        if kind == "served" and (name in completion) != (name in chat):
+            assert rest.startswith("completions:" if name in completion else "chat:"), name
+
+
+def test_a_response_has_rows_for_what_is_its_own() -> None:
+    table = rows("Responses")
+    assert max(Counter(name for name, _, _ in table).values()) == 1
+    kinds = {kind: {name for name, its, _ in table if its == kind} for kind in ("served", "taken", "refused")}
+    shared = set(SamplingBody.model_fields) | set(TemplatedBody.model_fields)
+    assert kinds["served"] == set(ResponsesBody.model_fields) - shared
+    assert kinds["taken"] == TAKEN_IN_RESPONSES - TAKEN
+    assert kinds["refused"] == set(REFUSED_IN_RESPONSES) - set(REFUSED)
+    for name, kind, rest in table:
+        if kind == "refused":
+            told = [json.loads(value) for value in VALUE.findall(rest)]
+            assert len(told) == len(REFUSED_IN_RESPONSES[name]), name
+            assert all(is_neutral(value, REFUSED_IN_RESPONSES[name]) for value in told), name
+
+
+def test_messages_and_tokens() -> None:
+    told = README.split("In messages ")[1].split("\n\n")[0]
+    assert set(NAME.findall(told)) == TAKEN_IN_MESSAGES | set(REFUSED_IN_MESSAGES)
+    assert {name for name, _, _ in rows("Tokens")} == set(TokenizeBody.model_fields) | set(DetokenizeBody.model_fields)
+
+
+def test_every_endpoint_is_listed(bench: Bench) -> None:
+    listed = set(re.findall(r"`(?:GET|POST) (/[^`]*)`", README.split("## Fields")[0]))
+    served = {path.replace("{name:path}", "{name}") for path in bench.app.openapi()["paths"]}
+    assert served <= listed
+    assert listed - served == {"/openapi.json", "/ui", "/v1/admin/quantization", *ADAPTERS}

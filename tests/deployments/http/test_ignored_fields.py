@@ -1,0 +1,133 @@
+"""Fields without effect are taken, named, counted and logged once; what would change the answer is refused by name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import httpx2
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from deployments.http import ApiSettings
+from deployments.http.schemas.others import (
+    REFUSED,
+    REFUSED_IN_COMPLETIONS,
+    REFUSED_IN_MESSAGES,
+    TAKEN,
+    is_neutral,
+)
+
+from .conftest import Bench
+
+HEADER = "x-specdec-ignored-fields"
+COMPLETION = {"model": "demo", "prompt": "x"}
+CHAT = {"model": "demo", "messages": [{"role": "user", "content": "x"}]}
+MATTERS = {"made to": "matter"}
+
+
+def named(answer: httpx2.Response) -> list[str]:
+    assert answer.status_code == 200, answer.text
+    return [name for name in answer.headers.get(HEADER, "").split(", ") if name]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_fields_without_effect_are_named_at_every_level(http: httpx2.AsyncClient, stream: bool) -> None:
+    part = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
+    body = CHAT | {
+        "messages": [{"role": "user", "content": [part], "colour": 1}, {"role": "user", "content": "x", "colour": 2}],
+        "stream": stream,
+        "store": True,
+        "mirostat": 0.0,
+        "best_of": None,
+        "not yet invented\r\n": 1,
+    }
+    if stream:
+        body["stream_options"] = {"include_everything": True}
+    names = named(await http.post("/v1/chat/completions", json=body))
+    wanted = {"store", "mirostat", "not%20yet%20invented%0D%0A", "messages.colour", "messages.content.cache_control"}
+    assert set(names) == wanted | ({"stream_options.include_everything"} if stream else set())
+    assert len(names) == len(set(names))
+
+
+async def test_all_endpoints_with_a_body_name_them(http: httpx2.AsyncClient) -> None:
+    bodies = {"/v1/completions": COMPLETION, "/tokenize": {"prompt": "x"}, "/detokenize": {"tokens": [5]}}
+    for path, body in bodies.items():
+        assert named(await http.post(path, json=body)) == []
+        assert named(await http.post(path, json=body | {"colour": None})) == ["colour"]
+
+
+async def test_they_are_counted_and_logged_once(
+    bench: Bench, http: httpx2.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ray.serve")
+    for _ in range(3):
+        named(await http.post("/v1/completions", json=COMPLETION | {"colour": 1}))
+    assert bench.metric("ignored_fields_total", field="colour") == 3
+    said = [record for record in caplog.records if "have the field colour" in record.getMessage()]
+    assert len({id(record) for record in said}) == 1, "once, whoever listens"
+
+
+async def test_a_client_that_invents_names_fills_no_memory(bench: Bench, http: httpx2.AsyncClient) -> None:
+    for i in range(20):
+        names = named(await http.post("/v1/completions", json=COMPLETION | {f"f{i}-{j}": 1 for j in range(40)}))
+        assert len(names) == 32
+    series = [s for m in bench.registry.collect() if m.name == "specdec_ignored_fields" for s in m.samples]
+    assert len([one for one in series if one.name.endswith("_total")]) == 257
+    assert bench.metric("ignored_fields_total", field="other") == 20 * 32 - 256
+
+
+async def test_unknown_fields_can_be_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    bench = Bench(tokenizer, ApiSettings(unknown_fields="refuse"))
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=bench.app), base_url="http://api") as http:
+        assert named(await http.post("/v1/completions", json=COMPLETION | {"user": "me", "best_of": 1})) != []
+        answer = await http.post("/v1/completions", json=COMPLETION | {"colour": 1})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["code"]) == (400, "colour", "unknown_parameter")
+    assert len(bench.service.opened) == 1
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+async def test_what_would_change_the_answer_is_refused_unless_neutral(
+    http: httpx2.AsyncClient, refused: Callable[..., Any], name: str
+) -> None:
+    for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
+        error = await refused(path, body | {name: MATTERS})
+        assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+        assert name in error["message"]
+        for value in (None, *REFUSED[name]):
+            assert named(await http.post(path, json=body | {name: value})) == ([] if value is None else [name])
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED_IN_COMPLETIONS))
+async def test_what_conversations_alone_have_is_refused_elsewhere(
+    http: httpx2.AsyncClient, refused: Callable[..., Any], name: str
+) -> None:
+    assert (await refused("/v1/completions", COMPLETION | {name: MATTERS}))["param"] == name
+    for value in (None, *REFUSED_IN_COMPLETIONS[name]):
+        for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
+            assert set(named(await http.post(path, json=body | {name: value}))) <= {name}
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED_IN_MESSAGES))
+async def test_so_it_is_in_messages(refused: Callable[..., Any], name: str) -> None:
+    message = {"role": "assistant", "content": "x", name: MATTERS}
+    assert (await refused("/v1/chat/completions", CHAT | {"messages": [message]}))["param"] == f"messages[0].{name}"
+
+
+async def test_taken_fields_may_hold_anything(http: httpx2.AsyncClient) -> None:
+    some = sorted(TAKEN)[:30]
+    for value in (MATTERS, [1], "x", 0):
+        answer = await http.post("/v1/completions", json=COMPLETION | dict.fromkeys(some, value))
+        assert answer.status_code == 200
+        assert set(named(answer)) == set(some)
+    assert named(await http.post("/v1/completions", json=COMPLETION | dict.fromkeys(TAKEN))) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "neutral", "expected"),
+    [(None, (), True), (1.0, (1,), True), (True, (1,), False), (0, (False,), False), ("", ([],), False)],
+)
+def test_neutral_values(value: Any, neutral: tuple[Any, ...], expected: bool) -> None:
+    assert is_neutral(value, neutral) == expected
