@@ -66,13 +66,16 @@ class Application:
         self.deployments = {str(index): Deployment(message) for index, message in enumerate(messages)}
 
 
+REFUSED = "x\nspecdec.core.errors.ModelLoadError: y"
+
+
 @pytest.mark.parametrize(
     ("application", "failure"),
     [
         (None, None),
         (Application("DEPLOYING", "", "taking long"), None),
         (Application("RUNNING", ""), None),
-        (Application("DEPLOYING", "", "x\nspecdec.errors.ModelLoadError: y"), "x\nspecdec.errors.ModelLoadError: y"),
+        (Application("DEPLOYING", "", REFUSED), REFUSED),
         (Application("DEPLOY_FAILED", "", "RuntimeError: z"), "RuntimeError: z"),
         (Application("DEPLOY_FAILED", ""), "the application's own"),
         (Application("UNHEALTHY", "gone"), "gone"),
@@ -152,7 +155,7 @@ def test_who_says_what_it_does_is_there_whatever_serve_thinks(message, words):
 
 def test_the_last_line_names_the_error():
     message = (
-        "The deployment failed 3 times:\nTraceback:\n  File x\nspecdec.errors.ModelLoadError: no folder\nRetrying."
+        "The deployment failed 3 times:\nTraceback:\n  File x\nspecdec.core.errors.ModelLoadError: no folder\nRetrying."
     )
     assert last_line(message) == "specdec.core.errors.ModelLoadError: no folder"
     assert last_line("nothing here") == "nothing here"

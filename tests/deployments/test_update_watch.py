@@ -9,7 +9,7 @@ import pytest
 
 from deployments.operate.update_watch import UpdateWatch, told
 
-FAILED = "Traceback\n  File x\nspecdec.errors.MemoryPlanError: no room"
+FAILED = "Traceback\n  File x\nspecdec.core.errors.MemoryPlanError: no room"
 
 
 def deployment(status: str, states: dict[str, int], message: str = "") -> Any:

@@ -65,6 +65,7 @@ class AtOnce:
 @pytest.fixture(autouse=True)
 def reads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "Thread", AtOnce)
+    monkeypatch.setattr(pool_module, "_IDLE_S", 0.0)
 
 
 @pytest.fixture(scope="module")

@@ -88,7 +88,7 @@ def test_a_scan_that_ignores_the_state_it_is_given_is_refused(
     options = {"num_blocks": 60, "block_size": 4, "num_state_slots": 4, "window": window}
     assert check_admission(ModelRunner(loaded, **options)).relative_error < 1e-4
     module, name = scan.split(".")
-    kind = getattr(importlib.import_module(f"specdec.models.recurrent.{module}"), name)
+    kind = getattr(importlib.import_module(f"specdec.kernels.{module}"), name)
     right = kind.whole
     monkeypatch.setattr(kind, "whole", lambda self, inputs, reads, state: right(self, inputs, reads, state * 0))
     with pytest.raises(ModelLoadError, match="cannot be served exactly"):
