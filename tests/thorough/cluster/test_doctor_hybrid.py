@@ -60,24 +60,10 @@ def test_a_slot_for_each_sequence_and_each_branch(num_slots: int, words: str) ->
 
 
 def test_doctor_says_how_much_memory_a_state_lacks(pair: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(
-            [
-                "doctor",
-                "--json",
-                *pair,
-                "--target-kv-memory",
-                "1MiB",
-                "--max-model-len",
-                "1024",
-                "--num-speculative-tokens",
-                "64",
-                "--draft-kv-memory",
-                "8MiB",
-            ]
-        )
-        == 2
-    )
+    make_recurrent("bamba", vocab_size=4096, mamba_d_state=256).save_pretrained(pair[1])
+    lengths = ("--max-model-len", "1024", "--num-speculative-tokens", "64")
+    memory = ("--target-kv-memory", "1MiB", "--draft-kv-memory", "8MiB")
+    assert main(["doctor", "--json", *pair, *lengths, *memory]) == 2
     (problem,) = json.loads(capsys.readouterr().out)["problems"]
     assert "MiB of recurrent state and" in problem
     assert "1.0 MiB may be used" in problem
