@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from types import MappingProxyType
 
-from deployments.http.service import ModelInfo, SequenceRequest, ServedModel, TokenDelta
-from deployments.inbox import Inbox
+from deployments.http.service import ModelInfo, SequenceRequest, ServedModel
 from deployments.transport.host import LoopHost
 from specdec.core.errors import SequenceFailedError, ServiceUnavailableError
-from specdec.protocol.ingress import DRAINING, MODEL_REPLACED, IngressMachine
+from specdec.protocol.ingress import DRAINING, MODEL_REPLACED, IngressMachine, TokenDelta
 
 FAILED = "this ingress has failed"
 PASSING = frozenset({FAILED, DRAINING, MODEL_REPLACED})
 """Reasons of an error for which the same request may be sent again: elsewhere, or later, it may succeed."""
+
+
+class Inbox:
+    """What has come for one sequence since its reader took the last, as one delta.
+
+    A reader whose client is slow, or whose turn comes late, finds more of it at once; nobody waits for more to come.
+    """
+
+    def __init__(self) -> None:
+        self._held: TokenDelta | None = None
+        self._has_some = asyncio.Event()
+
+    def put(self, delta: TokenDelta) -> None:
+        """Add to what is held; on the event loop."""
+        self._held = delta if self._held is None else self._held + delta
+        self._has_some.set()
+
+    async def take(self) -> TokenDelta:
+        """All that has come, as soon as there is something; for one reader."""
+        await self._has_some.wait()
+        taken, self._held = self._held, None
+        assert taken is not None, "there is one reader"
+        self._has_some.clear()
+        return taken
 
 
 class RoutedTokens:
@@ -45,7 +69,7 @@ class RoutedTokens:
         for delivery in machine.take_deliveries():
             inbox = self._inboxes.get(delivery.seq)
             if inbox is not None:
-                inbox.put(TokenDelta(delivery.tokens, delivery.notes, delivery.finish, delivery.plan, delivery.reason))
+                inbox.put(delivery)
 
     def fail(self, _failure: Exception) -> None:
         """End all open sequences with an error: the machine has failed, and nothing comes any more."""

@@ -12,10 +12,11 @@ from types import TracebackType
 from deployments.http.context import Api
 from deployments.http.job import Job
 from deployments.http.observer import Reason, SequenceObserver
-from deployments.http.service import SequenceRequest, TokenDelta
+from deployments.http.service import SequenceRequest
 from deployments.http.tally import RoundTally
 from specdec.core.messages import Notes, Plan
 from specdec.core.types import Finish, PromptLogprobs, TokenLogprobs, Tokens
+from specdec.protocol.ingress import TokenDelta
 from specdec.text.output import OutputText
 
 _MOST_QUEUED = 256

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Literal, Protocol
 
-from specdec.core.messages import Notes, Plan
 from specdec.core.params import PLAIN_DEFAULTS, Acceptance, GenerationDefaults, SequenceSpec
 from specdec.core.tokens import SharedTokens
-from specdec.core.types import Adapter, Finish, Tokens
+from specdec.core.types import Adapter, Tokens
+from specdec.protocol.ingress import TokenDelta
 
 ModelRole = Literal["target", "draft"]
 
@@ -114,30 +114,6 @@ class SequenceRequest:
     spec: SequenceSpec
     model: ModelRole = "target"
     cache_salt: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TokenDelta:
-    """The next tokens of a sequence, final.
-
-    Attributes:
-        tokens: May be empty: in the first delta, which then says that the sequence was begun, and in the last.
-        notes: How they came, one entry per token.
-        finish: Why the sequence ended, in the last delta.
-        plan: By which the sequence is drafted now; None where nobody says.
-        reason: What went wrong, where ``finish`` is ``error``.
-    """
-
-    tokens: Tokens = ()
-    notes: Notes = field(default_factory=Notes)
-    finish: Finish | None = None
-    plan: Plan | None = None
-    reason: str = ""
-
-    def __add__(self, later: TokenDelta) -> TokenDelta:
-        """Two deltas of a sequence, one after the other, as one."""
-        plan = self.plan if later.plan is None else later.plan
-        return TokenDelta(self.tokens + later.tokens, self.notes + later.notes, later.finish, plan, later.reason)
 
 
 class TokenService(Protocol):

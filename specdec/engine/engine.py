@@ -31,7 +31,7 @@ from specdec.engine.results import CancellationToken, GenerationResult, RunningS
 from specdec.engine.shares import pair_share
 from specdec.engine.stats import SpecStats
 from specdec.models.loading import ModelSource, load_tokenizer
-from specdec.protocol.ingress import Delivery
+from specdec.protocol.ingress import TokenDelta
 from specdec.sampling.philox import derive_seed
 from specdec.structured.compiler import Grammars
 from specdec.text.output import OutputText
@@ -92,7 +92,7 @@ class SpeculativeEngine:
         self._vocab_size = vocab_size
         self._names = itertools.count()
         self._stats = SpecStats()
-        self._deliveries: dict[str, deque[Delivery]] = {}
+        self._deliveries: dict[str, deque[TokenDelta]] = {}
         self._grammars: Grammars | None = None
 
     @classmethod

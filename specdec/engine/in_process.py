@@ -12,7 +12,7 @@ from specdec.core.tokens import SharedTokens
 from specdec.drafting.length.plans import fixed_plan, no_drafts
 from specdec.drafting.ngram import LookUpOptions
 from specdec.protocol.drafter import DrafterMachine
-from specdec.protocol.ingress import Delivery, IngressMachine
+from specdec.protocol.ingress import IngressMachine, TokenDelta
 from specdec.protocol.leases import Times
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.target import TargetMachine
@@ -64,7 +64,7 @@ class InProcessService:
         self.ingress.cancel(seq)
         self._exchange()
 
-    def pump(self) -> list[Delivery]:
+    def pump(self) -> list[TokenDelta]:
         """One round: all drafting there is to do, one verification, and what it delivered."""
         now_s = self._clock()
         for machine in (self.ingress, self.router):

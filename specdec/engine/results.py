@@ -9,7 +9,7 @@ from specdec.core.messages import Notes
 from specdec.core.params import SequenceSpec
 from specdec.core.types import Finish, PromptLogprobs, TokenLogprobs
 from specdec.engine.stats import SpecStats
-from specdec.protocol.ingress import Delivery
+from specdec.protocol.ingress import TokenDelta
 from specdec.text.output import OutputText
 
 
@@ -93,7 +93,7 @@ class RunningSequence:
     error: str = ""
     fallback: str | None = None
 
-    def take(self, delivery: Delivery) -> TokenEvent:
+    def take(self, delivery: TokenDelta) -> TokenEvent:
         """Take what was delivered, up to where the text ends."""
         delta = self.output.push(delivery.tokens, delivery.finish)
         tokens, notes = delivery.tokens[: delta.num_billed], delivery.notes.first(delta.num_billed)

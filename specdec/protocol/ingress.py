@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from specdec.core.finish import Ending
 from specdec.core.log import Extension, TokenLog
@@ -26,20 +26,30 @@ MODEL_REPLACED = "the model was replaced by another; send the request again"
 
 
 @dataclass(frozen=True, slots=True)
-class Delivery:
-    """What a client gets next: tokens that are final, or the end of its sequence.
+class TokenDelta:
+    """The next tokens of a sequence, final, or its end.
 
     Attributes:
-        plan: By which the sequence is drafted now.
+        tokens: May be empty: in the first delta, which then says that the sequence was begun, and in the last.
+        notes: How they came, one entry per token.
+        finish: Why the sequence ended, in the last delta.
+        plan: By which the sequence is drafted now; None where that is unknown.
         reason: What went wrong, where ``finish`` is ``error`` (rule 13).
+        seq: Whose they are.
     """
 
-    seq: str
-    tokens: Tokens
-    notes: Notes
+    tokens: Tokens = ()
+    notes: Notes = field(default_factory=Notes)
     finish: Finish | None = None
     plan: Plan | None = None
     reason: str = ""
+    seq: str = field(default="", compare=False)
+
+    def __add__(self, later: TokenDelta) -> TokenDelta:
+        """Two deltas of a sequence, one after the other, as one."""
+        plan = self.plan if later.plan is None else later.plan
+        tokens, notes = self.tokens + later.tokens, self.notes + later.notes
+        return TokenDelta(tokens, notes, later.finish, plan, later.reason, self.seq)
 
 
 class Request:
@@ -92,7 +102,7 @@ class IngressMachine:
         self._routers: dict[str, set[str]] = {}  # each with what it refuses: "draining" is all, else of which model
         self._num_held: Counter[str] = Counter()
         self._outbox = Outbox()
-        self._deliveries: list[Delivery] = []
+        self._deliveries: list[TokenDelta] = []
         self.num_resubmitted = 0
         self.num_errors = 0
         self.num_refused_draining = 0
@@ -108,7 +118,7 @@ class IngressMachine:
         """Messages since the last call, by router."""
         return self._outbox.take()
 
-    def take_deliveries(self) -> list[Delivery]:
+    def take_deliveries(self) -> list[TokenDelta]:
         """Deliveries since the last call, in order."""
         deliveries, self._deliveries = self._deliveries, []
         return deliveries
@@ -143,7 +153,7 @@ class IngressMachine:
         """
         if self.is_draining:
             self.num_refused_draining += 1
-            self._deliveries.append(Delivery(seq, (), Notes(), "error", reason=DRAINING))
+            self._deliveries.append(TokenDelta(finish="error", reason=DRAINING, seq=seq))
             return
         request = Request(seq, prompt, spec)
         self._requests[seq] = request
@@ -227,7 +237,8 @@ class IngressMachine:
         match request.log.extend_to(message.base, message.tokens, message.mark):
             case Extension.EXTENDED:
                 new = request.log.tail(length)
-                self._deliveries.append(Delivery(request.seq, new, message.notes.last(len(new)), plan=message.plan))
+                notes = message.notes.last(len(new))
+                self._deliveries.append(TokenDelta(new, notes, plan=message.plan, seq=request.seq))
                 self._want_soon(request, now_s)
             case Extension.GAP:  # what was sent before is lost
                 self._want_soon(request, now_s)
@@ -284,7 +295,7 @@ class IngressMachine:
 
     def _finish(self, request: Request, finish: Finish, reason: str) -> None:
         self.num_errors += finish == "error"
-        self._deliveries.append(Delivery(request.seq, (), Notes(), finish, reason=reason))
+        self._deliveries.append(TokenDelta(finish=finish, reason=reason, seq=request.seq))
         self._forget(request.seq)
 
     def _forget(self, seq: str) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from deployments.http.service import TokenDelta
-from deployments.inbox import Inbox
+from deployments.tokens import Inbox
 from specdec.core.messages import Notes, Plan
+from specdec.protocol.ingress import TokenDelta
 
 
 def delta(*tokens: int, plan: Plan | None = None) -> TokenDelta:

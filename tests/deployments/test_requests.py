@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from deployments.http.service import ModelInfo, SequenceRequest, ServedModel, TokenDelta
+from deployments.http.service import ModelInfo, SequenceRequest, ServedModel
 from deployments.tokens import RoutedTokens
 from deployments.transport.host import LoopHost
 from specdec.core.errors import SequenceFailedError, ServiceUnavailableError
@@ -15,7 +15,7 @@ from specdec.core.log import TokenLog
 from specdec.core.messages import End, NewTokens, Notes
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import SharedTokens
-from specdec.protocol.ingress import MODEL_REPLACED, IngressMachine
+from specdec.protocol.ingress import MODEL_REPLACED, IngressMachine, TokenDelta
 from specdec.protocol.leases import Times
 
 INFO = ModelInfo(ServedModel("demo", "target", 128, 4096))

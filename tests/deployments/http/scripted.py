@@ -8,9 +8,10 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from deployments.http.service import ModelInfo, SequenceRequest, TokenDelta
+from deployments.http.service import ModelInfo, SequenceRequest
 from specdec.core.messages import Notes
 from specdec.core.types import Finish, PackedLogprobs, PromptLogprobs, TokenLogprobs
+from specdec.protocol.ingress import TokenDelta
 
 Step = TokenDelta | asyncio.Event | Exception
 """Send this, wait for this, or fail with this."""

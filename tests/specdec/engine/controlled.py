@@ -10,7 +10,7 @@ from specdec.drafting.length.ways import Bounds
 from specdec.engine.in_process import InProcessService
 from specdec.engine.timing import StepTimer
 from specdec.protocol.drafter import DrafterMachine
-from specdec.protocol.ingress import Delivery
+from specdec.protocol.ingress import TokenDelta
 from specdec.protocol.leases import Times
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.target import TargetMachine
@@ -39,7 +39,7 @@ class ControlledService(InProcessService):
         for name in ("target", "drafter"):
             self.router.worker_joined(name, name, 0.0)
 
-    def pump(self) -> list[Delivery]:
+    def pump(self) -> list[TokenDelta]:
         """One round, at its time."""
         self._now_s += ROUND_S
         if self._now_s >= self._phase_ends_s:

@@ -6,7 +6,7 @@ from specdec.core.backends import DraftBackend, TargetBackend
 from specdec.core.messages import Message, Plan
 from specdec.core.params import SequenceSpec
 from specdec.protocol.drafter import DrafterMachine
-from specdec.protocol.ingress import Delivery, IngressMachine
+from specdec.protocol.ingress import IngressMachine, TokenDelta
 from specdec.protocol.leases import Times
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.target import TargetMachine
@@ -38,7 +38,7 @@ class OverlapService:
         self.ingress.start(seq, prompt, spec, 0.0)
         self._exchange()
 
-    def pump(self) -> list[Delivery]:
+    def pump(self) -> list[TokenDelta]:
         self.target.step(0.0)
         verdicts = self.target.take_outbox()
         for _ in range(self._draft_steps()):

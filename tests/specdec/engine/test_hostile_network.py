@@ -23,7 +23,7 @@ from specdec.engine.drafter import ModelDrafter
 from specdec.engine.target import ModelTarget
 from specdec.executor.runner import ModelRunner
 from specdec.protocol.drafter import DrafterMachine
-from specdec.protocol.ingress import Delivery, IngressMachine
+from specdec.protocol.ingress import IngressMachine, TokenDelta
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.target import TargetMachine
 from specdec.sampling.pipeline import LogitsProcessor, Sampler
@@ -87,7 +87,7 @@ class HostileService:
     def start(self, seq: str, prompt: Iterable[int], spec: SequenceSpec) -> None:
         self._ingress.start(seq, prompt, spec, self._now)
 
-    def pump(self) -> list[Delivery]:
+    def pump(self) -> list[TokenDelta]:
         self._now += 1
         if self._now == NUM_HOSTILE_STEPS:
             self._net.calm_down(self._now)

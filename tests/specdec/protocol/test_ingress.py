@@ -5,7 +5,7 @@ import pytest
 from specdec.core.messages import Cancel, End, Gone, NewTokens, Notes, Submit, Want
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import SharedTokens
-from specdec.protocol.ingress import Delivery, IngressMachine
+from specdec.protocol.ingress import IngressMachine, TokenDelta
 from specdec.protocol.leases import Times
 from tests.specdec.protocol.scripted import PROMPT, log_of
 
@@ -39,7 +39,7 @@ def new_tokens(base, tokens, whole, attempt=1):
 
 
 def delivered(*tokens):
-    return Delivery("s", tokens, Notes("p" * len(tokens), (0,) * len(tokens)))
+    return TokenDelta(tokens, Notes("p" * len(tokens), (0,) * len(tokens)))
 
 
 def test_tokens_are_delivered_once():
@@ -73,7 +73,7 @@ def test_it_ends_only_when_it_has_everything():
     machine.receive(new_tokens(1, (4,), (3, 4)), 0.0)
     machine.receive(end, 0.0)
     machine.receive(end, 0.0)
-    assert machine.take_deliveries() == [delivered(4), Delivery("s", (), Notes(), "stop")]
+    assert machine.take_deliveries() == [delivered(4), TokenDelta(finish="stop")]
     assert machine.take_outbox() == {"R": [Cancel("s", 1)]}
     assert len(machine) == 0
 
@@ -184,5 +184,5 @@ def test_a_request_that_is_too_long_to_be_submitted_ends_with_an_error_and_no_ot
     machine.unsendable(submission(attempt=0), "of an older attempt", 0.0)
     assert machine.take_deliveries() == []
     machine.unsendable(submission(), "too long", 0.0)
-    assert machine.take_deliveries() == [Delivery("s", (), Notes(), "error", reason="too long")]
+    assert machine.take_deliveries() == [TokenDelta(finish="error", reason="too long")]
     assert len(machine) == 1

@@ -10,7 +10,7 @@ from specdec.core.messages import Ack, Cancel, Close, Inc, Message, Notes, Open,
 from specdec.core.types import Finish, Tokens
 from specdec.protocol.draft_row import DraftRow
 from specdec.protocol.draft_worker import DraftWorkerMachine
-from specdec.protocol.ingress import MODEL_REPLACED, Delivery, IngressMachine
+from specdec.protocol.ingress import MODEL_REPLACED, IngressMachine, TokenDelta
 from specdec.protocol.leases import Row, Times
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.sessions import Session
@@ -189,7 +189,7 @@ class Watch:
             expect(log in self._committed[session.seq], "the log of record is no prefix of one log")
             self._logs[key] = log
 
-    def delivered(self, deliveries: Iterable[Delivery]) -> None:
+    def delivered(self, deliveries: Iterable[TokenDelta]) -> None:
         """The ingress has handed tokens to clients."""
         for delivery in deliveries:
             client, script = self.clients[delivery.seq], self._scripts[delivery.seq]
