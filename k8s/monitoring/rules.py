@@ -68,7 +68,7 @@ def alerts() -> Iterator[Rule]:
 
 def _missing_parts() -> Iterator[Rule]:
     yield _alert(
-        "SpecdecNothingTells",
+        "SpecdecMetricsMissing",
         "absent(specdec_router_workers)",
         "5m",
         "critical",
@@ -229,7 +229,7 @@ def _faults() -> Iterator[Rule]:
         for deployment in ("DraftServer", "TargetServer")
     )
     yield _alert(
-        "SpecdecLinksSilent",
+        "SpecdecRouterLinkDown",
         f"{lacking} or ({sent} > 0 and {come} == 0)",
         "3m",
         "warning",

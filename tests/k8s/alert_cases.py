@@ -106,7 +106,7 @@ _REFUSALS = {
 }
 
 CASES = (
-    Case("SpecdecNothingTells", {"specdec_router_workers{}": "1+0x4 _x20 1+0x15"}, 20, 35, is_of_none=True),
+    Case("SpecdecMetricsMissing", {"specdec_router_workers{}": "1+0x4 _x20 1+0x15"}, 20, 35, is_of_none=True),
     # One of two services is gone; the other's series go on.
     Case(
         "SpecdecServiceMissing",
@@ -205,7 +205,7 @@ CASES = (
         )
         for name in ("failed_steps", "worker_errors", "skipped_sequences", "suspects")
     ),
-    Case("SpecdecLinksSilent", _two("TargetServer") | _linked("target", "r", (1, 20), (2, 20)), 10, 30),
-    Case("SpecdecLinksSilent", _two("DraftServer") | _linked("drafter", "r", (1, 20), (2, 20)), 10, 30),
-    Case("SpecdecLinksSilent", _LOST_OFFERS, 15, 35),
+    Case("SpecdecRouterLinkDown", _two("TargetServer") | _linked("target", "r", (1, 20), (2, 20)), 10, 30),
+    Case("SpecdecRouterLinkDown", _two("DraftServer") | _linked("drafter", "r", (1, 20), (2, 20)), 10, 30),
+    Case("SpecdecRouterLinkDown", _LOST_OFFERS, 15, 35),
 )
