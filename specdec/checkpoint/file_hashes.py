@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -50,16 +51,19 @@ def _file_hash(file: Path, cache: Path) -> str:
     except OSError as error:
         logger.info("The hash of %s is not kept: %s", file, error)
         return _read(file)
-    with open(descriptor, "r+", encoding="ascii") as kept:
-        fcntl.flock(kept, fcntl.LOCK_EX)
-        known = kept.read()
+    with open(descriptor, "r+b", buffering=0) as kept:
+        with suppress(OSError):  # some network file systems have no locks: then two processes may read one file
+            fcntl.flock(kept, fcntl.LOCK_EX)
+        known = kept.read().decode("ascii", "replace")
         if len(known) == _NUM_DIGITS:
             return known
         found = _read(file)
         if _identity(file.stat()) == _identity(status):  # else it was written to meanwhile
-            kept.seek(0)
-            kept.truncate()
-            kept.write(found)
+            try:
+                os.ftruncate(kept.fileno(), 0)
+                os.pwrite(kept.fileno(), found.encode(), 0)
+            except OSError as error:
+                logger.info("The hash of %s is not kept: %s", file, error)
         return found
 
 

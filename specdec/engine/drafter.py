@@ -149,6 +149,7 @@ class ModelDrafter:
                     torch.cuda.empty_cache()
 
     def _propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
+        self._step = {}  # what fails before this step is scheduled is not the step before's
         adapters = self._runner.adapters
         for job in jobs:
             if job.fork_of is None:

@@ -97,6 +97,8 @@ class Scheduler:
       requests compete for it. Later ones wait, so that those that decode never starve a prompt among the first.
     - Each sequence that decodes gets a token. What is left is for draft tokens and for prompts: half each if both
       can use it. Prompts are read in chunks.
+    - Where sequences that decode may lack several tokens, a quarter of the step is kept for prompts: the last of those
+      that decode, a drafter's branches, wait for it.
     - A prompt is long if a whole step is too short for it. Beside sequences that decode, or short prompts, a long
       prompt gets at most a quarter of the step: short prompts do not wait for the whole of it, and the time between
       tokens stays short. Alone, long prompts get all of the step, in order.
@@ -187,16 +189,23 @@ class _Step:
         self._unread = [request.num_tokens - n for request, n in zip(requests, found, strict=True)]
         self._decodes = [unread <= max_decode_tokens for unread in self._unread]
         self._computing: set[Hashable] = set()
+        # One token for each sequence always leaves one for a prompt. Catching up could take the whole step.
+        num_in_prompts = sum(n for n, decodes in zip(self._unread, self._decodes, strict=True) if not decodes)
+        least = max(1, budget // _LONG_PROMPT_SHARE) if max_decode_tokens > 1 and budget > 1 else 0
+        self._reserved_for_prompts = min(num_in_prompts, least)
 
     def rows(self, turn: int) -> list[ScheduledRow]:
         rows: list[ScheduledRow] = []
-        left, for_prompts = self._budget, self._prompt_budget()
+        left, reserved = self._budget, self._reserved_for_prompts
+        for_prompts = max(self._prompt_budget(), reserved)
         for_long = self._long_prompt_budget()
         num_to_decode = sum(self._decodes)
         for index, request in enumerate(self._requests):
             num_to_decode -= self._decodes[index]
-            most = min(left - num_to_decode, self._unread[index])
-            if not self._decodes[index]:
+            if self._decodes[index]:
+                most = min(left - num_to_decode - reserved, self._unread[index])
+            else:
+                most = min(max(left - num_to_decode, min(left, reserved)), self._unread[index])
                 most = min(most, for_prompts, for_long if self._is_long(index) else for_prompts)
             if most <= 0 or self._must_wait(index):
                 continue
@@ -208,6 +217,7 @@ class _Step:
             left -= count
             if not self._decodes[index]:
                 for_prompts -= count
+                reserved = max(0, reserved - count)
                 for_long -= count if self._is_long(index) else 0
                 self._computing.update(self._cache.blocks(request.key, num_computed, num_computed + count))
         return self._with_drafts(rows, left, turn)

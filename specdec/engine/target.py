@@ -124,6 +124,7 @@ class ModelTarget:
         return Verification(Status.FAILED, reason=f"out of memory: {reason_of(error)}")
 
     def _verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
+        self._step = {}  # what fails before this step is scheduled is not the step before's
         adapters = self._runner.adapters
         for job in jobs:
             adapters.hold(job.key, job.spec.adapter, job.spec.arrival_s)

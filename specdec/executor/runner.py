@@ -36,7 +36,7 @@ class RowInput:
         tokens: What follows, at least one token: a part of a prompt, a token, or a token and drafts.
         num_logits: How many of the last positions' logits are wanted; 0 for a part of a prompt.
         parents: Where the last tokens are a tree, which of these each one follows, -1 for the token before them; they
-            are cached one after another, and :meth:`ModelRunner.keep_path` comes next.
+            are cached one after another, and :meth:`ModelRunner.keep_paths` comes next.
         adapter: Slot of the adapter that they use; None for the model as it is.
     """
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.engine.scheduler import Request, Scheduler, shares
+from specdec.engine.scheduler import CachedPrefix, Request, Scheduler, shares
 from tests.specdec.engine.simulator import Arrival, Simulator, percentile
 
 BLOCK_SIZE = 4
@@ -136,3 +136,53 @@ def test_limits_are_at_least_one() -> None:
 
 def test_percentiles_are_of_the_sorted_values() -> None:
     assert [percentile([3.0, 1.0, 2.0], p) for p in (0, 50, 100)] == [1.0, 2.0, 3.0]
+
+
+class CatchingUp:
+    """A cache that always has room, of sequences whose drafts catch up with several tokens a step."""
+
+    def __init__(self) -> None:
+        self.num_computed: dict[str, int] = {}
+        self.num_tokens: dict[str, int] = {}
+
+    def num_computed_tokens(self, key: str) -> int:
+        return min(self.num_computed.get(key, 0), self.num_tokens[key] - 1)
+
+    def find_prefix(self, key: str) -> CachedPrefix:
+        return CachedPrefix(0)
+
+    def allocate(self, key: str) -> int:
+        return self.num_computed_tokens(key)
+
+    def extend(self, key: str, length: int) -> bool:
+        return True
+
+    def blocks(self, key: str, start: int, stop: int) -> tuple[()]:
+        return ()
+
+
+@pytest.mark.parametrize(
+    ("budget", "num_before", "num_behind", "num_lacking"),
+    [(256, 64, 192, 2), (256, 64, 192, 1), (64, 63, 0, 3), (2048, 256, 64, 7), (8, 6, 3, 4), (2, 1, 1, 2)],
+)
+def test_sequences_that_catch_up_do_not_starve_a_prompt(
+    budget: int, num_before: int, num_behind: int, num_lacking: int
+) -> None:
+    """A prompt between chains and branches, all of which lack some tokens at each step."""
+    scheduler = Scheduler(budget, num_before + num_behind + 1, max_decode_tokens=16)
+    cache = CatchingUp()
+    keys = [*(f"chain {i}" for i in range(num_before)), "prompt", *(f"branch {i}" for i in range(num_behind))]
+    cache.num_tokens = dict.fromkeys(keys, 100) | {"prompt": 500}
+    cache.num_computed = {key: 100 - num_lacking for key in keys if key != "prompt"}
+    num_steps = 0
+    while cache.num_computed.get("prompt", 0) < 500:
+        num_steps += 1
+        # A quarter of each step is the prompt's; its last 16 tokens are read as by one that catches up.
+        assert num_steps <= 500 / max(1, budget // 4) + 16
+        rows = scheduler.schedule([Request(key, cache.num_tokens[key]) for key in keys], cache)
+        assert sum(row.num_new_tokens for row in rows) <= budget
+        for row in rows:
+            cache.num_computed[keys[row.request]] = row.num_computed_tokens + row.num_new_tokens
+        for key in keys:
+            if key != "prompt" and cache.num_computed[key] >= cache.num_tokens[key]:
+                cache.num_tokens[key] += num_lacking
