@@ -145,6 +145,15 @@ def allowed_path(config: LoraConfig, path: str, parameter: str) -> str:
     raise InvalidParameterError(parameter, f"{parameter} must be {' or '.join(allowed)}")
 
 
+def _decoded(name: str, value: bytes) -> tuple[str, Adapter, Adapter | None] | None:
+    """What the store has of an adapter; None where another version has written what this one cannot read."""
+    try:
+        return _DECODE(value)
+    except msgspec.MsgspecError as error:
+        logger.warning("The stored adapter %r cannot be read, and is left out: %s", name, error)
+        return None
+
+
 class LoadedAdapters:
     """What was loaded by requests. A sequence carries its adapter, so that unloading one ends no stream.
 
@@ -252,7 +261,7 @@ class LoadedAdapters:
 
     async def _apply(self, changes: Changes) -> None:
         """Take in changes, unless newer ones came first: a watcher and a request may both have asked."""
-        values = {name: None if value is None else _DECODE(value) for name, value in changes.values.items()}
+        values = {name: None if value is None else _decoded(name, value) for name, value in changes.values.items()}
         checked = {name: value and await self._of_this_model(name, *value) for name, value in values.items()}
         is_same_store = changes.version[0] == self._version[0]
         if is_same_store and changes.version[1] < self._version[1]:
@@ -277,7 +286,7 @@ class LoadedAdapters:
         if decision != self._base.decision:
             try:
                 await self._run(_check_layers, self._args, adapter, twin)
-            except SpecdecError as error:
+            except (SpecdecError, OSError) as error:
                 logger.warning("The adapter %r was loaded for another model, and does not fit: %s", name, error)
                 return None
         return adapter, twin

@@ -337,6 +337,18 @@ async def test_a_name_that_is_not_known_while_the_store_does_not_answer_may_be_a
         assert (await http.post("/v1/completions", json={"model": "chat", "prompt": "x"})).status_code == 200
 
 
+async def test_a_record_that_cannot_be_read_is_left_out_and_hides_no_other(
+    tokenizer: PreTrainedTokenizerFast, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = MemoryStore(ResponsesStore())
+    one, other = Service(tokenizer, folder, store), Service(tokenizer, folder, store)
+    await store.assign("older", b'["another form"]')
+    await one.adapters.load("chat", "chat", None, False)
+    await other.adapters.refresh()
+    assert other.names() == {"sql": "sql", "chat": "chat"}
+    assert "'older' cannot be read" in caplog.text
+
+
 async def test_adapters_of_a_store_that_is_gone_are_kept_and_of_one_that_is_empty_forgotten(
     tokenizer: PreTrainedTokenizerFast,
     folder: Path,
