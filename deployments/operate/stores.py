@@ -24,8 +24,10 @@ logger = logging.getLogger("ray.serve")
 
 NAMESPACE = "specdec"
 """Ray's namespace of the actors."""
-PATIENCE_S = 2.0
+PATIENCE_S = 5.0
 """How long a call may take, beyond the time that it asks to wait."""
+START_S = 60.0
+"""How long the actor's process may take to start, which the first call waits for."""
 _POLL_S = 1.0
 _T = TypeVar("_T")
 
@@ -80,37 +82,39 @@ class RayStore:
         return Changes(*await self._call("changes", since, wait_s, wait_s=wait_s))
 
     async def _call(self, method: str, *args: Any, wait_s: float = 0.0) -> Any:
+        if self._actor is None:
+            self._actor = await self._answer(self._start(), START_S)
+        return await self._answer(self._ask(method, args), wait_s + PATIENCE_S)
+
+    async def _answer(self, asked: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
         if self._unanswered is not None and not self._unanswered.done():
+            asked.close()
             raise ServiceUnavailableError("the store has not answered for a while")
-        call = asyncio.ensure_future(self._ask(method, args))
+        call = asyncio.ensure_future(asked)
         call.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may wait for it any more
-        done, _ = await asyncio.wait({call}, timeout=wait_s + PATIENCE_S)
-        if not done:
+        for _ in range(2):  # a loop that stood still finds the answer in the second half
+            await asyncio.wait({call}, timeout=timeout_s / 2)
+        if not call.done():
             self._unanswered = call
-            raise ServiceUnavailableError(f"the store did not answer within {PATIENCE_S:g} s")
+            raise ServiceUnavailableError(f"the store did not answer within {timeout_s:g} s")
         try:
             return call.result()
         except Exception as error:
             raise ServiceUnavailableError(f"the store failed: {error!r}") from error
 
     async def _ask(self, method: str, args: tuple[Any, ...]) -> Any:
-        if self._actor is None:
-            self._actor = await asyncio.to_thread(self._start)
         try:
             return await getattr(self._actor, method).remote(*args)
         except ActorDiedError:  # for good: the next call starts another
             self._actor = None
             raise
 
-    def _start(self) -> Any:
-        """The actor that is there, or a new one; its bounds are this version's."""
+    async def _start(self) -> Any:
+        """The actor that is there, or a new one, once it answers; its bounds are this version's."""
         options = {"namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True, **self._options}
-        actor = (
-            ray.remote(MemoryStore)
-            .options(num_cpus=0, max_restarts=-1, max_concurrency=1000, **options)
-            .remote(self._bounds)
-        )
-        actor.set_bounds.remote(self._bounds)
+        kind = ray.remote(MemoryStore).options(num_cpus=0, max_restarts=-1, max_concurrency=1000, **options)
+        actor = await asyncio.to_thread(kind.remote, self._bounds)
+        await actor.set_bounds.remote(self._bounds)
         return actor
 
 

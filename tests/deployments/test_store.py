@@ -16,7 +16,8 @@ import pytest
 from cluster.config.limits import ResponsesStore
 from deployments.http import store as store_module
 from deployments.http.store import NOTHING, Changes, MemoryStore, Store
-from deployments.operate.stores import RedisStore
+from deployments.operate import stores as stores_module
+from deployments.operate.stores import RayStore, RedisStore
 from specdec.core.errors import ServiceUnavailableError
 
 MakeStore = Callable[..., Store]
@@ -205,6 +206,38 @@ async def test_a_redis_that_is_gone_is_unavailable() -> None:
     for call in (store.get("o", "a"), store.put("o", "a", b"x"), store.changes(NOTHING, 0.0)):
         with pytest.raises(ServiceUnavailableError):
             await call
+
+
+class SlowActor(RayStore):
+    """An actor that answers what it is asked ``starts_s`` after its start, from another thread."""
+
+    starts_s = answers_s = 0.0
+
+    async def _start(self) -> Any:
+        await asyncio.sleep(self.starts_s)
+        return self
+
+    async def _ask(self, method: str, args: tuple[Any, ...]) -> Any:
+        await asyncio.to_thread(time.sleep, self.answers_s)
+        for _ in range(3):  # as Ray's answers take turns of the loop
+            await asyncio.sleep(0)
+        return b"x"
+
+
+async def test_an_answer_counts_though_the_loop_stood_still_and_the_actor_starts_slowly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stores_module, "PATIENCE_S", 0.1)
+    store = SlowActor("", ResponsesStore())
+    store.starts_s = 0.3
+    assert await store.get("o", "a") == b"x"
+    store.answers_s = 0.02
+    asyncio.get_running_loop().call_later(0.01, time.sleep, 0.2)
+    assert await store.get("o", "a") == b"x"
+    store.answers_s = 0.3
+    for says in ("did not answer within 0.1 s", "for a while"):
+        with pytest.raises(ServiceUnavailableError, match=says):
+            await store.get("o", "a")
 
 
 async def test_stores_of_two_services_share_nothing(redis_url: str) -> None:

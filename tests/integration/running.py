@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -152,10 +154,12 @@ def serve_deploy(text: str, address: str, folder: Path) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """A port that nobody listens on, and that the kernel and Ray give to nobody before it is used."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_768)
+        with suppress(OSError), socket.socket() as listener:
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float, what: str) -> float:

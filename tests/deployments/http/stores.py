@@ -20,6 +20,7 @@ class FaultyStore(RayStore):
 
     def __init__(self, inner: Store) -> None:
         super().__init__("", ResponsesStore())
+        self._actor = inner
         self.inner = inner
         self.fault: Exception | None = None
 
