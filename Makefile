@@ -148,7 +148,7 @@ format: $(DEV)
 	@$(BIN)/ruff check --fix .
 
 bench: $(SERVE)
-	@$(BIN)/specdec bench $(ARGS)
+	@$(BIN)/python -m benchmarks.ways $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(VLLM) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .durations

@@ -17,7 +17,7 @@ from typing import cast, get_args
 import torch
 
 from benchmarks.turns import by_turns, spread
-from cluster.bench.prompts import CODE
+from benchmarks.ways.prompts import CODE
 from cluster.config.models import Dtype
 from specdec.checkpoint.compat import tokenizer_width
 from specdec.core.params import SamplingParams

@@ -16,7 +16,7 @@ from urllib.request import urlopen
 from openai import OpenAI
 
 from benchmarks.turns import by_turns, spread
-from cluster.bench.services import Services
+from benchmarks.ways.services import Services
 from cluster.cli.flags import Parser, add_config_flags, config_overrides
 from cluster.cli.serve import serve
 from cluster.config.files import load_config

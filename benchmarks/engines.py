@@ -21,8 +21,8 @@ from pathlib import Path
 import psutil
 
 from benchmarks.versions import served
-from cluster.bench.load import Workload, run_workload, served_model
-from cluster.bench.prompts import prompts_of
+from benchmarks.ways.load import Workload, run_workload, served_model
+from benchmarks.ways.prompts import prompts_of
 from cluster.config.environment import VLLM_SETTINGS
 
 BIN = Path(__file__).parents[1] / ".venv" / "bin"

@@ -1,6 +1,6 @@
 """What a scripted pair on emulated devices could give if the system added nothing: limits from the script alone.
 
-    specdec bench --json figures.json --backend benchmarks.backends:stand_in:target=30,draft=3,acceptance=0.8 ...
+    python -m benchmarks.ways --json figures.json --backend benchmarks.backends:stand_in:target=30,draft=3,...
     python -m benchmarks.limits figures.json --backend benchmarks.backends:stand_in:target=30,draft=3,acceptance=0.8
 
 Nothing measured goes in: the acceptance rate, the rate of right guesses and the time of a step are what the
@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.backends import NEXT_GUESS_RATE
 from benchmarks.emulation import StepCost, step_cost
 from benchmarks.scripted import RANK_SHARES
-from cluster.bench.compare import ALONE
+from benchmarks.ways.compare import ALONE
 from cluster.cli.flags import Parser, add_config_flags, config_overrides
 from cluster.config.app import AppArgs
 from cluster.config.files import config_keys, load_config
@@ -201,7 +201,7 @@ def emulated_script(config: AppArgs) -> ScriptedPair | None:
 
 
 def way_of(name: str) -> tuple[str | None, int | None]:
-    """Way and draft length of a variant as the bench names it; see :func:`cluster.bench.compare.parse_variants`."""
+    """Way and draft length of a variant as the bench names it; see :func:`benchmarks.ways.compare.parse_variants`."""
     if name == ALONE:
         return None, 0
     if name == "auto":
@@ -214,7 +214,7 @@ def scripted_table(rows: Sequence[dict[str, Any]], script: ScriptedPair, num_bra
     """Lines of a Markdown table.
 
     Args:
-        rows: Of the JSON file that ``specdec bench`` writes.
+        rows: Of the JSON file that ``python -m benchmarks.ways`` writes.
         script: Its number of streams does not count.
         num_branches: In the way ``outcomes``, and taken for ``auto``.
     """
@@ -242,7 +242,7 @@ def scripted_table(rows: Sequence[dict[str, Any]], script: ScriptedPair, num_bra
 def main(argv: list[str] | None = None) -> None:
     """Print what the script allows beside what the bench measured."""
     parser = Parser(prog="python -m benchmarks.limits", description="limits of a script")
-    parser.add_argument("figures", type=Path, metavar="FILE.json", help="written by specdec bench --json")
+    parser.add_argument("figures", type=Path, metavar="FILE.json", help="written by python -m benchmarks.ways --json")
     add_config_flags(parser, only={path for path, _ in config_keys()})
     arguments = parser.parse_args(argv)
     config = load_config(None, config_overrides(arguments))

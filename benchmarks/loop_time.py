@@ -29,7 +29,7 @@ from fastapi import FastAPI
 from transformers import AutoTokenizer
 
 from benchmarks.scripted import ScriptedTarget
-from cluster.bench.report import processor_name
+from benchmarks.ways.report import processor_name
 from cluster.config.limits import Limits
 from cluster.models.identity import demo_folder
 from deployments.http import ApiSettings, create_app

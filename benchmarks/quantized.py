@@ -18,7 +18,7 @@ from typing import cast, get_args
 
 import torch
 
-from cluster.bench.prompts import CODE
+from benchmarks.ways.prompts import CODE
 from cluster.config.models import Dtype
 from examples.train_draft.corpus import documents, standard_library
 from specdec import BackendOptions, ModelSource, SamplingParams, SpeculativeEngine

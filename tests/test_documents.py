@@ -53,7 +53,7 @@ def test_the_table_of_keys_is_that_of_the_configuration() -> None:
 
 def test_the_measured_rows_of_the_readme_are_copied() -> None:
     rows = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("|")]
-    measured = (ROOT / "cluster/bench/README.md").read_text()
+    measured = (ROOT / "benchmarks/README.md").read_text()
     assert len(rows) == 7
     assert "\n".join(rows) in measured
 

@@ -25,8 +25,8 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from benchmarks.peers.install import HERE, PEERS, SkippedError, models_of, python_of
-from cluster.bench.prompts import prompts_of
-from cluster.bench.report import processor_name
+from benchmarks.ways.prompts import prompts_of
+from benchmarks.ways.report import processor_name
 
 STOP_TIMEOUT_S = 20
 HEAD = (

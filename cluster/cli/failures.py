@@ -16,7 +16,7 @@ def exit_code(command: str, body: Callable[[], int], *, is_debugged: bool = Fals
     """Run ``body``; turn what it raises into a line and a code.
 
     Args:
-        command: For the line.
+        command: The program's name, for the line.
         body: Returns an exit code.
         is_debugged: Let errors that are nobody's fault show their traceback.
 
@@ -26,7 +26,7 @@ def exit_code(command: str, body: Callable[[], int], *, is_debugged: bool = Fals
     try:
         return body()
     except SpecdecError as error:
-        print(f"specdec {command}: {error}", file=sys.stderr)
+        print(f"{command}: {error}", file=sys.stderr)
         return EXIT_USER_ERROR if _is_users(error) else EXIT_FAILED
     except BrokenPipeError:
         return EXIT_FAILED
@@ -35,7 +35,7 @@ def exit_code(command: str, body: Callable[[], int], *, is_debugged: bool = Fals
     except Exception as error:
         if is_debugged:
             raise
-        print(f"specdec {command}: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{command}: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_FAILED
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import argcomplete
 
 import specdec
-from cluster.cli import bench, config, demo, doctor, generate, render, serve
+from cluster.cli import config, demo, doctor, generate, render, serve
 from cluster.cli.failures import exit_code
 from cluster.cli.flags import Parser
 from cluster.cli.vllm_flags import key_entries
@@ -16,7 +16,6 @@ from cluster.config.environment import set_for_command
 COMMANDS = {
     "serve": (serve, "serve a pair of models over HTTP until Ctrl-C"),
     "generate": (generate, "continue a prompt in this process, without a service"),
-    "bench": (bench, "compare ways of speculating on the same work, on services or in this process"),
     "config": (config, "print the configuration that is in force"),
     "render": (render, "write Serve's YAML and a kustomization for KubeRay from a configuration"),
     "demo": (demo, "put demo models on this machine that are not part of the package"),
@@ -48,4 +47,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         set_for_command(keys, getattr(arguments, "download_dir", None))
         return int(arguments.run(arguments))
 
-    return exit_code(arguments.command, run, is_debugged=is_debugged)
+    return exit_code(f"specdec {arguments.command}", run, is_debugged=is_debugged)

@@ -48,7 +48,7 @@ def serve(config: ServiceConfig, application: str = LOCAL_APPLICATION) -> int:
     config = config.model_copy(update={"port": check_port(config.host, config.port)})
     is_debugged = config.log_level == "debug"
     return supervised(
-        lambda: exit_code("serve", lambda: run_service(config, application), is_debugged=is_debugged),
+        lambda: exit_code("specdec serve", lambda: run_service(config, application), is_debugged=is_debugged),
         stop_timeout_s=config.drain_timeout_s + STOP_TIMEOUT_S,
     )
 

@@ -361,7 +361,7 @@ def test_an_unknown_command_is_refused(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["frobnicate"])
     assert caught.value.code == 2
-    assert "'serve', 'generate', 'bench', 'config', 'render', 'demo', 'doctor'" in capsys.readouterr().err
+    assert "'serve', 'generate', 'config', 'render', 'demo', 'doctor'" in capsys.readouterr().err
 
 
 def test_a_flag_is_not_guessed_from_its_beginning():

@@ -1,4 +1,4 @@
-"""``specdec bench`` as it is typed."""
+"""``python -m benchmarks.ways`` as it is typed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.bench.prompts import CODE_LONG, PROMPTS, prompts_of
-from cluster.bench.services import Services, is_healthy
-from cluster.cli import main
+from benchmarks.ways.__main__ import main
+from benchmarks.ways.prompts import CODE_LONG, PROMPTS, prompts_of
+from benchmarks.ways.services import Services, is_healthy
 from cluster.config.app import ServiceConfig
 from cluster.launch.local import LaunchError
 from specdec.core.errors import InvalidParameterError
@@ -23,7 +23,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def bench(*flags: str) -> int:
-    return main(["bench", *flags])
+    return main(flags)
 
 
 def test_offline_on_scripted_tokens(tmp_path: Path, capsys: Capture) -> None:
@@ -138,7 +138,7 @@ def test_services_run_side_by_side_and_are_stopped() -> None:
 
 _BENCH = """
 import time
-from cluster.bench.services import Services
+from benchmarks.ways.services import Services
 from cluster.config.app import ServiceConfig
 from tests.integration.test_bench_command import hold
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``specdec bench`` over HTTP as it is typed: a service of its own, its workers' figures, and the files it writes."""
+"""``python -m benchmarks.ways`` over HTTP as it is typed: its own service, its workers' figures and files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORK = (
 @pytest.mark.timeout(TIMEOUT_S + 60)
 def test_figures_of_a_service_on_emulated_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "cluster.cli", "bench", *WORK, "--json", str(figures)]
+    command = [sys.executable, "-m", "benchmarks.ways", *WORK, "--json", str(figures)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"Not real: backend: {WORK[-1]}" in done.stdout

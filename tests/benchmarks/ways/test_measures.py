@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.bench.compare import ALONE, Comparison, Variant, Work
-from cluster.bench.measures import (
+from benchmarks.ways.compare import ALONE, Comparison, Variant, Work
+from benchmarks.ways.measures import (
     DeviceUse,
     Run,
     Stream,
@@ -16,7 +16,7 @@ from cluster.bench.measures import (
     token_gaps_s,
     tokens_per_round,
 )
-from cluster.bench.summary import summarize
+from benchmarks.ways.summary import summarize
 from specdec.drafting.length.plans import WorkerKind
 from specdec.engine.observed import StepRecord
 from specdec.engine.stats import SpecStats

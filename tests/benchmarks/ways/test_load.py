@@ -8,7 +8,7 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
-from cluster.bench.load import (
+from benchmarks.ways.load import (
     Workload,
     devices_between,
     run_workload,

@@ -1,4 +1,4 @@
-"""``specdec bench``: ways of speculating compared on the same work, on services or in this process."""
+"""Ways of speculating compared on the same work, on services or in this process."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import argparse
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import get_args
 
-from cluster.bench.compare import Runner, ServiceWay, Variant, Work, compare, parse_variants
-from cluster.bench.load import service_stand_ins
-from cluster.bench.prompts import PROMPTS, prompts_of
-from cluster.bench.report import BenchReport, Environment, command_line, processor_name
-from cluster.bench.services import HttpRunner, Services
-from cluster.bench.summary import summarize
+from benchmarks.ways.compare import Runner, ServiceWay, Variant, Work, compare, parse_variants
+from benchmarks.ways.load import service_stand_ins
+from benchmarks.ways.prompts import PROMPTS, prompts_of
+from benchmarks.ways.report import BenchReport, Environment, command_line, processor_name
+from benchmarks.ways.services import HttpRunner, Services
+from benchmarks.ways.summary import summarize
+from cluster.cli.failures import exit_code
 from cluster.cli.flags import Parser, add_config_flags, config_overrides
 from cluster.cli.serve import serve
 from cluster.config.app import ServiceConfig
@@ -24,7 +25,7 @@ from cluster.config.files import config_keys, load_config
 from specdec.core.errors import InvalidParameterError
 from specdec.core.validation import MAX_TEMPERATURE
 
-USAGE = "[--offline | --url URL] [--streams 1,8] [--ways WAY,...] [--num-speculative-tokens 0,4] [...] [KEY ...]"
+USAGE = "%(prog)s [--offline | --url URL] [--streams 1,8] [--ways WAY,...] [--num-speculative-tokens 0,4] [KEY ...]"
 _DEFAULT_WAYS = "overlap,auto"
 OWN_KEYS = {"num_speculative_tokens", "way", "host", "port"}
 """Keys that the bench chooses itself; all others are flags as for ``specdec serve``."""
@@ -33,7 +34,7 @@ Say = Callable[[str], None]
 
 
 def add_arguments(parser: Parser) -> None:
-    """The flags of ``specdec bench``."""
+    """The flags."""
     parser.add_argument("--url", help="where a service listens; by default one is started per way")
     parser.add_argument("--offline", action="store_true", help="the engine in this process, in turn, without a service")
     parser.add_argument("--config", metavar="FILE.yaml", help="configuration file; flags win over it")
@@ -102,7 +103,7 @@ _FIXED_TOKENS = 4
 def _offline(config: ServiceConfig) -> Runner:
     import torch
 
-    from cluster.bench.offline import load_pair
+    from benchmarks.ways.offline import load_pair
 
     torch.set_num_threads(int(config.actors.target.num_cpus or 1))
     return load_pair(config, _say).run
@@ -133,7 +134,7 @@ def _works(arguments: argparse.Namespace) -> list[Work]:
 
 
 def _environment(arguments: argparse.Namespace, config: ServiceConfig) -> Environment:
-    from cluster.bench.shapes import model_shapes
+    from benchmarks.ways.shapes import model_shapes
     from cluster.launch.machine import this_machine
 
     machine = this_machine()
@@ -179,3 +180,17 @@ def _numbers(name: str, text: str, least: int) -> list[int]:
     if not numbers or min(numbers) < least:
         raise InvalidParameterError(name, f"{name} takes whole numbers of at least {least}, separated by commas")
     return numbers
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line and run; returns the exit code."""
+    parser = Parser(prog="python -m benchmarks.ways", description=__doc__, usage=USAGE)
+    add_arguments(parser)
+    arguments = parser.parse_args(argv)
+    return exit_code(
+        "benchmarks.ways", lambda: run(arguments), is_debugged=getattr(arguments, "log_level", "info") == "debug"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from benchmarks.scripted import Script, ScriptedTarget
-from cluster.bench.compare import Comparison, Variant, Work
-from cluster.bench.measures import Run, Stream, TokenArrival
-from cluster.bench.summary import summarize
+from benchmarks.ways.compare import Comparison, Variant, Work
+from benchmarks.ways.measures import Run, Stream, TokenArrival
+from benchmarks.ways.summary import summarize
 from specdec.core.backends import VerifyJob
 from specdec.core.log import TokenLog
 from specdec.core.params import SamplingParams, SequenceSpec

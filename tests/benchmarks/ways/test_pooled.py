@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.bench.compare import ALONE, Comparison, Variant, Work, compare
-from cluster.bench.load import Workload
-from cluster.bench.measures import Run, Stream, TokenArrival
-from cluster.bench.report import pooled_table
-from cluster.bench.summary import summarize
+from benchmarks.ways.compare import ALONE, Comparison, Variant, Work, compare
+from benchmarks.ways.load import Workload
+from benchmarks.ways.measures import Run, Stream, TokenArrival
+from benchmarks.ways.report import pooled_table
+from benchmarks.ways.summary import summarize
 
 WORK = Work("code", 1, 10, 0.0)
 VARIANTS = (Variant(ALONE, 0), Variant("in turn, 4 draft tokens", 4, "in_turn"), Variant("auto", None, "auto"))

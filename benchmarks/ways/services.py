@@ -13,9 +13,9 @@ from types import TracebackType
 
 import httpx
 
-from cluster.bench.compare import Variant
-from cluster.bench.load import Workload, run_workload, served_model
-from cluster.bench.measures import Run
+from benchmarks.ways.compare import Variant
+from benchmarks.ways.load import Workload, run_workload, served_model
+from benchmarks.ways.measures import Run
 from cluster.config.app import ServiceConfig
 from cluster.launch.local import LaunchError, check_port
 
@@ -93,7 +93,7 @@ class Services:
 
 
 class HttpRunner:
-    """Runs workloads against services; see :data:`cluster.bench.compare.Runner`.
+    """Runs workloads against services; see :data:`benchmarks.ways.compare.Runner`.
 
     Args:
         urls: By way; the first also takes variants that leave it open.

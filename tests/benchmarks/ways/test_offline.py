@@ -7,16 +7,16 @@ import pytest
 from benchmarks.backends import scripted
 from benchmarks.emulation import EmulatedDevice, EmulatedTarget, StepCost
 from benchmarks.limits import ScriptedPair
-from cluster.bench.compare import ALONE, Variant, Work, compare, parse_variants
-from cluster.bench.load import Workload
-from cluster.bench.offline import Pair, load_pair
-from cluster.bench.summary import SummaryRow, summarize
+from benchmarks.ways.compare import ALONE, Variant, Work, compare, parse_variants
+from benchmarks.ways.load import Workload
+from benchmarks.ways.offline import Pair, load_pair
+from benchmarks.ways.summary import SummaryRow, summarize
 from cluster.config.app import AppArgs
 from specdec.core.errors import InvalidParameterError
 from specdec.drafting.length.ways import expected_tokens
 from specdec.sampling.philox import derive_seed
+from tests.benchmarks.ways.virtual import virtual_pair
 from tests.clock import VirtualClock
-from tests.cluster.bench.virtual import virtual_pair
 
 
 def pair(acceptance_rate: float, costs: str = "target=30,draft=3") -> Pair:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast, get_args
 
-from cluster.bench.load import Workload
-from cluster.bench.measures import Run
-from cluster.bench.prompts import prompts_of
+from benchmarks.ways.load import Workload
+from benchmarks.ways.measures import Run
+from benchmarks.ways.prompts import prompts_of
 from specdec.core.errors import InvalidParameterError
 
 ALONE = "target alone"
@@ -42,7 +42,7 @@ class Work:
     """What every variant has to do.
 
     Attributes:
-        prompts: Kind of prompts; see :mod:`cluster.bench.prompts`.
+        prompts: Kind of prompts; see :mod:`benchmarks.ways.prompts`.
         num_streams: Streams at once.
     """
 

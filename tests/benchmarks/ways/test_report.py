@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.bench.report import BenchReport, Environment, command_line, processor_name
-from cluster.bench.summary import SummaryRow
+from benchmarks.ways.report import BenchReport, Environment, command_line, processor_name
+from benchmarks.ways.summary import SummaryRow
 
 ROW = SummaryRow(
     prompts="code",
@@ -37,7 +37,7 @@ ENVIRONMENT = Environment(
     models={"target": "llama, 12 layers"},
     stand_ins=(),
     work="over HTTP",
-    command="specdec bench --streams 2",
+    command="python -m benchmarks.ways --streams 2",
 )
 
 
@@ -79,7 +79,13 @@ def test_what_is_not_known_is_a_dash() -> None:
 
 def test_it_says_where_and_how() -> None:
     text = BenchReport(ENVIRONMENT, (ROW,)).markdown()
-    for said in ("A processor", "torch 2.13", "llama, 12 layers", "over HTTP", "`specdec bench --streams 2`"):
+    for said in (
+        "A processor",
+        "torch 2.13",
+        "llama, 12 layers",
+        "over HTTP",
+        "`python -m benchmarks.ways --streams 2`",
+    ):
         assert said in text
     assert "Not real" not in text
     assert "emulated" not in text
@@ -103,7 +109,7 @@ def test_json_has_everything() -> None:
 
 
 def test_the_command_can_be_given_again(tmp_path: Path) -> None:
-    assert command_line(["bench", "--config", "a b"]) == "specdec bench --config 'a b'"
+    assert command_line(["--config", "a b"]) == "python -m benchmarks.ways --config 'a b'"
     (tmp_path / "cpuinfo").write_text("processor : 0\nmodel name : Some CPU @ 3 GHz\n")
     assert processor_name(tmp_path / "cpuinfo") == "Some CPU @ 3 GHz"
     assert processor_name(tmp_path / "missing")

@@ -1,1 +1,0 @@
-"""Benchmarks: load on a running service, ways of speculating compared in interleaved rounds."""
