@@ -101,15 +101,15 @@ test-gpu: $(DEV)
 
 # Ten slices of what is too long for every change; .ci/slices says what each is.
 slice-statistics: $(DEV)
-	@$(PYTEST) $(TWO) --whole tests/specdec/sampling tests/thorough/engine/test_{branches_unbiased,structured_corpus,structured_distribution}.py $(ARGS)
+	@$(PYTEST) $(TWO) --whole tests/specdec/sampling tests/thorough/sampling tests/thorough/engine/test_{rules,branches_unbiased,structured_corpus,structured_distribution}.py $(ARGS)
 
 slice-families: $(DEV)
 	@$(PYTEST) $(TWO) --whole tests/specdec/models tests/thorough/models \
 		tests/thorough/engine/test_{families,recurrent,recurrent_branches,recurrent_faults,recurrent_loading,windows,quantized,adapters}.py $(ARGS)
 
 slice-protocol: $(DEV)
-	@$(PYTEST) $(TWO) --whole tests/specdec/protocol tests/specdec/control tests/specdec/engine \
-		tests/thorough/engine/test_{after_reasoning,one_pass,other_vocabulary,structured,combinations,heads,contract,timed,edge_cases,lookup}.py tests/examples tests/benchmarks $(ARGS)
+	@$(PYTEST) $(TWO) --whole tests/specdec/{protocol,control,engine} tests/thorough/{protocol,control} \
+		tests/thorough/engine/test_{branches,parameters,after_reasoning,one_pass,other_vocabulary,structured,combinations,heads,contract,timed,edge_cases,lookup}.py tests/examples tests/benchmarks $(ARGS)
 
 slice-kills: $(DEV)
 	@$(PYTEST) tests/soak/test_{kills,stalls,launch,hybrid}.py $(ARGS)

@@ -22,6 +22,7 @@ from cluster.launch.supervise import supervised
 def body():
     own = subprocess.Popen([sys.executable, "-c", {grandchild!r}], start_new_session=True)
     print(os.getpid(), own.pid, flush=True)
+    sys.stdin.readline()  # until the test has looked at both
     {then}
 
 sys.exit(supervised(body, grace_s=0.1))
@@ -40,12 +41,15 @@ def start():
             [sys.executable, "-c", script],
             cwd=ROOT,
             env=os.environ | {"PYTHONUNBUFFERED": ""},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
             preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # also where these tests run under nohup
         )
         family = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
+        process.stdin.write("known\n")
+        process.stdin.flush()
         started.append((process, family))
         return process, family
 
@@ -54,6 +58,7 @@ def start():
         for one in (process, *(one for one in family if is_alive(one))):
             one.kill()
         process.wait()
+        process.stdin.close()
         process.stdout.close()
 
 
