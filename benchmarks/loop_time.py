@@ -1,6 +1,6 @@
 """CPU time of the callbacks of an ingress' and a router's event loop while one request asks for much.
 
-    python -m benchmarks.loop_time [n-samples prompt-logprobs grammars adapters tokenize chunked]
+    python -m benchmarks.loop_time [n-samples prompt-logprobs grammars adapters tokenize chunked responses]
 
 The ingress' real HTTP application, a router and a scripted target run in one process, joined by real links. The time of
 a callback is that of its thread (``time.thread_time``): what other processes and threads do is not in it. How late a
@@ -30,10 +30,11 @@ from transformers import AutoTokenizer
 
 from benchmarks.scripted import ScriptedTarget
 from benchmarks.ways.report import processor_name
-from cluster.config.limits import Limits
+from cluster.config.limits import Limits, ResponsesStore
 from cluster.models.identity import demo_folder
 from deployments.http import ApiSettings, create_app
 from deployments.http.keys import ApiKeys
+from deployments.http.store import MemoryStore
 from deployments.transport.host import LoopHost
 from specdec.core.backends import Verification, VerifyJob
 from specdec.core.types import Adapter, TokenLogprobs
@@ -121,10 +122,14 @@ def _name(callback: Any) -> str:
 
 
 class TellingTarget(ScriptedTarget):
-    """A scripted target that tells of prompts: at each token as many alternatives as were asked for."""
+    """A scripted target that tells of each token as many alternatives as were asked for."""
 
     def _verify(self, job: VerifyJob) -> Verification:
-        found, num_top = super()._verify(job), job.spec.sampling.prompt_logprobs
+        found, num_top = super()._verify(job), job.spec.sampling.logprobs
+        if num_top:
+            told = TokenLogprobs(-1.5, 3, tuple((i, -0.1 * i) for i in range(num_top)))
+            found = replace(found, logprobs=(told,) * len(found.run))
+        num_top = job.spec.sampling.prompt_logprobs
         if num_top is None or len(job.log) > job.spec.output_start:
             return found
         told = (TokenLogprobs(-1.5, 3, tuple((i, -0.1 * i) for i in range(num_top))) for _ in range(len(job.log) - 1))
@@ -288,6 +293,20 @@ async def chunked(scene: Scene) -> str:
     return f"the 17th: {[other.status for other in others]}; the 16: {sorted(set(ended))}"
 
 
+async def responses(scene: Scene) -> Awaitable[str]:
+    """A stream of 4,000 tokens with 20 log probabilities each, which is kept, goes on, and whose items are listed."""
+    text = "def add(a, b): return a + b\n" * 3000
+    asked: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 20, "stream": True}
+    answer = await scene.post("/v1/responses", input=text, max_output_tokens=4000, ignore_eos=True, **asked)
+    assert answer.status == 200, answer.content
+    name = await asyncio.to_thread(lambda: json.loads(answer.content[-2].rpartition(b"data: ")[2])["response"]["id"])
+    later = await scene.post("/v1/responses", input="x", previous_response_id=name, max_output_tokens=1)
+    assert later.status == 200, later.content
+    listed = await scene.get(f"/v1/responses/{name}/input_items")
+    size = sum(map(len, answer.content)) >> 20
+    return _said(listed, lambda body: f"{size} MiB of events; {len(body['data'])} item")
+
+
 SCENES: dict[str, Callable[[Scene], Awaitable[str | Awaitable[str]]]] = {
     "n-samples": n_samples,
     "prompt-logprobs": prompt_logprobs,
@@ -295,6 +314,7 @@ SCENES: dict[str, Callable[[Scene], Awaitable[str | Awaitable[str]]]] = {
     "adapters": adapters,
     "tokenize": tokenize,
     "chunked": chunked,
+    "responses": responses,
 }
 
 
@@ -315,10 +335,13 @@ async def play(name: str, patch: pytest.MonkeyPatch) -> str:
     tokenizer = AutoTokenizer.from_pretrained(demo_folder("target"))
     line = Line(patch, max_model_len=MAX_MODEL_LEN, backend=TellingTarget(SCRIPT, MAX_MODEL_LEN))
     await until(lambda: bool(line.ingress.linked_peers()) and bool(line.routers.reports()))
-    app = create_app(line.tokens, ApiSettings(limits=_limits()), tokenizer, keys=ApiKeys(KEYS))
+    app = create_app(
+        line.tokens, ApiSettings(limits=_limits()), tokenizer, keys=ApiKeys(KEYS), store=MemoryStore(ResponsesStore())
+    )
     scene = Scene(line, app)
     for path in ("/v1/completions", "/tokenize"):  # what a route does once is done
         await scene.post(path, prompt="x", max_tokens=1)
+    await scene.post("/v1/responses", input="x", max_output_tokens=16)
     await scene.get("/v1/models")
     with LoopTimes() as times:
         await asyncio.sleep(0)  # what runs now is not timed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -64,7 +63,7 @@ async def _whole(api: Api, job: Job, writer: Writer) -> Response:
         count = _num_prompt_ids(job) + sum(_num_entries(job, delta) for delta in choices.values())
         await api.write(count, write)
         warning = await writer.settle(generation)
-        written = await api.write(count, lambda: json_bytes(held.pop()))
+        written = await api.write(count, lambda: json_bytes(held.pop()), writer.num_repeated)
         response = Response(written, media_type="application/json")
         if warning:
             response.headers[WARNING] = warning
@@ -145,16 +144,21 @@ class StreamedAnswer(Response):
 
     async def _events(self, send: Send, generation: Generation) -> None:
         count = _num_prompt_ids(self._job) + sum(len(echo.text) for echo in self._job.echoes) * self._job.num_samples
-        begun = await self._api.write(count, lambda: _encoded(self._writer.opening(generation)))
+        opening = partial(self._writer.opening, generation)
+        begun = await self._api.write(count, lambda: _encoded(opening()), self._writer.num_repeated)
         await self._send(send, begun)
         async with aclosing(self._gathered(generation)) as deltas:
             async for delta in deltas:
                 self._num_sent += len(delta.token_ids)
                 count = _num_entries(self._job, delta)
-                await self._send(send, await self._api.write(count, partial(self._written, delta, generation)))
+                repeated = self._writer.num_repeated if delta.finish else 0
+                written = partial(self._written, delta, generation)
+                await self._send(send, await self._api.write(count, written, repeated))
                 generation.delivered(delta.index, len(delta.token_ids))
         await self._writer.settle(generation)
-        await self._send(send, _encoded(self._writer.closing(generation)) + self._writer.end_mark)
+        closing = partial(self._writer.closing, generation)
+        ended = await self._api.write(0, lambda: _encoded(closing()), self._writer.num_repeated)
+        await self._send(send, ended + self._writer.end_mark)
 
     async def _gathered(self, generation: Generation) -> AsyncGenerator[SampleDelta]:
         """What is worth an event: a choice's first news, then as many tokens as events shall hold, and its end."""
@@ -199,11 +203,7 @@ class StreamedAnswer(Response):
 
 def _encoded(events: Sequence[Event]) -> bytes:
     """Events as they are sent."""
-    return b"".join(
-        (f"event: {event.name}\n" if event.name else "").encode()
-        + f"data: {json.dumps(event.data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
-        for event in events
-    )
+    return b"".join(event.encoded() for event in events)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:

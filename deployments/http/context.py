@@ -133,9 +133,15 @@ class Api:
         """Run work in a thread, in the turn of the request's API key. Work that has not begun is dropped on cancel."""
         return await asyncio.wrap_future(self.threads.submit(self.caller, work))
 
-    async def write(self, num_logprobs: int, work: Callable[[], _T]) -> _T:
-        """Run work that writes log probabilities, or text piece by piece, in a thread where they are many."""
-        return await self.encode(num_logprobs * _CHARACTERS_PER_LOGPROB, work)
+    async def write(self, num_logprobs: int, work: Callable[[], _T], num_characters: int = 0) -> _T:
+        """Run work that writes log probabilities, or text piece by piece, in a thread where they are many.
+
+        Args:
+            num_logprobs: How many are written.
+            work: What writes them.
+            num_characters: Beside them.
+        """
+        return await self.encode(num_logprobs * _CHARACTERS_PER_LOGPROB + num_characters, work)
 
 
 def api_of(request: Request) -> Api:

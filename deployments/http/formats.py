@@ -153,6 +153,7 @@ class Envelope:
     """Writes answers of choices: what stands around them is the same in every chunk of an answer."""
 
     end_mark = b"data: [DONE]\n\n"
+    num_repeated = 0
 
     def __init__(self, job: Job, format_: Format) -> None:
         self._job = job

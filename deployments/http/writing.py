@@ -25,6 +25,41 @@ class Event(NamedTuple):
     data: Json
     name: str = ""
 
+    def encoded(self) -> bytes:
+        """The event as it is sent."""
+        try:
+            data = _dumps(self.data).encode()
+        except TypeError:  # it holds a WrittenList
+            data = json_bytes(self.data)
+        return (f"event: {self.name}\n" if self.name else "").encode() + b"data: " + data + b"\n\n"
+
+
+class WrittenList:
+    """A list whose items are JSON already: each is written once, however often the list is sent."""
+
+    def __init__(self) -> None:
+        self._runs: list[str] = []
+        self.num_characters = 0
+
+    def extend(self, items: list[Json]) -> None:
+        """Write more items down."""
+        if items:
+            self._runs.append(_dumps(items)[1:-1])
+            self.num_characters += len(self._runs[-1])
+
+    def copy(self) -> WrittenList:
+        """The list as it is now."""
+        copied = WrittenList()
+        copied._runs, copied.num_characters = self._runs.copy(), self.num_characters
+        return copied
+
+    def pieces(self) -> Iterator[str]:
+        """The list as JSON, in pieces."""
+        yield "["
+        for number, run in enumerate(self._runs):
+            yield f",{run}" if number else run
+        yield "]"
+
 
 def json_bytes(value: Any) -> bytes:
     """A value as JSON, as Starlette writes it; long lists by slices, so that other threads can run between them.
@@ -35,7 +70,9 @@ def json_bytes(value: Any) -> bytes:
 
 
 def _pieces(value: Any) -> Iterator[str]:
-    if isinstance(value, list) and len(value) > _SLICE:
+    if isinstance(value, WrittenList):
+        yield from value.pieces()
+    elif isinstance(value, list) and len(value) > _SLICE:
         for start in range(0, len(value), _SLICE):
             yield ("," if start else "[") + _dumps(value[start : start + _SLICE])[1:-1]
         yield "]"
@@ -59,6 +96,11 @@ class Writer(Protocol):
     @property
     def end_mark(self) -> bytes:
         """What a stream that did not fail ends with, after its last event."""
+        ...
+
+    @property
+    def num_repeated(self) -> int:
+        """About how many characters an answer repeats: a stream at its begin, at its end, and at that of a choice."""
         ...
 
     def whole(self, choices: Sequence[SampleDelta], generation: Generation) -> Json:

@@ -17,6 +17,7 @@ from deployments.http.messages import Json
 from deployments.http.schemas.responses import ResponsesBody
 from deployments.http.schemas.responses_input import CallItem, InputItem, MessageItem, ReasoningItem, ResultItem
 from deployments.http.store import Store
+from deployments.http.writing import json_bytes
 from specdec.core.errors import InvalidParameterError, ServiceUnavailableError
 
 _logger = logging.getLogger("ray.serve")
@@ -67,14 +68,21 @@ class ConversationKeeper:
     items: list[Json]
     num_characters: int
 
-    async def keep(self, name: str, response: Json) -> str:
-        """Keep it; returns why it was not kept: its tokens were generated, so the answer goes out all the same."""
+    async def keep(self, name: str, response: Json, num_characters: int) -> str:
+        """Keep it; returns why it was not kept: its tokens were generated, so the answer goes out all the same.
+
+        Args:
+            name: Its id.
+            response: It.
+            num_characters: About how long it is.
+        """
 
         def work() -> bytes:
-            return Record(_written(response), _written(self.items)).packed()
+            return Record(json_bytes(response), json_bytes(self.items)).packed()
 
         try:
-            is_kept = await self.store.put(self.owner, name, await self.api.encode(self.num_characters, work))
+            packed = await self.api.encode(self.num_characters + num_characters, work)
+            is_kept = await self.store.put(self.owner, name, packed)
         except ServiceUnavailableError as error:
             _logger.warning("The response %s is not stored: %s", name, error)
             return "the response is not stored: the store does not answer"
@@ -153,7 +161,3 @@ def _message(role: str, text: str) -> Json:
 
 def _id(kind: str) -> str:
     return f"{kind}_{uuid.uuid4().hex}"
-
-
-def _written(value: object) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()

@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 
 from deployments.http.generation import SampleDelta, ShownToken
 from deployments.http.messages import AssistantMessage, Json
+from deployments.http.writing import WrittenList
 from specdec.core.types import Finish
 from specdec.structured.parsing.events import AnswerEvent, ContentDelta, ReasoningDelta, ToolCallDelta
 
@@ -22,7 +23,12 @@ class OutputItem(Protocol):
         """The events that tell of a new item."""
         ...
 
-    def more(self, text: str, logprobs: Sequence[Json]) -> Json:
+    @property
+    def num_characters(self) -> int:
+        """How many its end repeats."""
+        ...
+
+    def more(self, text: str, logprobs: list[Json]) -> Json:
         """Take more text; the event that tells of it."""
         ...
 
@@ -50,7 +56,8 @@ class TextOutput:
         self._place: Json = {"output_index": index}
         self._part_place = self._place | {"item_id": self._id, "content_index": 0}
         self._texts: list[str] = []
-        self._logprobs: list[Json] = []
+        self._num_characters = 0
+        self._logprobs = WrittenList()
         self._status: ItemStatus = "in_progress"
         self._has_part = False
 
@@ -60,17 +67,23 @@ class TextOutput:
         self._has_part = True
         return [added, {"type": "response.content_part.added", **self._part_place, "part": self._part()}]
 
-    def more(self, text: str, logprobs: Sequence[Json]) -> Json:
+    @property
+    def num_characters(self) -> int:
+        """How many its end repeats."""
+        return self._num_characters + self._logprobs.num_characters
+
+    def more(self, text: str, logprobs: list[Json]) -> Json:
         """More of the text."""
         self._texts.append(text)
-        self._logprobs += logprobs
+        self._num_characters += len(text)
+        self._logprobs.extend(logprobs)
         beside = {} if self._is_reasoning else {"logprobs": logprobs}
         return {"type": f"{self._event}.delta", **self._part_place, "delta": text, **beside}
 
     def done(self, status: ItemStatus) -> list[Json]:
         """The end of its text, of its part and its own."""
         self._status = status
-        beside = {} if self._is_reasoning else {"logprobs": list(self._logprobs)}
+        beside = {} if self._is_reasoning else {"logprobs": self._logprobs.copy()}
         return [
             {"type": f"{self._event}.done", **self._part_place, "text": "".join(self._texts), **beside},
             {"type": "response.content_part.done", **self._part_place, "part": self._part()},
@@ -88,7 +101,7 @@ class TextOutput:
         text = "".join(self._texts)
         if self._is_reasoning:
             return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._logprobs)}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs.copy()}
 
 
 class CallOutput:
@@ -111,7 +124,12 @@ class CallOutput:
         """The call without arguments."""
         return [{"type": "response.output_item.added", **self._place, "item": self.written()}]
 
-    def more(self, text: str, logprobs: Sequence[Json]) -> Json:
+    @property
+    def num_characters(self) -> int:
+        """How many its end repeats."""
+        return sum(map(len, self._arguments))
+
+    def more(self, text: str, logprobs: list[Json]) -> Json:
         """More of its arguments."""
         self._arguments.append(text)
         return {
@@ -167,6 +185,11 @@ class Output:
     def written(self) -> list[Json]:
         """All items as they are now."""
         return [item.written() for item in self._items]
+
+    @property
+    def num_characters(self) -> int:
+        """About how long they are."""
+        return sum(item.num_characters for item in self._items)
 
     def _cut(self, delta: SampleDelta) -> Iterator[tuple[str, ShownToken | None, Finish | None]]:
         """The text in pieces, so that what is made of a token's own piece tells whether it belongs to the message."""

@@ -21,6 +21,9 @@ from deployments.http.tally import answer_metrics
 from deployments.http.writing import Event
 from specdec.core.types import Finish
 
+_LONG = 1 << 12
+"""Characters."""
+
 
 class ResponseWriter:
     """Writes one response.
@@ -45,6 +48,13 @@ class ResponseWriter:
         self._end: Json | None = None
         self._num_events = 0
 
+    @property
+    def num_repeated(self) -> int:
+        """What it was asked for, and its output; what has parts is not measured, and counts as long."""
+        body = self._body
+        has_parts = bool(body.tools) or (body.text is not None and body.text.format is not None)
+        return len(body.instructions or "") + self._output.num_characters + (_LONG if has_parts else 0)
+
     def whole(self, choices: Sequence[SampleDelta], generation: Generation) -> Json:
         """The response, at its end."""
         (choice,) = choices
@@ -67,7 +77,7 @@ class ResponseWriter:
         if self._kept is None:
             return ""
         response = self._ended(generation)
-        warning = await self._kept.keep(self._id, response)
+        warning = await self._kept.keep(self._id, response, self.num_repeated)
         if warning:
             response |= {"store": False, "warning": warning}
         return warning

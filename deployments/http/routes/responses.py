@@ -29,6 +29,7 @@ from deployments.http.responses.writer import ResponseWriter
 from deployments.http.schemas.responses import Included, ResponsesBody
 from deployments.http.store import Store
 from deployments.http.strict_json import StrictJsonRoute
+from deployments.http.writing import json_bytes
 from specdec.core.errors import UnsupportedParameterError
 
 router = APIRouter(prefix="/v1", route_class=StrictJsonRoute)
@@ -114,7 +115,7 @@ async def forget_response(response_id: str, api: ApiOf, arrival: ArrivalOf) -> d
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-@router.get("/responses/{response_id}/input_items")
+@router.get("/responses/{response_id}/input_items", response_model=None)
 async def input_items(
     response_id: str,
     api: ApiOf,
@@ -122,19 +123,23 @@ async def input_items(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
     after: str | None = None,
-) -> dict[str, Any]:
+) -> Response:
     """The items of the conversation up to a response, the newest first."""
     record = await _record(api, arrival, response_id)
-    items: list[Json] = json.loads(record.input_items)
-    if order == "desc":
-        items.reverse()
-    ids = [item["id"] for item in items]
-    if after is not None and after not in ids:
-        raise ApiError(400, "after: there is no such item", param="after", code="invalid_value")
-    start = 0 if after is None else ids.index(after) + 1
-    page = items[start : start + limit]
-    ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
-    return {"object": "list", "data": page, **ends, "has_more": start + limit < len(items)}
+
+    def work() -> bytes:
+        items: list[Json] = json.loads(record.input_items)
+        if order == "desc":
+            items.reverse()
+        ids = [item["id"] for item in items]
+        if after is not None and after not in ids:
+            raise ApiError(400, "after: there is no such item", param="after", code="invalid_value")
+        start = 0 if after is None else ids.index(after) + 1
+        page = items[start : start + limit]
+        ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
+        return json_bytes({"object": "list", "data": page, **ends, "has_more": start + limit < len(items)})
+
+    return Response(await api.encode(len(record.input_items), work), media_type="application/json")
 
 
 def _store(api: Api, response_id: str) -> Store:

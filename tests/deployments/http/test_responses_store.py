@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -15,8 +19,12 @@ from transformers import PreTrainedTokenizerFast
 
 from cluster.config.limits import ResponsesStore
 from deployments.http import ApiSettings, create_app
+from deployments.http import writing as writing_module
 from deployments.http.keys import ApiKeys
+from deployments.http.responses import kept as kept_module
+from deployments.http.routes import responses as responses_module
 from deployments.http.store import MemoryStore, Store
+from deployments.http.writing import json_bytes
 from specdec.core.errors import ServiceUnavailableError
 from specdec.core.types import TokenLogprobs
 
@@ -257,6 +265,38 @@ async def test_log_probabilities_stay_with_their_response(bench: Bench, clients:
     page = await clients("alice", 0).responses.input_items.list(second.id, order="asc")
     assert [item.content[0].text for item in page.data] == [ASK["input"], "x = 1", "More."]
     assert not page.data[1].content[0].logprobs
+
+
+async def test_nothing_long_is_written_or_read_on_the_event_loop(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream's end repeats all its log probabilities; its beginning, and a later turn, what it was asked for."""
+    bench = Bench(tokenizer, max_model_len=8192)
+    here, on_loop, beside = threading.get_ident(), [0], [0]
+
+    def noted(text: Any) -> Any:
+        (on_loop if threading.get_ident() == here else beside).append(len(text))
+        return text
+
+    dumps, read = writing_module._dumps, SimpleNamespace(loads=lambda text: json.loads(noted(text)))
+    monkeypatch.setattr(writing_module, "_dumps", lambda value: noted(dumps(value)))
+    for module in (writing_module, kept_module):
+        monkeypatch.setattr(module, "json_bytes", lambda value: noted(json_bytes(value)))
+    for module in (kept_module, responses_module):
+        monkeypatch.setattr(module, "json", read)
+    entry = TokenLogprobs(-0.5, 1, ((1, -0.5),) * 20)
+    tokens = bench.tokenizer.encode("x = 1\n" * 100)
+    bench.script = lambda request: rounds([*tokens, 0], logprobs=[entry] * (len(tokens) + 1))
+    asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 20, "stream": True}
+    transport = httpx2.ASGITransport(app=app_of(bench, MemoryStore(ResponsesStore())))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://api") as http:
+        answer = await http.post(PATH, json=ASK | {"instructions": "Be short. " * 1000} | asked)
+        name = re.findall(r"resp_\w+", answer.text)[-1]
+        bench.says("x")
+        second = await http.post(PATH, json=ASK | {"previous_response_id": name, "input": "More. " * 1000})
+        assert (await http.get(f"{PATH}/{second.json()['id']}/input_items")).status_code == 200
+    assert max(beside) > 100_000
+    assert max(on_loop) < 5_000
 
 
 async def test_without_a_store_there_is_nothing(bench: Bench, http: httpx2.AsyncClient) -> None:
