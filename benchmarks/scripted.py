@@ -16,9 +16,9 @@ from struct import Struct
 from typing import TYPE_CHECKING
 
 from specdec.core.backends import DraftJob, Proposal, Status, Verification, VerifyJob
+from specdec.core.drafts import depths
 from specdec.core.messages import Candidates
 from specdec.core.params import SequenceSpec
-from specdec.core.trees import depths
 from specdec.core.types import TokenLogprobs, Tokens
 from specdec.sampling.coupled import walk_coupled
 

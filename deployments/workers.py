@@ -40,8 +40,7 @@ from specdec.engine.observed import ObservedDrafter, ObservedTarget
 from specdec.engine.profile import profile_drafter, profile_target
 from specdec.engine.timing import LastStep, StepReport
 from specdec.models.loading import load_tokenizer
-from specdec.protocol.draft_worker import DraftWorkerMachine
-from specdec.protocol.drafter import DrafterMachine
+from specdec.protocol.drafter import DrafterMachine, DraftWorkerMachine
 from specdec.protocol.target import TargetMachine
 
 logger = logging.getLogger("ray.serve")

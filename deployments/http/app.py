@@ -23,7 +23,7 @@ from deployments.http.store import Store
 from specdec.checkpoint.compat import tokenizer_width
 from specdec.structured.compiler import Grammars
 from specdec.structured.parsing.selection import AnswerForms
-from specdec.text.pieces import TokenTexts
+from specdec.text.detokenizer import TokenTexts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

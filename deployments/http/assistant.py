@@ -16,7 +16,7 @@ from specdec.core.errors import InvalidParameterError, UnsupportedParameterError
 from specdec.core.grammar import Grammar
 from specdec.core.types import Tokens
 from specdec.structured.constraints import Tags, Tool, after_reasoning, only_calls, short_reasoning, text_or_calls
-from specdec.structured.parsing.events import AnswerParser, PlainParser
+from specdec.structured.parsing.calls import AnswerParser, PlainParser
 from specdec.structured.parsing.reasoning import ReasoningCounter, ReasoningParser, WithoutReasoning
 from specdec.structured.parsing.selection import AnswerForm
 

@@ -23,7 +23,7 @@ from specdec.core.errors import ServiceUnavailableError
 from specdec.core.fair_threads import FairThreads
 from specdec.structured.compiler import Grammars
 from specdec.structured.parsing.selection import AnswerForms
-from specdec.text.pieces import TokenTexts
+from specdec.text.detokenizer import TokenTexts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

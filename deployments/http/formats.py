@@ -16,7 +16,7 @@ from deployments.http.schemas.completions import CompletionBody
 from deployments.http.tally import answer_metrics, how_it_came
 from deployments.http.writing import Event
 from specdec.core.types import PromptLogprobs
-from specdec.text.pieces import TokenTexts
+from specdec.text.detokenizer import TokenTexts
 
 
 class Format(Protocol):

@@ -30,7 +30,7 @@ from specdec.core.params import SequenceSpec
 from specdec.core.tokens import NO_TOKENS, SharedTokens
 from specdec.core.types import Tokens
 from specdec.sampling.philox import derive_seed
-from specdec.structured.parsing.events import AnswerParser, PlainParser
+from specdec.structured.parsing.calls import AnswerParser, PlainParser
 from specdec.structured.parsing.reasoning import ReasoningCounter
 from specdec.text.prompts import check_token_ids, encode_text
 from specdec.text.words import encode_bad_words, separates_special_tokens

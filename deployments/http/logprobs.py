@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from deployments.http.generation import SampleDelta, ShownToken
 from specdec.core.types import PromptLogprobs, TokenLogprobs
-from specdec.text.pieces import TokenTexts
+from specdec.text.detokenizer import TokenTexts
 
 _LOWEST = -9999.0
 """What OpenAI writes for an impossible token; JSON has no infinity."""

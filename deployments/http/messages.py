@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specdec.core.types import Finish
-from specdec.structured.parsing.events import AnswerEvent, AnswerParser, ContentDelta, ReasoningDelta, ToolCallDelta
+from specdec.structured.parsing.calls import AnswerEvent, AnswerParser, ContentDelta, ReasoningDelta, ToolCallDelta
 
 Json = dict[str, Any]
 

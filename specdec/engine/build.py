@@ -14,8 +14,7 @@ from specdec.cache.recurrent.slots import DEFAULT_WINDOW_TOKENS
 from specdec.checkpoint.compat import check_width
 from specdec.core.errors import MemoryPlanError, ModelLoadError
 from specdec.core.types import Progress, Tokens
-from specdec.drafting.medusa import HeadDrafter, HeadsOptions
-from specdec.drafting.medusa_heads import MedusaHeads, load_heads
+from specdec.drafting.medusa import HeadDrafter, HeadsOptions, MedusaHeads, load_heads
 from specdec.drafting.vocabulary_mapping import Translator
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.sequences import SequenceStates
@@ -23,9 +22,8 @@ from specdec.engine.target import ModelTarget
 from specdec.engine.warmup import StepLimits, measure_step
 from specdec.executor.runner import ModelRunner
 from specdec.executor.snapshot_runner import SnapshotRunner
-from specdec.models.allocation import allocation
 from specdec.models.describe import describe_model, describe_pair
-from specdec.models.loading import LoadedModel, ModelSource, load_model, load_tokenizer
+from specdec.models.loading import LoadedModel, ModelSource, allocation, load_model, load_tokenizer
 from specdec.models.memory import NUM_BRANCH_SLOTS, MemoryPlan, StepMemory, plan_memory, window_for
 from specdec.models.parity_check import AdmissionReport, check_admission
 from specdec.sampling.pipeline import LogitsProcessor, Sampler

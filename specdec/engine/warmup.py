@@ -17,7 +17,7 @@ from specdec.core.errors import ModelLoadError
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import TokenBuffer
 from specdec.core.validation import MAX_NUM_SPECULATIVE_TOKENS
-from specdec.drafting.medusa_heads import MedusaHeads
+from specdec.drafting.medusa import MedusaHeads
 from specdec.executor.runner import ModelRunner, RowInput
 from specdec.kernels.attention_metadata import max_group_numbers
 from specdec.models.loading import LoadedModel

@@ -14,9 +14,9 @@ from specdec.cache.recurrent.binding import bind
 from specdec.cache.recurrent.pool import StatePool, checked_window
 from specdec.cache.recurrent.slots import DEFAULT_WINDOW_TOKENS, SequenceState, Window
 from specdec.cache.recurrent.snapshots import SnapshotPool
-from specdec.core.progress import StepProgress
+from specdec.core.drafts import depths
 from specdec.core.tokens import TokenSequence
-from specdec.core.trees import depths
+from specdec.core.types import StepProgress
 from specdec.executor.paged_cache import PagedCache, group_window
 from specdec.kernels.attention import AttentionContext, AttentionKernel, Workspace
 from specdec.kernels.attention_metadata import RowSpan, StepPlan

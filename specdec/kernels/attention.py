@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from specdec.core.errors import ModelLoadError
-from specdec.core.progress import StepProgress
+from specdec.core.types import StepProgress
 from specdec.kernels.attention_metadata import AttentionGroup, StepPlan
 from specdec.kernels.latent import as_blocks, compact
 from specdec.kernels.varlen import attend_varlen

@@ -12,9 +12,8 @@ from specdec.checkpoint.compat import PairReport, check_pair
 from specdec.checkpoint.configuration import eos_token_ids, generation_defaults, max_model_len
 from specdec.core.errors import ModelLoadError
 from specdec.core.params import GenerationDefaults
-from specdec.models.loading import ModelSource, auto_class, load_config, load_tokenizer
+from specdec.models.loading import ModelSource, auto_class, load_config, load_tokenizer, quiet
 from specdec.models.lora.slots import layer_shapes
-from specdec.models.quiet import quiet
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,15 @@
-"""Models and tokenizers from the hub or a local folder, checked for what this package can serve exactly."""
+"""Models and tokenizers from the hub or a local folder, checked for what this package can serve exactly.
+
+What transformers tells developers is kept from users; how much is loaded, and that a device is full, is told to them.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,21 +25,129 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as transformers_logging
 
 from specdec.cache.recurrent.binding import RecurrentLayer
 from specdec.cache.recurrent.opaque import OpaqueState, find_opaque_state
 from specdec.checkpoint.configuration import eos_token_ids, generation_defaults, max_model_len
-from specdec.checkpoint.weight_files import check_weight_files, local_folder
-from specdec.core.errors import ModelLoadError
+from specdec.checkpoint.weight_files import check_weight_files, local_folder, tensor_bytes
+from specdec.core.errors import ModelLoadError, SpecdecError
 from specdec.core.params import GenerationDefaults
 from specdec.core.types import Progress, Quantization
 from specdec.kernels.attention import ATTENTION_NAME, register_attention
-from specdec.models.allocation import allocation
-from specdec.models.loaded_bytes import BAR, watched, weights_bytes
 from specdec.models.lora.slots import AdapterRoom, AdapterSlots
 from specdec.models.probe import AttentionLayer, find_layers
 from specdec.models.quantization import is_quantized, quantizing, stored_bytes
-from specdec.models.quiet import Bar, no_bar, quiet
+
+EVERY_S = 2.0
+BAR = "Loading weights"
+"""What transformers calls its bar over the weights."""
+
+
+def weights_bytes(path: str, revision: str | None = None) -> dict[str, int]:
+    """Bytes of each tensor in a model's safetensors files, by its name there; only their headers are read.
+
+    Args:
+        path: Local folder, or hub id whose files are in the hub's cache; nothing is downloaded.
+        revision: Branch, tag or commit on the hub.
+
+    Raises:
+        ModelLoadError: A file is damaged.
+    """
+    folder = local_folder(path, revision)
+    files = [] if folder is None else folder.glob("*.safetensors")
+    return {name: size for file in files for name, size in tensor_bytes(file).items()}
+
+
+def watched(
+    weights: Iterable[tuple[str, Any]],
+    sizes: dict[str, int],
+    report: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[tuple[str, Any]]:
+    """The weights as they are loaded; every two seconds a report says how far that is, as in ``3.1 of 7.5 GB``.
+
+    Args:
+        weights: Each with its name in the model; the next is asked for when the one before is loaded.
+        sizes: Bytes by name. What has another name in the model, or is put together of several tensors, counts an equal
+            share of the rest.
+        report: Is given a line.
+        clock: Monotonic time in seconds.
+    """
+    items = list(weights)
+    unknown = sum(name not in sizes for name, _ in items)
+    known_bytes = sum(sizes.get(name, 0) for name, _ in items)
+    total = sum(sizes.values()) if unknown else known_bytes
+    share = (total - known_bytes) / unknown if unknown else 0.0
+    done, told_s = 0.0, clock()
+    for item in items:
+        yield item
+        done += sizes.get(item[0], share)
+        if clock() >= told_s + EVERY_S:
+            told_s = clock()
+            report(f"{done / 1e9:.1f} of {total / 1e9:.1f} GB")
+
+
+_ADVICE = " Of the allocated memory"
+"""Where torch's message turns from what was asked for and what there is to the settings of its allocator."""
+_NO_MEMORY = "can't allocate memory"
+"""What torch's allocator for CPUs says, in a plain RuntimeError."""
+
+
+@contextmanager
+def allocation(failure: type[SpecdecError], what: str) -> Iterator[None]:
+    """Raise ``failure`` where memory is asked for that a device does not have.
+
+    Args:
+        failure: Class of the error.
+        what: Does not fit, and where: the message begins with it, and goes on with what was asked for.
+
+    Raises:
+        SpecdecError: Of the class ``failure``.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and _NO_MEMORY not in str(error):
+            raise
+        asked_for = " ".join(str(error).split()).partition(_ADVICE)[0]
+        raise failure(f"{what}: {asked_for}") from error
+
+
+Bar = Callable[[Any, Any, Any], Any]
+"""What stands in for transformers' progress bars; see its ``set_tqdm_hook``."""
+
+_ONE_AT_A_TIME = threading.RLock()
+
+
+@contextmanager
+def quiet(bar: Bar | None = None) -> Iterator[None]:
+    """Keep transformers' progress bars and its warnings to developers from the user, for a while.
+
+    The bars of downloads are huggingface_hub's, and stay: ``disable_progress_bar`` would take them too. One thread at a
+    time is in here: what is set is the process's, and so is torch's default dtype, which transformers sets while it
+    makes a model. A thread that came second and left last would put back what the first had set.
+
+    Args:
+        bar: In the place of transformers' bars.
+    """
+    with _ONE_AT_A_TIME:
+        verbosity = transformers_logging.get_verbosity()
+        transformers_logging.set_verbosity_error()
+        hook = transformers_logging.set_tqdm_hook(bar or no_bar)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield
+        finally:
+            transformers_logging.set_verbosity(verbosity)
+            transformers_logging.set_tqdm_hook(hook)
+
+
+def no_bar(_: Any, args: Any, kwargs: Any) -> Any:
+    """No bar; see :data:`Bar`."""
+    return transformers_logging.EmptyTqdm(*args, **kwargs)
+
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 

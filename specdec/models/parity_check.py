@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from specdec.core.errors import ModelLoadError
 from specdec.executor.runner import ModelRunner, RowInput
 from specdec.kernels.attention import ATTENTION_NAME
-from specdec.models.quiet import quiet
+from specdec.models.loading import quiet
 
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 """Largest relative error allowed, by dtype: above what rounding gives, far below what a wrong token gives."""

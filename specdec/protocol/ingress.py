@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from specdec.core.finish import Ending
 from specdec.core.log import Extension, TokenLog
 from specdec.core.messages import Cancel, End, Gone, Message, NewTokens, Notes, Plan, Submit, Want
-from specdec.core.params import SequenceSpec
+from specdec.core.params import Ending, SequenceSpec
 from specdec.core.tokens import SharedTokens
 from specdec.core.types import UNKNOWN, Fingerprints, Finish, Tokens
 from specdec.protocol.affinity import choose_router

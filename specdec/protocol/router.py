@@ -31,8 +31,7 @@ from specdec.drafting.length.plans import FixedPlans, PlanController, Planner, W
 from specdec.protocol.dispatcher import Dispatcher
 from specdec.protocol.ingress import MODEL_REPLACED
 from specdec.protocol.leases import LeasedRows, Outbox, Times
-from specdec.protocol.probation import Probation
-from specdec.protocol.sessions import RouterCounters, Session, WorkerLink
+from specdec.protocol.sessions import Probation, RouterCounters, Session, WorkerLink
 from specdec.protocol.spans import Tracer
 
 _AT_FAULT = "the worker that decoded this sequence died each time that it was tried alone"

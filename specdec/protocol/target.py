@@ -26,10 +26,15 @@ from specdec.drafting.ngram import LookUpOptions, Reading, look_up_for
 from specdec.protocol.labels import label, labels
 from specdec.protocol.leases import Times
 from specdec.protocol.spans import microseconds
-from specdec.protocol.suspects import FORGIVEN_TOKENS, MOST_ALONE_FAILURES, StepGroups
-from specdec.protocol.target_counters import LOOK_UPS, TargetCounters
-from specdec.protocol.target_row import KeptOffer, TargetRow
-from specdec.protocol.worker import Gauges, LastInterval, WorkerMachine
+from specdec.protocol.target_row import LOOK_UPS, KeptOffer, TargetCounters, TargetRow
+from specdec.protocol.worker import (
+    FORGIVEN_TOKENS,
+    MOST_ALONE_FAILURES,
+    Gauges,
+    LastInterval,
+    StepGroups,
+    WorkerMachine,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.core.drafts import path_to
 from specdec.core.messages import Candidates
 from specdec.core.tokens import followed
-from specdec.core.trees import path_to
 from specdec.core.types import Tokens
 from specdec.sampling.coupled import verify_coupled
 from specdec.sampling.pipeline import Sampler

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from specdec.core.trees import children_of, depths
+from specdec.core.drafts import children_of, depths
 from specdec.core.types import Tokens
 from specdec.sampling.philox import Purpose, uniforms
 from specdec.sampling.pipeline import Sampler

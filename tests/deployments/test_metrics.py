@@ -22,8 +22,7 @@ from specdec.drafting.length.contained import ContainedController
 from specdec.drafting.length.controller import Controller
 from specdec.drafting.length.ways import WAYS, Bounds
 from specdec.engine.timing import StepReport
-from specdec.protocol.draft_worker import DraftWorkerMachine
-from specdec.protocol.drafter import DrafterMachine
+from specdec.protocol.drafter import DrafterMachine, DraftWorkerMachine
 from specdec.protocol.ingress import IngressMachine
 from specdec.protocol.leases import Times
 from specdec.protocol.router import RouterMachine

@@ -26,7 +26,7 @@ from examples.train_draft.distill import Lesson, Sampling
 from examples.train_draft.loop import Plan
 from examples.train_draft.models import Shape
 from examples.train_draft.optimizers import Rates
-from specdec.drafting.medusa_heads import HeadsConfig, load_heads
+from specdec.drafting.medusa import HeadsConfig, load_heads
 from specdec.models.loading import prepare_model
 from specdec.sampling.philox import gumbel
 

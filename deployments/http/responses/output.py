@@ -11,7 +11,7 @@ from deployments.http.generation import SampleDelta, ShownToken
 from deployments.http.messages import AssistantMessage, Json
 from deployments.http.writing import WrittenList
 from specdec.core.types import Finish
-from specdec.structured.parsing.events import AnswerEvent, ContentDelta, ReasoningDelta, ToolCallDelta
+from specdec.structured.parsing.calls import AnswerEvent, ContentDelta, ReasoningDelta, ToolCallDelta
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 

@@ -14,7 +14,7 @@ from specdec.cache.recurrent.functions import ScopedFunctions, names_used
 from specdec.cache.recurrent.kinds import CONVOLUTION, SCANS, known_functions
 from specdec.cache.recurrent.rescan import TensorShape
 from specdec.core.errors import ModelLoadError
-from specdec.core.progress import StepProgress
+from specdec.core.types import StepProgress
 from specdec.kernels.conv import ConvShape
 from specdec.kernels.scan import Scan
 

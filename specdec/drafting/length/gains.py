@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 
-from specdec.core.drafts import NO_DRAFT, OFFERED, Draft
+from specdec.core.drafts import NO_DRAFT, OFFERED, Draft, kept_share, nodes_of
 from specdec.core.params import SequenceSpec
-from specdec.core.trees import kept_share, nodes_of
 from specdec.core.types import Tokens
 from specdec.drafting.length.estimates import DecayedRate, kind_of
 from specdec.drafting.length.group import PRIOR_TRIALS

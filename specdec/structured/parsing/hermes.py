@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from specdec.structured.parsing.calls import CallReader, unfinished, whole_call
-from specdec.structured.parsing.events import AnswerEvent, ContentDelta
+from specdec.structured.parsing.calls import AnswerEvent, CallReader, ContentDelta, unfinished, whole_call
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 

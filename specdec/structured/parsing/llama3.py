@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from specdec.structured.parsing.calls import CallReader, whole_call
-from specdec.structured.parsing.events import AnswerEvent, ContentDelta
+from specdec.structured.parsing.calls import AnswerEvent, CallReader, ContentDelta, whole_call
 
 TAG, SEPARATOR = "<|python_tag|>", ";"
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from specdec.structured.parsing.calls import unfinished
-from specdec.structured.parsing.events import AnswerEvent, AnswerParser, ReasoningDelta
+from specdec.structured.parsing.calls import AnswerEvent, AnswerParser, ReasoningDelta, unfinished
 
 
 @dataclass(frozen=True, slots=True)

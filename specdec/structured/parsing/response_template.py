@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from specdec.structured.parsing.calls import parsed_call
-from specdec.structured.parsing.events import AnswerEvent, ContentDelta, ReasoningDelta, ToolCallDelta
+from specdec.structured.parsing.calls import AnswerEvent, ContentDelta, ReasoningDelta, ToolCallDelta, parsed_call
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,7 +9,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from specdec.text.pieces import TokenTexts
+from specdec.text.detokenizer import TokenTexts
 
 from .conftest import MAX_MODEL_LEN, Bench
 

@@ -13,7 +13,7 @@ from cluster.config.limits import Limits
 from deployments.http import ApiSettings, SequenceRequest, TokenDelta, create_app
 from deployments.http.echo import make_echo
 from specdec.core.types import PromptLogprobs, TokenLogprobs
-from specdec.text.pieces import TokenTexts
+from specdec.text.detokenizer import TokenTexts
 from tests.deployments.http.scripted import Step, rounds
 
 from .conftest import MAX_MODEL_LEN, TEXT, Bench

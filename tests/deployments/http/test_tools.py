@@ -393,7 +393,7 @@ class ShoutingParser:
         return []
 
     def finish(self) -> list[Any]:
-        from specdec.structured.parsing.events import ToolCallDelta
+        from specdec.structured.parsing.calls import ToolCallDelta
 
         named = [name for name in self._names if self._text == f"{name.upper()}!"]
         return [ToolCallDelta(i, name, "{}") for i, name in enumerate(named)]

@@ -19,8 +19,7 @@ from deployments.transport.endpoints import IngressEndpoint, PeerGroup, RouterEn
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.types import Fingerprints
 from specdec.drafting.length.plans import fixed_plan
-from specdec.protocol.draft_worker import DraftWorkerMachine
-from specdec.protocol.drafter import DrafterMachine
+from specdec.protocol.drafter import DrafterMachine, DraftWorkerMachine
 from specdec.protocol.ingress import IngressMachine
 from specdec.protocol.leases import Times
 from specdec.protocol.router import RouterMachine

@@ -14,8 +14,7 @@ from specdec.core.messages import Notes, Plan
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import SharedTokens
 from specdec.core.types import Adapter, Finish
-from specdec.drafting.medusa import HeadDrafter
-from specdec.drafting.medusa_heads import DraftHeads
+from specdec.drafting.medusa import DraftHeads, HeadDrafter
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.in_process import InProcessService
 from specdec.engine.stats import SpecStats

@@ -16,8 +16,7 @@ import pytest
 
 from specdec.core.messages import Plan, PlanUpdate
 from specdec.core.params import SamplingParams, SequenceSpec
-from specdec.drafting.medusa import HeadDrafter
-from specdec.drafting.medusa_heads import DraftHeads
+from specdec.drafting.medusa import DraftHeads, HeadDrafter
 from specdec.drafting.ngram import LookUpOptions
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.target import ModelTarget

@@ -13,12 +13,13 @@ import pytest
 
 from cluster.config.app import AppArgs
 from cluster.models.identity import demo_folder, fingerprints
-from specdec.checkpoint import file_hashes as file_hashes_module
-from specdec.checkpoint.file_hashes import _read, file_hashes
+from specdec.checkpoint import fingerprint as file_hashes_module
 from specdec.checkpoint.fingerprint import (
     ADAPTER_WEIGHTS,
+    _read,
     adapter_folder,
     adapter_reference,
+    file_hashes,
     model_fingerprint,
     vocabulary_fingerprint,
 )

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from specdec.core.errors import ModelLoadError
-from specdec.drafting.medusa_heads import HeadsConfig, load_heads
+from specdec.drafting.medusa import HeadsConfig, load_heads
 from specdec.models.loading import LoadedModel, prepare_model
 from tests.specdec.models.families import VOCAB_SIZE, make_model
 

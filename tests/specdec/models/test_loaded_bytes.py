@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 import specdec.demo
-from specdec.models import loaded_bytes
-from specdec.models.loaded_bytes import watched, weights_bytes
-from specdec.models.loading import ModelSource, load_model
+from specdec.models import loading
+from specdec.models.loading import ModelSource, load_model, watched, weights_bytes
 
 DRAFT = Path(specdec.demo.__path__[0]) / "draft"
 
@@ -58,7 +57,7 @@ def test_a_model_whose_files_are_not_here_has_no_sizes(tmp_path: Path) -> None:
 
 
 def test_loading_a_model_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loaded_bytes, "EVERY_S", 0.0)
+    monkeypatch.setattr(loading, "EVERY_S", 0.0)
     lines: list[str] = []
     load_model(ModelSource(str(DRAFT), device="cpu"), lines.append)
     parts = [line for line in lines if line.startswith(f"loading {DRAFT}: ")]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from specdec.core.progress import StepProgress
+from specdec.core.types import StepProgress
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.target import ModelTarget
 from specdec.executor.runner import ModelRunner, RowInput

@@ -13,8 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 import specdec.demo
 from specdec.models.describe import linear_shapes
-from specdec.models.loading import ModelSource, load_model
-from specdec.models.quiet import quiet
+from specdec.models.loading import ModelSource, load_model, quiet
 
 DRAFT = ModelSource(str(Path(specdec.demo.__path__[0]) / "draft"), device="cpu")
 

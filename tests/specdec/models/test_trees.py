@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specdec.core.trees import path_to
+from specdec.core.drafts import path_to
 from specdec.executor.runner import ModelRunner, RowInput
 from specdec.models.loading import prepare_model
 from tests.specdec.models.families import SOME_FAMILIES, VOCAB_SIZE, make_model

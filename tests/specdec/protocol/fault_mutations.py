@@ -9,13 +9,11 @@ import pytest
 from msgspec.structs import replace
 
 from specdec.core.messages import Open, Submit
-from specdec.protocol.probation import Probation, SuspectGroup
 from specdec.protocol.router import RouterMachine
-from specdec.protocol.sessions import Session
-from specdec.protocol.suspects import StepGroups
+from specdec.protocol.sessions import Probation, Session, SuspectGroup
 from specdec.protocol.target import TargetMachine
 from specdec.protocol.target_row import TargetRow
-from specdec.protocol.worker import WorkerMachine
+from specdec.protocol.worker import StepGroups, WorkerMachine
 from tests.specdec.protocol.mutations import Mutation
 
 FAULT_MUTATIONS: dict[str, Mutation] = {}

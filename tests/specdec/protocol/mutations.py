@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from specdec.core.finish import Ending
 from specdec.core.log import Mark, TokenLog
 from specdec.core.messages import Alive, End, Inc, Live, Message, NewTokens, Notes, Resync, Verdict
+from specdec.core.params import Ending
 from specdec.protocol.dispatcher import Dispatcher
 from specdec.protocol.draft_row import DraftRow
 from specdec.protocol.drafter import DrafterMachine

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from specdec.core.backends import DraftJob, Proposal, Status, Verification, VerifyJob
+from specdec.core.drafts import children_of
 from specdec.core.log import TokenLog
 from specdec.core.messages import Candidates
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import SharedTokens
-from specdec.core.trees import children_of
 from specdec.core.types import Finish, TokenLogprobs, Tokens
 
 EOS, STOP, VOCAB = 0, 1, 14

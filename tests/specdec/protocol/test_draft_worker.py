@@ -3,8 +3,7 @@
 from specdec.core.backends import Proposal, Status, Verification
 from specdec.core.messages import Alive, Close, Inc, Live, Offer, Open, Plan, Resync, Verdict
 from specdec.core.params import SamplingParams, SequenceSpec
-from specdec.protocol.draft_worker import DraftWorkerMachine
-from specdec.protocol.drafter import DrafterMachine
+from specdec.protocol.drafter import DrafterMachine, DraftWorkerMachine
 from specdec.protocol.leases import Times
 from specdec.protocol.target import TargetMachine
 

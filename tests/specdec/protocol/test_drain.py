@@ -23,8 +23,7 @@ from specdec.core.messages import (
     Submit,
 )
 from specdec.core.types import Fingerprints
-from specdec.protocol.draft_worker import DraftWorkerMachine
-from specdec.protocol.drafter import DrafterMachine
+from specdec.protocol.drafter import DrafterMachine, DraftWorkerMachine
 from specdec.protocol.ingress import DRAINING, MODEL_REPLACED, IngressMachine
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.target import TargetMachine

@@ -10,8 +10,8 @@ from specdec.core.errors import DeviceLostError
 from specdec.core.messages import Ack, Close, Plan
 from specdec.protocol import target
 from specdec.protocol.drafter import DrafterMachine
-from specdec.protocol.suspects import MOST_ALONE, apart
 from specdec.protocol.target import TargetMachine
+from specdec.protocol.worker import MOST_ALONE, apart
 from tests.specdec.protocol.test_target import INC, TIMES, Oracle, open_message
 
 

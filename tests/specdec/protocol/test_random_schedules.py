@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from specdec.core.messages import ACCEPTED, Notes
-from specdec.protocol.draft_worker import DraftWorkerMachine
+from specdec.protocol.drafter import DraftWorkerMachine
 from specdec.protocol.target import TargetMachine
 from tests.sizes import sized
 from tests.specdec.protocol.scripted import ScriptedTarget

@@ -11,8 +11,7 @@ from benchmarks.scripted import Script, ScriptedDrafter, ScriptedTarget
 from specdec.core.messages import Cancel, Close, Inc, Open, Plan, Submit
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.engine.in_process import InProcessService
-from specdec.protocol.draft_worker import DraftWorkerMachine
-from specdec.protocol.drafter import DrafterMachine
+from specdec.protocol.drafter import DrafterMachine, DraftWorkerMachine
 from specdec.protocol.target import TargetMachine
 from tests.specdec.protocol.scripted import PROMPT
 from tests.specdec.protocol.test_drafter import Counting

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from specdec.core.messages import Ack, Cancel, Close, Inc, Message, Notes, Open, Submit
 from specdec.core.types import Finish, Tokens
 from specdec.protocol.draft_row import DraftRow
-from specdec.protocol.draft_worker import DraftWorkerMachine
+from specdec.protocol.drafter import DraftWorkerMachine
 from specdec.protocol.ingress import MODEL_REPLACED, IngressMachine, TokenDelta
 from specdec.protocol.leases import Row, Times
 from specdec.protocol.router import RouterMachine

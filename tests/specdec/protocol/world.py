@@ -12,8 +12,7 @@ from specdec.core.messages import ACCEPTED, Message, Plan, PlanUpdate
 from specdec.core.params import SequenceSpec
 from specdec.core.types import Fingerprints
 from specdec.drafting.ngram import LookUpOptions
-from specdec.protocol.draft_worker import DraftWorkerMachine
-from specdec.protocol.drafter import DrafterMachine
+from specdec.protocol.drafter import DrafterMachine, DraftWorkerMachine
 from specdec.protocol.ingress import IngressMachine
 from specdec.protocol.leases import Times
 from specdec.protocol.router import RouterMachine

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specdec.core.finish import Ending
-from specdec.core.params import SamplingParams
+from specdec.core.params import Ending, SamplingParams
 from specdec.sampling.coupled import verify_coupled
 from specdec.sampling.philox import Purpose, uniforms
 from specdec.sampling.pipeline import RowGroup, Sampler, VerifiedRun

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.core.finish import Ending
-from specdec.core.params import SamplingParams
+from specdec.core.params import Ending, SamplingParams
 
 from .reference import make_spec
 

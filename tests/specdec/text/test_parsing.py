@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from specdec.structured.parsing.events import (
+from specdec.structured.parsing.calls import (
     AnswerEvent,
     AnswerParser,
     ContentDelta,

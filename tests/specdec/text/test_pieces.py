@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from specdec.text.pieces import TokenTexts
+from specdec.text.detokenizer import TokenTexts
 
 
 @pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])

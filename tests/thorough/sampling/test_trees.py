@@ -10,8 +10,8 @@ from scipy.stats import chi2
 from torch import Tensor
 
 import specdec.sampling.rejection as rejection_module
+from specdec.core.drafts import Node, chain_shape, children_of, depths, path_to, tree_shape
 from specdec.core.params import SamplingParams
-from specdec.core.trees import Node, chain_shape, children_of, depths, path_to, tree_shape
 from specdec.sampling.acceptance import propose_siblings, tree_rows, verify
 from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.sampling.rejection import propose_several, verify_rejection
