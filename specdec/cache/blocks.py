@@ -8,7 +8,7 @@ passed, so that its share of a long sequence stays bounded.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -165,33 +165,37 @@ class BlockGroup:
         """Users of a block beside one that asks and these."""
         return self._num_users[block] - sum(table.count(block) for table in tables) - 1
 
-    def take_copies(self) -> list[list[tuple[int, int]]]:
-        """Block copies (source, destination) to carry out before anything is written, in waves.
+    def prepare(self, copy: Callable[[list[tuple[int, int]]], None], clear: Callable[[list[int]], None]) -> None:
+        """Bring the contents of blocks up to date, which comes before anything is written.
 
-        In a wave, read all sources before writing any destination; the waves in turn.
+        Blocks that still hold what an earlier owner left are cleared: attention multiplies masked positions too, so a
+        new owner must not find a value there that is not finite. Blocks that nobody has held before are zero already.
+
+        If ``copy`` or ``clear`` raises, its blocks are still to be done: the next call repeats it.
+
+        Args:
+            copy: Copies blocks (source, destination), of which no destination is a source or another's destination.
+                It may be called several times, each time with what the copies before have made.
+            clear: Zeroes blocks, after all copies.
         """
-        if not self._copies:
-            return []
-        waves: list[list[tuple[int, int]]] = [[]]
+        while self._copies:
+            wave = self._next_copies()
+            copy(wave)
+            del self._copies[: len(wave)]
+        if self._uncleared:
+            clear(sorted(self._uncleared))
+            self._uncleared.clear()
+
+    def _next_copies(self) -> list[tuple[int, int]]:
+        """The first copies that may be done in any order, and repeated after some of them are done."""
+        read: set[int] = set()
         written: set[int] = set()
-        for source, destination in self._copies:
-            if source in written or destination in written:
-                waves.append([])
-                written = set()
-            waves[-1].append((source, destination))
+        for number, (source, destination) in enumerate(self._copies):
+            if source in written or destination in written or destination in read:
+                return self._copies[:number]
+            read.add(source)
             written.add(destination)
-        self._copies.clear()
-        return waves
-
-    def take_uncleared(self) -> list[int]:
-        """Blocks that still hold what an earlier owner left, to be zeroed after the copies and before any write.
-
-        Attention multiplies masked positions too, so a new owner must not find a value there that is not finite.
-        Blocks that nobody has held before are zero already.
-        """
-        blocks = sorted(self._uncleared)
-        self._uncleared.clear()
-        return blocks
+        return list(self._copies)
 
     def _take(self) -> int:
         """A block for one user: an empty one, else the reusable one that was released first."""
@@ -226,7 +230,7 @@ class BlockPool:
     """A fixed number of blocks of ``block_size`` positions each for every group of layers, counted by reference.
 
     Forks share blocks; whoever first writes into a shared block gets a copy of it (:meth:`reserve` decides, the owner
-    of the tensors copies what :meth:`BlockGroup.take_copies` names). Verified full blocks can be kept for prefix reuse
+    of the tensors carries it out in :meth:`BlockGroup.prepare`). Verified full blocks can be kept for prefix reuse
     after their last user is gone; they count as free and are taken again, least recently used first.
 
     Args:

@@ -51,8 +51,6 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     def clear(self, group: int, blocks: Sequence[int]) -> None:
         """Fill blocks with zeros in all layers of a group."""
-        if not blocks:
-            return
         index = _on_devices(torch.tensor(blocks))
         for pools in self._pools_of(group):
             for pool in pools:
@@ -126,14 +124,13 @@ class PagedCache(Cache):  # type: ignore[misc]
         """No."""
         return False
 
-    def copy_blocks(self, group: int, waves: list[list[tuple[int, int]]]) -> None:
-        """Copy whole blocks in all layers of a group, in the order :meth:`BlockGroup.take_copies` gives."""
-        for wave in waves:
-            pairs = _on_devices(torch.tensor(wave).T.contiguous())
-            for pools in self._pools_of(group):
-                sources, destinations = pairs(pools[0].device)
-                for pool in pools:
-                    pool.index_copy_(0, destinations, pool.index_select(0, sources))
+    def copy_blocks(self, group: int, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, destination) in all layers of a group; all are read before any is written."""
+        pairs = _on_devices(torch.tensor(copies).T.contiguous())
+        for pools in self._pools_of(group):
+            sources, destinations = pairs(pools[0].device)
+            for pool in pools:
+                pool.index_copy_(0, destinations, pool.index_select(0, sources))
 
     def move_slots(self, group: int, moves: Sequence[tuple[int, int]]) -> None:
         """Copy single slots (source, destination) in all layers of a group; all are read before any is written."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -300,8 +301,7 @@ class ModelRunner:
         device = self.loaded.device
         plans = []
         for number, group in enumerate(self.pool.groups):
-            self._cache.copy_blocks(number, group.take_copies())
-            self._cache.clear(number, group.take_uncleared())
+            group.prepare(partial(self._cache.copy_blocks, number), partial(self._cache.clear, number))
             own = [replace(span, block_ids=row.sequence.tables[number]) for row, span in zip(rows, spans, strict=True)]
             trash_slot = group.null_block * self.pool.block_size
             plans.append(StepPlan(own, len(tokens), self.pool.block_size, trash_slot))

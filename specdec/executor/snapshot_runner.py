@@ -62,8 +62,7 @@ class SnapshotRunner(ModelRunner):
         """As :meth:`ModelRunner.forward`."""
         self._lay_out(rows)
         for group in self.pool.groups:  # blocks are only counted here: there is nothing to copy or to clear
-            group.take_copies()
-            group.take_uncleared()
+            group.prepare(lambda _: None, lambda _: None)
         wanted, is_finite = [], []
         for row in rows:
             sequence, tokens = row.sequence, list(row.tokens)

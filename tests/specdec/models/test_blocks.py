@@ -1,60 +1,80 @@
 """The block pool against a simulated memory: what a sequence reads back is what it was given."""
 
 import random
+from contextlib import suppress
 from copy import deepcopy
 
 import pytest
-from hypothesis import Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from specdec.cache.blocks import BlockPool, CachedSequence
 
-TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)  # few tokens, so that prefixes meet
+Pairs = list[tuple[int, int]]
 
 
-class PoolMachine(RuleBasedStateMachine):
-    """Sequences that grow, shrink, fork and share prefixes in a pool that is nearly always short of blocks."""
+class Walk:
+    """Sequences that grow, shrink, fork and share prefixes at random in a pool that is often short of blocks."""
 
-    @initialize(
-        counts=st.lists(st.integers(2, 12), min_size=3, max_size=3),
-        block_size=st.integers(1, 4),
-        windows=st.sets(st.integers(1, 9), max_size=2),
-        has_full_layers=st.booleans(),
-        lookahead=st.integers(0, 4),
-        max_step_tokens=st.sampled_from([None, 9]),
-    )
-    def start(
-        self,
-        counts: list[int],
-        block_size: int,
-        windows: set[int],
-        has_full_layers: bool,
-        lookahead: int,
-        max_step_tokens: int | None,
-    ) -> None:
-        groups = dict(zip(sorted(windows), counts[1:], strict=False))
-        self.pool = BlockPool(counts[0], block_size, groups, max_step_tokens, has_full_layers or not groups, lookahead)
-        self.lookahead = lookahead
-        self.memory = [[-1] * (group.num_blocks * block_size) for group in self.pool.groups]
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        windows = rng.sample(range(1, 10), rng.randint(0, 2))
+        self.lookahead = rng.randint(0, 4)
+        self.pool = BlockPool(
+            rng.randint(4, 24),
+            rng.randint(1, 4),
+            {window: rng.randint(4, 24) for window in sorted(windows)},
+            rng.choice([None, 9]),
+            rng.random() < 0.7 or not windows,
+            self.lookahead,
+        )
+        self.memory = [[-1] * (group.num_blocks * self.pool.block_size) for group in self.pool.groups]
         self.live: list[tuple[CachedSequence, list[int]]] = []
         self.peaks: dict[int, int] = {}
+        self.num_copies = 0
+        self.num_failures = 0
+
+    def step(self) -> None:
+        rules = [self.add]
+        if self.live:
+            rules += [self.grow] * 6 + [self.fork] * 3 + [self.cut, self.free, self.keep, self.reuse]
+        self.rng.choice(rules)()
+        self.accounts_balance()
+        self.everybody_reads_their_own()
+        self.windows_bound_what_a_sequence_holds()
+
+    def _tokens(self) -> list[int]:
+        return self.rng.choices((0, 1), k=self.rng.randint(1, 9))  # few different ones, so that prefixes meet
 
     def _slot(self, table: list[int], position: int) -> int:
         size = self.pool.block_size
         return table[position // size] * size + position % size
 
-    def _prepare(self, memories: list[list[int]], pool: BlockPool) -> None:
-        """Carry out the copies, then clear the blocks that have a new owner."""
+    def _prepare(self, memories: list[list[int]], pool: BlockPool, failing: str = "") -> None:
+        """Carry out the copies, then clear the blocks that have a new owner; what fails does so when half is done."""
         size = pool.block_size
         for memory, group in zip(memories, pool.groups, strict=True):
-            for wave in group.take_copies():
-                assert len({destination for _, destination in wave}) == len(wave), "written in no particular order"
-                contents = [memory[source * size : (source + 1) * size] for source, _ in wave]
-                for (_, destination), content in zip(wave, contents, strict=True):
+
+            def copy(pairs: list[tuple[int, int]], memory: list[int] = memory) -> None:
+                self.num_copies += len(pairs) if memories is self.memory else 0
+                contents = [memory[source * size : (source + 1) * size] for source, _ in pairs]
+                assert len({destination for _, destination in pairs}) == len(pairs), "written in no particular order"
+                if failing == "copy":
+                    pairs = pairs[::-1][: len(pairs) // 2]
+                    contents = contents[::-1]
+                for (_, destination), content in zip(pairs, contents, strict=False):
                     memory[destination * size : (destination + 1) * size] = content
-            for block in group.take_uncleared():
-                memory[block * size : (block + 1) * size] = [-1] * size
+                if failing == "copy":
+                    self.num_failures += 1
+                    raise MemoryError
+
+            def clear(blocks: list[int], memory: list[int] = memory) -> None:
+                for block in blocks[: len(blocks) // 2] if failing == "clear" else blocks:
+                    memory[block * size : (block + 1) * size] = [-1] * size
+                if failing == "clear":
+                    self.num_failures += 1
+                    raise MemoryError
+
+            with suppress(MemoryError):
+                group.prepare(copy, clear)
 
     def _forward(self, writes: list[tuple[CachedSequence, list[int], list[int]]]) -> None:
         """Prepare the blocks, then write the new tokens of several sequences."""
@@ -71,17 +91,16 @@ class PoolMachine(RuleBasedStateMachine):
         self.live.append((sequence, expected))
         self.peaks[id(sequence)] = peak
 
-    @rule(salt=st.sampled_from([b"", b"other", None]))
-    def add(self, salt: bytes | None) -> None:
-        self._add(self.pool.new_sequence(salt), [], 0)
+    def add(self) -> None:
+        self._add(self.pool.new_sequence(self.rng.choice([b"", b"other", None])), [], 0)
 
-    @precondition(lambda self: self.live)
-    @rule(data=st.data(), tokens=TOKENS, lookahead=st.integers(0, 5))
-    def grow(self, data: st.DataObject, tokens: list[int], lookahead: int) -> None:
+    def grow(self) -> None:
+        """A step; it may run out of memory before it writes, and be tried again, or given up."""
+        rng, tokens, lookahead = self.rng, self._tokens(), self.rng.randint(0, 5)
+        failing = rng.choice(["", "", "copy", "clear"])
         writes = []
         taken: list[set[int]] = [set() for _ in self.pool.groups]
-        for index in data.draw(st.sets(st.integers(0, len(self.live) - 1), min_size=1, max_size=3)):
-            sequence, expected = self.live[index]
+        for sequence, expected in rng.sample(self.live, rng.randint(1, min(3, len(self.live)))):
             length = len(sequence.tokens) + len(tokens) + lookahead
             fits = self.pool.fits(sequence, length, [])
             before = [list(table) for table in sequence.tables], self.pool.num_free
@@ -94,6 +113,10 @@ class PoolMachine(RuleBasedStateMachine):
                 assert (list(sequence.tables), self.pool.num_free) == (before[0], before[1])
         for sequence, _, new in writes:
             assert self.pool.is_reserved(sequence, len(sequence.tokens) + len(new))
+        if failing:
+            self._prepare(self.memory, self.pool, failing)
+            if rng.random() < 0.5:
+                return
         self._forward(writes)
         size = self.pool.block_size
         for number, (memory, blocks) in enumerate(zip(self.memory, taken, strict=True)):
@@ -103,11 +126,9 @@ class PoolMachine(RuleBasedStateMachine):
             slots = {block * size + i for block in blocks for i in range(size)}
             assert all(memory[slot] == -1 for slot in slots - written), "a new owner finds what another left"
 
-    @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def cut(self, data: st.DataObject) -> None:
-        sequence, expected = data.draw(st.sampled_from(self.live))
-        length = data.draw(st.integers(0, len(expected)))
+    def cut(self) -> None:
+        sequence, expected = self.rng.choice(self.live)
+        length = self.rng.randint(0, len(expected))
         self.pool.truncate(sequence, length)
         if len(sequence) != length:
             assert len(sequence) == 0
@@ -116,39 +137,30 @@ class PoolMachine(RuleBasedStateMachine):
         del expected[len(sequence) :]
         assert all(len(table) == self.pool.blocks_for(len(sequence)) for table in sequence.tables)
 
-    @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def fork(self, data: st.DataObject) -> None:
-        sequence, expected = data.draw(st.sampled_from(self.live))
+    def fork(self) -> None:
+        sequence, expected = self.rng.choice(self.live)
         num_free = self.pool.num_free
         self._add(self.pool.fork(sequence), list(expected), self.peaks[id(sequence)])
         assert self.pool.num_free == num_free
 
-    @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def free(self, data: st.DataObject) -> None:
-        sequence, _ = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
+    def free(self) -> None:
+        sequence, _ = self.live.pop(self.rng.randrange(len(self.live)))
         self.pool.free(sequence)
         assert not sequence.tokens
         assert not any(sequence.tables)
 
-    @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def keep(self, data: st.DataObject) -> None:
-        sequence, expected = data.draw(st.sampled_from(self.live))
-        self.pool.keep_prefix(sequence, data.draw(st.integers(0, len(expected))))
+    def keep(self) -> None:
+        sequence, expected = self.rng.choice(self.live)
+        self.pool.keep_prefix(sequence, self.rng.randint(0, len(expected)))
 
-    @precondition(lambda self: self.live)
-    @rule(data=st.data(), salt=st.sampled_from([b"", b"other", None]), more=TOKENS)
-    def reuse(self, data: st.DataObject, salt: bytes | None, more: list[int]) -> None:
-        tokens = [*data.draw(st.sampled_from(self.live))[1], *more]
-        sequence = self.pool.new_sequence(salt)
+    def reuse(self) -> None:
+        tokens = [*self.rng.choice(self.live)[1], *self._tokens()]
+        sequence = self.pool.new_sequence(self.rng.choice([b"", b"other", None]))
         length = self.pool.reuse_prefix(sequence, tokens)
         assert length < len(tokens)
         assert length % self.pool.block_size == 0
         self._add(sequence, tokens[:length], length + self.lookahead)  # it cannot be cut back at all for sure
 
-    @invariant()
     def accounts_balance(self) -> None:
         for number, group in enumerate(self.pool.groups):
             held = {block for sequence, _ in self.live for block in sequence.tables[number]} - {group.null_block}
@@ -156,7 +168,6 @@ class PoolMachine(RuleBasedStateMachine):
             assert group.num_free == group.num_blocks - len(held)
             assert group.num_reusable <= group.num_free
 
-    @invariant()
     def everybody_reads_their_own(self) -> None:
         memories = deepcopy(self.memory)  # as the next step will see it: outstanding copies and clearing come first
         self._prepare(memories, deepcopy(self.pool))
@@ -167,7 +178,6 @@ class PoolMachine(RuleBasedStateMachine):
                 for i in range(group.first_read(len(expected)), len(expected)):
                     assert memory[self._slot(table, i)] == hash(tuple(expected[: i + 1]))
 
-    @invariant()
     def windows_bound_what_a_sequence_holds(self) -> None:
         for sequence, expected in self.live:
             for group, table in zip(self.pool.groups, sequence.tables, strict=True):
@@ -176,14 +186,23 @@ class PoolMachine(RuleBasedStateMachine):
                     assert held <= self.pool.blocks_for(group.window + self.lookahead) + 1 + self.pool.blocks_for(9 + 5)
 
 
-PoolMachine.TestCase.settings = settings(
-    max_examples=60,
-    stateful_step_count=40,
-    deadline=None,
-    database=None,
-    phases=(Phase.explicit, Phase.generate, Phase.shrink),
-)
-TestBlockPool = PoolMachine.TestCase
+def test_each_reads_what_it_was_given_and_blocks_are_conserved() -> None:
+    num_copies = num_failures = 0
+    for seed in range(40):
+        walk = Walk(seed)
+        for _ in range(60):
+            walk.step()
+        num_copies += walk.num_copies
+        num_failures += walk.num_failures
+    assert min(num_copies, num_failures) > 50, "the walks get nowhere"
+
+
+def prepared(pool: BlockPool) -> tuple[list[Pairs], list[int]]:
+    """What is copied, call by call, and what is cleared in the first group before a step writes."""
+    copies: list[Pairs] = []
+    cleared: list[int] = []
+    pool.groups[0].prepare(copies.append, cleared.extend)
+    return copies, cleared
 
 
 def grown(pool: BlockPool, tokens: list[int], salt: bytes | None = b"") -> CachedSequence:
@@ -193,25 +212,36 @@ def grown(pool: BlockPool, tokens: list[int], salt: bytes | None = b"") -> Cache
     return sequence
 
 
-def test_copies_of_copies_come_in_waves() -> None:
+def test_copies_of_copies_come_one_after_another() -> None:
     pool = BlockPool(8, 4)
     first = grown(pool, [1, 2])
     second = pool.fork(first)
     assert pool.reserve(second, 3)
     third = pool.fork(second)
     assert pool.reserve(third, 3)
-    assert [len(wave) for wave in pool.groups[0].take_copies()] == [1, 1]
-    assert pool.groups[0].take_copies() == []
+    assert [len(pairs) for pairs in prepared(pool)[0]] == [1, 1]
+    assert prepared(pool) == ([], [])
 
 
-def test_a_block_is_written_once_in_a_wave() -> None:
+def test_a_block_is_written_once_at_a_time() -> None:
     pool = BlockPool(2, 4)
     first = grown(pool, [1, 2])
     for _ in range(2):
         other = pool.fork(first)
         assert pool.reserve(other, 3)
         pool.free(other)
-    assert [len(wave) for wave in pool.groups[0].take_copies()] == [1, 1]
+    assert [len(pairs) for pairs in prepared(pool)[0]] == [1, 1]
+
+
+def test_copies_that_are_repeated_find_their_sources_as_they_were() -> None:
+    """A block that is copied, then given to another as a copy, is written in a later call."""
+    pool = BlockPool(3, 4)
+    first, other = grown(pool, [1, 2]), grown(pool, [3, 4])
+    fork = pool.fork(first)
+    assert pool.reserve(fork, 3)
+    pool.free(first)
+    assert pool.reserve(pool.fork(other), 3)
+    assert prepared(pool)[0] == [[(0, 2)], [(1, 0)]]
 
 
 def test_only_the_writer_of_a_shared_block_gets_a_copy() -> None:
@@ -222,7 +252,7 @@ def test_only_the_writer_of_a_shared_block_gets_a_copy() -> None:
     assert not pool.is_reserved(first, 6)
     assert pool.reserve(first, 6)
     assert pool.reserve(second, 6)  # now its only user
-    assert pool.groups[0].take_copies() == [[(second.block_ids[1], first.block_ids[1])]]
+    assert prepared(pool)[0] == [[(second.block_ids[1], first.block_ids[1])]]
     assert pool.num_in_use == 3
     assert first.block_ids[0] == second.block_ids[0]
 
@@ -236,7 +266,7 @@ def test_a_copy_that_finds_no_block_is_refused_with_nothing_changed() -> None:
     assert pool.num_free == 0
     assert not pool.reserve(second, 3)
     assert second.block_ids == before
-    assert pool.groups[0].take_copies() == []
+    assert prepared(pool)[0] == []
     pool.free(first)
     assert pool.reserve(second, 3)
 
@@ -281,18 +311,18 @@ def test_prefixes_are_not_shared_beyond_verified_length_salt_or_bypass() -> None
 def test_only_blocks_that_another_has_held_are_cleared_and_copies_are_not() -> None:
     pool = BlockPool(3, 4)
     first = grown(pool, [1, 2, 3, 4, 5])
-    assert pool.groups[0].take_uncleared() == []  # nobody has held them before
+    assert prepared(pool)[1] == []  # nobody has held them before
     left = list(first.block_ids)
     pool.free(first)
     second = grown(pool, [1, 2, 3, 4, 5, 6])
-    assert pool.groups[0].take_uncleared() == sorted(left)
+    assert prepared(pool)[1] == sorted(left)
     third = pool.fork(second)
     assert pool.reserve(third, 8)  # copies the tail to the last block
-    assert pool.groups[0].take_uncleared() == []
+    assert prepared(pool)[1] == []
     copy = third.block_ids[1]
     pool.free(third)
     assert grown(pool, [7]).block_ids == [copy]
-    assert pool.groups[0].take_uncleared() == [copy]  # after the copies
+    assert prepared(pool)[1] == [copy]  # after the copies
 
 
 def test_a_kept_block_that_is_written_again_is_not_found() -> None:
@@ -354,7 +384,7 @@ def test_fits_says_what_reserving_after_freeing_does(seed: int) -> None:
         assert trial.reserve(trial_sequence, length) == told
         if pool.reserve(sequence, length):
             sequence.tokens.extend(rng.randrange(9) for _ in range(length - len(sequence)))
-        pool.groups[0].take_copies()
+        prepared(pool)
 
 
 def test_a_prefix_is_reused_if_the_windows_blocks_are_there() -> None:

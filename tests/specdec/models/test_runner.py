@@ -249,3 +249,38 @@ def test_a_block_shared_since_it_was_reserved_is_not_written(models: Models) -> 
     runner.fork(sequence)
     with pytest.raises(ValueError, match="no room is reserved"):
         runner.forward([RowInput(sequence, [4], 1)])
+
+
+@pytest.mark.parametrize("operation", ["copy_blocks", "clear"])
+def test_blocks_are_prepared_by_the_next_step_where_memory_ran_out(
+    operation: str, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fork's last block is a copy, and one that held not-a-number before is cleared."""
+    loaded, _ = models("llama")
+    runner = ModelRunner(loaded, num_blocks=3, block_size=4)
+    spoilt = runner.new_sequence()
+    assert runner.reserve(spoilt, 12)
+    for pools in runner._cache._pools.values():
+        for pool in pools:
+            pool[spoilt.block_ids] = torch.nan
+    runner.free(spoilt)
+    first = runner.new_sequence()
+    assert runner.reserve(first, 3)
+    runner.forward([RowInput(first, [1, 2, 3], 0)])
+    fork = runner.fork(first)
+    assert runner.reserve(fork, 8)
+    real = getattr(runner._cache, operation)
+
+    def fail(group: int, blocks: object) -> None:
+        monkeypatch.setattr(runner._cache, operation, real)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(runner._cache, operation, fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        runner.forward([RowInput(fork, [4], 1)])
+    logits = runner.forward([RowInput(fork, [4], 1)])
+    assert all(pool[fork.block_ids].isfinite().all() for pools in runner._cache._pools.values() for pool in pools)
+    whole = ModelRunner(loaded, num_blocks=3, block_size=4)
+    alone = whole.new_sequence()
+    assert whole.reserve(alone, 4)
+    assert (logits - whole.forward([RowInput(alone, [1, 2, 3, 4], 1)])).abs().max() < TOLERANCE

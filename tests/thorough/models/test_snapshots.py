@@ -47,7 +47,9 @@ def test_branches_leave_no_copies_to_be_carried_out() -> None:
         assert runner.reserve(branch, 4)
         runner.forward([RowInput(branch, [8], 1)])
         runner.free(branch)
-    assert runner.pool.groups[0].take_copies() == []
+    copies: list[object] = []
+    runner.pool.groups[0].prepare(copies.append, copies.append)
+    assert copies == []
 
 
 @pytest.mark.parametrize("family", OPAQUE)
