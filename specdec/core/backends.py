@@ -26,6 +26,8 @@ class Status(Enum):
     """There was no room; the sequence holds nothing, or what it held was taken. Give the same job again."""
     FAILED = "failed"
     """It raised an error of its own, and of no other job of the step; it must not be given again."""
+    SUSPECT = "suspect"
+    """A step failed that nothing else was in; it may be given again once its key is released."""
 
 
 class VerifyJob(NamedTuple):

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from specdec.core.backends import DraftJob, Proposal, Status
 from specdec.core.tokens import TokenSequence, as_list, followed
 from specdec.drafting.ngram import point_masses
 from specdec.drafting.vocabulary_mapping import Translator
-from specdec.engine.scheduler import Request, ScheduledRow, Scheduler
+from specdec.engine.backend import ModelBackend
+from specdec.engine.scheduler import Request, ScheduledRow
 from specdec.engine.sequences import SequenceStates, prefix_salt, rank_of
 from specdec.executor.runner import ModelRunner, RowInput
-from specdec.kernels.device_errors import device_losses, is_out_of_memory
 from specdec.sampling.acceptance import Drawn, propose
 from specdec.sampling.pipeline import RowGroup, Sampler
 
@@ -24,6 +23,7 @@ _MAX_CATCH_UP_TOKENS = 16
 _WAITING = Proposal(Status.WAITING)
 _PREFILLING = Proposal(Status.PREFILLING)
 _FAILED = Proposal(Status.FAILED)
+_SUSPECT = Proposal(Status.SUSPECT)
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class _Deciding:
         return self.drawn[0]._replace(further=tuple(self.drawn[1:])) if self.num_tokens > 1 else self.drawn[0]
 
 
-class ModelDrafter:
+class ModelDrafter(ModelBackend):
     """A :class:`specdec.core.backends.DraftBackend` over a causal language model.
 
     It draws with the same pipeline and the same noise as the target (rule 10), so that its tokens are the target's as
@@ -93,26 +93,18 @@ class ModelDrafter:
         mask_token_id: int | None = None,
         num_step_tokens: int = 1,
     ) -> None:
-        self._runner = runner
-        self._sampler = sampler
-        self._states = states if states is not None else SequenceStates(runner)
+        super().__init__(
+            runner,
+            sampler,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            max_decode_tokens=_MAX_CATCH_UP_TOKENS,
+            states=states,
+        )
         self._translator = translator
         self._mask = [] if mask_token_id is None else [mask_token_id]
         self._num_step_tokens = num_step_tokens if self._mask else 1
-        self._max_model_len = max_model_len
-        self._scheduler = Scheduler(
-            max_num_batched_tokens, max_num_seqs or max_num_batched_tokens, max_decode_tokens=_MAX_CATCH_UP_TOKENS
-        )
-        self._step: dict[str, int] = {}
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest sequence, in tokens, that the draft model can read."""
-        return self._max_model_len
-
-    def last_progress(self) -> float:
-        """Monotonic time at which the newest layer of a step was done; from any thread."""
-        return self._runner.progress.newest_s
 
     def gauges(self) -> dict[str, float]:
         """What is held now, and how many tokens a step gives, for the worker's report."""
@@ -137,19 +129,9 @@ class ModelDrafter:
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         """One step over a ragged batch; see :meth:`specdec.core.backends.DraftBackend.propose`."""
-        with device_losses():
-            while True:
-                try:
-                    return self._propose(jobs)
-                except Exception as error:
-                    if not is_out_of_memory(error) or not self._step:
-                        raise
-                    if not self._scheduler.halve(sum(self._step.values()), error):
-                        return [_FAILED if job.key in self._step else _WAITING for job in jobs]
-                    torch.cuda.empty_cache()
+        return self._in_parts(self._propose, jobs, waiting=_WAITING, suspect=lambda _: _SUSPECT)
 
     def _propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
-        self._step = {}  # what fails before this step is scheduled is not the step before's
         adapters = self._runner.adapters
         for job in jobs:
             if job.fork_of is None:
@@ -180,6 +162,7 @@ class ModelDrafter:
 
     def _draw(self, logits: Tensor, deciding: Sequence[_Deciding]) -> None:
         """Draw all tokens, place by place: those before it count for what may be drawn."""
+        self._sampler.take_failures()  # of a step that ran out of memory: its groups are gone
         for ahead in range(max((one.num_tokens for one in deciding), default=0)):
             drawing = [one for one in deciding if one.num_tokens > ahead and not one.has_failed]
             rows = logits
@@ -198,7 +181,6 @@ class ModelDrafter:
     def _schedule(self, jobs: Sequence[DraftJob], results: list[Proposal]) -> list[tuple[int, DraftJob, RowInput]]:
         """What is forwarded: index, job in the model's own vocabulary, row. Fills in results that need none."""
         self._states.begin_step()
-        self._step = {}
         able: list[tuple[int, DraftJob]] = []
         requests: list[Request] = []
         for i, job in enumerate(jobs):

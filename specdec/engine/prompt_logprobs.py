@@ -26,6 +26,10 @@ class PromptReader:
         """Whether all positions of the job's log need logits: it is a prompt, and its request asks for them."""
         return job.spec.sampling.prompt_logprobs is not None and len(job.log) == job.spec.output_start
 
+    def num_read(self, job: VerifyJob) -> int:
+        """How many of the prompt's tokens were taken."""
+        return len(self._entries.get(job.key, (None,))) - 1
+
     def bounded(self, rows: Sequence[ScheduledRow], jobs: Sequence[VerifyJob], vocab_size: int) -> list[ScheduledRow]:
         """The rows of a step, those that want logits of a prompt with no more tokens than are sampled at once.
 

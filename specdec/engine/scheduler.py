@@ -144,23 +144,23 @@ class Scheduler:
         requests = requests[: min(self.max_num_seqs, self._budget)]
         return _Step(requests, cache, self._budget, self._max_decode_tokens).rows(self._num_steps)
 
-    def halve(self, num_tokens: int, error: BaseException) -> bool:
+    def halve(self, num_tokens: int, reason: str) -> bool:
         """A step of ``num_tokens`` tokens ran out of memory: the next ones have at most half as many, for a while.
 
         Args:
             num_tokens: Tokens of the step, at least 1.
-            error: What the step raised, for the log.
+            reason: What the step raised, for the log.
 
         Returns:
-            False if the step had a single token: its sequence is at fault, and the budget is whole again.
+            False if the step had a single token: its sequence is suspect, and the budget is whole again.
         """
         self._num_steps_at_budget = 0
         if num_tokens == 1:
-            logger.warning("A sequence ends: a step with one of its tokens alone ran out of memory: %s", error)
+            logger.warning("A step with a single token ran out of memory: %s", reason)
             self._budget = self.max_num_batched_tokens
             return False
         self._budget = num_tokens // 2
-        logger.warning("A step of %d tokens ran out of memory. Trying at most %d: %s", num_tokens, self._budget, error)
+        logger.warning("A step of %d tokens ran out of memory. Trying at most %d: %s", num_tokens, self._budget, reason)
         return True
 
     def _begin_step(self) -> None:

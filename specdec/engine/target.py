@@ -14,11 +14,11 @@ from specdec.core.log import TokenLog
 from specdec.core.tokens import followed
 from specdec.drafting.medusa import HeadDrafter
 from specdec.drafting.ngram import point_masses
+from specdec.engine.backend import ModelBackend
 from specdec.engine.prompt_logprobs import PromptReader
-from specdec.engine.scheduler import Request, ScheduledRow, Scheduler
+from specdec.engine.scheduler import Request, ScheduledRow
 from specdec.engine.sequences import SequenceStates, prefix_salt, rank_of
 from specdec.executor.runner import ModelRunner, RowInput
-from specdec.kernels.device_errors import device_losses, is_out_of_memory
 from specdec.sampling.acceptance import tree_rows, verify
 from specdec.sampling.pipeline import RowGroup, Sampler
 from specdec.sampling.rows import Rows, VerifiedRun
@@ -32,7 +32,7 @@ _WAITING = Verification(Status.WAITING)
 _PREFILLING = Verification(Status.PREFILLING)
 
 
-class ModelTarget:
+class ModelTarget(ModelBackend):
     """A :class:`specdec.core.backends.TargetBackend` over a causal language model.
 
     Every sequence brings its own past and its own number of new tokens: a part of its prompt, one token, or 1 + K to
@@ -59,29 +59,23 @@ class ModelTarget:
         states: SequenceStates | None = None,
         heads: HeadDrafter | None = None,
     ) -> None:
-        self._runner = runner
-        self._sampler = sampler
-        self._states = states if states is not None else SequenceStates(runner)
-        self._max_model_len = max_model_len
-        self._scheduler = Scheduler(max_num_batched_tokens, max_num_seqs or max_num_batched_tokens)
+        super().__init__(
+            runner,
+            sampler,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            max_decode_tokens=1,
+            states=states,
+        )
         self._logs: dict[str, tuple[TokenLog, int]] = {}  # what the cached tokens were read from, and up to where
         self._num_cached: dict[str, int] = {}
         self._max_draft = 0 if runner.no_speculation is not None else runner.max_rollback
         self._num_fallbacks = 0
-        self._step: dict[str, int] = {}
         self._prompts = PromptReader()
         self._heads = heads
         if heads is not None:
             runner.keep_hidden()
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest sequence, prompt and output together, in tokens."""
-        return self._max_model_len
-
-    def last_progress(self) -> float:
-        """Monotonic time at which the newest layer of a step was done; from any thread."""
-        return self._runner.progress.newest_s
 
     def gauges(self) -> dict[str, float]:
         """What is held now, for the worker's report."""
@@ -102,29 +96,12 @@ class ModelTarget:
 
     def verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
         """One step over a ragged batch; see :meth:`specdec.core.backends.TargetBackend.verify`."""
-        with device_losses():
-            jobs = [with_allowed_draft(self._sampler, job) for job in jobs]
-            while True:
-                try:
-                    return self._verify(jobs)
-                except Exception as error:
-                    if not is_out_of_memory(error) or not self._step:
-                        raise
-                    if not self._scheduler.halve(sum(self._step.values()), error):
-                        return [self._out_of_memory(job, error) for job in jobs]
-                    for job in jobs:
-                        if job.key in self._step and self._prompts.wants(job):
-                            self._states.release(job.key)  # a part of its prompt may be cached but not reported
-                    torch.cuda.empty_cache()
-
-    def _out_of_memory(self, job: VerifyJob, error: Exception) -> Verification:
-        """The end of whoever was alone in a step of one token that ran out of memory; others have not been tried."""
-        if job.key not in self._step:
-            return _WAITING
-        return Verification(Status.FAILED, reason=f"out of memory: {reason_of(error)}")
+        jobs = [with_allowed_draft(self._sampler, job) for job in jobs]
+        return self._in_parts(
+            self._verify, jobs, waiting=_WAITING, suspect=lambda why: Verification(Status.SUSPECT, reason=why)
+        )
 
     def _verify(self, jobs: Sequence[VerifyJob]) -> list[Verification]:
-        self._step = {}  # what fails before this step is scheduled is not the step before's
         adapters = self._runner.adapters
         for job in jobs:
             adapters.hold(job.key, job.spec.adapter, job.spec.arrival_s)
@@ -186,10 +163,11 @@ class ModelTarget:
             if self._sampler.is_ready(job.spec) and not self._runner.adapters.must_wait(job.spec.adapter)
         ]
         self._states.begin_step()
-        self._step = {}
         requests, drafts = [], []
         for i in able:
             job = jobs[i]
+            if self._prompts.wants(job) and self._states.num_computed_tokens(job.key) != self._prompts.num_read(job):
+                self._states.release(job.key)  # a step failed after it had cached a part of the prompt
             salt = prefix_salt(job.spec, job.spec.adapter)
             self._states.want(job.key, job.log.tokens, self._agreed(job), salt, rank_of(job.key, job.spec))
             drafts.append(self._draft(job))
@@ -247,6 +225,7 @@ class ModelTarget:
         self, jobs: Sequence[VerifyJob], scheduled: Scheduled, logits: torch.Tensor, hidden: torch.Tensor | None
     ) -> list[Verification]:
         """Run the acceptance rule over all rows that have logits, in the order in which they were forwarded."""
+        self._sampler.take_failures()  # of a step that ran out of memory: its groups are gone
         groups = [RowGroup(jobs[i].spec, jobs[i].log.tokens, draft.tokens) for i, _, draft in scheduled]
         groups = self._sampler.masked(groups)
         trees = {

@@ -22,7 +22,7 @@ from specdec.protocol.labels import label, labels
 from specdec.protocol.leases import Times
 from specdec.protocol.spans import microseconds
 from specdec.protocol.target import TargetMachine
-from specdec.protocol.worker import Gauges, LastInterval, StepGroups, WorkerMachine
+from specdec.protocol.worker import Gauges, LastInterval, StepGroups, WorkerMachine, is_at_fault
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +69,8 @@ class DrafterMachine(WorkerMachine[DraftRow]):
     token beyond what the target verifies now, along the accepted path; and where the plan has branches, other likely
     outcomes of that verification get a chain each. The verdict promotes one branch, or none, and frees its siblings.
 
-    It does not die of a sequence: one whose row fails, or whose step fails when it is alone in it, is drafted for no
-    more, and the target goes on with it plainly.
+    It does not die of a sequence: one whose row fails, or whose step fails twice when it is alone in it, is drafted
+    for no more, and the target goes on with it plainly.
 
     Args:
         name: By which its peers know it.
@@ -168,6 +168,7 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         """Add what was proposed, and count who found no room (rule 7). True if anything was drafted or read."""
         num_waiting = 0
         failed: list[DraftRow] = []
+        suspects: dict[str, DraftRow] = {}
         timed: dict[str, DraftRow] = {}
         for (row, branch, _, job), proposal in zip(tasks, proposals, strict=True):
             is_waiting = proposal.status is Status.WAITING
@@ -183,6 +184,8 @@ class DrafterMachine(WorkerMachine[DraftRow]):
                 timed[row.seq] = row
             if proposal.status is Status.FAILED:
                 failed.append(row)
+            elif proposal.status is Status.SUSPECT:
+                suspects[row.seq] = row
             if proposal.token is not None:
                 count = row.take(branch, proposal)
                 self.counters.num_proposed_tokens += count
@@ -191,6 +194,8 @@ class DrafterMachine(WorkerMachine[DraftRow]):
                 self._groups.passed(row)
         for row in failed:
             self._skip(row)
+        for row in suspects.values():
+            self._suspect([row])
         if self._last_interval is not None and timed:
             interval = self._last_interval()
             for row in timed.values():
@@ -201,12 +206,15 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         return num_waiting < len(proposals)
 
     def _contain(self, rows: Sequence[DraftRow], error: Exception) -> None:
-        """A step has failed: who was alone in it is drafted for no more, and several are tried apart."""
+        """A step has failed: who was alone in it twice is drafted for no more, and all others are suspects."""
         self.counters.num_failed_steps += 1
         logger.error("A draft step of %d sequences failed: %s", len(rows), labels(rows), exc_info=error)
+        self._suspect(rows)
+
+    def _suspect(self, rows: Sequence[DraftRow]) -> None:
         for row in rows:
             self._free(row)
-        if len(rows) == 1:
+        if len(rows) == 1 and is_at_fault(rows[0]):
             self._skip(rows[0])
         else:
             self._groups.divide(rows)

@@ -27,14 +27,7 @@ from specdec.protocol.labels import label, labels
 from specdec.protocol.leases import Times
 from specdec.protocol.spans import microseconds
 from specdec.protocol.target_row import LOOK_UPS, KeptOffer, TargetCounters, TargetRow
-from specdec.protocol.worker import (
-    FORGIVEN_TOKENS,
-    MOST_ALONE_FAILURES,
-    Gauges,
-    LastInterval,
-    StepGroups,
-    WorkerMachine,
-)
+from specdec.protocol.worker import Gauges, LastInterval, StepGroups, WorkerMachine, is_at_fault
 
 logger = logging.getLogger(__name__)
 
@@ -167,6 +160,8 @@ class TargetMachine(WorkerMachine[TargetRow]):
                 self._commit(row, result, draft, now_s)
             elif result.status is Status.FAILED:
                 self._end_with_error(row, result.reason)
+            elif result.status is Status.SUSPECT:
+                self._suspect([row], result.reason)
         self._num_waiting += sum(result.status is Status.WAITING for result in results)
         return any(result.status is not Status.WAITING for result in results)
 
@@ -233,21 +228,17 @@ class TargetMachine(WorkerMachine[TargetRow]):
         """A step has failed: who was alone in it twice is at fault, and all others are suspects."""
         self.counters.num_failed_steps += 1
         logger.error("A step of %d sequences failed: %s", len(rows), labels(rows), exc_info=error)
+        self._suspect(rows, reason_of(error))
+
+    def _suspect(self, rows: Sequence[TargetRow], reason: str) -> None:
+        """Try rows apart whose step failed, or end the one that was alone in it for the second time."""
         for row in rows:
             self._backend.release(row.seq)
-        if len(rows) == 1 and self._is_at_fault(rows[0]):
-            self._end_with_error(rows[0], reason_of(error))
+        if len(rows) == 1 and is_at_fault(rows[0]):
+            self._end_with_error(rows[0], reason)
             return
         self.counters.num_suspects += len(rows)
         self._groups.divide(rows)
-
-    def _is_at_fault(self, row: TargetRow) -> bool:
-        """Whether a row that has failed alone has done so before, and not long ago."""
-        if len(row.log) - row.failed_length >= FORGIVEN_TOKENS:
-            row.num_failures = 0
-        row.num_failures += 1
-        row.failed_length = len(row.log)
-        return row.num_failures >= MOST_ALONE_FAILURES
 
     def _end_with_error(self, row: TargetRow, reason: str) -> None:
         """The error is the sequence's own: it is final, like any other finish (rule 13)."""

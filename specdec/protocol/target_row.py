@@ -45,8 +45,6 @@ class TargetRow(WorkerRow):
         ending: Where it ends.
         finish: How it ended; None until then.
         reason: What went wrong, where it ended with an error.
-        num_failures: Steps that it was alone in, and that failed.
-        failed_length: Length of the log at the newest of these.
         is_cleared: Whether its router knows that its group is about to be tried; True where no group was named.
         announced_s: When its router was told so first.
         needs_candidates: Whether a draft is of no use without what it was drawn from.
@@ -63,8 +61,8 @@ class TargetRow(WorkerRow):
     """
 
     __slots__ = (
-        *("acked", "announced_s", "ending", "failed_length", "finish", "foreseen", "held_s", "is_cleared"),
-        *("is_patient", "lookup", "needs_candidates", "notes", "num_failures", "offers", "own_draft"),
+        *("acked", "announced_s", "ending", "finish", "foreseen", "held_s", "is_cleared"),
+        *("is_patient", "lookup", "needs_candidates", "notes", "offers", "own_draft"),
         *("draft_intervals", "priority", "reason", "round_start", "told_s"),
     )
 
@@ -74,7 +72,6 @@ class TargetRow(WorkerRow):
         self.ending = Ending.of(self.spec, max_model_len)
         self.finish: Finish | None = self.ending.of_log(self.spec.output_start, self.log.tail(self.spec.output_start))
         self.reason = ""
-        self.num_failures = self.failed_length = 0
         self.is_cleared = not message.suspects
         self.announced_s = float("inf")
         self.needs_candidates = self.spec.sampling.acceptance == "rejection"

@@ -29,10 +29,12 @@ class WorkerRow(LeasedRow):
     Attributes:
         suspects: Name of the group that it shares steps with while it is under suspicion; else empty (rule 16).
         suspected: The groups with the least are tried first.
+        num_failures: Steps that it was alone in, and that failed.
+        failed_length: Length of the log at the newest of these.
         span: Of it here; None where its request is not traced.
     """
 
-    __slots__ = ("log", "plan", "router", "span", "spec", "suspected", "suspects")
+    __slots__ = ("failed_length", "log", "num_failures", "plan", "router", "span", "spec", "suspected", "suspects")
 
     def __init__(self, message: Open) -> None:
         super().__init__(seq=message.seq, inc=message.inc, lease_s=message.lease_s)
@@ -42,6 +44,7 @@ class WorkerRow(LeasedRow):
         self.spec: SequenceSpec = message.spec
         self.suspects = ""
         self.suspected = 0
+        self.num_failures = self.failed_length = 0
         self.span: Span | None = None
 
     def end_span(self) -> None:
@@ -204,6 +207,15 @@ def apart(members: Sequence[T]) -> list[list[T]]:
         return [[member] for member in members]
     middle = (len(members) + 1) // 2
     return [list(members[:middle]), list(members[middle:])]
+
+
+def is_at_fault(row: WorkerRow) -> bool:
+    """Whether a row that has just failed alone has done so before, and not long ago."""
+    if len(row.log) - row.failed_length >= FORGIVEN_TOKENS:
+        row.num_failures = 0
+    row.num_failures += 1
+    row.failed_length = len(row.log)
+    return row.num_failures >= MOST_ALONE_FAILURES
 
 
 class Suspect(Protocol):

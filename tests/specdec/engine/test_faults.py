@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -14,6 +15,7 @@ from specdec.engine.drafter import ModelDrafter
 from specdec.engine.in_process import InProcessService
 from specdec.engine.target import ModelTarget
 from specdec.executor.runner import ModelRunner, RowInput
+from specdec.sampling.pipeline import RowGroup, Sampler
 from tests.sizes import some
 from tests.specdec.engine.pairs import Case, Output, add_noise, backend, collect, make_model
 from tests.specdec.hooks import by_row
@@ -92,7 +94,7 @@ def failing_forward(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
 
 
 @pytest.mark.parametrize("temperature", some([0.0, 1.0]))
-def test_a_forward_pass_that_runs_out_of_memory_ends_the_one_at_fault(
+def test_who_runs_out_of_memory_alone_twice_is_at_fault(
     temperature: float, failing_forward: list[BaseException]
 ) -> None:
     wanted = collect(service(False, False), cases(temperature))
@@ -100,10 +102,82 @@ def test_a_forward_pass_that_runs_out_of_memory_ends_the_one_at_fault(
     faulty = service(False, False)
     assert_only_the_poison_fails(collect(faulty, cases(temperature)), wanted, num_tokens=0)
     report = faulty.target.report()
-    assert (report["num_errors"], report["num_failed_steps"], report["num_suspects"]) == (1, 0, 0)
+    assert (report["num_errors"], report["num_failed_steps"], report["num_suspects"]) == (1, 0, 1)
     assert faulty.drafter is not None
     assert faulty.drafter.report()["num_skipped_sequences"] <= 1
     assert faulty.target._backend.gauges()["num_cached_sequences"] == 0
+
+
+@pytest.mark.parametrize("worker", ["target", "drafter"])
+def test_who_runs_out_of_memory_alone_once_is_tried_again(worker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step fails until one has a single token; that one fails, too, and then there is memory again."""
+    wanted = collect(service(False, False), cases(0.0))
+    forward, sizes = ModelRunner.forward, list[int]()
+    scarce = service(False, False)
+    runner = getattr(scarce, worker)._backend._runner
+
+    def fail(self: ModelRunner, rows: Sequence[RowInput]) -> Tensor:
+        if self is runner and 1 not in sizes:
+            sizes.append(sum(len(row.tokens) for row in rows))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(self, rows)
+
+    monkeypatch.setattr(ModelRunner, "forward", fail)
+    outputs = collect(scarce, cases(0.0))
+    assert [output.tokens for output in outputs] == [output.tokens for output in wanted]
+    assert sizes == ([16, 8, 4, 2, 1] if worker == "target" else [11, 5, 2, 1])
+    report = getattr(scarce, worker).report()
+    assert report["num_suspects" if worker == "target" else "num_skipped_sequences"] == (worker == "target")
+    assert report["num_failed_steps"] == 0
+
+
+@pytest.mark.parametrize("is_in_draft", [False, True])
+def test_memory_is_given_back_once_nothing_holds_the_failed_steps_tensors(
+    is_in_draft: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collecting = service(False, False)
+    runner = (collecting.drafter if is_in_draft else collecting.target)._backend._runner  # type: ignore[union-attr]
+    forward, held, seen = ModelRunner.forward, list[weakref.ref[Tensor]](), list[bool]()
+
+    def fail(self: ModelRunner, rows: Sequence[RowInput]) -> Tensor:
+        logits = forward(self, rows)
+        if self is runner and not held:
+            held.append(weakref.ref(logits))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return logits
+
+    monkeypatch.setattr(ModelRunner, "forward", fail)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append(held[0]() is None))
+    collect(collecting, cases(0.0))
+    assert seen == [True]
+
+
+@pytest.mark.parametrize("is_in_draft", [False, True])
+def test_what_a_hook_raised_in_a_step_that_is_tried_again_is_no_other_groups(
+    is_in_draft: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups are told apart by where they lie in memory, and another's may come to lie there."""
+    faulty = service(not is_in_draft, is_in_draft)
+    sampler = (faulty.drafter if is_in_draft else faulty.target)._backend._sampler  # type: ignore[union-attr]
+    processed, masked, taken = Sampler._processed_alone, Sampler.masked, list[set[int]]()
+    alive: list[RowGroup] = []
+
+    def run_out(self: Sampler, own: Tensor, group: RowGroup) -> Tensor:
+        result = processed(self, own, group)
+        if self is sampler and self._failures and not alive:
+            alive.append(group)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return result
+
+    def remember(self: Sampler, groups: Sequence[RowGroup]) -> list[RowGroup]:
+        if self is sampler and alive:
+            taken.append(set(self._failures))
+        return masked(self, groups)
+
+    monkeypatch.setattr(Sampler, "_processed_alone", run_out)
+    monkeypatch.setattr(Sampler, "masked", remember)
+    collect(faulty, cases(0.0))
+    assert taken[0] == set()
 
 
 def test_a_step_too_large_for_memory_is_tried_again_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from msgspec import structs
 from specdec.core.backends import Proposal, Status, Verification
 from specdec.core.errors import DeviceLostError
 from specdec.core.messages import Ack, Close, Plan
-from specdec.protocol import target
+from specdec.protocol import worker
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.target import TargetMachine
 from specdec.protocol.worker import MOST_ALONE, apart
@@ -86,7 +86,7 @@ def test_a_sequence_that_failed_alone_once_goes_on():
 
 
 def test_a_failure_of_long_ago_does_not_count(monkeypatch):
-    monkeypatch.setattr(target, "FORGIVEN_TOKENS", 2)
+    monkeypatch.setattr(worker, "FORGIVEN_TOKENS", 2)
     backend = Faulty(poison="a")
     machine = machine_of(backend, "a")
     machine.step(0.0)
@@ -206,5 +206,5 @@ def test_a_drafter_skips_what_fails_and_drafts_for_the_others(how):
     assert offered == {"a", "c"}
     report = machine.report()
     assert report["num_skipped_sequences"] == 1
-    assert report["num_failed_steps"] == (2 if how == "poison" else 0)
+    assert report["num_failed_steps"] == (3 if how == "poison" else 0)
     assert not any(key.startswith("b") for key in backend.held)
