@@ -75,7 +75,7 @@ test-vllm: $(DEV) $(VLLM_READY)
 	@$(VLLM)/bin/python -m pytest tests/specdec/sampling/test_corpus_masks.py $(ARGS)
 	@$(PYTEST) tests/vllm_service $(ARGS)
 	@SPECDEC__TARGET__ENGINE=vllm SPECDEC__TARGET__PYTHON=$(VLLM)/bin/python SPECDEC__TARGET__ENGINE_ARGS='{enforce_eager: true}' \
-		SPECDEC__TARGET__KV_MEMORY=128MiB $(PYTEST) -k "openai_client or curl or poisonous or sigterm or (kills and target)" \
+		SPECDEC__TARGET__KV_CACHE_MEMORY=128MiB $(PYTEST) -k "openai_client or curl or poisonous or sigterm or (kills and target)" \
 		tests/integration/test_{openai_client,readme,as_served}.py tests/faults/test_{kills,poison}.py $(ARGS)
 
 test-cluster: $(DEV) $(CHECKOV)
@@ -109,7 +109,7 @@ slice-families: $(DEV)
 
 slice-protocol: $(DEV)
 	@$(PYTEST) $(TWO) --whole tests/specdec/{protocol,control,engine} tests/thorough/{protocol,control} \
-		tests/thorough/engine/test_{branches,parameters,after_reasoning,one_pass,other_vocabulary,structured,combinations,heads,contract,timed,edge_cases,lookup}.py tests/examples tests/benchmarks $(ARGS)
+		tests/thorough/engine/test_{branches,parameters,after_reasoning,parallel_drafting,other_vocabulary,structured,combinations,heads,contract,timed,edge_cases,lookup}.py tests/examples tests/benchmarks $(ARGS)
 
 slice-kills: $(DEV)
 	@$(PYTEST) tests/soak/test_{kills,stalls,launch,hybrid}.py $(ARGS)

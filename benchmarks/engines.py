@@ -52,7 +52,7 @@ def servers(target: str, draft: str, dtype: str, num_draft_tokens: int) -> dict[
     plain = ("--model", target, *plain, "--kv-cache-memory-bytes", str(KV_BYTES))
     two = VLLM_SETTINGS | {"OMP_NUM_THREADS": "2"}
     pair = (target, "--draft", draft, "--target-dtype", dtype, "--draft-dtype", dtype)
-    pair = (*pair, "--max-model-len", str(MAX_MODEL_LEN), "--target-kv-memory", str(KV_BYTES))
+    pair = (*pair, "--max-model-len", str(MAX_MODEL_LEN), "--target-kv-cache-memory", str(KV_BYTES))
     fixed = ("--num-speculative-tokens", str(num_draft_tokens))
     engine = ("--target-engine", "vllm", "--target-python", str(VLLM_BIN / "python"))
     engine = (*engine, "--target-engine-args", "{enforce_eager: true}")

@@ -21,7 +21,7 @@ from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.engine.build import BackendOptions, build_target
 from specdec.models.loading import ModelSource
 
-OPTIONS = BackendOptions(max_model_len=512, kv_memory=512 << 20, max_num_seqs=16)
+OPTIONS = BackendOptions(max_model_len=512, kv_cache_memory=512 << 20, max_num_seqs=16)
 PROMPT_TOKENS = 100
 NUM_WARM = 10
 

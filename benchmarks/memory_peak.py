@@ -1,6 +1,6 @@
 """Planned and measured peak memory of the demo target under load, in a control group of a given size where that can be.
 
-Usage: ``python -m benchmarks.memory_peak [--limit-mib 4096] [--kv-memory auto|FRACTION] [--requests 256]``
+Usage: ``python -m benchmarks.memory_peak [--limit-mib 4096] [--kv-cache-memory auto|FRACTION] [--requests 256]``
 
 So many requests run at once that the cache is full and every row of a step is taken. All ask for the log probabilities
 of their prompts and sample with top_p. Prints one JSON object: the plan, the most memory the process
@@ -43,7 +43,7 @@ def own_group(limit_bytes: int) -> Path | None:
     return None
 
 
-def load(kv_memory: str, num_requests: int) -> dict[str, Any]:
+def load(kv_cache_memory: str, num_requests: int) -> dict[str, Any]:
     """Serve the load in this process, and compare."""
     from specdec.core.params import SamplingParams
     from specdec.engine import build
@@ -62,11 +62,11 @@ def load(kv_memory: str, num_requests: int) -> dict[str, Any]:
         return plans[-1]
 
     vars(build)["plan_memory"] = noting
-    wanted: Any = "auto" if kv_memory == "auto" else float(kv_memory)
+    wanted: Any = "auto" if kv_cache_memory == "auto" else float(kv_cache_memory)
     source = ModelSource(str(Path(specdec.demo.__path__[0]) / "target"), dtype="float32", device="cpu")
     free_bytes = host_memory().free_bytes
     engine = SpeculativeEngine.from_pretrained(
-        source, options=BackendOptions(kv_memory=wanted, max_num_seqs=num_requests)
+        source, options=BackendOptions(kv_cache_memory=wanted, max_num_seqs=num_requests)
     )
     plan = plans[0]
     # Together somewhat more than the cache holds, so that every block is written.
@@ -92,12 +92,12 @@ def main() -> int:
     """Run the load in a control group, and print what came of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit-mib", type=int, default=4096)
-    parser.add_argument("--kv-memory", default="auto")
+    parser.add_argument("--kv-cache-memory", default="auto")
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--in-group", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.in_group:
-        print(json.dumps(load(arguments.kv_memory, arguments.requests)))
+        print(json.dumps(load(arguments.kv_cache_memory, arguments.requests)))
         return 0
     group = own_group(arguments.limit_mib * MIB)
 

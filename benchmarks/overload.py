@@ -222,7 +222,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=5, help="of each number of clients (5)")
     parser.add_argument("--seconds", type=float, default=10.0, help="of a run (10)")
     parser.add_argument("--max-tokens", type=int, default=64, help="of an answer (64)")
-    parser.add_argument("--stall-s", type=float, default=10.0, help="how long nobody reads, at the end (10)")
+    parser.add_argument("--step-timeout-s", type=float, default=10.0, help="how long nobody reads, at the end (10)")
     given = parser.parse_args()
     limits = [f"--limits-max-{what}-requests={given.places}" for what in ("concurrent", "queued")]
     loads: dict[str, list[Load]] = {}
@@ -234,7 +234,7 @@ def main() -> int:
                 run = asyncio.run(measure(service.url, number, given.seconds, given.max_tokens))
                 loads.setdefault(f"{number} clients", []).append(run)
                 print(f"{number} clients: {run}", file=sys.stderr, flush=True)
-        stalled = asyncio.run(stall(service.url, given.places, given.stall_s, LONG_TOKENS, 2 * given.places))
+        stalled = asyncio.run(stall(service.url, given.places, given.step_timeout_s, LONG_TOKENS, 2 * given.places))
     finally:
         service.stop()
     print(table(loads))

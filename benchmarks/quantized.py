@@ -27,7 +27,7 @@ from specdec.engine.build import build_target
 from specdec.executor.runner import ModelRunner, RowInput
 from specdec.models.loading import load_tokenizer
 
-OPTIONS = BackendOptions(max_model_len=512, max_num_seqs=2, skip_admission_check=True)
+OPTIONS = BackendOptions(max_model_len=512, max_num_seqs=2, skip_parity_check=True)
 WINDOW_TOKENS = 512
 MOST_CHARS = 4_000_000
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)

@@ -58,7 +58,7 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
         self._router_host = self.start_router(
             self._machine, workers=groups, fingerprints=own, heard=self._machine.worker_heard
         )
-        self._least = _least_workers(args)
+        self._least = _min_workers(args)
         self._waker: Waker | None = None
         self._exposed = ExposedDrafts()
         self.start_metrics(ReplicaMetrics("router", args.model_name, self._report))
@@ -68,7 +68,7 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
     def _go_by(self, args: AppArgs) -> None:
         before, planner = self._in_force, planner_of(args)
         self._in_force = args
-        self._least = _least_workers(args)
+        self._least = _min_workers(args)
         self._call_drafters()
 
         def change(machine: RouterMachine, now_s: float) -> None:
@@ -84,7 +84,7 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
         reports = self._machine.reports()
         linked = [kind for kind, _ in reports.values()]
         workers = {f"num_workers/{kind}": float(linked.count(kind)) for kind in self._kinds}
-        workers |= {f"least_workers/{kind}": float(self._least[kind]) for kind in self._kinds}
+        workers |= {f"min_workers/{kind}": float(self._least[kind]) for kind in self._kinds}
         targets = {name: report for name, (kind, report) in reports.items() if kind == "target"}
         exposed = {"exposed_draft_share": self._exposed.update(targets, time.monotonic())}
         return self._machine.figures() | workers | exposed | self.config_report()
@@ -124,7 +124,7 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
         return {name: (kind, bool(report.get("is_draining"))) for name, (kind, report) in reports}
 
 
-def _least_workers(args: AppArgs) -> dict[WorkerKind, int]:
+def _min_workers(args: AppArgs) -> dict[WorkerKind, int]:
     """Workers of each kind that there are in any case; of a pool's, which are another application's, none."""
     return {"target": least(args.replicas.target), "drafter": 0 if args.draft.pool else least(args.replicas.draft)}
 

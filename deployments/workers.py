@@ -103,7 +103,7 @@ class TargetServer(_Worker):
         self._worker_host = self.start_worker(
             machine,
             routers=ROUTER,
-            stall_s=args.stall_s,
+            step_timeout_s=args.step_timeout_s,
             last_progress=getattr(backend, "last_progress", None),
             fingerprints=own,
         )
@@ -157,7 +157,7 @@ class DraftServer(_Worker):
         self._worker_host = self.start_worker(
             machine,
             routers=ROUTER,
-            stall_s=args.stall_s,
+            step_timeout_s=args.step_timeout_s,
             last_progress=getattr(backend, "last_progress", None),
             fingerprints=own,
             match="vocabulary",

@@ -19,7 +19,7 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     folders = given.target, given.draft
     sources = [ModelSource(folder, dtype=given.dtype, device="cpu") for folder in folders]
-    engine = SpeculativeEngine.from_pretrained(*sources, options=BackendOptions(kv_memory=256 << 20))
+    engine = SpeculativeEngine.from_pretrained(*sources, options=BackendOptions(kv_cache_memory=256 << 20))
     sampling = SamplingParams(temperature=0, ignore_eos=True)
 
     def generate(prompt_ids: list[int], max_tokens: int, num_speculative_tokens: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ ENGINE: dict[str, Any] = {
     "engine": "vllm",
     "python": str(PYTHON),
     "engine_args": {"enforce_eager": True},
-    "kv_memory": 1 << 30,
+    "kv_cache_memory": 1 << 30,
 }
 
 if __name__ == "__main__":

@@ -193,7 +193,7 @@ def _comparison(
     from specdec.models.quantization_report import NUM_TEXTS, NUM_TOKENS, compare
 
     length = min(NUM_TOKENS, built.memory.max_model_len)
-    options = BackendOptions(length, max_num_seqs=NUM_TEXTS, skip_admission_check=True, measures_step=False)
+    options = BackendOptions(length, max_num_seqs=NUM_TEXTS, skip_parity_check=True, measures_step=False)
     try:
         original = build_target(replace(source, quantization="none"), options, progress)[1]
     except SpecdecError as error:

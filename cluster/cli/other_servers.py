@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 _MODEL = "the model comes first: specdec serve MODEL --draft MODEL"
-_MEMORY = "use --target-kv-memory and --draft-kv-memory: a fraction of what is free, or an amount such as 8GiB"
+_MEMORY = (
+    "use --target-kv-cache-memory and --draft-kv-cache-memory: a fraction of what is free, or an amount such as 8GiB"
+)
 _PARALLEL = (
     "use --target-device-map auto to spread a model over several GPUs, or --target-engine vllm with "
     "--target-engine-args '{tensor_parallel_size: N}'"

@@ -55,16 +55,22 @@ class ProtocolTimes(StrictModel):
     """The protocol's clock; see :class:`specdec.protocol.leases.Times`."""
 
     lease_s: float = Field(5.0, gt=0, le=3600, description="what nobody renews for so long is freed")
-    renew_s: float = Field(1.0, gt=0, le=1200, description="period of the renewals; at most a third of a lease")
-    repeat_s: float = Field(0.5, gt=0, le=60, description="what is not acknowledged for so long is sent again")
-    settle_s: float = Field(0.5, gt=0, le=60, description="renewals leave out what was opened less than this long ago")
-    silence_s: float = Field(30.0, gt=0, le=3600, description="a peer silent for so long counts as dead")
-    credit_tokens: int = Field(256, ge=1, le=65536, description="tokens a target commits past the last acknowledgement")
+    renew_interval_s: float = Field(
+        1.0, gt=0, le=1200, description="period of the renewals; at most a third of a lease"
+    )
+    retry_interval_s: float = Field(0.5, gt=0, le=60, description="what is not acknowledged for so long is sent again")
+    renew_grace_s: float = Field(
+        0.5, gt=0, le=60, description="renewals leave out what was opened less than this long ago"
+    )
+    peer_timeout_s: float = Field(30.0, gt=0, le=3600, description="a peer silent for so long counts as dead")
+    max_unacked_tokens: int = Field(
+        256, ge=1, le=65536, description="tokens a target commits past the last acknowledgement"
+    )
 
     @model_validator(mode="after")
     def _renewed_in_time(self) -> ProtocolTimes:
-        if 3 * self.renew_s > self.lease_s:
-            raise ValueError(f"renew_s must be at most a third of lease_s ({self.lease_s / 3:g})")
+        if 3 * self.renew_interval_s > self.lease_s:
+            raise ValueError(f"renew_interval_s must be at most a third of lease_s ({self.lease_s / 3:g})")
         return self
 
     def times(self) -> Times:
@@ -120,7 +126,7 @@ class AppArgs(StrictModel):
         le=1 << 16,
         description="most sequences in one forward pass; the cache is made for no more of full length",
     )
-    skip_admission_check: bool = Field(
+    skip_parity_check: bool = Field(
         False, description="serve models without comparing their cached forward with their plain one"
     )
     num_speculative_tokens: DraftLength = Field(
@@ -210,7 +216,7 @@ class AppArgs(StrictModel):
     trust_request_chat_template: bool = Field(
         False, description="let requests bring a chat_template: a program, for those who may run one"
     )
-    stall_s: float = Field(
+    step_timeout_s: float = Field(
         60.0, gt=0, le=86400, description="a worker in whose step no layer ends for so long hangs, and is replaced"
     )
     logits_processors: ImportStrings = Field(

@@ -63,7 +63,7 @@ class ModelConfig(StrictModel):
         description="weights of linear layers in fewer bits, by torchao: int8, int4 (with dtype bfloat16) or fp8; "
         "what a checkpoint says of itself holds without it",
     )
-    kv_memory: MemoryAmount = Field("auto", description=f"memory for cached keys and values: {_AMOUNT_HELP}")
+    kv_cache_memory: MemoryAmount = Field("auto", description=f"memory for cached keys and values: {_AMOUNT_HELP}")
 
     @model_validator(mode="before")
     @classmethod
@@ -142,7 +142,7 @@ class DraftConfig(ModelConfig):
         description="most tokens of a draft of heads that is a tree, verified in one pass, on a target of attention "
         "layers; with num_speculative_tokens auto, as many as are worth their time",
     )
-    one_pass: bool = Field(
+    parallel_drafting: bool = Field(
         False,
         description="the draft model gives all draft tokens of a round in one pass: one that was taught to, as PARD's, "
         "and whose config.json names its mask token",

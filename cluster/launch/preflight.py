@@ -64,11 +64,11 @@ def _check(
     least = least_memory(source, on_gpu=share.num_gpus > 0)
     length = min(args.max_model_len or least.max_model_len, least.max_model_len)
     sequence_bytes = least.bytes_per_token * length
-    if isinstance(model.kv_memory, int) and sequence_bytes > model.kv_memory:
+    if isinstance(model.kv_cache_memory, int) and sequence_bytes > model.kv_cache_memory:
         raise InvalidParameterError(
-            f"{role}.kv_memory",
-            f"{role}.kv_memory: one sequence of {length} tokens takes {_mib(sequence_bytes)} at least, and "
-            f"{_mib(model.kv_memory)} are given: give more, or lower max_model_len",
+            f"{role}.kv_cache_memory",
+            f"{role}.kv_cache_memory: one sequence of {length} tokens takes {_mib(sequence_bytes)} at least, and "
+            f"{_mib(model.kv_cache_memory)} are given: give more, or lower max_model_len",
         )
     if not share.num_gpus or not gpu_bytes or isinstance(source.device_map, dict):
         return

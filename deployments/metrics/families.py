@@ -137,7 +137,7 @@ REPORTED = (
     _gauge(_DRAFT, "num_solo_sequences", "Sequences of these that ask the draft model itself."),
     _gauge(_ROUTER, "num_sessions", "Sequences that a router holds.", name="router_sequences"),
     _gauge(_ROUTER, "num_workers", "Workers that a router is linked to, by kind.", ("kind",), name="router_workers"),
-    _gauge(_ROUTER, "least_workers", "Workers that the configuration wants in any case, by kind.", ("kind",)),
+    _gauge(_ROUTER, "min_workers", "Workers that the configuration wants in any case, by kind.", ("kind",)),
     _gauge(_ALL, "is_draining", "Whether nothing new is taken any more, 1 or 0."),
     _gauge(_WORKERS, "kv_cache_usage_perc", "Share of cache blocks in use, from 0 to 1."),
     _gauge(_WORKERS, "kv_blocks_in_use", "Cache blocks that sequences hold."),

@@ -66,9 +66,9 @@ class Endpoint:
 
     _host: Host[Any] | None = None
 
-    def _open(self, host: Host[Any], stall_s: float, times: LinkTimes, fingerprints: Fingerprints) -> None:
+    def _open(self, host: Host[Any], step_timeout_s: float, times: LinkTimes, fingerprints: Fingerprints) -> None:
         self._host = host
-        self._stall_s = stall_s
+        self._step_timeout_s = step_timeout_s
         self._times = times
         self._fingerprints = fingerprints
         self._me = replica_id()
@@ -114,7 +114,7 @@ class Endpoint:
             HostFailedError: The machine has raised, or hangs.
         """
         if self._host is not None:
-            self._host.check(self._stall_s)
+            self._host.check(self._step_timeout_s)
 
     async def drain(self) -> None:
         """Take nothing new, keep the links, and return when the machine has nothing left (rule 15)."""
@@ -152,7 +152,7 @@ class _DrainingEndpoint(Endpoint):
     async def _shut_down(self) -> None:
         if self._host is not None:
             with suppress(HostFailedError):  # a machine that has failed or hangs has nothing to finish
-                self._host.check(self._stall_s)
+                self._host.check(self._step_timeout_s)
                 if self._has_clients():
                     await Succession(await self.identity(), self._match).hand_over(self._has_clients)
                 await self.drain()
@@ -167,7 +167,7 @@ class WorkerEndpoint(_DrainingEndpoint):
         machine: M,
         *,
         routers: str,
-        stall_s: float,
+        step_timeout_s: float,
         times: LinkTimes = DEFAULT_TIMES,
         idle_wait_s: float = 0.005,
         last_progress: Callable[[], float] | None = None,
@@ -180,7 +180,7 @@ class WorkerEndpoint(_DrainingEndpoint):
         Args:
             machine: The machine; its peers are routers, by replica id.
             routers: Name of the routers' deployment.
-            stall_s: Without a sign of progress for so long the replica is unhealthy.
+            step_timeout_s: Without a sign of progress for so long the replica is unhealthy.
             times: How patient links are.
             idle_wait_s: Precision of the machine's timers.
             last_progress: Gives the monotonic time of the newest sign of progress within a running step, in seconds;
@@ -190,7 +190,7 @@ class WorkerEndpoint(_DrainingEndpoint):
             applications: Whose routers these are; they may come later, go, and come back. None: those of the own one.
         """
         host: WorkerHost[Any] = WorkerHost(machine, idle_wait_s=idle_wait_s, last_progress=last_progress)
-        self._open(host, stall_s, times, fingerprints)
+        self._open(host, step_timeout_s, times, fingerprints)
         self._match = match
         self._keepers = [
             self._dial_routers(routers, match, host, _ignore, _ignore, application=application)
@@ -213,7 +213,7 @@ class RouterEndpoint(_DrainingEndpoint):
         machine: M,
         *,
         workers: Sequence[PeerGroup[Any]],
-        stall_s: float = 60.0,
+        step_timeout_s: float = 60.0,
         times: LinkTimes = DEFAULT_TIMES,
         tick_s: float = 0.05,
         fingerprints: Fingerprints = UNKNOWN,
@@ -224,7 +224,7 @@ class RouterEndpoint(_DrainingEndpoint):
         Args:
             machine: The machine; its peers are workers and ingress replicas, by replica id.
             workers: The workers' deployments.
-            stall_s: As for workers; a machine on the loop can only fail, or hang with it.
+            step_timeout_s: As for workers; a machine on the loop can only fail, or hang with it.
             times: How patient links are.
             tick_s: Precision of the machine's timers.
             fingerprints: What the service's models are. Callers that belong to no group (ingress replicas) must have
@@ -232,7 +232,7 @@ class RouterEndpoint(_DrainingEndpoint):
             heard: Done with (replica id, now_s) in the machine's turn when a peer's link gives a sign of life.
         """
         host: LoopHost[Any] = LoopHost(machine, tick_s=tick_s)
-        self._open(host, stall_s, times, fingerprints)
+        self._open(host, step_timeout_s, times, fingerprints)
         self._groups = {group.deployment: group for group in workers}
         self._clients: set[str] = set()
         answerer = Answerer(self._me, fingerprints, host, self._refusal, self._joined, self._lost, times)

@@ -129,11 +129,11 @@ class Host(ABC, Generic[M]):
         """Whether the machine has raised."""
         return self._failure is not None
 
-    def check(self, stall_s: float) -> None:
+    def check(self, step_timeout_s: float) -> None:
         """Whether the machine is well.
 
         Raises:
-            HostFailedError: It has raised, or for more than ``stall_s`` there was no sign of progress.
+            HostFailedError: It has raised, or for more than ``step_timeout_s`` there was no sign of progress.
         """
         if self._failure is not None:
             raise HostFailedError(f"the machine failed: {self._failure!r}") from self._failure
@@ -251,15 +251,15 @@ class WorkerHost(Host[M]):
         self._inbox.put(lambda _machine, _now_s: None)
         self.unlink_all()
 
-    def check(self, stall_s: float) -> None:
-        """Whether the machine is well, and has not been still for longer than ``stall_s``."""
-        super().check(stall_s)
+    def check(self, step_timeout_s: float) -> None:
+        """Whether the machine is well, and has not been still for longer than ``step_timeout_s``."""
+        super().check(step_timeout_s)
         last_s = self.last_progress_s
         if self._last_progress is not None:
             last_s = max(last_s, self._last_progress())
         idle_s = time.monotonic() - last_s
-        if idle_s > stall_s:
-            raise HostFailedError(f"no progress for {idle_s:.1f} s, allowed are {stall_s} s")
+        if idle_s > step_timeout_s:
+            raise HostFailedError(f"no progress for {idle_s:.1f} s, allowed are {step_timeout_s} s")
 
     def post(self, messages: Iterable[Any]) -> None:
         """Hand messages to the machine, from any thread; no step comes between those of one call."""

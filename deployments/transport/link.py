@@ -86,7 +86,7 @@ async def carry(channel: Channel, peer: str, host: Host[Any], mailbox: Mailbox, 
     async def read() -> None:
         reader = FrameReader()
         while True:
-            frame = await _receive(channel, peer, times.silence_s)
+            frame = await _receive(channel, peer, times.peer_timeout_s)
             batch = reader.decode(frame, Messages).batch
             if batch:
                 host.post(batch)

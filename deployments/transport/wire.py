@@ -302,15 +302,15 @@ class LinkTimes:
     Attributes:
         open_timeout_s: Longest wait for the other end's first frame.
         heartbeat_s: An idle link carries an empty batch this often, each way.
-        silence_s: A link on which nothing comes for so long is lost: the peer hangs, or its host is gone. A peer that
-            dies is seen at once, by the end of its carrier.
+        peer_timeout_s: A link on which nothing comes for so long is lost: the peer hangs, or its host is gone. A peer
+            that dies is seen at once, by the end of its carrier.
         first_backoff_s: Pause before a lost link is opened again; doubled with each failure.
         max_backoff_s: Longest such pause.
     """
 
     open_timeout_s: float = 5.0
     heartbeat_s: float = 1.0
-    silence_s: float = 5.0
+    peer_timeout_s: float = 5.0
     first_backoff_s: float = 0.05
     max_backoff_s: float = 1.0
 

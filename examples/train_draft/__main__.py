@@ -29,7 +29,7 @@ from examples.train_draft import (
     heads,
     models,
     mutual,
-    one_pass,
+    parallel_drafting,
     target,
     tokens,
 )
@@ -51,7 +51,7 @@ RECIPE = (
     "hybrid --steps 9500 --window-tokens 256 --batch-size 8 --decay-steps 1500 --start-from hybrid --name hybrid-final",
     "export --target mutual-target --draft mutual-draft --hybrid hybrid-final",
     "heads --target {work}/pair/target --steps 3000 --decay-steps 600",
-    "one_pass --pair {work}/pair --steps 3000 --window-tokens 256 --batch-size 4 --decay-steps 600",
+    "parallel_drafting --pair {work}/pair --steps 3000 --window-tokens 256 --batch-size 4 --decay-steps 600",
     "evaluate --pair {work}/pair",
     "evaluate --pair {work}/pair --target hybrid",
 )
@@ -146,13 +146,13 @@ def _add_heads(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     trained.add_argument("--num-windows", type=int, default=evaluate.Extent().num_windows)
     trained.set_defaults(run=_heads)
     whole = commands.add_parser(
-        "one_pass", help="teach a draft to give several tokens in one pass; export and judge it"
+        "parallel_drafting", help="teach a draft to give several tokens in one pass; export and judge it"
     )
     _add_training_flags(whole)
     whole.add_argument("--pair", type=Path, default=DEMO, help="folder of the exported target/ and draft/")
     whole.add_argument("--steps", type=int, default=3000)
     whole.add_argument("--num-windows", type=int, default=evaluate.Extent().num_windows)
-    whole.set_defaults(run=_one_pass)
+    whole.set_defaults(run=_parallel_drafting)
     talks = commands.add_parser(
         "chat", help="let the chat demo's model write chats, and teach two layers of its own what it says; export them"
     )
@@ -278,19 +278,19 @@ def _heads(options: argparse.Namespace) -> None:
     logging.info("heads after %.2fM tokens\n%s", reached.num_tokens / 1e6, heads.table(figures))
 
 
-def _one_pass(options: argparse.Namespace) -> None:
+def _parallel_drafting(options: argparse.Namespace) -> None:
     text, plan = tokens.TokenFile(options.work, "train").tokens, _plan(options, options.steps)
     on, draft = (
         AutoModelForCausalLM.from_pretrained(options.pair / role, dtype=torch.float32) for role in ("target", "draft")
     )
-    masks, path = one_pass.Masks(), _path(options, "one_pass")
-    reached = one_pass.train_one_pass(on, draft, text, masks, plan, _rates(options), path)
+    masks, path = parallel_drafting.Masks(), _path(options, "parallel_drafting")
+    reached = parallel_drafting.train_parallel_drafting(on, draft, text, masks, plan, _rates(options), path)
     tokenizer = AutoTokenizer.from_pretrained(options.pair / "draft")
     template = (options.pair / "target" / "chat_template.jinja").read_text()
-    models.export(reached.model, tokenizer, options.work / "pair" / "one_pass", template)
+    models.export(reached.model, tokenizer, options.work / "pair" / "parallel_drafting", template)
     held_out = tokens.TokenFile(options.work, "heldout").tokens
     extent = evaluate.Extent(num_windows=options.num_windows)
-    figures = one_pass.acceptance(reached.model, on, held_out, masks, extent)
+    figures = parallel_drafting.acceptance(reached.model, on, held_out, masks, extent)
     for temperature, kept in figures.items():
         shown = " / ".join(f"{share:.3f}" for share in kept.shares)
         logging.info(

@@ -88,7 +88,7 @@ def _missing_parts() -> Iterator[Rule]:
     by_kind = "max by (namespace, ray_io_cluster, application, kind)"
     yield _alert(
         "SpecdecFewerWorkers",
-        f"{by_kind} (specdec_router_workers) < {by_kind} (specdec_least_workers)",
+        f"{by_kind} (specdec_router_workers) < {by_kind} (specdec_min_workers)",
         "15m",
         "warning",
         "Routers have fewer workers of a kind than the configuration wants in any case",
@@ -106,7 +106,7 @@ def _missing_parts() -> Iterator[Rule]:
     yield _alert(
         "SpecdecDraftDown",
         f'max {SERVICE} (specdec_router_workers{{kind="drafter"}}) == 0 and {ON_SERVICE}'
-        f' (max {SERVICE} (specdec_least_workers{{kind="drafter"}}) > 0'
+        f' (max {SERVICE} (specdec_min_workers{{kind="drafter"}}) > 0'
         f" or sum {SERVICE} (specdec_undrafted_sequences) > 0)",
         "1m",
         "warning",
@@ -175,7 +175,7 @@ def _load() -> Iterator[Rule]:
         "10m",
         "warning",
         "A GPU has less than 3 % of its memory free: the next allocation may fail",
-        "Lower kv_memory of the model on that GPU, or give it a larger share.",
+        "Lower kv_cache_memory of the model on that GPU, or give it a larger share.",
     )
     for name, family, most_s in SLOS_S:
         for speed, times, short, long, lasting, severity in BURNS:

@@ -68,13 +68,13 @@ class BackendOptions:
         vocab_size: Width of the tokenizer (its highest token id and one); logits beyond it are padding. None takes all.
         block_size: Tokens in a block of the paged cache.
         max_num_batched_tokens: Most tokens in one forward pass; None chooses by device.
-        kv_memory: Memory for cached keys and values: ``auto``, a fraction of what is free, or bytes.
+        kv_cache_memory: Memory for cached keys and values: ``auto``, a fraction of what is free, or bytes.
         max_num_seqs: Most sequences in one forward pass; the cache need not hold more whole sequences.
         device_share: Part of a GPU that is this model's, where several models share it; for ``auto`` memory. None is
             all of it; a pair that :class:`specdec.engine.engine.SpeculativeEngine` loads onto one GPU has equal shares.
         rollback_tokens: How many tokens recurrent states can be brought back for sure without reading anew; a draft to
             be verified is no longer. A drafter that runs ahead of the target needs twice a draft's length and 1.
-        skip_admission_check: Serve a model without comparing its cached forward with its plain one.
+        skip_parity_check: Serve a model without comparing its cached forward with its plain one.
         num_step_tokens: Tokens that a draft model gives in one pass; more than one where it was taught to read mask
             tokens, which its configuration names.
         other_vocabulary: Whether a draft may have a vocabulary that is not its target's; shared tokens are drafted.
@@ -87,11 +87,11 @@ class BackendOptions:
     vocab_size: int | None = None
     block_size: int = 16
     max_num_batched_tokens: int | None = None
-    kv_memory: Literal["auto"] | float | int = "auto"
+    kv_cache_memory: Literal["auto"] | float | int = "auto"
     max_num_seqs: int = 256
     device_share: float | None = None
     rollback_tokens: int = DEFAULT_WINDOW_TOKENS
-    skip_admission_check: bool = False
+    skip_parity_check: bool = False
     num_step_tokens: int = 1
     other_vocabulary: bool = False
     logits_processors: tuple[LogitsProcessor, ...] = ()
@@ -210,7 +210,7 @@ def _build(
     check_width(loaded.name, loaded.vocab_size, vocab_size)
     length = max_model_len or min(options.max_model_len or loaded.max_model_len, loaded.max_model_len)
     memory = _planned(loaded, length, vocab_size, heads, options, options.max_num_seqs + num_branches)
-    if progress is not None and not options.skip_admission_check:
+    if progress is not None and not options.skip_parity_check:
         progress(f"checking the cached forward of {loaded.name}")
     sizes = f"{loaded.weights_bytes / _MIB:,.1f} MiB of weights and {memory.cache_bytes / _MIB:,.1f} MiB of cache"
     with allocation(MemoryPlanError, f"{sizes} of {loaded.name} do not fit into the memory of {loaded.device}"):
@@ -239,7 +239,7 @@ def _planned(
         with allocation(MemoryPlanError, f"{what} do not fit into the memory of {loaded.device}"):
             step = measure_step(loaded, limits, max_model_len=length, vocab_size=vocab_size, window=window, heads=heads)
     share = options.device_share or 1.0
-    budget_bytes, fraction = _cache_room(loaded, options.kv_memory, share, step)
+    budget_bytes, fraction = _cache_room(loaded, options.kv_cache_memory, share, step)
     try:
         return plan_memory(
             loaded,
@@ -251,12 +251,12 @@ def _planned(
             block_size=options.block_size,
             window=window,
             step=step,
-            is_bounded=options.kv_memory == "auto" and loaded.device.type == "cpu",
+            is_bounded=options.kv_cache_memory == "auto" and loaded.device.type == "cpu",
         )
     except MemoryPlanError as error:
-        if options.kv_memory != "auto" or loaded.device.type != "cuda" or share == 1:
+        if options.kv_cache_memory != "auto" or loaded.device.type != "cuda" or share == 1:
             raise
-        raise MemoryPlanError(f"{error} (its share of the GPU is {share:g}; kv_memory can name more)") from error
+        raise MemoryPlanError(f"{error} (its share of the GPU is {share:g}; kv_cache_memory can name more)") from error
 
 
 def _admitted(
@@ -269,13 +269,13 @@ def _admitted(
     if loaded.opaque_state is None:
         common |= {"window_blocks": memory.window_blocks, "max_step_tokens": _max_num_batched_tokens(loaded, options)}
         runner = ModelRunner(loaded, window=memory.window, **common)
-        return runner, None if options.skip_admission_check else check_admission(runner)
-    if not options.skip_admission_check:
+        return runner, None if options.skip_parity_check else check_admission(runner)
+    if not options.skip_parity_check:
         with suppress(ModelLoadError):
             runner = SnapshotRunner(loaded, reads_many=True, window_tokens=options.rollback_tokens, **common)
             return runner, check_admission(runner)
     runner = SnapshotRunner(loaded, reads_many=False, window_tokens=options.rollback_tokens, **common)
-    return runner, None if options.skip_admission_check else check_admission(runner)
+    return runner, None if options.skip_parity_check else check_admission(runner)
 
 
 def _notes(runner: ModelRunner, options: BackendOptions) -> tuple[str, ...]:
@@ -286,14 +286,16 @@ def _notes(runner: ModelRunner, options: BackendOptions) -> tuple[str, ...]:
         notes.append(f"{name} keeps a state that can only be copied: its sequences are read one after another")
     if runner.no_speculation is not None:
         notes.append(f"{name} is right token by token only: as a target it runs without speculation")
-    if options.skip_admission_check:
+    if options.skip_parity_check:
         notes.append(f"{name} was not checked: nobody knows that its cached forward equals its plain one")
     return tuple(notes)
 
 
 def _memory_notes(name: str, memory: MemoryPlan) -> Iterator[str]:
     if memory.total_bytes > memory.available_bytes:
-        yield f"{name} may take more memory than there is: lower kv_memory, max_model_len or max_num_batched_tokens"
+        yield (
+            f"{name} may take more memory than there is: lower kv_cache_memory, max_model_len or max_num_batched_tokens"
+        )
 
 
 def _cache_room(

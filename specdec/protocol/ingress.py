@@ -211,9 +211,9 @@ class IngressMachine:
     def step(self, now_s: float) -> bool:
         """Timers: renewals and silence. Always False."""
         for request in list(self._requests.values()):
-            if request.router is not None and now_s - request.heard_s > self._times.silence_s:
+            if request.router is not None and now_s - request.heard_s > self._times.peer_timeout_s:
                 self._submit(request, now_s)
-            elif now_s - request.wanted_s >= self._times.renew_s:
+            elif now_s - request.wanted_s >= self._times.renew_interval_s:
                 self._want(request, now_s)
         return False
 
@@ -246,7 +246,7 @@ class IngressMachine:
 
     def _want_soon(self, request: Request, now_s: float) -> None:
         """Acknowledge now and then, so that what is repeated stays short; not every time: it costs a message."""
-        if now_s - request.wanted_s >= self._times.repeat_s:
+        if now_s - request.wanted_s >= self._times.retry_interval_s:
             self._want(request, now_s)
 
     def _submit(self, request: Request, now_s: float) -> None:

@@ -11,27 +11,27 @@ from specdec.core.messages import Inc, Message
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """The protocol's clock. All in seconds, but for ``credit_tokens``.
+    """The protocol's clock. All in seconds, but for ``max_unacked_tokens``.
 
     Attributes:
         lease_s: What nobody renews for so long is freed.
-        renew_s: Period of Live and Want, which renew; a small part of a lease.
-        repeat_s: A verdict or commit that is not acknowledged for so long is sent again.
-        settle_s: Live and Want leave out what was opened less than this long ago, lest they overtake its opening.
-        silence_s: A peer that says nothing for so long counts as dead. The end of its stream tells much sooner.
-        credit_tokens: Most tokens a target commits past the last acknowledgement.
+        renew_interval_s: Period of Live and Want, which renew; a small part of a lease.
+        retry_interval_s: A verdict or commit that is not acknowledged for so long is sent again.
+        renew_grace_s: Live and Want leave out what was opened less than this long ago, lest they overtake its opening.
+        peer_timeout_s: A peer that says nothing for so long counts as dead. The end of its stream tells much sooner.
+        max_unacked_tokens: Most tokens a target commits past the last acknowledgement.
     """
 
     lease_s: float = 5.0
-    renew_s: float = 1.0
-    repeat_s: float = 0.5
-    settle_s: float = 0.5
-    silence_s: float = 30.0
-    credit_tokens: int = 256
+    renew_interval_s: float = 1.0
+    retry_interval_s: float = 0.5
+    renew_grace_s: float = 0.5
+    peer_timeout_s: float = 30.0
+    max_unacked_tokens: int = 256
 
     def repeat_after_s(self, num_prompt_logprobs: int) -> float:
         """After how long what tells of so many prompt tokens is sent again: it is long, and takes long to arrive."""
-        return self.repeat_s * (1 + num_prompt_logprobs / 1000)
+        return self.retry_interval_s * (1 + num_prompt_logprobs / 1000)
 
     @property
     def tombstone_s(self) -> float:

@@ -178,11 +178,11 @@ class RouterMachine:
         self._dispatcher.try_suspects(now_s)
         if self._planning.take_turn(now_s):
             self._review(now_s)
-        if now_s < self._renewed_s + self._times.renew_s:
+        if now_s < self._renewed_s + self._times.renew_interval_s:
             return False
         self._renewed_s = now_s
         for name, worker in self.workers:
-            if not worker.is_silent and now_s - worker.heard_s > self._times.silence_s:
+            if not worker.is_silent and now_s - worker.heard_s > self._times.peer_timeout_s:
                 worker.is_silent = True
                 self._lose(name, now_s, is_gone=False)
         self._end_replaced()
@@ -238,7 +238,7 @@ class RouterMachine:
         live: dict[str, list[tuple[str, Inc]]] = {name: [] for name, _ in self.workers}
         for session in self._sessions:
             for link in session.links:
-                if link.worker is not None and now_s - link.opened_s > self._times.settle_s:
+                if link.worker is not None and now_s - link.opened_s > self._times.renew_grace_s:
                     live.setdefault(link.worker, []).append((session.seq, session.link_inc(link)))
                     if link.is_replanned:  # nobody acknowledges a plan: it is repeated as long as it holds
                         self._send_plan(session, link)

@@ -113,7 +113,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
         return row.finish is None and not is_telling and self._credit(row) > 0
 
     def _credit(self, row: TargetRow) -> int:
-        return row.acked + self._times.credit_tokens - len(row.log)
+        return row.acked + self._times.max_unacked_tokens - len(row.log)
 
     def _awaits_ack(self, rows: Sequence[TargetRow], now_s: float) -> bool:
         """Whether everybody waits for a router to learn that these rows are about to be tried.
@@ -124,9 +124,9 @@ class TargetMachine(WorkerMachine[TargetRow]):
         unknown = _unknown(rows)
         for row in unknown:
             row.announced_s = min(row.announced_s, now_s)
-            if now_s >= row.told_s + self._times.repeat_s:
+            if now_s >= row.told_s + self._times.retry_interval_s:
                 self._tell(row, now_s)
-        return bool(unknown) and now_s < unknown[0].announced_s + self._times.repeat_s
+        return bool(unknown) and now_s < unknown[0].announced_s + self._times.retry_interval_s
 
     def _verify(self, rows: Sequence[TargetRow], now_s: float) -> bool:
         """A step of the backend; what goes wrong in it is contained, but for the loss of its device.

@@ -23,24 +23,24 @@ from specdec.core.errors import InvalidParameterError
 
 EXAMPLES = {
     "demo": "plain",
-    "skip_admission_check": True,
+    "skip_parity_check": True,
     "target.model": "some/target",
     "target.revision": "main",
     "target.token": "hf_secret",
     "target.dtype": "bfloat16",
     "target.device": "cuda:1",
     "target.quantization": "int8",
-    "target.kv_memory": "512MiB",
+    "target.kv_cache_memory": "512MiB",
     "draft.model": "some/draft",
     "draft.method": "lookup+model",
     "draft.revision": "v1",
     "draft.token": "hf_other",
     "draft.dtype": "float16",
-    "draft.one_pass": True,
+    "draft.parallel_drafting": True,
     "draft.other_vocabulary": True,
     "draft.device_map": {"": 0, "lm_head": "cpu"},
     "draft.quantization": "int4",
-    "draft.kv_memory": 0.25,
+    "draft.kv_cache_memory": 0.25,
     "served_model_name": "mine, also-mine",
     "max_model_len": 4096,
     "block_size": 32,
@@ -87,11 +87,11 @@ EXAMPLES = {
     "tracing.endpoint": "http://localhost:4318",
     "tracing.sampling_ratio": 0.25,
     "protocol.lease_s": 9.5,
-    "protocol.renew_s": 0.25,
-    "protocol.repeat_s": 0.125,
-    "protocol.settle_s": 0.75,
-    "protocol.silence_s": 12,
-    "protocol.credit_tokens": 64,
+    "protocol.renew_interval_s": 0.25,
+    "protocol.retry_interval_s": 0.125,
+    "protocol.renew_grace_s": 0.75,
+    "protocol.peer_timeout_s": 12,
+    "protocol.max_unacked_tokens": 64,
     "replicas.target": 2,
     "replicas.draft": {"min": 0, "max": 3},
     "replicas.router": 4,
@@ -138,7 +138,7 @@ EXAMPLES = {
     "responses_store.max_age_s": 60.0,
     "backend": "some.devices:slow:target=30",
     "log_level": "warning",
-    "stall_s": 5.0,
+    "step_timeout_s": 5.0,
     "host": "localhost",
     "port": 1234,
 }
@@ -237,16 +237,16 @@ def test_the_model_comes_first(capsys):
 
 
 def test_switches_take_no_word(capsys):
-    assert main(["config", "--skip-admission-check", "true"]) == 2
+    assert main(["config", "--skip-parity-check", "true"]) == 2
     assert "take no word" in capsys.readouterr().err
 
 
 def test_the_configuration_in_force_can_be_printed_and_read_again(tmp_path, capsys):
-    assert main(["config", "t", "--draft", "d", "--target-token", "hf_secret", "--skip-admission-check"]) == 0
+    assert main(["config", "t", "--draft", "d", "--target-token", "hf_secret", "--skip-parity-check"]) == 0
     text = capsys.readouterr().out
     assert "hf_secret" not in text
     printed = yaml.safe_load(text)
-    assert (printed["target"]["model"], printed["skip_admission_check"]) == ("t", True)
+    assert (printed["target"]["model"], printed["skip_parity_check"]) == ("t", True)
     (tmp_path / "again.yaml").write_text(text)
     assert load_config(tmp_path / "again.yaml").draft.model == "d"
 

@@ -87,7 +87,7 @@ def test_an_unknown_key_is_refused_in_serves_own_arguments_too():
         ("way", "both", "'auto', 'in_turn', 'overlap' or 'outcomes'"),
         ("target.dtype", "int8", "'float32'"),
         ("target.device", "gpu", "auto, cpu, cuda or cuda:N"),
-        ("draft.kv_memory", "1.5", "a fraction of the free memory in (0, 1]"),
+        ("draft.kv_cache_memory", "1.5", "a fraction of the free memory in (0, 1]"),
         ("log_level", "loud", "'debug'"),
         ("acceptance", "typical", "'coupled' or 'rejection'"),
         ("logits_processors", ["masks"], "a list of import strings of the form 'package.module:name'"),
@@ -116,7 +116,7 @@ def test_a_value_out_of_range_is_refused_with_what_is_allowed(key, value, allowe
         ({"target.revision": "main"}, "need a model"),
         ({"target.model": "x", "target.device": "cpu", "target.device_map": "auto"}, "exclude each other"),
         ({"target.model": "x", "acceptance": "rejection"}, "acceptance: rejection needs drafts"),
-        ({"protocol.renew_s": 4, "protocol.lease_s": 5}, "at most a third of lease_s"),
+        ({"protocol.renew_interval_s": 4, "protocol.lease_s": 5}, "at most a third of lease_s"),
     ],
 )
 def test_what_would_be_ignored_or_cannot_work_is_refused(overrides, named):
@@ -191,7 +191,7 @@ def test_the_method_says_who_drafts(draft, found):
         ({"target": "t", "draft": {"method": "lookup+model"}}, "lookup\\+model needs a draft model"),
         ({"target": "t", "draft": {"method": "lookup", "model": "d"}}, "method lookup has no draft model"),
         ({"draft": {"method": "lookup", "pool": "drafts"}}, "method lookup has no draft model"),
-        ({"draft": {"method": "lookup", "kv_memory": 0.5}}, "method lookup has no draft model"),
+        ({"draft": {"method": "lookup", "kv_cache_memory": 0.5}}, "method lookup has no draft model"),
         ({"draft": {"method": ["model", "lookup"]}}, "draft.method\\s+Input should be 'model', 'lookup'"),
         ({"target": "t", "draft": {"method": "heads"}}, "name the target's heads"),
         ({"demo": "hybrid", "draft": {"method": "heads"}}, "name the target's heads"),
@@ -259,7 +259,9 @@ def test_an_empty_target_is_refused_in_serves_arguments_too(target):
 
 
 def test_the_applications_arguments_are_all_but_the_address():
-    config = load_config(None, {"target.model": "x", "target.token": "secret", "target.kv_memory": "0.5", "port": 1234})
+    config = load_config(
+        None, {"target.model": "x", "target.token": "secret", "target.kv_cache_memory": "0.5", "port": 1234}
+    )
     args = config.app_args()
     assert {path.partition(".")[0] for path in key_paths(ServiceConfig)} - set(AppArgs.model_fields) == {
         "host",
@@ -269,7 +271,7 @@ def test_the_applications_arguments_are_all_but_the_address():
         "tracing",
         "update_timeout_s",
     }
-    given = {"target": {"model": "x", "token": "secret", "kv_memory": 0.5}, "ui": "on"}
+    given = {"target": {"model": "x", "token": "secret", "kv_cache_memory": 0.5}, "ui": "on"}
     assert args == AppArgs.model_validate(given)
     assert args.target.token.get_secret_value() == "secret"
     assert "secret" not in repr(config)

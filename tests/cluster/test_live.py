@@ -38,7 +38,7 @@ def test_what_a_user_config_does_not_name_stays():
         ({"mode": "overlap"}, "user_config: unknown key 'mode'; it is called 'way' now"),
         ({"limits": {"retry_after": 1}}, "user_config: unknown key 'limits.retry_after'; .* 'limits.retry_after_s'"),
         ({"limits": {"retry_after_s": 0}}, "user_config: limits.retry_after_s"),
-        ({"protocol": {"renew_s": 1000}}, "user_config: .*lease_s"),
+        ({"protocol": {"renew_interval_s": 1000}}, "user_config: .*lease_s"),
     ],
 )
 def test_what_needs_a_restart_or_is_wrong_is_refused_by_name(user_config, words):

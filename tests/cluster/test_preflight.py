@@ -33,17 +33,19 @@ def test_the_bounds_are_what_a_loaded_model_takes():
     assert least.max_model_len == memory.max_model_len
 
 
-@pytest.mark.parametrize(("kv_memory", "fits"), [("1MiB", False), ("auto", True), ("2GiB", True)])
-def test_a_cache_too_small_for_one_sequence_is_refused(kv_memory, fits):
+@pytest.mark.parametrize(("kv_cache_memory", "fits"), [("1MiB", False), ("auto", True), ("2GiB", True)])
+def test_a_cache_too_small_for_one_sequence_is_refused(kv_cache_memory, fits):
     """As the replica itself would refuse it, after it had loaded the weights."""
-    keys = {"target": {"kv_memory": kv_memory}, "draft": {"kv_memory": kv_memory}}
+    keys = {"target": {"kv_cache_memory": kv_cache_memory}, "draft": {"kv_cache_memory": kv_cache_memory}}
     if fits:
         check(keys)
         return
-    with pytest.raises(InvalidParameterError, match=r"target.kv_memory: one sequence of \d+ tokens takes .* 1.0 MiB"):
+    with pytest.raises(
+        InvalidParameterError, match=r"target.kv_cache_memory: one sequence of \d+ tokens takes .* 1.0 MiB"
+    ):
         check(keys)
     with pytest.raises(MemoryPlanError):
-        build_target(target_source(AppArgs.model_validate(keys)), BackendOptions(kv_memory=1 << 20))
+        build_target(target_source(AppArgs.model_validate(keys)), BackendOptions(kv_cache_memory=1 << 20))
     check(keys | {"max_model_len": 16})
 
 
@@ -77,4 +79,4 @@ def test_a_shard_that_is_missing_or_cut_off_is_refused(tmp_path):
 
 def test_what_is_not_here_is_not_judged():
     assert least_memory(ModelSource("nobody/nothing"), on_gpu=True).weights_bytes == 0
-    check({"target": {"model": "nobody/nothing", "kv_memory": "1MiB"}, "num_speculative_tokens": 0}, (1,), GPU)
+    check({"target": {"model": "nobody/nothing", "kv_cache_memory": "1MiB"}, "num_speculative_tokens": 0}, (1,), GPU)

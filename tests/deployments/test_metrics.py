@@ -115,7 +115,7 @@ def test_machines_report_what_the_list_names() -> None:
     names = {part: {figure.partition("/")[0] for figure in report} for part, report in reported.items()}
     by_events = {"decode_steps", "decode_step_s", "num_resyncs", "num_refused", "num_config_errors", "num_workers"}
     by_backends = {"kv_cache_usage_perc", "num_evictions", "num_reused_tokens", "num_reread_tokens", "num_fallbacks"}
-    by_replicas = {"loop_lag_s", "loop_busy_share", "exposed_draft_share", "least_workers"}
+    by_replicas = {"loop_lag_s", "loop_busy_share", "exposed_draft_share", "min_workers"}
     by_events |= {"num_drafts_by_source", "num_draft_tokens_by_source", "num_accepted_tokens_by_source"}
     by_backends |= {"backend", "num_forbidden_draft_tokens"}
     by_backends |= {"num_loaded_adapters", "num_adapter_loads"}

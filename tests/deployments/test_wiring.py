@@ -47,14 +47,14 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_all_machines_of_a_service_know_the_same_models(started: dict[str, Any]) -> None:
-    args = AppArgs.model_validate({"backend": SCRIPTED, "num_speculative_tokens": 2, "stall_s": 5})
+    args = AppArgs.model_validate({"backend": SCRIPTED, "num_speculative_tokens": 2, "step_timeout_s": 5})
     own = fingerprints(args)
     assert own.decision
     assert own.vocabulary
     assert own.draft not in ("", own.decision)
     workers.TargetServer(args, 1, 1.0)
     assert started["machine"].fingerprint == own.decision
-    assert (started["fingerprints"], started["stall_s"]) == (own, 5)
+    assert (started["fingerprints"], started["step_timeout_s"]) == (own, 5)
     workers.DraftServer(args, 1, 1.0)
     assert started["machine"].drafter.fingerprint == own.vocabulary
     assert started["machine"].solo.fingerprint == own.draft
@@ -69,7 +69,7 @@ def test_all_machines_of_a_service_know_the_same_models(started: dict[str, Any])
 
 
 def test_a_target_says_how_far_its_step_is(started: dict[str, Any]) -> None:
-    args = AppArgs.model_validate({"num_speculative_tokens": 2, "target": {"kv_memory": "64MiB"}})
+    args = AppArgs.model_validate({"num_speculative_tokens": 2, "target": {"kv_cache_memory": "64MiB"}})
     workers.TargetServer(args, 1, 1.0)
     assert isinstance(started["last_progress"](), float)
 

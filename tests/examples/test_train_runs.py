@@ -16,7 +16,7 @@ from examples.train_draft import (
     loop,
     models,
     mutual,
-    one_pass,
+    parallel_drafting,
     target,
     tokens,
 )
@@ -292,27 +292,34 @@ def test_heads_learn_what_the_target_says_later_and_resume_exactly_and_are_read_
 
 
 def test_a_draft_learns_what_the_target_says_in_the_place_of_masks_and_resumes_exactly(tmp_path, text):
-    on, draft, masks = models.build(SHAPE, 1), models.build(SHAPE, 2), one_pass.Masks(num_masks=2, num_anchors=2)
+    on, draft, masks = (
+        models.build(SHAPE, 1),
+        models.build(SHAPE, 2),
+        parallel_drafting.Masks(num_masks=2, num_anchors=2),
+    )
     plan = replace(PLAN, num_steps=30)
     windows = torch.from_numpy(text[:90].astype(np.int64)).view(10, 9)
-    fresh = one_pass.with_mask_token(draft)
-    before = float(one_pass.one_pass_loss(fresh, on, masks)(windows).detach())
-    whole = one_pass.train_one_pass(on, draft, text, masks, plan, RATES, tmp_path / "draft.pt")
-    assert float(one_pass.one_pass_loss(whole.model, on, masks)(windows).detach()) < 0.9 * before
+    fresh = parallel_drafting.with_mask_token(draft)
+    before = float(parallel_drafting.parallel_drafting_loss(fresh, on, masks)(windows).detach())
+    whole = parallel_drafting.train_parallel_drafting(on, draft, text, masks, plan, RATES, tmp_path / "draft.pt")
+    assert float(parallel_drafting.parallel_drafting_loss(whole.model, on, masks)(windows).detach()) < 0.9 * before
     for _ in range(30):
         stopped = replace(plan, deadline_s=0.0)
-        parts = one_pass.train_one_pass(on, draft, text, masks, stopped, RATES, tmp_path / "parts.pt")
+        parts = parallel_drafting.train_parallel_drafting(on, draft, text, masks, stopped, RATES, tmp_path / "parts.pt")
     torch.testing.assert_close(whole.model.state_dict(), parts.model.state_dict(), rtol=0, atol=0)
 
 
 @torch.inference_mode()
 def test_masks_in_training_say_what_they_say_in_a_pass_of_their_own(text):
-    draft, masks = one_pass.with_mask_token(models.build(SHAPE, 2)), one_pass.Masks(num_masks=3, num_anchors=2)
+    draft, masks = (
+        parallel_drafting.with_mask_token(models.build(SHAPE, 2)),
+        parallel_drafting.Masks(num_masks=3, num_anchors=2),
+    )
     draft.load_state_dict({name: torch.randn_like(tensor) * 0.1 for name, tensor in draft.state_dict().items()})
     window = torch.from_numpy(text[:12].astype(np.int64))
     anchors, sees = masks.layout(len(window), 1)
     assert anchors.tolist() == [1, 5]
-    logits = one_pass.packed_logits(draft, window[None], anchors, sees, masks.num_masks)[0]
+    logits = parallel_drafting.packed_logits(draft, window[None], anchors, sees, masks.num_masks)[0]
     for i, anchor in enumerate(anchors.tolist()):
         alone = torch.cat((window[: anchor + 1], torch.full((masks.num_masks,), draft.config.pard_token)))
         want = draft(alone[None], use_cache=False).logits[0, anchor + 1 :]
@@ -325,6 +332,6 @@ def test_masks_in_training_say_what_they_say_in_a_pass_of_their_own(text):
 
 def test_more_passes_begin_where_little_is_kept():
     easy, hard = torch.ones(4, 3, dtype=torch.int64), torch.zeros(4, 3, dtype=torch.int64)
-    kept = one_pass.kept_of([torch.cat((easy, hard))])
+    kept = parallel_drafting.kept_of([torch.cat((easy, hard))])
     assert kept.shares == [0.5] * 3
     assert kept.tokens_a_round == 8 / 5, "one pass over what is easy, and one for each token that is hard"

@@ -84,7 +84,7 @@ def _text(choice: dict[str, Any]) -> str:
     return str(part.get("content") or part.get("text") or "")
 
 
-SCARCE = ("--max-model-len", "384", "--max-num-seqs", "2", "--target-kv-memory", "64MiB")
+SCARCE = ("--max-model-len", "384", "--max-num-seqs", "2", "--target-kv-cache-memory", "64MiB")
 """Blocks for 768 tokens on each worker, and some 16 state slots on the target."""
 NUM_CLIENTS = 16
 SURE_TO_BE_PREEMPTED = 200

@@ -21,7 +21,7 @@ from tests.integration.running import RunningService, eventually
 from tests.integration.updates import status_of_a_request
 
 DRAFTS = ("--num-speculative-tokens", "4")
-CACHE = ("--max-model-len", "1024", "--target-kv-memory", "256MiB")
+CACHE = ("--max-model-len", "1024", "--target-kv-cache-memory", "256MiB")
 """Of the demo target: room for 10,800 tokens."""
 SLOTS = "--limits-max-concurrent-requests=16"
 DELAYS = "upscale_delay_s: 1, downscale_delay_s: 20"

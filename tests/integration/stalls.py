@@ -17,7 +17,7 @@ from specdec.core.params import SequenceSpec
 from tests.specdec.hooks import by_row
 
 HOOK = "tests.integration.stalls:hook"
-STALL_S = 5.0
+STEP_TIMEOUT_S = 5.0
 NUM_LAYERS = 12
 """Of the demo pair's target."""
 

@@ -50,7 +50,7 @@ def test_offline_on_scripted_tokens(tmp_path: Path, capsys: Capture) -> None:
 
 
 def test_offline_on_the_demo_pair(capsys: Capture) -> None:
-    memory = ("--target-kv-memory", "64MiB", "--draft-kv-memory", "64MiB", "--max-model-len", "256")
+    memory = ("--target-kv-cache-memory", "64MiB", "--draft-kv-cache-memory", "64MiB", "--max-model-len", "256")
     work = ("--streams", "2", "--rounds", "1", "--max-tokens", "8", "--num-speculative-tokens", "0,2")
     assert bench("--offline", *memory, *work) == 0
     text = capsys.readouterr().out

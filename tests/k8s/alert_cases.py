@@ -57,7 +57,7 @@ def _slow(name: str, bound: str, share: float, minutes: int) -> dict[str, str]:
 
 def _least(targets: int, drafters: int) -> dict[str, str]:
     counts = {"target": targets, "drafter": drafters}
-    return {f'specdec_least_workers{{kind="{kind}"}}': held((count, 120)) for kind, count in counts.items()}
+    return {f'specdec_min_workers{{kind="{kind}"}}': held((count, 120)) for kind, count in counts.items()}
 
 
 _TARGETS = {"kind": "target"}

@@ -11,7 +11,7 @@ def test_after_mixed_requests_a_hybrid_draft_holds_nothing_either() -> None:
     folder = str(demo_folder("hybrid"))
     pair = ("--target", folder, "--draft", folder, "--target-dtype", "float32", "--draft-dtype", "float32")
     drafts = ("--way", "outcomes", "--num-speculative-tokens", "4", "--num-branches", "4")
-    service = RunningService(*pair, *drafts, *SCARCE, "--draft-kv-memory", "64MiB")
+    service = RunningService(*pair, *drafts, *SCARCE, "--draft-kv-cache-memory", "64MiB")
     try:
         check_mixed_requests(service, folder, 200)
     finally:

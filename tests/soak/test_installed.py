@@ -106,7 +106,7 @@ def test_rendered_files_stand_alone(installed: Installed, tmp_path: Path, overla
 
 def test_it_generates_and_examines(installed: Installed) -> None:
     assert installed.run("specdec", "generate", "It was", "--max-tokens", "3")
-    assert "can be served" in installed.run("specdec", "doctor", "--target-kv-memory", "64MiB")
+    assert "can be served" in installed.run("specdec", "doctor", "--target-kv-cache-memory", "64MiB")
 
 
 def test_it_serves(installed: Installed) -> None:

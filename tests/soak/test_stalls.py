@@ -9,12 +9,14 @@ import pytest
 from tests.integration.kills import Stream, Streams
 from tests.integration.poison import beside
 from tests.integration.running import RunningService
-from tests.integration.stalls import BLOCK, HOOK, STALL_S, TWENTY_SECONDS, asking_for
+from tests.integration.stalls import BLOCK, HOOK, STEP_TIMEOUT_S, TWENTY_SECONDS, asking_for
 
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[RunningService]:
-    running = RunningService("--num-speculative-tokens", "4", "--logits-processors", HOOK, "--stall-s", str(STALL_S))
+    running = RunningService(
+        "--num-speculative-tokens", "4", "--logits-processors", HOOK, "--step-timeout-s", str(STEP_TIMEOUT_S)
+    )
     yield running
     assert running.stop() == 0
 
@@ -29,5 +31,5 @@ def test_a_layer_that_blocks_costs_its_replica_and_a_long_step_does_not(
     assert outcome.compared is not None
     assert not outcome.compared.broken
     assert outcome.compared.is_exact
-    assert outcome.compared.longest_pause_s > STALL_S, "no step took so long"
+    assert outcome.compared.longest_pause_s > STEP_TIMEOUT_S, "no step took so long"
     assert outcome.deaths == {"target": deaths, "draft": 0, "router": 0, "ingress": 0}

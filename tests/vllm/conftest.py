@@ -37,6 +37,6 @@ def engine() -> Iterator[VllmTarget]:
     """With room for less than is asked of it: 6 places, 24 blocks of 32, 64 tokens a step."""
     from tests.vllm.engines import make
 
-    target = make(kv_memory=18 << 20)
+    target = make(kv_cache_memory=18 << 20)
     yield target
     target.close()

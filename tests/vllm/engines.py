@@ -12,7 +12,7 @@ from specdec.engine.vllm.target import VllmTarget
 from specdec.models.loading import ModelSource
 from tests.vllm.models import TARGET
 
-OPTIONS = BackendOptions(max_model_len=512, max_num_batched_tokens=64, kv_memory=64 << 20, max_num_seqs=6)
+OPTIONS = BackendOptions(max_model_len=512, max_num_batched_tokens=64, kv_cache_memory=64 << 20, max_num_seqs=6)
 
 
 def make(source: ModelSource = TARGET, *, max_draft: int = 4, engine_args: Any = None, **options: Any) -> VllmTarget:

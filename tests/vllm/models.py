@@ -18,7 +18,7 @@ from specdec.models.loading import ModelSource
 DEMO = Path(specdec.demo.__file__).parent
 TARGET, DRAFT, HYBRID = (ModelSource(str(DEMO / name), dtype="float32") for name in ("target", "draft", "hybrid"))
 VOCAB_SIZE = 4096
-ROOMY = BackendOptions(max_model_len=512, max_num_batched_tokens=4096, kv_memory=256 << 20, max_num_seqs=32)
+ROOMY = BackendOptions(max_model_len=512, max_num_batched_tokens=4096, kv_cache_memory=256 << 20, max_num_seqs=32)
 NUM_TOKENS = 48
 
 

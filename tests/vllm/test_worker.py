@@ -15,7 +15,7 @@ torch.set_num_threads(1)
 from cluster.config.app import AppArgs
 from deployments.workers import _target_backend
 
-target = {"engine": "vllm", "engine_args": {"enforce_eager": True}, "kv_memory": "64MiB"}
+target = {"engine": "vllm", "engine_args": {"enforce_eager": True}, "kv_cache_memory": "64MiB"}
 model, _ = _target_backend(AppArgs.model_validate({"target": target, "max_model_len": 256}), 1.0, print)
 
 from vllm import envs

@@ -22,7 +22,7 @@ def service() -> Iterator[RunningService]:
         "target-engine": "vllm",
         "target-python": str(ROOT / ".venv-vllm" / "bin" / "python"),
         "target-engine-args": "{enforce_eager: true}",
-        "target-kv-memory": "128MiB",
+        "target-kv-cache-memory": "128MiB",
         "max-model-len": "1024",
         "num-speculative-tokens": "4",
     }

@@ -144,7 +144,7 @@ def _max_num_batched_tokens(options: BackendOptions, vllm: VllmOptions) -> int:
 
 def _memory(options: BackendOptions) -> dict[str, Any]:
     """A number of bytes for each worker, or a fraction: of a GPU, or of the memory that is free now."""
-    wanted = options.kv_memory
+    wanted = options.kv_cache_memory
     if isinstance(wanted, int):
         return {"kv_cache_memory_bytes": wanted}
     if torch.cuda.is_available():

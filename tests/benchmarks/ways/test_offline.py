@@ -127,7 +127,7 @@ def test_a_drafter_is_idle_while_the_target_works() -> None:
 
 def test_a_second_run_reads_its_prompts_again() -> None:
     """Two runs of four streams with two prompts, each a whole cache block and more."""
-    memory = {"device": "cpu", "kv_memory": "64MiB"}
+    memory = {"device": "cpu", "kv_cache_memory": "64MiB"}
     pair = load_pair(AppArgs.model_validate({"target": memory, "draft": memory, "max_model_len": 128}))
     prompts = ("def fibonacci(number):\n" * 8, "for item in items:\n    print(item)\n" * 6) * 2
     for _ in range(2):

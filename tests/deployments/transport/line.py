@@ -65,12 +65,12 @@ class Line:
         self.name, self.routers = name, machine
         self._as(TARGET, "t")
         steps = TargetMachine("t", backend or ScriptedTarget(SCRIPT, max_model_len), times)
-        self.worker.start_worker(steps, routers="Router", stall_s=30.0, fingerprints=target)
+        self.worker.start_worker(steps, routers="Router", step_timeout_s=30.0, fingerprints=target)
         self._as(DRAFT, "d")
         solo = TargetMachine("d", ScriptedTarget(SCRIPT, max_model_len), times)
         both = DraftWorkerMachine(DrafterMachine("d", ScriptedDrafter(SCRIPT, max_model_len), times), solo)
         self.drafter.start_worker(
-            both, routers="Router", stall_s=30.0, fingerprints=Fingerprints("e", "v"), match="vocabulary"
+            both, routers="Router", step_timeout_s=30.0, fingerprints=Fingerprints("e", "v"), match="vocabulary"
         )
         self.tokens = RoutedTokens(ModelInfo(ServedModel("demo", "target", max_model_len, 4096, (4095,))))
         self._as("Ingress", "i")

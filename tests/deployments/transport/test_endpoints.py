@@ -33,7 +33,7 @@ class Noted(Inbox):
 async def router() -> AsyncIterator[RouterEndpoint]:
     router = RouterEndpoint()
     router._host, router._me, router._closers, router._is_draining = LoopHost(Noted()), "r", [], False
-    router._stall_s = 30.0
+    router._step_timeout_s = 30.0
     router._clients = set()
     router._fingerprints = Fingerprints("d", "v")
     router._groups = {
@@ -98,7 +98,7 @@ async def test_a_machine_that_hangs_is_not_waited_for(router: RouterEndpoint) ->
     machine = Noted()
     machine.step = lambda _now_s: steps.append(release.wait(10)) or False
     machine.drain, machine.is_drained = steps.append, False
-    router._host, router._stall_s = WorkerHost(machine), 0.01
+    router._host, router._step_timeout_s = WorkerHost(machine), 0.01
     router._host.start()
     await asyncio.sleep(0.1)
     async with asyncio.timeout(5):

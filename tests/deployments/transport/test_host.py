@@ -121,11 +121,11 @@ async def test_a_failure_is_kept_told_once_and_ends_the_links(kind: str) -> None
     with running(kind, Recorder()) as host:
         host.on_failed = lambda failure: told.append((threading.get_ident(), str(failure)))
         mailbox = host.attach("a")
-        host.check(stall_s=IDLE_S)
+        host.check(step_timeout_s=IDLE_S)
         host.post(["poison"])
         await until(lambda: host.failed)
         with pytest.raises(HostFailedError, match="poisoned"):
-            host.check(stall_s=IDLE_S)
+            host.check(step_timeout_s=IDLE_S)
         assert mailbox.closed
         host.post([("a", 1)])
         await until(lambda: bool(told))
@@ -152,9 +152,9 @@ async def test_the_event_loop_goes_on_during_a_long_step_and_a_stall_is_told() -
         try:
             await until(lambda: machine.steps == 1)
             await asyncio.sleep(0.02)
-            host.check(stall_s=IDLE_S)
+            host.check(step_timeout_s=IDLE_S)
             with pytest.raises(HostFailedError, match="no progress"):
-                host.check(stall_s=0.01)
+                host.check(step_timeout_s=0.01)
         finally:
             release.set()
 
@@ -169,9 +169,9 @@ async def test_progress_within_a_step_is_no_stall() -> None:
         await until(lambda: machine.steps == 1)
         await asyncio.sleep(0.05)
         with pytest.raises(HostFailedError, match="no progress"):
-            host.check(stall_s=0.04)
+            host.check(step_timeout_s=0.04)
         progress_s = time.monotonic() + IDLE_S
-        host.check(stall_s=0.04)
+        host.check(step_timeout_s=0.04)
     finally:
         release.set()
         host.stop()

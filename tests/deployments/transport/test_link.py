@@ -26,7 +26,7 @@ from deployments.transport.wire import (
 from specdec.core.types import Fingerprints
 from tests.deployments.transport.nodes import Inbox, MemoryCarrier, MemoryChannel, ended, until, words
 
-TIMES = LinkTimes(open_timeout_s=60.0, heartbeat_s=0.01, silence_s=60.0)
+TIMES = LinkTimes(open_timeout_s=60.0, heartbeat_s=0.01, peer_timeout_s=60.0)
 
 
 class Ends:
@@ -143,7 +143,7 @@ async def test_another_replica_in_place_of_the_callee_is_not_worked_with(ends: E
 
 @pytest.mark.parametrize("deaf", ["caller", "callee"])
 async def test_silence_ends_a_link_on_both_sides(deaf: str) -> None:
-    ends = Ends(LinkTimes(open_timeout_s=60.0, heartbeat_s=0.01, silence_s=0.2))
+    ends = Ends(LinkTimes(open_timeout_s=60.0, heartbeat_s=0.01, peer_timeout_s=0.2))
     link = await ends.linked()
     [channel] = ends.carrier.channels
     (channel.other if deaf == "caller" else channel).is_cut = True
@@ -152,7 +152,7 @@ async def test_silence_ends_a_link_on_both_sides(deaf: str) -> None:
 
 
 async def test_heartbeats_keep_an_idle_link() -> None:
-    ends = Ends(LinkTimes(open_timeout_s=60.0, heartbeat_s=0.01, silence_s=1.0))
+    ends = Ends(LinkTimes(open_timeout_s=60.0, heartbeat_s=0.01, peer_timeout_s=1.0))
     heard: list[str] = []
     ends.router.on_heartbeat = heard.append
     link = await ends.linked()

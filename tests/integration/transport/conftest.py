@@ -41,7 +41,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # replicas cannot i
 logger = logging.getLogger(__name__)
 
 APP = "transport"
-TIMES = LinkTimes(heartbeat_s=0.3, silence_s=3.0)
+TIMES = LinkTimes(heartbeat_s=0.3, peer_timeout_s=3.0)
 WAIT_S = 60.0
 INGRESS_OPTIONS: dict[str, Any] = {
     "health_check_period_s": 1.0,
@@ -199,7 +199,7 @@ class Debug:
 class Worker(Debug, WorkerEndpoint):
     def __init__(self) -> None:
         node = EchoNode()
-        self.debug(node, self.start_worker(node, routers="Router", stall_s=30.0, times=TIMES))
+        self.debug(node, self.start_worker(node, routers="Router", step_timeout_s=30.0, times=TIMES))
 
 
 @serve.deployment(num_replicas=2, **OPTIONS)

@@ -89,7 +89,7 @@ def test_a_worker_whose_machine_fails_is_lost_at_once_and_replaced(service: Serv
 
 def test_an_idle_link_stays_up(service: Service) -> None:
     start_s = time.time()
-    time.sleep(1.5 * service.times.silence_s)
+    time.sleep(1.5 * service.times.peer_timeout_s)
     for router in service.replicas("Router"):
         assert service.events("Router", router, start_s) == []
     for ingress in service.replicas("Ingress"):
@@ -152,7 +152,7 @@ def test_a_replica_that_alone_is_stopped_drains_and_then_ends(
     service.call(deployment, victim, "fall_sick")
     service.until(lambda: victim not in service.replicas(deployment), "it is listed no more")
     if deployment == "Worker":
-        time.sleep(2 * service.times.silence_s)
+        time.sleep(2 * service.times.peer_timeout_s)
         assert os.path.exists(f"/proc/{pid}")
         for router in others:
             events = service.events("Router", router, start_s)

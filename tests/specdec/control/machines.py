@@ -27,7 +27,7 @@ from specdec.protocol.target import TargetMachine
 
 STEP_S, ONE_WAY_S = 0.030, 0.001
 MAX_LEN = 1 << 14
-TIMES = Times(lease_s=1e6, silence_s=1e6, renew_s=1.0)
+TIMES = Times(lease_s=1e6, peer_timeout_s=1e6, renew_interval_s=1.0)
 TICK_S, POLL_S = 0.02, 0.004
 PROFILED = (1, 2, 4, 8, 16, 32, 64, 128)
 NOISE = 0.05
@@ -98,7 +98,7 @@ class Service:
             self.router.worker_joined(name, name, 0.0)
             self._at(0.0, name, None)
         self._at(0.0, "router", None)
-        self.run_for(2 * TIMES.renew_s)
+        self.run_for(2 * TIMES.renew_interval_s)
 
     def begin(self, num_requests: int, num_tokens: int = MAX_LEN - 8, temperature: float = 1.0) -> None:
         """So many requests come at once."""

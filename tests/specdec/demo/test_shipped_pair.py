@@ -59,7 +59,9 @@ def test_both_have_one_tokenizer() -> None:
 
 def test_the_target_keeps_most_of_the_drafts_tokens() -> None:
     sources = [ModelSource(str(folder), dtype="float32", device="cpu") for folder in (TARGET, DRAFT)]
-    engine = SpeculativeEngine.from_pretrained(*sources, options=BackendOptions(kv_memory=64 << 20, max_model_len=256))
+    engine = SpeculativeEngine.from_pretrained(
+        *sources, options=BackendOptions(kv_cache_memory=64 << 20, max_model_len=256)
+    )
     greedy = SamplingParams(temperature=0, ignore_eos=True)
     stats = engine.generate(PROMPT, greedy, max_tokens=128, num_speculative_tokens=4).stats
     assert stats.num_draft_tokens >= 100

@@ -19,7 +19,7 @@ TARGET_S = 0.03
 DRAFT_S = (0.0005, 0.012, 0.003, 0.1)
 """A draft step's time, each for a while: long drafts are worth it, short ones, none."""
 ROUND_S, PHASE_S = 0.1, 1.5
-_TIMES = Times(lease_s=1e6, silence_s=1e6, renew_s=2 * ROUND_S)
+_TIMES = Times(lease_s=1e6, peer_timeout_s=1e6, renew_interval_s=2 * ROUND_S)
 
 
 class ControlledService(InProcessService):

@@ -28,11 +28,11 @@ from tests.thorough.engine.test_structured import PERSON
 Feature = Literal["drafts", "grammars", "look-up", "hooks", "prefix reuse", "preemption", "branches", "kills"]
 PROMPTS = ("def read(path):\n", "class A:\n    def __init__(self", "import sys\nimport os\n", "x = 1\nx = 1\nx = 1\n")
 SHARED = "import os\n" * 8
-OPTIONS = BackendOptions(max_model_len=256, block_size=4, max_num_seqs=8, skip_admission_check=True)
+OPTIONS = BackendOptions(max_model_len=256, block_size=4, max_num_seqs=8, skip_parity_check=True)
 CHANGES = {
     "hooks": {"logits_processors": BOTH},
     # The target's cache holds one whole sequence.
-    "preemption": {"max_model_len": 128, "kv_memory": 33 * 4 * 24_576, "max_num_batched_tokens": 64},
+    "preemption": {"max_model_len": 128, "kv_cache_memory": 33 * 4 * 24_576, "max_num_batched_tokens": 64},
 }
 
 
@@ -65,7 +65,7 @@ def assert_texts_are_its_own(
     """Eight texts in one batch, drafted, are those that the target gives one at a time without drafts; gives them."""
     options = replace(OPTIONS, vocab_size=tokenizer_width(load_tokenizer(source)), **CHANGES.get(feature, {}))
     cases = make_cases(source, adapters, feature)
-    plain = InProcessService(build_target(source, replace(options, kv_memory="auto"))[0], None, 0)
+    plain = InProcessService(build_target(source, replace(options, kv_cache_memory="auto"))[0], None, 0)
     wanted = [run(plain, [replace(case, num_speculative_tokens=0)])[0][0] for case in cases]
     target, built = build_target(source, options)
     drafter, _, drafting = build_drafter(draft, options, source)

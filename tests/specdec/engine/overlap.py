@@ -23,7 +23,7 @@ class OverlapService:
     def __init__(
         self, target: TargetBackend, drafter: DraftBackend, plan: Plan, draft_steps: Callable[[], int]
     ) -> None:
-        times = Times(lease_s=1e6, silence_s=1e6)
+        times = Times(lease_s=1e6, peer_timeout_s=1e6)
         self._draft_steps = draft_steps
         self.ingress = IngressMachine("ingress", times)
         self.router = RouterMachine("router", lambda spec: plan, times)

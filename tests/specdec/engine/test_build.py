@@ -99,7 +99,7 @@ def test_the_engine_gives_each_model_its_share(
 
 def test_the_memory_of_a_step_is_measured_and_told() -> None:
     lines: list[str] = []
-    options = BackendOptions(max_model_len=256, kv_memory=16 << 20, max_num_batched_tokens=512)
+    options = BackendOptions(max_model_len=256, kv_cache_memory=16 << 20, max_num_batched_tokens=512)
     _, built = build_target(ModelSource(str(DEMO / "draft"), device="cpu"), options, lines.append)
     logits_bytes = 512 * 4096 * 4
     assert built.memory.activation_bytes > NOISE_CACHE_BYTES + 4 * logits_bytes  # logits, edited, scaled and sorted
@@ -120,7 +120,7 @@ def test_the_measured_step_has_as_many_rows_as_the_scheduler_allows(monkeypatch:
 
     monkeypatch.setattr(build_module, "measure_step", note)
     source = ModelSource(str(DEMO / "draft"), device="cpu")
-    options = BackendOptions(max_num_batched_tokens=512, max_num_seqs=2, kv_memory=16 << 20)
+    options = BackendOptions(max_num_batched_tokens=512, max_num_seqs=2, kv_cache_memory=16 << 20)
     target, _ = build_target(source, options)
     drafter, _, _ = build_drafter(source, options, source)
     allowed = [backend._scheduler.max_num_seqs for backend in (target, drafter)]
@@ -138,7 +138,7 @@ def test_a_draft_gets_no_cache_for_positions_that_its_target_lacks(tmp_path: Pat
 
 def test_a_cache_that_cannot_be_had_is_told_with_its_sizes() -> None:
     """A petabyte: the system refuses it at once."""
-    options = BackendOptions(block_size=1 << 40, kv_memory=1 << 62)
+    options = BackendOptions(block_size=1 << 40, kv_cache_memory=1 << 62)
     with pytest.raises(MemoryPlanError, match=r"MiB of weights and .*,.* MiB of cache of .* memory of cpu: .*allocate"):
         build_target(ModelSource(str(DEMO / "draft"), device="cpu"), options)
 
@@ -149,7 +149,7 @@ def test_too_little_memory_for_a_step_is_told_as_such(measures_step: bool, monke
         raise torch.OutOfMemoryError("Tried to allocate 1 GiB.")
 
     monkeypatch.setattr(ModelRunner, "forward", no_memory)
-    options = BackendOptions(max_model_len=256, kv_memory=16 << 20, measures_step=measures_step)
+    options = BackendOptions(max_model_len=256, kv_cache_memory=16 << 20, measures_step=measures_step)
     with pytest.raises(MemoryPlanError, match=r"do not fit into the memory of cpu: Tried to allocate 1 GiB\."):
         build_target(ModelSource(str(DEMO / "draft"), device="cpu"), options)
 

@@ -36,7 +36,7 @@ class TimedService:
     """
 
     def __init__(self, plan: Plan, script: Script, step_s: dict[str, float], latency: Callable[[], float]) -> None:
-        times = Times(lease_s=1e6, silence_s=1e6)
+        times = Times(lease_s=1e6, peer_timeout_s=1e6)
         self.now_s = 0.0
         self.target = TargetMachine("target", ScriptedTarget(script, 1 << 20), times)
         self.drafter = DrafterMachine("drafter", ScriptedDrafter(script, 1 << 20), times)

@@ -19,7 +19,7 @@ from tests.specdec.models.families import FAMILIES, REFUSED, make_model
 from tests.specdec.models.recurrent_families import OPAQUE, RECURRENT, make_recurrent
 
 HEAD = "| family | goes back by | largest difference of a logit | relative error, 0.001 is allowed | seconds |"
-OPTIONS = BackendOptions(max_model_len=128, kv_memory=1 << 24)
+OPTIONS = BackendOptions(max_model_len=128, kv_cache_memory=1 << 24)
 
 
 def route(built: Built) -> str:

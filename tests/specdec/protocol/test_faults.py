@@ -141,10 +141,10 @@ def test_while_a_router_says_nothing_of_its_suspects_the_others_go_on_after_a_mo
     opening = open_message(seq="c", plan=Plan(0))
     machine.receive(structs.replace(opening, suspects="R/1"), 0.0)
     for i in range(10):
-        assert not machine.step(0.01 * i * TIMES.repeat_s), "or it would be driven without a pause"
+        assert not machine.step(0.01 * i * TIMES.retry_interval_s), "or it would be driven without a pause"
     assert keys(machine) == []
     assert machine.counters.num_steps == 0
-    assert machine.step(TIMES.repeat_s)
+    assert machine.step(TIMES.retry_interval_s)
     assert keys(machine) == [("a", "b")]
 
 

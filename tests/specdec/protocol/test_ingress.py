@@ -9,7 +9,7 @@ from specdec.protocol.ingress import IngressMachine, TokenDelta
 from specdec.protocol.leases import Times
 from tests.specdec.protocol.scripted import PROMPT, log_of
 
-TIMES = Times(renew_s=1.0, repeat_s=0.5, silence_s=4.0)
+TIMES = Times(renew_interval_s=1.0, retry_interval_s=0.5, peer_timeout_s=4.0)
 SPEC = SequenceSpec(SamplingParams(), 0, len(PROMPT), 12)
 P = len(PROMPT)
 
@@ -103,7 +103,7 @@ def test_when_its_router_is_gone_it_submits_again_with_what_it_has(how):
         case "lost":
             machine.router_lost(first, 1.0)
         case "silent":
-            machine.step(TIMES.silence_s + 1)
+            machine.step(TIMES.peer_timeout_s + 1)
     assert machine.take_outbox() == {"QR".replace(first, ""): [submission(2, (3,))]}
     assert machine.num_resubmitted == 1
 
@@ -111,7 +111,7 @@ def test_when_its_router_is_gone_it_submits_again_with_what_it_has(how):
 def test_a_router_that_answers_is_not_silent():
     machine = submitted()
     machine.receive(new_tokens(0, (), ()), 3.0)
-    machine.step(TIMES.silence_s + 1)
+    machine.step(TIMES.peer_timeout_s + 1)
     assert machine.take_outbox() == {"R": [Want("s", 1, "I", P)]}
 
 

@@ -32,7 +32,7 @@ from specdec.protocol.leases import Times
 from specdec.protocol.router import RouterMachine
 from tests.specdec.protocol.scripted import PROMPT, log_of
 
-TIMES = Times(lease_s=5.0, renew_s=1.0, settle_s=0.5, silence_s=4.0)
+TIMES = Times(lease_s=5.0, renew_interval_s=1.0, renew_grace_s=0.5, peer_timeout_s=4.0)
 SPEC = SequenceSpec(SamplingParams(), 0, len(PROMPT), 12)
 PLAN = Plan(3)
 P = len(PROMPT)
@@ -348,7 +348,7 @@ def test_new_times_hold_for_what_is_open_before_the_old_lease_runs_out():
     machine = submitted("T0", plan=Plan(0))
     machine.step(1.0)
     machine.take_outbox()
-    machine.set_times(replace(TIMES, lease_s=60.0, renew_s=20.0))
+    machine.set_times(replace(TIMES, lease_s=60.0, renew_interval_s=20.0))
     machine.receive(Want("s", 1, "I", P), 1.0)
     machine.step(1.1)
     assert machine.take_outbox()["T0"] == [Live("R", (("s", Inc(1, 0)),), 60.0)]

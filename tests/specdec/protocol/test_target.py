@@ -27,7 +27,7 @@ from specdec.protocol.leases import Times
 from specdec.protocol.target import TargetMachine
 from tests.specdec.protocol.scripted import EOS, PROMPT, log_of
 
-TIMES = Times(lease_s=5.0, repeat_s=0.5, credit_tokens=6)
+TIMES = Times(lease_s=5.0, retry_interval_s=0.5, max_unacked_tokens=6)
 TRUE = (3, 4, 5, 6, 7, 8, 9, 3, 4, 5, 6, 7, 8, 9, 3, 4)
 INC = Inc(1, 0)
 
@@ -148,7 +148,7 @@ def test_no_ack_shortens_the_log(length):
     [
         ({"plan": Plan(3)}, {}, 3),
         ({"plan": Plan(0)}, {}, 0),
-        ({}, {}, TIMES.credit_tokens - 1),
+        ({}, {}, TIMES.max_unacked_tokens - 1),
         ({"max_tokens": 3}, {}, 2),
         ({"max_tokens": 1}, {}, 0),
         ({}, {"max_model_len": len(PROMPT) + 4}, 3),

@@ -179,7 +179,7 @@ class Watch:
         ends = [n for n in range(len(PROMPT), len(log) + 1) if script.finish(log[:n]) is not None]
         expect(ends in ([], [len(log)]), "committed after finish")
         excess = len(log) - self._granted[row.seq, row.inc]
-        expect(excess <= self._times.credit_tokens, "more than the credit past the last acknowledgement")
+        expect(excess <= self._times.max_unacked_tokens, "more than the credit past the last acknowledgement")
         self._logs[key] = log
         self._committed[row.seq].add(log)
 

@@ -30,7 +30,9 @@ from tests.specdec.protocol.scripted import (
 )
 from tests.specdec.protocol.watch import Client, Node, Watch
 
-TIMES = Times(lease_s=8, renew_s=3, repeat_s=3, settle_s=2, silence_s=10, credit_tokens=6)
+TIMES = Times(
+    lease_s=8, renew_interval_s=3, retry_interval_s=3, renew_grace_s=2, peer_timeout_s=10, max_unacked_tokens=6
+)
 INGRESS, ROUTERS, TARGETS, DRAFTERS = "I", ("R0", "R1"), ("T0", "T1"), ("D0", "D1")
 REQUESTS = ("s0", "s1", "s2")
 MOST_BRANCHES = 6

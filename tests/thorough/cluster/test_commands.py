@@ -29,7 +29,7 @@ def generated(capsys, *argv, temperature="0"):
         "--json",
         "--max-tokens",
         "24",
-        "--target-kv-memory",
+        "--target-kv-cache-memory",
         "64MiB",
         "--max-model-len",
         "256",
@@ -62,7 +62,7 @@ def test_a_seeds_text_does_not_depend_on_the_draft(capsys, temperature):
 
 
 def test_generate_streams_the_same_text(capsys):
-    flags = ("--temperature", "0", "--max-tokens", "24", "--target-kv-memory", "64MiB", "--max-model-len", "256")
+    flags = ("--temperature", "0", "--max-tokens", "24", "--target-kv-cache-memory", "64MiB", "--max-model-len", "256")
     streamed = printed(capsys, "generate", PROMPT, *flags)
     assert streamed.out == generated(capsys)["text"] + "\n"
     assert "[24 tokens, " in streamed.err
@@ -73,7 +73,7 @@ def test_generate_takes_the_models_own_defaults(capsys, tmp_path):
     greedy = generated(capsys, "--target", str(demo_folder("target")))
     target = Path(shutil.copytree(demo_folder("target"), tmp_path / "target"))
     (target / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "temperature": 2.0, "top_k": 1}))
-    flags = ("--target", str(target), "--json", "--max-tokens", "24", "--target-kv-memory", "64MiB")
+    flags = ("--target", str(target), "--json", "--max-tokens", "24", "--target-kv-cache-memory", "64MiB")
     found = json.loads(printed(capsys, "generate", PROMPT, *flags, "--max-model-len", "256", "--seed", "3").out)
     assert found["token_ids"] == greedy["token_ids"]
     (target / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "temperature": 0.0}))
@@ -99,7 +99,7 @@ def test_logits_processors_are_named_in_the_configuration(capsys):
 
 
 def test_generate_refuses_what_is_too_long(capsys):
-    flags = ("--max-tokens", "300", "--target-kv-memory", "64MiB", "--max-model-len", "256")
+    flags = ("--max-tokens", "300", "--target-kv-cache-memory", "64MiB", "--max-model-len", "256")
     assert "exceed 256 tokens" in printed(capsys, "generate", PROMPT, *flags, code=2).err
 
 
@@ -108,7 +108,7 @@ def test_a_folder_that_is_not_there_is_one_line(capsys):
     assert shown.err.splitlines()[-1] == "specdec generate: there is no folder /nowhere/model"
 
 
-SMALL = ("--target-kv-memory", "64MiB", "--draft-kv-memory", "8MiB", "--max-model-len", "256")
+SMALL = ("--target-kv-cache-memory", "64MiB", "--draft-kv-cache-memory", "8MiB", "--max-model-len", "256")
 
 
 def test_doctor_finds_the_demo_pair_well(capsys):
@@ -189,7 +189,7 @@ def test_doctor_says_what_does_not_fit(capsys, tmp_path):
 
 
 def test_doctor_says_how_much_memory_is_lacking(capsys):
-    shown = printed(capsys, "doctor", "--target-kv-memory", "2MiB", "--draft-kv-memory", "8MiB", code=2)
+    shown = printed(capsys, "doctor", "--target-kv-cache-memory", "2MiB", "--draft-kv-cache-memory", "8MiB", code=2)
     assert "one sequence of 2048 tokens" in shown.out
     assert "2.0 MiB may be used" in shown.out
     assert shown.out.splitlines()[-1] == "verdict    cannot be served"

@@ -22,7 +22,7 @@ def pair(tmp_path: Path) -> tuple[str, ...]:
 
 
 def test_doctor_says_what_states_take(pair: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    memory = ("--target-kv-memory", "64MiB", "--draft-kv-memory", "8MiB", "--num-speculative-tokens", "4")
+    memory = ("--target-kv-cache-memory", "64MiB", "--draft-kv-cache-memory", "8MiB", "--num-speculative-tokens", "4")
     assert main(["doctor", *pair, *memory]) == 0
     text = capsys.readouterr().out
     for words in ("recurrent: ", "MiB of checkpoints a sequence", "rolled back by up to 18 tokens,"):
@@ -35,7 +35,7 @@ def test_doctor_says_how_many_branches_of_a_recurrent_draft_fit(
 ) -> None:
     folder = pair[1]
     flags = ("--target", str(demo_folder("target")), "--draft", folder, "--max-model-len", "256")
-    memory = ("--target-kv-memory", "16MiB", "--draft-kv-memory", "16MiB")
+    memory = ("--target-kv-cache-memory", "16MiB", "--draft-kv-cache-memory", "16MiB")
     assert main(["doctor", *flags, *memory, "--json"]) == 0
     num_slots = json.loads(capsys.readouterr().out)["draft"]["memory"]["num_state_slots"]
     assert num_slots >= 2
@@ -43,7 +43,7 @@ def test_doctor_says_how_many_branches_of_a_recurrent_draft_fit(
     text = capsys.readouterr().out
     assert text.count(branch_line(num_slots)) == 1
     assert f"beside 1 sequence {num_slots - 1:,} branches fit" in text
-    assert main(["doctor", *pair, "--target-kv-memory", "64MiB", "--draft-kv-memory", "8MiB"]) == 0
+    assert main(["doctor", *pair, "--target-kv-cache-memory", "64MiB", "--draft-kv-cache-memory", "8MiB"]) == 0
     assert "takes a slot" not in capsys.readouterr().out
 
 
@@ -62,7 +62,7 @@ def test_a_slot_for_each_sequence_and_each_branch(num_slots: int, words: str) ->
 def test_doctor_says_how_much_memory_a_state_lacks(pair: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     make_recurrent("bamba", vocab_size=4096, mamba_d_state=256).save_pretrained(pair[1])
     lengths = ("--max-model-len", "1024", "--num-speculative-tokens", "64")
-    memory = ("--target-kv-memory", "1MiB", "--draft-kv-memory", "8MiB")
+    memory = ("--target-kv-cache-memory", "1MiB", "--draft-kv-cache-memory", "8MiB")
     assert main(["doctor", "--json", *pair, *lengths, *memory]) == 2
     (problem,) = json.loads(capsys.readouterr().out)["problems"]
     assert "MiB of recurrent state and" in problem
@@ -70,6 +70,6 @@ def test_doctor_says_how_much_memory_a_state_lacks(pair: tuple[str, ...], capsys
 
 
 def test_the_check_can_be_skipped(pair: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    memory = ("--target-kv-memory", "64MiB", "--draft-kv-memory", "8MiB")
-    assert main(["doctor", *pair, *memory, "--skip-admission-check"]) == 0
+    memory = ("--target-kv-cache-memory", "64MiB", "--draft-kv-cache-memory", "8MiB")
+    assert main(["doctor", *pair, *memory, "--skip-parity-check"]) == 0
     assert "admission check skipped" in capsys.readouterr().out

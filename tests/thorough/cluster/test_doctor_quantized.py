@@ -6,7 +6,7 @@ import pytest
 
 from cluster.cli import main
 
-MEMORY = ("--target-kv-memory", "16MiB", "--draft-kv-memory", "8MiB", "--max-model-len", "256")
+MEMORY = ("--target-kv-cache-memory", "16MiB", "--draft-kv-cache-memory", "8MiB", "--max-model-len", "256")
 
 
 @pytest.fixture(autouse=True)

@@ -38,7 +38,7 @@ def save(folder: Path, family: str, noise: float = 0.0) -> ModelSource:
 
 def test_an_engine_speculates_with_hybrids(tmp_path: Path) -> None:
     target, draft = save(tmp_path / "a", "qwen3_5"), save(tmp_path / "b", "qwen3_5", NOISE)
-    options = BackendOptions(max_model_len=128, kv_memory=1 << 24)
+    options = BackendOptions(max_model_len=128, kv_cache_memory=1 << 24)
     engine = SpeculativeEngine.from_pretrained(target, draft, options=options)
     plain = SpeculativeEngine.from_pretrained(target, options=options)
     result = engine.generate(PROMPT, GREEDY, max_tokens=24)
@@ -49,7 +49,7 @@ def test_an_engine_speculates_with_hybrids(tmp_path: Path) -> None:
 
 def test_a_target_that_reads_single_tokens_runs_without_speculation(tmp_path: Path) -> None:
     target = save(tmp_path / "a", "minimax")
-    options = BackendOptions(max_model_len=128, kv_memory=1 << 24)
+    options = BackendOptions(max_model_len=128, kv_cache_memory=1 << 24)
     said: list[str] = []
     engine = SpeculativeEngine.from_pretrained(target, target, options=options, progress=said.append)
     assert any("prefixes are not shared" in line for line in said)
@@ -63,7 +63,7 @@ def test_a_target_that_reads_single_tokens_runs_without_speculation(tmp_path: Pa
 
 def test_the_window_and_the_check_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = save(tmp_path, "bamba")
-    options = BackendOptions(max_model_len=64, kv_memory=1 << 24, rollback_tokens=30)
+    options = BackendOptions(max_model_len=64, kv_cache_memory=1 << 24, rollback_tokens=30)
     _, built = build_target(source, options)
     assert built.memory.rollback_tokens == built.runner.max_rollback == 30
     assert built.admission is not None
@@ -71,7 +71,7 @@ def test_the_window_and_the_check_can_be_chosen(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("specdec.models.parity_check.TOLERANCES", tolerances)
     with pytest.raises(ModelLoadError, match="cannot be served exactly"):
         build_target(source, options)
-    _, built = build_target(source, BackendOptions(max_model_len=64, kv_memory=1 << 24, skip_admission_check=True))
+    _, built = build_target(source, BackendOptions(max_model_len=64, kv_cache_memory=1 << 24, skip_parity_check=True))
     assert built.admission is None
     assert any("was not checked" in note for note in built.notes)
 

@@ -240,7 +240,7 @@ def test_with_all_else_at_once_no_token_changes() -> None:
         grammar=grammar_of(PERSON),
     )
     prompts = ["x = 1\n" * 30 + f"record_{i} = " for i in range(5)]
-    options = replace(OPTIONS, max_model_len=256, max_num_batched_tokens=24, kv_memory=18 * 393_216)
+    options = replace(OPTIONS, max_model_len=256, max_num_batched_tokens=24, kv_cache_memory=18 * 393_216)
     target, draft = (ModelSource(str(demo_folder(name))) for name in ("target", "draft"))
     short = SpeculativeEngine.from_pretrained(target, draft, options=options, num_speculative_tokens=4)
     wanted = engine_of("plain").generate_batch(prompts, params, seed=9, max_tokens=60, num_speculative_tokens=0)

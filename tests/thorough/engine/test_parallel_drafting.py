@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cluster.models.demos import demo_folder
-from examples.train_draft.one_pass import with_mask_token
+from examples.train_draft.parallel_drafting import with_mask_token
 from specdec.core.backends import DraftJob, Proposal, Status
 from specdec.core.errors import ModelLoadError
 from specdec.core.grammar import Grammar

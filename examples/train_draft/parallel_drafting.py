@@ -73,7 +73,7 @@ def with_mask_token(draft: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def one_pass_loss(draft: PreTrainedModel, target: PreTrainedModel, masks: Masks) -> LossFunction:
+def parallel_drafting_loss(draft: PreTrainedModel, target: PreTrainedModel, masks: Masks) -> LossFunction:
     """Forward KL from what the target says at each place, knowing all before it, to what the draft says there.
 
     Places of the text itself count as one place after an anchor does, so that the draft stays one of single steps.
@@ -113,7 +113,7 @@ def packed_logits(draft: PreTrainedModel, inputs: Tensor, anchors: Tensor, sees:
     return logits
 
 
-def train_one_pass(
+def train_parallel_drafting(
     target: PreTrainedModel,
     draft: PreTrainedModel,
     text: np.ndarray,
@@ -136,7 +136,9 @@ def train_one_pass(
     target.eval().requires_grad_(False)
     checkpoint = checkpoints.load(path) if path.exists() else Checkpoint(with_mask_token(draft), {}, 0, 0, 0.0)
     source = batches(text, plan.window_tokens, plan.batch_size, plan.seed, checkpoint.step * plan.batch_size)
-    loop.train([loop.Student(checkpoint, rates, path)], source, plan, one_pass_loss(checkpoint.model, target, masks))
+    loop.train(
+        [loop.Student(checkpoint, rates, path)], source, plan, parallel_drafting_loss(checkpoint.model, target, masks)
+    )
     return checkpoint
 
 

@@ -1,6 +1,6 @@
 """A draft that gives all its tokens in one pass, beside one that gives a token a step.
 
-    python -m benchmarks.one_pass --target FOLDER --draft FOLDER --one-pass FOLDER
+    python -m benchmarks.parallel_drafting --target FOLDER --draft FOLDER --parallel-drafting FOLDER
 
 First the time that a drafter takes for a round of 7 tokens: a chain alone, and with branches for 16 outcomes, in one
 batch; by this machine's clock and on a device whose steps all take the same. Then what each draft gains in one process,
@@ -76,7 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", default=str(demo_folder("target")))
     parser.add_argument("--draft", default=str(demo_folder("draft")), help="gives a token a step")
-    parser.add_argument("--one-pass", required=True, help="folder of the draft that gives all in one pass")
+    parser.add_argument("--parallel-drafting", required=True, help="folder of the draft that gives all in one pass")
     parser.add_argument("--dtype", default="float32", choices=get_args(Dtype))
     parser.add_argument("--emulated-step-ms", type=float, default=30.0, help="of a draft step on the emulated device")
     parser.add_argument("--rounds", type=int, default=3)
@@ -86,10 +86,10 @@ def main() -> None:
     source = ModelSource(arguments.target, dtype=cast(Dtype, arguments.dtype))
     tokenizer = load_tokenizer(source)
     prompts = [tuple(tokenizer.encode(prompt)) for prompt in CODE[:4]]
-    common = {"vocab_size": tokenizer_width(tokenizer), "max_num_seqs": 32, "kv_memory": 256 << 20}
+    common = {"vocab_size": tokenizer_width(tokenizer), "max_num_seqs": 32, "kv_cache_memory": 256 << 20}
     target, _ = build_target(source, BackendOptions(**common))
     drafters = {}
-    for name, path, step in (("a token a step", arguments.draft, 1), ("one pass", arguments.one_pass, 1 + 7)):
+    for name, path, step in (("a token a step", arguments.draft, 1), ("one pass", arguments.parallel_drafting, 1 + 7)):
         options = BackendOptions(**common, num_step_tokens=step)
         drafters[name], *_ = build_drafter(ModelSource(path, dtype=source.dtype), options, source)
     print("| draft | ms a round of 7 tokens | with 16 branches | emulated | with 16 branches |\n|---|---|---|---|---|")
