@@ -42,7 +42,7 @@ help:
 	@echo "make test-gpu         kernels, noise and decisions on a CUDA device, against the CPU's"
 	@echo "make soak             everything that is too long for every change, in ten slices (.ci/slices): hours"
 	@echo "make check            format, lint, types, import layers"
-	@echo "make bench            ways of speculating compared on the same work"
+	@echo "make bench            speculation modes compared on the same work"
 	@echo "make format           put the source into the project's format"
 	@echo "make clean            remove .venv and everything that was generated"
 
@@ -148,7 +148,7 @@ format: $(DEV)
 	@$(BIN)/ruff check --fix .
 
 bench: $(SERVE)
-	@$(BIN)/python -m benchmarks.ways $(ARGS)
+	@$(BIN)/python -m benchmarks.modes $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(VLLM) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .durations

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.ways.prompts import CODE
+from benchmarks.modes.prompts import CODE
 from cluster.config.app import ServiceConfig
 from cluster.models.sources import draft_source, target_source
 from specdec import ModelSource, SamplingParams

@@ -1,6 +1,6 @@
 """Cores that do not fall asleep while something is measured that waits for emulated devices.
 
-    python -m benchmarks.awake python -m benchmarks.ways --backend benchmarks.backends:stand_in:target=30,draft=3 ...
+    python -m benchmarks.awake python -m benchmarks.modes --backend benchmarks.backends:stand_in:target=30,draft=3 ...
 
 A process that waits for a real device is awake in time; but a virtual machine whose cores have nothing to do gives them
 back to its host, which on a busy host takes milliseconds to return them. That would be counted as the system's own.

@@ -1,6 +1,6 @@
 """What the key ``backend`` names in benchmarks and tests: emulated devices, scripted tokens, or both.
 
-python -m benchmarks.ways --backend benchmarks.backends:stand_in:target=30,draft=3,acceptance=0.8
+python -m benchmarks.modes --backend benchmarks.backends:stand_in:target=30,draft=3,acceptance=0.8
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.ways.load import Workload, run_workload, served_model
-from benchmarks.ways.prompts import prompts_of
-from benchmarks.ways.services import Services
+from benchmarks.modes.load import Workload, run_workload, served_model
+from benchmarks.modes.prompts import prompts_of
+from benchmarks.modes.services import Services
 from cluster.cli.flags import Parser, add_config_flags, config_overrides
 from cluster.cli.serve import serve
 from cluster.config.files import load_config

@@ -15,8 +15,8 @@ from urllib.request import urlopen
 
 from openai import OpenAI
 
+from benchmarks.modes.services import Services
 from benchmarks.turns import by_turns, spread
-from benchmarks.ways.services import Services
 from cluster.cli.flags import Parser, add_config_flags, config_overrides
 from cluster.cli.serve import serve
 from cluster.config.files import load_config

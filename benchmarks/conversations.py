@@ -18,7 +18,7 @@ from openai import OpenAI
 
 from tests.integration.running import RunningService
 
-WAYS = {"with affinity": 2, "by load alone": -1}
+MODES = {"with affinity": 2, "by load alone": -1}
 """Each with its ``affinity_slack``."""
 WORDS = (
     "def",
@@ -113,14 +113,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--talks", type=int, default=24)
     parser.add_argument("--turns", type=int, default=6)
     options = parser.parse_args(arguments)
-    rows = {way: measure(slack, options.talks, options.turns) for way, slack in WAYS.items()}
+    rows = {mode: measure(slack, options.talks, options.turns) for mode, slack in MODES.items()}
     print(
         "| placement | prompt tokens | of earlier turns | cached | choices | known to be reusable | of these reused |"
     )
     print("|---|---|---|---|---|---|---|")
-    for way, row in rows.items():
+    for mode, row in rows.items():
         counts = (row.num_prompt_tokens, row.num_repeated_tokens, row.num_cached_tokens, *row.placements.values())
-        print(f"| {way} | {' | '.join(map(str, counts))} |")
+        print(f"| {mode} | {' | '.join(map(str, counts))} |")
     if len({row.answers for row in rows.values()}) > 1:
         raise SystemExit("the answers differ")
 

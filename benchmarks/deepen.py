@@ -117,7 +117,7 @@ def write_pair(folder: Path, num_layers: int | None, wanted_s: float) -> None:
     size = num_parameters(deep) / 1e6
     logger.info("%d layers, %.0f M parameters: %.1f ms a step in bfloat16", num_layers, size, 1e3 * steps_s([deep])[0])
     flags = f"--target {folder / 'target'} --draft {folder / 'draft'} --target-dtype bfloat16 --draft-dtype bfloat16"
-    logger.info("Written. Try: python -m benchmarks.ways --offline %s", flags)
+    logger.info("Written. Try: python -m benchmarks.modes --offline %s", flags)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -15,8 +15,8 @@ from typing import cast, get_args
 
 import torch
 
+from benchmarks.modes.prompts import CODE, CODE_LONG
 from benchmarks.turns import by_turns, spread
-from benchmarks.ways.prompts import CODE, CODE_LONG
 from cluster.config.models import Dtype
 from specdec.checkpoint.compat import tokenizer_width
 from specdec.core.params import SamplingParams

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.modes.load import Workload, run_workload, served_model
+from benchmarks.modes.prompts import prompts_of
 from benchmarks.versions import served
-from benchmarks.ways.load import Workload, run_workload, served_model
-from benchmarks.ways.prompts import prompts_of
 from cluster.config.environment import VLLM_SETTINGS
 
 BIN = Path(__file__).parents[1] / ".venv" / "bin"
@@ -65,9 +65,11 @@ def servers(target: str, draft: str, dtype: str, num_draft_tokens: int) -> dict[
     return {
         "vLLM alone": Server(vllm, plain, two),
         "vLLM, its draft model": Server(vllm, (*plain, "--speculative-config", json.dumps(speculation)), two),
-        "specdec, target in vLLM, in turn": Server(ours, (*pair, *engine, *fixed, "--way", "in_turn")),
-        "specdec, target in vLLM, over outcomes": Server(ours, (*pair, *engine, *fixed, "--way", "outcomes")),
-        "specdec, its own target, over outcomes": Server(ours, (*pair, *fixed, "--way", "outcomes")),
+        "specdec, target in vLLM, in turn": Server(ours, (*pair, *engine, *fixed, "--speculation-mode", "sequential")),
+        "specdec, target in vLLM, over outcomes": Server(
+            ours, (*pair, *engine, *fixed, "--speculation-mode", "outcomes")
+        ),
+        "specdec, its own target, over outcomes": Server(ours, (*pair, *fixed, "--speculation-mode", "outcomes")),
     }
 
 

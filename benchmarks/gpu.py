@@ -22,7 +22,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.steps import StepTime, measure_steps, verify_cost
-from specdec.drafting.length.ways import expected_tokens
+from specdec.drafting.length.modes import expected_tokens
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.target import ModelTarget
 from specdec.executor.runner import ModelRunner

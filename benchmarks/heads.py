@@ -15,8 +15,8 @@ from typing import cast, get_args
 import torch
 
 from benchmarks.edits import measure
+from benchmarks.modes.prompts import CODE
 from benchmarks.turns import spread
-from benchmarks.ways.prompts import CODE
 from cluster.config.models import Dtype
 from cluster.models.identity import demo_folder
 from specdec.checkpoint.compat import tokenizer_width

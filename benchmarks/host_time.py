@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.ways.report import processor_name
+from benchmarks.modes.report import processor_name
 from cluster.models.identity import demo_folder
 from specdec.core.backends import Status, TargetBackend, VerifyJob
 from specdec.core.log import TokenLog

@@ -1,6 +1,6 @@
 """What a scripted pair on emulated devices could give if the system added nothing: limits from the script alone.
 
-    python -m benchmarks.ways --json figures.json --backend benchmarks.backends:stand_in:target=30,draft=3,...
+    python -m benchmarks.modes --json figures.json --backend benchmarks.backends:stand_in:target=30,draft=3,...
     python -m benchmarks.limits figures.json --backend benchmarks.backends:stand_in:target=30,draft=3,acceptance=0.8
 
 Nothing measured goes in: the acceptance rate, the rate of right guesses and the time of a step are what the
@@ -19,15 +19,15 @@ from typing import Any
 
 from benchmarks.backends import NEXT_GUESS_RATE
 from benchmarks.emulation import StepCost, step_cost
+from benchmarks.modes.compare import ALONE
 from benchmarks.scripted import RANK_SHARES
-from benchmarks.ways.compare import ALONE
 from cluster.cli.flags import Parser, add_config_flags, config_overrides
 from cluster.config.app import AppArgs
 from cluster.config.files import config_keys, load_config
 from cluster.models.sources import backend_arguments
 from specdec.core.messages import Plan
 from specdec.drafting.branches import branch_share, foreseen
-from specdec.drafting.length.ways import expected_tokens
+from specdec.drafting.length.modes import expected_tokens
 
 LENGTHS = range(1, 17)
 """Draft lengths among which a best one is looked for."""
@@ -67,14 +67,14 @@ class ScriptedPair:
         """Tokens per second of all streams without drafts."""
         return self.num_streams / self.target_s(0)
 
-    def in_turn(self, num_draft_tokens: int) -> float:
+    def sequential(self, num_draft_tokens: int) -> float:
         """Tokens per second of all streams, drafting in turn without any latency: S E / (t_T + K t_d)."""
         round_s = self.target_s(num_draft_tokens) + num_draft_tokens * self.draft_s(0)
         return self.num_streams * expected_tokens(self.alpha, num_draft_tokens) / round_s
 
-    def best_in_turn(self) -> float:
+    def best_sequential(self) -> float:
         """The same at the best draft length."""
-        return max(self.in_turn(length) for length in LENGTHS)
+        return max(self.sequential(length) for length in LENGTHS)
 
     def hit_rate(self, num_verified: int, num_branches: int) -> float:
         """Probability that what follows a verification of so many draft tokens was prepared.
@@ -149,14 +149,14 @@ class ScriptedLimit:
         tokens_per_s: In the way and at the draft length that was run; where none was asked for, at the best one.
         tokens_per_round: There, of one stream.
         best_tokens_per_s: In that way at the best draft length.
-        in_turn_tokens_per_s: In turn, without any latency, at the best draft length.
+        sequential_tokens_per_s: In turn, without any latency, at the best draft length.
         policy: What happens on a miss.
     """
 
     tokens_per_s: float
     tokens_per_round: float
     best_tokens_per_s: float
-    in_turn_tokens_per_s: float
+    sequential_tokens_per_s: float
     policy: str
 
 
@@ -165,23 +165,23 @@ PLAIN_MISS = "on a miss a plain step"
 
 @cache
 def scripted_limit(
-    pair: ScriptedPair, way: str | None, num_draft_tokens: int | None, num_branches: int
+    pair: ScriptedPair, mode: str | None, num_draft_tokens: int | None, num_branches: int
 ) -> ScriptedLimit:
     """The limit of one way.
 
     Args:
         pair: The script and the devices.
-        way: ``in_turn``, or one that drafts ahead.
+        mode: ``sequential``, or one that drafts ahead.
         num_draft_tokens: K; 0 is the target alone, None the service's choice.
         num_branches: Where it drafts ahead.
     """
-    in_turn = max(LENGTHS, key=pair.in_turn)
-    ideal = pair.in_turn(in_turn)
+    sequential = max(LENGTHS, key=pair.sequential)
+    ideal = pair.sequential(sequential)
     if num_draft_tokens == 0:
         return ScriptedLimit(pair.alone(), 1.0, pair.alone(), ideal, "plain steps")
-    if way == "in_turn":
-        length = num_draft_tokens or in_turn
-        return ScriptedLimit(pair.in_turn(length), expected_tokens(pair.alpha, length), ideal, ideal, "in turn")
+    if mode == "sequential":
+        length = num_draft_tokens or sequential
+        return ScriptedLimit(pair.sequential(length), expected_tokens(pair.alpha, length), ideal, ideal, "in turn")
     rates = {length: pair.outcomes(length, num_branches) for length in LENGTHS}
     best = max(rates, key=rates.__getitem__)
     length = num_draft_tokens or best
@@ -201,22 +201,22 @@ def emulated_script(config: AppArgs) -> ScriptedPair | None:
 
 
 def way_of(name: str) -> tuple[str | None, int | None]:
-    """Way and draft length of a variant as the bench names it; see :func:`benchmarks.ways.compare.parse_variants`."""
+    """Way and draft length of a variant as the bench names it; see :func:`benchmarks.modes.compare.parse_variants`."""
     if name == ALONE:
         return None, 0
     if name == "auto":
         return "auto", None
-    way, _, length = name.rpartition(", ")
-    return way.replace(" ", "_") or None, int(length.split()[0])
+    mode, _, length = name.rpartition(", ")
+    return mode.replace(" ", "_") or None, int(length.split()[0])
 
 
 def scripted_table(rows: Sequence[dict[str, Any]], script: ScriptedPair, num_branches: int) -> list[str]:
     """Lines of a Markdown table.
 
     Args:
-        rows: Of the JSON file that ``python -m benchmarks.ways`` writes.
+        rows: Of the JSON file that ``python -m benchmarks.modes`` writes.
         script: Its number of streams does not count.
-        num_branches: In the way ``outcomes``, and taken for ``auto``.
+        num_branches: In mode ``outcomes``, and taken for ``auto``.
     """
     lines = [
         "Limits from the script and the emulated times alone, with no latency and nothing measured; all in decoding "
@@ -227,14 +227,14 @@ def scripted_table(rows: Sequence[dict[str, Any]], script: ScriptedPair, num_bra
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        way, length = way_of(row["variant"])
-        branches = num_branches if way in ("outcomes", "auto") else 0
-        limit = scripted_limit(replace(script, num_streams=row["num_streams"]), way, length, branches)
+        mode, length = way_of(row["variant"])
+        branches = num_branches if mode in ("outcomes", "auto") else 0
+        limit = scripted_limit(replace(script, num_streams=row["num_streams"]), mode, length, branches)
         rate, per_round = row["decode_tokens_per_s"], row["tokens_per_round"]
         shares = [f"{100 * rate / most:.0f}%" for most in (limit.tokens_per_s, limit.best_tokens_per_s)]
         rounds = f"{'-' if per_round is None else f'{per_round:.2f}'} | {limit.tokens_per_round:.2f}"
         figures = f"{rate:.1f} | {limit.tokens_per_s:.1f} | {shares[0]} | {rounds}"
-        best = f"{limit.best_tokens_per_s:.1f} | {shares[1]} | {rate / limit.in_turn_tokens_per_s:.2f}"
+        best = f"{limit.best_tokens_per_s:.1f} | {shares[1]} | {rate / limit.sequential_tokens_per_s:.2f}"
         lines.append(f"| {row['num_streams']} | {row['variant']} | {figures} | {best} |")
     return lines
 
@@ -242,7 +242,7 @@ def scripted_table(rows: Sequence[dict[str, Any]], script: ScriptedPair, num_bra
 def main(argv: list[str] | None = None) -> None:
     """Print what the script allows beside what the bench measured."""
     parser = Parser(prog="python -m benchmarks.limits", description="limits of a script")
-    parser.add_argument("figures", type=Path, metavar="FILE.json", help="written by python -m benchmarks.ways --json")
+    parser.add_argument("figures", type=Path, metavar="FILE.json", help="written by python -m benchmarks.modes --json")
     add_config_flags(parser, only={path for path, _ in config_keys()})
     arguments = parser.parse_args(argv)
     config = load_config(None, config_overrides(arguments))

@@ -28,8 +28,8 @@ import pytest
 from fastapi import FastAPI
 from transformers import AutoTokenizer
 
+from benchmarks.modes.report import processor_name
 from benchmarks.scripted import ScriptedTarget
-from benchmarks.ways.report import processor_name
 from cluster.config.limits import Limits, ResponsesStore
 from cluster.models.identity import demo_folder
 from deployments.http import ApiSettings, create_app

@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.edits import measure
 from benchmarks.emulation import EmulatedDevice, EmulatedDrafter, StepCost
-from benchmarks.ways.prompts import CODE
+from benchmarks.modes.prompts import CODE
 from cluster.config.models import Dtype
 from cluster.models.identity import demo_folder
 from specdec.checkpoint.compat import tokenizer_width

@@ -18,7 +18,7 @@ from typing import cast, get_args
 
 import torch
 
-from benchmarks.ways.prompts import CODE
+from benchmarks.modes.prompts import CODE
 from cluster.config.models import Dtype
 from examples.train_draft.corpus import documents, standard_library
 from specdec import BackendOptions, ModelSource, SamplingParams, SpeculativeEngine

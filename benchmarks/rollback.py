@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from benchmarks.one_state import OneState
-from benchmarks.rollback_costs import WAYS, RollbackCost, RollbackCosts, RollbackWork, Way
+from benchmarks.rollback_costs import MODES, RollbackCost, RollbackCosts, RollbackWork, SpeculationMode
 from specdec.cache.blocks import CachedSequence
 from specdec.cache.recurrent.pool import MIN_WINDOW_TOKENS, StatePool, bytes_per_slot, checked_window, state_bytes
 from specdec.cache.recurrent.slots import Window
@@ -22,8 +22,8 @@ from specdec.models.loading import LoadedModel, prepare_model
 class _Batch:
     """The rows of one way that needs no second forward."""
 
-    def __init__(self, loaded: LoadedModel, way: Way, work: RollbackWork) -> None:
-        self.way = way
+    def __init__(self, loaded: LoadedModel, mode: SpeculationMode, work: RollbackWork) -> None:
+        self.mode = mode
         self.runner, self.bytes_per_sequence = self._make_runner(loaded, work)
         self.rows = [self.runner.new_sequence(None) for _ in range(work.num_rows)]
 
@@ -87,8 +87,8 @@ def compare_rollback(
         clock: Seconds.
     """
     rng = random.Random(work.seed)
-    batches = [(_ReadTwice if way == "second forward" else _Batch)(loaded, way, work) for way in WAYS]
-    durations_s: dict[Way, list[float]] = {way: [] for way in WAYS}
+    batches = [(_ReadTwice if mode == "second forward" else _Batch)(loaded, mode, work) for mode in MODES]
+    durations_s: dict[SpeculationMode, list[float]] = {mode: [] for mode in MODES}
     vocab_size, num_tokens = loaded.vocab_size, 1 + work.num_draft_tokens
 
     def some_tokens(length: int) -> list[list[int]]:
@@ -105,11 +105,11 @@ def compare_rollback(
             if loaded.device.type == "cuda":
                 torch.cuda.synchronize(loaded.device)
             if index >= work.num_warmup_rounds:
-                durations_s[batch.way].append(clock() - started_s)
+                durations_s[batch.mode].append(clock() - started_s)
     last = some_tokens(1)
     logits = [batch.read(batch.rows, last) for batch in batches]
     costs = tuple(
-        _cost(batch, durations_s[batch.way], (own - logits[0]).abs().max().item())
+        _cost(batch, durations_s[batch.mode], (own - logits[0]).abs().max().item())
         for batch, own in zip(batches, logits, strict=True)
     )
     return RollbackCosts(loaded.name, work, costs)
@@ -119,7 +119,7 @@ def _cost(batch: _Batch, durations_s: list[float], max_difference: float) -> Rol
     rates = sorted(1 / duration_s for duration_s in durations_s)
     tenth = len(rates) // 10
     spread = rates[tenth], rates[-1 - tenth]
-    return RollbackCost(batch.way, statistics.median(rates), spread, batch.bytes_per_sequence, max_difference)
+    return RollbackCost(batch.mode, statistics.median(rates), spread, batch.bytes_per_sequence, max_difference)
 
 
 def delta_rule_model(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Way = Literal["rescan", "second forward"]
-WAYS: tuple[Way, ...] = ("rescan", "second forward")
+SpeculationMode = Literal["rescan", "second forward"]
+MODES: tuple[SpeculationMode, ...] = ("rescan", "second forward")
 """``second forward``: a copy of the state is taken before each verification, put back where drafts were refused, and
 what was accepted is read once more by the whole model."""
 
@@ -22,7 +22,7 @@ class RollbackCost:
         max_difference: Largest one of a logit after the last round from the first way's: all must end alike.
     """
 
-    way: Way
+    mode: SpeculationMode
     rounds_per_s: float
     spread: tuple[float, float]
     bytes_per_sequence: int
@@ -87,7 +87,7 @@ class RollbackCosts:
         for cost in self.costs:
             spread = f"{cost.spread[0]:.2f} to {cost.spread[1]:.2f}"
             table.append(
-                f"| {cost.way} | {cost.rounds_per_s:.2f} | {spread} | {cost.rounds_per_s / base:.2f} "
+                f"| {cost.mode} | {cost.rounds_per_s:.2f} | {spread} | {cost.rounds_per_s / base:.2f} "
                 f"| {cost.bytes_per_sequence / (1 << 20):.1f} | {cost.max_difference:.1e} |"
             )
         return table

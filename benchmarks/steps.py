@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.ways.offline import load_pair
+from benchmarks.modes.offline import load_pair
 from cluster.cli.flags import Parser, add_config_flags, config_overrides
 from cluster.config.files import config_keys, load_config
 from specdec.core.backends import DraftBackend, DraftJob, Status, TargetBackend, VerifyJob

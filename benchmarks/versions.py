@@ -24,9 +24,9 @@ from types import MappingProxyType
 
 import psutil
 
-from benchmarks.ways.load import Workload, run_workload, served_model
-from benchmarks.ways.prompts import prompts_of
-from benchmarks.ways.services import START_TIMEOUT_S, STOP_TIMEOUT_S, is_healthy
+from benchmarks.modes.load import Workload, run_workload, served_model
+from benchmarks.modes.prompts import prompts_of
+from benchmarks.modes.services import START_TIMEOUT_S, STOP_TIMEOUT_S, is_healthy
 from cluster.launch.local import check_port
 
 Samples = dict[str, list[tuple[float, float, float, float]]]

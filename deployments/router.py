@@ -21,11 +21,11 @@ from deployments.scaling.autoscaling import ExposedDrafts, Report
 from deployments.scaling.waking import Waker
 from deployments.transport.endpoints import PeerGroup, RouterEndpoint, replica_id
 from deployments.transport.wire import FingerprintKind
-from specdec.core.types import Way
+from specdec.core.types import SpeculationMode
 from specdec.drafting.length.contained import ContainedController
 from specdec.drafting.length.controller import Controller
-from specdec.drafting.length.plans import IN_TURN_WAIT_S, PlanController, Planner, WorkerKind, fixed_plan, no_drafts
-from specdec.drafting.length.ways import WAYS, Bounds
+from specdec.drafting.length.modes import MODES, Bounds
+from specdec.drafting.length.plans import SEQUENTIAL_WAIT_S, PlanController, Planner, WorkerKind, fixed_plan, no_drafts
 from specdec.protocol.router import RouterMachine
 
 DEPLOYMENT_OF: dict[WorkerKind, str] = {"target": TARGET, "drafter": DRAFT}
@@ -75,7 +75,10 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
             machine.set_times(args.protocol.times())
             machine.probation.max_reopens = args.limits.max_reopens
             machine.workers.affinity_slack = args.affinity_slack
-            if (args.way, args.num_branches) != (before.way, before.num_branches):  # else what it has learned stays
+            if (args.speculation_mode, args.num_branches) != (
+                before.speculation_mode,
+                before.num_branches,
+            ):  # else what it has learned stays
                 machine.set_planner(planner, now_s)
 
         self._router_host.tell(change)
@@ -134,12 +137,12 @@ def planner_of(args: AppArgs) -> Planner | PlanController:
     if not args.has_draft:
         return no_drafts
     if args.num_speculative_tokens == "auto":
-        ways = frozenset(WAYS if args.way == "auto" else ("off", args.way))
-        return ContainedController(Controller(Bounds(args.most_draft_tokens, args.num_branches, ways)))
-    way: Way = "overlap" if args.way == "auto" else args.way
-    wait_s = IN_TURN_WAIT_S if way == "in_turn" else 0.0
-    num_branches = args.num_branches if way == "outcomes" else 0
-    return fixed_plan(args.num_speculative_tokens, way, wait_s, num_branches)
+        modes = frozenset(MODES if args.speculation_mode == "auto" else ("off", args.speculation_mode))
+        return ContainedController(Controller(Bounds(args.most_draft_tokens, args.num_branches, modes)))
+    mode: SpeculationMode = "overlap" if args.speculation_mode == "auto" else args.speculation_mode
+    wait_s = SEQUENTIAL_WAIT_S if mode == "sequential" else 0.0
+    num_branches = args.num_branches if mode == "outcomes" else 0
+    return fixed_plan(args.num_speculative_tokens, mode, wait_s, num_branches)
 
 
 def _group(kind: WorkerKind, application: str | None) -> PeerGroup[RouterMachine]:

@@ -24,9 +24,9 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from benchmarks.modes.prompts import prompts_of
+from benchmarks.modes.report import processor_name
 from benchmarks.peers.install import HERE, PEERS, SkippedError, models_of, python_of
-from benchmarks.ways.prompts import prompts_of
-from benchmarks.ways.report import processor_name
 
 STOP_TIMEOUT_S = 20
 HEAD = (

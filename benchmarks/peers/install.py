@@ -41,7 +41,7 @@ PEERS = {
     "ours": Peer("specdec"),
     "service": Peer("specdec"),
     "service_vllm": Peer("specdec, target in vLLM"),
-    "service_vllm_in_turn": Peer("specdec, target in vLLM, in turn"),
+    "service_vllm_sequential": Peer("specdec, target in vLLM, in turn"),
     "assisted": Peer("transformers, assisted generation"),
     "assisted_default": Peer("transformers, assisted generation as it comes"),
     "openvino": Peer(

@@ -9,7 +9,7 @@ import torch
 from loop import answer_requests, arguments
 
 import specdec
-from benchmarks.ways.load import fresh_salt
+from benchmarks.modes.load import fresh_salt
 from specdec import BackendOptions, ModelSource, SamplingParams, SpeculativeEngine
 
 

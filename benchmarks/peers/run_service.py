@@ -12,8 +12,8 @@ import httpx
 from loop import answer_requests, arguments
 
 import specdec
-from benchmarks.ways.load import fresh_salt
-from benchmarks.ways.services import Services
+from benchmarks.modes.load import fresh_salt
+from benchmarks.modes.services import Services
 from cluster.cli.serve import serve
 from cluster.config.app import ServiceConfig
 from cluster.config.models import DraftConfig, TargetConfig

@@ -6,4 +6,4 @@ from run_service import main
 from run_service_vllm import ENGINE
 
 if __name__ == "__main__":
-    main(engine=ENGINE, way="in_turn")
+    main(engine=ENGINE, mode="sequential")

@@ -41,7 +41,7 @@ CONFIG_KEYS = (
     "log_level",
 )
 
-_IN_TURN_TOKENS = 4
+_SEQUENTIAL_TOKENS = 4
 """In one process nothing is measured: what ``auto`` stands for here."""
 
 USAGE = "PROMPT [--target MODEL --draft MODEL] [--temperature T] [--seed N] [--max-tokens N] [KEY ...]"
@@ -110,7 +110,7 @@ def build_engine(config: ServiceConfig) -> SpeculativeEngine:
     return SpeculativeEngine.from_pretrained(
         target_source(config),
         draft_source(config),
-        num_speculative_tokens=_IN_TURN_TOKENS
+        num_speculative_tokens=_SEQUENTIAL_TOKENS
         if config.num_speculative_tokens == "auto"
         else config.num_speculative_tokens,
         num_lookup_tokens=config.most_draft_tokens if config.looks_up else None,

@@ -57,7 +57,6 @@ INSTEAD = {
     "--reasoning-parser": "use --reasoning-tags",
     "--chat-template-file": "use --chat-template",
     "--threads": "use --actors-target-num-cpus",
-    "--mode": "use --way",
 }
 """By the flag of another server or version, what to use."""
 

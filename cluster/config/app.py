@@ -137,11 +137,11 @@ class AppArgs(StrictModel):
     acceptance: Acceptance = Field(
         "coupled", description="rule by which draft tokens are kept, for requests that name none"
     )
-    way: Literal["auto", "in_turn", "overlap", "outcomes"] = Field(
+    speculation_mode: Literal["auto", "sequential", "overlap", "outcomes"] = Field(
         "auto",
-        description="way of speculating: in_turn drafts, then verifies; overlap drafts on while the target verifies; "
-        "outcomes prepares the likely outcomes of the verification as well; auto: the fastest, overlap at a fixed "
-        "length",
+        description="how drafting and verification overlap: sequential drafts, then verifies; overlap drafts on while "
+        "the target verifies; outcomes prepares the likely outcomes of the verification as well; auto: the fastest, "
+        "overlap at a fixed length",
     )
     num_branches: int = Field(
         16,

@@ -14,9 +14,6 @@ from specdec.core.errors import InvalidParameterError
 
 M = TypeVar("M", bound="StrictModel")
 
-RENAMED = {"mode": "way"}
-"""By the name that a key had in an earlier version, the one that it has now."""
-
 
 class StrictModel(BaseModel):
     """A frozen model that refuses unknown keys, at any depth, and names the nearest known one."""
@@ -74,8 +71,6 @@ def _walk(model: type[BaseModel], data: Any, prefix: str = "") -> Iterator[tuple
 def unknown_key(key: str, known: Iterable[str]) -> str:
     """What to say of a key that is not among the ``known`` ones, which are dotted paths."""
     paths = list(known)
-    if RENAMED.get(key) in paths:
-        return f"unknown key '{key}'; it is called '{RENAMED[key]}' now"
     return f"unknown key '{key}'; the nearest known key is '{_nearest(key, paths)}'"
 
 

@@ -14,7 +14,7 @@ from specdec.core.errors import InvalidParameterError
 LIVE_KEYS = (
     "limits",
     "protocol",
-    "way",
+    "speculation_mode",
     "num_branches",
     "affinity_slack",
     "stream_interval",

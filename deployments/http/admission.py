@@ -152,7 +152,7 @@ class Admission:
         Those before it who do not fit are overtaken, and count that.
         """
         passed: list[_Waiter] = []
-        for waiter in self._in_turn():
+        for waiter in self._in_order():
             if self._fits(waiter.count):
                 for one in passed:
                     one.num_overtaken += 1
@@ -162,7 +162,7 @@ class Admission:
             passed.append(waiter)
         return None
 
-    def _in_turn(self) -> Iterator[_Waiter]:
+    def _in_order(self) -> Iterator[_Waiter]:
         """Those who wait, in the order of their turns: of each key below its share the first, then all by arrival."""
         if self.num_sequences >= self.limits.max_concurrent_requests:
             return

@@ -125,7 +125,7 @@ def _written(plan: Plan) -> dict[str, Any]:
     return {
         "num_draft_tokens": plan.num_draft_tokens,
         "num_branches": plan.num_branches,
-        "way": plan.way,
+        "mode": plan.mode,
         "acceptance_rate": plan.acceptance_rate,
         "draft_wait_s": plan.draft_wait_s,
     }

@@ -299,8 +299,8 @@ REPORTED = (
     _gauge(
         _ROUTER,
         "planned_sequences",
-        "Sequences that the controller has planned for, by way of speculating.",
-        labels=("way",),
+        "Sequences that the controller has planned for, by speculation mode.",
+        labels=("mode",),
     ),
     _gauge(
         _ROUTER, "planned_draft_tokens", "Draft tokens per round that are planned, mean of the sequences that draft."
@@ -321,7 +321,7 @@ REPORTED = (
     _gauge(
         _ROUTER,
         "measured_gain",
-        "Pace of the best way to draft over that of plain decoding, by what was measured.",
+        "Pace of the best speculation mode over that of plain decoding, by what was measured.",
         labels=("target",),
     ),
 )

@@ -59,10 +59,10 @@ BOARD = Board(
         ),
         "Plans": (
             Chart(
-                "Sequences by way",
+                "Sequences by mode",
                 "Ways of speculating that routers plan; off is plain decoding.",
                 "none",
-                {"{{way}}": total(named("planned_sequences"), "way")},
+                {"{{mode}}": total(named("planned_sequences"), "mode")},
             ),
             Chart(
                 "Draft length and branches",

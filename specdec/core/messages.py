@@ -14,7 +14,7 @@ from msgspec.structs import force_setattr
 from specdec.core.log import Mark
 from specdec.core.params import SequenceSpec
 from specdec.core.tokens import SharedTokens
-from specdec.core.types import Finish, PackedLogprobs, TokenLogprobs, Tokens, Way
+from specdec.core.types import Finish, PackedLogprobs, SpeculationMode, TokenLogprobs, Tokens
 
 
 class Inc(NamedTuple):
@@ -120,22 +120,22 @@ class Plan(Struct, frozen=True, array_like=True):
         num_draft_tokens: Most draft tokens per round; 0 is plain decoding.
         num_branches: Most outcomes per offer beside the accepted path (its fan-out).
         acceptance_rate: Expected, per draft token; it shapes the fan-out.
-        way: ``in_turn``: draft for the newest mark only; else draft ahead while the target verifies. Whether that is
-            ``off``, ``overlap`` or ``outcomes`` follows from the numbers of draft tokens and branches.
+        mode: ``sequential``: draft for the newest mark only; else draft ahead while the target verifies. Whether
+            that is ``off``, ``overlap`` or ``outcomes`` follows from the numbers of draft tokens and branches.
         draft_wait_s: In turn, how long the target may hold a row back for an offer; 0 goes on plainly at once.
     """
 
     num_draft_tokens: int = 0
     num_branches: int = 0
     acceptance_rate: float = 0.8
-    way: Way = "overlap"
+    mode: SpeculationMode = "overlap"
     draft_wait_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Name the way that the numbers say."""
-        ahead: Way = "outcomes" if self.num_branches else "overlap"
-        way = "off" if not self.num_draft_tokens else "in_turn" if self.way == "in_turn" else ahead
-        force_setattr(self, "way", way)
+        """Name the mode that the numbers imply."""
+        ahead: SpeculationMode = "outcomes" if self.num_branches else "overlap"
+        mode = "off" if not self.num_draft_tokens else "sequential" if self.mode == "sequential" else ahead
+        force_setattr(self, "mode", mode)
 
 
 class Submit(Struct, frozen=True, array_like=True, tag=True):

@@ -1,4 +1,4 @@
-"""The words that every package uses: tokens, how a sequence ends, ways of speculating, weights, log probabilities.
+"""The words that every package uses: tokens, how a sequence ends, speculation modes, weights, log probabilities.
 
 How far a step is: what tells a long step from one that hangs.
 """
@@ -18,8 +18,8 @@ Tokens = tuple[int, ...]
 Finish = Literal["stop", "length", "error"]
 """How a sequence ends. ``error`` is as final as the others, and comes with a reason."""
 
-Way = Literal["off", "in_turn", "overlap", "outcomes"]
-"""A way of speculating: none; draft, then verify; draft along the accepted path while the target verifies; draft for
+SpeculationMode = Literal["off", "sequential", "overlap", "outcomes"]
+"""A speculation mode: none; draft, then verify; draft along the accepted path while the target verifies; draft for
 the likely outcomes of the running verification beside that, a branch each."""
 
 Progress = Callable[[str], None]

@@ -43,7 +43,7 @@ class InProcessService:
         chooser: DraftChooser | None = None,
     ) -> None:
         times = Times(lease_s=1e6, peer_timeout_s=1e6)
-        planner = fixed_plan(num_draft_tokens, "in_turn") if drafter is not None else no_drafts
+        planner = fixed_plan(num_draft_tokens, "sequential") if drafter is not None else no_drafts
         self._clock = clock
         self.is_idle = False
         self.ingress = IngressMachine("ingress", times)

@@ -206,7 +206,7 @@ class DraftRow(WorkerRow):
     @property
     def wants_branches(self) -> bool:
         """Whether its plan has any."""
-        return self.plan.way == "outcomes" and not self.is_skipped
+        return self.plan.mode == "outcomes" and not self.is_skipped
 
     @property
     def has_branches(self) -> bool:
@@ -262,7 +262,7 @@ class DraftRow(WorkerRow):
         if self.is_skipped or self._has_ended(self.path):
             return len(self.path)
         num_tokens = self.plan.num_draft_tokens
-        if num_tokens and self.plan.way != "in_turn":
+        if num_tokens and self.plan.mode != "sequential":
             num_tokens += 1 + (self.num_verified if self.num_branches else num_tokens)
         most = self.limit - len(self.log)
         return num_tokens if num_tokens <= most else max(0, most)
@@ -342,7 +342,7 @@ class DraftRow(WorkerRow):
 
         Nobody knows here when the target's next step begins, and what comes after that is late.
         """
-        is_early = self.plan.way == "in_turn" and not self.is_complete
+        is_early = self.plan.mode == "sequential" and not self.is_complete
         return self.plan.num_draft_tokens > 0 and self.has_news and not is_early
 
     def take_offer(self) -> Offer:

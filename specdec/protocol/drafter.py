@@ -65,7 +65,7 @@ Task = tuple[DraftRow, Branch | None, Path, DraftJob]
 class DrafterMachine(WorkerMachine[DraftRow]):
     """Extends a chain for every sequence, and branches beside it, all in one batch, by what the backend gives a step.
 
-    In the way ``in_turn`` the chain ends at the draft length. In the others it goes one draft length and a bonus
+    In mode ``sequential`` the chain ends at the draft length. In the others it goes one draft length and a bonus
     token beyond what the target verifies now, along the accepted path; and where the plan has branches, other likely
     outcomes of that verification get a chain each. The verdict promotes one branch, or none, and frees its siblings.
 

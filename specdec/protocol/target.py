@@ -383,7 +383,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
 
     def _waits(self, row: TargetRow, now_s: float) -> bool:
         """Whether a row is held back for an offer: only in turn, never before its first token, in vain only once."""
-        if row.plan.way != "in_turn" or row.round_start == len(row.log):
+        if row.plan.mode != "sequential" or row.round_start == len(row.log):
             return False
         if row.spec.max_tokens - row.num_output_tokens <= 1:
             return False

@@ -54,7 +54,7 @@ def test_slow_and_growing_steps_against_the_script_played_out() -> None:
 def test_published_speed_ups(alpha: float, c: float, speed_up: float) -> None:
     """In turn over plain decoding, at the best draft length."""
     pair = ScriptedPair(alpha, 0.0, StepCost(20), StepCost(20 * c))
-    assert max(pair.in_turn(k) for k in range(1, 30)) / pair.alone() == pytest.approx(speed_up, abs=0.01)
+    assert max(pair.sequential(k) for k in range(1, 30)) / pair.alone() == pytest.approx(speed_up, abs=0.01)
 
 
 def test_by_hand() -> None:
@@ -62,7 +62,7 @@ def test_by_hand() -> None:
     certain = ScriptedPair(0.5, 0.9, StepCost(10), StepCost(1))
     assert certain.hit_rate(0, 1) == pytest.approx(0.5 + 0.5 * 0.63)
     assert certain.hit_rate(1, 0) == pytest.approx(0.25)
-    assert certain.in_turn(2) == pytest.approx(1.75 / 0.012)
+    assert certain.sequential(2) == pytest.approx(1.75 / 0.012)
     assert certain.alone() == 100
     # Right always: every step but the first keeps four and adds one.
     assert ScriptedPair(1.0, 0.0, StepCost(10), StepCost(1)).outcomes(4, 0) == pytest.approx(500)
@@ -84,16 +84,16 @@ def test_streams_share_the_branches_in_all() -> None:
     assert pair.outcomes(6, 16) == pair.outcomes(6, 4) > pair.outcomes(6, 3)
 
 
-def test_in_turn_at_its_best_length() -> None:
-    assert PAIR.best_in_turn() == PAIR.in_turn(6) == pytest.approx(1e3 * (1 - 0.8**7) / 0.2 / 48)
+def test_sequential_at_its_best_length() -> None:
+    assert PAIR.best_sequential() == PAIR.sequential(6) == pytest.approx(1e3 * (1 - 0.8**7) / 0.2 / 48)
 
 
 def test_a_mode_and_its_best_length() -> None:
     limit = scripted_limit(PAIR, "outcomes", 6, 16)
     assert limit.tokens_per_s == PAIR.outcomes(6, 16) < limit.best_tokens_per_s
-    assert limit.in_turn_tokens_per_s == PAIR.best_in_turn()
+    assert limit.sequential_tokens_per_s == PAIR.best_sequential()
     assert scripted_limit(PAIR, "auto", None, 16).tokens_per_s == limit.best_tokens_per_s
-    assert scripted_limit(PAIR, "in_turn", 2, 0).tokens_per_s == PAIR.in_turn(2)
+    assert scripted_limit(PAIR, "sequential", 2, 0).tokens_per_s == PAIR.sequential(2)
     assert scripted_limit(PAIR, None, 0, 0).tokens_per_s == PAIR.alone()
 
 
@@ -106,5 +106,5 @@ def test_the_limits_stand_beside_what_was_measured(tmp_path: Path, capsys: pytes
     lines = capsys.readouterr().out.splitlines()[-4:]
     limits = [float(line.split(" | ")[3]) for line in lines]
     two = replace(PAIR, num_streams=2)
-    expected = [two.alone(), two.in_turn(2), two.outcomes(6, 16), scripted_limit(two, "auto", None, 16).tokens_per_s]
+    expected = [two.alone(), two.sequential(2), two.outcomes(6, 16), scripted_limit(two, "auto", None, 16).tokens_per_s]
     assert limits == pytest.approx(expected, abs=0.05)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.steps import StepTime, main, measure_steps, step_table, verify_cost
-from tests.benchmarks.ways.virtual import virtual_pair
+from tests.benchmarks.modes.virtual import virtual_pair
 
 
 def test_step_times_are_those_of_the_devices() -> None:

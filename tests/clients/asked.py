@@ -44,18 +44,18 @@ class Weather(BaseModel, extra="forbid"):
     days: Annotated[int, Field(ge=1, le=9)]
 
 
-def tell(packages: list[str], *ways: type[Any]) -> None:
+def tell(packages: list[str], *modes: type[Any]) -> None:
     """Ask in each way for each thing that it has, and print the report.
 
     Args:
         packages: Whose versions the report has.
-        ways: Made with the API's URL and the model's name.
+        modes: Made with the API's URL and the model's name.
     """
     url, model = sys.argv[1:]
     report: dict[str, Any] = {"versions": {name: version(name) for name in packages}}
-    for way in ways:
-        asked = way(f"{url}/v1", model)
-        report[way.__name__] = {name: _outcome(asked, name) for name in THINGS if hasattr(asked, name)}
+    for mode in modes:
+        asked = mode(f"{url}/v1", model)
+        report[mode.__name__] = {name: _outcome(asked, name) for name in THINGS if hasattr(asked, name)}
     print(json.dumps(report, default=BaseModel.model_dump))
 
 

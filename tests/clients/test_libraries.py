@@ -32,7 +32,7 @@ ORDERS = ("order", "streamed_order")
 OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 
-class Way(NamedTuple):
+class SpeculationMode(NamedTuple):
     """One way of a client to ask.
 
     Attributes:
@@ -48,30 +48,30 @@ class Way(NamedTuple):
     things: tuple[str, ...]
 
 
-WAYS = [
-    Way("openai", "openai3", "Completions", WORDS),
-    Way("openai", "openai3", "Chat", ALL),
-    Way("openai", "openai3", "Responses", ALL),
-    Way("langchain", "openai3", "Completions", WORDS),
-    Way("langchain", "openai3", "Chat", ALL),
-    Way("langchain", "openai3", "NamedTool", ORDERS),
-    Way("langchain", "openai3", "Responses", ALL),
-    Way("pydantic_ai", "openai3", "Chat", ALL),
-    Way("pydantic_ai", "openai3", "NativeOutputs", ORDERS),
-    Way("pydantic_ai", "openai3", "Responses", ALL),
-    Way("pydantic_ai", "openai3", "NativeOutputsOfResponses", ORDERS),
-    Way("litellm", "openai2", "Completions", WORDS),
-    Way("litellm", "openai2", "Chat", (*LOOP, "streamed_call")),
-    Way("litellm", "openai2", "Responses", LOOP),
-    Way("llama_index", "openai2", "Completions", WORDS),
-    Way("llama_index", "openai2", "Chat", (*LOOP, "streamed_call")),
-    Way("llama_index", "openai2", "JsonSchema", ("order",)),
-    Way("llama_index", "openai2", "Responses", LOOP),
-    Way("instructor", "openai2", "Tools", (*FOUR, "streamed_order", "retry")),
-    Way("instructor", "openai2", "JsonSchema", (*ORDERS, "retry")),
-    Way("instructor", "openai2", "Responses", (*ORDERS, "retry")),
-    Way("vllm_bench", "openai2", "Completions", (*WORDS, "order")),
-    Way("vllm_bench", "openai2", "Chat", (*WORDS, "order")),
+MODES = [
+    SpeculationMode("openai", "openai3", "Completions", WORDS),
+    SpeculationMode("openai", "openai3", "Chat", ALL),
+    SpeculationMode("openai", "openai3", "Responses", ALL),
+    SpeculationMode("langchain", "openai3", "Completions", WORDS),
+    SpeculationMode("langchain", "openai3", "Chat", ALL),
+    SpeculationMode("langchain", "openai3", "NamedTool", ORDERS),
+    SpeculationMode("langchain", "openai3", "Responses", ALL),
+    SpeculationMode("pydantic_ai", "openai3", "Chat", ALL),
+    SpeculationMode("pydantic_ai", "openai3", "NativeOutputs", ORDERS),
+    SpeculationMode("pydantic_ai", "openai3", "Responses", ALL),
+    SpeculationMode("pydantic_ai", "openai3", "NativeOutputsOfResponses", ORDERS),
+    SpeculationMode("litellm", "openai2", "Completions", WORDS),
+    SpeculationMode("litellm", "openai2", "Chat", (*LOOP, "streamed_call")),
+    SpeculationMode("litellm", "openai2", "Responses", LOOP),
+    SpeculationMode("llama_index", "openai2", "Completions", WORDS),
+    SpeculationMode("llama_index", "openai2", "Chat", (*LOOP, "streamed_call")),
+    SpeculationMode("llama_index", "openai2", "JsonSchema", ("order",)),
+    SpeculationMode("llama_index", "openai2", "Responses", LOOP),
+    SpeculationMode("instructor", "openai2", "Tools", (*FOUR, "streamed_order", "retry")),
+    SpeculationMode("instructor", "openai2", "JsonSchema", (*ORDERS, "retry")),
+    SpeculationMode("instructor", "openai2", "Responses", (*ORDERS, "retry")),
+    SpeculationMode("vllm_bench", "openai2", "Completions", (*WORDS, "order")),
+    SpeculationMode("vllm_bench", "openai2", "Chat", (*WORDS, "order")),
 ]
 
 
@@ -84,7 +84,7 @@ def service() -> Iterator[RunningService]:
 
 
 @pytest.fixture(scope="module")
-def report(service: RunningService) -> Callable[[Way], dict[str, Any]]:
+def report(service: RunningService) -> Callable[[SpeculationMode], dict[str, Any]]:
     """What a client's script told, which is run once."""
 
     @cache
@@ -97,7 +97,7 @@ def report(service: RunningService) -> Callable[[Way], dict[str, Any]]:
         logger.warning("%s: %s", client, told["versions"])
         return told
 
-    return lambda way: run(way.client, way.environment)
+    return lambda mode: run(mode.client, mode.environment)
 
 
 @pytest.fixture(scope="module")
@@ -110,15 +110,15 @@ def whole(service: RunningService) -> dict[str, str | None]:
 
 
 @pytest.mark.parametrize(
-    ("way", "thing"),
-    [pytest.param(way, thing, id=f"{way.client}-{way.name}-{thing}") for way in WAYS for thing in way.things],
+    ("mode", "thing"),
+    [pytest.param(mode, thing, id=f"{mode.client}-{mode.name}-{thing}") for mode in MODES for thing in mode.things],
 )
 def test_a_client_gets_what_it_asks_for(
-    report: Callable[[Way], dict[str, Any]], whole: dict[str, str | None], way: Way, thing: str
+    report: Callable[[SpeculationMode], dict[str, Any]], whole: dict[str, str | None], mode: SpeculationMode, thing: str
 ) -> None:
-    came = report(way)[way.name][thing]
+    came = report(mode)[mode.name][thing]
     assert not (isinstance(came, dict) and "error" in came), came["error"]
-    text = whole.get(way.name, whole["Chat"])
+    text = whole.get(mode.name, whole["Chat"])
     match thing:
         case "text":
             assert came == text != ""

@@ -49,7 +49,7 @@ EXAMPLES = {
     "num_speculative_tokens": 7,
     "acceptance": "rejection",
     "logits_processors": "some.masks:digits, masks:Table.words",
-    "way": "in_turn",
+    "speculation_mode": "sequential",
     "num_branches": 3,
     "affinity_slack": 3,
     "limits.max_body_bytes": 2048,
@@ -219,7 +219,6 @@ def test_flags_win_over_the_environment_over_secrets_over_the_file(tmp_path, mon
     [
         ("PROT", "the nearest known key is 'port'"),
         ("TARGET__DTYP", "the nearest known key is 'target.dtype'"),
-        ("MODE", "it is called 'way' now"),
     ],
 )
 def test_an_unknown_variable_is_refused_with_the_key_that_there_is(key, hint, monkeypatch):

@@ -45,7 +45,6 @@ def test_the_other_demo_target_has_a_name_and_a_folder_of_its_own_and_the_same_d
         ("actors.draft.num_gpu", "actors.draft.num_gpus"),
         ("limits.port", "port"),
         ("target.modell", "target.model"),
-        ("mode", "way"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_known_one(key, nearest):
@@ -84,7 +83,7 @@ def test_an_unknown_key_is_refused_in_serves_own_arguments_too():
         ("replicas.target", {"max": 2, "maxx": 3}, "unknown key 'maxx'; the nearest known key is 'max'"),
         ("replicas.target", {"min": 0, "max": 2}, "min must be at least 1: nobody would answer"),
         ("replicas.draft", {"min": 0, "max": 0}, "max: must be a whole number, at least 1 and at most 1024"),
-        ("way", "both", "'auto', 'in_turn', 'overlap' or 'outcomes'"),
+        ("speculation_mode", "both", "'auto', 'sequential', 'overlap' or 'outcomes'"),
         ("target.dtype", "int8", "'float32'"),
         ("target.device", "gpu", "auto, cpu, cuda or cuda:N"),
         ("draft.kv_cache_memory", "1.5", "a fraction of the free memory in (0, 1]"),

@@ -35,7 +35,6 @@ def test_what_a_user_config_does_not_name_stays():
         ({"target": "other"}, "user_config: target cannot change without a restart"),
         ({"num_speculative_tokens": 3}, "user_config: num_speculative_tokens cannot change without a restart"),
         ({"limit": {}}, "user_config: unknown key 'limit'; the nearest known key is 'limits'"),
-        ({"mode": "overlap"}, "user_config: unknown key 'mode'; it is called 'way' now"),
         ({"limits": {"retry_after": 1}}, "user_config: unknown key 'limits.retry_after'; .* 'limits.retry_after_s'"),
         ({"limits": {"retry_after_s": 0}}, "user_config: limits.retry_after_s"),
         ({"protocol": {"renew_interval_s": 1000}}, "user_config: .*lease_s"),

@@ -42,11 +42,11 @@ def printed(capsys, *words, code=0):
 
 def test_what_serve_is_told_is_what_the_file_says(service, capsys):
     rendered = printed(
-        capsys, service(target="t", draft="d", block_size=32, limits={"retry_after_s": 7}, way="overlap")
+        capsys, service(target="t", draft="d", block_size=32, limits={"retry_after_s": 7}, speculation_mode="overlap")
     )
     application = rendered["applications"][0]
     assert application["args"] == {"target": {"model": "t"}, "draft": {"model": "d"}, "block_size": 32}
-    live = {"limits": {"retry_after_s": 7}, "way": "overlap"}
+    live = {"limits": {"retry_after_s": 7}, "speculation_mode": "overlap"}
     assert {one["name"]: one["user_config"] for one in application["deployments"]} == dict.fromkeys(DEPLOYMENTS, live)
     assert rendered["http_options"] == {"host": "0.0.0.0", "port": 8000}
 

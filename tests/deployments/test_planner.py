@@ -12,7 +12,7 @@ from specdec.core.messages import Plan
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.drafting.length.contained import ContainedController
 from specdec.drafting.length.controller import Controller
-from specdec.drafting.length.plans import IN_TURN_WAIT_S
+from specdec.drafting.length.plans import SEQUENTIAL_WAIT_S
 
 SPEC = SequenceSpec(SamplingParams(), 1, 2, 30)
 
@@ -20,11 +20,14 @@ SPEC = SequenceSpec(SamplingParams(), 1, 2, 30)
 @pytest.mark.parametrize(
     ("keys", "plan"),
     [
-        ({"num_speculative_tokens": 3, "way": "outcomes", "num_branches": 5}, Plan(3, 5)),
-        ({"num_speculative_tokens": 3, "way": "outcomes", "num_branches": 0}, Plan(3)),
-        ({"num_speculative_tokens": 3, "way": "overlap"}, Plan(3)),
+        ({"num_speculative_tokens": 3, "speculation_mode": "outcomes", "num_branches": 5}, Plan(3, 5)),
+        ({"num_speculative_tokens": 3, "speculation_mode": "outcomes", "num_branches": 0}, Plan(3)),
+        ({"num_speculative_tokens": 3, "speculation_mode": "overlap"}, Plan(3)),
         ({"num_speculative_tokens": 3}, Plan(3)),
-        ({"num_speculative_tokens": 3, "way": "in_turn"}, Plan(3, way="in_turn", draft_wait_s=IN_TURN_WAIT_S)),
+        (
+            {"num_speculative_tokens": 3, "speculation_mode": "sequential"},
+            Plan(3, mode="sequential", draft_wait_s=SEQUENTIAL_WAIT_S),
+        ),
         ({"num_speculative_tokens": 0}, Plan()),
         ({"target": {"model": "some/target"}}, Plan()),
     ],
@@ -44,18 +47,18 @@ def chosen_by(args: AppArgs) -> Controller:
 
 
 @pytest.mark.parametrize(
-    ("keys", "ways", "most"),
+    ("keys", "modes", "most"),
     [
-        ({}, {"off", "in_turn", "overlap", "outcomes"}, 16),
-        ({"num_branches": 8}, {"off", "in_turn", "overlap", "outcomes"}, 8),
-        ({"way": "overlap"}, {"off", "overlap"}, 16),
-        ({"way": "outcomes"}, {"off", "outcomes"}, 16),
-        ({"way": "in_turn"}, {"off", "in_turn"}, 16),
+        ({}, {"off", "sequential", "overlap", "outcomes"}, 16),
+        ({"num_branches": 8}, {"off", "sequential", "overlap", "outcomes"}, 8),
+        ({"speculation_mode": "overlap"}, {"off", "overlap"}, 16),
+        ({"speculation_mode": "outcomes"}, {"off", "outcomes"}, 16),
+        ({"speculation_mode": "sequential"}, {"off", "sequential"}, 16),
     ],
 )
-def test_auto_chooses_within_the_configuration(keys: dict[str, Any], ways: set[str], most: int) -> None:
+def test_auto_chooses_within_the_configuration(keys: dict[str, Any], modes: set[str], most: int) -> None:
     planner = chosen_by(AppArgs(**keys))
-    assert (set(planner.bounds.ways), planner.bounds.num_branches) == (ways, most)
+    assert (set(planner.bounds.modes), planner.bounds.num_branches) == (modes, most)
 
 
 def test_no_branches_is_none_whatever_the_mode() -> None:

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.ways`` as it is typed."""
+"""``python -m benchmarks.modes`` as it is typed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.ways.__main__ import main
-from benchmarks.ways.prompts import CODE_LONG, PROMPTS, prompts_of
-from benchmarks.ways.services import Services, is_healthy
+from benchmarks.modes.__main__ import main
+from benchmarks.modes.prompts import CODE_LONG, PROMPTS, prompts_of
+from benchmarks.modes.services import Services, is_healthy
 from cluster.config.app import ServiceConfig
 from cluster.launch.local import LaunchError
 from specdec.core.errors import InvalidParameterError
@@ -71,9 +71,9 @@ def test_offline_on_the_demo_pair(capsys: Capture) -> None:
         (["--rounds", "0"], "rounds must be at least 1"),
         (["--warmup-rounds", "-1"], "warmup_rounds must be at least 0"),
         (["--prompts", "songs"], "'songs' is none of code, code-long, prose, mixed"),
-        (["--ways", "fast"], "'fast' is none of"),
-        (["--offline", "--ways", "overlap"], "--offline runs in turn"),
-        (["--url", "http://127.0.0.1:9", "--ways", "overlap"], "a running service has the way it has"),
+        (["--modes", "fast"], "'fast' is none of"),
+        (["--offline", "--modes", "overlap"], "--offline runs in turn"),
+        (["--url", "http://127.0.0.1:9", "--modes", "overlap"], "a running service has the way it has"),
         (["--backend", "fast"], "backend: must be 'package.module:name'"),
         (["--offline", "--backend", "no.such:thing"], "backend: cannot import no.such:thing: ModuleNotFoundError"),
         (
@@ -128,9 +128,9 @@ def test_a_service_that_ends_is_reported() -> None:
 
 
 def test_services_run_side_by_side_and_are_stopped() -> None:
-    with Services({"overlap": ServiceConfig(), "in_turn": ServiceConfig()}, hold) as services:
+    with Services({"overlap": ServiceConfig(), "sequential": ServiceConfig()}, hold) as services:
         urls = services.urls
-        assert set(urls) == {"overlap", "in_turn"}
+        assert set(urls) == {"overlap", "sequential"}
         assert len(set(urls.values())) == 2
         assert all(map(is_healthy, urls.values()))
     assert not any(map(is_healthy, urls.values()))
@@ -138,7 +138,7 @@ def test_services_run_side_by_side_and_are_stopped() -> None:
 
 _BENCH = """
 import time
-from benchmarks.ways.services import Services
+from benchmarks.modes.services import Services
 from cluster.config.app import ServiceConfig
 from tests.integration.test_bench_command import hold
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ NO_A = "tests.cluster.processors:no_a"
 BOTH_WORDS = {"1": 100, "5": 100}
 END = WITH_GAPS["<end>"]
 MOST_ANSWERS = 20
-DRAFTS = ("--num-speculative-tokens", "4", "--way", "in_turn")
+DRAFTS = ("--num-speculative-tokens", "4", "--speculation-mode", "sequential")
 """Drafts whatever the controller would think of them; the target waits for the first ones."""
 KEYS = {"alice": "sk-alice-0123456789", "bob": "sk-bob-0123456789"}
 SERVED = r'^specdec_request_success_total{.*replica="([^"]+)".*} [1-9]'

@@ -168,9 +168,9 @@ CASES = (
     Case("SpecdecAcceptanceCollapse", _DRAFTED, 330, 360, _MODEL),
     # Probes alone draft.
     Case("SpecdecAcceptanceCollapse", _FEW, None, 330),
-    Case("SpecdecSpeculationNotPaying", _GAIN | {'specdec_planned_sequences{way="off"}': held((4, 120))}, 50, 115),
+    Case("SpecdecSpeculationNotPaying", _GAIN | {'specdec_planned_sequences{mode="off"}': held((4, 120))}, 50, 115),
     # Nobody asks for anything.
-    Case("SpecdecSpeculationNotPaying", _GAIN | {'specdec_planned_sequences{way="off"}': held((0, 120))}, None, 50),
+    Case("SpecdecSpeculationNotPaying", _GAIN | {'specdec_planned_sequences{mode="off"}': held((0, 120))}, None, 50),
     Case("SpecdecSpeculationNotPaying", {"specdec_controller_failed{}": held((1, 30), (0, 10))}, 20, 35),
     Case(
         "SpecdecKvNearlyFull",

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.ways`` over HTTP as it is typed: its own service, its workers' figures and files."""
+"""``python -m benchmarks.modes`` over HTTP as it is typed: its own service, its workers' figures and files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.limits import main as print_limits
 
 TIMEOUT_S = 420
 WORK = (
-    *("--ways", "outcomes", "--streams", "1", "--num-speculative-tokens", "0,4", "--rounds", "1"),
+    *("--modes", "outcomes", "--streams", "1", "--num-speculative-tokens", "0,4", "--rounds", "1"),
     *("--max-tokens", "32", "--backend", "benchmarks.backends:stand_in:target=30,draft=3,acceptance=0.8"),
 )
 
@@ -21,7 +21,7 @@ WORK = (
 @pytest.mark.timeout(TIMEOUT_S + 60)
 def test_figures_of_a_service_on_emulated_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "benchmarks.ways", *WORK, "--json", str(figures)]
+    command = [sys.executable, "-m", "benchmarks.modes", *WORK, "--json", str(figures)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"Not real: backend: {WORK[-1]}" in done.stdout

@@ -10,7 +10,7 @@ from tests.integration.running import RunningService
 def test_after_mixed_requests_a_hybrid_draft_holds_nothing_either() -> None:
     folder = str(demo_folder("hybrid"))
     pair = ("--target", folder, "--draft", folder, "--target-dtype", "float32", "--draft-dtype", "float32")
-    drafts = ("--way", "outcomes", "--num-speculative-tokens", "4", "--num-branches", "4")
+    drafts = ("--speculation-mode", "outcomes", "--num-speculative-tokens", "4", "--num-branches", "4")
     service = RunningService(*pair, *drafts, *SCARCE, "--draft-kv-cache-memory", "64MiB")
     try:
         check_mixed_requests(service, folder, 200)

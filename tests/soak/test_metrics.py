@@ -20,7 +20,7 @@ from tests.integration.running import RunningService, eventually
 PARTS = ("target", "draft", "router", "ingress")
 TWO_OF_EACH = [flag for part in PARTS for flag in (f"--replicas-{part}", "2")]
 LIMITS = ("--limits-max-concurrent-requests", "8", "--limits-max-queued-requests", "4")
-DRAFTS = ("--num-speculative-tokens", "4", "--way", "in_turn")
+DRAFTS = ("--num-speculative-tokens", "4", "--speculation-mode", "sequential")
 NUM_REQUESTS = 500
 NUM_KILL_REQUESTS = 150
 AT_ONCE = 24

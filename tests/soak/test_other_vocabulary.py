@@ -14,7 +14,7 @@ from tests.specdec.vocabularies import DRAFT, save_smaller
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
     draft = save_smaller(tmp_path_factory.mktemp("models") / "draft")
     models = ("--target", str(DRAFT.parent / "target"), "--draft", str(draft), "--draft-other-vocabulary")
-    service = RunningService(*models, "--num-speculative-tokens", "4", "--way", "outcomes")
+    service = RunningService(*models, "--num-speculative-tokens", "4", "--speculation-mode", "outcomes")
     yield service
     assert service.stop() == 0
 

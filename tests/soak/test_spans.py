@@ -23,7 +23,7 @@ Span = dict[str, Any]
 def service() -> Iterator[RunningService]:
     """Traces what clients ask it to trace, and nothing else."""
     flags = ("--tracing-exporter", "file", "--tracing-sampling-ratio", "0")
-    running = RunningService(*flags, "--num-speculative-tokens", "4", "--way", "in_turn")
+    running = RunningService(*flags, "--num-speculative-tokens", "4", "--speculation-mode", "sequential")
     yield running
     assert running.stop() == 0
 

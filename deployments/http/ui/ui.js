@@ -109,7 +109,7 @@ class Answer {
       told.push(["accepted", percent(this.numAccepted / this.numDrafted)]);
       told.push(["tokens/round", (this.how.length / this.rounds.length).toFixed(2)]);
     }
-    if (this.plan) told.push(["plan", this.plan.way === "off" ? "off" : `${this.plan.way}, ${this.plan.num_draft_tokens}`]);
+    if (this.plan) told.push(["plan", this.plan.mode === "off" ? "off" : `${this.plan.mode}, ${this.plan.num_draft_tokens}`]);
     this.figures.replaceChildren(...told.map(([name, value]) => {
       const pair = element("div");
       pair.append(element("dt", "", name), element("dd", "", value));

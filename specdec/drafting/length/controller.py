@@ -10,8 +10,8 @@ from specdec.core.messages import Notes, Plan
 from specdec.core.params import SequenceSpec
 from specdec.drafting.length.estimates import DecayedRate, kind_of, tally
 from specdec.drafting.length.group import PRIOR_RATE, PRIOR_TRIALS, PROBE, Group
-from specdec.drafting.length.plans import IN_TURN_WAIT_S, Placements, WorkerKind
-from specdec.drafting.length.ways import OFF, WAYS, Bounds, Choice, Conditions
+from specdec.drafting.length.modes import MODES, OFF, Bounds, Choice, Conditions
+from specdec.drafting.length.plans import SEQUENTIAL_WAIT_S, Placements, WorkerKind
 from specdec.drafting.length.workers import WorkerFigures
 
 SETTLE_ROUNDS = 2
@@ -45,15 +45,15 @@ class Tracked:
 
 
 class Controller:
-    """Chooses way, draft length and fan-out per sequence, for the most tokens per second.
+    """Chooses mode, draft length and fan-out per sequence, for the most tokens per second.
 
     ``decided``, ``reported`` and ``echoed`` take measurements in, ``review`` gives the plans that have changed.
     """
 
     def __init__(self, bounds: Bounds | None = None) -> None:
         self.bounds = bounds or Bounds()
-        ways = self.bounds.ways
-        self._probe = PROBE if PROBE.way in ways else PROBE._replace(way="overlap")
+        modes = self.bounds.modes
+        self._probe = PROBE if PROBE.mode in modes else PROBE._replace(mode="overlap")
         self._sequences: dict[str, Tracked] = {}
         self._workers: dict[str, WorkerFigures] = {}
         self._groups: dict[str, Group] = {}
@@ -91,7 +91,7 @@ class Controller:
         self._unread.discard(seq)
         if group is not None and one.seen_s is not None and one.since >= SETTLE_ROUNDS:
             plan = one.plan
-            choice = Choice(plan.way, plan.num_draft_tokens, plan.num_branches)
+            choice = Choice(plan.mode, plan.num_draft_tokens, plan.num_branches)
             num_tokens = num_rounds + num_accepted
             group.heard(choice, num_tokens, now_s - one.seen_s, now_s)
         one.since += num_rounds
@@ -153,9 +153,9 @@ class Controller:
         length = min(choice.num_draft_tokens, one.bound)
         if not length or group.conditions is None:
             return Plan()
-        wait_s = IN_TURN_WAIT_S if choice.way == "in_turn" else 0.0
+        wait_s = SEQUENTIAL_WAIT_S if choice.mode == "sequential" else 0.0
         rate = round(10 * self._rate(one)) / 10  # one that only drifts a little is not worth a message
-        return Plan(length, choice.num_branches, rate, choice.way, wait_s)
+        return Plan(length, choice.num_branches, rate, choice.mode, wait_s)
 
     def _rate(self, one: Tracked) -> float:
         return self._acceptance[one.kind].rate(PRIOR_RATE, PRIOR_TRIALS)
@@ -200,7 +200,7 @@ class Controller:
         return [one for one in self._workers.values() if one.kind == "drafter"]
 
     def figures(self) -> dict[str, float]:
-        """Choices and estimates by name; what belongs to one target, or one way, is named ``name/<target>``.
+        """Choices and estimates by name; what belongs to one target, or one mode, is named ``name/<target>``.
 
         ``num_undrafted``: sequences for which there is no drafter, at a load where drafts were chosen, or nothing yet.
         """
@@ -211,7 +211,7 @@ class Controller:
             "num_undrafted": float(self._num_undrafted),
             "planned_draft_tokens": sum(plan.num_draft_tokens for plan in drafting) / count,
             "planned_branches": sum(plan.num_branches for plan in drafting) / count,
-        } | {f"planned_sequences/{way}": float(sum(plan.way == way for plan in plans)) for way in WAYS}
+        } | {f"planned_sequences/{mode}": float(sum(plan.mode == mode for plan in plans)) for mode in MODES}
         for target, group in self._groups.items():
             overall |= {f"{name}/{target}": value for name, value in group.figures().items()}
         return overall

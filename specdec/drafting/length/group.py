@@ -1,4 +1,4 @@
-"""The sequences that share a target: which way of speculating they follow, and what was learned of each way."""
+"""The sequences that share a target: which speculation mode they follow, and what was learned of each mode."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from specdec.core.types import Way
+from specdec.core.types import SpeculationMode
 from specdec.drafting.length.estimates import DecayedRate
-from specdec.drafting.length.ways import OFF, Bounds, Choice, Conditions, best_by_way, guess_rate_of, pace
+from specdec.drafting.length.modes import OFF, Bounds, Choice, Conditions, best_by_mode, guess_rate_of, pace
 
 MARGIN, GAIN = 0.05, 0.1
 """What is followed gives way to what is better by the one; drafting has to give the other more than none."""
 CAUTION = 0.9
-"""What a way that was never measured is taken to give, of what its formula says beside the target alone's."""
-PROBE = Choice("in_turn", 2)
+"""What a mode that was never measured is taken to give, of what its formula says beside the target alone's."""
+PROBE = Choice("sequential", 2)
 PROBE_ROUNDS = 8
 PROBE_SHARE = 0.005
 """Part of the target's rows that carry a probe's drafts."""
@@ -42,7 +42,7 @@ class Group:
     guesses: DecayedRate = field(default_factory=DecayedRate)
     probing: str | None = None
     _choices: dict[int, Choice] = field(default_factory=dict)
-    _factors: dict[tuple[Way, int], tuple[DecayedRate, float]] = field(default_factory=dict)
+    _factors: dict[tuple[SpeculationMode, int], tuple[DecayedRate, float]] = field(default_factory=dict)
     _gain: float = 1.0
     _probe_rounds: int = 0
     _rest_rounds: float = 0.0
@@ -66,8 +66,8 @@ class Group:
         if conditions is None or choice != self.choice:
             return
         expected, num_rows = pace(choice, conditions, self.acceptance_rate), conditions.num_rows
-        num_expected = min(seconds * expected, 4.0 * num_tokens)  # being preempted is not the way's doing
-        key = choice.way, num_rows.bit_length()
+        num_expected = min(seconds * expected, 4.0 * num_tokens)  # being preempted is not the mode's doing
+        key = choice.mode, num_rows.bit_length()
         factor, _ = self._factors.get(key, (DecayedRate(), now_s))
         self._factors[key] = factor.add(num_tokens / num_rows, num_expected / num_rows), now_s
 
@@ -83,24 +83,24 @@ class Group:
     def guesses_reported(self, hits: float, misses: float) -> None:
         """Branch hits and misses since the last report."""
         choice, count = self.choice, hits + misses
-        if choice.way != "outcomes" or not count:
+        if choice.mode != "outcomes" or not count:
             return
         rate = guess_rate_of(hits / count, self.acceptance_rate, choice.num_draft_tokens, choice.num_branches)
         self.guesses = self.guesses.add(rate * count, count)
 
     def review(self, conditions: Conditions | None, acceptance_rate: float, bounds: Bounds, now_s: float) -> None:
-        """Choose anew: the best choice of each way by its formula, and among those the best by what was measured."""
+        """Choose anew: the best choice of each mode by its formula, and among those the best by what was measured."""
         self.conditions, self.acceptance_rate = conditions, acceptance_rate
         if conditions is None or not bounds.num_draft_tokens:  # where nobody may draft nothing is learned from that
             self.choice = OFF
             return
         octave = conditions.num_rows.bit_length()
         present = self._choices.get(octave, OFF)
-        choices = best_by_way(conditions, acceptance_rate, bounds)
+        choices = best_by_mode(conditions, acceptance_rate, bounds)
         if present in set(bounds.choices()):
             choices.append(present)
         scores = {
-            choice: pace(choice, conditions, acceptance_rate) * self.factor(choice.way, conditions, now_s)
+            choice: pace(choice, conditions, acceptance_rate) * self.factor(choice.mode, conditions, now_s)
             for choice in choices
         }
         winner = max(scores, key=scores.__getitem__)
@@ -113,13 +113,13 @@ class Group:
         if winner != OFF:
             self._rest_rounds = 0.0
 
-    def factor(self, way: Way, conditions: Conditions, now_s: float) -> float:
-        """Measured over predicted pace of a way: at this load, or else at those that are nearest to it."""
+    def factor(self, mode: SpeculationMode, conditions: Conditions, now_s: float) -> float:
+        """Measured over predicted pace of a mode: at this load, or else at those that are nearest to it."""
         factor, octave = 1.0, conditions.num_rows.bit_length()
-        if way != "off":  # whatever slows the target down when it is alone slows it down in any way
+        if mode != "off":  # whatever slows the target down when it is alone slows it down in any mode
             alone_s = 1 / (pace(OFF, conditions, 0.0) * self.factor("off", conditions, now_s))
             factor = CAUTION * min(1.0, conditions.target_s(0) / alone_s)
-        measured = [(-abs(at - octave), *one) for (other, at), one in self._factors.items() if other == way]
+        measured = [(-abs(at - octave), *one) for (other, at), one in self._factors.items() if other == mode]
         for _, rate, at_s in sorted(measured, key=lambda entry: entry[0]):
             factor = rate.times(math.exp((at_s - now_s) / AGE_S)).rate(factor, PRIOR_TOKENS / factor)
         return factor

@@ -7,12 +7,12 @@ from typing import Literal, Protocol
 
 from specdec.core.messages import Notes, Plan
 from specdec.core.params import SequenceSpec
-from specdec.core.types import Way
+from specdec.core.types import SpeculationMode
 
 WorkerKind = Literal["target", "drafter"]
 Planner = Callable[[SequenceSpec], Plan]
-IN_TURN_WAIT_S = 1.0
-"""Longest wait of a target for a draft in the way ``in_turn``; a drafter that is gone costs this once per sequence."""
+SEQUENTIAL_WAIT_S = 1.0
+"""Longest wait of a target for a draft in mode ``sequential``; a drafter that is gone costs this once per sequence."""
 Placements = Mapping[str, tuple[str, str | None]]
 """Target and drafter of each sequence that has a target."""
 
@@ -49,7 +49,7 @@ class PlanController(Protocol):
         ...
 
     def figures(self) -> dict[str, float]:
-        """Choices and estimates by name; what belongs to one target, or one way, is named ``name/<target>``."""
+        """Choices and estimates by name; what belongs to one target, or one mode, is named ``name/<target>``."""
         ...
 
 
@@ -91,12 +91,14 @@ class FixedPlans:
         return {}
 
 
-def fixed_plan(num_draft_tokens: int, way: Way, draft_wait_s: float = 0.0, num_branches: int = 0) -> Planner:
+def fixed_plan(
+    num_draft_tokens: int, mode: SpeculationMode, draft_wait_s: float = 0.0, num_branches: int = 0
+) -> Planner:
     """A planner that gives every sequence the same draft length, or the one its request names; none without drafts.
 
     Args:
         num_draft_tokens: Draft tokens per round where the request names none.
-        way: Of every plan.
+        mode: Of every plan.
         draft_wait_s: Of every plan.
         num_branches: Of every plan.
     """
@@ -104,7 +106,7 @@ def fixed_plan(num_draft_tokens: int, way: Way, draft_wait_s: float = 0.0, num_b
     def plan(spec: SequenceSpec) -> Plan:
         wanted = spec.num_speculative_tokens
         length = num_draft_tokens if wanted is None else wanted
-        return Plan(length, num_branches, way=way, draft_wait_s=draft_wait_s) if length else Plan()
+        return Plan(length, num_branches, mode=mode, draft_wait_s=draft_wait_s) if length else Plan()
 
     return plan
 

@@ -57,19 +57,19 @@ async def plan_told(bench: Bench, plan: Plan) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("plan", "way"),
+    ("plan", "mode"),
     [
         (Plan(), "off"),
-        (Plan(3, acceptance_rate=0.75, way="in_turn", draft_wait_s=1.0), "in_turn"),
+        (Plan(3, acceptance_rate=0.75, mode="sequential", draft_wait_s=1.0), "sequential"),
         (Plan(3, acceptance_rate=0.75), "overlap"),
         (Plan(3, 8, acceptance_rate=0.75, draft_wait_s=0.25), "outcomes"),
     ],
 )
-async def test_an_answer_tells_the_plan_of_its_router(bench: Bench, plan: Plan, way: str) -> None:
+async def test_an_answer_tells_the_plan_of_its_router(bench: Bench, plan: Plan, mode: str) -> None:
     assert await plan_told(bench, plan) == {
         "num_draft_tokens": plan.num_draft_tokens,
         "num_branches": plan.num_branches,
-        "way": way,
+        "mode": mode,
         "acceptance_rate": plan.acceptance_rate,
         "draft_wait_s": plan.draft_wait_s,
     }

@@ -85,7 +85,7 @@ async def test_each_chunk_tells_how_its_tokens_came(bench: Bench, prompt: dict[s
     ]
     opening = [{}] if prompt else []
     got = [choice.get("specdec", {}) for choice in await choices(bench, **prompt, **TOLD)]
-    plan = {"num_draft_tokens": 3, "num_branches": 2, "way": "outcomes", "acceptance_rate": 0.75, "draft_wait_s": 0.0}
+    plan = {"num_draft_tokens": 3, "num_branches": 2, "mode": "outcomes", "acceptance_rate": 0.75, "draft_wait_s": 0.0}
     first = {
         "how": "ac",
         "num_draft_tokens": [0, 3],

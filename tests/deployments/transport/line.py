@@ -58,7 +58,7 @@ class Line:
             RouterEndpoint(), WorkerEndpoint(), WorkerEndpoint(), IngressEndpoint()
         ]  # fmt: skip
         name, times = f"r{id(self)}", Times()
-        machine = RouterMachine(name, fixed_plan(4, "in_turn", draft_wait_s=5.0), times)
+        machine = RouterMachine(name, fixed_plan(4, "sequential", draft_wait_s=5.0), times)
         self._as("Router", name)
         groups = [_group("target", None), _group("drafter", None)]
         self.router.start_router(machine, workers=groups, fingerprints=PRINTS)

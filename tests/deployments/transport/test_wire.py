@@ -38,7 +38,7 @@ ALL = (
     m.Submit("s", 1, "i", PROMPT, SPEC, "d", (7,)),
     m.Want("s", 1, "i", 3),
     m.Cancel("s", 1),
-    m.NewTokens("s", 1, 3, (4, 5), NOTES, MARK, m.Plan(3, way="in_turn")),
+    m.NewTokens("s", 1, 3, (4, 5), NOTES, MARK, m.Plan(3, mode="sequential")),
     m.End("s", 1, MARK, "error", "why"),
     m.Gone("s", 1, "draining"),
     m.Open("s", INC, "r", PROMPT, SPEC, m.Plan(), 5.0, "f", "suspects", (7,)),

@@ -16,8 +16,8 @@ from benchmarks.scripted import Script, ScriptedDrafter, ScriptedTarget
 from specdec.core.messages import Message
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.drafting.length.controller import Controller
+from specdec.drafting.length.modes import Bounds
 from specdec.drafting.length.plans import PlanController, Planner
-from specdec.drafting.length.ways import Bounds
 from specdec.engine.timing import StepTimer
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import IngressMachine

@@ -1,12 +1,12 @@
-"""What a group learns: a way's factor by load, and when a sequence probes."""
+"""What a group learns: a mode's factor by load, and when a sequence probes."""
 
 from __future__ import annotations
 
 import pytest
 
 from specdec.drafting.length.group import AGE_S, CAUTION, PROBE_ROUNDS, PROBE_SHARE, Group
-from specdec.drafting.length.ways import OFF, Bounds, pace
-from tests.specdec.control.test_ways import conditions
+from specdec.drafting.length.modes import OFF, Bounds, pace
+from tests.specdec.control.test_modes import conditions
 
 TOKENS = 400
 
@@ -21,18 +21,18 @@ def followed(group, conditions, share, now_s=0.0, rate=0.8):
 def test_a_gain_that_is_likely_is_taken_at_once():
     group = Group()
     group.review(conditions(), 0.5, Bounds(), 0.0)
-    assert group.choice.way == "outcomes"
+    assert group.choice.mode == "outcomes"
 
 
 def test_what_does_not_gain_is_off_after_some_rounds_and_stays_so_at_that_load():
     group, alone = Group(), conditions(0.02)
     group.review(alone, 0.6, Bounds(), 0.0)
-    ways = [group.choice.way]
+    modes = [group.choice.mode]
     while group.choice != OFF:
         followed(group, alone, 0.5, rate=0.6)
         group.review(alone, 0.6, Bounds(), 0.0)
-        ways.append(group.choice.way)
-    assert len(ways) == len(set(ways)) <= 4, "each way is tried once"
+        modes.append(group.choice.mode)
+    assert len(modes) == len(set(modes)) <= 4, "each way is tried once"
     assert group.choice_at(1) == OFF
     group.review(alone, 0.6, Bounds(), 10.0)
     assert group.choice == OFF
@@ -45,7 +45,7 @@ def test_a_factor_counts_at_its_load_then_nearby_and_less_as_it_ages():
     followed(group, one, 0.7)
     assert group.factor("outcomes", one, 0.0) == pytest.approx(0.7, abs=0.02)
     assert group.factor("outcomes", eight, 0.0) == pytest.approx(0.7, abs=0.02)
-    assert group.factor("in_turn", one, 0.0) == pytest.approx(CAUTION)
+    assert group.factor("sequential", one, 0.0) == pytest.approx(CAUTION)
     assert group.factor("outcomes", one, 20 * AGE_S) == pytest.approx(CAUTION, abs=0.01)
 
 

@@ -150,7 +150,7 @@ class HostileService:
             num_draft_tokens=pick((0, 2, 4, 4)),
             num_branches=pick((0, 4, 8)),
             acceptance_rate=0.5,
-            way=pick(("overlap", "overlap", "in_turn")),
+            mode=pick(("overlap", "overlap", "sequential")),
             draft_wait_s=pick((0, 0, 4)),
         )
 

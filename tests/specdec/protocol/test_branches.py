@@ -172,7 +172,7 @@ def test_sequences_share_the_branches_in_all_evenly(num_sequences, each):
     for seq in names:
         machine.receive(Open(seq, INC, "R", PROMPT, spec, Plan(3, 4, acceptance_rate=0.5), 5.0), 0.0)
     for seq in ("plain", "in turn"):  # takes no part
-        plan = Plan(3, 4 if seq == "in turn" else 0, way="overlap" if seq == "plain" else "in_turn")
+        plan = Plan(3, 4 if seq == "in turn" else 0, mode="overlap" if seq == "plain" else "sequential")
         machine.receive(Open(seq, INC, "R", PROMPT, spec, plan, 5.0), 0.0)
     last = {offer.seq: offer for offer in settle(machine)}
     assert [len(last[seq].branches) for seq in names] == [each] * num_sequences
@@ -321,11 +321,11 @@ def test_a_plan_without_branches_drops_them():
     assert {key for what, key in machine._backend.events if what == "release"} == keys
 
 
-@pytest.mark.parametrize("way", ["in_turn", "overlap"])
-def test_a_plan_with_a_shorter_chain_still_offers_what_there_is(way):
-    machine = machine_with(5, 0, way=way)
+@pytest.mark.parametrize("mode", ["sequential", "overlap"])
+def test_a_plan_with_a_shorter_chain_still_offers_what_there_is(mode):
+    machine = machine_with(5, 0, mode=mode)
     settle(machine, 2)
-    machine.receive(PlanUpdate("s", INC, Plan(1, way=way)), 0.0)
+    machine.receive(PlanUpdate("s", INC, Plan(1, mode=mode)), 0.0)
     (offer,) = settle(machine)
     assert offer.chain[:2] == path((), 2)
     machine.receive(PlanUpdate("s", INC, Plan(0)), 0.0)

@@ -31,7 +31,7 @@ class Counting:
 
 def opening(seq: str, model: str) -> Open:
     spec = SequenceSpec(SamplingParams(), 1, 2, 3, model=model)
-    plan = Plan(num_draft_tokens=2, way="in_turn") if model == "target" else Plan()
+    plan = Plan(num_draft_tokens=2, mode="sequential") if model == "target" else Plan()
     return Open(seq, Inc(1, 0), "R", (7, 8), spec, plan, lease_s=5.0)
 
 

@@ -5,7 +5,7 @@ import pytest
 from specdec.core.backends import Proposal, Status
 from specdec.core.messages import Candidates, Close, Commit, Inc, Offer, Open, Plan, Resync
 from specdec.core.params import SamplingParams, SequenceSpec
-from specdec.core.types import Way
+from specdec.core.types import SpeculationMode
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.leases import Times
 from tests.specdec.protocol.scripted import PROMPT, log_of
@@ -41,9 +41,11 @@ def chain(start, length):
     return tuple(range(100 + start, 100 + start + length))
 
 
-def machine_with(num_draft_tokens=3, way: Way = "in_turn", max_tokens=50, max_model_len=100, acceptance="coupled"):
+def machine_with(
+    num_draft_tokens=3, mode: SpeculationMode = "sequential", max_tokens=50, max_model_len=100, acceptance="coupled"
+):
     machine = DrafterMachine("D", Counting(max_model_len), Times(lease_s=5.0))
-    open_sequence(machine, "s", Plan(num_draft_tokens, way=way), max_tokens, acceptance)
+    open_sequence(machine, "s", Plan(num_draft_tokens, mode=mode), max_tokens, acceptance)
     return machine
 
 
@@ -69,7 +71,7 @@ def offer(committed, tokens):
     return Offer("s", INC, log_of(committed).mark(), tuple(tokens))
 
 
-def test_in_turn_a_chain_ends_at_the_draft_length_and_is_offered_once():
+def test_sequential_a_chain_ends_at_the_draft_length_and_is_offered_once():
     machine = machine_with(3)
     assert settle(machine) == [offer((), chain(0, 3))]
     assert settle(machine) == []
@@ -80,9 +82,9 @@ def test_in_overlap_it_goes_on_for_another_round_and_is_offered_after_each_step(
     assert settle(machine) == [offer((), chain(0, length)) for length in range(1, 10)]
 
 
-@pytest.mark.parametrize(("way", "length"), [("in_turn", 3), ("overlap", 7)])
-def test_a_commit_that_agrees_keeps_the_rest_of_the_chain(way, length):
-    machine = machine_with(3, way)
+@pytest.mark.parametrize(("mode", "length"), [("sequential", 3), ("overlap", 7)])
+def test_a_commit_that_agrees_keeps_the_rest_of_the_chain(mode, length):
+    machine = machine_with(3, mode)
     settle(machine)
     commit(machine, (), chain(0, 2))
     before = len(machine._backend.batches)
@@ -149,9 +151,9 @@ def test_a_commit_for_an_unknown_inc_is_ignored():
     assert settle(machine) == [offer((), chain(0, 3))]
 
 
-@pytest.mark.parametrize("way", ["in_turn", "overlap"])
-def test_beyond_the_draft_models_context_nothing_is_drafted(way):
-    machine = machine_with(3, way, max_model_len=len(PROMPT) + 2)
+@pytest.mark.parametrize("mode", ["sequential", "overlap"])
+def test_beyond_the_draft_models_context_nothing_is_drafted(mode):
+    machine = machine_with(3, mode, max_model_len=len(PROMPT) + 2)
     assert settle(machine)[-1] == offer((), chain(0, 2))
     commit(machine, (), chain(0, 1))
     assert settle(machine) == []
@@ -195,7 +197,7 @@ def test_under_the_rejection_rule_candidates_go_with_their_tokens():
 
 def test_all_sequences_share_a_batch_and_are_released_when_they_go():
     machine = machine_with(2)
-    open_sequence(machine, "t", Plan(1, way="in_turn"))
+    open_sequence(machine, "t", Plan(1, mode="sequential"))
     settle(machine)
     assert [[key for key, *_ in batch] for batch in machine._backend.batches] == [["s", "t"], ["s"]]
     machine.receive(Close("s", INC), 1.0)
@@ -221,7 +223,7 @@ def test_it_rests_where_a_step_finds_no_room():
 
 def test_a_step_of_all_sequences_is_one_message_to_each_router():
     machine = machine_with(2)
-    open_sequence(machine, "t", Plan(2, way="in_turn"))
+    open_sequence(machine, "t", Plan(2, mode="sequential"))
     assert machine.step(0.0)
     machine.take_outbox()
     assert machine.step(0.0)

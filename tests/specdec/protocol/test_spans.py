@@ -148,7 +148,7 @@ def test_the_steps_of_a_sequence_are_timed_in_sums_alone(spans: Spans) -> None:
     drafter = DrafterMachine("D", Counting(), TIMES, last_interval=quarter)
     target.tracer, drafter.tracer = spans.of("target"), spans.of("drafter")
     for machine in (target, drafter):
-        machine.receive(open_message(plan=Plan(2, way="in_turn", draft_wait_s=0.0), trace="r"), 0.0)
+        machine.receive(open_message(plan=Plan(2, mode="sequential", draft_wait_s=0.0), trace="r"), 0.0)
         machine.step(0.0)
         machine.step(0.0)
     assert {span.role: span.sums["step_us"] for span in spans.told} == {"target": 500_000, "drafter": 500_000}

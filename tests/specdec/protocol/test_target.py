@@ -254,7 +254,7 @@ def test_sequences_are_served_in_order_of_arrival():
 
 
 def test_a_row_waits_for_an_offer_only_as_long_as_its_plan_says():
-    machine = machine_with(open_message(plan=Plan(3, way="in_turn", draft_wait_s=0.2)))
+    machine = machine_with(open_message(plan=Plan(3, mode="sequential", draft_wait_s=0.2)))
     assert machine.step(0.0)  # never before the first token
     assert not machine.step(0.1)
     machine.receive(offer(TRUE[:1], TRUE[1:3]), 0.1)
@@ -266,8 +266,8 @@ def test_a_row_waits_for_an_offer_only_as_long_as_its_plan_says():
     assert [batch[0][1] for batch in machine._backend.batches] == [(), TRUE[1:3], (), ()]
 
 
-def test_in_turn_a_row_waits_after_a_step_that_took_longer_than_the_wait():
-    machine = machine_with(open_message(plan=Plan(3, way="in_turn", draft_wait_s=1.0)))
+def test_sequential_a_row_waits_after_a_step_that_took_longer_than_the_wait():
+    machine = machine_with(open_message(plan=Plan(3, mode="sequential", draft_wait_s=1.0)))
     assert machine.step(0.0)
     assert not machine.step(2.0)
     assert not machine.step(2.9)

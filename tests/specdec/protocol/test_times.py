@@ -31,7 +31,7 @@ def clock():
 def test_a_drafter_tells_of_its_steps_once_with_the_offer_that_follows():
     machine = DrafterMachine("D", Counting(), Times(lease_s=5.0), last_interval=clock())
     for seq, wants_times in (("s", True), ("t", False)):
-        machine.receive(opened(seq, wants_times, Plan(2, way="in_turn")), 0.0)
+        machine.receive(opened(seq, wants_times, Plan(2, mode="sequential")), 0.0)
     while machine.step(0.0):
         pass
     offers = {offer.seq: offer for offer in machine.take_outbox()["R"]}
@@ -48,7 +48,7 @@ def test_a_step_without_room_for_a_sequence_was_none_of_its_own():
     backend = Counting()
     machine = DrafterMachine("D", backend, Times(lease_s=5.0), last_interval=clock())
     for seq in ("s", "t"):
-        machine.receive(opened(seq, True, Plan(1, way="in_turn")), 0.0)
+        machine.receive(opened(seq, True, Plan(1, mode="sequential")), 0.0)
     backend.room = 1
     machine.step(0.0)
     backend.room = 9

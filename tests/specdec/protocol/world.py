@@ -212,7 +212,7 @@ class World:
             num_draft_tokens=pick((0, 2, 5, 5)),
             num_branches=pick((0, 1, MOST_BRANCHES)),
             acceptance_rate=pick((0.0, 0.7, 1.0)),
-            way=pick(("overlap", "overlap", "in_turn")),
+            mode=pick(("overlap", "overlap", "sequential")),
             draft_wait_s=pick((0, 0, 6)),
         )
 

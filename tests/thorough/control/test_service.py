@@ -8,7 +8,7 @@ from specdec.core.messages import Notes
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.drafting.length.controller import Controller
 from specdec.drafting.length.group import Group
-from specdec.drafting.length.plans import IN_TURN_WAIT_S, Planner, fixed_plan
+from specdec.drafting.length.plans import SEQUENTIAL_WAIT_S, Planner, fixed_plan
 from tests.specdec.control.machines import Pair, Service
 
 BRANCHES = 16
@@ -22,10 +22,10 @@ def rate(service: Service, num_sequences: int, warm_up: int, num_rounds: int) ->
     return num_tokens / seconds
 
 
-def fixed(way: str, length: int) -> Planner:
-    if way == "in_turn":
-        return fixed_plan(length, "in_turn", IN_TURN_WAIT_S)
-    return fixed_plan(length, "overlap", num_branches=BRANCHES if way == "outcomes" else 0)
+def fixed(mode: str, length: int) -> Planner:
+    if mode == "sequential":
+        return fixed_plan(length, "sequential", SEQUENTIAL_WAIT_S)
+    return fixed_plan(length, "overlap", num_branches=BRANCHES if mode == "outcomes" else 0)
 
 
 GRID = [(n, alpha, cost) for n in (1, 8, 64) for alpha in (0.3, 0.6, 0.8, 0.9) for cost in (0.05, 0.1, 0.3)]
@@ -40,7 +40,7 @@ def test_auto_comes_near_the_best_fixed_way(num_sequences: int, alpha: float, co
     """Steps beyond 64 tokens take longer, so that there is something to choose."""
     pair, rounds = Pair(alpha, cost, free_tokens=64), (80, 100)  # the same part of the same text for all
     auto = rate(Service(pair), num_sequences, *rounds)
-    plans = [(way, length) for way in ("in_turn", "overlap", "outcomes") for length in (2, 4, 7)]
+    plans = [(mode, length) for mode in ("sequential", "overlap", "outcomes") for length in (2, 4, 7)]
     rates = {plan: rate(Service(pair, fixed(*plan)), num_sequences, *rounds) for plan in plans}
     rates["off", 0] = num_sequences / pair.target_s(num_sequences)
     assert auto > 0.9 * max(rates.values()), rates

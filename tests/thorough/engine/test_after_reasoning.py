@@ -80,9 +80,9 @@ def check(name: str, tokens: tuple[int, ...]) -> None:
 def test_no_draft_changes_a_token(pair: str, name: str, temperature: float) -> None:
     params = SamplingParams(temperature=temperature, grammar=REASONED[name], logit_bias=((0, 4.0),))
     prompts = [PROMPT] * (3 if temperature else 1)
-    ways = [(engine_of(pair), count) for count in (0, 1, 4, 8)]
+    modes = [(engine_of(pair), count) for count in (0, 1, 4, 8)]
     if pair == "plain":
-        ways.append((undrafted(), None))
+        modes.append((undrafted(), None))
     found = [
         [
             one.token_ids
@@ -90,7 +90,7 @@ def test_no_draft_changes_a_token(pair: str, name: str, temperature: float) -> N
                 prompts, params, seed=2, max_tokens=MAX_TOKENS, num_speculative_tokens=count
             )
         ]
-        for engine, count in ways
+        for engine, count in modes
     ]
     assert all(one == found[0] for one in found)
     for tokens in found[0]:

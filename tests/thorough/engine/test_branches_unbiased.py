@@ -247,7 +247,7 @@ AHEAD = Plan(num_draft_tokens=3, num_branches=4, acceptance_rate=0.5)
 SETUPS = {
     "branches": Setup(),
     "texts_without_end": Setup(ends=False, noise=0.8),
-    "in_turn_and_often_late": Setup(plan=Plan(num_draft_tokens=3, way="in_turn"), draft_steps=(2, 3)),
+    "sequential_and_often_late": Setup(plan=Plan(num_draft_tokens=3, mode="sequential"), draft_steps=(2, 3)),
     "prediction": Setup(plan=AHEAD, draft_steps=(6,), lookup=LookUpOptions(1), prediction=PREDICTION),
     "look_up": Setup(plan=AHEAD, draft_steps=(6,), lookup=LookUpOptions(1)),
     "look_up_or_model": Setup(plan=AHEAD, draft_steps=(6,), lookup=LookUpOptions(2), chooses=True, noise=0.8),
@@ -268,7 +268,7 @@ def test_under_the_coupled_rule_it_is_so_as_well() -> None:
     assert p_value(Setup(acceptance="coupled", ends=False, noise=0.8), 1_000) > 1e-3
 
 
-@pytest.mark.parametrize("name", sized(["trees_or_model"], ["in_turn_and_often_late", "trees_or_model"]))
+@pytest.mark.parametrize("name", sized(["trees_or_model"], ["sequential_and_often_late", "trees_or_model"]))
 def test_a_chain_that_ends_with_its_text_would_be_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its length, or when it is complete, decides whether it is verified, and depends on what was drawn."""
 

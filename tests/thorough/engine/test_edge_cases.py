@@ -240,7 +240,7 @@ def test_edge_14_speculation_switched_on_again_catches_up(temperature: float) ->
             assert machine is not None
             row = machine._rows.get(name)
             assert row is not None
-            machine.receive(PlanUpdate(name, row.inc, Plan(num_draft_tokens, way="in_turn")), 0.0)
+            machine.receive(PlanUpdate(name, row.inc, Plan(num_draft_tokens, mode="sequential")), 0.0)
 
     assert advance(10) == "aaaab" * 2
     plan(0)

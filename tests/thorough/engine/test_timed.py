@@ -48,9 +48,9 @@ def test_a_draft_that_does_not_fit_is_used_as_far_as_it_came() -> None:
     assert rate(Plan(10, 16), 2e-3) > 0.95 * rate(Plan(6, 16), 2e-3)
 
 
-def test_against_drafting_in_turn_and_the_target_alone() -> None:
+def test_against_drafting_sequential_and_the_target_alone() -> None:
     outcomes = rate(Plan(8, 16), 1.5e-3)
-    in_turn = max(rate(Plan(k, way="in_turn", draft_wait_s=1.0), 1.5e-3) for k in (6, 8))
-    assert outcomes > 1.6 * in_turn
-    assert outcomes > 1.35 * PAIR.best_in_turn()
+    sequential = max(rate(Plan(k, mode="sequential", draft_wait_s=1.0), 1.5e-3) for k in (6, 8))
+    assert outcomes > 1.6 * sequential
+    assert outcomes > 1.35 * PAIR.best_sequential()
     assert outcomes > 3.6 * PAIR.alone()

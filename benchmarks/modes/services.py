@@ -13,9 +13,9 @@ from types import TracebackType
 
 import httpx
 
-from benchmarks.ways.compare import Variant
-from benchmarks.ways.load import Workload, run_workload, served_model
-from benchmarks.ways.measures import Run
+from benchmarks.modes.compare import Variant
+from benchmarks.modes.load import Workload, run_workload, served_model
+from benchmarks.modes.measures import Run
 from cluster.config.app import ServiceConfig
 from cluster.launch.local import LaunchError, check_port
 
@@ -93,7 +93,7 @@ class Services:
 
 
 class HttpRunner:
-    """Runs workloads against services; see :data:`benchmarks.ways.compare.Runner`.
+    """Runs workloads against services; see :data:`benchmarks.modes.compare.Runner`.
 
     Args:
         urls: By way; the first also takes variants that leave it open.
@@ -112,7 +112,7 @@ class HttpRunner:
         return asyncio.run(self._run(self._url(variant), workload))
 
     def _url(self, variant: Variant) -> str:
-        return self._urls.get(variant.way or "") or next(iter(self._urls.values()))
+        return self._urls.get(variant.mode or "") or next(iter(self._urls.values()))
 
     async def _run(self, url: str, workload: Workload) -> Run:
         if url not in self._models:

@@ -6,19 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from specdec.drafting.length.step_times import StepTime, StepTimes
-from specdec.drafting.length.ways import (
+from specdec.drafting.length.modes import (
     DRAFT_LENGTHS,
     OFF,
     Bounds,
     Choice,
     Conditions,
-    best_by_way,
+    best_by_mode,
     expected_tokens,
     guess_rate_of,
     hit_rate,
     pace,
 )
+from specdec.drafting.length.step_times import StepTime, StepTimes
 
 FLAT = StepTimes((StepTime(1, 1, 0.03, 9), StepTime(1, 64, 0.03, 9)))
 
@@ -27,14 +27,14 @@ def conditions(draft_s=0.003, target=FLAT, rows=1, trip_s=0.0, guess_rate=0.5):
     return Conditions(target, target, StepTimes((StepTime(1, 1, draft_s, 9),)), rows, rows, trip_s, guess_rate)
 
 
-def test_in_turn_by_hand():
-    expected = pace(Choice("in_turn", 2), conditions(trip_s=0.004), 0.5)
+def test_sequential_by_hand():
+    expected = pace(Choice("sequential", 2), conditions(trip_s=0.004), 0.5)
     assert expected == pytest.approx(1.75 / (0.03 + 2 * 0.003 + 0.004))
 
 
 def test_ahead_with_a_draft_that_is_always_right_every_round_has_one():
-    for way, branches in (("overlap", 0), ("outcomes", 4)):
-        assert pace(Choice(way, 4, branches), conditions(), 1.0) == pytest.approx(5 / 0.03)
+    for mode, branches in (("overlap", 0), ("outcomes", 4)):
+        assert pace(Choice(mode, 4, branches), conditions(), 1.0) == pytest.approx(5 / 0.03)
 
 
 def test_ahead_no_more_is_drafted_than_fits_into_a_step():
@@ -46,8 +46,8 @@ def test_ahead_no_more_is_drafted_than_fits_into_a_step():
 
 def test_a_pass_that_gives_several_tokens_is_one_step_or_none():
     at_once = replace(conditions(0.008), num_step_tokens=8)
-    assert pace(Choice("in_turn", 8), at_once, 0.5) == pytest.approx(expected_tokens(0.5, 8) / (0.03 + 0.008))
-    assert pace(Choice("in_turn", 9), at_once, 0.5) == pytest.approx(expected_tokens(0.5, 9) / (0.03 + 2 * 0.008))
+    assert pace(Choice("sequential", 8), at_once, 0.5) == pytest.approx(expected_tokens(0.5, 8) / (0.03 + 0.008))
+    assert pace(Choice("sequential", 9), at_once, 0.5) == pytest.approx(expected_tokens(0.5, 9) / (0.03 + 2 * 0.008))
     assert pace(Choice("overlap", 16), at_once, 1.0) == pytest.approx(17 / 0.03)
     half_late = replace(conditions(0.02), num_step_tokens=8)
     assert pace(Choice("overlap", 16), half_late, 1.0) == pytest.approx(9 / 0.03)
@@ -83,14 +83,14 @@ def test_choices_keep_within_bounds():
     few = list(Bounds(5, 6).choices())
     assert few[0] == OFF
     assert {one.num_draft_tokens for one in few[1:]} == {1, 2, 3, 4, 5}
-    assert {one.num_branches for one in few if one.way == "outcomes"} == {2, 4, 6}
-    assert {one.way for one in Bounds(5, 0).choices()} == {"off", "in_turn", "overlap"}
-    assert {one.way for one in Bounds(ways=frozenset({"off", "in_turn"})).choices()} == {"off", "in_turn"}
+    assert {one.num_branches for one in few if one.mode == "outcomes"} == {2, 4, 6}
+    assert {one.mode for one in Bounds(5, 0).choices()} == {"off", "sequential", "overlap"}
+    assert {one.mode for one in Bounds(modes=frozenset({"off", "sequential"})).choices()} == {"off", "sequential"}
     assert list(Bounds(0).choices()) == [OFF]
     assert max(one.num_draft_tokens for one in Bounds(99).choices()) == DRAFT_LENGTHS[-1]
 
 
 def test_of_equal_choices_the_one_that_drafts_least_is_the_best():
-    best = {choice.way: choice for choice in best_by_way(conditions(0.008), 0.8, Bounds())}
+    best = {choice.mode: choice for choice in best_by_mode(conditions(0.008), 0.8, Bounds())}
     assert best["outcomes"].num_draft_tokens <= 4
     assert best["off"] == OFF

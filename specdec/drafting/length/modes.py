@@ -1,4 +1,4 @@
-"""What each way of speculating gives: tokens of a round and the time of a round, as closed formulas.
+"""What each speculation mode gives: tokens of a round and the time of a round, as closed formulas.
 
 A round is one verification of one sequence. Notation of the design (section 7): ``t_T`` a target step, ``t_d`` a draft
 step, ``K`` the draft length, ``a`` the acceptance rate per draft token, ``E = (1 - a^(K+1)) / (1 - a)``, ``2 delta``
@@ -16,10 +16,10 @@ from functools import lru_cache
 from math import ceil, floor
 from typing import NamedTuple, get_args
 
-from specdec.core.types import Way
+from specdec.core.types import SpeculationMode
 from specdec.drafting.length.step_times import StepTimes
 
-WAYS: tuple[Way, ...] = get_args(Way)
+MODES: tuple[SpeculationMode, ...] = get_args(SpeculationMode)
 DRAFT_LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 BRANCHES = (2, 4, 8, 16, 32)
 TIE = 1.02
@@ -27,9 +27,9 @@ TIE = 1.02
 
 
 class Choice(NamedTuple):
-    """A way of speculating with its draft length and its fan-out."""
+    """A speculation mode with its draft length and its fan-out."""
 
-    way: Way = "off"
+    mode: SpeculationMode = "off"
     num_draft_tokens: int = 0
     num_branches: int = 0
 
@@ -39,20 +39,20 @@ OFF = Choice()
 
 @dataclass(frozen=True)
 class Bounds:
-    """What may be chosen: most draft tokens, most branches (0 is none), ways beside ``off``."""
+    """What may be chosen: most draft tokens, most branches (0 is none), modes beside ``off``."""
 
     num_draft_tokens: int = DRAFT_LENGTHS[-1]
     num_branches: int = 16
-    ways: frozenset[Way] = frozenset(WAYS)
+    modes: frozenset[SpeculationMode] = frozenset(MODES)
 
     def choices(self) -> Iterator[Choice]:
         """All choices within these bounds, ``off`` first."""
         yield OFF
         for length in sorted({min(n, self.num_draft_tokens) for n in DRAFT_LENGTHS} - {0}):
-            for way in ("in_turn", "overlap"):
-                if way in self.ways:
-                    yield Choice(way, length)
-            if "outcomes" in self.ways and self.num_branches:
+            for mode in ("sequential", "overlap"):
+                if mode in self.modes:
+                    yield Choice(mode, length)
+            if "outcomes" in self.modes and self.num_branches:
                 for branches in sorted({min(n, self.num_branches) for n in BRANCHES}):
                     yield Choice("outcomes", length, branches)
 
@@ -99,9 +99,9 @@ class Conditions:
 def pace(choice: Choice, conditions: Conditions, acceptance_rate: float) -> float:
     """Tokens per second of one sequence where all do alike; in turn E / (t_T + 2 delta + K t_d)."""
     length = choice.num_draft_tokens
-    if choice.way == "off":
+    if choice.mode == "off":
         return 1 / min(conditions.alone.at(conditions.num_rows, conditions.num_rows), conditions.target_s(0))
-    if choice.way == "in_turn":
+    if choice.mode == "sequential":
         num_steps = ceil(length / conditions.num_step_tokens)
         round_s = conditions.target_s(length) + num_steps * conditions.draft_s(0)
         return expected_tokens(acceptance_rate, length) / (round_s + conditions.round_trip_s)
@@ -160,11 +160,11 @@ def guess_rate_of(measured_hit_rate: float, acceptance_rate: float, num_draft_to
     return (1 + bisect_left(rates, measured_hit_rate, hi=98)) / 100
 
 
-def best_by_way(conditions: Conditions, acceptance_rate: float, bounds: Bounds) -> list[Choice]:
-    """Of each way the choice with the most tokens per second; of equal ones the one that drafts least."""
-    best: dict[Way, tuple[float, Choice]] = {}
+def best_by_mode(conditions: Conditions, acceptance_rate: float, bounds: Bounds) -> list[Choice]:
+    """Of each mode the choice with the most tokens per second; of equal ones the one that drafts least."""
+    best: dict[SpeculationMode, tuple[float, Choice]] = {}
     for choice in bounds.choices():
         rate = pace(choice, conditions, acceptance_rate)
-        if rate > TIE * best.get(choice.way, (0.0, OFF))[0]:
-            best[choice.way] = rate, choice
+        if rate > TIE * best.get(choice.mode, (0.0, OFF))[0]:
+            best[choice.mode] = rate, choice
     return [choice for _, choice in best.values()]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from benchmarks.modes.compare import Comparison, Variant, Work
+from benchmarks.modes.measures import Run, Stream, TokenArrival
+from benchmarks.modes.summary import summarize
 from benchmarks.scripted import Script, ScriptedTarget
-from benchmarks.ways.compare import Comparison, Variant, Work
-from benchmarks.ways.measures import Run, Stream, TokenArrival
-from benchmarks.ways.summary import summarize
 from specdec.core.backends import VerifyJob
 from specdec.core.log import TokenLog
 from specdec.core.params import SamplingParams, SequenceSpec
@@ -14,7 +14,7 @@ from specdec.engine.timing import StepReport
 from tests.clock import VirtualClock
 
 SPEC = SequenceSpec(SamplingParams(), 0, 1, 100)
-VARIANTS = (Variant("in turn", 4, "in_turn"), Variant("outcomes", 4, "outcomes"))
+VARIANTS = (Variant("in turn", 4, "sequential"), Variant("outcomes", 4, "outcomes"))
 
 
 def job(key: str) -> VerifyJob:

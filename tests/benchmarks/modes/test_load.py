@@ -8,7 +8,7 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
-from benchmarks.ways.load import (
+from benchmarks.modes.load import (
     Workload,
     devices_between,
     run_workload,

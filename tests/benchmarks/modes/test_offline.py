@@ -7,15 +7,15 @@ import pytest
 from benchmarks.backends import scripted
 from benchmarks.emulation import EmulatedDevice, EmulatedTarget, StepCost
 from benchmarks.limits import ScriptedPair
-from benchmarks.ways.compare import ALONE, Variant, Work, compare, parse_variants
-from benchmarks.ways.load import Workload
-from benchmarks.ways.offline import Pair, load_pair
-from benchmarks.ways.summary import SummaryRow, summarize
+from benchmarks.modes.compare import ALONE, Variant, Work, compare, parse_variants
+from benchmarks.modes.load import Workload
+from benchmarks.modes.offline import Pair, load_pair
+from benchmarks.modes.summary import SummaryRow, summarize
 from cluster.config.app import AppArgs
 from specdec.core.errors import InvalidParameterError
-from specdec.drafting.length.ways import expected_tokens
+from specdec.drafting.length.modes import expected_tokens
 from specdec.sampling.philox import derive_seed
-from tests.benchmarks.ways.virtual import virtual_pair
+from tests.benchmarks.modes.virtual import virtual_pair
 from tests.clock import VirtualClock
 
 
@@ -24,7 +24,7 @@ def pair(acceptance_rate: float, costs: str = "target=30,draft=3") -> Pair:
 
 
 def rows(pair: Pair, num_streams: int = 1, max_tokens: int = 20, lengths: tuple[int, ...] = (0, 4)) -> list[SummaryRow]:
-    variants = parse_variants(["in_turn"], lengths)
+    variants = parse_variants(["sequential"], lengths)
     work = Work("code", num_streams, max_tokens, 0.0)
     return summarize(compare(pair.run, variants, work, rounds=2, report=lambda line: None))
 
@@ -104,14 +104,14 @@ def test_costs_by_row_and_token() -> None:
 def test_with_everything_accepted_the_limit_is_met() -> None:
     """Also where a verification costs more than a plain step."""
     row = rows(pair(1.0, "target=10+2/token,draft=1"), max_tokens=100)[1]
-    limit = ScriptedPair(1.0, 0.95, StepCost(10, token_ms=2), StepCost(1)).in_turn(4)
+    limit = ScriptedPair(1.0, 0.95, StepCost(10, token_ms=2), StepCost(1)).sequential(4)
     assert limit == pytest.approx(5 / 0.024)
     assert row.decode_tokens_per_s == pytest.approx(limit)
 
 
 def test_a_drafter_is_idle_while_the_target_works() -> None:
     engine = pair(1.0)
-    engine.run(Variant("in turn", 2, "in_turn"), Work("code", 1, 3, 0.0).workload(Variant("in turn", 2)))
+    engine.run(Variant("in turn", 2, "sequential"), Work("code", 1, 3, 0.0).workload(Variant("in turn", 2)))
     assert [(step.role, step.start_ns, step.end_ns) for step in engine.steps] == [
         ("drafter", 0, 3_000_000),
         ("drafter", 3_000_000, 6_000_000),
@@ -131,7 +131,7 @@ def test_a_second_run_reads_its_prompts_again() -> None:
     pair = load_pair(AppArgs.model_validate({"target": memory, "draft": memory, "max_model_len": 128}))
     prompts = ("def fibonacci(number):\n" * 8, "for item in items:\n    print(item)\n" * 6) * 2
     for _ in range(2):
-        pair.run(Variant("in turn", 2, "in_turn"), Workload(prompts, 4, 0.0, 2))
+        pair.run(Variant("in turn", 2, "sequential"), Workload(prompts, 4, 0.0, 2))
     assert pair.drafter is not None
     for backend in (pair.target, pair.drafter):
         assert backend.gauges()["num_reused_tokens"] == 0
@@ -141,15 +141,15 @@ def test_a_second_run_reads_its_prompts_again() -> None:
 
 
 def test_modes() -> None:
-    names = [(m.name, m.num_speculative_tokens, m.way) for m in parse_variants(["in_turn", "overlap"], [0, 2])]
+    names = [(m.name, m.num_speculative_tokens, m.mode) for m in parse_variants(["sequential", "overlap"], [0, 2])]
     assert names == [
         (ALONE, 0, None),
-        ("in turn, 2 draft tokens", 2, "in_turn"),
+        ("sequential, 2 draft tokens", 2, "sequential"),
         ("overlap, 2 draft tokens", 2, "overlap"),
     ]
     assert parse_variants(["auto"], [0, 2, 4])[1:] == (Variant("auto", None, "auto"),)
     assert [variant.name for variant in parse_variants([], [3])] == ["3 draft tokens"]
-    with pytest.raises(InvalidParameterError, match="'fast' is none of in_turn, overlap, outcomes, auto"):
+    with pytest.raises(InvalidParameterError, match="'fast' is none of sequential, overlap, outcomes, auto"):
         parse_variants(["fast"], [3])
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.ways.measures import DeviceUse, Run, Stream, TokenArrival
+from benchmarks.modes.measures import DeviceUse, Run, Stream, TokenArrival
 from specdec.engine.stats import SpecStats
 
 DEVICES = {"TargetServer": "target", "DraftServer": "draft"}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.ways.compare import ALONE, Comparison, Variant, Work, compare
-from benchmarks.ways.load import Workload
-from benchmarks.ways.measures import Run, Stream, TokenArrival
-from benchmarks.ways.report import pooled_table
-from benchmarks.ways.summary import summarize
+from benchmarks.modes.compare import ALONE, Comparison, Variant, Work, compare
+from benchmarks.modes.load import Workload
+from benchmarks.modes.measures import Run, Stream, TokenArrival
+from benchmarks.modes.report import pooled_table
+from benchmarks.modes.summary import summarize
 
 WORK = Work("code", 1, 10, 0.0)
-VARIANTS = (Variant(ALONE, 0), Variant("in turn, 4 draft tokens", 4, "in_turn"), Variant("auto", None, "auto"))
+VARIANTS = (Variant(ALONE, 0), Variant("in turn, 4 draft tokens", 4, "sequential"), Variant("auto", None, "auto"))
 
 
 def run(duration_s: float) -> Run:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.ways.compare import ALONE, Comparison, Variant, Work
-from benchmarks.ways.measures import (
+from benchmarks.modes.compare import ALONE, Comparison, Variant, Work
+from benchmarks.modes.measures import (
     DeviceUse,
     Run,
     Stream,
@@ -16,7 +16,7 @@ from benchmarks.ways.measures import (
     token_gaps_s,
     tokens_per_round,
 )
-from benchmarks.ways.summary import summarize
+from benchmarks.modes.summary import summarize
 from specdec.drafting.length.plans import WorkerKind
 from specdec.engine.observed import StepRecord
 from specdec.engine.stats import SpecStats

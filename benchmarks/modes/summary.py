@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.ways.compare import Comparison, Pooled
-from benchmarks.ways.measures import (
+from benchmarks.modes.compare import Comparison, Pooled
+from benchmarks.modes.measures import (
     DeviceUse,
     Run,
     mean,
@@ -29,7 +29,7 @@ class SummaryRow:
         decode_tokens_per_s: From each stream's first tokens on.
         first_s: Time to the first token.
         gap_mean_s: Mean inter-token latency, over all tokens of all streams and rounds.
-        gap_percentiles_s: Its 50th, 95th and 99th percentile; see :func:`benchmarks.ways.measures.token_gaps_s`.
+        gap_percentiles_s: Its 50th, 95th and 99th percentile; see :func:`benchmarks.modes.measures.token_gaps_s`.
         acceptance_rate: Accepted over verified draft tokens, over all rounds.
         step_s: Time of a step by device.
         idle_share: By device.

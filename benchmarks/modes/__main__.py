@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import get_args
 
-from benchmarks.ways.compare import Runner, ServiceWay, Variant, Work, compare, parse_variants
-from benchmarks.ways.load import service_stand_ins
-from benchmarks.ways.prompts import PROMPTS, prompts_of
-from benchmarks.ways.report import BenchReport, Environment, command_line, processor_name
-from benchmarks.ways.services import HttpRunner, Services
-from benchmarks.ways.summary import summarize
+from benchmarks.modes.compare import Runner, ServiceMode, Variant, Work, compare, parse_variants
+from benchmarks.modes.load import service_stand_ins
+from benchmarks.modes.prompts import PROMPTS, prompts_of
+from benchmarks.modes.report import BenchReport, Environment, command_line, processor_name
+from benchmarks.modes.services import HttpRunner, Services
+from benchmarks.modes.summary import summarize
 from cluster.cli.failures import exit_code
 from cluster.cli.flags import Parser, add_config_flags, config_overrides
 from cluster.cli.serve import serve
@@ -25,9 +25,9 @@ from cluster.config.files import config_keys, load_config
 from specdec.core.errors import InvalidParameterError
 from specdec.core.validation import MAX_TEMPERATURE
 
-USAGE = "%(prog)s [--offline | --url URL] [--streams 1,8] [--ways WAY,...] [--num-speculative-tokens 0,4] [KEY ...]"
-_DEFAULT_WAYS = "overlap,auto"
-OWN_KEYS = {"num_speculative_tokens", "way", "host", "port"}
+USAGE = "%(prog)s [--offline | --url URL] [--streams 1,8] [--modes MODE,...] [--num-speculative-tokens 0,4] [KEY ...]"
+_DEFAULT_MODES = "overlap,auto"
+OWN_KEYS = {"num_speculative_tokens", "mode", "host", "port"}
 """Keys that the bench chooses itself; all others are flags as for ``specdec serve``."""
 
 Say = Callable[[str], None]
@@ -42,7 +42,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--prompts", default="code", help=f"kinds of prompts: {', '.join(PROMPTS)}")
     parser.add_argument("--temperatures", default="0", help="of all requests, separated by commas; 0,1 compares both")
     parser.add_argument(
-        "--ways", help=f"ways to compare: {', '.join(get_args(ServiceWay))}; by default {_DEFAULT_WAYS}"
+        "--modes", help=f"modes to compare: {', '.join(get_args(ServiceMode))}; by default {_DEFAULT_MODES}"
     )
     parser.add_argument(
         "--num-speculative-tokens", default="0,4", help="draft lengths to compare; 0 is the target alone, and first"
@@ -83,17 +83,17 @@ def _runner(arguments: argparse.Namespace, config: ServiceConfig, variants: tupl
     elif arguments.url is not None:
         yield HttpRunner({"": arguments.url})
     else:
-        names = [variant.way for variant in variants if variant.way is not None] or ["auto"]
+        names = [variant.mode for variant in variants if variant.mode is not None] or ["auto"]
         configs: dict[str, ServiceConfig] = {name: config.model_copy(update=_service_keys(name)) for name in names}
         with Services(configs, serve) as services:
             yield HttpRunner(services.urls)
 
 
-def _service_keys(way: str) -> dict[str, object]:
+def _service_keys(mode: str) -> dict[str, object]:
     """What makes a service of this way; requests say the draft length, except to ``auto``."""
-    if way == "auto":
-        return {"way": "auto", "num_speculative_tokens": "auto"}
-    return {"way": way, "num_speculative_tokens": _FIXED_TOKENS}
+    if mode == "auto":
+        return {"mode": "auto", "num_speculative_tokens": "auto"}
+    return {"mode": mode, "num_speculative_tokens": _FIXED_TOKENS}
 
 
 _FIXED_TOKENS = 4
@@ -103,7 +103,7 @@ _FIXED_TOKENS = 4
 def _offline(config: ServiceConfig) -> Runner:
     import torch
 
-    from benchmarks.ways.offline import load_pair
+    from benchmarks.modes.offline import load_pair
 
     torch.set_num_threads(int(config.actors.target.num_cpus or 1))
     return load_pair(config, _say).run
@@ -114,11 +114,11 @@ def _variants(arguments: argparse.Namespace, config: ServiceConfig) -> tuple[Var
         raise InvalidParameterError("offline", "offline and url exclude each other")
     lengths = _numbers("num_speculative_tokens", arguments.num_speculative_tokens, least=0)
     if arguments.offline or arguments.url is not None:
-        if arguments.ways is not None:
+        if arguments.modes is not None:
             where = "--offline runs in turn" if arguments.offline else "a running service has the way it has"
-            raise InvalidParameterError("ways", f"ways: {where}; only services started here take ways")
-        return parse_variants(["in_turn"] if arguments.offline else [], lengths)
-    return parse_variants((arguments.ways or _DEFAULT_WAYS).split(","), lengths)
+            raise InvalidParameterError("modes", f"modes: {where}; only services started here take modes")
+        return parse_variants(["sequential"] if arguments.offline else [], lengths)
+    return parse_variants((arguments.modes or _DEFAULT_MODES).split(","), lengths)
 
 
 def _works(arguments: argparse.Namespace) -> list[Work]:
@@ -134,7 +134,7 @@ def _works(arguments: argparse.Namespace) -> list[Work]:
 
 
 def _environment(arguments: argparse.Namespace, config: ServiceConfig) -> Environment:
-    from benchmarks.ways.shapes import model_shapes
+    from benchmarks.modes.shapes import model_shapes
     from cluster.launch.machine import this_machine
 
     machine = this_machine()
@@ -184,11 +184,11 @@ def _numbers(name: str, text: str, least: int) -> list[int]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run; returns the exit code."""
-    parser = Parser(prog="python -m benchmarks.ways", description=__doc__, usage=USAGE)
+    parser = Parser(prog="python -m benchmarks.modes", description=__doc__, usage=USAGE)
     add_arguments(parser)
     arguments = parser.parse_args(argv)
     return exit_code(
-        "benchmarks.ways", lambda: run(arguments), is_debugged=getattr(arguments, "log_level", "info") == "debug"
+        "benchmarks.modes", lambda: run(arguments), is_debugged=getattr(arguments, "log_level", "info") == "debug"
     )
 
 

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from benchmarks.ways.compare import Variant
-from benchmarks.ways.load import Workload, fresh_salt
-from benchmarks.ways.measures import Run, Stream, TokenArrival, device_use
+from benchmarks.modes.compare import Variant
+from benchmarks.modes.load import Workload, fresh_salt
+from benchmarks.modes.measures import Run, Stream, TokenArrival, device_use
 from cluster.config.app import AppArgs
 from cluster.models.sources import backend_of, backend_options, check_one_process, draft_source, target_source
 from specdec.checkpoint.compat import tokenizer_width
@@ -41,7 +41,7 @@ class Pair:
     clock: Callable[[], float]
 
     def run(self, variant: Variant, workload: Workload) -> Run:
-        """Run a workload once; see :data:`benchmarks.ways.compare.Runner`."""
+        """Run a workload once; see :data:`benchmarks.modes.compare.Runner`."""
         self.steps.clear()
         before = self._emulated()
         arrivals: list[list[TokenArrival]] = [[] for _ in workload.prompts]

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast, get_args
 
-from benchmarks.ways.load import Workload
-from benchmarks.ways.measures import Run
-from benchmarks.ways.prompts import prompts_of
+from benchmarks.modes.load import Workload
+from benchmarks.modes.measures import Run
+from benchmarks.modes.prompts import prompts_of
 from specdec.core.errors import InvalidParameterError
 
 ALONE = "target alone"
-ServiceWay = Literal["in_turn", "overlap", "outcomes", "auto"]
+ServiceMode = Literal["sequential", "overlap", "outcomes", "auto"]
 """Ways of a service: ``outcomes`` is overlap with branches, ``auto`` leaves everything to the controller."""
 
 
@@ -25,12 +25,12 @@ class Variant:
     Attributes:
         name: As it stands in the table.
         num_speculative_tokens: What each request asks for; 0 is the target alone, None leaves it to the service.
-        way: Of the service that is asked; None takes any.
+        mode: Of the service that is asked; None takes any.
     """
 
     name: str
     num_speculative_tokens: int | None
-    way: ServiceWay | None = None
+    mode: ServiceMode | None = None
 
 
 Runner = Callable[[Variant, Workload], Run]
@@ -42,7 +42,7 @@ class Work:
     """What every variant has to do.
 
     Attributes:
-        prompts: Kind of prompts; see :mod:`benchmarks.ways.prompts`.
+        prompts: Kind of prompts; see :mod:`benchmarks.modes.prompts`.
         num_streams: Streams at once.
     """
 
@@ -133,10 +133,10 @@ def parse_variants(names: Sequence[str], draft_lengths: Sequence[int]) -> tuple[
     Raises:
         InvalidParameterError: A name is no way.
     """
-    known = get_args(ServiceWay)
+    known = get_args(ServiceMode)
     for given in names:
         if given not in known:
-            raise InvalidParameterError("ways", f"ways: {given!r} is none of {', '.join(known)}")
+            raise InvalidParameterError("modes", f"modes: {given!r} is none of {', '.join(known)}")
     variants = [Variant(ALONE, 0)] if 0 in draft_lengths else []
     services: tuple[str | None, ...] = tuple(names) or (None,)
     for name in services:
@@ -146,7 +146,7 @@ def parse_variants(names: Sequence[str], draft_lengths: Sequence[int]) -> tuple[
         label = "" if name is None else f"{name.replace('_', ' ')}, "
         for length in draft_lengths:
             if length:
-                variants.append(Variant(f"{label}{length} draft tokens", length, cast(ServiceWay | None, name)))
+                variants.append(Variant(f"{label}{length} draft tokens", length, cast(ServiceMode | None, name)))
     return tuple(variants)
 
 

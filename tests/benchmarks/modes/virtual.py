@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.backends import stand_in
-from benchmarks.ways.offline import Pair, load_pair
+from benchmarks.modes.offline import Pair, load_pair
 from cluster.config.app import AppArgs
 from tests.clock import VirtualClock
 
@@ -21,5 +21,5 @@ def virtual(role: str, build: Callable[[], Any], args: AppArgs, **options: str) 
 def virtual_pair(options: str) -> Pair:
     """A pair whose clock begins at 0, by the arguments of :func:`benchmarks.backends.stand_in`."""
     CLOCK.reset()
-    args = AppArgs.model_validate({"backend": f"tests.benchmarks.ways.virtual:virtual:{options}"})
+    args = AppArgs.model_validate({"backend": f"tests.benchmarks.modes.virtual:virtual:{options}"})
     return load_pair(args, clock=CLOCK.now_s)

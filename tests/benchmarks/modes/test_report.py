@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.ways.report import BenchReport, Environment, command_line, processor_name
-from benchmarks.ways.summary import SummaryRow
+from benchmarks.modes.report import BenchReport, Environment, command_line, processor_name
+from benchmarks.modes.summary import SummaryRow
 
 ROW = SummaryRow(
     prompts="code",
@@ -37,7 +37,7 @@ ENVIRONMENT = Environment(
     models={"target": "llama, 12 layers"},
     stand_ins=(),
     work="over HTTP",
-    command="python -m benchmarks.ways --streams 2",
+    command="python -m benchmarks.modes --streams 2",
 )
 
 
@@ -84,7 +84,7 @@ def test_it_says_where_and_how() -> None:
         "torch 2.13",
         "llama, 12 layers",
         "over HTTP",
-        "`python -m benchmarks.ways --streams 2`",
+        "`python -m benchmarks.modes --streams 2`",
     ):
         assert said in text
     assert "Not real" not in text
@@ -109,7 +109,7 @@ def test_json_has_everything() -> None:
 
 
 def test_the_command_can_be_given_again(tmp_path: Path) -> None:
-    assert command_line(["--config", "a b"]) == "python -m benchmarks.ways --config 'a b'"
+    assert command_line(["--config", "a b"]) == "python -m benchmarks.modes --config 'a b'"
     (tmp_path / "cpuinfo").write_text("processor : 0\nmodel name : Some CPU @ 3 GHz\n")
     assert processor_name(tmp_path / "cpuinfo") == "Some CPU @ 3 GHz"
     assert processor_name(tmp_path / "missing")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.ways.summary import SummaryRow
+from benchmarks.modes.summary import SummaryRow
 
 HEAD = (
     "prompts",
@@ -137,7 +137,7 @@ def pooled_table(rows: Sequence[SummaryRow]) -> list[str]:
 
 def command_line(argv: Sequence[str]) -> str:
     """The command as it can be given again."""
-    return shlex.join(["python", "-m", "benchmarks.ways", *argv])
+    return shlex.join(["python", "-m", "benchmarks.modes", *argv])
 
 
 def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

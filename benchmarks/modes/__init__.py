@@ -1,0 +1,1 @@
+"""Ways of speculating compared on the same work: ``python -m benchmarks.modes``."""

@@ -1,1 +1,0 @@
-"""Ways of speculating compared on the same work: ``python -m benchmarks.ways``."""
