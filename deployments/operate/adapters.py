@@ -33,7 +33,6 @@ from specdec.checkpoint.fingerprint import ADAPTER_WEIGHTS, adapter_folder, adap
 from specdec.core.errors import InvalidParameterError, ModelLoadError, ServiceUnavailableError, SpecdecError
 from specdec.core.types import Adapter
 from specdec.models.describe import linear_shapes
-from specdec.models.loading import ModelSource
 from specdec.models.lora.checkpoint import AdapterCheckpoint
 
 logger = logging.getLogger("ray.serve")
@@ -62,7 +61,29 @@ def configured_adapters(args: AppArgs, base: ServedModel) -> tuple[ServedModel, 
     Raises:
         InvalidParameterError: One cannot be found, or cannot be served; or its name is a model's.
     """
-    return tuple(_served(base, _checked_twins(args, base, one.name, one.path, one.draft)) for one in args.lora.adapters)
+    layers = _Layers(args)
+    return tuple(
+        _served(base, _checked_twins(args.lora, layers, base, one.name, one.path, one.draft))
+        for one in args.lora.adapters
+    )
+
+
+class _Layers:
+    """The layers that adapters may change, of both models: read when they are needed, and once."""
+
+    def __init__(self, args: AppArgs) -> None:
+        self._max_rank = args.lora.max_rank
+        self._sources = {"target": target_source(args), "draft": draft_source(args)}
+        self._shapes: dict[str, dict[str, tuple[int, int]]] = {}
+
+    def check(self, role: str, adapter: Adapter) -> None:
+        """Raise :class:`ModelLoadError` where an adapter does not fit; of a model that others load nothing is known."""
+        source = self._sources[role]
+        if source is None:
+            return
+        if role not in self._shapes:
+            self._shapes[role] = linear_shapes(source)
+        AdapterCheckpoint(adapter_folder(adapter.path), self._shapes[role], self._max_rank)
 
 
 def _served(base: ServedModel, twins: Twins) -> ServedModel:
@@ -80,7 +101,9 @@ def _served(base: ServedModel, twins: Twins) -> ServedModel:
     )
 
 
-def _checked_twins(args: AppArgs, base: ServedModel, name: str, path: str, draft: str | None) -> Twins:
+def _checked_twins(
+    config: LoraConfig, layers: _Layers, base: ServedModel, name: str, path: str, draft: str | None
+) -> Twins:
     """An adapter of ``base``, checked against the models' layers.
 
     Raises:
@@ -88,25 +111,16 @@ def _checked_twins(args: AppArgs, base: ServedModel, name: str, path: str, draft
     """
     if name in (base.name, f"{base.name}-draft") or name.startswith(f"{base.name}:"):
         raise InvalidParameterError("lora_name", f"lora_name: {name} is, or begins like, the name of a model")
-    adapter = _checked("lora_path", target_source(args), args.lora, name, path)
-    return adapter, None if draft is None else _checked("draft_lora_path", draft_source(args), args.lora, name, draft)
+    adapter = _checked(config, layers, "target", "lora_path", name, path)
+    return adapter, None if draft is None else _checked(config, layers, "draft", "draft_lora_path", name, draft)
 
 
-def _check_layers(args: AppArgs, adapter: Adapter, twin: Adapter | None) -> None:
-    """Raise :class:`ModelLoadError` where an adapter, or its twin, does not fit the models' layers."""
-    for one, source in ((adapter, target_source(args)), (twin, draft_source(args))):
-        if one is not None and source is not None:
-            AdapterCheckpoint(adapter_folder(one.path), linear_shapes(source), args.lora.max_rank)
-
-
-def _checked(parameter: str, source: ModelSource | None, config: LoraConfig, name: str, path: str) -> Adapter:
-    """An adapter of a model; of one that others load (a pool of drafts) only what it is."""
+def _checked(config: LoraConfig, layers: _Layers, role: str, parameter: str, name: str, path: str) -> Adapter:
     try:
         if not Path(path).expanduser().is_dir():
             _check_size(parameter, path, config.max_adapter_bytes)
         adapter = adapter_reference(name, path)
-        if source is not None:
-            AdapterCheckpoint(adapter_folder(adapter.path), linear_shapes(source), config.max_rank)
+        layers.check(role, adapter)
     except ModelLoadError as error:
         raise InvalidParameterError(parameter, str(error)) from error
     return adapter
@@ -157,7 +171,8 @@ def _decoded(name: str, value: bytes) -> tuple[str, Adapter, Adapter | None] | N
 class LoadedAdapters:
     """What was loaded by requests. A sequence carries its adapter, so that unloading one ends no stream.
 
-    The store holds them for all ingresses: the last write wins, wherever it was made.
+    The store holds them for all ingresses: the last write wins, wherever it was made. A store that has lost them gets
+    them back from the ingresses that know them.
 
     Args:
         args: The service's configuration.
@@ -174,8 +189,10 @@ class LoadedAdapters:
         publish: Callable[[str, ServedModel | None], None],
     ) -> None:
         self._args, self._base, self._store, self._publish = args, base, store, publish
+        self._layers = _Layers(args)
         self._known: dict[str, Twins] = {}
         self._version = NOTHING
+        self._reading = asyncio.Lock()
         self._has_read = asyncio.Event()
         self._one_by_one = asyncio.Lock()
         self._workers = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="adapters")
@@ -197,7 +214,11 @@ class LoadedAdapters:
         failure = ""
         while True:
             try:
-                await self._apply(await self._store.changes(self._version, _WATCH_S))
+                since = self._version
+                changes = await self._store.changes(since, _WATCH_S)
+                async with self._reading:
+                    if self._version == since:  # else a request has read what is new
+                        await self._apply(changes)
                 failure = ""
             except ServiceUnavailableError as error:
                 if not failure:
@@ -216,7 +237,8 @@ class LoadedAdapters:
         Raises:
             ServiceUnavailableError: The store does not answer.
         """
-        await self._apply(await self._store.changes(self._version, 0.0))
+        async with self._reading:
+            await self._apply(await self._store.changes(self._version, 0.0))
 
     async def load(self, name: str, path: str, draft: str | None, in_place: bool) -> None:
         """Check an adapter, and let requests name it.
@@ -231,7 +253,7 @@ class LoadedAdapters:
         draft = None if draft is None else allowed_path(config, draft, "draft_lora_path")
         try:
             async with asyncio.timeout(config.load_timeout_s):
-                twins = await self._run(_checked_twins, self._args, self._base, name, path, draft)
+                twins = await self._run(_checked_twins, config, self._layers, self._base, name, path, draft)
         except TimeoutError:
             text = f"the adapter was not there within {config.load_timeout_s:g} s (lora.load_timeout_s)"
             raise ApiError(504, text, "timeout_error", code="load_timeout") from None
@@ -255,21 +277,23 @@ class LoadedAdapters:
         if name in self._configured:
             raise InvalidParameterError("lora_name", f"lora_name: {name} is one of the configuration, lora.adapters")
         async with self._one_by_one:
+            await self.refresh()  # what a new store has lost is put back before it is taken out
             was_there = await self._store.assign(name, None)
             await self.refresh()
         return was_there
 
     async def _apply(self, changes: Changes) -> None:
-        """Take in changes, unless newer ones came first: a watcher and a request may both have asked."""
+        """Take in changes since this version."""
         values = {name: None if value is None else _decoded(name, value) for name, value in changes.values.items()}
         checked = {name: value and await self._of_this_model(name, *value) for name, value in values.items()}
-        is_same_store = changes.version[0] == self._version[0]
-        if is_same_store and changes.version[1] < self._version[1]:
-            return
         if changes.is_all:
-            if self._version != NOTHING and self._known:
-                logger.warning("The store of loaded adapters has lost what it had: it knows %d now", len(checked))
-            checked = dict.fromkeys(self._known, None) | checked
+            missing = {name: known for name, known in self._known.items() if name not in checked}
+            if changes.version[0] != self._version[0] and missing:
+                logger.warning("The store of loaded adapters has lost %d: they are put back", len(missing))
+                for name, known in missing.items():
+                    await self._store.assign(name, _ENCODE((self._base.decision, *known)))
+            else:
+                checked |= dict.fromkeys(missing, None)
         self._version = changes.version
         for name, twins in checked.items():
             if name in self._configured:  # by this version; another one may have let it be loaded
@@ -285,7 +309,9 @@ class LoadedAdapters:
         """An adapter from the store; None where it was loaded for another model and does not fit this one's layers."""
         if decision != self._base.decision:
             try:
-                await self._run(_check_layers, self._args, adapter, twin)
+                await self._run(self._layers.check, "target", adapter)
+                if twin is not None:
+                    await self._run(self._layers.check, "draft", twin)
             except (SpecdecError, OSError) as error:
                 logger.warning("The adapter %r was loaded for another model, and does not fit: %s", name, error)
                 return None

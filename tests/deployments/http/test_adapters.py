@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -24,7 +25,7 @@ from deployments.http import ApiSettings, SequenceRequest, ServedModel, create_a
 from deployments.http.keys import ApiKeys
 from deployments.http.store import NOTHING, Changes, MemoryStore, Store, Version
 from deployments.operate import adapters as adapters_module
-from deployments.operate.adapters import LoadedAdapters, add_adapter_routes, configured_adapters
+from deployments.operate.adapters import _ENCODE, LoadedAdapters, add_adapter_routes, configured_adapters
 from specdec.checkpoint.fingerprint import adapter_reference
 from specdec.core.errors import ServiceUnavailableError
 from specdec.core.types import Adapter
@@ -349,21 +350,30 @@ async def test_a_record_that_cannot_be_read_is_left_out_and_hides_no_other(
     assert "'older' cannot be read" in caplog.text
 
 
-async def test_adapters_of_a_store_that_is_gone_are_kept_and_of_one_that_is_empty_forgotten(
+async def test_adapters_of_a_store_that_is_gone_are_kept_and_put_into_one_that_has_lost_them(
     tokenizer: PreTrainedTokenizerFast,
     folder: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     service = Service(tokenizer, folder, FaultyStore(MemoryStore(ResponsesStore())))
-    await service.adapters.load("chat", "chat", None, False)
+    other = Service(tokenizer, folder, service.store)
+    for name in ("chat", "again", "unloaded"):
+        await service.adapters.load(name, "chat", None, False)
+    await other.adapters.refresh()
     service.store.fault = ServiceUnavailableError("gone")  # type: ignore[attr-defined]
     with pytest.raises(ServiceUnavailableError):
         await service.adapters.unload("chat")
-    assert service.names() == {"sql": "sql", "chat": "chat"}
-    service.store.fault, service.store.inner = None, MemoryStore(ResponsesStore())  # type: ignore[attr-defined]
+    known = {"sql": "sql", "chat": "chat", "again": "chat", "unloaded": "chat"}
+    assert service.names() == known
+    service.store.fault, service.store.inner = None, CountingStore(ResponsesStore())  # type: ignore[attr-defined]
+    await service.store.assign("again", _ENCODE(("", adapter_reference("again", str(folder / "sql")), None)))
+    await service.store.assign("unloaded", None)
     await service.adapters.refresh()
-    assert service.names() == {"sql": "sql"}
-    assert "has lost what it had" in caplog.text
+    assert service.names() == {"sql": "sql", "chat": "chat", "again": "sql"}, "what it knows anew holds"
+    assert "has lost 1: they are put back" in caplog.text
+    for one in (other, Service(tokenizer, folder, service.store)):
+        await one.adapters.refresh()
+        assert one.names() == service.names()
 
 
 async def test_loading_many_adapters_is_linear_in_their_number(
@@ -371,7 +381,7 @@ async def test_loading_many_adapters_is_linear_in_their_number(
 ) -> None:
     """What is published and read, counted; an ingress that starts then reads each once."""
     adapter = adapter_reference("a", str(folder / "chat"))
-    monkeypatch.setattr(adapters_module, "_checked_twins", lambda *args: (replace_name(adapter, args[2]), None))
+    monkeypatch.setattr(adapters_module, "_checked_twins", lambda *args: (replace_name(adapter, args[3]), None))
     store = CountingStore(ResponsesStore())
     service = Service(tokenizer, folder, store)
     for number in range(400):
@@ -394,6 +404,36 @@ async def test_a_replica_of_an_update_has_the_adapter_of_its_own_model(
     ours, theirs = (one.bench.service.model_info().adapters["chat"] for one in (new, old))
     assert ours.adapter == theirs.adapter
     assert (ours.decision[:5], theirs.decision[:5]) == ("int4:", "int8:")
+
+
+async def test_what_was_loaded_for_another_model_is_checked_once_and_its_layers_are_read_once(
+    tokenizer: PreTrainedTokenizerFast, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many requests ask meanwhile."""
+    store = MemoryStore(ResponsesStore())
+    old, new = (Service(tokenizer, folder, store, decision) for decision in ("int8", "int4"))
+    for name in "abc":
+        await old.adapters.load(name, "chat", None, False)
+    counts = Counter[str]()
+
+    def counted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            counts[name] += 1
+            return real(*args)
+
+        return call
+
+    for name in ("linear_shapes", "AdapterCheckpoint"):
+        monkeypatch.setattr(adapters_module, name, counted(name, getattr(adapters_module, name)))
+    new.adapters.start()
+    try:
+        await asyncio.gather(*(new.adapters.refresh() for _ in range(4)))
+        await new.adapters.read(10)
+    finally:
+        new.adapters.close()
+    assert set(new.names()) == {"sql", *"abc"}
+    assert counts["linear_shapes"] == 1
+    assert counts["AdapterCheckpoint"] <= 6, "by one request, and by whoever watches"
 
 
 async def test_of_two_loads_of_a_name_at_once_one_is_refused(service: Service, post: Post) -> None:
