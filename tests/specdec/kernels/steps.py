@@ -1,0 +1,98 @@
+"""Steps of attention to test by: rows of any lengths in shuffled blocks, with trees, padding and shared prefixes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.segmented import NO_TREE, AttentionShape, AttentionStep, num_segments
+
+SHAPE = AttentionShape(4, 2, 16, 16, torch.float32, 8, 40, 8, 400, segment_length=16)
+
+
+@dataclass
+class Case:
+    """A step with what is in the cache."""
+
+    shape: AttentionShape
+    step: AttentionStep
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+
+    def rows(self, numbers: list[int]) -> Case:
+        """Some tokens of the step, each as a row of its own."""
+        at, step = torch.tensor(numbers), self.step
+        part = replace(
+            step,
+            **{name: getattr(step, name)[at] for name in ("row", "place", "position", "tree_first", "tree_word")},
+            span_row=step.row[at],
+            span_start=torch.arange(len(at), dtype=torch.int32),
+            span_count=torch.ones(len(at), dtype=torch.int32),
+            span_low=torch.zeros(len(at), dtype=torch.int32),
+            span_high=torch.full((len(at),), -1, dtype=torch.int32),
+        )
+        return replace(self, step=part, queries=self.queries[at])
+
+
+def make_case(
+    shape: AttentionShape,
+    rows: list[tuple[int, int]],
+    parents: dict[int, list[int]] | None = None,
+    padding: int = 0,
+    shared: int = 0,
+    seed: int = 0,
+) -> Case:
+    """Rows of (positions before the step, tokens of the step).
+
+    Args:
+        shape: Of the model.
+        rows: Of the step.
+        parents: Of rows that end with a tree, what each of its tokens follows.
+        padding: Tokens after the rows.
+        shared: Whole segments in which all rows read the blocks of the first one.
+        seed: Of the numbers.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [before + count for before, count in rows]
+    width = -(-max(lengths) // shape.block_size)
+    table = (torch.randperm(len(rows) * width, generator=generator) + 1).int().view(len(rows), width)
+    if shared:
+        common = [s for s in range(width * shape.block_size + 1) if num_segments(s, shape.segment_length) == shared]
+        table[:, : max(common) // shape.block_size] = table[0, : max(common) // shape.block_size]
+    row, place, position, first, word = [], [], [], [], []
+    spans = []
+    for i, (before, count) in enumerate(rows):
+        tree = (parents or {}).get(i, [])
+        spans.append((i, len(row), count, shared, -1))
+        plain = count - len(tree)
+        depth: list[int] = []
+        words: list[int] = []
+        for j, parent in enumerate(tree):
+            depth.append(1 + (depth[parent] if parent >= 0 else 0))
+            words.append((words[parent] if parent >= 0 else 0) | 1 << j)
+        row += [i] * count
+        place += range(before, before + count)
+        position += [*range(before, before + plain), *(before + plain - 1 + d for d in depth)]
+        first += [before + plain if tree else NO_TREE] * count
+        word += [0] * plain + [w - (1 << 64) if w >> 63 else w for w in words]
+    if shared:
+        spans.append((0, 0, len(row), 0, shared))
+    for values, fill in ((row, -1), (place, 0), (position, 0), (first, NO_TREE), (word, 0)):
+        values += [fill] * padding
+    spans += [(-1, 0, 0, 0, -1)] * 2
+
+    def int32(values: object) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    step = AttentionStep(
+        table, int32(row), int32(place), int32(position), int32(first), torch.tensor(word), *int32(spans).T.contiguous()
+    )
+    pools = [
+        torch.randn(len(rows) * width + 1, shape.block_size, shape.num_kv_heads, dim, generator=generator)
+        for dim in (shape.head_dim, shape.value_dim)
+    ]
+    queries = torch.randn(len(row), shape.num_heads, shape.head_dim, generator=generator)
+    return Case(shape, step, queries.to(shape.dtype), *(pool.to(shape.dtype) for pool in pools))

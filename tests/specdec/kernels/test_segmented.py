@@ -1,0 +1,214 @@
+"""Attention over segments: the kernel against the reference, the reference against a plain softmax, and the bits."""
+
+from __future__ import annotations
+
+import math
+import sys
+import types
+from dataclasses import replace
+
+import pytest
+import torch
+
+from specdec.kernels.segmented import (
+    AttentionLayer,
+    AttentionShape,
+    ReferenceAttention,
+    attention_kernel,
+    num_segments,
+    segment_start,
+)
+from tests.specdec.kernels.interpreter import interpreted
+from tests.specdec.kernels.steps import SHAPE, Case, make_case
+
+CPU = torch.device("cpu")
+PLAIN = AttentionLayer(0.25)
+SINKS = torch.linspace(-1, 2, 4)
+LAYERS = {
+    "plain": PLAIN,
+    "window": AttentionLayer(0.25, window=21),
+    "softcap": AttentionLayer(0.25, softcap=1.5),
+    "sinks": AttentionLayer(0.25, sinks=SINKS),
+    "all": AttentionLayer(0.3, window=40, softcap=3.0, sinks=SINKS),
+}
+TREES = replace(SHAPE, has_trees=True)
+# Rows of positions before the step, and tokens of the step.
+RAGGED = [(0, 1), (15, 1), (16, 3), (124, 11), (150, 2)]
+TREE = {3: [-1, 0, 0, 1, -1, 4, 4, 3, 2]}
+
+
+def dense(case: Case, layer: AttentionLayer) -> torch.Tensor:
+    """A softmax over all keys of each token alone, in float64."""
+    step, shape = case.step, case.shape
+    out = torch.zeros(len(case.queries), shape.num_heads, shape.value_dim, dtype=torch.float64)
+    for t, row in enumerate(step.row.tolist()):
+        if row < 0:
+            continue
+        end, first, word = int(step.place[t]) + 1, int(step.tree_first[t]), int(step.tree_word[t])
+        read = [k for k in range(end) if k < first or word >> (k - first) & 1]
+        if layer.window is not None:
+            read = [k for k in read if k >= first or k > int(step.position[t]) - layer.window]
+        places = torch.tensor(read)
+        blocks = step.block_table[row][places // shape.block_size].long()
+        keys, values = (p[blocks, places % shape.block_size].double() for p in (case.keys, case.values))
+        keys, values = (x.repeat_interleave(shape.group, 1) for x in (keys, values))
+        scores = torch.einsum("hd,nhd->hn", case.queries[t].double(), keys) * layer.scaling
+        if layer.softcap is not None:
+            scores = torch.tanh(scores / layer.softcap) * layer.softcap
+        if layer.sinks is not None:
+            scores = torch.cat((scores, layer.sinks.double()[:, None]), 1)
+        out[t] = torch.einsum("hn,nhd->hd", scores.softmax(1)[:, : len(read)], values)
+    return out
+
+
+def reference(case: Case, layer: AttentionLayer, keys_per_tile: int = 16) -> torch.Tensor:
+    kernel = ReferenceAttention(case.shape, CPU, keys_per_tile)
+    kernel.prepare(case.step)
+    return kernel.attend(case.queries, case.keys, case.values, layer)
+
+
+def attended(case: Case, layer: AttentionLayer, **options: object) -> torch.Tensor:
+    from specdec.kernels.triton.attention import TileConfig, TritonAttention
+
+    config = TileConfig(16, 16, 4, 2)
+    kernel = TritonAttention(case.shape, CPU, **{"config": config, "num_processors": 2} | options)
+    kernel.prepare(case.step)
+    return kernel.attend(case.queries, case.keys, case.values, layer)
+
+
+def test_segments_follow_one_another() -> None:
+    assert [segment_start(s) for s in (0, 1, 8, 9, 20, 21)] == [0, 256, 2048, 2560, 8192, 9216]
+    for s in range(40):
+        first, stop = segment_start(s, 16), segment_start(s + 1, 16)
+        assert [num_segments(n, 16) for n in (first, first + 1, stop)] == [s, s + 1, s + 1]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_reference_is_a_softmax(name: str) -> None:
+    case = make_case(TREES, RAGGED, TREE, padding=3)
+    torch.testing.assert_close(reference(case, LAYERS[name]).double(), dense(case, LAYERS[name]), atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("split_below", [0, 1000])
+@pytest.mark.parametrize("name", ["plain", "window", "all"])
+@interpreted
+def test_kernel_is_the_reference(name: str, split_below: int) -> None:
+    case = make_case(TREES, RAGGED, TREE, padding=3)
+    out = attended(case, LAYERS[name], split_below=split_below)
+    torch.testing.assert_close(out, reference(case, LAYERS[name]), atol=2e-6, rtol=0)
+    assert not out[-3:].any()
+
+
+@pytest.mark.parametrize(
+    ("shape", "tolerance"),
+    [
+        (replace(SHAPE, num_heads=6, head_dim=20, value_dim=12), 2e-6),
+        (replace(SHAPE, num_heads=2, dtype=torch.float16), 2e-3),
+        (replace(SHAPE, num_heads=10, head_dim=24, dtype=torch.bfloat16), 2e-2),
+    ],
+    ids=["group 3, padded", "group 1, float16", "group 5, bfloat16"],
+)
+@interpreted
+def test_kernel_in_other_shapes(shape: AttentionShape, tolerance: float) -> None:
+    case = make_case(shape, RAGGED)
+    layer = replace(LAYERS["all"], sinks=torch.linspace(-1, 2, shape.num_heads))
+    expected = dense(case, layer).to(shape.dtype)
+    for split_below in (0, 1000):
+        torch.testing.assert_close(attended(case, layer, split_below=split_below), expected, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["all"])
+@interpreted
+def test_a_token_has_the_same_bits_in_any_company(name: str) -> None:
+    """Alone or beside others, split or whole, and whichever programs take what."""
+    case = make_case(TREES, RAGGED, TREE, padding=3)
+    out = attended(case, LAYERS[name], split_below=0)
+    assert torch.equal(out, attended(case, LAYERS[name], split_below=1000))
+    assert torch.equal(out, attended(case, LAYERS[name], split_below=1000, num_processors=5))
+    for numbers in ([17, 4, 14, 9], [15]):
+        alone = attended(case.rows(numbers), LAYERS[name], split_below=len(numbers) * 100)
+        assert torch.equal(alone, out[numbers])
+
+
+@interpreted
+def test_a_step_of_more_segments_than_are_kept_is_not_split() -> None:
+    case = make_case(SHAPE, [(20, 1), (530, 1)])
+    from specdec.kernels.triton import attention as module
+
+    out = attended(case, PLAIN, split_below=1000)
+    kept, module._MAX_ITEMS = module._MAX_ITEMS, 1
+    try:
+        assert torch.equal(attended(replace(case, shape=replace(SHAPE, max_length=16)), PLAIN, split_below=1000), out)
+    finally:
+        module._MAX_ITEMS = kept
+    torch.testing.assert_close(out.double(), dense(case, PLAIN), atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["plain", "all"])
+@interpreted
+def test_a_shared_prefix_is_read_once_with_the_same_bits(name: str) -> None:
+    from specdec.kernels.triton.attention import TileConfig, TritonAttention
+
+    case = make_case(SHAPE, [(38 + i % 3, 1) for i in range(7)], shared=2)
+    step = case.step
+    is_own = (step.span_high < 0).int()
+    alone = replace(case, step=replace(step, span_row=step.span_row * is_own + is_own - 1, span_low=step.span_low * 0))
+    assert torch.equal(attended(case, LAYERS[name]), attended(alone, LAYERS[name]))
+    items = []
+    for one in (case, alone):
+        kernel = TritonAttention(SHAPE, CPU, TileConfig(16, 16, 4, 2), 2, split_below=1000)
+        kernel.prepare(one.step)
+        kernel.attend(one.queries, one.keys, one.values, PLAIN)
+        items.append(int(kernel._lists[None].counts[0]))
+    # Seven branches of three segments, two of them shared by all: eight tokens fit a tile.
+    assert items == [2 + 7, 7 * 3]
+
+
+@interpreted
+def test_what_no_token_may_read_may_be_anything() -> None:
+    case = make_case(SHAPE, [(40, 2), (9, 1)])
+    layer = LAYERS["window"]
+    out = attended(case, layer)
+    blocks = case.step.block_table[0, : (40 - 21) // 8].long()
+    for pool in (case.keys, case.values):
+        pool[blocks] = math.nan
+        pool[0] = math.nan
+        pool[case.step.block_table[1, 1].long(), 2:] = math.nan
+    assert torch.equal(attended(case, layer), out)
+    assert torch.equal(reference(case, layer), reference(case, layer).nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@interpreted
+def test_keys_and_values_are_written_where_their_slots_say(dtype: torch.dtype) -> None:
+    from specdec.kernels.triton.attention import write_cache
+
+    keys, values = torch.randn(3, 5, 20).transpose(0, 1).to(dtype), torch.randn(5, 3, 12).to(dtype)
+    pools = [torch.zeros(4, 8, 3, dim, dtype=dtype) for dim in (20, 12)]
+    slots = torch.tensor([9, -1, 31, 0, -1], dtype=torch.int32)
+    write_cache(keys, values, *pools, slots)
+    for pool, new in zip(pools, (keys, values), strict=True):
+        expected = torch.zeros_like(pool).flatten(0, 1)
+        expected[[9, 31, 0]] = new[[0, 2, 3]]
+        assert torch.equal(pool.flatten(0, 1), expected)
+
+
+def test_a_kernel_of_somebody_else_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Zeros(ReferenceAttention):
+        def attend(self, queries: torch.Tensor, *rest: object) -> torch.Tensor:
+            return torch.zeros_like(queries)
+
+    module = types.ModuleType("somebody")
+    module.Zeros = Zeros  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "somebody", module)
+    case = make_case(SHAPE, [(3, 1)])
+    outs = []
+    for name in ("somebody:Zeros", "reference"):
+        kernel = attention_kernel(name)(case.shape, CPU)
+        kernel.prepare(case.step)
+        outs.append(kernel.attend(case.queries, case.keys, case.values, PLAIN))
+    assert not outs[0].any()
+    assert torch.equal(outs[1], reference(case, PLAIN, 64))
+    for name in ("gather", "nowhere:Zeros", "somebody:Ones"):
+        with pytest.raises(ValueError, match=name):
+            attention_kernel(name)

@@ -1,0 +1,79 @@
+"""Kernels compiled for sm_80, sm_90 and sm_100: nothing spills, and a model has one version for all numbers of rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from specdec.kernels.segmented import AttentionLayer, AttentionShape, AttentionStep
+from specdec.kernels.triton.attention import TritonAttention, write_cache
+from tests.thorough.kernels.compiling import compiled_for, examined
+
+META = torch.device("meta")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# Heads, key heads, width of keys and of values, type.
+SHAPES = {
+    "llama-8b": (32, 8, 128, 128, BF16),
+    "qwen2-7b": (28, 4, 128, 128, FP16),
+    "gemma2": (16, 8, 256, 256, BF16),
+    "gpt-oss": (64, 8, 64, 64, BF16),
+    "float32": (32, 8, 128, 128, FP32),
+}
+
+
+def shape_of(name: str, has_trees: bool = True) -> AttentionShape:
+    return AttentionShape(*SHAPES[name], 16, 512, 64, 8192, has_trees)
+
+
+def step_of(num_tokens: int, num_rows: int) -> AttentionStep:
+    def int32(*sizes: int) -> torch.Tensor:
+        return torch.empty(sizes, dtype=torch.int32, device=META)
+
+    tokens = [int32(num_tokens) for _ in range(4)]
+    word = torch.empty(num_tokens, dtype=torch.int64, device=META)
+    return AttentionStep(int32(64, 512), *tokens, word, *(int32(num_rows) for _ in range(5)))
+
+
+def launch(shape: AttentionShape, sizes: list[tuple[int, int]], layers: list[AttentionLayer]) -> None:
+    """Steps of (tokens, rows) through layers."""
+    kernel = TritonAttention(shape, META, num_processors=132)
+    pools = [
+        torch.empty(1000, 16, shape.num_kv_heads, dim, dtype=shape.dtype, device=META)
+        for dim in (shape.head_dim, shape.value_dim)
+    ]
+    for num_tokens, num_rows in sizes:
+        kernel.prepare(step_of(num_tokens, num_rows))
+        queries = torch.empty(num_tokens, shape.num_heads, shape.head_dim, dtype=shape.dtype, device=META)
+        for layer in layers:
+            kernel.attend(queries, *pools, layer)
+        new = [torch.empty(num_tokens, *pool.shape[2:], dtype=shape.dtype, device=META) for pool in pools]
+        write_cache(*new, *pools, torch.empty(num_tokens, dtype=torch.int32, device=META))
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("name", SHAPES)
+def test_attention_spills_nothing(name: str, capability: int) -> None:
+    sinks = torch.empty(SHAPES[name][0], device=META)
+    layers = [AttentionLayer(0.1, window=4096, softcap=50.0, sinks=sinks)]
+    with compiled_for(capability) as kernels:
+        launch(shape_of(name), [(16, 16)], layers)
+    for kernel in kernels:
+        found = examined(kernel, capability)
+        print(name, capability, found)
+        assert not found.spilled_bytes, found
+        if kernel.name in ("_attend", "_merge") and SHAPES[name][4] != FP32:
+            assert not found.contracted, "products and sums are rounded one by one"
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_model_has_one_version_for_all_numbers_of_rows(name: str) -> None:
+    sizes = [(1, 1), (16, 1), (16, 16), (17, 3), (64, 64), (512, 64)]
+    with compiled_for(90) as kernels:
+        launch(shape_of(name), sizes, [AttentionLayer(0.1)])
+    assert set(Counter(kernel.name for kernel in kernels).values()) == {1}
+    (attend,) = (kernel for kernel in kernels if kernel.name == "_attend")
+    assert len(examined(attend, 90).products) == (SHAPES[name][4] != FP32)
