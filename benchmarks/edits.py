@@ -1,6 +1,6 @@
-"""What look-up gains where a text is written again: ``python -m benchmarks.edits --target FOLDER [--dtype bfloat16]``.
+"""What prompt lookup gains in a rewrite: ``python -m benchmarks.edits --target FOLDER [--dtype bfloat16]``.
 
-Each row generates the same tokens with look-up and plainly, by turns, one stream, and names the ratio of their times. A
+Each row generates the same tokens with and without prompt lookup, by turns, one stream, and names the ratio. A
 prediction is the output itself with every sixteenth token left out, as a small edit leaves the rest of a file; a copy
 is the head of a file again after it; text at temperature 1 has nothing to be found.
 """
@@ -20,7 +20,7 @@ from benchmarks.turns import by_turns, spread
 from cluster.config.models import Dtype
 from specdec.checkpoint.compat import tokenizer_width
 from specdec.core.params import SamplingParams
-from specdec.drafting.ngram import LookUpOptions
+from specdec.drafting.ngram import NgramOptions
 from specdec.engine.build import BackendOptions, build_target
 from specdec.engine.in_process import InProcessService
 from specdec.engine.stats import SpecStats
@@ -37,7 +37,7 @@ def edited(output: Sequence[int]) -> tuple[int, ...]:
 
 
 def measure(service: InProcessService, cases: Sequence[Case], rounds: int) -> tuple[list[float], SpecStats, bool]:
-    """Time without look-up over time with it, by round; what look-up did; whether all tokens were the same."""
+    """Time without prompt lookup over time with it, by round; what it did; whether all tokens were the same."""
 
     def outputs(bound: int | None) -> list[tuple[list[list[int]], SpecStats]]:
         return [run(service, [replace(case, num_speculative_tokens=bound)]) for case in cases]
@@ -62,7 +62,7 @@ def main() -> None:
     tokenizer = load_tokenizer(source)
     options = BackendOptions(vocab_size=tokenizer_width(tokenizer), max_num_seqs=4)
     target, _ = build_target(source, options)
-    service = InProcessService(target, None, 0, lookup=LookUpOptions(MOST))
+    service = InProcessService(target, None, 0, ngram=NgramOptions(MOST))
 
     def cases(prompts: Sequence[str], temperature: float) -> list[Case]:
         sampling = SamplingParams(temperature=temperature)

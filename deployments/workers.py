@@ -34,7 +34,7 @@ from specdec.checkpoint.compat import tokenizer_width
 from specdec.core.backends import DraftBackend, TargetBackend
 from specdec.core.types import Progress
 from specdec.drafting.length.gains import DraftGains
-from specdec.drafting.ngram import LookUpOptions
+from specdec.drafting.ngram import NgramOptions
 from specdec.engine.build import Built, build_drafter, build_target
 from specdec.engine.observed import ObservedDrafter, ObservedTarget
 from specdec.engine.profile import profile_drafter, profile_target
@@ -96,7 +96,7 @@ class TargetServer(_Worker):
             lambda: observed.gauges() | report.gauges() | self.config_report(),
             fingerprint=own.decision,
             last_interval=last_step.interval,
-            lookup=LookUpOptions(args.most_draft_tokens, args.looks_up) if args.speculates else None,
+            ngram=NgramOptions(args.most_draft_tokens, args.drafts_ngrams) if args.speculates else None,
             chooser=DraftGains(report.gauges) if args.is_auto and args.draft.method != "model" else None,
         )
         machine.tracer = sequence_tracer("target", name)

@@ -112,6 +112,6 @@ def load_pair(
         eos_token_ids=describe_model(source).eos_token_ids,
         vocab_size=width,
         num_speculative_tokens=0 if args.num_speculative_tokens == "auto" else args.num_speculative_tokens,
-        num_lookup_tokens=args.most_draft_tokens if args.looks_up else None,
+        num_ngram_tokens=args.most_draft_tokens if args.drafts_ngrams else None,
     )
     return Pair(engine, target, drafter, steps, clock)

@@ -113,7 +113,7 @@ def build_engine(config: ServiceConfig) -> SpeculativeEngine:
         num_speculative_tokens=_SEQUENTIAL_TOKENS
         if config.num_speculative_tokens == "auto"
         else config.num_speculative_tokens,
-        num_lookup_tokens=config.most_draft_tokens if config.looks_up else None,
+        num_ngram_tokens=config.most_draft_tokens if config.drafts_ngrams else None,
         options=backend_options(config, config.target),
         draft_options=backend_options(config, config.draft),
         progress=lambda line: print(line, file=sys.stderr, flush=True),

@@ -23,7 +23,7 @@ ALIASES = {
 }
 """By key, vLLM's flag for it: another name of its own flag."""
 
-_METHODS = {"draft_model": "model", "ngram": "lookup", "medusa": "heads"}
+_METHODS = {"draft_model": "model", "ngram": "ngram", "medusa": "medusa"}
 """By vLLM's name of a method of drafting, ours."""
 _SPECULATIVE_KEYS = ("model", "num_speculative_tokens", "method")
 

@@ -264,7 +264,7 @@ class AppArgs(StrictModel):
         if self.lora.is_enabled and self.target.engine != "transformers":
             raise refused_key("lora", "lora: adapters need our own engine: leave out vllm")
         if self.acceptance != "coupled" and not self.speculates:
-            needs = f"acceptance: {self.acceptance} needs drafts: give draft too, a model or draft.method: lookup"
+            needs = f"acceptance: {self.acceptance} needs drafts: give draft too, a model or draft.method: ngram"
             raise refused_key("acceptance", needs)
         return self
 
@@ -296,14 +296,14 @@ class AppArgs(StrictModel):
         return self.has_own_draft or self.draft.pool is not None
 
     @property
-    def looks_up(self) -> bool:
+    def drafts_ngrams(self) -> bool:
         """Whether drafts are looked up in the text itself."""
-        return "lookup" in self.draft.methods
+        return "ngram" in self.draft.methods
 
     @property
     def speculates(self) -> bool:
         """Whether there are drafts at all."""
-        return self.has_draft or self.looks_up or self.draft.has_heads
+        return self.has_draft or self.drafts_ngrams or self.draft.has_heads
 
     @property
     def has_own_draft(self) -> bool:

@@ -114,7 +114,7 @@ class TargetConfig(ModelConfig):
         return self
 
 
-DraftMethod = Literal["model", "lookup", "heads", "lookup+model", "lookup+heads", "model+heads", "lookup+model+heads"]
+DraftMethod = Literal["model", "ngram", "medusa", "ngram+model", "ngram+medusa", "model+medusa", "ngram+model+medusa"]
 
 
 def draft_method(value: Any) -> Any:
@@ -123,14 +123,14 @@ def draft_method(value: Any) -> Any:
 
 
 class DraftConfig(ModelConfig):
-    """How drafts are made: by a draft model, or the drafters of another application; by look-up; by heads."""
+    """How drafts are made: by a draft model, by another application's drafters, by prompt lookup, by Medusa heads."""
 
     method: Annotated[DraftMethod, BeforeValidator(draft_method)] = Field(
         "model",
-        description="model: a draft model; lookup: what followed where the end of the text occurred before, without a "
-        "draft model; heads: heads on the target, without a draft model; of several, with a plus between them, what "
-        "gains most where num_speculative_tokens is auto, else look-up goes first where a long match is found, and "
-        "heads draft where the draft model has said nothing",
+        description="model: a draft model; ngram: what followed where the end of the text occurred before, without a "
+        "draft model; medusa: heads on the target, without a draft model; of several, with a plus between them, what "
+        "gains most where num_speculative_tokens is auto, else prompt lookup goes first where a long match is found, "
+        "and heads draft where the draft model has said nothing",
     )
     heads: str | None = Field(
         None, min_length=1, description="hub id or local folder of Medusa heads; the demo target's where none is given"
@@ -167,21 +167,21 @@ class DraftConfig(ModelConfig):
     @property
     def has_heads(self) -> bool:
         """Whether heads on the target draft."""
-        return "heads" in self.methods
+        return "medusa" in self.methods
 
     @model_validator(mode="after")
     def _of_one_kind(self) -> DraftConfig:
         drafting = {"pool", "method", "heads", "tree_tokens"}
         others = ", ".join(sorted(self.model_fields_set - drafting))
         if "model" not in self.methods and (others or self.pool):
-            both = "lookup+model" if self.method == "lookup" else self.method.replace("heads", "model+heads")
+            both = "ngram+model" if self.method == "ngram" else self.method.replace("medusa", "model+medusa")
             raise ValueError(
                 f"method {self.method} has no draft model: leave out all else of draft, or say {both} to have both"
             )
         if self.heads is not None and not self.has_heads:
-            raise ValueError(f"heads needs method heads, alone or with others, not {self.method}")
+            raise ValueError(f"heads needs method medusa, alone or with others, not {self.method}")
         if self.tree_tokens and not self.has_heads:
-            raise ValueError("tree_tokens needs heads: what a draft model or look-up drafts is a chain")
+            raise ValueError("tree_tokens needs heads: what a draft model or prompt lookup drafts is a chain")
         if self.pool is not None and others:
             raise ValueError(f"a pool has a draft model of its own: pool and {others} exclude each other")
         return self

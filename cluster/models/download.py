@@ -61,7 +61,7 @@ def _chat_demo(args: A) -> A:
     """The chat demo as any other pair of folders."""
     draft = args.draft
     if draft.method == "model":
-        draft = draft.model_copy(update={"method": "lookup+model"})
+        draft = draft.model_copy(update={"method": "ngram+model"})
     if "model" in draft.methods:
         own = {"model": str(demo_folder("chat-draft")), "dtype": model_dtype(args, draft)}
         draft = draft.model_copy(update=own)

@@ -91,7 +91,7 @@ def children_of(parents: Sequence[int]) -> dict[int, list[int]]:
     return children
 
 
-DraftSource = Literal["", "chain", "branch", "lookup", "prediction", "heads"]
+DraftSource = Literal["", "chain", "branch", "ngram", "prediction", "medusa"]
 """What a draft is: none; the chain or a branch of an offer; looked up in the sequence's own text or its prediction; of
 heads on the target."""
 OFFERED = frozenset[DraftSource](("chain", "branch"))

@@ -293,7 +293,7 @@ class HeadDrafter:
                 drawn.append(places[node.place][node.rank])
         candidates = tuple(one.candidates for one in drawn if one.candidates is not None)
         is_chain = parents == list(range(-1, len(parents) - 1))
-        return Draft(tuple(one.token for one in drawn), candidates, "heads", () if is_chain else tuple(parents))
+        return Draft(tuple(one.token for one in drawn), candidates, "medusa", () if is_chain else tuple(parents))
 
     def _count(self, spec: SequenceSpec) -> int:
         bound = spec.num_speculative_tokens

@@ -1,4 +1,4 @@
-"""Look-up: drafts without a model, from where a text's end has occurred before, in itself or in its prediction.
+"""Prompt lookup (n-grams): drafts from where a text's end has occurred before, in itself or in its prediction.
 
 A sequence's log on a target only grows, so its index does as well, and dies with the row: it is made again from the log
 wherever the sequence is opened next. It is asked once an outcome is known, and so has no branches for others.
@@ -22,7 +22,7 @@ from specdec.core.tokens import TokenArray, TokenSequence, as_array, followed
 from specdec.core.types import Tokens
 
 LEAST_MATCH = 3
-"""Tokens that must have occurred before, at the least; vLLM's and llama.cpp's look-ups begin there or near it."""
+"""Tokens that must have occurred before, at the least; vLLM and llama.cpp begin there or near it."""
 LONG_MATCH = 8
 """From here on a match goes before what a draft model offers. A choice: a draft is as long as its match, so this one
 says more than draft models usually do in a round, and in a text that repeats nothing so long a match hardly occurs."""
@@ -42,8 +42,8 @@ _FACTORS = 0x9E3779B1, 0x5EBCA77B, 0x42B2AE3D
 
 
 @dataclass(frozen=True, slots=True)
-class LookUpOptions:
-    """Which sequences are drafted for by look-up, and how far.
+class NgramOptions:
+    """Which sequences are drafted for by prompt lookup, and how far.
 
     Attributes:
         most: Draft tokens of a round, at most, where the request names no bound of its own.
@@ -205,16 +205,16 @@ def point_masses(spec: SequenceSpec, tokens: Tokens) -> tuple[Candidates, ...]:
     return tuple(Candidates((token,), (1.0,)) for token in tokens)
 
 
-def look_up_for(spec: SequenceSpec, options: LookUpOptions | None) -> LookUp | None:
-    """The look-up of a new sequence; None where it has none."""
+def ngram_drafter(spec: SequenceSpec, options: NgramOptions | None) -> NgramDrafter | None:
+    """The prompt lookup of a new sequence; None where it has none."""
     if options is None or not (options.for_all or spec.prediction):
         return None
     most = options.most if spec.num_speculative_tokens is None else spec.num_speculative_tokens
-    return LookUp(spec, most) if most else None
+    return NgramDrafter(spec, most) if most else None
 
 
-class LookUp:
-    """The look-up of one sequence: it drafts as far as the match is long, and after wrong drafts asks for longer ones.
+class NgramDrafter:
+    """Prompt lookup of one sequence. A draft is as long as its match; wrong drafts raise the length that is asked for.
 
     Args:
         spec: Of the sequence.
@@ -256,7 +256,7 @@ class LookUp:
             return NO_DRAFT
         tokens = self._cut(match.following(count))
         candidates = point_masses(self._spec, tokens)
-        return Draft(tokens, candidates, "prediction" if match.place < match.index.num_apart else "lookup")
+        return Draft(tokens, candidates, "prediction" if match.place < match.index.num_apart else "ngram")
 
     def _longest_match(self, log: TokenLog, new: TokenArray) -> Match | None:
         """Of the log's end, after ``new``; None while the log is not read."""

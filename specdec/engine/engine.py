@@ -24,7 +24,7 @@ from specdec.core.validation import (
     validated_seed,
     validated_stop,
 )
-from specdec.drafting.ngram import LookUpOptions
+from specdec.drafting.ngram import NgramOptions
 from specdec.engine.build import BackendOptions, build_drafter, build_target
 from specdec.engine.in_process import InProcessService
 from specdec.engine.results import CancellationToken, GenerationResult, RunningSequence, TokenEvent
@@ -61,7 +61,7 @@ class SpeculativeEngine:
         eos_token_ids: Tokens that end a text.
         vocab_size: Number of tokens.
         num_speculative_tokens: Draft tokens per round where a call names none.
-        num_lookup_tokens: The same for drafts that are looked up in the text itself, with or without a draft model;
+        num_ngram_tokens: The same for drafts that are looked up in the text itself, with or without a draft model;
             None looks nothing up.
         defaults: What holds for calls that do not say.
         fallback: Why the target runs without speculation, in a word; None where it does not.
@@ -76,15 +76,15 @@ class SpeculativeEngine:
         eos_token_ids: tuple[int, ...],
         vocab_size: int,
         num_speculative_tokens: int = 4,
-        num_lookup_tokens: int | None = None,
+        num_ngram_tokens: int | None = None,
         defaults: GenerationDefaults = PLAIN_DEFAULTS,
         fallback: str | None = None,
     ) -> None:
-        most_looked_up = validated_num_speculative_tokens(num_lookup_tokens, "num_lookup_tokens")
-        lookup = None if most_looked_up is None else LookUpOptions(most_looked_up)
-        self._fallback = fallback if draft is not None or lookup is not None else None
+        most_ngram = validated_num_speculative_tokens(num_ngram_tokens, "num_ngram_tokens")
+        ngram = None if most_ngram is None else NgramOptions(most_ngram)
+        self._fallback = fallback if draft is not None or ngram is not None else None
         num_draft_tokens = validated_num_speculative_tokens(num_speculative_tokens) or 0
-        self._service = InProcessService(target, draft, num_draft_tokens, lookup=lookup)
+        self._service = InProcessService(target, draft, num_draft_tokens, ngram=ngram)
         self._defaults = defaults
         self._max_model_len = target.max_model_len
         self._tokenizer = tokenizer
@@ -102,7 +102,7 @@ class SpeculativeEngine:
         draft: ModelSource | None = None,
         *,
         num_speculative_tokens: int = 4,
-        num_lookup_tokens: int | None = None,
+        num_ngram_tokens: int | None = None,
         options: BackendOptions | None = None,
         draft_options: BackendOptions | None = None,
         progress: Callable[[str], None] | None = None,
@@ -113,7 +113,7 @@ class SpeculativeEngine:
             target: The model that decides.
             draft: The model that proposes; None decodes plainly.
             num_speculative_tokens: Draft tokens per round where a call names none.
-            num_lookup_tokens: The same for look-up; None looks nothing up.
+            num_ngram_tokens: The same for prompt lookup; None looks nothing up.
             options: How the target is run. Where both models are on one GPU, each gets an equal share of it, unless its
                 options name another.
             draft_options: How the draft is run; by default like the target.
@@ -145,7 +145,7 @@ class SpeculativeEngine:
             eos_token_ids=built.loaded.eos_token_ids,
             vocab_size=built.runner.vocab_size,
             num_speculative_tokens=num_speculative_tokens,
-            num_lookup_tokens=num_lookup_tokens,
+            num_ngram_tokens=num_ngram_tokens,
             defaults=defaults,
             fallback=built.runner.no_speculation,
         )

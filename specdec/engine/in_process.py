@@ -10,7 +10,7 @@ from specdec.core.drafts import DraftChooser
 from specdec.core.params import SequenceSpec
 from specdec.core.tokens import SharedTokens
 from specdec.drafting.length.plans import fixed_plan, no_drafts
-from specdec.drafting.ngram import LookUpOptions
+from specdec.drafting.ngram import NgramOptions
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import IngressMachine, TokenDelta
 from specdec.protocol.leases import Times
@@ -24,7 +24,7 @@ class InProcessService:
     Args:
         num_draft_tokens: Draft length where the request names none.
         drafter: None where there is no draft model.
-        lookup: Of the target; None for none.
+        ngram: Of the target; None for none.
         chooser: Of the target; None takes drafts in order, and all of them.
 
     Attributes:
@@ -39,7 +39,7 @@ class InProcessService:
         drafter: DraftBackend | None,
         num_draft_tokens: int,
         clock: Callable[[], float] = time.monotonic,
-        lookup: LookUpOptions | None = None,
+        ngram: NgramOptions | None = None,
         chooser: DraftChooser | None = None,
     ) -> None:
         times = Times(lease_s=1e6, peer_timeout_s=1e6)
@@ -48,7 +48,7 @@ class InProcessService:
         self.is_idle = False
         self.ingress = IngressMachine("ingress", times)
         self.router = RouterMachine("router", planner, times)
-        self.target = TargetMachine("target", target, times, lookup=lookup, chooser=chooser)
+        self.target = TargetMachine("target", target, times, ngram=ngram, chooser=chooser)
         self.drafter = DrafterMachine("drafter", drafter, times) if drafter is not None else None
         self.router.worker_joined("target", "target", clock())
         if drafter is not None:

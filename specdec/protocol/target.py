@@ -22,16 +22,16 @@ from specdec.core.drafts import (
 from specdec.core.errors import DeviceLostError, reason_of
 from specdec.core.messages import Ack, Message, Notes, Offer, Open, RoundTimes, Verdict
 from specdec.core.types import PackedLogprobs
-from specdec.drafting.ngram import LookUpOptions, Reading, look_up_for
+from specdec.drafting.ngram import NgramOptions, Reading, ngram_drafter
 from specdec.protocol.labels import label, labels
 from specdec.protocol.leases import Times
 from specdec.protocol.spans import microseconds
-from specdec.protocol.target_row import LOOK_UPS, KeptOffer, TargetCounters, TargetRow
+from specdec.protocol.target_row import NGRAM_SOURCES, KeptOffer, TargetCounters, TargetRow
 from specdec.protocol.worker import Gauges, LastInterval, StepGroups, WorkerMachine, is_at_fault
 
 logger = logging.getLogger(__name__)
 
-_LETTERS: dict[DraftSource, str] = {"lookup": "ACB", "prediction": "xyz", "heads": "hij"}
+_LETTERS: dict[DraftSource, str] = {"ngram": "ACB", "prediction": "xyz", "medusa": "hij"}
 """Letters for accepted, corrected and bonus tokens in :class:`Notes`, where they are not those of a draft model."""
 
 
@@ -52,13 +52,13 @@ class TargetMachine(WorkerMachine[TargetRow]):
         *,
         fingerprint: str = "",
         last_interval: LastInterval | None = None,
-        lookup: LookUpOptions | None = None,
+        ngram: NgramOptions | None = None,
         chooser: DraftChooser | None = None,
     ) -> None:
         super().__init__(name, times, gauges, fingerprint=fingerprint)
         self._backend = backend
         self._last_interval = last_interval
-        self._lookup = lookup
+        self._ngram = ngram
         self._chooser = chooser
         self._max_model_len = backend.max_model_len
         self._groups = StepGroups()
@@ -189,8 +189,8 @@ class TargetMachine(WorkerMachine[TargetRow]):
         if count > num_accepted:
             num_places = min(draft.depth, result.num_drafted) if draft.parents else result.num_drafted
             how += "p" if not result.num_drafted else bonus if num_accepted == num_places else corrected
-        if source in LOOK_UPS and result.num_drafted and row.lookup is not None:
-            row.lookup.judge(result.num_drafted, result.num_accepted)
+        if source in NGRAM_SOURCES and result.num_drafted and row.ngram is not None:
+            row.ngram.judge(result.num_drafted, result.num_accepted)
         if self._chooser is not None and result.num_drafted == len(draft.tokens) > 0:
             self._chooser.judge(draft, run[: result.num_accepted], row.spec)
         logprobs = None if result.logprobs is None else result.logprobs[:count]
@@ -258,7 +258,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
     # Messages.
 
     def _new_row(self, message: Open, now_s: float) -> TargetRow:
-        row = TargetRow(message, self._max_model_len, look_up_for(message.spec, self._lookup))
+        row = TargetRow(message, self._max_model_len, ngram_drafter(message.spec, self._ngram))
         if message.suspects:
             self.counters.num_suspects += 1
             self._groups.suspect(row, message.suspects)
@@ -334,9 +334,9 @@ class TargetMachine(WorkerMachine[TargetRow]):
         if row.suspects:
             return NO_DRAFT
         found, is_long = NO_DRAFT, False
-        if row.lookup is not None:
-            found = row.lookup.draft(row.log, self._room(row), self._reading)
-            is_long = row.lookup.is_long and bool(found.tokens)
+        if row.ngram is not None:
+            found = row.ngram.draft(row.log, self._room(row), self._reading)
+            is_long = row.ngram.is_long and bool(found.tokens)
         offered, kept = self._offered(row)
         if not offered.tokens and not is_long and self._waits(row, now_s):
             return None

@@ -12,7 +12,7 @@ from specdec.core.drafts import NO_DRAFT, OFFERED, DraftSource, foresees
 from specdec.core.messages import Interval, Notes, Offer, Open
 from specdec.core.params import Ending
 from specdec.core.types import Finish
-from specdec.drafting.ngram import LookUp
+from specdec.drafting.ngram import NgramDrafter
 from specdec.protocol.worker import MOST_INTERVALS, WorkerRow
 
 
@@ -38,7 +38,7 @@ class TargetRow(WorkerRow):
     Args:
         message: Opens it.
         max_model_len: Longest log of the model, in tokens.
-        lookup: Its own drafts; None where it has none.
+        ngram: Its own drafts; None where it has none.
 
     Attributes:
         priority: Those with the least are decided first, and yield last where room is short.
@@ -62,11 +62,11 @@ class TargetRow(WorkerRow):
 
     __slots__ = (
         *("acked", "announced_s", "ending", "finish", "foreseen", "held_s", "is_cleared"),
-        *("is_patient", "lookup", "needs_candidates", "notes", "offers", "own_draft"),
+        *("is_patient", "ngram", "needs_candidates", "notes", "offers", "own_draft"),
         *("draft_intervals", "priority", "reason", "round_start", "told_s"),
     )
 
-    def __init__(self, message: Open, max_model_len: int, lookup: LookUp | None = None) -> None:
+    def __init__(self, message: Open, max_model_len: int, ngram: NgramDrafter | None = None) -> None:
         super().__init__(message)
         self.priority = self.spec.arrival_s, self.seq
         self.ending = Ending.of(self.spec, max_model_len)
@@ -84,7 +84,7 @@ class TargetRow(WorkerRow):
         self.is_patient = True
         self.round_start = len(self.log)
         self.foreseen: bool | None = None
-        self.lookup = lookup
+        self.ngram = ngram
         self.own_draft = NO_DRAFT
 
     def end_span(self) -> None:
@@ -117,7 +117,7 @@ class TargetRow(WorkerRow):
         return len(self.log) - self.spec.output_start
 
 
-LOOK_UPS = frozenset[DraftSource](("lookup", "prediction"))
+NGRAM_SOURCES = frozenset[DraftSource](("ngram", "prediction"))
 """Drafts that were found in a text."""
 
 

@@ -32,7 +32,7 @@ EXAMPLES = {
     "target.quantization": "int8",
     "target.kv_cache_memory": "512MiB",
     "draft.model": "some/draft",
-    "draft.method": "lookup+model",
+    "draft.method": "ngram+model",
     "draft.revision": "v1",
     "draft.token": "hf_other",
     "draft.dtype": "float16",
@@ -286,7 +286,7 @@ def test_each_flag_sets_its_key_and_no_other(tmp_path, key):
     needed = {"target.model": "t"} if key == "draft.pool" else {"target.model": "t", "draft.model": "d"}
     needed |= {"target.engine": "vllm"} if key in OF_VLLM else {}
     if key in ("draft.heads", "draft.tree_tokens"):
-        needed |= {"draft.method": "model+heads", "draft.heads": "h"}
+        needed |= {"draft.method": "model+medusa", "draft.heads": "h"}
     value = (EXAMPLES | NOT_TOGETHER)[key]
     file = load_config(as_yaml(needed | {key: value}, tmp_path / "service.yaml"))
     assert from_flags(needed | {key: value}) == file
@@ -337,12 +337,12 @@ def test_the_command_line_as_a_process():
         (["serve", "--host", "not an address"], "no address of this machine"),
         (["serve", "--config", "missing.yaml"], "missing.yaml: cannot be read"),
         (["serve", "--draft", "x"], "needs a target"),
-        (["serve", "t", "--draft-method", "lookup+model"], "lookup+model needs a draft model"),
-        (["serve", "t", "--draft", "d", "--draft-method", "lookup"], "method lookup has no draft model"),
-        (["serve", "t", "--draft-method", "model+lookup"], "'lookup+model'"),
-        (["serve", "t", "--draft-method", "heads"], "name the target's heads"),
-        (["serve", "t", "--draft-method", "model+heads"], "model+heads needs a draft model"),
-        (["serve", "t", "--draft", "d", "--draft-heads", "h"], "heads needs method heads"),
+        (["serve", "t", "--draft-method", "ngram+model"], "ngram+model needs a draft model"),
+        (["serve", "t", "--draft", "d", "--draft-method", "ngram"], "method ngram has no draft model"),
+        (["serve", "t", "--draft-method", "model+ngram"], "'ngram+model'"),
+        (["serve", "t", "--draft-method", "medusa"], "name the target's heads"),
+        (["serve", "t", "--draft-method", "model+medusa"], "model+medusa needs a draft model"),
+        (["serve", "t", "--draft", "d", "--draft-heads", "h"], "heads needs method medusa"),
         (["generate", "x", "--max-tokens", "0"], "--max-tokens must be at least 1"),
         (["generate", "x", "--temperature", "-1"], "--temperature must be a number from 0 to 2"),
         (["generate", "x", "--temperature", "nan"], "--temperature must be a number from 0 to 2"),
@@ -424,11 +424,11 @@ def overrides_of(*words):
         ),
         (
             ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'),
-            {"draft.method": "lookup", "num_speculative_tokens": 3},
+            {"draft.method": "ngram", "num_speculative_tokens": 3},
         ),
         (
             ("--speculative-config", '{"method": "medusa", "model": "h"}'),
-            {"draft.method": "heads", "draft.heads": "h"},
+            {"draft.method": "medusa", "draft.heads": "h"},
         ),
     ],
 )

@@ -168,18 +168,18 @@ def test_a_target_alone_has_no_draft():
     [
         ({}, (True, True, False, True)),
         ({"method": "model"}, (True, True, False, True)),
-        ({"method": "lookup"}, (False, False, True, False)),
-        ({"method": ["lookup"]}, (False, False, True, False)),
-        ({"method": ["lookup", "model"]}, (True, True, True, True)),
-        ({"method": "lookup+model", "pool": "drafts"}, (True, False, True, True)),
-        ({"method": "heads"}, (False, False, False, True)),
-        ({"method": ["lookup", "heads"], "heads": "h"}, (False, False, True, True)),
-        ({"method": ["lookup", "model", "heads"]}, (True, True, True, True)),
+        ({"method": "ngram"}, (False, False, True, False)),
+        ({"method": ["ngram"]}, (False, False, True, False)),
+        ({"method": ["ngram", "model"]}, (True, True, True, True)),
+        ({"method": "ngram+model", "pool": "drafts"}, (True, False, True, True)),
+        ({"method": "medusa"}, (False, False, False, True)),
+        ({"method": ["ngram", "medusa"], "heads": "h"}, (False, False, True, True)),
+        ({"method": ["ngram", "model", "medusa"]}, (True, True, True, True)),
     ],
 )
 def test_the_method_says_who_drafts(draft, found):
     config = AppArgs.model_validate({"draft": draft})
-    assert (config.has_draft, config.has_own_draft, config.looks_up, config.is_auto) == found
+    assert (config.has_draft, config.has_own_draft, config.drafts_ngrams, config.is_auto) == found
     assert config.speculates
     assert (draft_source(config) is not None) == config.has_own_draft
 
@@ -187,19 +187,22 @@ def test_the_method_says_who_drafts(draft, found):
 @pytest.mark.parametrize(
     ("data", "named"),
     [
-        ({"target": "t", "draft": {"method": "lookup+model"}}, "lookup\\+model needs a draft model"),
-        ({"target": "t", "draft": {"method": "lookup", "model": "d"}}, "method lookup has no draft model"),
-        ({"draft": {"method": "lookup", "pool": "drafts"}}, "method lookup has no draft model"),
-        ({"draft": {"method": "lookup", "kv_cache_memory": 0.5}}, "method lookup has no draft model"),
-        ({"draft": {"method": ["model", "lookup"]}}, "draft.method\\s+Input should be 'model', 'lookup'"),
-        ({"target": "t", "draft": {"method": "heads"}}, "name the target's heads"),
-        ({"demo": "hybrid", "draft": {"method": "heads"}}, "name the target's heads"),
-        ({"target": "t", "draft": {"method": "model+heads", "heads": "h"}}, "model\\+heads needs a draft model"),
-        ({"target": "t", "draft": {"method": "heads", "heads": "h", "model": "d"}}, "method heads has no draft model"),
-        ({"draft": {"heads": "h"}}, "heads needs method heads"),
-        ({"draft": {"method": "lookup", "tree_tokens": 8}}, "tree_tokens needs heads"),
-        ({"draft": {"method": "heads", "tree_tokens": 65}}, "64"),
-        ({"target": {"model": "t", "engine": "vllm"}, "draft": {"method": "heads", "heads": "h"}}, "takes no heads"),
+        ({"target": "t", "draft": {"method": "ngram+model"}}, "ngram\\+model needs a draft model"),
+        ({"target": "t", "draft": {"method": "ngram", "model": "d"}}, "method ngram has no draft model"),
+        ({"draft": {"method": "ngram", "pool": "drafts"}}, "method ngram has no draft model"),
+        ({"draft": {"method": "ngram", "kv_cache_memory": 0.5}}, "method ngram has no draft model"),
+        ({"draft": {"method": ["model", "ngram"]}}, "draft.method\\s+Input should be 'model', 'ngram'"),
+        ({"target": "t", "draft": {"method": "medusa"}}, "name the target's heads"),
+        ({"demo": "hybrid", "draft": {"method": "medusa"}}, "name the target's heads"),
+        ({"target": "t", "draft": {"method": "model+medusa", "heads": "h"}}, "model\\+medusa needs a draft model"),
+        (
+            {"target": "t", "draft": {"method": "medusa", "heads": "h", "model": "d"}},
+            "method medusa has no draft model",
+        ),
+        ({"draft": {"heads": "h"}}, "heads needs method medusa"),
+        ({"draft": {"method": "ngram", "tree_tokens": 8}}, "tree_tokens needs heads"),
+        ({"draft": {"method": "medusa", "tree_tokens": 65}}, "64"),
+        ({"target": {"model": "t", "engine": "vllm"}, "draft": {"method": "medusa", "heads": "h"}}, "takes no heads"),
     ],
 )
 def test_a_method_that_cannot_be_is_refused(data, named):
@@ -208,7 +211,7 @@ def test_a_method_that_cannot_be_is_refused(data, named):
 
 
 def test_look_up_alone_takes_both_rules():
-    assert AppArgs.model_validate({"draft": {"method": "lookup"}, "acceptance": "rejection"}).speculates
+    assert AppArgs.model_validate({"draft": {"method": "ngram"}, "acceptance": "rejection"}).speculates
 
 
 @pytest.mark.parametrize(

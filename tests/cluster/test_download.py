@@ -114,7 +114,7 @@ def test_a_folder_that_is_here_and_holds_no_model_is_refused(tmp_path):
         ({"demo": "chat"}, "demo: the models are not on this machine; run: specdec demo make chat"),
         ({"demo": "hybrid"}, "demo: the models are not on this machine; run: specdec demo make hybrid"),
         (
-            {"draft": {"method": "heads"}},
+            {"draft": {"method": "medusa"}},
             "draft.heads: the models are not on this machine; run: specdec demo make heads",
         ),
     ],

@@ -70,7 +70,7 @@ def test_replicas_count():
 
 
 def test_a_target_alone_has_the_gpu_to_itself():
-    placement = plan(Devices(1, 4), target={"model": "big"}, draft={"method": "lookup"})
+    placement = plan(Devices(1, 4), target={"model": "big"}, draft={"method": "ngram"})
     assert placement.target.ray_actor_options == {"num_cpus": 1, "num_gpus": 1}
     assert placement.remarks == ()
 

@@ -81,7 +81,7 @@ def test_a_draftless_service_has_no_deployment_of_drafts(service, capsys):
 
 APART = {
     "target": {"model": "t", "revision": "1"},
-    "draft": {"model": "d", "method": "lookup+model"},
+    "draft": {"model": "d", "method": "ngram+model"},
     "separate_draft": True,
     "limits": {"retry_after_s": 7},
     "replicas": {"draft": 2},
@@ -95,7 +95,7 @@ def test_a_separate_draft_is_an_application_whose_arguments_have_nothing_of_the_
     live = {"limits": {"retry_after_s": 7}}
     assert main["args"] == {
         "target": {"model": "t", "revision": "1"},
-        "draft": {"pool": "specdec-draft", "method": "lookup+model"},
+        "draft": {"pool": "specdec-draft", "method": "ngram+model"},
         "actors": {"target": {"num_gpus": 1.0}},
     }
     assert [one["name"] for one in main["deployments"]] == ["OpenAIIngress", "SpeculationRouter", "TargetServer"]
@@ -105,7 +105,7 @@ def test_a_separate_draft_is_an_application_whose_arguments_have_nothing_of_the_
         "import_path": "deployments.app:build_draft_pool",
         "args": {
             "target": {"model": "t", "revision": "1"},
-            "draft": {"model": "d", "method": "lookup+model"},
+            "draft": {"model": "d", "method": "ngram+model"},
             "actors": {"draft": {"num_gpus": 0.5, "num_cpus": 1.0}},
             "applications": ["specdec"],
         },

@@ -99,7 +99,7 @@ class RunningService:
         return {key: float(value) for key, _, value in (li.rpartition(" ") for li in lines if not li.startswith("#"))}
 
     def count(self, name: str, label: str = "") -> float:
-        """A counter, summed over all its samples, or those with a label such as ``source="lookup"``."""
+        """A counter, summed over all its samples, or those with a label such as ``source="ngram"``."""
         samples = self.metrics().items()
         return sum(value for key, value in samples if key.startswith(f"specdec_{name}_total{{") and label in key)
 

@@ -13,7 +13,7 @@ COMPLETION = {"prompt": "def read_lines(path):\n", "max_tokens": 40}
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[RunningService]:
-    service = RunningService("--draft-method", "heads", "--draft-tree-tokens", "12")
+    service = RunningService("--draft-method", "medusa", "--draft-tree-tokens", "12")
     yield service
     assert service.stop() == 0
 
@@ -35,4 +35,6 @@ def test_heads_draft_and_change_no_token(running: RunningService, temperature: i
         for bound in (0, 2, None)
     }
     assert len(texts) == 1
-    eventually(lambda: running.count("accepted_tokens_by_source", 'source="heads"') > 0, 30, "accepted tokens of heads")
+    eventually(
+        lambda: running.count("accepted_tokens_by_source", 'source="medusa"') > 0, 30, "accepted tokens of heads"
+    )

@@ -27,8 +27,8 @@ class DraftGains:
     """A :class:`specdec.core.drafts.DraftChooser` that learns how often tokens are kept.
 
     A token is as likely to be kept as all that it follows, times how often those of its rank at its place were, by
-    source and temperature. Those of a draft model, and of look-up, are alike at all places; a long match is a source of
-    its own. All rows of a step are taken to have drafts of the same size.
+    source and temperature. Those of a draft model, and of prompt lookup, are alike at all places; a long match is a
+    source of its own. All rows of a step are taken to have drafts of the same size.
 
     Args:
         report: Gives the newest step times, as :class:`specdec.engine.timing.StepReport` does.
@@ -86,7 +86,7 @@ class DraftGains:
         """Tokens a second, by how many of a draft's tokens are verified; tokens a round, before steps are timed."""
         shares = {-1: 1.0}
         for i, (parent, place, rank) in enumerate(_nodes_of(_parents(draft))):
-            prior = kept_share(place, rank) if draft.source == "heads" else kept_share(0, rank)
+            prior = kept_share(place, rank) if draft.source == "medusa" else kept_share(0, rank)
             shares[i] = shares[parent] * self._rates[_source(draft, spec, place, rank)].rate(prior, PRIOR_TRIALS)
         sizes = [num_rows * (1 + i) for i in range(len(shares))]
         seconds = [self._times.at(num_rows, size) if self._times else 1.0 for size in sizes]
@@ -100,7 +100,7 @@ def _load(spec: SequenceSpec, num_rows: int) -> tuple[float, int | None, int]:
 
 def _source(draft: Draft, spec: SequenceSpec, place: int, rank: int) -> tuple[str, float, int, int]:
     """What a token's rate is kept by."""
-    if draft.source == "heads":
+    if draft.source == "medusa":
         return draft.source, kind_of(spec), place, rank
     is_long = draft.source not in OFFERED and len(draft.tokens) >= LONG_MATCH
     source = "model" if draft.source in OFFERED else "long match" if is_long else "match"

@@ -31,7 +31,7 @@ class EngineService:
         self._engine = SpeculativeEngine.from_pretrained(
             ModelSource(str(target)),
             None if draft is None else ModelSource(str(draft)),
-            num_lookup_tokens=most_draft_tokens if draft is None else None,
+            num_ngram_tokens=most_draft_tokens if draft is None else None,
             options=BackendOptions(max_model_len=MAX_MODEL_LEN),
         )
         self._most_draft_tokens = most_draft_tokens

@@ -16,7 +16,7 @@ from specdec.engine.timing import StepTimer
 
 SPEC = SequenceSpec(SamplingParams(temperature=0.0), 1, 1, 1 << 20)
 SHAPE = tree_shape(24, 4)
-TREE = Draft(tuple(range(100, 124)), source="heads", parents=tuple(node.parent for node in SHAPE))
+TREE = Draft(tuple(range(100, 124)), source="medusa", parents=tuple(node.parent for node in SHAPE))
 STEP_S = 0.03
 
 
@@ -114,8 +114,8 @@ def test_before_a_step_was_timed_a_draft_is_whole() -> None:
 
 
 MODEL = Draft(tuple(range(4)), source="chain")
-LONG = Draft(tuple(range(10, 10 + LONG_MATCH)), source="lookup")
-SHORT = Draft(tuple(range(10, 13)), source="lookup")
+LONG = Draft(tuple(range(10, 10 + LONG_MATCH)), source="ngram")
+SHORT = Draft(tuple(range(10, 13)), source="ngram")
 HEADS = TREE.only(range(4))
 
 

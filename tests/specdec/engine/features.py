@@ -12,7 +12,7 @@ from specdec.checkpoint.compat import tokenizer_width
 from specdec.core.messages import Plan
 from specdec.core.params import SamplingParams
 from specdec.core.types import Adapter
-from specdec.drafting.ngram import LookUpOptions
+from specdec.drafting.ngram import NgramOptions
 from specdec.engine.build import BackendOptions, build_drafter, build_target
 from specdec.engine.in_process import InProcessService
 from specdec.executor.runner import ModelRunner
@@ -25,7 +25,7 @@ from tests.specdec.engine.test_hostile_network import TARGET, HostileService
 from tests.specdec.engine.test_processors import BOTH
 from tests.thorough.engine.test_structured import PERSON
 
-Feature = Literal["drafts", "grammars", "look-up", "hooks", "prefix reuse", "preemption", "branches", "kills"]
+Feature = Literal["drafts", "grammars", "prompt lookup", "hooks", "prefix reuse", "preemption", "branches", "kills"]
 PROMPTS = ("def read(path):\n", "class A:\n    def __init__(self", "import sys\nimport os\n", "x = 1\nx = 1\nx = 1\n")
 SHARED = "import os\n" * 8
 OPTIONS = BackendOptions(max_model_len=256, block_size=4, max_num_seqs=8, skip_parity_check=True)
@@ -80,8 +80,8 @@ def assert_texts_are_its_own(
             return wanted
         case "branches":
             service = OverlapService(target, drafter, Plan(4, 8, acceptance_rate=0.5), lambda: 6)
-        case "look-up":
-            service = InProcessService(target, None, 0, lookup=LookUpOptions(8))
+        case "prompt lookup":
+            service = InProcessService(target, None, 0, ngram=NgramOptions(8))
         case _:
             service = InProcessService(target, drafter, 4)
     if feature == "prefix reuse":

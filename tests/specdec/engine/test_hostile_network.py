@@ -17,7 +17,7 @@ import pytest
 from specdec.core.messages import Plan, PlanUpdate
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.drafting.medusa import DraftHeads, HeadDrafter
-from specdec.drafting.ngram import LookUpOptions
+from specdec.drafting.ngram import NgramOptions
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.target import ModelTarget
 from specdec.executor.runner import ModelRunner
@@ -50,7 +50,7 @@ class HostileService:
         max_num_batched_tokens: Of both models.
         restart_rate: How likely a worker is to restart in a step; a sequence gives up after several.
         sampler: Makes each of their lives' way from logits to tokens.
-        lookup: Of the target; None for none.
+        ngram: Of the target; None for none.
         heads: On the target, with how far, and in trees of how many tokens, they draft; None for none.
     """
 
@@ -63,11 +63,11 @@ class HostileService:
         max_num_batched_tokens: int = LENGTHS["max_num_batched_tokens"],
         restart_rate: float = 0.05,
         sampler: Callable[[], Sampler] | None = None,
-        lookup: LookUpOptions | None = None,
+        ngram: NgramOptions | None = None,
         heads: tuple[DraftHeads, int, int] | None = None,
     ) -> None:
         self._heads = heads
-        self._lookup = lookup
+        self._ngram = ngram
         self._restart_rate = restart_rate
         self._make_sampler = sampler or partial(Sampler, VOCAB_SIZE, processors)
         self._lengths = {**LENGTHS, "max_num_batched_tokens": max_num_batched_tokens}
@@ -117,8 +117,8 @@ class HostileService:
         self.counts["reused"] += int(gauges["num_reused_tokens"])
         by_source = self._target.counters.by_source
         self.counts["accepted"] += self._target.counters.num_accepted_tokens
-        self.counts["looked up"] += sum(by_source[name].num_accepted_tokens for name in ("lookup", "prediction"))
-        self.counts["of heads"] += by_source["heads"].num_accepted_tokens
+        self.counts["looked up"] += sum(by_source[name].num_accepted_tokens for name in ("ngram", "prediction"))
+        self.counts["of heads"] += by_source["medusa"].num_accepted_tokens
         self.counts["stale"] += self._target.counters.num_stale_offers
 
     def _disturb(self) -> None:
@@ -139,7 +139,7 @@ class HostileService:
         if name == TARGET:
             heads = None if self._heads is None else HeadDrafter(self._heads[0], sampler, *self._heads[1:])
             backend = ModelTarget(runner, sampler, **self._lengths, heads=heads)
-            self._target = TargetMachine(name, backend, TIMES, lookup=self._lookup)
+            self._target = TargetMachine(name, backend, TIMES, ngram=self._ngram)
         else:
             self._drafter = DrafterMachine(name, ModelDrafter(runner, sampler, **self._lengths), TIMES)
         self._router.worker_joined(name, "target" if name == TARGET else "drafter", self._now)

@@ -11,7 +11,7 @@ from typing import Any
 from specdec.core.messages import ACCEPTED, Message, Plan, PlanUpdate
 from specdec.core.params import SequenceSpec
 from specdec.core.types import Fingerprints
-from specdec.drafting.ngram import LookUpOptions
+from specdec.drafting.ngram import NgramOptions
 from specdec.protocol.drafter import DrafterMachine, DraftWorkerMachine
 from specdec.protocol.ingress import IngressMachine
 from specdec.protocol.leases import Times
@@ -185,7 +185,7 @@ class World:
                     node.backends[0],
                     TIMES,
                     fingerprint=_fingerprints(model).decision,
-                    lookup=LookUpOptions(5),
+                    ngram=NgramOptions(5),
                 )
             case "D":
                 drafter = ScriptedDraft(

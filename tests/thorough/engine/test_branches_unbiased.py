@@ -21,10 +21,10 @@ from specdec.core.messages import Ack, Candidates, Commit, Inc, Message, Offer, 
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import SharedTokens, TokenBuffer
 from specdec.core.types import Tokens
-from specdec.drafting import ngram as lookup_module
+from specdec.drafting import ngram as ngram_module
 from specdec.drafting.length.gains import DraftGains
 from specdec.drafting.medusa import HeadDrafter
-from specdec.drafting.ngram import LookUpOptions
+from specdec.drafting.ngram import NgramOptions
 from specdec.protocol import target as target_module
 from specdec.protocol.draft_row import DraftRow, Path
 from specdec.protocol.drafter import DrafterMachine
@@ -152,7 +152,7 @@ class Setup:
     acceptance: Literal["coupled", "rejection"] = "rejection"
     plan: Plan = PLAN
     draft_steps: tuple[int, ...] = (3,)
-    lookup: LookUpOptions | None = None
+    ngram: NgramOptions | None = None
     prediction: Tokens = ()
     chooses: bool = False
     ends: bool = True
@@ -177,7 +177,7 @@ class Line:
     def __init__(self, setup: Setup, seeds: range, chooser: DraftChooser | None) -> None:
         logits, draft_logits = setup.logits()
         target, draft = setup.kind(logits), Backend(draft_logits)
-        self.target = TargetMachine("T", target, Times(lease_s=1e6), lookup=setup.lookup, chooser=chooser)
+        self.target = TargetMachine("T", target, Times(lease_s=1e6), ngram=setup.ngram, chooser=chooser)
         self.drafter = DrafterMachine("D", draft, Times(lease_s=1e6), branches_in_all=1 << 16)
         self.draft_steps = cycle(setup.draft_steps)
         sampling, eos = SamplingParams(acceptance=setup.acceptance), (END,) if setup.ends else ()
@@ -227,12 +227,12 @@ def p_value(setup: Setup, num_draws: int) -> float:
         for name in ("num_branch_hits", "num_used_offers"):
             counters[name] += getattr(line.target.counters, name)
         for source, of_source in line.target.counters.by_source.items():
-            counters["found" if source in ("lookup", "prediction") else source] += of_source.num_drafts
+            counters["found" if source in ("ngram", "prediction") else source] += of_source.num_drafts
         counters["num_promoted"] += line.drafter.counters.num_promoted
-    if setup.lookup is not None:
+    if setup.ngram is not None:
         assert counters["found"] > num_draws / 50
     if isinstance(line.target._backend, WithHeads):
-        assert counters["heads"] > num_draws / 50
+        assert counters["medusa"] > num_draws / 50
     assert counters["num_used_offers"] > num_draws / 50, counters
     assert not setup.plan.num_branches or min(counters["num_branch_hits"], counters["num_promoted"]) > num_draws / 50
     expected = counts.sum(1, keepdim=True) * setup.logits()[0].double().softmax(1)
@@ -248,10 +248,10 @@ SETUPS = {
     "branches": Setup(),
     "texts_without_end": Setup(ends=False, noise=0.8),
     "sequential_and_often_late": Setup(plan=Plan(num_draft_tokens=3, mode="sequential"), draft_steps=(2, 3)),
-    "prediction": Setup(plan=AHEAD, draft_steps=(6,), lookup=LookUpOptions(1), prediction=PREDICTION),
-    "look_up": Setup(plan=AHEAD, draft_steps=(6,), lookup=LookUpOptions(1)),
-    "look_up_or_model": Setup(plan=AHEAD, draft_steps=(6,), lookup=LookUpOptions(2), chooses=True, noise=0.8),
-    "heads": Setup(WithHeads, draft_steps=(1, 2), lookup=LookUpOptions(2)),
+    "prediction": Setup(plan=AHEAD, draft_steps=(6,), ngram=NgramOptions(1), prediction=PREDICTION),
+    "look_up": Setup(plan=AHEAD, draft_steps=(6,), ngram=NgramOptions(1)),
+    "look_up_or_model": Setup(plan=AHEAD, draft_steps=(6,), ngram=NgramOptions(2), chooses=True, noise=0.8),
+    "heads": Setup(WithHeads, draft_steps=(1, 2), ngram=NgramOptions(2)),
     "heads_or_model": Setup(WithHeads, plan=AHEAD, draft_steps=(6,), chooses=True, noise=0.8),
     "trees_or_model": Setup(WithTrees, plan=AHEAD, draft_steps=(6,), chooses=True, noise=0.8),
 }
@@ -289,7 +289,7 @@ def test_a_looked_up_token_that_is_kept_too_often_would_be_found(monkeypatch: py
     def biased(spec: SequenceSpec, tokens: Tokens) -> tuple[Candidates, ...]:
         return tuple(Candidates((token, (token + 1) % VOCAB), (0.6, 0.4)) for token in tokens)
 
-    monkeypatch.setattr(lookup_module, "point_masses", biased)
+    monkeypatch.setattr(ngram_module, "point_masses", biased)
     assert p_value(SETUPS["prediction"], 1_000) < 1e-6
 
 

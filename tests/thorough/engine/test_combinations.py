@@ -11,7 +11,7 @@ import pytest
 
 from specdec.core.params import SamplingParams
 from specdec.core.types import TokenLogprobs
-from specdec.drafting.ngram import LookUpOptions
+from specdec.drafting.ngram import NgramOptions
 from specdec.engine.in_process import InProcessService
 from specdec.engine.target import ModelTarget
 from specdec.sampling.pipeline import Sampler
@@ -19,7 +19,7 @@ from tests.specdec.engine.pairs import MAX_MODEL_LEN, Case, Output, collect
 from tests.specdec.engine.test_hostile_network import DRAFTER, TARGET, HostileService, runner
 from tests.specdec.engine.test_processors import BOTH
 from tests.specdec.models.recurrent_families import VOCAB_SIZE
-from tests.thorough.engine.test_lookup import edited
+from tests.thorough.engine.test_ngram import edited
 from tests.thorough.engine.test_recurrent import NOISE
 
 EVERYTHING = SamplingParams(
@@ -72,7 +72,7 @@ def assert_same(got: Output, want: Output, where: str) -> None:
     ],
 )
 def test_all_at_once_no_token_changes(family: str, temperature: float, acceptance: str) -> None:
-    """Branches, look-up, chunks, reuse, preemption, hooks, penalties, log probabilities and workers that restart."""
+    """Branches, n-grams, chunks, reuse, preemption, hooks, penalties, log probabilities and workers that restart."""
     cases = make_cases(replace(EVERYTHING, temperature=temperature, acceptance=acceptance))
     lengths = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 64}
     target = ModelTarget(runner(family, 0.0), Sampler(VOCAB_SIZE, BOTH), **lengths)
@@ -83,7 +83,7 @@ def test_all_at_once_no_token_changes(family: str, temperature: float, acceptanc
         cases[i] = replace(cases[i], prediction=edited(wanted[i].tokens, random.Random(i)))
     counts: Counter[str] = Counter()
     for seed in SEEDS:
-        service = HostileService(*makers, seed, BOTH, CHUNK, RESTART_RATE, lookup=LookUpOptions(4))
+        service = HostileService(*makers, seed, BOTH, CHUNK, RESTART_RATE, ngram=NgramOptions(4))
         for got, want in zip(collect(service, cases), wanted, strict=True):
             assert_same(got, want, f"seed {seed}")
         service.count(TARGET)

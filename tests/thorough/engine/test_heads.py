@@ -18,7 +18,7 @@ from specdec.core.messages import ACCEPTED, HEADED
 from specdec.core.params import SamplingParams
 from specdec.drafting.length.gains import DraftGains
 from specdec.drafting.medusa import HeadDrafter, HeadsOptions
-from specdec.drafting.ngram import LookUpOptions
+from specdec.drafting.ngram import NgramOptions
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.in_process import InProcessService
 from specdec.engine.target import ModelTarget
@@ -30,7 +30,7 @@ from tests.specdec.engine.pairs import MAX_MODEL_LEN, Case, backend, collect, gr
 from tests.specdec.engine.test_hostile_network import DRAFTER, TARGET, HostileService, runner
 from tests.specdec.engine.test_processors import BOTH
 from tests.specdec.models.recurrent_families import VOCAB_SIZE, make_recurrent
-from tests.thorough.engine.test_lookup import letters_of, predicted_cases
+from tests.thorough.engine.test_ngram import letters_of, predicted_cases
 from tests.thorough.engine.test_recurrent import NOISE, make_cases
 from tests.thorough.engine.test_structured import DEMO, MAX_TOKENS, OPTIONS, PERSON, check
 from tests.thorough.engine.test_structured import sampling as sampling_of
@@ -77,7 +77,7 @@ def with_heads(
     family: str,
     most: int = NUM_HEADS,
     draft: Callable[[], ModelRunner] | None = None,
-    lookup: LookUpOptions | None = None,
+    ngram: NgramOptions | None = None,
     num_blocks: int = 300,
     tree: int = 0,
     chunk: int = 64,
@@ -94,7 +94,7 @@ def with_heads(
         options = {"num_blocks": num_blocks, "chunk": chunk, "processors": processors}
         target = backend(ModelTarget, model, heads=(fitted(family), most, tree), **options)
     drafter = None if draft is None else ModelDrafter(draft(), Sampler(VOCAB_SIZE), **LENGTHS)
-    return InProcessService(target, drafter, 4, lookup=lookup, chooser=chooser)
+    return InProcessService(target, drafter, 4, ngram=ngram, chooser=chooser)
 
 
 def plainly(family: str, cases: list[Case]) -> list[list[int]]:
@@ -151,7 +151,7 @@ def test_each_way_is_weighed_against_the_others_and_no_token_changes() -> None:
     timer = StepTimer()
     timer.add(1, 1, 1.0)
     draft, chooser = partial(runner, "llama", NOISE), DraftGains(timer.report)
-    outputs = collect(with_heads("llama", draft=draft, lookup=LookUpOptions(16), tree=12, chooser=chooser), cases)
+    outputs = collect(with_heads("llama", draft=draft, ngram=NgramOptions(16), tree=12, chooser=chooser), cases)
     assert [output.tokens for output in outputs] == plainly("llama", cases)
     letters = letters_of(outputs)
     assert min(letters["a"], letters["x"], letters["h"]) > 0, letters
@@ -172,12 +172,12 @@ def test_beside_a_draft_model_and_look_up_every_way_is_taken(temperature: float)
     """The draft model goes first; what it does not say, the heads do, or a longer match."""
     cases = predicted_cases("llama", SamplingParams(temperature=temperature, top_p=0.95))
     wanted = plainly("llama", cases)
-    service = with_heads("llama", draft=partial(runner, "llama", NOISE), lookup=LookUpOptions(16))
+    service = with_heads("llama", draft=partial(runner, "llama", NOISE), ngram=NgramOptions(16))
     outputs = collect(service, cases)
     assert [output.tokens for output in outputs] == wanted
     letters = letters_of(outputs)
     assert min(letters["a"], letters["x"]) > 0, letters
-    service = with_heads("llama", lookup=LookUpOptions(16), tree=12)
+    service = with_heads("llama", ngram=NgramOptions(16), tree=12)
     outputs = collect(service, [replace(case, prediction=()) for case in cases])
     assert [output.tokens for output in outputs] == wanted
     assert letters_of(outputs)["h"] > 0
@@ -192,7 +192,7 @@ def test_nothing_that_a_network_or_a_death_does_changes_a_token(family: str, tem
     counts: Counter[str] = Counter()
     for seed, tree_tokens in ((1, 0), (4, 12)):
         heads = fitted(family), 3, tree_tokens
-        service = HostileService(*makers, seed, lookup=LookUpOptions(8), heads=heads)
+        service = HostileService(*makers, seed, ngram=NgramOptions(8), heads=heads)
         assert [output.tokens for output in collect(service, cases)] == wanted, f"seed {seed}"
         service.count(TARGET)
         service.count(DRAFTER)
@@ -250,7 +250,7 @@ def test_a_grammar_cuts_what_it_forbids_and_no_token_changes(temperature: float)
     )
     assert drafted.token_ids == plain.token_ids
     check(PERSON, drafted)
-    assert engine._service.target.counters.by_source["heads"].num_draft_tokens > 0
+    assert engine._service.target.counters.by_source["medusa"].num_draft_tokens > 0
 
 
 @pytest.mark.parametrize("tree", [0, 12])
@@ -275,8 +275,8 @@ def test_notes_and_counters_tell_that_heads_drafted() -> None:
     assert set(letters) <= {"p", *HEADED}
     assert letters["h"] == counters.num_accepted_tokens == sum(letters[letter] for letter in ACCEPTED) > 0
     for name in ("drafts", "draft_tokens", "accepted_tokens"):
-        assert getattr(counters.by_source["heads"], f"num_{name}") == getattr(counters, f"num_{name}") > 0
-    assert set(counters.by_source) == {"heads"}
+        assert getattr(counters.by_source["medusa"], f"num_{name}") == getattr(counters, f"num_{name}") > 0
+    assert set(counters.by_source) == {"medusa"}
 
 
 @pytest.mark.parametrize(

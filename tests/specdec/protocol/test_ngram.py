@@ -1,4 +1,4 @@
-"""Look-up against a search of the whole text, and what it learns from wrong drafts."""
+"""Prompt lookup against a search of the whole text, and what it learns from wrong drafts."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import pytest
 from specdec.core.log import TokenLog
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import SharedTokens
-from specdec.drafting import ngram as lookup_module
+from specdec.drafting import ngram as ngram_module
 from specdec.drafting.ngram import (
     LEAST_MATCH,
     LONG_MATCH,
-    LookUp,
-    LookUpOptions,
     Match,
+    NgramDrafter,
+    NgramOptions,
     Reading,
     TextIndex,
-    look_up_for,
+    ngram_drafter,
 )
 
 SPEC = SequenceSpec(SamplingParams(), 0, 4, 1000)
@@ -100,87 +100,87 @@ def test_the_texts_do_not_run_into_each_other() -> None:
     assert (match.place, match.following(5)) == (3, (4,))
 
 
-def drafted(lookup: LookUp, log: TokenLog, room: int = 100) -> tuple[int, ...]:
-    return lookup.draft(log, room, Reading()).tokens
+def drafted(ngram: NgramDrafter, log: TokenLog, room: int = 100) -> tuple[int, ...]:
+    return ngram.draft(log, room, Reading()).tokens
 
 
 def test_it_drafts_as_far_as_the_match_is_long_and_within_its_bounds() -> None:
     text = [*range(10, 40), *range(10, 15)]
-    lookup = LookUp(SPEC, 16)
-    assert drafted(lookup, TokenLog(text)) == (15, 16, 17, 18, 19)
-    assert drafted(lookup, TokenLog(text), room=2) == (15, 16)
-    assert drafted(lookup, TokenLog(text), room=0) == ()
-    assert drafted(LookUp(SPEC, 4), TokenLog(text)) == (15, 16, 17, 18)
+    ngram = NgramDrafter(SPEC, 16)
+    assert drafted(ngram, TokenLog(text)) == (15, 16, 17, 18, 19)
+    assert drafted(ngram, TokenLog(text), room=2) == (15, 16)
+    assert drafted(ngram, TokenLog(text), room=0) == ()
+    assert drafted(NgramDrafter(SPEC, 4), TokenLog(text)) == (15, 16, 17, 18)
     log = TokenLog([*text, *range(15, 20)])
-    assert drafted(lookup, log) == tuple(range(20, 30))
-    assert lookup.is_long
+    assert drafted(ngram, log) == tuple(range(20, 30))
+    assert ngram.is_long
     ending = replace(SPEC, eos_token_ids=(22,))
-    assert drafted(LookUp(ending, 16), log) == (20, 21, 22)
+    assert drafted(NgramDrafter(ending, 16), log) == (20, 21, 22)
 
 
 def test_no_look_up_where_none_is_wanted() -> None:
     with_prediction = replace(SPEC, prediction=SharedTokens((1, 2)))
-    for_all, for_some = LookUpOptions(16), LookUpOptions(16, for_all=False)
-    assert look_up_for(SPEC, for_all) is not None
-    assert look_up_for(with_prediction, for_some) is not None
-    assert look_up_for(SPEC, for_some) is None
-    assert look_up_for(with_prediction, None) is None
-    assert look_up_for(replace(SPEC, num_speculative_tokens=0), for_all) is None
-    assert look_up_for(SPEC, LookUpOptions(0)) is None
+    for_all, for_some = NgramOptions(16), NgramOptions(16, for_all=False)
+    assert ngram_drafter(SPEC, for_all) is not None
+    assert ngram_drafter(with_prediction, for_some) is not None
+    assert ngram_drafter(SPEC, for_some) is None
+    assert ngram_drafter(with_prediction, None) is None
+    assert ngram_drafter(replace(SPEC, num_speculative_tokens=0), for_all) is None
+    assert ngram_drafter(SPEC, NgramOptions(0)) is None
 
 
 def test_wrong_drafts_make_it_ask_for_longer_matches_and_a_right_one_for_short_ones_again() -> None:
-    lookup = LookUp(SPEC, 16)
+    ngram = NgramDrafter(SPEC, 16)
     text = list(range(100, 200))
 
     def starts_at(length: int) -> bool:
         """Whether a match of this length is enough."""
-        probe = LookUp(SPEC, 16)
-        probe._needed = lookup._needed
+        probe = NgramDrafter(SPEC, 16)
+        probe._needed = ngram._needed
         return drafted(probe, TokenLog([*text, *range(120, 120 + length)])) != ()
 
     assert [starts_at(n) for n in (2, 3)] == [False, True]
-    lookup.judge(3, 1)
+    ngram.judge(3, 1)
     assert [starts_at(n) for n in (5, 6)] == [False, True]
-    lookup.judge(6, 0)
+    ngram.judge(6, 0)
     assert [starts_at(n) for n in (11, 12)] == [False, True]
     for _ in range(10):
-        lookup.judge(8, 2)
+        ngram.judge(8, 2)
     assert [starts_at(n) for n in (63, 64)] == [False, True]
-    lookup.judge(16, 3)
+    ngram.judge(16, 3)
     assert starts_at(3)
 
 
 def test_the_prediction_is_drafted_at_the_outputs_beginning_and_where_the_output_returns_to_it() -> None:
     prediction = tuple(range(50, 90))
-    lookup = LookUp(replace(SPEC, prediction=SharedTokens(prediction)), 16)
+    ngram = NgramDrafter(replace(SPEC, prediction=SharedTokens(prediction)), 16)
     log = TokenLog([1, 2, 3, 4])
-    first = lookup.draft(log, 100, Reading())
+    first = ngram.draft(log, 100, Reading())
     assert (first.tokens, first.source) == (prediction[:LONG_MATCH], "prediction")
     log.extend([*prediction[:5], 7])  # the sixth is another
-    assert drafted(lookup, log) == ()
+    assert drafted(ngram, log) == ()
     log.extend(prediction[6:9])
-    again = lookup.draft(log, 100, Reading())
+    again = ngram.draft(log, 100, Reading())
     assert (again.tokens, again.source) == (prediction[9:12], "prediction")
 
 
 def test_what_is_in_the_prediction_and_in_the_text_counts_as_the_predictions() -> None:
     text = tuple(range(50, 60))
-    lookup = LookUp(replace(SPEC, output_start=13, prediction=SharedTokens(text)), 16)
+    ngram = NgramDrafter(replace(SPEC, output_start=13, prediction=SharedTokens(text)), 16)
     log = TokenLog([*text, 1, 2, 3, 9, *text[:4]])
-    found = lookup.draft(log, 100, Reading())
+    found = ngram.draft(log, 100, Reading())
     assert (found.tokens, found.source) == (text[4:8], "prediction")
-    found = LookUp(SPEC, 16).draft(log, 100, Reading())
-    assert (found.tokens, found.source) == (text[4:8], "lookup")
+    found = NgramDrafter(SPEC, 16).draft(log, 100, Reading())
+    assert (found.tokens, found.source) == (text[4:8], "ngram")
 
 
 def test_under_the_rejection_rule_a_draft_is_a_point_mass_each() -> None:
     spec = replace(SPEC, sampling=SamplingParams(acceptance="rejection"))
     log = TokenLog([1, 2, 3, 4, 5, 1, 2, 3])
-    found = LookUp(spec, 16).draft(log, 100, Reading())
+    found = NgramDrafter(spec, 16).draft(log, 100, Reading())
     assert found.tokens == (4, 5, 1)
     assert found.candidates == tuple(((token,), (1.0,)) for token in found.tokens)
-    assert LookUp(SPEC, 16).draft(log, 100, Reading()).candidates == ()
+    assert NgramDrafter(SPEC, 16).draft(log, 100, Reading()).candidates == ()
 
 
 def test_many_long_prompts_are_indexed_a_part_a_step_and_what_is_decoded_at_once() -> None:
@@ -189,15 +189,15 @@ def test_many_long_prompts_are_indexed_a_part_a_step_and_what_is_decoded_at_once
     spec = replace(SPEC, output_start=len(text))
     logs = [TokenLog([*text, *text[i : i + 5]]) for i in (5, 50, 100)]
     tracemalloc.start()
-    lookups = [LookUp(spec, 16) for _ in logs]
+    lookups = [NgramDrafter(spec, 16) for _ in logs]
     drafted_in: dict[int, int] = {}
     for step in range(20):
         reading = Reading()
-        before = sum(lookup._num_read for lookup in lookups)
-        for i, (lookup, log) in enumerate(zip(lookups, logs, strict=True)):
-            if lookup.draft(log, 100, reading).tokens:
+        before = sum(ngram._num_read for ngram in lookups)
+        for i, (ngram, log) in enumerate(zip(lookups, logs, strict=True)):
+            if ngram.draft(log, 100, reading).tokens:
                 drafted_in.setdefault(i, step)
-        assert sum(lookup._num_read for lookup in lookups) - before <= 8192
+        assert sum(ngram._num_read for ngram in lookups) - before <= 8192
     size, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert drafted_in == {i: (i + 1) * len(logs[0]) // 8192 for i in range(3)}, "in order of arrival"
@@ -210,7 +210,7 @@ def test_many_long_prompts_are_indexed_a_part_a_step_and_what_is_decoded_at_once
 
 @pytest.mark.parametrize("num_bits", [2, 10])
 def test_many_tokens_at_once_are_indexed_as_one_by_one(num_bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup_module, "_LEAST_HASH_BITS", num_bits)
+    monkeypatch.setattr(ngram_module, "_LEAST_HASH_BITS", num_bits)
     rng = random.Random(1)
     for count in (65, 66, 300):
         text = [rng.randrange(5) for _ in range(count)]
@@ -229,14 +229,14 @@ def test_many_tokens_at_once_are_indexed_as_one_by_one(num_bits: int, monkeypatc
 def test_where_what_is_found_says_nothing_it_falls_silent(num_kinds: int) -> None:
     """Tokens at random, of few kinds: nearly every end has occurred before, and nothing follows from it."""
     rng = random.Random(num_kinds)
-    log, lookup = TokenLog(rng.randrange(num_kinds) for _ in range(1000)), LookUp(SPEC, 16)
+    log, ngram = TokenLog(rng.randrange(num_kinds) for _ in range(1000)), NgramDrafter(SPEC, 16)
     num_rounds, num_drafts = 2000, 0
     for _ in range(num_rounds):
-        draft = drafted(lookup, log)
+        draft = drafted(ngram, log)
         if draft:
             truth = [rng.randrange(num_kinds) for _ in range(len(draft) + 1)]
             count = next((i for i, (a, b) in enumerate(zip(draft, truth, strict=False)) if a != b), len(draft))
-            lookup.judge(len(draft), count)
+            ngram.judge(len(draft), count)
             log.extend(truth[: count + 1])
         else:
             log.extend([rng.randrange(num_kinds)])

@@ -15,13 +15,13 @@ CHAT = {"messages": [{"role": "user", "content": "def f(a):"}], "max_tokens": 60
 
 def accepted(running: RunningService) -> tuple[float, float]:
     """Accepted draft tokens, and those of them that were looked up in the text or in a prediction."""
-    found = [running.count("accepted_tokens_by_source", f'source="{source}"') for source in ("lookup", "prediction")]
+    found = [running.count("accepted_tokens_by_source", f'source="{source}"') for source in ("ngram", "prediction")]
     return running.count("spec_decode_num_accepted_tokens"), sum(found)
 
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[RunningService]:
-    service = RunningService("--draft-method", "lookup")
+    service = RunningService("--draft-method", "ngram")
     yield service
     assert service.stop() == 0
 
@@ -56,7 +56,7 @@ def test_a_prediction_that_is_right_is_accepted(running: RunningService) -> None
 
 @pytest.fixture(scope="module")
 def with_both() -> Iterator[RunningService]:
-    service = RunningService("--draft-method", "lookup+model", "--num-speculative-tokens", "4")
+    service = RunningService("--draft-method", "ngram+model", "--num-speculative-tokens", "4")
     yield service
     assert service.stop() == 0
 

@@ -1,4 +1,4 @@
-"""Drafts by look-up, alone and beside a draft model: fewer steps, and no token changes."""
+"""Drafts by prompt lookup, alone and beside a draft model: fewer steps, and no token changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from specdec import ModelSource, SpeculativeEngine
 from specdec.core.messages import ACCEPTED, LOOKED_UP, PREDICTED
 from specdec.core.params import SamplingParams
-from specdec.drafting.ngram import LookUpOptions
+from specdec.drafting.ngram import NgramOptions
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.in_process import InProcessService
 from specdec.engine.stats import SpecStats
@@ -40,7 +40,7 @@ def looking_up(
     """A target that looks up, without a draft model or with one."""
     target = ModelTarget(runner(family, 0.0), Sampler(VOCAB_SIZE), **LENGTHS)
     drafter = None if draft is None else ModelDrafter(draft(), Sampler(VOCAB_SIZE), **LENGTHS)
-    return InProcessService(target, drafter, num_draft_tokens, lookup=LookUpOptions(most))
+    return InProcessService(target, drafter, num_draft_tokens, ngram=NgramOptions(most))
 
 
 def plainly(family: str, cases: list[Case]) -> list[list[int]]:
@@ -102,7 +102,7 @@ def test_nothing_that_a_network_or_a_death_does_changes_a_token(target: str, dra
     makers = partial(runner, target, 0.0), partial(runner, draft, NOISE)
     counts: Counter[str] = Counter()
     for seed in (1, 2):
-        service = HostileService(*makers, seed, lookup=LookUpOptions(8))
+        service = HostileService(*makers, seed, ngram=NgramOptions(8))
         assert [output.tokens for output in collect(service, cases)] == wanted, f"seed {seed}"
         service.count(TARGET)
         service.count(DRAFTER)
@@ -115,7 +115,7 @@ def test_scarce_blocks_and_short_steps_change_no_token() -> None:
     known = predicted_cases("llama", SamplingParams(temperature=1.0))
     cases = [replace(case, max_tokens=60, eos_token_ids=()) for case in known]
     target = backend(ModelTarget, make_model("llama"), num_blocks=42)
-    service = InProcessService(target, None, 0, lookup=LookUpOptions(16))
+    service = InProcessService(target, None, 0, ngram=NgramOptions(16))
     assert run(service, cases)[0] == plainly("llama", cases)
     assert target.gauges()["num_evictions"] > 0
 
@@ -125,7 +125,7 @@ def test_a_grammar_cuts_what_it_forbids_and_no_token_changes(temperature: float)
     """The prompt has records like the one that is asked for, and text that the grammar forbids after them."""
     record = '{"name": "ab", "age": 7, "tags": ["red", "blue"]}'
     prompt, params = f"{record} then {record} then ", sampling(temperature, PERSON)
-    engine = SpeculativeEngine.from_pretrained(ModelSource(str(DEMO / "target")), options=OPTIONS, num_lookup_tokens=16)
+    engine = SpeculativeEngine.from_pretrained(ModelSource(str(DEMO / "target")), options=OPTIONS, num_ngram_tokens=16)
     found, plain = (
         engine.generate(prompt, params, seed=4, max_tokens=MAX_TOKENS, num_speculative_tokens=count)
         for count in (None, 0)
@@ -133,7 +133,7 @@ def test_a_grammar_cuts_what_it_forbids_and_no_token_changes(temperature: float)
     assert found.token_ids == plain.token_ids
     check(PERSON, found)
     assert found.stats.num_accepted_tokens > 0
-    assert engine._service.target.counters.by_source["lookup"].num_drafts > 0
+    assert engine._service.target.counters.by_source["ngram"].num_drafts > 0
 
 
 def letters_of(outputs: list[Output]) -> Counter[str]:
@@ -152,13 +152,13 @@ def test_notes_and_counters_tell_where_drafts_are_from() -> None:
     assert letters["x"] > 20
     assert stats.num_accepted_tokens == sum(letters[letter] for letter in ACCEPTED)
     assert stats.num_rounds == counters.num_rounds
-    assert set(counters.by_source) <= {"lookup", "prediction"}
+    assert set(counters.by_source) <= {"ngram", "prediction"}
     for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
         assert sum(getattr(one, name) for one in counters.by_source.values()) == getattr(counters, name)
     assert stats.num_draft_tokens == counters.num_draft_tokens
     mixed = looking_up("llama", draft=partial(runner, "llama", 0.0))
     assert not set(letters_of(collect(mixed, without))) & PREDICTED
-    assert 0 < mixed.target.counters.by_source["lookup"].num_drafts + 1 <= mixed.target.counters.num_drafts
+    assert 0 < mixed.target.counters.by_source["ngram"].num_drafts + 1 <= mixed.target.counters.num_drafts
 
 
 def test_a_long_match_goes_before_the_draft_models_offer_and_a_short_one_after_it() -> None:
