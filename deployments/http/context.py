@@ -70,7 +70,7 @@ class Api:
     threads: FairThreads = field(default_factory=lambda: FairThreads(_NUM_THREADS, "requests"))
     caller: str = ""
 
-    def check_admin(self, arrival: Arrival, act: str = "") -> None:
+    def check_admin(self, arrival: Arrival, act: str) -> None:
         """Let on who may administer, and log what is to be done.
 
         Raises:

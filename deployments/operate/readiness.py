@@ -14,6 +14,8 @@ logger = logging.getLogger("ray.serve")
 
 PATIENCE_S = 2.0
 """How long a replica may take to answer."""
+QUICK_S = 0.5
+"""How long whoever asks waits for replicas that are late, where something is known without them."""
 STALE_S = 10.0
 """For how long answers hold where none come any more."""
 
@@ -21,7 +23,8 @@ STALE_S = 10.0
 class ReplicaPoll:
     """A method of every replica of a deployment, asked not too often however often its answers are wanted.
 
-    A replica that is gone or hangs has no answer, and costs nobody else's. Where none answers because all hang, their
+    A replica that is gone or hangs has no answer, and costs nobody else's, and no more than :data:`QUICK_S`: until it
+    has had its time, the answers of before hold, or those that have come. Where none answers because all hang, their
     answers of before hold for :data:`STALE_S`, as a pause of one second should not make a service unready.
 
     Args:
@@ -38,31 +41,42 @@ class ReplicaPoll:
         self._handle = handle
         self._method = method
         self._fresh_s = fresh_s
-        self._asked_s = self._answered_s = float("-inf")
-        self._lock = asyncio.Lock()
+        self._asked_s = self._answered_s = self._ended_s = float("-inf")
+        self._round: asyncio.Task[None] | None = None
+        self._come: list[Any] = []
         self._silence = ""
         self.answers: list[Any] = []
         self.num_failures = 0
 
     async def get(self) -> list[Any]:
         """The newest answers; never raises."""
-        async with self._lock:
-            if time.monotonic() - self._asked_s >= self._fresh_s:
-                await self._ask()
-                self._asked_s = time.monotonic()
+        if self._round is None or (self._round.done() and time.monotonic() - self._asked_s >= self._fresh_s):
+            self._asked_s, self._come = time.monotonic(), []
+            self._round = asyncio.ensure_future(self._ask())
+        asked = self._round
+        await asyncio.wait({asked}, timeout=QUICK_S)
+        while not asked.done():
+            if time.monotonic() - self._ended_s < STALE_S:
+                break
+            if self._come:
+                return self._come.copy()
+            await asyncio.wait({asked}, timeout=QUICK_S)
         return self.answers
 
     async def _ask(self) -> None:
+        await self._ask_all(time.monotonic() + PATIENCE_S)
+        self._ended_s = time.monotonic()
+
+    async def _ask_all(self, by_s: float) -> None:
         try:
-            found = await asyncio.wait_for(self._replicas(), PATIENCE_S)
+            found = await asyncio.wait_for(self._replicas(), by_s - time.monotonic())
         except Exception as error:  # no application, no replica
             is_news, self._silence = repr(error) != self._silence, repr(error)
             logger.log(logging.INFO if is_news else logging.DEBUG, "Nobody answers %s: %r", self._method, error)
             self.answers = []
             return
         self._silence = ""
-        asked = (asyncio.wait_for(replica.get_async(), PATIENCE_S) for replica in found)
-        told = await asyncio.gather(*asked, return_exceptions=True)
+        told = await asyncio.gather(*(self._answer_of(replica, by_s) for replica in found), return_exceptions=True)
         failed = [answer for answer in told if isinstance(answer, BaseException)]
         answers = [answer for answer in told if not isinstance(answer, BaseException)]
         self.num_failures += len(failed)
@@ -74,6 +88,11 @@ class ReplicaPoll:
             self._answered_s = time.monotonic()
         if not all_hang or time.monotonic() - self._answered_s > STALE_S:
             self.answers = answers
+
+    async def _answer_of(self, replica: Any, by_s: float) -> Any:
+        answer = await asyncio.wait_for(replica.get_async(), by_s - time.monotonic())
+        self._come.append(answer)
+        return answer
 
     async def _replicas(self) -> list[Any]:
         """One pending answer for each replica: Serve's public method gives all answers or, where one hangs, none."""

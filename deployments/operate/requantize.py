@@ -49,12 +49,12 @@ def add_quantization_routes(app: FastAPI, args: AppArgs, *, is_local: bool = Fal
 
     @router.get("/quantization")
     async def quantization(api: ApiOf, arrival: ArrivalOf) -> dict[str, Any]:
-        api.check_admin(arrival)
+        api.check_admin(arrival, "get quantization")
         return await asyncio.to_thread(described, args)
 
     @router.post("/quantization", status_code=202)
     async def quantize(body: QuantizationBody, api: ApiOf, arrival: ArrivalOf) -> dict[str, Any]:
-        api.check_admin(arrival)
+        api.check_admin(arrival, f"set quantization target={body.target} draft={body.draft}")
         wanted = requantized(args, body.target, body.draft)
         async with one_by_one:
             await asyncio.to_thread(_deploy, wanted, wanted != args, is_local)

@@ -40,7 +40,7 @@ class UpdateWatch:
         self._told: Update | None = None
 
     async def get(self) -> Update | None:
-        """The update that is under way or has failed; None where there is none, or Serve does not answer."""
+        """The update that is under way or has failed; None where there is none. While Serve is silent, what it said."""
         if time.monotonic() - self._asked_s >= FRESH_S:
             self._asked_s = time.monotonic()
             try:
@@ -51,7 +51,6 @@ class UpdateWatch:
                 self._told = told(application, self._timeout_s, time.monotonic() - self._since_s)
             except Exception as error:
                 logger.info("Serve's status cannot be had: %r", error)
-                self._told = None
         return self._told
 
 

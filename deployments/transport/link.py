@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from deployments.transport.host import Host
 from deployments.transport.mailbox import Mailbox
 from deployments.transport.wire import (
+    WIRE_VERSION,
     FingerprintKind,
     FrameReader,
     Greeting,
@@ -173,7 +174,7 @@ class Dialer:
 
     async def _open(self, peer: str) -> Channel:
         """A channel whose callee has greeted us."""
-        hello = Hello(self._me, peer, self._deployment, self._fingerprints)
+        hello = Hello(self._me, peer, self._deployment, self._fingerprints, WIRE_VERSION)
         channel = None
         try:
             async with asyncio.timeout(self._times.open_timeout_s):
@@ -236,7 +237,7 @@ class Answerer:
             hello = decode(await _receive(channel, "", self._times.open_timeout_s), Hello)
             caller = hello.caller
             refusal = self._refusal(hello)
-            await channel.send(encode(Greeting(self._me, self._fingerprints, refusal)))
+            await channel.send(encode(Greeting(self._me, self._fingerprints, refusal, WIRE_VERSION)))
             if not refusal:
                 await self._run(hello, channel)
         except LinkError as error:

@@ -85,13 +85,12 @@ class Succession:
         """Return when this replica, which is to stop, should take nothing new any more.
 
         That is at once, unless replicas of its deployment run that are all of another version: then when nobody is
-        linked any more who asks for this one's.
+        linked any more who asks for this one's. While it is unknown who runs, this is asked again.
         """
         while has_clients():
-            others = [
-                other for other in await self._ask(self._me.deployment) or () if other.replica != self._me.replica
-            ]
-            if not others or any(self._works_with(other) for other in others):
+            found = await self._ask(self._me.deployment)
+            others = [other for other in found or () if other.replica != self._me.replica]
+            if found is not None and (not others or any(self._works_with(other) for other in others)):
                 return
             await asyncio.sleep(POLL_S)
 

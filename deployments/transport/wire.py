@@ -35,14 +35,14 @@ class Hello(Struct, frozen=True, array_like=True, tag=True):
         callee: Replica id the caller means. Serve may send a call elsewhere after a death, so the callee compares.
         deployment: Name of the caller's deployment.
         fingerprints: What the caller's models are.
-        wire: The caller's version of frames and messages.
+        wire: The caller's version of frames and messages; 0 of a caller that tells none.
     """
 
     caller: str
     callee: str
     deployment: str
     fingerprints: Fingerprints = Fingerprints()
-    wire: int = WIRE_VERSION
+    wire: int = 0
 
 
 class Greeting(Struct, frozen=True, array_like=True, tag=True):
@@ -52,13 +52,13 @@ class Greeting(Struct, frozen=True, array_like=True, tag=True):
         replica: Replica id of the callee.
         fingerprints: What the callee's models are.
         refusal: Why the callee will not open this link; empty if it does.
-        wire: The callee's version of frames and messages.
+        wire: The callee's version of frames and messages; 0 of a callee that tells none.
     """
 
     replica: str
     fingerprints: Fingerprints = Fingerprints()
     refusal: str = ""
-    wire: int = WIRE_VERSION
+    wire: int = 0
 
 
 class Messages(Struct, frozen=True, array_like=True, tag=True):

@@ -108,6 +108,27 @@ async def test_answers_that_are_old_are_dropped(impatient: None, monkeypatch: py
     assert set(missing_parts(await ingresses.get(), [ROUTER])) == {"ingress"}
 
 
+async def test_nobody_waits_long_for_a_replica_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has come is told, then what is known; only where nothing is known all are waited for."""
+    monkeypatch.setattr("deployments.operate.readiness.QUICK_S", 0.01)
+    monkeypatch.setattr("deployments.operate.readiness.PATIENCE_S", 60.0)
+    handle = Handle("", HANGS, "draining")
+    ingresses = asked(handle)
+    async with asyncio.timeout(10):
+        assert await ingresses.get() == ["", "draining"]
+        assert (await ingresses.get(), handle.num_asked) == (["", "draining"], 1), "one round at a time"
+    healthy = Handle("")
+    known = asked(healthy)
+    assert await known.get() == [""]
+    healthy.answers = [HANGS]
+    async with asyncio.timeout(10):
+        assert await known.get() == [""]
+    first = asyncio.ensure_future(asked(Handle(HANGS)).get())
+    await asyncio.sleep(0.1)
+    assert not first.done()
+    first.cancel()
+
+
 async def test_without_an_application_nothing_answers() -> None:
     def handle() -> Any:
         raise RuntimeError("there is no application")

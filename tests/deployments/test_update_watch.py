@@ -71,7 +71,11 @@ async def test_serve_is_not_asked_each_time_and_may_not_answer() -> None:
     assert first is not None
     assert (await watch.get(), len(asked)) == (first, 1)
     watch._asked_s = float("-inf")
-    assert (await watch.get(), len(asked)) == (None, 2)
+    assert (await watch.get(), len(asked)) == (first, 2), "what it said holds"
+    watch._asked_s, watch._since_s = float("-inf"), watch._since_s - 100
+    later = await watch.get()
+    assert later is not None
+    assert (later["status"], len(asked)) == ("late", 3), "and the seconds go on"
 
 
 async def test_seconds_count_from_when_the_update_was_first_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,6 +121,12 @@ async def test_it_is_deployed_unless_it_runs_so_or_an_update_is_under_way(
     assert [args.target.quantization for args in serve.deployed] == [target] * is_deployed
 
 
+async def test_what_an_administrator_does_is_logged(bench, caplog):
+    with caplog.at_level("INFO", logger="ray.serve"):
+        await ask(bench, "secret", {"target": "int8"}, is_local=False, admin_keys=("admin",))
+    assert "key=admin set quantization target=int8 draft=None" in caplog.text
+
+
 async def test_of_two_changes_at_once_one_is_refused(bench, serve, monkeypatch):
     both_look = threading.Barrier(2)
     status = serve.status

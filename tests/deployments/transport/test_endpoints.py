@@ -63,12 +63,13 @@ async def test_a_call_for_another_is_refused(router: RouterEndpoint) -> None:
 async def test_targets_and_ingress_agree_on_decisions_drafters_on_the_vocabulary(
     router: RouterEndpoint, deployment: str, fingerprints: Fingerprints, is_taken: bool
 ) -> None:
-    assert (router._refusal(Hello("w", "r", deployment, fingerprints)) == "") == is_taken
+    assert (router._refusal(Hello("w", "r", deployment, fingerprints, WIRE_VERSION)) == "") == is_taken
     assert "wire version" in router._refusal(Hello("w", "r", deployment, fingerprints, WIRE_VERSION + 1))
+    assert "wire version is 0" in router._refusal(Hello("w", "r", deployment, fingerprints))
 
 
 async def test_who_drains_or_has_failed_takes_nobody(router: RouterEndpoint) -> None:
-    hello = Hello("w", "r", "Target")
+    hello = Hello("w", "r", "Target", wire=WIRE_VERSION)
     assert router._refusal(hello) == ""
     router._host._fail(ValueError("poisoned"))
     assert router._refusal(hello) == "the machine has failed"

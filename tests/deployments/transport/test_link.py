@@ -237,6 +237,6 @@ async def test_the_half_that_still_runs_is_awaited_when_the_other_ends() -> None
 
 
 async def test_a_greeting_tells_who_the_callee_is(ends: Ends) -> None:
-    channel = await ends.carrier(Hello("w", "r", "Target"))
-    assert decode(await channel.receive(), Greeting) == Greeting("r", Fingerprints("d", "v"))
+    channel = await ends.carrier(Hello("w", "r", "Target", wire=WIRE_VERSION))
+    assert decode(await channel.receive(), Greeting) == Greeting("r", Fingerprints("d", "v"), wire=WIRE_VERSION)
     channel.close()

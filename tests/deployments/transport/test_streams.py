@@ -10,10 +10,10 @@ import pytest
 
 from deployments.transport.link import Channel, spawn
 from deployments.transport.streams import StreamAnswerer, dial_stream
-from deployments.transport.wire import Hello, LinkError, encode
+from deployments.transport.wire import WIRE_VERSION, Hello, LinkError, encode
 from tests.deployments.transport.nodes import until
 
-HELLO = Hello("w", "r", "Target")
+HELLO = Hello("w", "r", "Target", wire=WIRE_VERSION)
 
 
 class Call:

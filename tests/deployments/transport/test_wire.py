@@ -71,6 +71,12 @@ def test_greetings_travel_in_the_same_schema() -> None:
         assert decode(encode(frame), type(frame)) == frame
 
 
+def test_who_tells_no_wire_version_has_another() -> None:
+    for frame in (["Hello", "w", "r", "Target"], ["Greeting", "r"]):
+        told = decode(msgspec.msgpack.encode(frame), Hello if frame[0] == "Hello" else Greeting)
+        assert mismatch(Fingerprints(), told.fingerprints, "decision", told.wire)
+
+
 @pytest.mark.parametrize(
     "data",
     [
