@@ -25,7 +25,7 @@ class ApiSettings:
         trust_request_chat_template: Let requests bring a ``chat_template``. A template is a program: it can keep a
             thread and memory busy without end, so only those who may do that should reach the API.
         tool_parser: How the model writes tool calls: ``auto``, or as
-            :func:`specdec.structured.parsing.selection.answer_form` says.
+            :class:`specdec.structured.parsing.selection.AnswerForms` says.
         reasoning_tags: Around its reasoning: ``auto``, ``none``, or both with a comma between them.
         unknown_fields: What becomes of fields that nobody knows: ``ignore`` names them in a header, ``refuse``
             answers 400.

@@ -237,8 +237,6 @@ class BlockPool:
         num_blocks: Blocks for the layers that attend to all positions, at least 1; for all layers without ``windows``.
         block_size: Positions per block, at least 1.
         windows: Blocks for the layers with each length of sliding window.
-        max_step_tokens: Most tokens of a sequence in one step. Window groups get room for no more ahead of what is
-            cached, however long a prompt is; None gives them room for all.
         has_full_layers: False where every layer has a window; ``num_blocks`` then counts for nothing.
         lookahead_tokens: How far a sequence can be cut back for sure from its greatest length. Window groups keep what
             that takes.
@@ -249,7 +247,6 @@ class BlockPool:
         num_blocks: int,
         block_size: int = 16,
         windows: dict[int, int] | None = None,
-        max_step_tokens: int | None = None,
         has_full_layers: bool = True,
         lookahead_tokens: int = LOOKAHEAD_TOKENS,
     ) -> None:
@@ -261,7 +258,6 @@ class BlockPool:
             raise ValueError(f"num_blocks and block_size must be at least 1, got {counts} and {block_size}")
         self.block_size = block_size
         self._windowed = [i for i, group in enumerate(self.groups) if group.window is not None]
-        self._max_step_tokens = max_step_tokens
         self._lookahead = lookahead_tokens
 
     @property
@@ -302,26 +298,39 @@ class BlockPool:
         """Number of blocks that ``length`` positions take in a group."""
         return -(-length // self.block_size)
 
-    def reserve(self, sequence: CachedSequence, length: int) -> bool:
+    def reserve(self, sequence: CachedSequence, length: int, num_step_tokens: int | None = None) -> bool:
         """Make room for ``length`` positions in all, writable from the sequence's end on.
 
-        In window groups there is room for one step only, which is why this is called before every step. False where
-        the free blocks do not suffice: then nothing is changed, but that blocks are given back which windows passed.
+        Args:
+            sequence: Gets the room.
+            length: Positions, those that are cached included.
+            num_step_tokens: Tokens of the next step. Window groups get room for these alone, so that this is called
+                before every step; None gives them room for all.
+
+        Returns:
+            False where the free blocks do not suffice: then nothing is changed, but that blocks are given back which
+            windows have passed.
         """
         self._pass_by(sequence)
         past = len(sequence.tokens)
         for group, table in zip(self.groups, sequence.tables, strict=True):
-            needed = max(0, self._num_blocks(group, past, length) - len(table))
+            needed = max(0, self._num_blocks(group, past, length, num_step_tokens) - len(table))
             needed += length > past and group.is_tail_shared(table, past, self.block_size)
             if needed and group.num_free < needed:
                 return False
         for group, table in zip(self.groups, sequence.tables, strict=True):
             if length > past:
                 group.own_tail(table, past, self.block_size)
-            group.grow(table, self._num_blocks(group, past, length))
+            group.grow(table, self._num_blocks(group, past, length, num_step_tokens))
         return True
 
-    def fits(self, sequence: CachedSequence, length: int, others: Iterable[CachedSequence]) -> bool:
+    def fits(
+        self,
+        sequence: CachedSequence,
+        length: int,
+        others: Iterable[CachedSequence],
+        num_step_tokens: int | None = None,
+    ) -> bool:
         """Whether :meth:`reserve` would make this room after :meth:`free` of ``others``."""
         self._pass_by(sequence)
         past, others = len(sequence.tokens), list(others)
@@ -329,7 +338,7 @@ class BlockPool:
             held = [other.tables[i] for other in others]
             tail, offset = divmod(past, self.block_size)
             copies_tail = bool(offset) and length > past and group.num_other_users(table[tail], held) > 0
-            num_missing = max(0, self._num_blocks(group, past, length) - len(table))
+            num_missing = max(0, self._num_blocks(group, past, length, num_step_tokens) - len(table))
             if num_missing + copies_tail > group.num_free + group.num_freed(held):
                 return False
         return True
@@ -468,10 +477,10 @@ class BlockPool:
         """First block that a group's query reads at the position after ``num_blocks`` blocks."""
         return group.first_read(num_blocks * self.block_size) // self.block_size
 
-    def _num_blocks(self, group: BlockGroup, past: int, length: int) -> int:
+    def _num_blocks(self, group: BlockGroup, past: int, length: int, num_step_tokens: int | None) -> int:
         """Blocks of a group's table that room up to ``length`` takes."""
-        if group.window is not None and self._max_step_tokens is not None:
-            length = min(length, past + self._max_step_tokens)
+        if group.window is not None and num_step_tokens is not None:
+            length = min(length, past + num_step_tokens)
         return self.blocks_for(length)
 
     def _pass_by(self, sequence: CachedSequence) -> None:

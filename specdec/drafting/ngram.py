@@ -61,24 +61,22 @@ class TextIndex:
     compared with the text.
 
     Args:
-        text: What goes before all that is added, apart from it.
         most_tokens: Tokens that it is likely to have in the end; with more it is slower.
+        num_apart: Of the first tokens, which are a text of their own. A ``_GAP`` follows them.
 
     Attributes:
         tokens: The text, as int32; callers must not change it.
-        num_apart: Tokens of what goes before.
+        num_apart: As given.
     """
 
-    def __init__(self, text: TokenSequence = (), most_tokens: int = 0) -> None:
+    def __init__(self, most_tokens: int = 0, num_apart: int = 0) -> None:
         bits = min(max(most_tokens.bit_length(), _LEAST_HASH_BITS), _MOST_HASH_BITS)
         self.tokens = array("i")
         self._shift = 32 - bits
         # The newest place of each hash, and of each place the one before; a place is the number of tokens up to there.
         self._newest = np.zeros(1 << bits, dtype=np.int32)
         self._before = array("i", (0,))
-        self.num_apart = len(text)
-        if len(text):
-            self.extend(followed(text, (_GAP,)))
+        self.num_apart = num_apart
 
     def extend(self, tokens: TokenSequence) -> None:
         """Add tokens at the end."""
@@ -224,15 +222,16 @@ class NgramDrafter:
         is_long: Whether the newest match is so long that it goes before a draft model's offer.
     """
 
-    __slots__ = ("_ending", "_most", "_needed", "_num_read", "_own", "_spec", "is_long")
+    __slots__ = ("_ending", "_most", "_needed", "_num_predicted", "_num_read", "_own", "_spec", "is_long")
 
     def __init__(self, spec: SequenceSpec, most: int) -> None:
         self._spec = spec
         self._most = most
         self._ending = spec.ending_token_ids
         most_tokens = len(spec.prediction) + spec.output_start + spec.max_tokens
-        self._own = Match(TextIndex(spec.prediction.tokens, most_tokens))
+        self._own = Match(TextIndex(most_tokens, len(spec.prediction)))
         self._needed = LEAST_MATCH
+        self._num_predicted = 0
         self._num_read = 0
         self.is_long = False
 
@@ -244,6 +243,8 @@ class NgramDrafter:
             room: Most tokens of the draft.
             reading: What may be indexed in this step.
         """
+        if not self._has_prediction(reading):
+            return NO_DRAFT
         start = self._num_read
         new = log.array(start, start + reading.take(len(log) - start))
         self._num_read += len(new)
@@ -257,6 +258,16 @@ class NgramDrafter:
         tokens = self._cut(match.following(count))
         candidates = point_masses(self._spec, tokens)
         return Draft(tokens, candidates, "prediction" if match.place < match.index.num_apart else "ngram")
+
+    def _has_prediction(self, reading: Reading) -> bool:
+        """Index the next part of the prediction; False until all of it is there. The log comes after it."""
+        tokens, start = self._spec.prediction.tokens, self._num_predicted
+        if start < len(tokens):
+            part = tokens[start : start + reading.take(len(tokens) - start)]
+            self._num_predicted += len(part)
+            is_whole = self._num_predicted == len(tokens)
+            self._own.index.extend(followed(part, (_GAP,)) if is_whole else part)
+        return self._num_predicted == len(tokens)
 
     def _longest_match(self, log: TokenLog, new: TokenArray) -> Match | None:
         """Of the log's end, after ``new``; None while the log is not read."""

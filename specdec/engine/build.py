@@ -267,8 +267,7 @@ def _admitted(
     common: dict[str, Any] = {"num_blocks": memory.num_blocks, "block_size": memory.block_size}
     common |= {"vocab_size": vocab_size, "num_state_slots": slots}
     if loaded.opaque_state is None:
-        common |= {"window_blocks": memory.window_blocks, "max_step_tokens": _max_num_batched_tokens(loaded, options)}
-        runner = ModelRunner(loaded, window=memory.window, **common)
+        runner = ModelRunner(loaded, window=memory.window, window_blocks=memory.window_blocks, **common)
         return runner, None if options.skip_parity_check else check_admission(runner)
     if not options.skip_parity_check:
         with suppress(ModelLoadError):

@@ -72,8 +72,13 @@ class KVCache(Protocol):
         """What a sequence that holds nothing would find in the prefix cache. Takes nothing."""
         ...
 
-    def allocate(self, key: str) -> int | None:
+    def allocate(self, key: str, num_step_tokens: int) -> int | None:
         """Make room for all of a sequence's tokens, taking it from later sequences, the last first.
+
+        Args:
+            key: The sequence.
+            num_step_tokens: At most so many of its tokens are in this step: layers with sliding windows need no room
+                for more.
 
         Returns:
             The number of its tokens that are computed already, prefix reuse included; None if there is no room.
@@ -189,27 +194,22 @@ class _Step:
         self._unread = [request.num_tokens - n for request, n in zip(requests, found, strict=True)]
         self._decodes = [unread <= max_decode_tokens for unread in self._unread]
         self._computing: set[Hashable] = set()
-        # One token for each sequence always leaves one for a prompt. Catching up could take the whole step.
-        num_in_prompts = sum(n for n, decodes in zip(self._unread, self._decodes, strict=True) if not decodes)
-        least = max(1, budget // _LONG_PROMPT_SHARE) if max_decode_tokens > 1 and budget > 1 else 0
-        self._reserved_for_prompts = min(num_in_prompts, least)
+        self._max_decode_tokens = max_decode_tokens
 
     def rows(self, turn: int) -> list[ScheduledRow]:
         rows: list[ScheduledRow] = []
-        left, reserved = self._budget, self._reserved_for_prompts
-        for_prompts = max(self._prompt_budget(), reserved)
-        for_long = self._long_prompt_budget()
+        left, for_prompts, for_long = self._budget, self._prompt_budget(), self._long_prompt_budget()
         num_to_decode = sum(self._decodes)
         for index, request in enumerate(self._requests):
             num_to_decode -= self._decodes[index]
             if self._decodes[index]:
-                most = min(left - num_to_decode - reserved, self._unread[index])
+                most = left - for_prompts - num_to_decode
             else:
-                most = min(max(left - num_to_decode, min(left, reserved)), self._unread[index])
-                most = min(most, for_prompts, for_long if self._is_long(index) else for_prompts)
+                most = min(for_prompts, for_long) if self._is_long(index) else for_prompts
+            most = min(most, self._unread[index])
             if most <= 0 or self._must_wait(index):
                 continue
-            num_computed = self._cache.allocate(request.key)
+            num_computed = self._cache.allocate(request.key, most)
             if num_computed is None:
                 continue
             count = min(most, request.num_tokens - num_computed)
@@ -217,7 +217,6 @@ class _Step:
             left -= count
             if not self._decodes[index]:
                 for_prompts -= count
-                reserved = max(0, reserved - count)
                 for_long -= count if self._is_long(index) else 0
                 self._computing.update(self._cache.blocks(request.key, num_computed, num_computed + count))
         return self._with_drafts(rows, left, turn)
@@ -232,13 +231,20 @@ class _Step:
         return max(1, self._budget // _LONG_PROMPT_SHARE)
 
     def _prompt_budget(self) -> int:
-        """Tokens for all prompts: what decoding leaves, or half of it if drafts can use the other half."""
+        """Tokens for all prompts: what decoding leaves, or half of it if drafts can use the other half.
+
+        One token for each sequence always leaves one for a prompt. Those that lack several could take the whole step:
+        beside them, a quarter of it is for prompts at least.
+        """
         num_decoded = sum(unread for unread, decodes in zip(self._unread, self._decodes, strict=True) if decodes)
         num_drafted = sum(
             r.num_draft_tokens for r, decodes in zip(self._requests, self._decodes, strict=True) if decodes
         )
         left = max(0, self._budget - num_decoded)
-        return left - min(num_drafted, left // 2)
+        left -= min(num_drafted, left // 2)
+        if self._max_decode_tokens > 1 and self._budget > 1:
+            left = max(left, 1, self._budget // _LONG_PROMPT_SHARE)
+        return min(left, sum(self._unread) - num_decoded)
 
     def _must_wait(self, index: int) -> bool:
         """Whether a sequence has lost its cache in this step, or another one computes the block that it needs next."""

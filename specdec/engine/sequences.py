@@ -120,7 +120,7 @@ class SequenceStates:
             self._digests[key] = as_array(wanted.tokens[: len(digests) * block_size]).copy(), digests
         return CachedPrefix(num_found * block_size, digests[num_found] if num_found < num_blocks else None)
 
-    def allocate(self, key: str) -> int | None:
+    def allocate(self, key: str, num_step_tokens: int) -> int | None:
         """Make room for all that a sequence wants; see :class:`specdec.engine.scheduler.KVCache`.
 
         None, too, if a branch has no sequence to begin with, finds no state slot, or its sequence's state does not
@@ -133,7 +133,7 @@ class SequenceStates:
             sequence = self._begin(key, wanted)
             if sequence is None:
                 return None
-        if not self._make_room(sequence, len(wanted.tokens), wanted.rank):
+        if not self._make_room(sequence, len(wanted.tokens), num_step_tokens, wanted.rank):
             if begun:
                 self._runner.free(sequence)
             return None
@@ -193,15 +193,15 @@ class SequenceStates:
             self._runner.truncate(sequence, keep)
         return keep
 
-    def _make_room(self, sequence: CachedSequence, length: int, rank: Rank) -> bool:
-        if self._runner.reserve(sequence, length):
+    def _make_room(self, sequence: CachedSequence, length: int, num_step_tokens: int, rank: Rank) -> bool:
+        if self._runner.reserve(sequence, length, num_step_tokens):
             return True
         later = sorted(
             (other for other, its_rank in self._ranks.items() if its_rank > rank), key=self._ranks.__getitem__
         )
-        if not self._runner.fits(sequence, length, [self._sequences[other] for other in later]):
+        if not self._runner.fits(sequence, length, [self._sequences[other] for other in later], num_step_tokens):
             return False
-        while not self._runner.reserve(sequence, length):
+        while not self._runner.reserve(sequence, length, num_step_tokens):
             self.num_evictions += 1
             self.release(later.pop())
         return True

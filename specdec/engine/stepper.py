@@ -111,14 +111,14 @@ class Stepper:
             raise InvalidParameterError("tokens", "observe at least one token first")
         if self._logits is None:
             self._states.want(_TEXT, self._tokens, self._num_agreed, b"", _RANK)
-            if self._states.allocate(_TEXT) is None:
+            if self._states.allocate(_TEXT, _CHUNK_TOKENS) is None:
                 raise MemoryPlanError(f"the cache has no room for {len(self._tokens)} tokens")
             sequence = self._states.sequence(_TEXT)
             self._num_agreed = len(self._tokens)
             while (left := len(self._tokens) - len(sequence)) > _CHUNK_TOKENS:
                 chunk = self._tokens[len(sequence) : len(sequence) + _CHUNK_TOKENS]
                 self._runner.forward([RowInput(sequence, chunk, 0)])
-                if not self._runner.reserve(sequence, len(self._tokens)):
+                if not self._runner.reserve(sequence, len(self._tokens), _CHUNK_TOKENS):
                     raise MemoryPlanError(f"the cache has no room for {len(self._tokens)} tokens")
             self._logits = self._runner.forward([RowInput(sequence, self._tokens[-left:], 1)])[0]
             self._last_hidden = self._hidden[-1]
@@ -190,7 +190,7 @@ class Stepper:
             whole = [*self._tokens, *path]
             key = f"branch {i}"
             self._states.want(key, whole, len(self._tokens), b"", rank, fork_of=_TEXT)
-            if self._states.allocate(key) is None:
+            if self._states.allocate(key, len(path)) is None:
                 break
             rows.append(RowInput(self._states.sequence(key), path, len(path)))
         return rows

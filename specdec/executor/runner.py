@@ -65,7 +65,6 @@ class ModelRunner:
         states: The recurrent states, in place of slots and window.
         window_blocks: Blocks in the cache of the layers with each length of sliding window; as many as ``num_blocks``
             by default.
-        max_step_tokens: Most tokens of a sequence in one step; None for any number. See :class:`BlockPool`.
         lookahead_tokens: How far a sequence can be cut back for sure where layers have windows.
 
     Attributes:
@@ -93,7 +92,6 @@ class ModelRunner:
         window: Window | None = None,
         states: StatePool | None = None,
         window_blocks: Mapping[int, int] | None = None,
-        max_step_tokens: int | None = None,
         lookahead_tokens: int = LOOKAHEAD_TOKENS,
     ) -> None:
         vocab_size = loaded.vocab_size if vocab_size is None else vocab_size
@@ -109,7 +107,6 @@ class ModelRunner:
             num_blocks,
             block_size,
             {window: (window_blocks or {}).get(window, num_blocks) for window in windows if window is not None},
-            max_step_tokens,
             has_full_layers=not windows or None in windows,
             lookahead_tokens=lookahead_tokens,
         )
@@ -230,24 +227,30 @@ class ModelRunner:
         """An empty sequence; see :class:`CachedSequence` for ``salt``."""
         return self.pool.new_sequence(salt if self.shares_prefixes else None)
 
-    def reserve(self, sequence: CachedSequence, length: int) -> bool:
+    def reserve(self, sequence: CachedSequence, length: int, num_step_tokens: int | None = None) -> bool:
         """Make room for ``length`` positions in all, and for a recurrent state.
 
-        False, with nothing changed, where there is none.
+        False, with nothing changed, where there is none. For the arguments see :meth:`BlockPool.reserve`.
         """
         if self.states is None or sequence.state is not None:
-            return self.pool.reserve(sequence, length)
-        if not self.states.num_free or not self.pool.reserve(sequence, length):
+            return self.pool.reserve(sequence, length, num_step_tokens)
+        if not self.states.num_free or not self.pool.reserve(sequence, length, num_step_tokens):
             return False
         sequence.state = self.states.take()
         return True
 
-    def fits(self, sequence: CachedSequence, length: int, others: Sequence[CachedSequence]) -> bool:
+    def fits(
+        self,
+        sequence: CachedSequence,
+        length: int,
+        others: Sequence[CachedSequence],
+        num_step_tokens: int | None = None,
+    ) -> bool:
         """Whether room for ``length`` positions, and a state, could be made by freeing ``others``."""
         can_have_state = sequence.state is not None or any(other.state is not None for other in others)
         if self.states is not None and not (can_have_state or self.states.num_free):
             return False
-        return self.pool.fits(sequence, length, others)
+        return self.pool.fits(sequence, length, others, num_step_tokens)
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
         """Forget what is cached from position ``length`` on, and give back reserved room.

@@ -78,14 +78,14 @@ class Pool:
     states = None
     shares_prefixes = True
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.pool = BlockPool(num_blocks, block_size)
+    def __init__(self, num_blocks: int, block_size: int, windows: dict[int, int]) -> None:
+        self.pool = BlockPool(num_blocks, block_size, windows, lookahead_tokens=8)
         self.reserve, self.fits, self.truncate = self.pool.reserve, self.pool.fits, self.pool.truncate
         self.fork, self.free, self.keep_prefix = self.pool.fork, self.pool.free, self.pool.keep_prefix
         self.find_prefix, self.reuse_prefix = self.pool.find_prefix, self.pool.reuse_prefix
 
     def new_sequence(self, salt: bytes | None = b"") -> CachedSequence:
-        return CachedSequence(salt=salt)
+        return self.pool.new_sequence(salt)
 
 
 class Simulator:
@@ -97,12 +97,19 @@ class Simulator:
         block_size: Tokens in a block.
         acceptance: How likely a draft token is accepted.
         seed: Of acceptance.
+        windows: Blocks for layers with each length of sliding window.
     """
 
     def __init__(
-        self, scheduler: Scheduler, num_blocks: int, block_size: int, acceptance: float = 0.0, seed: int = 0
+        self,
+        scheduler: Scheduler,
+        num_blocks: int,
+        block_size: int,
+        acceptance: float = 0.0,
+        seed: int = 0,
+        windows: dict[int, int] | None = None,
     ) -> None:
-        runner = Pool(num_blocks, block_size)
+        runner = Pool(num_blocks, block_size, windows or {})
         self.scheduler, self.pool, self.sequences = scheduler, runner.pool, list[Running]()
         self.states = SequenceStates(cast(ModelRunner, runner))
         self.now_s, self._acceptance, self._random = 0.0, acceptance, random.Random(seed)

@@ -100,6 +100,12 @@ def test_prompts_are_read_in_order_of_arrival() -> None:
     assert [step.decided for step in steps] == [[0, 1], [2, 3, 4], [5]]
 
 
+def test_windows_take_room_for_the_tokens_of_a_step_and_no_more() -> None:
+    world = Simulator(Scheduler(32, 8), 100, 4, windows={16: 100})
+    next(world.run([Arrival(0.0, tuple(range(1000 * i, 1000 * i + 30)), 4) for i in range(3)]))
+    assert [group.num_in_use for group in world.pool.groups] == [8 + 8, 8 + 1]  # 30 tokens, and 2 of 30
+
+
 def test_the_last_to_arrive_is_preempted_first_and_ends_all_the_same() -> None:
     """Two sequences that fit each alone: the second loses its blocks to the first, then has them again."""
     world = Simulator(Scheduler(64, 8), 6, 4)
@@ -151,7 +157,7 @@ class CatchingUp:
     def find_prefix(self, key: str) -> CachedPrefix:
         return CachedPrefix(0)
 
-    def allocate(self, key: str) -> int:
+    def allocate(self, key: str, num_step_tokens: int) -> int:
         return self.num_computed_tokens(key)
 
     def extend(self, key: str, length: int) -> bool:

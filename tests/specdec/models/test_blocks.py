@@ -18,11 +18,11 @@ class Walk:
         self.rng = rng = random.Random(seed)
         windows = rng.sample(range(1, 10), rng.randint(0, 2))
         self.lookahead = rng.randint(0, 4)
+        self.num_step_tokens = rng.choice([None, 9])
         self.pool = BlockPool(
             rng.randint(4, 24),
             rng.randint(1, 4),
             {window: rng.randint(4, 24) for window in sorted(windows)},
-            rng.choice([None, 9]),
             rng.random() < 0.7 or not windows,
             self.lookahead,
         )
@@ -102,9 +102,9 @@ class Walk:
         taken: list[set[int]] = [set() for _ in self.pool.groups]
         for sequence, expected in rng.sample(self.live, rng.randint(1, min(3, len(self.live)))):
             length = len(sequence.tokens) + len(tokens) + lookahead
-            fits = self.pool.fits(sequence, length, [])
+            fits = self.pool.fits(sequence, length, [], self.num_step_tokens)
             before = [list(table) for table in sequence.tables], self.pool.num_free
-            assert self.pool.reserve(sequence, length) == fits
+            assert self.pool.reserve(sequence, length, self.num_step_tokens) == fits
             if fits:
                 writes.append((sequence, expected, tokens))
                 for of_group, table, old in zip(taken, sequence.tables, before[0], strict=True):
@@ -412,11 +412,11 @@ def test_a_prefix_is_reused_if_the_windows_blocks_are_there() -> None:
 
 
 def test_room_in_windows_is_for_one_step_however_long_a_prompt_is() -> None:
-    pool = BlockPool(40, 2, {3: 8}, max_step_tokens=8, lookahead_tokens=2)
+    pool = BlockPool(40, 2, {3: 8}, lookahead_tokens=2)
     sequence = pool.new_sequence()
     most = 0
     while len(sequence) < 60:
-        assert pool.reserve(sequence, 60)
+        assert pool.reserve(sequence, 60, 8)
         most = max(most, pool.groups[1].num_in_use)
         assert pool.is_reserved(sequence, len(sequence) + 4)
         sequence.tokens.extend(range(4))

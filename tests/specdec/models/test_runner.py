@@ -98,9 +98,7 @@ class Batch:
 
 def make_batch(models: Models, whole: Whole, family: str, block_size: int, seed: int = 0) -> Batch:
     loaded, stock = models(family)
-    runner = ModelRunner(
-        loaded, num_blocks=1200 // block_size, block_size=block_size, max_step_tokens=640, lookahead_tokens=9
-    )
+    runner = ModelRunner(loaded, num_blocks=1200 // block_size, block_size=block_size, lookahead_tokens=9)
     return Batch(runner, stock, whole, seed)
 
 

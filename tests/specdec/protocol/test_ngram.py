@@ -90,12 +90,12 @@ def test_a_text_that_repeats_itself_is_drafted_on_and_on() -> None:
 
 
 def test_the_texts_do_not_run_into_each_other() -> None:
-    match = Match(TextIndex([1, 2, 3, 4]))
-    extend(match, [9, 9, 2, 3, 4])
+    match = Match(TextIndex(num_apart=4))
+    extend(match, [1, 2, 3, 4, -1, 9, 9, 2, 3, 4])
     find(match)
     assert match.length == 0  # nothing follows there
-    match = Match(TextIndex([1, 2, 3, 4]))
-    extend(match, [1, 2, 3])
+    match = Match(TextIndex(num_apart=4))
+    extend(match, [1, 2, 3, 4, -1, 1, 2, 3])
     find(match)
     assert (match.place, match.following(5)) == (3, (4,))
 
@@ -172,6 +172,19 @@ def test_what_is_in_the_prediction_and_in_the_text_counts_as_the_predictions() -
     assert (found.tokens, found.source) == (text[4:8], "prediction")
     found = NgramDrafter(SPEC, 16).draft(log, 100, Reading())
     assert (found.tokens, found.source) == (text[4:8], "ngram")
+
+
+def test_a_long_prediction_is_indexed_a_part_a_step_and_not_when_a_sequence_is_opened() -> None:
+    rng = random.Random(0)
+    prediction = tuple(rng.randrange(100_000) for _ in range(20_000))
+    lookup = LookUp(replace(SPEC, prediction=SharedTokens(prediction)), 16)
+    log = TokenLog([1, 2, 3, 4, *prediction[19_000:19_010]])
+    sizes, drafts = [len(lookup._own.index.tokens)], []
+    for _ in range(3):
+        drafts.append(drafted(lookup, log))
+        sizes.append(len(lookup._own.index.tokens))
+    assert sizes == [0, 8192, 16384, 20_001 + len(log)]
+    assert drafts == [(), (), prediction[19_010:19_020]]
 
 
 def test_under_the_rejection_rule_a_draft_is_a_point_mass_each() -> None:

@@ -38,7 +38,6 @@ def backend(kind: type, model: PreTrainedModel, num_window_blocks: int):
         num_blocks=400,
         block_size=BLOCK_SIZE,
         window_blocks={WINDOW: num_window_blocks},
-        max_step_tokens=CHUNK,
         lookahead_tokens=LOOKAHEAD,
     )
     return kind(runner, Sampler(VOCAB_SIZE), max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=CHUNK)
