@@ -177,12 +177,12 @@ def test_what_is_in_the_prediction_and_in_the_text_counts_as_the_predictions() -
 def test_a_long_prediction_is_indexed_a_part_a_step_and_not_when_a_sequence_is_opened() -> None:
     rng = random.Random(0)
     prediction = tuple(rng.randrange(100_000) for _ in range(20_000))
-    lookup = LookUp(replace(SPEC, prediction=SharedTokens(prediction)), 16)
+    drafter = NgramDrafter(replace(SPEC, prediction=SharedTokens(prediction)), 16)
     log = TokenLog([1, 2, 3, 4, *prediction[19_000:19_010]])
-    sizes, drafts = [len(lookup._own.index.tokens)], []
+    sizes, drafts = [len(drafter._own.index.tokens)], []
     for _ in range(3):
-        drafts.append(drafted(lookup, log))
-        sizes.append(len(lookup._own.index.tokens))
+        drafts.append(drafted(drafter, log))
+        sizes.append(len(drafter._own.index.tokens))
     assert sizes == [0, 8192, 16384, 20_001 + len(log)]
     assert drafts == [(), (), prediction[19_010:19_020]]
 
