@@ -26,7 +26,7 @@ from specdec.engine.build import BackendOptions, build_drafter, build_target
 from specdec.engine.in_process import InProcessService
 from specdec.models.describe import linear_shapes
 from specdec.models.loading import ModelSource, load_tokenizer
-from specdec.models.lora.slots import AdapterRoom
+from specdec.models.lora.slots import LoRAConfig
 from tests.specdec.adapters import ATTENTION, write_adapter
 from tests.specdec.engine.pairs import Case, run
 
@@ -58,7 +58,7 @@ def main() -> None:
     torch.set_num_threads(1)
     plain = ModelSource(arguments.target, dtype=cast(Dtype, arguments.dtype))
     draft = ModelSource(arguments.draft, dtype=cast(Dtype, arguments.dtype))
-    room = AdapterRoom(NUM_ADAPTERS, arguments.rank)
+    room = LoRAConfig(NUM_ADAPTERS, arguments.rank)
     tokenizer, shapes = load_tokenizer(plain), linear_shapes(plain)
     prompts = [tuple(tokenizer.encode(CODE[i % len(CODE)]))[:64] for i in range(NUM_STREAMS)]
     attention = {name: shape for name, shape in shapes.items() if name.rpartition(".")[2] in ATTENTION}

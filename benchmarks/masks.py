@@ -102,13 +102,13 @@ def _measured(
         cut_s = clock()
         groups = sampler.masked([RowGroup(*job) for job in zip(specs, logs, cut, strict=True)])
         found_s = clock()
-        sampler.choose(logits, groups)
+        sampler.sample(logits, groups)
         masked_s = clock()
         assert cut == drafts
         assert not sampler.take_failures()
         plain = [RowGroup(free, group.tokens, group.draft) for group in groups]
         plain_s = clock()
-        sampler.choose(logits, plain)
+        sampler.sample(logits, plain)
         unmasked_s = clock() - plain_s
         spent.append((cut_s - begun_s, found_s - cut_s, masked_s - found_s - unmasked_s))
         places = [place + 1 + num_drafts for place in places]

@@ -115,7 +115,7 @@ class SpeculationRouter(LiveKeys, Measured, RouterEndpoint):
     def _lacks_drafter(self) -> bool:
         reports = self._machine.reports().values()
         is_there = any(kind == "drafter" and not report.get("is_draining") for kind, report in reports)
-        return not is_there and self._machine.figures()["num_undrafted"] > 0
+        return not is_there and self._machine.figures()["num_without_drafter"] > 0
 
     def _call_drafter(self) -> Any:
         app_name = self._args.draft.pool or serve.get_replica_context().app_name

@@ -137,7 +137,7 @@ class DraftServer(_Worker):
         with _startup() as say:
             pair = cache(partial(_draft_backends, args, gpu_share, say))
             backend: DraftBackend = backend_of(args, "draft", lambda: pair()[0])
-            solo: TargetBackend = backend_of(args, "draft_alone", lambda: pair()[1])
+            standalone: TargetBackend = backend_of(args, "draft_alone", lambda: pair()[1])
             if args.is_auto:
                 say(_TIMING)
                 profile_drafter(backend, report.profiled)
@@ -152,8 +152,8 @@ class DraftServer(_Worker):
             last_interval=last_step.interval,
         )
         drafter.tracer = sequence_tracer("drafter", name)
-        machine = DraftWorkerMachine(drafter, TargetMachine(name, solo, times, fingerprint=own.draft))
-        machine.solo.tracer = sequence_tracer("target", name)
+        machine = DraftWorkerMachine(drafter, TargetMachine(name, standalone, times, fingerprint=own.draft))
+        machine.standalone.tracer = sequence_tracer("target", name)
         self._worker_host = self.start_worker(
             machine,
             routers=ROUTER,
@@ -222,9 +222,9 @@ def _draft_backends(args: AppArgs, gpu_share: float, say: Progress) -> tuple[Dra
     source = draft_source(args)
     assert source is not None, "deployed without a draft model"
     options = replace(backend_options(args, args.draft), device_share=gpu_share)
-    drafter, solo, built = build_drafter(source, options, target_source(args), say)
+    drafter, standalone, built = build_drafter(source, options, target_source(args), say)
     _report(built)
-    return drafter, solo
+    return drafter, standalone
 
 
 def _report(built: Built) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from specdec.engine.stats import SpecStats
     from specdec.engine.stepper import Stepper
     from specdec.models.loading import ModelSource
-    from specdec.models.lora.slots import AdapterRoom
+    from specdec.models.lora.slots import LoRAConfig
     from specdec.sampling.pipeline import LogitsProcessor
     from specdec.sampling.rows import RowGroup
 
@@ -27,11 +27,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Adapter",
-    "AdapterRoom",
     "BackendOptions",
     "CancellationToken",
     "GenerationResult",
     "Grammar",
+    "LoRAConfig",
     "LogitsProcessor",
     "ModelSource",
     "RowGroup",
@@ -46,7 +46,7 @@ __all__ = [
 
 _MODULES = {
     "Adapter": "specdec.core.types",
-    "AdapterRoom": "specdec.models.lora.slots",
+    "LoRAConfig": "specdec.models.lora.slots",
     "BackendOptions": "specdec.engine.build",
     "CancellationToken": "specdec.engine.results",
     "GenerationResult": "specdec.engine.results",

@@ -37,9 +37,9 @@ class LoraConfig(StrictModel):
     adapters: Annotated[tuple[AdapterConfig, ...], BeforeValidator(named_paths)] = Field(
         (), description="adapters that are always there: name, path, and maybe draft, the path of a twin for the draft"
     )
-    room: Literal["auto", "target", "both"] = Field(
+    models: Literal["auto", "target", "both"] = Field(
         "auto",
-        description="models that have room for adapters; auto: as adapters, folder and hub need; specdec render says "
+        description="models that take adapters; auto: as adapters, folder and hub need; specdec render says "
         "it, so that a change of adapters restarts nothing",
     )
     folder: str | None = Field(
@@ -63,8 +63,8 @@ class LoraConfig(StrictModel):
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"adapters names {twice} twice")
-        if self.room == "target" and (self.is_dynamic or any(adapter.draft for adapter in self.adapters)):
-            raise ValueError("room must be both, or auto, where adapters may have a twin for the draft")
+        if self.models == "target" and (self.is_dynamic or any(adapter.draft for adapter in self.adapters)):
+            raise ValueError("models must be both, or auto, where adapters may have a twin for the draft")
         return self
 
     @property
@@ -75,11 +75,11 @@ class LoraConfig(StrictModel):
     @property
     def is_enabled(self) -> bool:
         """Whether the target has room for adapters."""
-        return self.room != "auto" or self.is_dynamic or bool(self.adapters)
+        return self.models != "auto" or self.is_dynamic or bool(self.adapters)
 
     @property
     def has_twins(self) -> bool:
         """Whether the draft has."""
-        if self.room != "auto":
-            return self.room == "both"
+        if self.models != "auto":
+            return self.models == "both"
         return self.is_dynamic or any(adapter.draft for adapter in self.adapters)

@@ -16,7 +16,7 @@ from specdec.core.errors import InvalidParameterError
 from specdec.drafting.medusa import HeadsOptions
 from specdec.engine.build import BackendOptions
 from specdec.models.loading import ModelSource
-from specdec.models.lora.slots import AdapterRoom
+from specdec.models.lora.slots import LoRAConfig
 from specdec.sampling.pipeline import LogitsProcessor
 
 BackendRole = Literal["target", "draft", "draft_alone"]
@@ -151,5 +151,5 @@ def _source(args: AppArgs, config: ModelConfig, path: str, takes_adapters: bool)
         device=config.device,
         device_map=config.device_map,
         quantization=config.quantization,
-        adapters=AdapterRoom(args.lora.max_loras, args.lora.max_rank) if takes_adapters else None,
+        adapters=LoRAConfig(args.lora.max_loras, args.lora.max_rank) if takes_adapters else None,
     )

@@ -134,7 +134,7 @@ def _counter(parts: tuple[Part, ...], figure: str, text: str, labels: tuple[str,
 REPORTED = (
     # What is held now.
     _gauge(_WORKERS, "num_sequences", "Sequences that a worker holds.", name="worker_sequences"),
-    _gauge(_DRAFT, "num_solo_sequences", "Sequences of these that ask the draft model itself."),
+    _gauge(_DRAFT, "num_standalone_sequences", "Sequences of these that ask the draft model itself."),
     _gauge(_ROUTER, "num_sessions", "Sequences that a router holds.", name="router_sequences"),
     _gauge(_ROUTER, "num_workers", "Workers that a router is linked to, by kind.", ("kind",), name="router_workers"),
     _gauge(_ROUTER, "min_workers", "Workers that the configuration wants in any case, by kind.", ("kind",)),
@@ -160,9 +160,9 @@ REPORTED = (
     ),
     _gauge(
         _ROUTER,
-        "num_undrafted",
+        "num_without_drafter",
         "Sequences that would have a drafter, by their plan or by what was chosen before, if one were there.",
-        name="undrafted_sequences",
+        name="sequences_without_drafter",
     ),
     _gauge(
         _ROUTER,

@@ -120,7 +120,7 @@ BOARD = Board(
                 "none",
                 {
                     "wait for room": total(named("target_sequences_waiting")),
-                    "without a drafter": total(named("undrafted_sequences")),
+                    "without a drafter": total(named("sequences_without_drafter")),
                 },
             ),
             Chart(

@@ -107,7 +107,7 @@ def _missing_parts() -> Iterator[Rule]:
         "SpecdecDraftDown",
         f'max {SERVICE} (specdec_router_workers{{kind="drafter"}}) == 0 and {ON_SERVICE}'
         f' (max {SERVICE} (specdec_min_workers{{kind="drafter"}}) > 0'
-        f" or sum {SERVICE} (specdec_undrafted_sequences) > 0)",
+        f" or sum {SERVICE} (specdec_sequences_without_drafter) > 0)",
         "1m",
         "warning",
         "No router has a drafter: answers are the same, but slower",

@@ -167,7 +167,7 @@ class SequenceSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class StopCondition:
     """Where a sequence ends.
 
     Attributes:
@@ -181,7 +181,7 @@ class Ending:
     most_length: int
 
     @classmethod
-    def of(cls, spec: SequenceSpec, max_model_len: int) -> Ending:
+    def of(cls, spec: SequenceSpec, max_model_len: int) -> StopCondition:
         """Of a sequence on a model whose longest log has ``max_model_len`` tokens."""
         exempt_length = spec.output_start + spec.sampling.min_tokens
         return cls(spec.ending_token_ids, exempt_length, min(spec.output_start + spec.max_tokens, max_model_len))

@@ -150,7 +150,7 @@ def build_drafter(
         "max_model_len": built.memory.max_model_len,
         "max_num_batched_tokens": _max_num_batched_tokens(built.loaded, options),
     }
-    solo = ModelTarget(runner, sampler, states=states, max_num_seqs=options.max_num_seqs, **lengths)
+    standalone = ModelTarget(runner, sampler, states=states, max_num_seqs=options.max_num_seqs, **lengths)
     translator = None
     if pair.translation is not None:
         translator = Translator(pair.translation)
@@ -165,7 +165,7 @@ def build_drafter(
         num_step_tokens=options.num_step_tokens,
         **lengths,
     )
-    return drafter, solo, built
+    return drafter, standalone, built
 
 
 def _mask_token_id(loaded: LoadedModel) -> int:

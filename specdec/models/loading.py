@@ -35,7 +35,7 @@ from specdec.core.errors import ModelLoadError, SpecdecError
 from specdec.core.params import GenerationDefaults
 from specdec.core.types import Progress, Quantization
 from specdec.kernels.attention import ATTENTION_NAME, register_attention
-from specdec.models.lora.slots import AdapterRoom, AdapterSlots
+from specdec.models.lora.slots import AdapterSlots, LoRAConfig
 from specdec.models.probe import AttentionLayer, find_layers
 from specdec.models.quantization import is_quantized, quantizing, stored_bytes
 
@@ -179,7 +179,7 @@ class ModelSource:
     device: str = "auto"
     device_map: str | dict[str, int | str] | None = None
     quantization: Quantization = "none"
-    adapters: AdapterRoom | None = None
+    adapters: LoRAConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +259,7 @@ def load_model(source: ModelSource, progress: Progress | None = None) -> LoadedM
     return loaded
 
 
-def _adapter_slots(loaded: LoadedModel, room: AdapterRoom) -> AdapterSlots:
+def _adapter_slots(loaded: LoadedModel, room: LoRAConfig) -> AdapterSlots:
     if loaded.opaque_state is not None:
         raise ModelLoadError(f"{loaded.name} takes no adapters: it keeps a state that can only be copied")
     with allocation(ModelLoadError, f"room for adapters of {loaded.name} does not fit into the memory there is"):

@@ -9,7 +9,7 @@ from specdec.core.messages import Candidates, Interval, Offer, Open, Outcome, Pl
 from specdec.core.tokens import TokenBuffer, common_prefix_length
 from specdec.core.types import Tokens
 from specdec.drafting.branches import Likelihoods, foreseen, likely_outcomes
-from specdec.protocol.worker import MOST_INTERVALS, WorkerRow
+from specdec.protocol.worker import MOST_INTERVALS, WorkerSequence
 
 
 class Path:
@@ -87,7 +87,7 @@ class Branch:
         self.tokens: TokenBuffer | None = None
 
 
-class DraftRow(WorkerRow):
+class DraftSequence(WorkerSequence):
     """A sequence on a drafter.
 
     Attributes:

@@ -17,7 +17,7 @@ from specdec.core.errors import DeviceLostError
 from specdec.core.log import Extension
 from specdec.core.messages import Ack, Alive, Commit, Live, Message, Offer, Open
 from specdec.drafting.branches import BRANCHES_IN_ALL, branch_share
-from specdec.protocol.draft_row import Branch, DraftRow, Path
+from specdec.protocol.draft_row import Branch, DraftSequence, Path
 from specdec.protocol.labels import label, labels
 from specdec.protocol.leases import Times
 from specdec.protocol.spans import microseconds
@@ -58,11 +58,11 @@ class DrafterCounters:
     num_skipped_sequences: int = 0
 
 
-Task = tuple[DraftRow, Branch | None, Path, DraftJob]
+Task = tuple[DraftSequence, Branch | None, Path, DraftJob]
 """One row of a step: a sequence's chain, or one of its branches, and what it makes longer."""
 
 
-class DrafterMachine(WorkerMachine[DraftRow]):
+class DrafterMachine(WorkerMachine[DraftSequence]):
     """Extends a chain for every sequence, and branches beside it, all in one batch, by what the backend gives a step.
 
     In mode ``sequential`` the chain ends at the draft length. In the others it goes one draft length and a bonus
@@ -138,7 +138,7 @@ class DrafterMachine(WorkerMachine[DraftRow]):
 
     # What is drafted.
 
-    def _tasks(self, rows: Sequence[DraftRow]) -> list[Task]:
+    def _tasks(self, rows: Sequence[DraftSequence]) -> list[Task]:
         """A job for each chain that is too short, in order of arrival, then for each branch: they yield first."""
         tasks: list[Task] = [(row, None, row.path, row.chain_job()) for row in rows if len(row.path) < row.num_wanted]
         for row in rows:
@@ -146,7 +146,7 @@ class DrafterMachine(WorkerMachine[DraftRow]):
                 tasks += [(row, branch, branch.path, job) for branch, job in row.growing_branches()]
         return tasks
 
-    def _draft(self, rows: Sequence[DraftRow], tasks: Sequence[Task]) -> bool:
+    def _draft(self, rows: Sequence[DraftSequence], tasks: Sequence[Task]) -> bool:
         """A step of the backend for these rows; what goes wrong in it is contained, but for the loss of its device."""
         names = {row.seq for row in rows}
         tasks = [task for task in tasks if task[0].seq in names]
@@ -167,9 +167,9 @@ class DrafterMachine(WorkerMachine[DraftRow]):
     def _take(self, tasks: Sequence[Task], proposals: Sequence[Proposal]) -> bool:
         """Add what was proposed, and count who found no room (rule 7). True if anything was drafted or read."""
         num_waiting = 0
-        failed: list[DraftRow] = []
-        suspects: dict[str, DraftRow] = {}
-        timed: dict[str, DraftRow] = {}
+        failed: list[DraftSequence] = []
+        suspects: dict[str, DraftSequence] = {}
+        timed: dict[str, DraftSequence] = {}
         for (row, branch, _, job), proposal in zip(tasks, proposals, strict=True):
             is_waiting = proposal.status is Status.WAITING
             if is_waiting:
@@ -205,13 +205,13 @@ class DrafterMachine(WorkerMachine[DraftRow]):
                     row.span.add(step_us=microseconds(interval))
         return num_waiting < len(proposals)
 
-    def _contain(self, rows: Sequence[DraftRow], error: Exception) -> None:
+    def _contain(self, rows: Sequence[DraftSequence], error: Exception) -> None:
         """A step has failed: who was alone in it twice is drafted for no more, and all others are suspects."""
         self.counters.num_failed_steps += 1
         logger.error("A draft step of %d sequences failed: %s", len(rows), labels(rows), exc_info=error)
         self._suspect(rows)
 
-    def _suspect(self, rows: Sequence[DraftRow]) -> None:
+    def _suspect(self, rows: Sequence[DraftSequence]) -> None:
         for row in rows:
             self._free(row)
         if len(rows) == 1 and is_at_fault(rows[0]):
@@ -219,7 +219,7 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         else:
             self._groups.divide(rows)
 
-    def _skip(self, row: DraftRow) -> None:
+    def _skip(self, row: DraftSequence) -> None:
         """Draft nothing more for a sequence; the target decodes it plainly."""
         if not row.is_skipped:
             self.counters.num_skipped_sequences += 1
@@ -228,20 +228,20 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         row.skip()
         self._free(row)
 
-    def _free(self, row: DraftRow) -> None:
+    def _free(self, row: DraftSequence) -> None:
         self._drop_branches(row)
         self._backend.release(row.seq)
         row.agreed = 0
 
     # Branches.
 
-    def _share_branches(self, rows: Sequence[DraftRow]) -> None:
+    def _share_branches(self, rows: Sequence[DraftSequence]) -> None:
         """Each sequence gets the same share of the branches in all; what it holds already, it keeps."""
         most = branch_share(sum(row.wants_branches for row in rows), self._branches_in_all)
         for row in rows:
             row.bound_branches(most)
 
-    def _branch_out(self, row: DraftRow) -> None:
+    def _branch_out(self, row: DraftSequence) -> None:
         """Fork what the fan-out allows and the chain's guesses name by now."""
         if not row.has_branches:
             self._drop_branches(row)
@@ -262,7 +262,7 @@ class DrafterMachine(WorkerMachine[DraftRow]):
                 if not missing:
                     return
 
-    def _drop_branches(self, row: DraftRow, before: int | None = None) -> None:
+    def _drop_branches(self, row: DraftSequence, before: int | None = None) -> None:
         """Free all branches, or those of positions ``before`` one."""
         for place, branch in list(row.branches.items()):
             if before is None or branch.position < before:
@@ -273,8 +273,8 @@ class DrafterMachine(WorkerMachine[DraftRow]):
 
     # What is committed.
 
-    def _new_row(self, message: Open, now_s: float) -> DraftRow:
-        return DraftRow(message, self._backend.max_model_len)
+    def _new_row(self, message: Open, now_s: float) -> DraftSequence:
+        return DraftSequence(message, self._backend.max_model_len)
 
     def _on_open(self, message: Open, now_s: float) -> None:
         held = self._rows.get(message.seq)
@@ -296,7 +296,7 @@ class DrafterMachine(WorkerMachine[DraftRow]):
             case Extension.GAP | Extension.MISMATCH as problem:
                 self._resync(row.router, row.seq, row.inc, problem.value)
 
-    def _follow(self, row: DraftRow, old_length: int) -> None:
+    def _follow(self, row: DraftSequence, old_length: int) -> None:
         """Keep of chain and branches what follows the tokens just committed; drop what differs."""
         length = len(row.log)
         start = self._advance(row, old_length)
@@ -312,7 +312,7 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         self._drop_branches(row, before=length)
         row.offered_end = max(row.offered_end, length)
 
-    def _advance(self, row: DraftRow, start: int) -> int:
+    def _advance(self, row: DraftSequence, start: int) -> int:
         """Take off the chain, which begins at ``start``, what of it is committed; gives the length to which that is.
 
         Under the coupled rule a draft token is accepted if and only if it is the one that is decided, verified or not.
@@ -327,7 +327,7 @@ class DrafterMachine(WorkerMachine[DraftRow]):
                 self.counters.num_wrong_tokens += 1
         return end
 
-    def _promote(self, row: DraftRow, branch: Branch) -> None:
+    def _promote(self, row: DraftSequence, branch: Branch) -> None:
         """The branch is the chain from now on. What either held agrees up to the outcome's token, at least."""
         self.counters.num_promoted += 1
         self.counters.num_discarded_tokens += len(row.path)
@@ -335,11 +335,11 @@ class DrafterMachine(WorkerMachine[DraftRow]):
         if branch.is_begun:
             self._backend.rename(branch.key, row.seq)
 
-    def _begin_round(self, row: DraftRow) -> None:
+    def _begin_round(self, row: DraftSequence) -> None:
         """Take it that the target verifies now what it was offered; nothing, where that is nothing and it goes on."""
         row.num_verified = min(row.plan.num_draft_tokens, row.num_offered)
 
-    def _dropped(self, row: DraftRow | None) -> None:
+    def _dropped(self, row: DraftSequence | None) -> None:
         if row is not None:
             self._free(row)
 
@@ -351,71 +351,71 @@ class DraftWorkerMachine:
 
     Args:
         drafter: For sequences of the target.
-        solo: For sequences of the draft model itself; of the same name.
+        standalone: For sequences of the draft model itself; of the same name.
 
     Attributes:
         drafter: As given.
-        solo: As given.
+        standalone: As given.
     """
 
-    def __init__(self, drafter: DrafterMachine, solo: TargetMachine) -> None:
-        assert drafter.name == solo.name
+    def __init__(self, drafter: DrafterMachine, standalone: TargetMachine) -> None:
+        assert drafter.name == standalone.name
         self.name = drafter.name
         self.drafter = drafter
-        self.solo = solo
+        self.standalone = standalone
 
     def set_times(self, times: Times) -> None:
         """Go by other times from now on."""
         self.drafter.set_times(times)
-        self.solo.set_times(times)
+        self.standalone.set_times(times)
 
     def drain(self, now_s: float) -> None:
         """Take no sequences any more; see :meth:`specdec.protocol.worker.WorkerMachine.drain`."""
         self.drafter.drain(now_s)
-        self.solo.drain(now_s)
+        self.standalone.drain(now_s)
 
     @property
     def is_drained(self) -> bool:
         """Whether both parts drain, and hold no sequence."""
-        return self.drafter.is_drained and self.solo.is_drained
+        return self.drafter.is_drained and self.standalone.is_drained
 
     def receive(self, message: Message, now_s: float) -> None:
         """Take in one message."""
         match message:
             case Open(spec=spec):
-                (self.solo if spec.model == "draft" else self.drafter).receive(message, now_s)
+                (self.standalone if spec.model == "draft" else self.drafter).receive(message, now_s)
             case Ack() | Offer():
-                self.solo.receive(message, now_s)
+                self.standalone.receive(message, now_s)
             case Live(entries=entries):
-                own = tuple(entry for entry in entries if self.solo.holds(entry[0]))
-                self.solo.renew(replace(message, entries=own), now_s)
-                others = tuple(entry for entry in entries if not self.solo.holds(entry[0]))
+                own = tuple(entry for entry in entries if self.standalone.holds(entry[0]))
+                self.standalone.renew(replace(message, entries=own), now_s)
+                others = tuple(entry for entry in entries if not self.standalone.holds(entry[0]))
                 self.drafter.receive(replace(message, entries=others), now_s)
             case _:  # to close, or to plan anew: whoever does not hold it does nothing
                 self.drafter.receive(message, now_s)
-                self.solo.receive(message, now_s)
+                self.standalone.receive(message, now_s)
 
     def unsendable(self, message: Message, reason: str, now_s: float) -> None:
         """A message is too long to be sent."""
-        self.solo.unsendable(message, reason, now_s)
+        self.standalone.unsendable(message, reason, now_s)
 
     def step(self, now_s: float) -> bool:
         """One step of each part. True if either did anything."""
         drafted = self.drafter.step(now_s)
-        return self.solo.step(now_s) or drafted
+        return self.standalone.step(now_s) or drafted
 
     def report(self) -> dict[str, float]:
         """The drafter's counters and gauges, with what both parts hold, and the sequences that the other part ended."""
-        solo, report = self.solo.report(), self.drafter.report()
+        standalone, report = self.standalone.report(), self.drafter.report()
         own = ("num_sequences", "num_steps", "num_errors", "num_failed_steps", "num_suspects", "num_committed_tokens")
-        for name in (*own, *(name for name in solo if name.startswith("num_refused/"))):
-            report[name] = report.get(name, 0.0) + solo[name]
-        return report | {"num_solo_sequences": solo["num_sequences"]}
+        for name in (*own, *(name for name in standalone if name.startswith("num_refused/"))):
+            report[name] = report.get(name, 0.0) + standalone[name]
+        return report | {"num_standalone_sequences": standalone["num_sequences"]}
 
     def take_outbox(self) -> dict[str, list[Message]]:
         """Messages since the last call, by router."""
         messages = self.drafter.take_outbox()
-        for peer, more in self.solo.take_outbox().items():
+        for peer, more in self.standalone.take_outbox().items():
             messages.setdefault(peer, []).extend(more)
         return {peer: [self._counted(message) for message in batch] for peer, batch in messages.items()}
 
@@ -423,8 +423,9 @@ class DraftWorkerMachine:
         """A heartbeat tells of both parts."""
         if not isinstance(message, Alive):
             return message
-        num_solo = self.solo.report()["num_sequences"]
-        num_sequences = message.report["num_sequences"] + num_solo
+        num_standalone = self.standalone.report()["num_sequences"]
+        num_sequences = message.report["num_sequences"] + num_standalone
         return replace(
-            message, report={**message.report, "num_sequences": num_sequences, "num_solo_sequences": num_solo}
+            message,
+            report={**message.report, "num_sequences": num_sequences, "num_standalone_sequences": num_standalone},
         )

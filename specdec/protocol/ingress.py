@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from specdec.core.log import Extension, TokenLog
 from specdec.core.messages import Cancel, End, Gone, Message, NewTokens, Notes, Plan, Submit, Want
-from specdec.core.params import Ending, SequenceSpec
+from specdec.core.params import SequenceSpec, StopCondition
 from specdec.core.tokens import SharedTokens
 from specdec.core.types import UNKNOWN, Fingerprints, Finish, Tokens
 from specdec.protocol.affinity import choose_router
@@ -75,7 +75,7 @@ class Request:
     def ended(self) -> Finish | None:
         """How its delivered tokens end it, if they do; requests that a model's length would end have a limit below."""
         start, limit = self.spec.output_start, self.spec.output_start + self.spec.max_tokens
-        return Ending.of(self.spec, limit).of_log(start, self.log.tail(start))
+        return StopCondition.of(self.spec, limit).of_log(start, self.log.tail(start))
 
 
 class IngressMachine:

@@ -106,9 +106,9 @@ class RouterMachine:
     def figures(self) -> dict[str, float]:
         """The router's counters, and the controller's choices and estimates, by name."""
         planned = self._controller.figures()
-        undrafted = sum(session.is_undrafted for session in self._sessions) + planned.get("num_undrafted", 0.0)
+        lacking = sum(session.lacks_drafter for session in self._sessions) + planned.get("num_without_drafter", 0.0)
         own = {"num_sessions": float(len(self._sessions)), "is_draining": float(self.is_draining)}
-        return {**planned, **own, **self.counters.report(), "num_undrafted": undrafted}
+        return {**planned, **own, **self.counters.report(), "num_without_drafter": lacking}
 
     @property
     def num_sessions(self) -> int:

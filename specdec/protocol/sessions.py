@@ -240,7 +240,7 @@ class Session(Row):
         return (self.target, self.drafter) if self.plan.num_draft_tokens else (self.target,)
 
     @property
-    def is_undrafted(self) -> bool:
+    def lacks_drafter(self) -> bool:
         """Whether it needs a drafter, and none is to be had."""
         return any(link.kind == "drafter" and link.worker is None for link in self.links)
 

@@ -26,7 +26,7 @@ from specdec.drafting.ngram import NgramOptions, Reading, ngram_drafter
 from specdec.protocol.labels import label, labels
 from specdec.protocol.leases import Times
 from specdec.protocol.spans import microseconds
-from specdec.protocol.target_row import NGRAM_SOURCES, KeptOffer, TargetCounters, TargetRow
+from specdec.protocol.target_row import NGRAM_SOURCES, KeptOffer, TargetCounters, TargetSequence
 from specdec.protocol.worker import Gauges, LastInterval, StepGroups, WorkerMachine, is_at_fault
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ _LETTERS: dict[DraftSource, str] = {"ngram": "ACB", "prediction": "xyz", "medusa
 """Letters for accepted, corrected and bonus tokens in :class:`Notes`, where they are not those of a draft model."""
 
 
-class TargetMachine(WorkerMachine[TargetRow]):
+class TargetMachine(WorkerMachine[TargetSequence]):
     """Decides tokens and reports them, cumulatively, until they are acknowledged.
 
     No message makes it undo a token under the current inc (rule 1). It needs none to take its next step while it has
@@ -107,15 +107,15 @@ class TargetMachine(WorkerMachine[TargetRow]):
 
     # A step.
 
-    def _may_go_on(self, row: TargetRow) -> bool:
+    def _may_go_on(self, row: TargetSequence) -> bool:
         # What tells of a prompt is long: it is sent once, and nothing follows it until it has arrived.
         is_telling = row.notes.prompt_logprobs is not None
         return row.finish is None and not is_telling and self._credit(row) > 0
 
-    def _credit(self, row: TargetRow) -> int:
+    def _credit(self, row: TargetSequence) -> int:
         return row.acked + self._times.max_unacked_tokens - len(row.log)
 
-    def _awaits_ack(self, rows: Sequence[TargetRow], now_s: float) -> bool:
+    def _awaits_ack(self, rows: Sequence[TargetSequence], now_s: float) -> bool:
         """Whether everybody waits for a router to learn that these rows are about to be tried.
 
         Before suspects of a router are tried it is told so, by verdicts without tokens, and has to acknowledge that: if
@@ -128,14 +128,14 @@ class TargetMachine(WorkerMachine[TargetRow]):
                 self._tell(row, now_s)
         return bool(unknown) and now_s < unknown[0].announced_s + self._times.retry_interval_s
 
-    def _verify(self, rows: Sequence[TargetRow], now_s: float) -> bool:
+    def _verify(self, rows: Sequence[TargetSequence], now_s: float) -> bool:
         """A step of the backend; what goes wrong in it is contained, but for the loss of its device.
 
         Rows of which a router has not acknowledged that they are tried have none.
         """
         if _unknown(rows):
             return False
-        deciding: list[TargetRow] = []
+        deciding: list[TargetSequence] = []
         jobs: list[VerifyJob] = []
         for row in rows:
             draft = self._draft(row, now_s, len(rows))
@@ -165,7 +165,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
         self._num_waiting += sum(result.status is Status.WAITING for result in results)
         return any(result.status is not Status.WAITING for result in results)
 
-    def _commit(self, row: TargetRow, result: Verification, draft: Draft, now_s: float) -> None:
+    def _commit(self, row: TargetSequence, result: Verification, draft: Draft, now_s: float) -> None:
         start, run, source = len(row.log), result.run, draft.source
         if not result.num_drafted and self._wants_draft(row):
             self.counters.num_late_rounds += 1
@@ -214,7 +214,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
             )
         self._tell(row, now_s)
 
-    def _round_times(self, row: TargetRow, count: int) -> tuple[RoundTimes | None, ...]:
+    def _round_times(self, row: TargetSequence, count: int) -> tuple[RoundTimes | None, ...]:
         """When the round of ``count`` tokens was worked on, where its request asked: an entry per token."""
         if not row.spec.wants_times or self._last_interval is None:
             return ()
@@ -224,13 +224,13 @@ class TargetMachine(WorkerMachine[TargetRow]):
 
     # What goes wrong.
 
-    def _contain(self, rows: Sequence[TargetRow], error: Exception) -> None:
+    def _contain(self, rows: Sequence[TargetSequence], error: Exception) -> None:
         """A step has failed: who was alone in it twice is at fault, and all others are suspects."""
         self.counters.num_failed_steps += 1
         logger.error("A step of %d sequences failed: %s", len(rows), labels(rows), exc_info=error)
         self._suspect(rows, reason_of(error))
 
-    def _suspect(self, rows: Sequence[TargetRow], reason: str) -> None:
+    def _suspect(self, rows: Sequence[TargetSequence], reason: str) -> None:
         """Try rows apart whose step failed, or end the one that was alone in it for the second time."""
         for row in rows:
             self._backend.release(row.seq)
@@ -240,7 +240,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
         self.counters.num_suspects += len(rows)
         self._groups.divide(rows)
 
-    def _end_with_error(self, row: TargetRow, reason: str) -> None:
+    def _end_with_error(self, row: TargetSequence, reason: str) -> None:
         """The error is the sequence's own: it is final, like any other finish (rule 13)."""
         self.counters.num_errors += 1
         logger.warning("The sequence %s ends with an error: %s", label(row), reason)
@@ -257,8 +257,8 @@ class TargetMachine(WorkerMachine[TargetRow]):
 
     # Messages.
 
-    def _new_row(self, message: Open, now_s: float) -> TargetRow:
-        row = TargetRow(message, self._max_model_len, ngram_drafter(message.spec, self._ngram))
+    def _new_row(self, message: Open, now_s: float) -> TargetSequence:
+        row = TargetSequence(message, self._max_model_len, ngram_drafter(message.spec, self._ngram))
         if message.suspects:
             self.counters.num_suspects += 1
             self._groups.suspect(row, message.suspects)
@@ -276,13 +276,13 @@ class TargetMachine(WorkerMachine[TargetRow]):
                 if row is not None:
                     self._take_offer(row, message)
 
-    def _acknowledge(self, row: TargetRow, length: int) -> None:
+    def _acknowledge(self, row: TargetSequence, length: int) -> None:
         length = min(length, len(row.log))
         if length > row.acked:
             row.acked = length
             row.notes = row.notes.last(len(row.log) - length)
 
-    def _dropped(self, row: TargetRow | None) -> None:
+    def _dropped(self, row: TargetSequence | None) -> None:
         if row is not None:
             self._backend.release(row.seq)
 
@@ -294,7 +294,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
             if unacknowledged and now_s >= row.told_s + self._times.repeat_after_s(0 if told is None else len(told)):
                 self._tell(row, now_s)
 
-    def _tell(self, row: TargetRow, now_s: float) -> None:
+    def _tell(self, row: TargetSequence, now_s: float) -> None:
         row.told_s = now_s
         tokens, mark = row.log.tail(row.acked), row.log.mark()
         verdict = Verdict(row.seq, row.inc, row.acked, tokens, row.notes, mark, row.finish, row.reason)
@@ -302,7 +302,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
 
     # Offers.
 
-    def _take_offer(self, row: TargetRow, offer: Offer) -> None:
+    def _take_offer(self, row: TargetSequence, offer: Offer) -> None:
         """Keep an offer that fits: what a step need not find out does not hold it up."""
         self.counters.num_offers += 1
         row.draft_intervals.extend(offer.steps)
@@ -315,21 +315,21 @@ class TargetMachine(WorkerMachine[TargetRow]):
         elif len(row.offers) > OFFERS_KEPT:
             self._drop_offer(row, row.offers[0])
 
-    def _rest(self, row: TargetRow, offer: Offer) -> Draft:
+    def _rest(self, row: TargetSequence, offer: Offer) -> Draft:
         return remaining_draft(offer, row.log, needs_candidates=row.needs_candidates)
 
-    def _drop_offer(self, row: TargetRow, kept: KeptOffer) -> None:
+    def _drop_offer(self, row: TargetSequence, kept: KeptOffer) -> None:
         row.offers.remove(kept)
         if not kept.is_used:
             self.counters.num_stale_offers += 1
 
-    def _draft(self, row: TargetRow, now_s: float, num_rows: int) -> Draft | None:
+    def _draft(self, row: TargetSequence, now_s: float, num_rows: int) -> Draft | None:
         """What a row has verified in this step; None where it is held back for an offer.
 
         A chooser takes what gains most. Without one a long match goes first, unless the plan drafts more tokens than
         it has; then an offer; then the longer of a short match and the backend's own draft. Nothing here depends on
         what was drawn for a draft (rule 9): a match is no draw, the backend's own draft has a fixed length, and a
-        drafter's chain grows with time alone (:class:`specdec.protocol.draft_row.DraftRow`).
+        drafter's chain grows with time alone (:class:`specdec.protocol.draft_row.DraftSequence`).
         """
         if row.suspects:
             return NO_DRAFT
@@ -353,7 +353,7 @@ class TargetMachine(WorkerMachine[TargetRow]):
             kept.is_used = True
         return draft
 
-    def _offered(self, row: TargetRow) -> tuple[Draft, KeptOffer | None]:
+    def _offered(self, row: TargetSequence) -> tuple[Draft, KeptOffer | None]:
         """The longest usable draft of the kept offers, cut to what may be committed (rule 6), and its offer."""
         best, chosen = NO_DRAFT, None
         for kept in reversed([*row.offers]):
@@ -367,21 +367,21 @@ class TargetMachine(WorkerMachine[TargetRow]):
                 best, chosen = rest, kept
         return best.first(self._most_offered(row)), chosen
 
-    def _most_offered(self, row: TargetRow) -> int:
+    def _most_offered(self, row: TargetSequence) -> int:
         """Draft tokens in a row that are verified of an offer, at most."""
         return min(row.plan.num_draft_tokens, self._room(row))
 
-    def _room(self, row: TargetRow) -> int:
+    def _room(self, row: TargetSequence) -> int:
         """Draft tokens that may be committed, and the one after them."""
         return min(self._credit(row), row.ending.most_length - len(row.log)) - 1
 
-    def _wants_draft(self, row: TargetRow) -> bool:
+    def _wants_draft(self, row: TargetSequence) -> bool:
         """Whether a draft is planned for a row's next round, and of any use: not for the first, nor the last."""
         if row.suspects or row.round_start == len(row.log):
             return False
         return self._most_offered(row) > 0
 
-    def _waits(self, row: TargetRow, now_s: float) -> bool:
+    def _waits(self, row: TargetSequence, now_s: float) -> bool:
         """Whether a row is held back for an offer: only in turn, never before its first token, in vain only once."""
         if row.plan.mode != "sequential" or row.round_start == len(row.log):
             return False
@@ -393,6 +393,6 @@ class TargetMachine(WorkerMachine[TargetRow]):
         return row.is_patient
 
 
-def _unknown(rows: Sequence[TargetRow]) -> list[TargetRow]:
+def _unknown(rows: Sequence[TargetSequence]) -> list[TargetSequence]:
     """Suspects whose router does not know yet that they are about to be tried."""
     return [row for row in rows if not row.is_cleared]

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 from specdec.core.drafts import NO_DRAFT, OFFERED, DraftSource, foresees
 from specdec.core.messages import Interval, Notes, Offer, Open
-from specdec.core.params import Ending
+from specdec.core.params import StopCondition
 from specdec.core.types import Finish
 from specdec.drafting.ngram import NgramDrafter
-from specdec.protocol.worker import MOST_INTERVALS, WorkerRow
+from specdec.protocol.worker import MOST_INTERVALS, WorkerSequence
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +32,7 @@ class KeptOffer:
         return self.offer.mark == offer.mark and self.offer.chain == offer.chain[: len(self.offer.chain)]
 
 
-class TargetRow(WorkerRow):
+class TargetSequence(WorkerSequence):
     """A sequence on a target.
 
     Args:
@@ -69,7 +69,7 @@ class TargetRow(WorkerRow):
     def __init__(self, message: Open, max_model_len: int, ngram: NgramDrafter | None = None) -> None:
         super().__init__(message)
         self.priority = self.spec.arrival_s, self.seq
-        self.ending = Ending.of(self.spec, max_model_len)
+        self.ending = StopCondition.of(self.spec, max_model_len)
         self.finish: Finish | None = self.ending.of_log(self.spec.output_start, self.log.tail(self.spec.output_start))
         self.reason = ""
         self.is_cleared = not message.suspects

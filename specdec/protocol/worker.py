@@ -23,7 +23,7 @@ MOST_INTERVALS = 64
 """Steps of a sequence whose times wait to be told of; the oldest are forgotten."""
 
 
-class WorkerRow(LeasedRow):
+class WorkerSequence(LeasedRow):
     """A sequence on a worker.
 
     Attributes:
@@ -53,7 +53,7 @@ class WorkerRow(LeasedRow):
             self.span.end()
 
 
-R = TypeVar("R", bound=WorkerRow)
+R = TypeVar("R", bound=WorkerSequence)
 
 
 class WorkerMachine(Generic[R]):
@@ -209,7 +209,7 @@ def apart(members: Sequence[T]) -> list[list[T]]:
     return [list(members[:middle]), list(members[middle:])]
 
 
-def is_at_fault(row: WorkerRow) -> bool:
+def is_at_fault(row: WorkerSequence) -> bool:
     """Whether a row that has just failed alone has done so before, and not long ago."""
     if len(row.log) - row.failed_length >= FORGIVEN_TOKENS:
         row.num_failures = 0

@@ -61,7 +61,7 @@ def _verify(
         nodes = list(chain.from_iterable(trees[i].nodes if i in trees else (groups[i],) for i in of_rule))
         parents = [trees[i].parents if i in trees else () for i in of_rule]
         if of_rule is coupled:
-            found = verify_coupled(sampler.choose(rows, nodes), part, parents)
+            found = verify_coupled(sampler.sample(rows, nodes), part, parents)
         else:
             ids, probs = _tensors([drawn for i in of_rule for drawn in candidates[i]], logits.device)
             found = verify_rejection(sampler.probs(rows, nodes), part, ids, probs, parents)
@@ -166,7 +166,7 @@ def _propose(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup], num_g
 
 def _draw_coupled(sampler: Sampler, logits: Tensor, groups: Sequence[RowGroup], num_guesses: int) -> list[Drawn]:
     if not num_guesses:
-        return [Drawn(token) for token in sampler.choose(logits, groups).tolist()]
+        return [Drawn(token) for token in sampler.sample(logits, groups).tolist()]
     ranked = sampler.choose_and_guess(logits, groups, num_guesses)
     temperatures = torch.tensor([group.spec.sampling.temperature or 1.0 for group in groups], device=logits.device)
     # Where the draft's best is ahead of another by a logit, the target is taken to be e times likelier to say it.

@@ -19,7 +19,7 @@ def verify_coupled(
     Daliri, Musco and Suresh 2024, section 4.
 
     Args:
-        chosen: int64 [N]: the target's token for every row, from ``Sampler.choose``.
+        chosen: int64 [N]: the target's token for every row, from ``Sampler.sample``.
         groups: The sequences of the N rows, in order.
         trees: As in :func:`walk_coupled`, for each group.
 

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.core.params import SamplingParams
-from specdec.sampling.histories import Histories
 from specdec.sampling.kept import WhileAlive
 from specdec.sampling.rows import Rows
+from specdec.sampling.token_counts import TokenCounts
 
 
 def uses_penalties(params: SamplingParams) -> bool:
@@ -25,7 +25,7 @@ def uses_penalties(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
 
 
-def apply_penalties(logits: Tensor, rows: Rows, histories: Histories) -> None:
+def apply_penalties(logits: Tensor, rows: Rows, token_counts: TokenCounts) -> None:
     """Repetition, presence and frequency penalties; row i of a group counts the group's first i draft tokens.
 
     Repetition (Keskar et al. 2019, CTRL, section 4.1; as in transformers and vLLM) counts prompt and output: positive
@@ -35,14 +35,14 @@ def apply_penalties(logits: Tensor, rows: Rows, histories: Histories) -> None:
     Args:
         logits: float32 [N, V], changed in place.
         rows: The layout of the N rows.
-        histories: Where the counts of earlier steps are kept.
+        token_counts: Where the counts of earlier steps are kept.
     """
     chosen = rows.using(uses_penalties)
     if not chosen:
         return
     groups = [rows.groups[i] for i in chosen]
     part, device = rows.part(chosen), logits.device
-    counted = [histories.counted(group, logits.shape[1]) for group in groups]
+    counted = [token_counts.counted(group, logits.shape[1]) for group in groups]
     fill = [one.undrafted for one in counted]
     ids = _padded([one.ids for one in counted], fill, device)
     count = _padded([one.counts for one in counted], fill, device)

@@ -15,10 +15,10 @@ from specdec.core.types import TokenLogprobs, Tokens
 from specdec.kernels.device_errors import is_device_lost
 from specdec.sampling.bans import AllowedTokens, apply_bad_words
 from specdec.sampling.edits import LogitBias, apply_min_tokens, apply_penalties, uses_penalties
-from specdec.sampling.histories import Histories
 from specdec.sampling.logprobs import token_logprobs
 from specdec.sampling.noise import NoiseCache
 from specdec.sampling.rows import RowGroup, Rows, VerifiedRun
+from specdec.sampling.token_counts import TokenCounts
 from specdec.sampling.truncation import thresholds, uses_truncation
 from specdec.structured.compiler import Grammars
 from specdec.structured.matchers import Matchers, apply_masks
@@ -67,7 +67,7 @@ class RankedTokens(NamedTuple):
     """The best tokens of each of N rows.
 
     Attributes:
-        chosen: int64 [N], what ``Sampler.choose`` gives.
+        chosen: int64 [N], what ``Sampler.sample`` gives.
         tokens: int64 [N, C], the best first, the chosen one among them; -1 where a token cannot be chosen.
         scores: float32 [N, C]: logits over temperature with noise, or the logits with temperature 0; -inf for -1.
     """
@@ -103,7 +103,7 @@ class Sampler:
         self.vocab_size = vocab_size
         self._processors = tuple(processors)
         self._noise = NoiseCache(vocab_size, noise_cache_bytes)
-        self._histories = Histories()
+        self._token_counts = TokenCounts()
         self._bias = LogitBias()
         self._allowed = AllowedTokens(vocab_size)
         self._failures: dict[int, Exception] = {}
@@ -149,7 +149,7 @@ class Sampler:
         failures, self._failures = self._failures, {}
         return failures
 
-    def choose(self, logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
+    def sample(self, logits: Tensor, groups: Sequence[RowGroup]) -> Tensor:
         """The coupled rule's token for every row: argmax(log probs + gumbel(seed, position, token)).
 
         Daliri, Musco and Suresh 2024, "Coupling without communication and drafter-invariant speculative decoding",
@@ -256,7 +256,7 @@ class Sampler:
             return logits
         logits = logits.clone()
         self._bias.apply(logits, rows)
-        apply_penalties(logits, rows, self._histories)
+        apply_penalties(logits, rows, self._token_counts)
         self._allowed.apply(logits, rows)
         apply_min_tokens(logits, rows)
         apply_bad_words(logits, rows)

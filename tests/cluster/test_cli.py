@@ -156,7 +156,7 @@ NOT_TOGETHER = OF_VLLM | {
     "draft.pool": "drafts",
     "separate_draft": True,
     "lora.adapters": "sql=/srv/sql, chat=some/chat",
-    "lora.room": "target",
+    "lora.models": "target",
     "lora.folder": "/srv/adapters",
     "lora.hub": True,
 }

@@ -153,7 +153,7 @@ async def test_adapters_and_the_file_of_keys_change_without_a_restart(
     files = {name: tmp_path / name for name in ("alice", "bob")}
     for name, text in (("alice", ALICE), ("bob", BOB)):
         files[name].write_text(text)
-    ingress = _ingress({"lora": {"room": "target"}, "access": {"api_keys_file": str(files["alice"])}})
+    ingress = _ingress({"lora": {"models": "target"}, "access": {"api_keys_file": str(files["alice"])}})
     ingress._asgi_app = ingress.__serve_build_asgi_app__()
     ingress._has_served = True
 

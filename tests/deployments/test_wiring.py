@@ -57,7 +57,7 @@ def test_all_machines_of_a_service_know_the_same_models(started: dict[str, Any])
     assert (started["fingerprints"], started["step_timeout_s"]) == (own, 5)
     workers.DraftServer(args, 1, 1.0)
     assert started["machine"].drafter.fingerprint == own.vocabulary
-    assert started["machine"].solo.fingerprint == own.draft
+    assert started["machine"].standalone.fingerprint == own.draft
     assert (started["fingerprints"], started["match"]) == (own, "vocabulary")
     limited = args.model_copy(update={"limits": args.limits.model_copy(update={"max_reopens": 7})})
     router.SpeculationRouter(limited)

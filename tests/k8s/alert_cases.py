@@ -61,7 +61,7 @@ def _least(targets: int, drafters: int) -> dict[str, str]:
 
 
 _TARGETS = {"kind": "target"}
-_WANTED = {"specdec_undrafted_sequences{}": held((0, 10), (2, 20), (0, 10))}
+_WANTED = {"specdec_sequences_without_drafter{}": held((0, 10), (2, 20), (0, 10))}
 _GONE = ((1, 5), (0, 10), (1, 10))
 _MODEL = {"model_name": "m"}
 _TTFT, _ITL = ("time_to_first_token", "2.5"), ("inter_token_latency", "0.2")

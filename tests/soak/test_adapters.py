@@ -14,7 +14,7 @@ import pytest
 from openai import InternalServerError, NotFoundError, OpenAI
 
 from cluster.models.identity import demo_folder
-from specdec import AdapterRoom, BackendOptions, ModelSource, SamplingParams, SpeculativeEngine
+from specdec import BackendOptions, LoRAConfig, ModelSource, SamplingParams, SpeculativeEngine
 from specdec.core.types import Adapter
 from specdec.models.describe import linear_shapes
 from tests.integration.running import RunningService, eventually, nothing_held
@@ -22,7 +22,7 @@ from tests.specdec.adapters import write_adapter
 
 OPS, USER = "sk-ops-0123456789abc", "sk-user-0123456789ab"
 NUM_ADAPTERS = 50
-ROOM = AdapterRoom(max_loras=4, max_rank=8)
+ROOM = LoRAConfig(max_loras=4, max_rank=8)
 PROMPT = "def read_lines(path):\n    "
 NUM_TOKENS = 12
 MEMORY_SLACK = 64 << 20

@@ -184,7 +184,7 @@ class Controller:
         return sum(one.bound > 0 for one in self._sequences.values())
 
     @property
-    def _num_undrafted(self) -> int:
+    def _num_without_drafter(self) -> int:
         if self._drafters:
             return 0
         able = Counter(one.target or "" for one in self._sequences.values() if one.bound)
@@ -202,13 +202,13 @@ class Controller:
     def figures(self) -> dict[str, float]:
         """Choices and estimates by name; what belongs to one target, or one mode, is named ``name/<target>``.
 
-        ``num_undrafted``: sequences for which there is no drafter, at a load where drafts were chosen, or nothing yet.
+        ``num_without_drafter``: sequences that lack a drafter, at a load where drafts were chosen, or nothing yet.
         """
         plans = [one.plan for one in self._sequences.values()]
         drafting = [plan for plan in plans if plan.num_draft_tokens]
         count = max(1, len(drafting))
         overall = {
-            "num_undrafted": float(self._num_undrafted),
+            "num_without_drafter": float(self._num_without_drafter),
             "planned_draft_tokens": sum(plan.num_draft_tokens for plan in drafting) / count,
             "planned_branches": sum(plan.num_branches for plan in drafting) / count,
         } | {f"planned_sequences/{mode}": float(sum(plan.mode == mode for plan in plans)) for mode in MODES}

@@ -21,7 +21,7 @@ Weights = list[tuple[str, torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterRoom:
+class LoRAConfig:
     """How many adapters a device holds.
 
     Attributes:
@@ -65,7 +65,7 @@ class AdapterSlots:
         num_bytes: Of all slots.
     """
 
-    def __init__(self, model: PreTrainedModel, room: AdapterRoom) -> None:
+    def __init__(self, model: PreTrainedModel, room: LoRAConfig) -> None:
         self.room = room
         self.shapes = layer_shapes(model)
         self._step = _Step()
@@ -145,7 +145,7 @@ def _product(runs: list[AdapterRun], device: torch.device) -> _Product:
 class _Layer:
     """Adds to a linear layer's results what the step's adapters make of its inputs."""
 
-    def __init__(self, name: str, module: Any, dtype: torch.dtype, room: AdapterRoom, step: _Step) -> None:
+    def __init__(self, name: str, module: Any, dtype: torch.dtype, room: LoRAConfig, step: _Step) -> None:
         self._name, self._step = name, step
         self._filled: set[int] = set()
         device = module.weight.device

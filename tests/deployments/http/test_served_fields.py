@@ -227,8 +227,8 @@ async def test_ids_and_fingerprints(bench: Bench, http: httpx2.AsyncClient, toke
     assert {chunk["system_fingerprint"] for chunk in chunks} == {answer["system_fingerprint"]}
     assert answer["system_fingerprint"].startswith("fp_")
     target = bench.service.model_info().target
-    solo = (await http.post("/v1/completions", json=COMPLETION | {"model": "demo-draft"})).json()
-    assert solo["system_fingerprint"] != answer["system_fingerprint"] == target.fingerprint
+    standalone = (await http.post("/v1/completions", json=COMPLETION | {"model": "demo-draft"})).json()
+    assert standalone["system_fingerprint"] != answer["system_fingerprint"] == target.fingerprint
     assert target.fingerprint == Bench(tokenizer).service.model_info().target.fingerprint
     assert dataclasses.replace(target, decision="another").fingerprint != target.fingerprint
 

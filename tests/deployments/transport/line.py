@@ -67,8 +67,8 @@ class Line:
         steps = TargetMachine("t", backend or ScriptedTarget(SCRIPT, max_model_len), times)
         self.worker.start_worker(steps, routers="Router", step_timeout_s=30.0, fingerprints=target)
         self._as(DRAFT, "d")
-        solo = TargetMachine("d", ScriptedTarget(SCRIPT, max_model_len), times)
-        both = DraftWorkerMachine(DrafterMachine("d", ScriptedDrafter(SCRIPT, max_model_len), times), solo)
+        standalone = TargetMachine("d", ScriptedTarget(SCRIPT, max_model_len), times)
+        both = DraftWorkerMachine(DrafterMachine("d", ScriptedDrafter(SCRIPT, max_model_len), times), standalone)
         self.drafter.start_worker(
             both, routers="Router", step_timeout_s=30.0, fingerprints=Fingerprints("e", "v"), match="vocabulary"
         )

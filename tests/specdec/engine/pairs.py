@@ -21,7 +21,7 @@ from specdec.engine.stats import SpecStats
 from specdec.engine.target import ModelTarget
 from specdec.executor.runner import ModelRunner
 from specdec.models.loading import LoadedModel, prepare_model
-from specdec.models.lora.slots import AdapterRoom, AdapterSlots
+from specdec.models.lora.slots import AdapterSlots, LoRAConfig
 from specdec.sampling.pipeline import LogitsProcessor, Sampler
 from tests.specdec.engine.overlap import OverlapService
 from tests.specdec.models.families import VOCAB_SIZE, make_model
@@ -92,7 +92,7 @@ def make_draft(family: str, noise: float) -> PreTrainedModel:
     return make_model(family, seed=50) if noise == float("inf") else add_noise(make_model(family), noise)
 
 
-def prepare_tiny(model: PreTrainedModel, room: AdapterRoom | None = None) -> LoadedModel:
+def prepare_tiny(model: PreTrainedModel, room: LoRAConfig | None = None) -> LoadedModel:
     """A model in memory, maybe with room for adapters."""
     loaded = prepare_model(model, "tiny")
     return loaded if room is None else replace(loaded, adapters=AdapterSlots(loaded.model, room))
@@ -108,7 +108,7 @@ def backend(
     max_model_len: int = MAX_MODEL_LEN,
     processors: Sequence[LogitsProcessor] = (),
     heads: tuple[DraftHeads, int, int] | None = None,
-    adapters: AdapterRoom | None = None,
+    adapters: LoRAConfig | None = None,
 ) -> Any:
     """A target or draft backend over a tiny model; heads come with how far they draft, and in trees of what size."""
     runner = ModelRunner(prepare_tiny(model, adapters), num_blocks=num_blocks, block_size=block_size)

@@ -9,7 +9,7 @@ from specdec.core.drafts import NO_DRAFT, Draft, remaining_draft
 from specdec.core.log import TokenLog
 from specdec.core.messages import Offer, Open
 from specdec.protocol import target
-from specdec.protocol.draft_row import Branch, DraftRow
+from specdec.protocol.draft_row import Branch, DraftSequence
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.worker import WorkerMachine
 from tests.specdec.protocol.mutations import Mutation
@@ -27,7 +27,7 @@ def right_branch(patch: pytest.MonkeyPatch) -> None:
     """The branch of the outcome that came is promoted. Off: one of its siblings."""
     follow = DrafterMachine._follow
 
-    def mix_up(self: DrafterMachine, row: DraftRow, old_length: int) -> None:
+    def mix_up(self: DrafterMachine, row: DraftSequence, old_length: int) -> None:
         places, branches = list(row.branches), list(row.branches.values())
         for (position, token), branch in zip(places, branches[1:] + branches[:1], strict=True):
             row.branches[position, token] = branch
@@ -83,7 +83,7 @@ def freed_siblings(patch: pytest.MonkeyPatch) -> None:
     """What is held for a branch goes with it."""
     drop = DrafterMachine._drop_branches
 
-    def drop_and_keep(self: DrafterMachine, row: DraftRow, before: int | None = None) -> None:
+    def drop_and_keep(self: DrafterMachine, row: DraftSequence, before: int | None = None) -> None:
         for branch in row.branches.values():
             branch.is_begun = False
         drop(self, row, before)
@@ -106,7 +106,7 @@ def renamed(patch: pytest.MonkeyPatch) -> None:
     """The backend is told which branch became the sequence."""
     promote = DrafterMachine._promote
 
-    def promote_silently(self: DrafterMachine, row: DraftRow, branch: Branch) -> None:
+    def promote_silently(self: DrafterMachine, row: DraftSequence, branch: Branch) -> None:
         branch.is_begun = False
         promote(self, row, branch)
 
@@ -116,13 +116,13 @@ def renamed(patch: pytest.MonkeyPatch) -> None:
 @mutation
 def branch_agreed(patch: pytest.MonkeyPatch) -> None:
     """A branch that was taken begins again from its sequence, and is said to agree only as far as that does."""
-    branch_job = DraftRow.branch_job
+    branch_job = DraftSequence.branch_job
 
-    def agreed_to_its_end(self: DraftRow, branch: Branch) -> DraftJob:
+    def agreed_to_its_end(self: DraftSequence, branch: Branch) -> DraftJob:
         job = branch_job(self, branch)
         return job._replace(agreed=len(job.tokens) - 1)
 
-    patch.setattr(DraftRow, "branch_job", agreed_to_its_end)
+    patch.setattr(DraftSequence, "branch_job", agreed_to_its_end)
 
 
 @mutation
@@ -130,7 +130,7 @@ def bounded(patch: pytest.MonkeyPatch) -> None:
     """Branches that outlive a verdict count among those of the next verification."""
     branch_out = DrafterMachine._branch_out
 
-    def branch_out_anew(self: DrafterMachine, row: DraftRow) -> None:
+    def branch_out_anew(self: DrafterMachine, row: DraftSequence) -> None:
         held, row.branches = row.branches, {}
         branch_out(self, row)
         row.branches = held | row.branches

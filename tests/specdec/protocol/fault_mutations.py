@@ -12,7 +12,7 @@ from specdec.core.messages import Open, Submit
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.sessions import Probation, Session, SuspectGroup
 from specdec.protocol.target import TargetMachine
-from specdec.protocol.target_row import TargetRow
+from specdec.protocol.target_row import TargetSequence
 from specdec.protocol.worker import StepGroups, WorkerMachine
 from tests.specdec.protocol.mutations import Mutation
 
@@ -45,7 +45,7 @@ def failures_of_its_own(patch: pytest.MonkeyPatch) -> None:
     """Rule 16: a step that failed counts against who was alone in it."""
     contain = TargetMachine._contain
 
-    def blame_all(self: TargetMachine, rows: Sequence[TargetRow], error: Exception) -> None:
+    def blame_all(self: TargetMachine, rows: Sequence[TargetSequence], error: Exception) -> None:
         for row in rows:
             row.num_failures += 1
         contain(self, rows, error)

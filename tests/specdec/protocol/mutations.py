@@ -14,17 +14,17 @@ from msgspec.structs import replace
 
 from specdec.core.log import Mark, TokenLog
 from specdec.core.messages import Alive, End, Inc, Live, Message, NewTokens, Notes, Resync, Verdict
-from specdec.core.params import Ending
+from specdec.core.params import StopCondition
 from specdec.protocol.dispatcher import Dispatcher
-from specdec.protocol.draft_row import DraftRow
+from specdec.protocol.draft_row import DraftSequence
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import IngressMachine, Request
 from specdec.protocol.leases import LeasedRows
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.sessions import Session, WorkerLink
 from specdec.protocol.target import TargetMachine
-from specdec.protocol.target_row import TargetRow
-from specdec.protocol.worker import WorkerMachine, WorkerRow
+from specdec.protocol.target_row import TargetSequence
+from specdec.protocol.worker import WorkerMachine, WorkerSequence
 from tests.specdec.protocol.scripted import ScriptedTarget
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
@@ -40,7 +40,7 @@ def mutation(mutate: Mutation) -> Mutation:
 def no_rewind(patch: pytest.MonkeyPatch) -> None:
     """Rule 1: no message shortens the target's log. Off: Ack does."""
 
-    def acknowledge(self: TargetMachine, row: TargetRow, length: int) -> None:
+    def acknowledge(self: TargetMachine, row: TargetSequence, length: int) -> None:
         length = min(length, len(row.log))
         row.log = TokenLog(row.log.tail(0, length))
         row.acked, row.notes = length, Notes()
@@ -122,7 +122,7 @@ def cumulative(patch: pytest.MonkeyPatch) -> None:
     """A verdict carries every unacknowledged token. Off: each token is sent once."""
     told: dict[tuple[str, Inc], int] = {}
 
-    def tell_once(self: TargetMachine, row: TargetRow, now_s: float) -> None:
+    def tell_once(self: TargetMachine, row: TargetSequence, now_s: float) -> None:
         row.told_s = now_s
         base = max(row.acked, told.get((row.seq, row.inc), 0))
         told[row.seq, row.inc] = len(row.log)
@@ -235,7 +235,7 @@ def end_mark(patch: pytest.MonkeyPatch) -> None:
 @mutation
 def finish_on_open(patch: pytest.MonkeyPatch) -> None:
     """Rule 4: a log that is finished when opened gets no further token."""
-    patch.setattr(Ending, "of_log", lambda self, tokens, output_start: None)
+    patch.setattr(StopCondition, "of_log", lambda self, tokens, output_start: None)
 
 
 @mutation
@@ -257,7 +257,7 @@ def live_inc(patch: pytest.MonkeyPatch) -> None:
     """Live carries (seq, inc), Resync echoes it, and the router answers only for its current inc. Off: only seq."""
     on_live, on_resync = WorkerMachine._on_live, RouterMachine._on_resync
 
-    def renew_any(self: WorkerMachine[WorkerRow], message: Live, now_s: float) -> None:
+    def renew_any(self: WorkerMachine[WorkerSequence], message: Live, now_s: float) -> None:
         rows = [(seq, self._rows.get(seq), inc) for seq, inc in message.entries]
         entries = tuple((seq, inc if row is None else row.inc) for seq, row, inc in rows)
         on_live(self, replace(message, entries=entries), now_s)
@@ -318,7 +318,7 @@ def agreed(patch: pytest.MonkeyPatch) -> None:
     """A drafter that drops its chain tells its backend from where on the tokens are others."""
     follow = DrafterMachine._follow
 
-    def follow_and_forget(self: DrafterMachine, row: DraftRow, old_length: int) -> None:
+    def follow_and_forget(self: DrafterMachine, row: DraftSequence, old_length: int) -> None:
         before = row.agreed
         follow(self, row, old_length)
         row.agreed = before

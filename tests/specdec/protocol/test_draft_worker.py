@@ -64,7 +64,7 @@ def test_leases_of_both_are_renewed_and_what_is_unknown_is_asked_for_once() -> N
     messages = run(machine, 8.0)
     assert [m.seq for m in messages if isinstance(m, Resync)] == ["neither"]
     reports = [m.report for m in messages if isinstance(m, Alive)]
-    assert [(report["num_sequences"], report["num_solo_sequences"]) for report in reports] == [(2.0, 1.0)]
+    assert [(report["num_sequences"], report["num_standalone_sequences"]) for report in reports] == [(2.0, 1.0)]
     assert "drafted" not in backend.released
     machine.step(10.0)
     assert {"drafted", "own"} <= set(backend.released)

@@ -257,8 +257,8 @@ def test_a_request_whose_lost_end_its_tokens_tell_ends_so_where_the_model_is_gon
 
 
 def test_a_draft_that_was_replaced_by_another_ends_its_own_requests_alone():
-    machine, solo = ingress("R0", "R1"), dataclasses.replace(SPEC, model="draft")
-    machine.start("solo", PROMPT, solo, 0.0)
+    machine, standalone = ingress("R0", "R1"), dataclasses.replace(SPEC, model="draft")
+    machine.start("solo", PROMPT, standalone, 0.0)
     for _ in range(2):
         ((_, (message,)),) = machine.take_outbox().items()
         assert message.decision == "d"
@@ -271,13 +271,13 @@ def test_a_draft_that_was_replaced_by_another_ends_its_own_requests_alone():
 
 
 def test_routers_and_drafters_take_no_sequence_of_another_draft():
-    machine, solo = (
+    machine, standalone = (
         RouterMachine("R", lambda spec: PLAN, TIMES, fingerprints=Fingerprints("a", "v", "d")),
         dataclasses.replace(SPEC, model="draft"),
     )
     join(machine, "D0")
-    machine.receive(Submit("theirs", 1, "I", PROMPT, solo, "x"), 0.0)
-    machine.receive(Submit("mine", 1, "I", PROMPT, solo, "d"), 0.0)
+    machine.receive(Submit("theirs", 1, "I", PROMPT, standalone, "x"), 0.0)
+    machine.receive(Submit("mine", 1, "I", PROMPT, standalone, "d"), 0.0)
     sent = machine.take_outbox()
     assert sent["I"] == [Gone("theirs", 1, "model")]
     (opening,) = sent["D0"]

@@ -55,7 +55,7 @@ def test_notes_add_up_to_the_targets_counters() -> None:
         world.await_clients()
         clients = world.watch.clients.values()
         machines = [node.machine for node in world.nodes.values()]
-        deciding = [m.solo if isinstance(m, DraftWorkerMachine) else m for m in machines]
+        deciding = [m.standalone if isinstance(m, DraftWorkerMachine) else m for m in machines]
         counters = [machine.counters for machine in deciding if isinstance(machine, TargetMachine)]
         notes = sum((client.notes for client in clients), Notes())
         num_accepted += sum(letter in ACCEPTED for letter in notes.how)

@@ -124,12 +124,12 @@ def test_sequences_without_the_drafter_of_their_plan_are_counted():
     machine = router("T0")
     submit(machine, "a")
     machine.receive(Submit("b", 1, "I", PROMPT, replace(SPEC, model="draft")), 0.0)
-    assert machine.figures()["num_undrafted"] == 2, "b asks the draft model itself"
+    assert machine.figures()["num_without_drafter"] == 2, "b asks the draft model itself"
     join(machine, "D0")
-    assert machine.figures()["num_undrafted"] == 0
+    assert machine.figures()["num_without_drafter"] == 0
     submit(machine, "c")
     machine.worker_lost("D0", 0.0)
-    assert machine.figures()["num_undrafted"] == 3
+    assert machine.figures()["num_without_drafter"] == 3
 
 
 def test_a_verdict_is_acknowledged_committed_and_told():

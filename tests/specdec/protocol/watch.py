@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 from specdec.core.messages import Ack, Cancel, Close, Inc, Message, Notes, Open, Submit
 from specdec.core.types import Finish, Tokens
-from specdec.protocol.draft_row import DraftRow
+from specdec.protocol.draft_row import DraftSequence
 from specdec.protocol.drafter import DraftWorkerMachine
 from specdec.protocol.ingress import MODEL_REPLACED, IngressMachine, TokenDelta
 from specdec.protocol.leases import Row, Times
 from specdec.protocol.router import RouterMachine
 from specdec.protocol.sessions import Session
 from specdec.protocol.target import TargetMachine
-from specdec.protocol.target_row import TargetRow
+from specdec.protocol.target_row import TargetSequence
 from tests.specdec.protocol.scripted import PROMPT, Script, ScriptedDraft, ScriptedTarget, expect
 
 Machine = IngressMachine | RouterMachine | TargetMachine | DraftWorkerMachine
@@ -52,7 +52,7 @@ class Node:
             case IngressMachine():
                 return []
             case DraftWorkerMachine():
-                return [*self.machine.drafter._rows, *self.machine.solo._rows]
+                return [*self.machine.drafter._rows, *self.machine.standalone._rows]
             case _:
                 return list(self.machine._rows)
 
@@ -138,24 +138,24 @@ class Watch:
                 self._bury(node, seq, inc, now)
         self._held[node.name, node.life] = incs
         for row in rows:
-            expect(node.model == "this model" or isinstance(row, DraftRow), "a sequence of another model")
+            expect(node.model == "this model" or isinstance(row, DraftSequence), "a sequence of another model")
             is_new = node.is_draining and (row.seq, row.inc) not in node.at_drain
             expect(not is_new, "a process that drains took a sequence")
             inc, until = self._grave(node, row.seq)
             expect(row.inc > inc or now > until, "a closed sequence came back")
-            if isinstance(row, TargetRow):
+            if isinstance(row, TargetSequence):
                 self._check_target_row(node, row, until)
             elif isinstance(row, Session):
                 self._check_session(node, row)
-            elif isinstance(row, DraftRow):
+            elif isinstance(row, DraftSequence):
                 expect(len(row.branches) <= self._most_branches, "more branches than any plan allows")
                 self._check_draft_row(row)
-        known = incs.keys() | {b.key for row in rows if isinstance(row, DraftRow) for b in row.branches.values()}
+        known = incs.keys() | {b.key for row in rows if isinstance(row, DraftSequence) for b in row.branches.values()}
         for backend in node.backends:
             expect(known >= set(backend.held), "a backend holds a sequence or branch that its machine does not")
 
     @staticmethod
-    def _check_draft_row(row: DraftRow) -> None:
+    def _check_draft_row(row: DraftSequence) -> None:
         expect(list(row.tokens) == [*row.log.tail(0), *row.path.tokens], "a chain does not continue its log")
         for branch in row.branches.values():
             if branch.tokens is not None:
@@ -170,7 +170,7 @@ class Watch:
         if inc >= buried or now > until:
             self._graves[node.name, node.life, seq] = inc, now + self._times.tombstone_s
 
-    def _check_target_row(self, node: Node, row: TargetRow, grave: float) -> None:
+    def _check_target_row(self, node: Node, row: TargetSequence, grave: float) -> None:
         key, log, script = (node.name, node.life, row.seq, row.inc, grave), row.log.tail(0), self._scripts[row.seq]
         seen = self._logs.get(key, ())
         if log == seen:

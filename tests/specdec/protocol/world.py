@@ -194,10 +194,10 @@ class World:
                     max_model_len=self.draft_max_model_len,
                     num_step_tokens=self.num_step_tokens,
                 )
-                solo, draft = self._target_backend(), _fingerprints(model).draft
-                node.backends = drafter, solo
+                standalone, draft = self._target_backend(), _fingerprints(model).draft
+                node.backends = drafter, standalone
                 machine = DrafterMachine(name, drafter, TIMES)
-                node.machine = DraftWorkerMachine(machine, TargetMachine(name, solo, TIMES, fingerprint=draft))
+                node.machine = DraftWorkerMachine(machine, TargetMachine(name, standalone, TIMES, fingerprint=draft))
 
     def _target_backend(self) -> ScriptedTarget:
         backend = ScriptedTarget(

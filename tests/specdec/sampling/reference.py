@@ -112,5 +112,5 @@ def plain_decoding(sampler: Sampler, model: TableModel, spec: SequenceSpec, prom
     tokens = list(prompt)
     for _ in range(count):
         group = RowGroup(spec, tokens)
-        tokens = [*tokens, *sampler.choose(model.rows([group]), [group]).tolist()]
+        tokens = [*tokens, *sampler.sample(model.rows([group]), [group]).tolist()]
     return tokens[len(prompt) :]

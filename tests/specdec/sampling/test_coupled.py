@@ -29,7 +29,7 @@ def test_the_run_is_plain_decodings_whatever_the_draft(case: int) -> None:
         draft = [*truth[:num_right], *(rng.randrange(VOCAB) for _ in range(8 - num_right))]
         groups.append(RowGroup(spec, prompt, tuple(draft[: rng.choice((0, 1, 3, 8))])))
         plain.append(truth)
-    results = verify_coupled(sampler.choose(model.rows(groups), groups), groups)
+    results = verify_coupled(sampler.sample(model.rows(groups), groups), groups)
     for result, group, truth in zip(results, groups, plain, strict=True):
         assert result.num_accepted == len(result.run) - 1
         assert result.run == tuple(truth[: len(result.run)])
@@ -51,7 +51,7 @@ def test_whole_generations_do_not_depend_on_the_draft_length_or_company(num_draf
         for spec, log in zip(specs, logs, strict=True):
             chain = plain_decoding(sampler, draft_model, spec, log, num_drafted)
             groups.append(RowGroup(spec, log, tuple(chain)))
-        results = verify_coupled(sampler.choose(model.rows(groups), groups), groups)
+        results = verify_coupled(sampler.sample(model.rows(groups), groups), groups)
         logs = [[*log, *result.run] for log, result in zip(logs, results, strict=True)]
         num_accepted += sum(result.num_accepted for result in results)
     for spec, log in zip(specs, logs, strict=True):

@@ -78,7 +78,7 @@ def coupled_runs(sampler: Sampler, params: SamplingParams, bias: float) -> list[
         scores = DRAFT[chains[:, -1] if chains.shape[1] else PROMPT[-1]] + noise
         chains = torch.cat((chains, scores.argmax(1, keepdim=True)), 1)
     groups = groups_of(params, chains)
-    chosen = sampler.choose(logits_after(TARGET, chains), groups).view(NUM_SEQUENCES, -1)
+    chosen = sampler.sample(logits_after(TARGET, chains), groups).view(NUM_SEQUENCES, -1)
     kept = unseen(chains.numel(), bias).view(chains.shape)
     chosen[:, :NUM_DRAFTED] = torch.where(kept, chains, chosen[:, :NUM_DRAFTED])
     return verify_coupled(chosen.flatten(), groups)
@@ -186,7 +186,7 @@ def test_texts_over_many_rounds_follow_the_target(rule: str) -> None:
         for _ in range(NUM_DRAFTED):
             logits = DRAFT[[group.tokens[-1] for group in heads]]
             drawn_from.append(propose_truncated(sampler, logits, heads))
-            tokens = drawn_from[-1].tokens if rule == "rejection" else sampler.choose(logits, heads)
+            tokens = drawn_from[-1].tokens if rule == "rejection" else sampler.sample(logits, heads)
             heads = [RowGroup(g.spec, [*g.tokens, t]) for g, t in zip(heads, tokens.tolist(), strict=True)]
         groups = [RowGroup(s, log, tuple(h.tokens[-2:])) for s, log, h in zip(specs, logs, heads, strict=True)]
         logits = TARGET[[token for head in heads for token in head.tokens[-3:]]]
@@ -194,7 +194,7 @@ def test_texts_over_many_rounds_follow_the_target(rule: str) -> None:
             ids, probs = (torch.stack([draft[i] for draft in drawn_from], 1).flatten(0, 1) for i in (1, 2))
             runs = verify_rejection(sampler.probs(logits, groups), groups, ids, probs)
         else:
-            runs = verify_coupled(sampler.choose(logits, groups), groups)
+            runs = verify_coupled(sampler.sample(logits, groups), groups)
         logs = [[*log, *run] for log, (run, *_) in zip(logs, runs, strict=True)]
     counts = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
     for log in logs:

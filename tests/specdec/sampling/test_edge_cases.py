@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specdec.core.params import Ending, SamplingParams
+from specdec.core.params import SamplingParams, StopCondition
 from specdec.sampling.coupled import verify_coupled
 from specdec.sampling.philox import Purpose, uniforms
 from specdec.sampling.pipeline import RowGroup, Sampler, VerifiedRun
@@ -20,10 +20,10 @@ MODEL = TableModel(VOCAB, 0)
 
 def test_edge_01_stop_comes_before_length_and_a_stop_past_the_cap_is_length() -> None:
     spec = make_spec(SamplingParams(stop_token_ids=(STOP,)), output_start=2, max_tokens=4, eos_token_ids=(EOS,))
-    assert Ending.of(spec, LONG).walk(2, (9, 9, 9, STOP, 9)) == (4, "stop")
-    assert Ending.of(spec, LONG).walk(2, (9, 9, 9, 9, STOP)) == (4, "length")
-    assert Ending.of(spec, 4).walk(2, (9, EOS, STOP)) == (2, "stop")
-    assert Ending.of(spec, 4).walk(2, (9, 9, EOS)) == (2, "length")
+    assert StopCondition.of(spec, LONG).walk(2, (9, 9, 9, STOP, 9)) == (4, "stop")
+    assert StopCondition.of(spec, LONG).walk(2, (9, 9, 9, 9, STOP)) == (4, "length")
+    assert StopCondition.of(spec, 4).walk(2, (9, EOS, STOP)) == (2, "stop")
+    assert StopCondition.of(spec, 4).walk(2, (9, 9, EOS)) == (2, "length")
 
 
 def test_edge_03_what_follows_an_end_inside_the_run_is_dropped() -> None:
@@ -31,7 +31,7 @@ def test_edge_03_what_follows_an_end_inside_the_run_is_dropped() -> None:
     chosen = [7, EOS, 8, 9]
     (result,) = verify_coupled(chosen, [RowGroup(spec, [1], (7, EOS, 8))])
     assert result == VerifiedRun((7, EOS, 8, 9), 3)
-    count, finish = Ending.of(spec, LONG).walk(1, result.run)
+    count, finish = StopCondition.of(spec, LONG).walk(1, result.run)
     assert (result.run[:count], finish) == ((7, EOS), "stop")
 
 
@@ -39,10 +39,10 @@ def test_edge_04_nothing_is_committed_beyond_max_tokens_or_the_context() -> None
     spec = make_spec(output_start=3, max_tokens=5)
     for before in range(3, 8):
         for run_length in range(1, 9):
-            count, finish = Ending.of(spec, LONG).walk(before, (9,) * run_length)
+            count, finish = StopCondition.of(spec, LONG).walk(before, (9,) * run_length)
             assert count == min(run_length, 8 - before)
             assert (finish == "length") == (before + run_length >= 8)
-            count, finish = Ending.of(spec, 8).walk(before, (9,) * run_length)
+            count, finish = StopCondition.of(spec, 8).walk(before, (9,) * run_length)
             assert before + count <= 8
 
 
@@ -65,7 +65,7 @@ def test_edge_05_logprobs_come_from_the_tokens_own_row_for_every_kind_of_token()
     for draft in ((), tuple(truth[:3]), (*truth[:2], wrong)):
         group = RowGroup(spec, [1], draft)
         logits = MODEL.rows([group])
-        (result,) = verify_coupled(sampler.choose(logits, [group]), [group])
+        (result,) = verify_coupled(sampler.sample(logits, [group]), [group])
         (report,) = sampler.logprobs(logits, [group], [result.run])
         assert report is not None
         assert len(report) == len(result.run)
@@ -103,7 +103,7 @@ def test_edge_06_penalties_after_a_long_run_are_those_of_plain_decoding() -> Non
     log = [1]
     while len(log) < 20:
         group = RowGroup(spec, log, tuple(truth[len(log) - 1 : len(log) + 3]))
-        (result,) = verify_coupled(sampler.choose(MODEL.rows([group]), [group]), [group])
+        (result,) = verify_coupled(sampler.sample(MODEL.rows([group]), [group]), [group])
         assert result.num_accepted == 4
         log = [*log, *result.run]
     assert log[1:] == truth[: len(log) - 1]
@@ -188,7 +188,7 @@ def test_edge_10_a_seed_fixes_the_tokens_and_seeds_share_no_stream() -> None:
             group, sampler = RowGroup(make_spec(seed=6), [1], (2, 3)), Sampler(VOCAB)
             logits = MODEL.rows([group])
             if rule == "coupled":
-                runs.append(verify_coupled(sampler.choose(logits, [group]), [group]))
+                runs.append(verify_coupled(sampler.sample(logits, [group]), [group]))
             else:
                 ids, probs = torch.tensor([[2, 3]] * 2), torch.full((2, 2), 0.5)
                 runs.append(verify_rejection(sampler.probs(logits, [group]), [group], ids, probs))
@@ -201,7 +201,7 @@ def test_edge_10_draws_after_a_stop_do_not_shift_what_comes_later() -> None:
     # A verification whose result is thrown away, and one of another sequence, in between.
     group = RowGroup(spec, [1], tuple(truth[:6]))
     other = RowGroup(make_spec(seed=77), [1, 5, 6], (1, 2))
-    sampler.choose(MODEL.rows([group, other]), [group, other])
+    sampler.sample(MODEL.rows([group, other]), [group, other])
     assert plain_decoding(sampler, MODEL, spec, [1, *truth[:3]], 5) == truth[3:]
 
 
@@ -217,7 +217,7 @@ def test_edge_12_the_bonus_uses_the_whole_pipeline_and_is_not_accepted() -> None
         draft = (*draft, _best(spec, [1, *draft]))
         group = RowGroup(group.spec, [1], draft)
         logits, bonus = MODEL.rows([group]), _best(spec, [1, *draft])
-        (coupled,) = verify_coupled(sampler.choose(logits, [group]), [group])
+        (coupled,) = verify_coupled(sampler.sample(logits, [group]), [group])
         ids = torch.tensor([[token] for token in draft])
         (rejection,) = verify_rejection(sampler.probs(logits, [group]), [group], ids, torch.ones(2, 1))
         assert coupled == rejection == VerifiedRun((*draft, bonus), 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.core.params import Ending, SamplingParams
+from specdec.core.params import SamplingParams, StopCondition
 
 from .reference import make_spec
 
@@ -36,26 +36,26 @@ LONG = 10_000
 def test_reason(length: int, token: int, fields: dict[str, int], max_model_len: int, expected: str | None) -> None:
     params = SamplingParams(stop_token_ids=(STOP,), **fields)  # type: ignore[arg-type]
     spec = make_spec(params, output_start=2, max_tokens=10, eos_token_ids=(EOS, 7))
-    assert Ending.of(spec, max_model_len).walk(length - 1, (token,)) == (1, expected)
+    assert StopCondition.of(spec, max_model_len).walk(length - 1, (token,)) == (1, expected)
 
 
 def test_walk_ends_at_the_first_reason_and_commits_nothing_after_it() -> None:
     spec = make_spec(output_start=2, max_tokens=5, eos_token_ids=(EOS,))
-    assert Ending.of(spec, LONG).walk(2, (9, 9, 9)) == (3, None)
-    assert Ending.of(spec, LONG).walk(2, (9, EOS, 9)) == (2, "stop")
-    assert Ending.of(spec, LONG).walk(5, (9, 9, EOS)) == (2, "length")
-    assert Ending.of(spec, LONG).walk(5, (9, EOS, 9)) == (2, "stop")
-    assert Ending.of(spec, 4).walk(2, (9, 9, EOS)) == (2, "length")
-    assert Ending.of(spec, LONG).walk(2, ()) == (0, None)
+    assert StopCondition.of(spec, LONG).walk(2, (9, 9, 9)) == (3, None)
+    assert StopCondition.of(spec, LONG).walk(2, (9, EOS, 9)) == (2, "stop")
+    assert StopCondition.of(spec, LONG).walk(5, (9, 9, EOS)) == (2, "length")
+    assert StopCondition.of(spec, LONG).walk(5, (9, EOS, 9)) == (2, "stop")
+    assert StopCondition.of(spec, 4).walk(2, (9, 9, EOS)) == (2, "length")
+    assert StopCondition.of(spec, LONG).walk(2, ()) == (0, None)
 
 
 def test_a_log_that_is_finished_when_opened() -> None:
     spec = make_spec(output_start=3, max_tokens=3, eos_token_ids=(EOS,))
-    assert Ending.of(spec, LONG).of_log(3, []) is None
-    assert Ending.of(spec, LONG).of_log(3, [1, EOS]) == "stop"
-    assert Ending.of(spec, LONG).of_log(3, [1, 1]) is None
-    assert Ending.of(spec, LONG).of_log(3, [1, 1, 1]) == "length"
-    assert Ending.of(spec, LONG).of_log(3, [1, 1, EOS]) == "stop"
-    assert Ending.of(spec, 4).of_log(3, [1]) == "length"
-    assert Ending.of(spec, 3).of_log(3, []) == "length"
-    assert Ending.of(spec, 5).of_log(3, [1]) is None
+    assert StopCondition.of(spec, LONG).of_log(3, []) is None
+    assert StopCondition.of(spec, LONG).of_log(3, [1, EOS]) == "stop"
+    assert StopCondition.of(spec, LONG).of_log(3, [1, 1]) is None
+    assert StopCondition.of(spec, LONG).of_log(3, [1, 1, 1]) == "length"
+    assert StopCondition.of(spec, LONG).of_log(3, [1, 1, EOS]) == "stop"
+    assert StopCondition.of(spec, 4).of_log(3, [1]) == "length"
+    assert StopCondition.of(spec, 3).of_log(3, []) == "length"
+    assert StopCondition.of(spec, 5).of_log(3, [1]) is None

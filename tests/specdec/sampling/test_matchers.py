@@ -161,10 +161,10 @@ def test_an_output_ends_only_where_it_matches() -> None:
     spec, (brace,) = spec_of(PERSON, temperature=0.0), TOKENIZER.encode("{")
     logits = torch.zeros(1, V)
     logits[0, 0] = 9.0
-    assert Sampler(V, grammars=GRAMMARS).choose(logits, [RowGroup(spec, PROMPT)]).tolist() == [brace]
+    assert Sampler(V, grammars=GRAMMARS).sample(logits, [RowGroup(spec, PROMPT)]).tolist() == [brace]
     whole = [*PROMPT, *TOKENIZER.encode('{"name":"","tags":[]}')]
     logits[0, brace] = 20.0
-    assert Sampler(V, grammars=GRAMMARS).choose(logits, [RowGroup(spec, whole)]).tolist() == [0]
+    assert Sampler(V, grammars=GRAMMARS).sample(logits, [RowGroup(spec, whole)]).tolist() == [0]
 
 
 def test_after_an_end_that_does_not_count_only_ends_follow() -> None:
@@ -180,7 +180,7 @@ def test_after_an_end_that_does_not_count_only_ends_follow() -> None:
     assert matchers.allowed(spec, log, (EOS[0], *TOKENIZER.encode("1"))) == (EOS[0],)
     sampler = Sampler(V, grammars=GRAMMARS)
     spec = spec_of(DIGITS, min_tokens=20, temperature=0.0)
-    assert sampler.choose(torch.rand(1, V), [RowGroup(spec, whole)]).item() in EOS
+    assert sampler.sample(torch.rand(1, V), [RowGroup(spec, whole)]).item() in EOS
     assert not sampler.take_failures()
 
 
@@ -190,15 +190,15 @@ def test_a_grammar_goes_before_all_else_that_is_forbidden() -> None:
     logits = torch.randn(1, V)
     best = max(digits, key=lambda token: float(logits[0, token]))
     spec = spec_of(DIGITS, temperature=0.0, allowed_token_ids=(70, 71))
-    assert sampler.choose(logits, [RowGroup(spec, PROMPT)]).tolist() == [best]
+    assert sampler.sample(logits, [RowGroup(spec, PROMPT)]).tolist() == [best]
     spec = spec_of(DIGITS, temperature=0.0, logit_bias=((digits[3], 100.0),), allowed_token_ids=(70, digits[3]))
-    assert sampler.choose(logits, [RowGroup(spec, PROMPT)]).tolist() == [digits[3]]
+    assert sampler.sample(logits, [RowGroup(spec, PROMPT)]).tolist() == [digits[3]]
 
     def nothing(groups: Sequence[RowGroup], logits: torch.Tensor) -> None:
         logits[:, digits] = -torch.inf
 
     sampler = Sampler(V, [nothing], grammars=GRAMMARS)
-    assert sampler.choose(logits, [RowGroup(spec_of(DIGITS, temperature=0.0), PROMPT)]).tolist() == [best]
+    assert sampler.sample(logits, [RowGroup(spec_of(DIGITS, temperature=0.0), PROMPT)]).tolist() == [best]
 
 
 def test_rows_with_and_without_a_grammar_share_a_batch() -> None:
@@ -221,14 +221,14 @@ def test_rows_with_and_without_a_grammar_share_a_batch() -> None:
     assert sampler.matchers.num_mask_calls == 1
     masked = sampler.masked(groups)
     sampler.probs(logits, masked)
-    sampler.choose(logits, masked)
+    sampler.sample(logits, masked)
     assert sampler.matchers.num_mask_calls == 2, "masks are found once a step"
 
 
 def operators(sampler: Sampler, groups: list[RowGroup]) -> list[str]:
     logits = torch.randn(sum(1 + len(group.draft) for group in groups), V)
     with Operators() as counted:
-        sampler.choose(logits, groups)
+        sampler.sample(logits, groups)
     return counted.names
 
 

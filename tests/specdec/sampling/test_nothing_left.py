@@ -24,7 +24,7 @@ NOTHING = (torch.empty(0, 1, dtype=torch.int64), torch.empty(0, 1))
 
 def decided(sampler: Sampler, group: RowGroup) -> list[int]:
     """The token of one row by the coupled rule, by the rejection rule, and as the draft proposes it."""
-    (chosen,) = sampler.choose(LOGITS, [group]).tolist()
+    (chosen,) = sampler.sample(LOGITS, [group]).tolist()
     (result,) = verify_rejection(sampler.probs(LOGITS, [group]), [group], *NOTHING)
     return [chosen, *result.run, int(propose_truncated(sampler, LOGITS, [group]).tokens)]
 

@@ -81,7 +81,7 @@ def test_choices_are_the_argmax_of_log_probs_and_noise(case: int) -> None:
     groups = [random_group(rng, random_params(rng, VOCAB, temperature=rng.choice((0.0, 0.6, 1.0)))) for _ in range(8)]
     contexts = row_contexts(groups)
     logits = torch.randn(len(contexts), VOCAB, generator=torch.Generator().manual_seed(case)) * 3
-    chosen = Sampler(VOCAB).choose(logits, groups).tolist()
+    chosen = Sampler(VOCAB).sample(logits, groups).tolist()
     for token, row, (spec, tokens) in zip(chosen, logits.tolist(), contexts, strict=True):
         scores = torch.tensor(row_probs(row, spec, tokens)).log() + gumbel([spec.seed], [len(tokens)], VOCAB, "cpu")[0]
         assert token == scores.argmax().item()
@@ -110,13 +110,13 @@ def test_a_row_is_the_same_alone_and_in_any_batch() -> None:
     groups = [random_group(rng, random_params(rng, VOCAB)) for _ in range(17)]
     rows = [1 + len(group.draft) for group in groups]
     logits = torch.randn(sum(rows), VOCAB, generator=torch.Generator().manual_seed(8))
-    together = Sampler(VOCAB).choose(logits, groups).split(rows)
+    together = Sampler(VOCAB).sample(logits, groups).split(rows)
     for own, group, chosen in zip(logits.split(rows), groups, together, strict=True):
-        assert Sampler(VOCAB).choose(own, [group]).tolist() == chosen.tolist()
+        assert Sampler(VOCAB).sample(own, [group]).tolist() == chosen.tolist()
         # Row by row: what a step without drafts would have computed.
         for i in range(len(own)):
             plain = RowGroup(group.spec, [*group.tokens, *group.draft[:i]])
-            assert Sampler(VOCAB).choose(own[i : i + 1], [plain]).tolist() == [chosen[i].item()]
+            assert Sampler(VOCAB).sample(own[i : i + 1], [plain]).tolist() == [chosen[i].item()]
 
 
 def test_padding_columns_are_never_chosen_and_change_nothing() -> None:
@@ -124,7 +124,7 @@ def test_padding_columns_are_never_chosen_and_change_nothing() -> None:
     logits = torch.randn(40, VOCAB, generator=torch.Generator().manual_seed(2))
     padded = torch.cat((logits, torch.full((40, 5), 50.0)), 1)
     sampler = Sampler(VOCAB)
-    assert torch.equal(sampler.choose(padded, groups), sampler.choose(logits, groups))
+    assert torch.equal(sampler.sample(padded, groups), sampler.sample(logits, groups))
     assert torch.equal(sampler.probs(padded, groups), sampler.probs(logits, groups))
     asking = [replace(group, spec=make_spec(SamplingParams(logprobs=2))) for group in groups]
     assert sampler.logprobs(padded, asking, [(1,)] * 20) == sampler.logprobs(logits, asking, [(1,)] * 20)
@@ -135,7 +135,7 @@ def test_temperature_0_takes_the_lowest_id_of_a_tie_and_no_truncation_or_noise()
     for seed in range(5):
         params = SamplingParams(temperature=0.0, top_k=1, top_p=0.1, min_p=1.0)
         group = RowGroup(make_spec(params, seed), [0])
-        assert Sampler(4).choose(logits, [group]).tolist() == [1]
+        assert Sampler(4).sample(logits, [group]).tolist() == [1]
         assert Sampler(4).probs(logits, [group]).tolist() == [[0, 1, 0, 0]]
 
 
@@ -143,7 +143,7 @@ def test_temperature_0_takes_the_lowest_id_of_a_tie_and_no_truncation_or_noise()
 def test_tiny_temperatures_are_finite_and_near_argmax(temperature: float) -> None:
     group = RowGroup(make_spec(SamplingParams(temperature=temperature), 5), [0])
     logits = torch.tensor([[90.0, 90.5, -1e4, 0.0]])
-    assert Sampler(4).choose(logits, [group]).tolist() == [1]
+    assert Sampler(4).sample(logits, [group]).tolist() == [1]
     torch.testing.assert_close(Sampler(4).probs(logits, [group]), torch.tensor([[0.0, 1.0, 0.0, 0.0]]))
 
 
@@ -267,6 +267,6 @@ def test_a_draft_token_outside_the_vocabulary_disturbs_nothing() -> None:
 
 
 def test_an_empty_batch_is_an_empty_answer() -> None:
-    assert Sampler(VOCAB).choose(torch.empty(0, VOCAB), []).tolist() == []
+    assert Sampler(VOCAB).sample(torch.empty(0, VOCAB), []).tolist() == []
     assert Sampler(VOCAB).probs(torch.empty(0, VOCAB), []).shape == (0, VOCAB)
     assert Sampler(VOCAB).logprobs(torch.empty(0, VOCAB), [], []) == []

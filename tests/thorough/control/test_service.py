@@ -85,27 +85,27 @@ def test_a_lost_drafter_is_done_without() -> None:
     assert service.run_rounds(100)[0] == 0
 
 
-@pytest.mark.parametrize(("pair", "num_undrafted"), [(Pair(0.8, 0.1), 4), (Pair(0.0, 0.1, hit=0.0), 0)])
-def test_a_drafter_is_missed_where_drafts_were_chosen(pair: Pair, num_undrafted: int) -> None:
+@pytest.mark.parametrize(("pair", "num_without_drafter"), [(Pair(0.8, 0.1), 4), (Pair(0.0, 0.1, hit=0.0), 0)])
+def test_a_drafter_is_missed_where_drafts_were_chosen(pair: Pair, num_without_drafter: int) -> None:
     """And not where they were tried at that load and were of no use."""
     service = Service(pair)
     service.begin(4)
     service.run_rounds(400)
-    assert service.router.figures()["num_undrafted"] == 0
+    assert service.router.figures()["num_without_drafter"] == 0
     service.router.worker_lost("drafter", service.now_s)
     service.run_for(0.5)
-    assert service.router.figures()["num_undrafted"] == num_undrafted
+    assert service.router.figures()["num_without_drafter"] == num_without_drafter
 
 
 def test_a_drafter_is_missed_until_one_was_tried() -> None:
     controller = Controller()
     controller.opened("a", SequenceSpec(SamplingParams(), 1, 1, 64))
     controller.opened("b", SequenceSpec(SamplingParams(), 1, 1, 64, num_speculative_tokens=0))
-    assert controller.figures()["num_undrafted"] == 1
+    assert controller.figures()["num_without_drafter"] == 1
     controller.review({"a": ("target", None), "b": ("target", None)}, 0.0)
-    assert controller.figures()["num_undrafted"] == 1
+    assert controller.figures()["num_without_drafter"] == 1
     controller.reported("drafter", "drafter", {})
-    assert controller.figures()["num_undrafted"] == 0
+    assert controller.figures()["num_without_drafter"] == 0
 
 
 def test_no_pace_is_measured_while_a_prompt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from specdec.executor.runner import ModelRunner
 from specdec.models.describe import linear_shapes
 from specdec.models.lora import pool as pool_module
 from specdec.models.lora.pool import AdapterPool
-from specdec.models.lora.slots import AdapterRoom, layer_shapes
+from specdec.models.lora.slots import LoRAConfig, layer_shapes
 from specdec.models.quantization import Quantization
 from tests.sizes import some
 from tests.specdec.adapters import RANKS, save_adapter, with_adapter, write_adapter
@@ -51,7 +51,7 @@ from tests.thorough.engine.test_heads import fitted
 GREEDY, SAMPLED = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.95)
 REJECTION = SamplingParams(temperature=1.0, acceptance="rejection")
 NOISE = 0.05
-ROOM = AdapterRoom(max_loras=4, max_rank=64)
+ROOM = LoRAConfig(max_loras=4, max_rank=64)
 ORDER = ("a", "b", None, "c", "d", "a", "c")
 
 
@@ -173,7 +173,7 @@ def test_prefixes_are_reused_under_the_same_adapter_alone(chunk: int, adapters: 
         assert gauges(service)["num_reused_tokens"] - before == num_reused, name
 
 
-def hostile_runner(noise: float, room: AdapterRoom, num_blocks: int) -> ModelRunner:
+def hostile_runner(noise: float, room: LoRAConfig, num_blocks: int) -> ModelRunner:
     model = make_model("llama")
     loaded = prepare_tiny(add_noise(model, noise) if noise else model, room)
     return ModelRunner(loaded, num_blocks=num_blocks, block_size=4)
@@ -317,7 +317,7 @@ def test_adapters_that_come_slowly_hold_up_no_others(
         return folder_of(path)
 
     monkeypatch.setattr(pool_module, "adapter_folder", slow_folder_of)
-    pool = AdapterPool(prepare_tiny(make_model("llama"), AdapterRoom(2, 64)).adapters)
+    pool = AdapterPool(prepare_tiny(make_model("llama"), LoRAConfig(2, 64)).adapters)
     for _ in range(2):
         for name in slow:
             pool.hold(name, adapters[name], 1.0)
@@ -349,7 +349,7 @@ def prepared(pool: AdapterPool) -> None:
 
 
 def test_those_who_came_first_have_the_slots_and_the_least_recently_used_go(adapters: dict[str, Adapter]) -> None:
-    pool = AdapterPool(prepare_tiny(make_model("llama"), AdapterRoom(2, 64)).adapters)
+    pool = AdapterPool(prepare_tiny(make_model("llama"), LoRAConfig(2, 64)).adapters)
     for arrival_s, name in enumerate("abca"):
         pool.hold(f"{name}{arrival_s}", adapters[name], arrival_s)
     prepared(pool)

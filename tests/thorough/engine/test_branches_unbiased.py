@@ -26,7 +26,7 @@ from specdec.drafting.length.gains import DraftGains
 from specdec.drafting.medusa import HeadDrafter
 from specdec.drafting.ngram import NgramOptions
 from specdec.protocol import target as target_module
-from specdec.protocol.draft_row import DraftRow, Path
+from specdec.protocol.draft_row import DraftSequence, Path
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.leases import Times
 from specdec.protocol.target import TargetMachine
@@ -272,10 +272,10 @@ def test_under_the_coupled_rule_it_is_so_as_well() -> None:
 def test_a_chain_that_ends_with_its_text_would_be_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its length, or when it is complete, decides whether it is verified, and depends on what was drawn."""
 
-    def ends_with_text(row: DraftRow, path: Path) -> bool:
+    def ends_with_text(row: DraftSequence, path: Path) -> bool:
         return bool(path.tokens) and path.tokens[-1] == END
 
-    monkeypatch.setattr(DraftRow, "_has_ended", ends_with_text)
+    monkeypatch.setattr(DraftSequence, "_has_ended", ends_with_text)
     assert p_value(SETUPS[name], 9_000) < 1e-6
 
 

@@ -12,7 +12,7 @@ from specdec.core.params import SamplingParams
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.in_process import InProcessService
 from specdec.engine.target import ModelTarget
-from specdec.protocol.draft_row import DraftRow
+from specdec.protocol.draft_row import DraftSequence
 from tests.sizes import some
 from tests.specdec.engine.pairs import (
     EOS,
@@ -83,7 +83,7 @@ def test_edge_04_a_draft_is_never_longer_than_what_may_be_committed(
     wanted = plain(Case(PROMPT, 20, GREEDY))[:max_tokens]
     service = make_service("llama", ALWAYS_RIGHT, 8)
     if not is_drafter_bounded:
-        monkeypatch.setattr(DraftRow, "num_wanted", property(lambda row: row.plan.num_draft_tokens))
+        monkeypatch.setattr(DraftSequence, "num_wanted", property(lambda row: row.plan.num_draft_tokens))
     (output,) = collect(service, [Case(PROMPT, max_tokens, GREEDY)])
     assert (output.tokens, output.finish) == (wanted, "length")
     assert all(num_drafted <= min(8, max_tokens - before - 1) for before, num_drafted in rounds(output))

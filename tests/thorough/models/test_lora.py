@@ -21,7 +21,7 @@ from specdec.core.types import Adapter
 from specdec.executor.runner import ModelRunner, RowInput
 from specdec.models.loading import ModelSource, load_model, prepare_model
 from specdec.models.lora.checkpoint import AdapterCheckpoint
-from specdec.models.lora.slots import AdapterRoom, AdapterSlots, layer_shapes
+from specdec.models.lora.slots import AdapterSlots, LoRAConfig, layer_shapes
 from specdec.models.memory import plan_memory
 from specdec.models.parity_check import TOLERANCES
 from tests.sizes import some
@@ -57,7 +57,7 @@ def make_rows(*lengths: int) -> list[list[int]]:
 def make_runner(family: str, adapters: Sequence[Adapter], dtype: torch.dtype = torch.float32) -> ModelRunner:
     """With the adapters in its slots, in order."""
     loaded = prepare_model(make_hybrid_or_not(family).to(dtype), "tiny")
-    slots = AdapterSlots(loaded.model, AdapterRoom(len(adapters), 64))
+    slots = AdapterSlots(loaded.model, LoRAConfig(len(adapters), 64))
     for slot, adapter in enumerate(adapters):
         slots.put(slot, AdapterCheckpoint(Path(adapter.path), slots.shapes, slots.room.max_rank).weights)
     return ModelRunner(replace(loaded, adapters=slots), num_blocks=100, block_size=4, num_state_slots=50)
@@ -287,7 +287,7 @@ def test_a_file_that_is_cut_off_later_is_read_already(tmp_path: Path) -> None:
 def test_slots_are_counted_in_the_memory_plan() -> None:
     loaded = replace(prepare_model(make_model("llama"), "tiny"), adapters=None)
     before = plan_memory(loaded)
-    slots = AdapterSlots(loaded.model, AdapterRoom(3, 5))
+    slots = AdapterSlots(loaded.model, LoRAConfig(3, 5))
     after = plan_memory(replace(loaded, adapters=slots))
     assert slots.num_bytes == after.adapter_bytes == 3 * 5 * 4 * sum(map(sum, slots.shapes.values()))
     assert before.adapter_bytes == 0
@@ -295,7 +295,7 @@ def test_slots_are_counted_in_the_memory_plan() -> None:
 
 
 def test_a_model_is_loaded_with_room(tmp_path: Path) -> None:
-    source = ModelSource(str(save_checkpoint(tmp_path)), adapters=AdapterRoom(2, 8))
+    source = ModelSource(str(save_checkpoint(tmp_path)), adapters=LoRAConfig(2, 8))
     slots = load_model(source).adapters
     assert slots is not None
     assert (slots.room.max_loras, len(slots.shapes)) == (2, 7)

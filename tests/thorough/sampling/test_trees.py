@@ -118,7 +118,7 @@ def test_walks_end_where_the_chain_of_their_path_would(rule: str, temperature: f
             continue
         tokens = list(group.tokens)
         for token in run.run:
-            chosen = SAMPLER.choose(target[tokens[-1:]], [RowGroup(group.spec, tokens)])
+            chosen = SAMPLER.sample(target[tokens[-1:]], [RowGroup(group.spec, tokens)])
             assert token == int(chosen)
             tokens.append(token)
         ended = path_to(PARENTS, run.path[-1]) if run.path else []

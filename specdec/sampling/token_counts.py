@@ -124,7 +124,7 @@ class History:
             self._counts.pop()
 
 
-class Histories:
+class TokenCounts:
     """The histories used last. What is found is compared token by token, so nothing rests on how it was found.
 
     Args:

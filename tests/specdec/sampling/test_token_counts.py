@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from specdec.core.params import SamplingParams
-from specdec.sampling.histories import Histories, History
 from specdec.sampling.pipeline import RowGroup, Sampler
+from specdec.sampling.token_counts import History, TokenCounts
 
 from .reference import edited_row, make_spec
 
@@ -18,9 +18,9 @@ VOCAB = 9
 PENALTIES = SamplingParams(repetition_penalty=1.4, presence_penalty=0.6, frequency_penalty=0.3)
 
 
-def check(histories: Histories, group: RowGroup) -> None:
+def check(token_counts: TokenCounts, group: RowGroup) -> None:
     """Against a count from the beginning."""
-    counted = histories.counted(group, VOCAB)
+    counted = token_counts.counted(group, VOCAB)
     start, lists_prompt = group.spec.output_start, group.spec.sampling.repetition_penalty != 1
     output = Counter(group.tokens[start:])
     ids = counted.ids.tolist()
@@ -48,7 +48,7 @@ def changed(rng: random.Random, log: list[int], output_start: int) -> list[int]:
 @pytest.mark.parametrize("max_kept_tokens", [1 << 20, 200, 0])
 def test_counts_of_logs_that_grow_shrink_and_take_turns(repetition_penalty: float, max_kept_tokens: int) -> None:
     rng = random.Random(int(max_kept_tokens + repetition_penalty * 10))
-    histories = Histories(max_kept_tokens)
+    token_counts = TokenCounts(max_kept_tokens)
     params = SamplingParams(repetition_penalty=repetition_penalty, frequency_penalty=0.1)
     specs = [make_spec(params, seed, output_start=4) for seed in (1, 1, 2)]
     logs = [[rng.randrange(VOCAB) for _ in range(4)] for _ in specs]
@@ -56,10 +56,10 @@ def test_counts_of_logs_that_grow_shrink_and_take_turns(repetition_penalty: floa
         i = rng.randrange(len(specs))
         logs[i] = changed(rng, logs[i], 4)[:40]
         draft = tuple(rng.randrange(-2, VOCAB + 2) for _ in range(rng.randrange(12)))
-        check(histories, RowGroup(specs[i], logs[i], draft))
-        kept = sum(history.size for _, history in histories._kept.values())
-        assert kept == histories._num_tokens
-        assert kept <= max_kept_tokens or len(histories._kept) == 1
+        check(token_counts, RowGroup(specs[i], logs[i], draft))
+        kept = sum(history.size for _, history in token_counts._kept.values())
+        assert kept == token_counts._num_tokens
+        assert kept <= max_kept_tokens or len(token_counts._kept) == 1
 
 
 def test_sequences_with_the_same_seed_and_as_long_a_prompt_have_histories_of_their_own(
@@ -68,11 +68,11 @@ def test_sequences_with_the_same_seed_and_as_long_a_prompt_have_histories_of_the
     pushed: list[int] = []
     push = History._push
     monkeypatch.setattr(History, "_push", lambda self, token: (pushed.append(token), push(self, token)))
-    histories, logs = Histories(), [[i, *range(5)] for i in range(3)]
+    token_counts, logs = TokenCounts(), [[i, *range(5)] for i in range(3)]
     specs = [make_spec(PENALTIES, seed=1, output_start=3) for _ in logs]
     for _ in range(4):
         for spec, log in zip(specs, logs, strict=True):
-            check(histories, RowGroup(spec, log))
+            check(token_counts, RowGroup(spec, log))
     assert len(pushed) == 3 * 3, "each output is counted once, not in every step"
 
 
@@ -80,10 +80,10 @@ def test_what_was_counted_is_not_counted_again(monkeypatch: pytest.MonkeyPatch) 
     pushed: list[int] = []
     push = History._push
     monkeypatch.setattr(History, "_push", lambda self, token: (pushed.append(token), push(self, token)))
-    histories, log = Histories(), [i % VOCAB for i in range(5000)]
+    token_counts, log = TokenCounts(), [i % VOCAB for i in range(5000)]
     spec = make_spec(PENALTIES, output_start=100)
     for end in (4000, 4003, 4001, 4008):
-        check(histories, RowGroup(spec, log[:end], (1, 2)))
+        check(token_counts, RowGroup(spec, log[:end], (1, 2)))
     assert pushed == [*log[100:4000], *log[4000:4003], *log[4001:4008]]
 
 
