@@ -14,6 +14,7 @@ from specdec import ModelSource, SamplingParams, SpeculativeEngine
 from specdec.engine.target import ModelTarget
 from specdec.executor.runner import ModelRunner, RowInput, choose_kernel
 from specdec.models.loading import prepare_model
+from specdec.models.lora.slots import AdapterSlots, LoRAConfig
 from specdec.sampling.philox import Purpose, gumbel, uniforms
 from tests.specdec.engine.contract import SAMPLINGS, Soak
 from tests.specdec.engine.pairs import backend
@@ -88,3 +89,19 @@ def test_a_seed_gives_the_same_text_with_and_without_drafts(temperature: float, 
 def test_the_script_that_measures_runs() -> None:
     sizes = ("--batches", "1,3", "--num-speculative-tokens", "0,2", "--context", "20", "--repeats", "3")
     assert gpu.main(["--shapes", "tiny", *sizes]) == 0
+
+
+def test_an_adapter_waits_for_its_slot_in_pinned_memory() -> None:
+    slots = AdapterSlots(make_model("llama").to(DEVICE, torch.bfloat16), LoRAConfig(1, 8))
+    weights = [
+        (name, torch.randn(4, width_in), torch.randn(4, width_out))
+        for name, (width_out, width_in) in slots.shapes.items()
+    ]
+    staged = slots.staged(weights)
+    assert all(tensor.is_pinned() and tensor.dtype == torch.bfloat16 for _, *both in staged for tensor in both)
+    slots.put(0, staged)
+    torch.cuda.synchronize()
+    for name, down, up in weights:
+        layer = slots._layers[name]
+        assert torch.equal(layer.down[0, :4].cpu(), down.bfloat16())
+        assert torch.equal(layer.up[0, :4].cpu(), up.bfloat16())

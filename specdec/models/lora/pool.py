@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from threading import Semaphore, Thread
+from typing import NamedTuple
 
 from specdec.checkpoint.fingerprint import adapter_folder
 from specdec.core.errors import ModelLoadError, reason_of
@@ -15,14 +17,28 @@ from specdec.models.lora.slots import AdapterSlots, Weights
 
 _IDLE_S = 5.0
 """A thread that reads adapters ends after so long without one."""
+_SLOW_READ_S = 2.0
+"""A file that takes longer to read leaves its slot to others, until it is there."""
 _NONE_SERVED = "this worker serves no adapters"
+
+
+class _Reading(NamedTuple):
+    """A file that is being read, or was, and when that began on the monotonic clock."""
+
+    weights: Future[Weights]
+    since_s: float
+
+    @property
+    def is_slow(self) -> bool:
+        return not self.weights.done() and time.monotonic() - self.since_s > _SLOW_READ_S
 
 
 class AdapterPool:
     """Adapters by what is in them, loaded when a sequence needs them. Used by one thread; each file is read by its own.
 
     Where there are more than slots, those of the sequences that came first have them, as long as these last; sequences
-    with others wait. Of what nobody needs, the least recently used one goes first.
+    with others wait. Of what nobody needs, the least recently used one goes first. A file that hangs holds a
+    thread, and no slot.
 
     Args:
         slots: Of the model; None where it serves no adapters: then all fail.
@@ -34,7 +50,7 @@ class AdapterPool:
         self._holders: dict[str, tuple[float, str, Adapter]] = {}
         self._first: list[Adapter] = []
         self._slot_of: OrderedDict[str, int] = OrderedDict()
-        self._reading: dict[str, Future[Weights]] = {}
+        self._reading: dict[str, _Reading] = {}
         self._failures: dict[str, str] = {}
         self._to_read: SimpleQueue[tuple[Adapter, Future[Weights]]] = SimpleQueue()
         self._idle = Semaphore(0)
@@ -55,22 +71,25 @@ class AdapterPool:
         adapters: dict[str, Adapter] = {}
         for _, _, adapter in sorted(self._holders.values()):
             adapters.setdefault(adapter.fingerprint, adapter)
-        self._first = [*adapters.values()][: self._max_loras]
+        slow = {name for name, reading in self._reading.items() if reading.is_slow}
+        self._first = [one for name, one in adapters.items() if name not in slow][: self._max_loras]
         self._failures = {name: reason for name, reason in self._failures.items() if name in adapters}
 
     def prepare(self) -> None:
         """Before a step: begin to read what is needed, and copy to the device what has been read."""
+        if self._reading:
+            self._choose()
         needed = {adapter.fingerprint for adapter in self._first}
-        for name in [name for name, reading in self._reading.items() if name not in needed and reading.done()]:
+        for name in [name for name, reading in self._reading.items() if name not in needed and reading.weights.done()]:
             del self._reading[name]  # until then it is kept, so that a file that hangs holds one thread at most
         for adapter in self._first:
             name = adapter.fingerprint
             if name in self._slot_of:
                 self._slot_of.move_to_end(name)
             elif name not in self._failures and name not in self._reading:
-                self._reading[name] = self._start_reading(adapter)
-            elif name in self._reading and self._reading[name].done():
-                self._take(name, self._reading.pop(name), needed)
+                self._reading[name] = _Reading(self._start_reading(adapter), time.monotonic())
+            elif name in self._reading and self._reading[name].weights.done():
+                self._take(name, self._reading.pop(name).weights, needed)
 
     def slot(self, adapter: Adapter | None) -> int | None:
         """Where an adapter lies; None where it does not, or there is none."""
@@ -119,7 +138,7 @@ class AdapterPool:
         checkpoint = AdapterCheckpoint(adapter_folder(adapter.path), self._slots.shapes, self._slots.room.max_rank)
         if checkpoint.fingerprint != adapter.fingerprint:
             raise ModelLoadError(f"the adapter {adapter.name} at {adapter.path} is another than when it was loaded")
-        return checkpoint.weights
+        return self._slots.staged(checkpoint.weights)
 
     def _take(self, name: str, reading: Future[Weights], needed: set[str]) -> None:
         assert self._slots is not None, "nothing is read where nothing is served"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -75,7 +75,14 @@ class AdapterSlots:
         }
         self.num_bytes = sum(layer.down.nbytes + layer.up.nbytes for layer in self._layers.values())
 
-    def put(self, slot: int, weights: Iterable[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
+    def staged(self, weights: Weights) -> Weights:
+        """The weights as slots hold them, and pinned where slots are on a GPU: so :meth:`put` only starts copies.
+
+        Any thread may call this.
+        """
+        return [(name, self._layers[name].staged(down), self._layers[name].staged(up)) for name, down, up in weights]
+
+    def put(self, slot: int, weights: Weights) -> None:
         """Copy an adapter to a slot, in place of the one that was there."""
         for layer in self._layers.values():
             layer.clear(slot)
@@ -160,9 +167,13 @@ class _Layer:
         for weights in (self.down, self.up):
             weights[slot].zero_()
 
+    def staged(self, weight: torch.Tensor) -> torch.Tensor:
+        weight = weight.to(self.down.dtype).contiguous()
+        return weight.pin_memory() if self.down.is_cuda else weight
+
     def put(self, slot: int, down: torch.Tensor, up: torch.Tensor) -> None:
-        self.down[slot, : len(down)].copy_(down)
-        self.up[slot, : len(up)].copy_(up)
+        self.down[slot, : len(down)].copy_(down, non_blocking=True)
+        self.up[slot, : len(up)].copy_(up, non_blocking=True)
         self._filled.add(slot)
 
     def _add(self, inputs: torch.Tensor, outputs: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from specdec.core.errors import NOT_FINITE
 from specdec.core.params import SamplingParams
@@ -25,7 +26,7 @@ from specdec.executor.runner import ModelRunner
 from specdec.models.describe import linear_shapes
 from specdec.models.lora import pool as pool_module
 from specdec.models.lora.pool import AdapterPool
-from specdec.models.lora.slots import LoRAConfig, layer_shapes
+from specdec.models.lora.slots import AdapterSlots, LoRAConfig, Weights, layer_shapes
 from specdec.models.quantization import Quantization
 from tests.sizes import some
 from tests.specdec.adapters import RANKS, save_adapter, with_adapter, write_adapter
@@ -302,11 +303,13 @@ def test_beside_another_feature_each_text_is_its_own_adapters(feature: str, tmp_
     assert [text == other for text, other in zip(texts, plain, strict=True)] == [one is None for one in chosen] * 2
 
 
+@pytest.mark.parametrize("is_gone", [True, False])
 @pytest.mark.parametrize("slow", ["a", "ab"])
 def test_adapters_that_come_slowly_hold_up_no_others(
-    slow: str, adapters: dict[str, Adapter], monkeypatch: pytest.MonkeyPatch
+    slow: str, is_gone: bool, adapters: dict[str, Adapter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where as many hang as there are slots, and whoever wanted them is gone."""
+    """Also where as many hang as there are slots, whether whoever wanted them is gone or waits for them."""
+    monkeypatch.setattr(pool_module, "_SLOW_READ_S", 0.05)
     monkeypatch.setattr(pool_module, "Thread", threading.Thread)
     may_go_on = threading.Event()
     folder_of, read = pool_module.adapter_folder, list[str]()
@@ -322,7 +325,7 @@ def test_adapters_that_come_slowly_hold_up_no_others(
         for name in slow:
             pool.hold(name, adapters[name], 1.0)
         pool.prepare()
-        for name in slow:
+        for name in slow if is_gone else "":
             pool.release(name)
     for name in "cd":
         pool.hold(name, adapters[name], 2.0)
@@ -333,6 +336,23 @@ def test_adapters_that_come_slowly_hold_up_no_others(
     may_go_on.set()
     wait_for(pool, [adapters["a"]])
     assert sorted(read) == sorted(adapters[name].path for name in {*slow, *"cd"}), "a file was read twice"
+
+
+def test_the_thread_that_reads_an_adapter_leaves_the_step_a_plain_copy(
+    adapters: dict[str, Adapter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, copied = AdapterSlots.put, list[torch.Tensor]()
+
+    def remember(self: AdapterSlots, slot: int, weights: Weights) -> None:
+        copied.extend(tensor for _, *both in weights for tensor in both)
+        put(self, slot, weights)
+
+    monkeypatch.setattr(AdapterSlots, "put", remember)
+    pool = AdapterPool(prepare_tiny(make_model("llama"), LoRAConfig(2, 64)).adapters)
+    pool.hold("a", adapters["a"], 0.0)
+    prepared(pool)
+    assert copied
+    assert all(tensor.is_contiguous() and tensor.dtype == torch.float32 for tensor in copied)
 
 
 def wait_for(pool: AdapterPool, adapters: Sequence[Adapter]) -> None:
