@@ -18,6 +18,7 @@ from ray.serve.config import AutoscalingConfig
 from cluster.config.app import AppArgs
 from cluster.config.base import refused_key
 from cluster.config.environment import api_keys, check_ray
+from cluster.config.names import DRAFT, INGRESS, ROUTER, TARGET
 from cluster.config.replicas import ReplicaRange, scaling
 from cluster.launch.placement import ActorShare, placement_of, ray_devices
 from cluster.launch.preflight import check_memory, gpu_bytes
@@ -28,10 +29,9 @@ from cluster.models.sources import draft_source, read_template, target_source
 from cluster.models.vllm import check_engine, runtime_env
 from deployments.ingress import OpenAIIngress, model_info
 from deployments.metrics.families import Part
-from deployments.names import DRAFT, INGRESS, ROUTER, TARGET
 from deployments.operate.adapters import configured_adapters
 from deployments.router import SpeculationRouter
-from deployments.transport.options import pinned_options
+from deployments.transport.pinning import pinned_options
 from deployments.workers import DraftServer, TargetServer
 from specdec.models.describe import describe_pair
 from specdec.models.loading import load_tokenizer

@@ -14,6 +14,7 @@ from ray import serve
 from cluster.config.app import AppArgs
 from cluster.config.environment import api_keys, check_node
 from cluster.config.live import set_log_level
+from cluster.config.names import ROUTER
 from cluster.models.identity import fingerprints
 from cluster.models.sources import draft_source, read_template, target_source
 from deployments.http.admission import Admission
@@ -25,7 +26,6 @@ from deployments.http.settings import ApiSettings
 from deployments.http.store import Store
 from deployments.metrics.replica import Measured, ReplicaMetrics
 from deployments.metrics.spans import serve_tracer
-from deployments.names import ROUTER
 from deployments.operate.adapters import LoadedAdapters, add_adapter_routes, configured_adapters
 from deployments.operate.live import LiveKeys, WatchedFile
 from deployments.operate.requantize import add_quantization_routes

@@ -10,15 +10,14 @@ from ray import serve
 from cluster.config.app import AppArgs
 from cluster.config.environment import check_node
 from cluster.config.live import set_log_level
+from cluster.config.names import DRAFT, TARGET
 from cluster.config.replicas import least
 from cluster.models.identity import fingerprints
 from deployments.metrics.replica import Measured, ReplicaMetrics
 from deployments.metrics.spans import sequence_tracer
-from deployments.names import DRAFT, TARGET
 from deployments.operate.live import LiveKeys
-from deployments.operate.users import users_load, users_poll
-from deployments.scaling.autoscaling import ExposedDrafts, Report
-from deployments.scaling.waking import Waker
+from deployments.operate.readiness import users_load, users_poll
+from deployments.scaling.autoscaling import ExposedDrafts, Report, Waker
 from deployments.transport.endpoints import PeerGroup, RouterEndpoint, replica_id
 from deployments.transport.wire import FingerprintKind
 from specdec.core.types import SpeculationMode

@@ -16,6 +16,7 @@ from ray import serve
 from cluster.config.app import AppArgs
 from cluster.config.environment import check_node, hide_gpus, prepare_for_vllm
 from cluster.config.live import set_log_level
+from cluster.config.names import ROUTER
 from cluster.launch.startup import startup
 from cluster.models.identity import fingerprints
 from cluster.models.sources import backend_of, backend_options, draft_source, target_source
@@ -23,10 +24,8 @@ from cluster.models.vllm import vllm_options
 from deployments.metrics.families import Part
 from deployments.metrics.replica import Measured, ReplicaMetrics
 from deployments.metrics.spans import sequence_tracer
-from deployments.names import ROUTER
 from deployments.operate.live import LiveKeys
-from deployments.operate.readiness import ReplicaPoll
-from deployments.operate.users import users_load, users_poll
+from deployments.operate.readiness import ReplicaPoll, users_load, users_poll
 from deployments.scaling.autoscaling import Report
 from deployments.transport.endpoints import WorkerEndpoint, replica_id
 from deployments.transport.host import WorkerHost

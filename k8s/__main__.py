@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cluster.cli.render import render
-from cluster.launch.overlays import overlays
+from cluster.launch.serve_config import overlays
 
 ENVIRONMENT = Path(__file__).parent / "base" / "environment.env"
 

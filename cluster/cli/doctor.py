@@ -1,4 +1,7 @@
-"""``specdec doctor``: what there is, whether the pair fits together, and what memory it takes."""
+"""``specdec doctor``: what there is, whether the pair fits together, and what memory it takes.
+
+Whether a pair can be served here: loaded, checked and planned as the service would do it, told as data.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,209 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from cluster.cli.flags import Parser, add_service_flags, config_overrides
+from cluster.config.app import AppArgs
 from cluster.config.files import load_config
+from cluster.config.models import ModelConfig
+from cluster.launch.machine import Hardware, this_machine
+from cluster.launch.placement import Devices, Placement, placement_of
+from specdec.core.errors import InvalidParameterError, SpecdecError
+from specdec.engine.shares import on_one_gpu
 
 if TYPE_CHECKING:
-    from cluster.cli.examine import Findings, ModelFindings
     from cluster.launch.machine import Hardware
     from cluster.launch.placement import Placement
+    from specdec.core.types import Progress
+    from specdec.engine.build import Built
+    from specdec.models.loading import ModelSource
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFindings:
+    """What is known of a model that loads, fits into memory and passes its admission check.
+
+    Attributes:
+        name: Hub id or folder.
+        num_parameters: Each shared one once.
+        dtype: Of its parameters.
+        device: Where it was loaded.
+        max_model_len: Longest sequence it is served with, in tokens.
+        memory: The plan: see :class:`specdec.models.memory.MemoryPlan`.
+        memory_line: The plan in a line.
+        num_full_sequences: Sequences of ``max_model_len`` that the cache holds at once.
+        admission: The check of its cached forward: see :class:`specdec.models.parity_check.AdmissionReport`; None where
+            it was skipped.
+        notes: What whoever runs it should know, a sentence each.
+        defaults: What it sets for requests that do not say: see :class:`specdec.core.params.GenerationDefaults`.
+        remark: What of its generation config is not honoured, if there is anything.
+        quantization: By which key, or by which method the checkpoint is; ``none`` for neither.
+        comparison: With the model unquantized: see
+            :class:`specdec.models.quantization_report.QuantizationReport`; None where no key quantizes it.
+    """
+
+    name: str
+    num_parameters: int
+    dtype: str
+    device: str
+    max_model_len: int
+    memory: dict[str, Any]
+    memory_line: str
+    num_full_sequences: int
+    admission: dict[str, Any] | None
+    defaults: dict[str, Any]
+    remark: str | None
+    notes: tuple[str, ...] = ()
+    quantization: str = "none"
+    comparison: dict[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class Findings:
+    """All that was found.
+
+    Attributes:
+        placement: What each replica would get; None where there is no room, and then nothing else is looked at.
+        target: None where there is a problem with it.
+        draft: The same; also None where there is no draft.
+        pair: What holds for both together: see :class:`specdec.checkpoint.compat.PairReport`.
+        engine: Of a target under vLLM, in place of what is found by loading it: what its environment has.
+        problems: Why the pair cannot be served, a line each; empty where it can.
+        remarks: What else could not be found out.
+    """
+
+    machine: Hardware
+    placement: Placement | None
+    target: ModelFindings | None = None
+    draft: ModelFindings | None = None
+    pair: dict[str, Any] | None = None
+    engine: str | None = None
+    problems: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def examine(args: AppArgs, progress: Progress | None = None) -> Findings:
+    """Load both models and look at everything; what is wrong is among the findings and not raised."""
+    from cluster.models.sources import draft_source, target_source
+
+    machine = this_machine()
+    devices = Devices(len(machine.gpus), machine.num_cpus)
+    findings = Findings(machine, None)
+    try:
+        findings.placement = placement = placement_of(args, devices, can_grow=False)
+    except InvalidParameterError as error:
+        findings.problems.append(str(error))
+        return findings
+    shares = placement.target.gpu_share, placement.draft.gpu_share
+    source = target_source(args)
+    if args.target.engine == "vllm":
+        _examine_engine(args, findings)
+    else:
+        target = _examined(source, args, args.target, shares[0], findings, progress)
+        if target is not None:
+            findings.target = _findings(target, source, args, findings, progress)
+    draft_model = draft_source(args)
+    if draft_model is None:
+        return findings
+    if len(machine.gpus) > 1 and draft_model.device_map is None and on_one_gpu(source, draft_model):
+        draft_model = replace(draft_model, device="cuda:1")  # a GPU of its own, as it will have in the service
+    draft = _examined(draft_model, args, args.draft, shares[1], findings, progress)
+    if draft is not None:
+        findings.draft = _findings(draft, draft_model, args, findings, progress)
+    if (findings.target is not None or findings.engine is not None) and draft is not None:
+        _examine_pair(findings, source, draft_model, args)
+    return findings
+
+
+def _examined(
+    source: ModelSource,
+    args: AppArgs,
+    config: ModelConfig,
+    gpu_share: float,
+    findings: Findings,
+    progress: Progress | None,
+) -> Built | None:
+    from cluster.models.sources import backend_options
+    from specdec.checkpoint.compat import tokenizer_width
+    from specdec.engine.build import build_target
+    from specdec.models.loading import load_tokenizer
+
+    try:
+        width = tokenizer_width(load_tokenizer(source))
+        options = replace(backend_options(args, config, width), device_share=gpu_share)
+        return build_target(source, options, progress)[1]
+    except SpecdecError as error:
+        findings.problems.append(str(error))
+        return None
+
+
+def _examine_engine(args: AppArgs, findings: Findings) -> None:
+    """Of a target under vLLM what can be said without loading it."""
+    from cluster.models.vllm import check_engine
+
+    try:
+        findings.engine = check_engine(args) or "vLLM is in the image of the target's replicas, which was not asked"
+    except SpecdecError as error:
+        findings.problems.append(str(error))
+
+
+def _examine_pair(findings: Findings, target: ModelSource, draft: ModelSource, args: AppArgs) -> None:
+    from specdec.models.describe import describe_pair
+
+    try:
+        pair = describe_pair(target, draft, other_vocabulary=args.draft.other_vocabulary)
+    except SpecdecError as error:
+        findings.problems.append(str(error))
+    else:
+        findings.pair = asdict(replace(pair, translation=None))
+
+
+def _findings(
+    built: Built, source: ModelSource, args: AppArgs, findings: Findings, progress: Progress | None
+) -> ModelFindings:
+    from specdec.models.quantization import own_quantization
+
+    own = own_quantization(built.loaded.model.config) or "none"
+    return ModelFindings(
+        name=built.loaded.name,
+        num_parameters=built.loaded.num_parameters,
+        dtype=str(built.loaded.dtype).removeprefix("torch."),
+        device=str(built.loaded.device),
+        max_model_len=built.memory.max_model_len,
+        memory=asdict(built.memory) | {"total_bytes": built.memory.total_bytes},
+        memory_line=built.memory.describe(),
+        num_full_sequences=built.memory.num_full_sequences,
+        admission=None if built.admission is None else asdict(built.admission),
+        notes=built.notes,
+        defaults=asdict(built.loaded.generation_defaults),
+        remark=built.loaded.generation_defaults.remark(built.loaded.name),
+        quantization=own if source.quantization == "none" else source.quantization,
+        comparison=None if source.quantization == "none" else _comparison(built, source, args, findings, progress),
+    )
+
+
+def _comparison(
+    built: Built, source: ModelSource, args: AppArgs, findings: Findings, progress: Progress | None
+) -> dict[str, Any] | None:
+    """A quantized model beside itself as it was; there must be room for both at once."""
+    from specdec.engine.build import BackendOptions, build_target
+    from specdec.models.quantization_report import NUM_TEXTS, NUM_TOKENS, compare
+
+    length = min(NUM_TOKENS, built.memory.max_model_len)
+    options = BackendOptions(length, max_num_seqs=NUM_TEXTS, skip_parity_check=True, measures_step=False)
+    try:
+        original = build_target(replace(source, quantization="none"), options, progress)[1]
+    except SpecdecError as error:
+        findings.remarks.append(f"{source.path} is not compared with itself unquantized: {error}")
+        return None
+    return asdict(compare(built.runner, original.runner))
+
 
 USAGE = "[MODEL] [--draft MODEL] [--config FILE.yaml] [--json] [KEY ...]"
 EXIT_CANNOT_BE_SERVED = 2
@@ -33,8 +230,6 @@ def run(arguments: argparse.Namespace) -> int:
         0 where the pair can be served, 2 where it cannot.
     """
     config = load_config(arguments.config, config_overrides(arguments))
-    from cluster.cli.examine import examine
-
     findings = examine(config, progress=lambda line: print(line, file=sys.stderr, flush=True))
     if arguments.json:
         print(json.dumps(findings.as_json()))

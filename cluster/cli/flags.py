@@ -8,8 +8,7 @@ import sys
 from collections.abc import Collection
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
-from cluster.cli.other_servers import advice
-from cluster.cli.vllm_flags import ALIASES, add_vllm_flags, vllm_overrides
+from cluster.cli.vllm_flags import ALIASES, add_vllm_flags, advice, vllm_overrides
 from cluster.config.base import allowed_range
 from cluster.config.files import config_keys, text_reader
 from specdec.core.errors import InvalidParameterError

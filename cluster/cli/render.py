@@ -11,9 +11,17 @@ import yaml
 from cluster.config.app import ServiceConfig
 from cluster.config.base import validated
 from cluster.config.files import check_named, read_yaml
-from cluster.launch.overlays import KUSTOMIZATION, copy_overlay, find_overlay, kustomization, laid_over, placement
 from cluster.launch.placement import check_gpus
-from cluster.launch.serve_config import node_environment, serve_config
+from cluster.launch.serve_config import (
+    KUSTOMIZATION,
+    copy_overlay,
+    find_overlay,
+    kustomization,
+    laid_over,
+    node_environment,
+    placement,
+    serve_config,
+)
 from specdec.core.errors import InvalidParameterError
 
 USAGE = "CONFIG.yaml [--overlay OVERLAY] [--out FOLDER]"
@@ -56,7 +64,7 @@ def render(path: Path, overlay: Path | None = None) -> dict[str, str]:
 
     Args:
         path: The service's configuration.
-        overlay: Says where replicas run (:func:`cluster.launch.overlays.placement`); the configuration itself wins.
+        overlay: Says where replicas run (:func:`cluster.launch.serve_config.placement`); the configuration itself wins.
 
     Raises:
         InvalidParameterError: The configuration is wrong, or has a key that no cluster can follow.

@@ -12,7 +12,8 @@ from cluster.cli.failures import exit_code
 from cluster.cli.flags import Parser, add_service_flags, config_overrides
 from cluster.config.app import ServiceConfig
 from cluster.config.files import load_config
-from cluster.launch.local import LOCAL_APPLICATION, LocalService, check_port
+from cluster.config.names import LOCAL_APPLICATION
+from cluster.launch.local import LocalService, check_port
 from cluster.launch.supervise import STOP_TIMEOUT_S, StopRequested, catch_stop, stop_begun, supervised
 from cluster.models.download import fetch_models
 from specdec.core.errors import InvalidParameterError

@@ -1,7 +1,14 @@
-"""The service's configuration: one tree of typed keys, the same in YAML, as flags, and in Serve's own ``args:``."""
+"""The service's configuration: one tree of typed keys, the same in YAML, as flags, and in Serve's own ``args:``.
+
+Kinds of values that keys have, and how each is read from YAML, a flag or the environment.
+
+Where spans of requests go: a section of the configuration, and its variables.
+"""
 
 from __future__ import annotations
 
+import importlib
+import re
 from ipaddress import ip_address
 from typing import Annotated, Any, Literal
 
@@ -9,15 +16,145 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from cluster.config.base import StrictModel, refused_key
 from cluster.config.limits import Access, Limits, ResponsesStore, Store, Tls, names
-from cluster.config.lora import LoraConfig
-from cluster.config.models import DraftConfig, TargetConfig
+from cluster.config.models import DraftConfig, LoraConfig, TargetConfig
+from cluster.config.names import OTLP
 from cluster.config.replicas import Replicas, Updates
-from cluster.config.tracing import Tracing
-from cluster.config.values import Backend, ImportStrings, ReasoningTagsSetting, Switch, ToolParser
+from specdec.core.errors import InvalidParameterError
 from specdec.core.params import Acceptance
 from specdec.core.validation import MAX_NUM_SPECULATIVE_TOKENS
 from specdec.drafting.branches import BRANCHES_IN_ALL
 from specdec.protocol.leases import Times
+
+FILE = "ray.serve._private.tracing_utils:default_tracing_exporter"
+OTLP_LIBRARY = "opentelemetry.exporter.otlp.proto.http"
+
+
+class Tracing(StrictModel):
+    """OpenTelemetry traces; a Serve configuration of one's own needs the variables in every pod's environment."""
+
+    exporter: str | None = Field(
+        None,
+        pattern=r"^(file|otlp|[^\W\d][\w.]*:[^\W\d]\w*)$",
+        description="where OpenTelemetry traces of requests go: file (beside Serve's logs), otlp (a collector, over "
+        "HTTP; needs the extra otlp), or package.module:function that returns span processors; none: no traces",
+    )
+    endpoint: str | None = Field(
+        None,
+        pattern=r"^https?://\S+$",
+        description="the collector of otlp, as in http://localhost:4318; else OpenTelemetry's own variables say",
+    )
+    sampling_ratio: float = Field(
+        1.0, ge=0, le=1, description="share of requests that are traced; a client's traceparent decides for its own"
+    )
+
+    def check(self) -> None:
+        """Refuse an exporter that no process could load, and an endpoint that none would use.
+
+        Raises:
+            InvalidParameterError: It is not there, or is not ``otlp`` where there is an endpoint.
+        """
+        if self.endpoint is not None and self.exporter != "otlp":
+            raise InvalidParameterError("tracing.endpoint", "tracing.endpoint: needs tracing.exporter: otlp")
+        if self.exporter in (None, "file"):
+            return
+        module, _, function = (OTLP if self.exporter == "otlp" else str(self.exporter)).partition(":")
+        try:
+            if self.exporter == "otlp":
+                importlib.import_module(OTLP_LIBRARY)
+            elif not callable(getattr(importlib.import_module(module), function)):
+                raise TypeError(f"{function} is no function")
+        except (ImportError, AttributeError, TypeError) as error:
+            hint = "; pip install 'specdec-serve[otlp]'" if self.exporter == "otlp" else ""
+            raise InvalidParameterError("tracing.exporter", f"tracing.exporter: {error}{hint}") from None
+
+    def variables(self) -> dict[str, str]:
+        """What Serve and OpenTelemetry read from the environment of every process; nothing where nothing is traced.
+
+        Serve's ``tracing_config`` says the same, but its proxies are not told of that (2.60), and without their spans
+        it does not see a client's ``traceparent``.
+        """
+        if self.exporter is None:
+            return {}
+        variables = {
+            "RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH": {"file": FILE, "otlp": OTLP}.get(self.exporter, self.exporter),
+            "RAY_SERVE_TRACING_SAMPLING_RATIO": str(self.sampling_ratio),
+        }
+        return variables if self.endpoint is None else variables | {"OTEL_EXPORTER_OTLP_ENDPOINT": self.endpoint}
+
+
+_IMPORT_STRING = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+_ARGUMENT = r"[^\W\d]\w*=[^,]+"
+_BACKEND = re.compile(rf"{_IMPORT_STRING.pattern}(:{_ARGUMENT}(,{_ARGUMENT})*)?")
+
+
+def import_strings(value: Any) -> Any:
+    """Read a list of import strings; on a command line they are separated by commas.
+
+    Raises:
+        ValueError: One is not of the form ``package.module:name``.
+    """
+    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)) or not all(
+        isinstance(name, str) and _IMPORT_STRING.fullmatch(name) for name in names
+    ):
+        raise ValueError("must be a list of import strings of the form 'package.module:name'")
+    return tuple(names)
+
+
+ImportStrings = Annotated[tuple[str, ...], BeforeValidator(import_strings)]
+
+
+def backend(value: Any) -> Any:
+    """Read the import string of a function, and after one more colon maybe its arguments.
+
+    Raises:
+        ValueError: It is not of the form ``package.module:name`` or ``package.module:name:argument=value,...``.
+    """
+    if value is None or (isinstance(value, str) and _BACKEND.fullmatch(value)):
+        return value
+    raise ValueError("must be 'package.module:name', or with arguments 'package.module:name:argument=value,...'")
+
+
+Backend = Annotated[str | None, BeforeValidator(backend)]
+
+
+def switch(value: Any) -> Any:
+    """Read ``on`` and ``off``, which YAML takes for true and false."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(switch)]
+
+TOOL_PARSERS = ("auto", "hermes", "llama3", "response_template")
+
+
+def tool_parser(value: Any) -> str:
+    """Read the name of a parser of tool calls, or its import string.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if isinstance(value, str) and (value in TOOL_PARSERS or _IMPORT_STRING.fullmatch(value)):
+        return value
+    raise ValueError(f"must be one of {', '.join(TOOL_PARSERS)}, or an import string, 'package.module:name'")
+
+
+def reasoning_tags(value: Any) -> str:
+    """Read the tags around reasoning, with a comma between them, ``auto`` or ``none``.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    if isinstance(value, str):
+        begin, comma, end = (part.strip() for part in value.partition(","))
+        if value in ("auto", "none") or (begin and comma and end and "," not in end):
+            return value
+    raise ValueError("must be 'auto', 'none', or two tags with a comma between them, as in '<think>,</think>'")
+
+
+ToolParser = Annotated[str, BeforeValidator(tool_parser)]
+ReasoningTagsSetting = Annotated[str, BeforeValidator(reasoning_tags)]
+
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]

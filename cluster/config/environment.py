@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from types import MappingProxyType
 
+from cluster.config.names import MIDDLEWARES
 from specdec.core.errors import InvalidParameterError
 
 RAY_SETTINGS = {
@@ -26,7 +27,7 @@ RAY_SETTINGS = {
     # process that hangs does not use: it would keep its GPU from the replica in its place.
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     # Time to the first token counts from when the proxy had the request: it waits there while no ingress runs.
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.proxy:middlewares",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": MIDDLEWARES,
     "RAY_USAGE_STATS_ENABLED": "0",
     # Without this Ray hides the GPUs of actors that ask for none in one way today and in another tomorrow, and warns.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

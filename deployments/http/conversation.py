@@ -10,8 +10,7 @@ from pydantic_core import from_json
 
 from deployments.http.context import Api
 from deployments.http.messages import Json
-from deployments.http.schemas.chat import ChatMessage, ConversationBody
-from deployments.http.schemas.tools import ToolSpec
+from deployments.http.schemas.chat import ChatMessage, ConversationBody, ToolSpec
 from specdec.core.errors import InvalidParameterError, UnsupportedParameterError
 from specdec.text.chat import encode_chat
 

@@ -1,17 +1,21 @@
-"""What a request asks of the service: its prompts and its sequences."""
+"""What a request asks of the service: its prompts and its sequences.
+
+Prompts as the beginning of an answer.
+
+OpenAI's Predicted Outputs: a text that the answer is expected to be like, to draft from.
+"""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from deployments.http.arrival import Arrival
-from deployments.http.assistant import Assistant
+from deployments.http.assistant import Assistant, checked_grammar
 from deployments.http.context import Api
 from deployments.http.conversation import conversation_tokens
-from deployments.http.echo import Echo, make_echo
-from deployments.http.prediction import predicted_tokens
 from deployments.http.sampling import (
     check_prompt_logprobs,
     output_limit,
@@ -23,7 +27,6 @@ from deployments.http.schemas.chat import ChatBody
 from deployments.http.schemas.common import GenerationBody
 from deployments.http.schemas.completions import CompletionBody
 from deployments.http.service import SequenceRequest, ServedModel
-from deployments.http.structured import checked_grammar
 from specdec.core.errors import InvalidParameterError, UnsupportedParameterError
 from specdec.core.grammar import Grammar
 from specdec.core.params import SequenceSpec
@@ -32,8 +35,70 @@ from specdec.core.types import Tokens
 from specdec.sampling.philox import derive_seed
 from specdec.structured.parsing.calls import AnswerParser, PlainParser
 from specdec.structured.parsing.reasoning import ReasoningCounter
+from specdec.text.detokenizer import Detokenizer
 from specdec.text.prompts import check_token_ids, encode_text
 from specdec.text.words import encode_bad_words, separates_special_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+async def predicted_tokens(api: Api, body: ChatBody, model: ServedModel) -> SharedTokens:
+    """The tokens of a request's prediction, at most as many as a sequence may have; none where nothing is drafted.
+
+    Raises:
+        InvalidParameterError: The text cannot be encoded.
+    """
+    text = "" if body.prediction is None else body.prediction.text
+    if not text or speculation_bound(body, model) == 0:
+        return NO_TOKENS
+
+    def work() -> SharedTokens:
+        return SharedTokens(
+            encode_text(api.tokenizer, text, "prediction", add_special_tokens=False)[: model.max_model_len]
+        )
+
+    return await api.encode(len(text), work)
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt to be echoed.
+
+    Attributes:
+        text: As it was sent, or that of its tokens.
+        offsets: For each of its tokens, the number of characters of the text before it; empty where not asked for.
+    """
+
+    text: str
+    offsets: Tokens = ()
+
+
+def make_echo(
+    tokenizer: PreTrainedTokenizerBase, sent: str | list[int], tokens: Sequence[int], with_offsets: bool
+) -> Echo:
+    """The echo of a prompt.
+
+    Tokens that the tokenizer put before a text (a beginning-of-sequence token) lie at its beginning.
+
+    Args:
+        tokenizer: Any fast tokenizer of transformers.
+        sent: The prompt as the request has it.
+        tokens: The prompt's tokens.
+        with_offsets: Whether the tokens' places are needed.
+    """
+    text = sent if isinstance(sent, str) else str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+    return Echo(text, _offsets(tokenizer, text, tokens) if with_offsets else ())
+
+
+def _offsets(tokenizer: PreTrainedTokenizerBase, text: str, tokens: Sequence[int]) -> Tokens:
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
+    ends = [0]
+    for token in tokens:
+        ends.append(ends[-1] + len(detokenizer.push(token)))
+    num_added = max(0, ends[-1] + len(detokenizer.finish()) - len(text))
+    return tuple(max(0, end - num_added) for end in ends[:-1])
+
 
 _DEFAULT_COMPLETION_TOKENS = 16
 

@@ -15,8 +15,8 @@ from prometheus_client.registry import Collector
 
 from deployments.http.tally import Round
 from deployments.metrics import families
-from deployments.metrics.changes import ChangeCounter
 from deployments.metrics.families import PREFIX, Family
+from deployments.metrics.page import ChangeCounter
 
 Reason = Literal["stop", "length", "abort", "error"]
 CLIENT_GONE = 499

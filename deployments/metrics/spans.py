@@ -1,6 +1,6 @@
 """OpenTelemetry spans of requests, by Serve's own tracing.
 
-Serve sets tracing up in each replica's process before our code runs in it (:mod:`cluster.config.tracing`), and makes
+Serve sets tracing up in each replica's process before our code runs in it (:mod:`cluster.config.app`), and makes
 the spans of its proxy and of the replica that the proxy calls. What comes after the ingress is called by nobody
 through Serve: the spans of router, target and drafter are made here, below the label that a request's sequences
 carry. Of a request that is not sampled there is no label, and no span.

@@ -18,7 +18,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
 
 from cluster.config.app import AppArgs
-from cluster.config.lora import LoraConfig
+from cluster.config.models import LoraConfig
 from cluster.models.sources import draft_source, target_source
 from deployments.http.answers import while_connected
 from deployments.http.context import ApiOf, ArrivalOf

@@ -1,4 +1,7 @@
-"""What replicas are asked, and whether what they answer makes a service that is ready."""
+"""What replicas are asked, and whether what they answer makes a service that is ready.
+
+Whether users wait, as the ingresses see it: for the autoscaling of what is behind them.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from ray import serve
+
+from cluster.config.names import INGRESS
 from specdec.drafting.length.plans import WorkerKind
 
 logger = logging.getLogger("ray.serve")
@@ -127,3 +133,20 @@ def missing_parts(refusals: Sequence[str], routers: Sequence[Workers]) -> dict[R
     elif all(targets):
         missing["target"] = "all of them drain"
     return missing
+
+
+_FRESH_S = 1.0
+
+
+def users_poll() -> ReplicaPoll:
+    """Asks every ingress of this replica's application, at most once a second."""
+    return ReplicaPoll(_ingresses, "users_wait", _FRESH_S)
+
+
+async def users_load(poll: ReplicaPoll) -> dict[str, float]:
+    """The part of a replica's load that only ingresses know: ``users_wait``, 1 where users of any ingress wait."""
+    return {"users_wait": max(await poll.get(), default=0.0)}
+
+
+def _ingresses() -> Any:
+    return serve.get_deployment_handle(INGRESS, serve.get_replica_context().app_name)

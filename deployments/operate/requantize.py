@@ -16,7 +16,8 @@ from ray import serve
 from cluster.config.app import AppArgs
 from cluster.config.base import validated
 from cluster.config.files import merged
-from cluster.launch.local import LOCAL_APPLICATION, load_builder
+from cluster.config.names import LOCAL_APPLICATION
+from cluster.launch.local import load_builder
 from cluster.models.identity import fingerprints
 from deployments.http.context import ApiOf, ArrivalOf
 from deployments.http.errors import INVALID, ApiError

@@ -12,8 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol
 
-from deployments.transport.host import Host
-from deployments.transport.mailbox import Mailbox
+from deployments.transport.host import Host, Mailbox
 from deployments.transport.wire import (
     WIRE_VERSION,
     FingerprintKind,

@@ -12,9 +12,8 @@ import yaml
 from cluster.cli import main
 from cluster.cli.flags import Parser, add_service_flags, config_overrides, flag_of
 from cluster.cli.main import COMMANDS, build_parser
-from cluster.cli.other_servers import INSTEAD, advice
 from cluster.cli.serve import run_service
-from cluster.cli.vllm_flags import key_entries
+from cluster.cli.vllm_flags import INSTEAD, advice, key_entries
 from cluster.config.app import ServiceConfig
 from cluster.config.environment import RAY_SETTINGS, api_keys, prepare_for_ray, set_for_command
 from cluster.config.files import config_keys, load_config

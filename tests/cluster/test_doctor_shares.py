@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-import cluster.cli.examine
+import cluster.cli.doctor
 from cluster.config.app import AppArgs
 from cluster.launch.machine import Gpu, Hardware
 from cluster.models.identity import demo_folder
@@ -43,9 +43,9 @@ def test_each_model_has_the_share_of_the_service(
         raise MemoryPlanError("only noted")
 
     machine = Hardware({}, 8, 1 << 40, 1 << 40, (Gpu("a GPU", 1 << 36, 1 << 36),) * num_gpus)
-    monkeypatch.setattr(cluster.cli.examine, "this_machine", lambda: machine)
+    monkeypatch.setattr(cluster.cli.doctor, "this_machine", lambda: machine)
     monkeypatch.setattr(build, "build_target", noted)
     roles = {role: {"model": str(demo_folder(role))} | args.get(role, {}) for role in ("target", "draft")}
-    findings = cluster.cli.examine.examine(AppArgs.model_validate(args | roles))
+    findings = cluster.cli.doctor.examine(AppArgs.model_validate(args | roles))
     assert asked == expected
     assert findings.problems == ["only noted"] * 2

@@ -3,12 +3,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from cluster.launch import drain
-from cluster.launch.drain import drain_ingress
+from cluster.launch import local
+from cluster.launch.local import drain_ingress
 
 
 class Replica:
-    """An ingress that has so many requests open, one less each time that it is told to drain."""
+    """An ingress that has so many requests open, one less each time that it is told to local."""
 
     def __init__(self, num_open: int, fails: bool = False) -> None:
         self.num_open = num_open
@@ -43,7 +43,7 @@ class Handle:
 
 
 def test_it_waits_for_the_last_request_of_every_replica(monkeypatch):
-    monkeypatch.setattr(drain, "POLL_S", 0.0)
+    monkeypatch.setattr(local, "POLL_S", 0.0)
     short, long = Replica(2), Replica(5)
     running: list[int] = []
     assert drain_ingress(Handle(short, long), 60, report=running.append)
@@ -53,13 +53,13 @@ def test_it_waits_for_the_last_request_of_every_replica(monkeypatch):
 
 
 def test_a_replica_that_is_gone_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(drain, "POLL_S", 0.0)
+    monkeypatch.setattr(local, "POLL_S", 0.0)
     assert drain_ingress(Handle(Replica(2), Replica(9, fails=True)), 60)
     assert drain_ingress(Handle(), 60)
 
 
 def test_a_replica_that_hangs_is_waited_for_until_the_time_is_over(monkeypatch):
-    monkeypatch.setattr(drain, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(local, "PATIENCE_S", 0.01)
 
     class Hanging(Replica):
         async def answer(self, method):
@@ -81,7 +81,7 @@ def test_nobody_is_asked_where_ray_has_died():
 
 
 def test_what_has_not_changed_is_not_told_again(monkeypatch):
-    monkeypatch.setattr(drain, "POLL_S", 0.0)
+    monkeypatch.setattr(local, "POLL_S", 0.0)
     counts = iter([3, 3, 1, 1, 0])
 
     class Slow(Replica):

@@ -40,3 +40,14 @@ def test_the_command_line_imports_no_heavy_library() -> None:
     code = "import sys, cluster.cli; print({'torch', 'ray', 'transformers', 'fastapi'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_one_module_of_cluster_names_those_of_deployments() -> None:
+    pattern = re.compile(r"deployments(\.\w+)+(:\w+)?")
+    named_in = {
+        str(file.relative_to(ROOT))
+        for file in (ROOT / "cluster").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and pattern.fullmatch(node.value)
+    }
+    assert named_in == {"cluster/config/names.py"}

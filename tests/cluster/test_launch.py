@@ -13,7 +13,7 @@ import pytest
 from cluster.config.app import ServiceConfig
 from cluster.launch import local as launch
 from cluster.launch.local import LocalService, describe, first_failure, last_line
-from cluster.launch.processes import OwnProcesses
+from cluster.launch.supervise import OwnProcesses
 
 
 def test_readiness_is_asked_for_directly_whatever_proxy_the_environment_names(monkeypatch):

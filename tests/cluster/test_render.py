@@ -11,11 +11,10 @@ from cluster.cli.main import main
 from cluster.config.app import AppArgs, ServiceConfig
 from cluster.config.environment import RAY_SETTINGS
 from cluster.config.live import LIVE_KEYS, reconfigured
+from cluster.config.names import DEPLOYMENTS
 from cluster.launch.local import status_args
-from cluster.launch.overlays import laid_over, overlays
-from cluster.launch.serve_config import serve_config
+from cluster.launch.serve_config import laid_over, overlays, serve_config
 from deployments.app import DraftPoolArgs
-from deployments.names import DEPLOYMENTS
 from deployments.operate.status import StatusArgs
 from tests.cluster.test_cli import EXAMPLES, as_yaml
 

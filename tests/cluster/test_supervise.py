@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.launch.processes import is_alive
+from cluster.launch.supervise import is_alive
 
 ROOT = Path(__file__).resolve().parents[2]
 GRANDCHILD = "import time; time.sleep(300)"

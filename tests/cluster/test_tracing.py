@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from cluster.config.app import ServiceConfig
+from cluster.config.app import FILE, OTLP_LIBRARY, ServiceConfig, Tracing
 from cluster.config.environment import prepare_for_ray
 from cluster.config.files import load_config
-from cluster.config.tracing import FILE, OTLP, OTLP_LIBRARY, Tracing
+from cluster.config.names import OTLP
 from cluster.launch.local import LocalService
 from specdec.core.errors import InvalidParameterError
 

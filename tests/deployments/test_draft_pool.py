@@ -10,11 +10,11 @@ from pydantic import ValidationError
 
 from cluster.config.app import AppArgs
 from cluster.config.live import reconfigured
+from cluster.config.names import DRAFT, ROUTER, TARGET
 from cluster.launch.placement import Devices
 from cluster.models.identity import fingerprints
 from deployments import app
 from deployments.ingress import model_info
-from deployments.names import DRAFT, ROUTER, TARGET
 from deployments.operate import status
 from deployments.operate.readiness import ReplicaPoll
 

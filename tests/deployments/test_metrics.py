@@ -14,10 +14,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 import deployments.metrics
 from benchmarks.scripted import Script, ScriptedDrafter, ScriptedTarget
 from deployments.http.observer import Observer
-from deployments.metrics.changes import ChangeRegistry
-from deployments.metrics.families import FAMILIES, REPORTED
+from deployments.metrics.families import FAMILIES, REPORTED, metrics_table
+from deployments.metrics.page import ChangeRegistry
 from deployments.metrics.replica import MachineReport, RayExport, ReplicaMetrics
-from deployments.metrics.table import metrics_table
 from specdec.drafting.length.contained import ContainedController
 from specdec.drafting.length.controller import Controller
 from specdec.drafting.length.modes import MODES, Bounds
@@ -141,7 +140,7 @@ def test_names_and_words() -> None:
 
 def test_the_table_is_that_of_the_code() -> None:
     text = (Path(deployments.metrics.__path__[0]) / "README.md").read_text(encoding="utf-8")
-    hint = "run: python -m deployments.metrics.table deployments/metrics/README.md"
+    hint = "run: python -m deployments.metrics.families deployments/metrics/README.md"
     assert text.endswith("\n".join(metrics_table()) + "\n"), hint
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deployments.operate.update_watch import UpdateWatch, told
+from deployments.operate.status import UpdateWatch, told
 
 FAILED = "Traceback\n  File x\nspecdec.core.errors.MemoryPlanError: no room"
 
@@ -81,7 +81,7 @@ async def test_serve_is_not_asked_each_time_and_may_not_answer() -> None:
 async def test_seconds_count_from_when_the_update_was_first_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, running, updating = 1000.0, application("RUNNING"), application("DEPLOYING", TargetServer=WAITS)
     found = running
-    monkeypatch.setattr("deployments.operate.update_watch.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("deployments.operate.status.time.monotonic", lambda: now_s)
     watch = UpdateWatch("a", 60.0, lambda: SimpleNamespace(applications={"a": found}))
     seen = []
     for application_now, pause_s in ((running, 500), (updating, 40), (updating, 30), (running, 100), (updating, 5)):

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from deployments.scaling import waking
-from deployments.scaling.waking import Waker
+from deployments.scaling import autoscaling
+from deployments.scaling.autoscaling import Waker
 
 
 class Response:
@@ -32,7 +32,7 @@ async def until(condition: Any) -> None:
 
 
 async def test_one_call_waits_for_a_replica_while_one_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waking, "PERIOD_S", 0.002)
+    monkeypatch.setattr(autoscaling, "PERIOD_S", 0.002)
     is_wanted, num_looks, calls = False, 0, list[Response]()
 
     def look() -> bool:
@@ -61,7 +61,7 @@ async def test_one_call_waits_for_a_replica_while_one_is_wanted(monkeypatch: pyt
 
 
 async def test_what_is_wanted_for_a_moment_alone_calls_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waking, "PERIOD_S", 0.001)
+    monkeypatch.setattr(autoscaling, "PERIOD_S", 0.001)
     looks, calls = 0, list[Response]()
 
     def look() -> bool:
@@ -80,8 +80,8 @@ async def test_what_is_wanted_for_a_moment_alone_calls_nobody(monkeypatch: pytes
 
 
 async def test_a_call_that_nobody_answers_is_given_up_and_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waking, "PERIOD_S", 0.002)
-    monkeypatch.setattr(waking, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(autoscaling, "PERIOD_S", 0.002)
+    monkeypatch.setattr(autoscaling, "PATIENCE_S", 0.01)
     calls = list[Response]()
 
     def call() -> Response:

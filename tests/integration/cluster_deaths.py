@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from deployments.names import INGRESS, ROUTER
+from cluster.config.names import INGRESS, ROUTER
 from tests.integration.kills import Comparison, Stream, Streams
 from tests.integration.nodes import (
     ROLE,

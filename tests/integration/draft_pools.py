@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import psutil
 
-from deployments.names import DRAFT
+from cluster.config.names import DRAFT
 from tests.integration.kills import Comparison, Stream, Streams
 from tests.integration.nodes import LocalCluster, is_ready, placement, prepare, replicas
 from tests.integration.running import eventually

@@ -20,7 +20,7 @@ import httpx
 import psutil
 
 from cluster.config.environment import prepare_for_ray
-from deployments.names import DEPLOYMENTS
+from cluster.config.names import DEPLOYMENTS
 from tests.integration.running import eventually, free_port
 
 ROLE = "role"

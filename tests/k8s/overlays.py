@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from cluster.launch.overlays import overlays
+from cluster.launch.serve_config import overlays
 
 OVERLAYS = overlays()
 NAMES = sorted(folder.name for folder in OVERLAYS.iterdir())

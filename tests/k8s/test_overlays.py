@@ -16,10 +16,9 @@ from cluster.config.app import AppArgs
 from cluster.config.environment import RAY_SETTINGS
 from cluster.config.files import load_config
 from cluster.config.live import reconfigured
+from cluster.config.names import APPLICATION, APPLICATION_NAME, DEPLOYMENTS, STATUS, STATUS_PARTS
 from cluster.config.replicas import least, most
-from cluster.launch.local import APPLICATION, APPLICATION_NAME, STATUS, STATUS_PARTS
 from cluster.models.vllm import runtime_env
-from deployments.names import DEPLOYMENTS
 from k8s.__main__ import files
 from tests.k8s.crd_schema import load_definition, problems, schema_of
 from tests.k8s.overlays import NAMES, OVERLAYS, built, groups, of_kind, pods, ray_service, selects, serve_text

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.launch.overlays import KUSTOMIZATION
+from cluster.launch.serve_config import KUSTOMIZATION
 from tests.integration.running import RunningService
 from tests.k8s.overlays import kubectl
 

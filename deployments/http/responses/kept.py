@@ -14,8 +14,14 @@ from deployments.http.arrival import Arrival
 from deployments.http.context import Api
 from deployments.http.errors import ApiError
 from deployments.http.messages import Json
-from deployments.http.schemas.responses import ResponsesBody
-from deployments.http.schemas.responses_input import CallItem, InputItem, MessageItem, ReasoningItem, ResultItem
+from deployments.http.schemas.responses import (
+    CallItem,
+    InputItem,
+    MessageItem,
+    ReasoningItem,
+    ResponsesBody,
+    ResultItem,
+)
 from deployments.http.store import Store
 from deployments.http.writing import json_bytes
 from specdec.core.errors import InvalidParameterError, ServiceUnavailableError

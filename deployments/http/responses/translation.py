@@ -9,19 +9,30 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deployments.http.errors import ApiError
-from deployments.http.schemas.chat import ChatBody, ChatMessage, TemplatedBody
-from deployments.http.schemas.common import SamplingBody
-from deployments.http.schemas.responses import ResponsesBody, TextFormat
-from deployments.http.schemas.responses_input import CallItem, InputItem, MessageItem, ReasoningItem, ResultItem
-from deployments.http.schemas.responses_tools import FunctionChoice, FunctionTool, ResponsesToolChoice
-from deployments.http.schemas.tools import (
+from deployments.http.schemas.chat import (
     MOST_CALLS,
     CalledFunction,
     CallSpec,
+    ChatBody,
+    ChatMessage,
     ChosenFunction,
     FunctionSpec,
     NamedChoice,
+    TemplatedBody,
     ToolSpec,
+)
+from deployments.http.schemas.common import SamplingBody
+from deployments.http.schemas.responses import (
+    CallItem,
+    FunctionChoice,
+    FunctionTool,
+    InputItem,
+    MessageItem,
+    ReasoningItem,
+    ResponsesBody,
+    ResponsesToolChoice,
+    ResultItem,
+    TextFormat,
 )
 from specdec.core.errors import InvalidParameterError
 

@@ -1,25 +1,280 @@
-"""The body of a response, and the events of one that is streamed."""
+"""The body of a response, and the events of one that is streamed.
+
+The output items of a response, as they come about.
+"""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal, Protocol
 
 from deployments.http.context import Api
 from deployments.http.errors import ApiError
-from deployments.http.generation import Generation, SampleDelta
+from deployments.http.formats import chat_entries
+from deployments.http.generation import Generation, SampleDelta, ShownToken
 from deployments.http.job import Job
-from deployments.http.logprobs import chat_entries
 from deployments.http.messages import AssistantMessage, Json
 from deployments.http.responses.kept import ConversationKeeper
-from deployments.http.responses.output import Output
-from deployments.http.schemas.responses import ResponsesBody
-from deployments.http.schemas.responses_tools import FunctionChoice
+from deployments.http.schemas.responses import FunctionChoice, ResponsesBody
 from deployments.http.tally import answer_metrics
-from deployments.http.writing import Event
+from deployments.http.writing import Event, WrittenList
 from specdec.core.types import Finish
+from specdec.structured.parsing.calls import AnswerEvent, ContentDelta, ReasoningDelta, ToolCallDelta
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputItem(Protocol):
+    """One output item."""
+
+    def added(self) -> list[Json]:
+        """The events that tell of a new item."""
+        ...
+
+    @property
+    def num_characters(self) -> int:
+        """How many its end repeats."""
+        ...
+
+    def more(self, text: str, logprobs: list[Json]) -> Json:
+        """Take more text; the event that tells of it."""
+        ...
+
+    def done(self, status: ItemStatus) -> list[Json]:
+        """The events that tell of its end."""
+        ...
+
+    def written(self) -> Json:
+        """The item as it is now."""
+        ...
+
+
+class TextOutput:
+    """A message, or reasoning: one part of text.
+
+    Args:
+        index: Of the item in its response.
+        is_reasoning: Which of them.
+    """
+
+    def __init__(self, index: int, *, is_reasoning: bool) -> None:
+        self._is_reasoning = is_reasoning
+        self._event = "response.reasoning_text" if is_reasoning else "response.output_text"
+        self._id = f"{'rs' if is_reasoning else 'msg'}_{uuid.uuid4().hex}"
+        self._place: Json = {"output_index": index}
+        self._part_place = self._place | {"item_id": self._id, "content_index": 0}
+        self._texts: list[str] = []
+        self._num_characters = 0
+        self._logprobs = WrittenList()
+        self._status: ItemStatus = "in_progress"
+        self._has_part = False
+
+    def added(self) -> list[Json]:
+        """The item without a part, and its part without text."""
+        added = {"type": "response.output_item.added", **self._place, "item": self.written()}
+        self._has_part = True
+        return [added, {"type": "response.content_part.added", **self._part_place, "part": self._part()}]
+
+    @property
+    def num_characters(self) -> int:
+        """How many its end repeats."""
+        return self._num_characters + self._logprobs.num_characters
+
+    def more(self, text: str, logprobs: list[Json]) -> Json:
+        """More of the text."""
+        self._texts.append(text)
+        self._num_characters += len(text)
+        self._logprobs.extend(logprobs)
+        beside = {} if self._is_reasoning else {"logprobs": logprobs}
+        return {"type": f"{self._event}.delta", **self._part_place, "delta": text, **beside}
+
+    def done(self, status: ItemStatus) -> list[Json]:
+        """The end of its text, of its part and its own."""
+        self._status = status
+        beside = {} if self._is_reasoning else {"logprobs": self._logprobs.copy()}
+        return [
+            {"type": f"{self._event}.done", **self._part_place, "text": "".join(self._texts), **beside},
+            {"type": "response.content_part.done", **self._part_place, "part": self._part()},
+            {"type": "response.output_item.done", **self._place, "item": self.written()},
+        ]
+
+    def written(self) -> Json:
+        """The item as it is now."""
+        content = [self._part()] if self._has_part else []
+        if self._is_reasoning:
+            return {"id": self._id, "type": "reasoning", "summary": [], "content": content, "status": self._status}
+        return {"id": self._id, "type": "message", "role": "assistant", "content": content, "status": self._status}
+
+    def _part(self) -> Json:
+        text = "".join(self._texts)
+        if self._is_reasoning:
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs.copy()}
+
+
+class CallOutput:
+    """A call of a function.
+
+    Args:
+        index: Of the item in its response.
+        name: The function's.
+        call_id: By which the client's answer names it.
+    """
+
+    def __init__(self, index: int, name: str, call_id: str) -> None:
+        self._call: Json = {"type": "function_call", "call_id": call_id, "name": name}
+        self._id = f"fc_{uuid.uuid4().hex}"
+        self._place: Json = {"output_index": index}
+        self._arguments: list[str] = []
+        self._status: ItemStatus = "in_progress"
+
+    def added(self) -> list[Json]:
+        """The call without arguments."""
+        return [{"type": "response.output_item.added", **self._place, "item": self.written()}]
+
+    @property
+    def num_characters(self) -> int:
+        """How many its end repeats."""
+        return sum(map(len, self._arguments))
+
+    def more(self, text: str, logprobs: list[Json]) -> Json:
+        """More of its arguments."""
+        self._arguments.append(text)
+        return {
+            "type": "response.function_call_arguments.delta",
+            **self._place,
+            "item_id": self._id,
+            "delta": text,
+        }
+
+    def done(self, status: ItemStatus) -> list[Json]:
+        """The end of its arguments, and its own."""
+        self._status = status
+        told: Json = {**self._place, "item_id": self._id, "arguments": "".join(self._arguments)}
+        return [
+            {"type": "response.function_call_arguments.done", **told},
+            {"type": "response.output_item.done", **self._place, "item": self.written()},
+        ]
+
+    def written(self) -> Json:
+        """The item as it is now."""
+        return {"id": self._id, **self._call, "arguments": "".join(self._arguments), "status": self._status}
+
+
+class Output:
+    """Reads an answer, and makes of it output items and the events that tell of them.
+
+    Args:
+        message: Reads the text.
+        written_logprobs: Writes log probabilities down.
+    """
+
+    def __init__(
+        self, message: AssistantMessage, written_logprobs: Callable[[Sequence[ShownToken]], list[Json]]
+    ) -> None:
+        self._message = message
+        self._written_logprobs = written_logprobs
+        self._items: list[OutputItem] = []
+        self._kind = ""
+        self._num_characters = 0
+        self._pending: list[ShownToken] = []
+
+    def read(self, delta: SampleDelta) -> list[Json]:
+        """Take what is new; the events that tell of it."""
+        pieces: list[_Piece] = []
+        for text, token, finish in self._cut(delta):
+            if token is not None:
+                self._pending.append(token)
+            for event in self._message.read(text, finish):
+                self._add(pieces, event)
+        told = [event for piece in pieces for event in self._tell(piece)]
+        return told if delta.finish is None else told + self._end(delta.finish)
+
+    def written(self) -> list[Json]:
+        """All items as they are now."""
+        return [item.written() for item in self._items]
+
+    @property
+    def num_characters(self) -> int:
+        """About how long they are."""
+        return sum(item.num_characters for item in self._items)
+
+    def _cut(self, delta: SampleDelta) -> Iterator[tuple[str, ShownToken | None, Finish | None]]:
+        """The text in pieces, so that what is made of a token's own piece tells whether it belongs to the message."""
+        start = self._num_characters
+        self._num_characters += len(delta.text)
+        shown = delta.logprobs or ()
+        begins = [0, *(min(max(token.offset - start, 0), len(delta.text)) for token in shown)]
+        ends = [*begins[1:], len(delta.text)]
+        tokens = [None, *shown]
+        for number, (token, begin, end) in enumerate(zip(tokens, begins, ends, strict=True)):
+            finish = delta.finish if number == len(shown) else None
+            if begin < end or token is not None or finish is not None:
+                yield delta.text[begin:end], token, finish
+
+    def _add(self, pieces: list[_Piece], event: AnswerEvent) -> None:
+        """Take a parser's event; neighbours of one kind become one piece."""
+        match event:
+            case ContentDelta():
+                kind, text = "message", event.text
+            case ReasoningDelta():
+                kind, text = "reasoning", event.text
+            case ToolCallDelta():
+                kind, text = f"call {event.index}", event.arguments
+        if not pieces or pieces[-1].kind != kind:
+            pieces.append(_Piece(kind))
+        pieces[-1].texts.append(text)
+        if kind == "message":
+            pieces[-1].tokens += self._pending
+        self._pending = []
+
+    def _tell(self, piece: _Piece) -> Iterator[Json]:
+        """The events of a piece: it goes on with the last item, or begins one."""
+        if piece.kind != self._kind:
+            yield from self._close("completed")
+            yield from self._open(piece.kind)
+        text, logprobs = "".join(piece.texts), self._written_logprobs(piece.tokens)
+        if text or logprobs:
+            yield self._items[-1].more(text, logprobs)
+
+    def _open(self, kind: str) -> list[Json]:
+        index = len(self._items)
+        if kind in ("message", "reasoning"):
+            self._items.append(TextOutput(index, is_reasoning=kind == "reasoning"))
+        else:
+            call = self._message.calls[int(kind.removeprefix("call "))]
+            self._items.append(CallOutput(index, call.name, call.id))
+        self._kind = kind
+        return self._items[-1].added()
+
+    def _close(self, status: ItemStatus) -> list[Json]:
+        return self._items[-1].done(status) if self._kind else []
+
+    def _end(self, finish: Finish) -> list[Json]:
+        """The end of the last item; an answer that says nothing has an empty message."""
+        told = [] if self._items else self._open("message")
+        if self._kind == "message" and self._pending:
+            told.append(self._items[-1].more("", self._written_logprobs(self._pending)))
+        return told + self._close("completed" if finish == "stop" else "incomplete")
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Neighbouring events of one kind.
+
+    Attributes:
+        kind: ``message``, ``reasoning``, or ``call`` and its number.
+        tokens: Those of a message of which log probabilities are told.
+    """
+
+    kind: str
+    texts: list[str] = field(default_factory=list)
+    tokens: list[ShownToken] = field(default_factory=list)
+
 
 _LONG = 1 << 12
 """Characters."""

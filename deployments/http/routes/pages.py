@@ -1,15 +1,22 @@
-"""``GET /``, ``/docs``, ``/version`` and ``/ping``: for people, and for probes of other servers' habits."""
+"""``GET /``, ``/docs``, ``/version`` and ``/ping``: for people, and for probes of other servers' habits.
+
+``GET /health``; in the service an application of its own stands before it.
+
+``GET /v1/models`` and ``GET /v1/models/{name}``.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Response
-from fastapi.responses import FileResponse, HTMLResponse
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse
 
 import specdec
 from deployments.http.context import ApiOf
+from deployments.http.service import ServedModel
 
 router = APIRouter()
 _PAGE = Path(__file__).parent.parent / "docs.html"
@@ -41,3 +48,43 @@ async def ping(api: ApiOf) -> Response:
 async def docs() -> FileResponse:
     """The API's own description, as a page that loads nothing but ``/openapi.json``."""
     return FileResponse(_PAGE, headers={"Content-Security-Policy": "default-src 'self' 'unsafe-inline'"})
+
+
+@router.get("/health")
+async def health(api: ApiOf) -> Response:
+    """200 while requests can be served, else 503."""
+    api.service.check_health()
+    return Response()
+
+
+@router.get("/v1/models", response_model=None)
+async def models(api: ApiOf) -> Response:
+    """All models that requests can name."""
+    info = api.service.model_info()
+    others = (replace(info.target, name=name) for name in info.target.other_names)
+    served = [*info.base_models, *others, *info.adapters.values()]
+
+    def write() -> Response:
+        return JSONResponse({"object": "list", "data": [_model(model, info.created_s) for model in served]})
+
+    return await api.write(len(served), write)
+
+
+@router.get("/v1/models/{name:path}")
+async def model(name: str, api: ApiOf) -> dict[str, Any]:
+    """One of them."""
+    await api.look_for(name)
+    return _model(api.model(name), api.service.model_info().created_s)
+
+
+def _model(model: ServedModel, created_s: int) -> dict[str, Any]:
+    root = Path(model.root)  # of a folder only its name: where it lies is nobody's business
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": created_s,
+        "owned_by": "specdec",
+        "max_model_len": model.max_model_len,
+        "root": (root.name if root.is_absolute() else model.root) or model.name,
+        "parent": model.parent,
+    }

@@ -6,8 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from deployments.http.schemas.fields import Bias, Body, Integer, Integers, Stops
-from deployments.http.schemas.others import REFUSED, TAKEN
+from deployments.http.schemas.fields import REFUSED, TAKEN, Bias, Body, Integer, Integers, Stops
 from specdec.core.errors import InvalidParameterError
 from specdec.core.params import Acceptance
 
@@ -93,7 +92,7 @@ class SamplingBody(Body):
 class GenerationBody(SamplingBody):
     """A request for completions or chat completions.
 
-    Both kinds of body have all fields of :mod:`deployments.http.schemas.others` in common.
+    Both kinds of body have all fields of :mod:`deployments.http.schemas.fields` in common.
 
     Attributes:
         n: Samples per prompt.

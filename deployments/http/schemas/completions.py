@@ -7,8 +7,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from deployments.http.schemas.common import GenerationBody
-from deployments.http.schemas.fields import Prompts
-from deployments.http.schemas.others import REFUSED, REFUSED_IN_COMPLETIONS, TAKEN, TAKEN_IN_COMPLETIONS
+from deployments.http.schemas.fields import REFUSED, REFUSED_IN_COMPLETIONS, TAKEN, TAKEN_IN_COMPLETIONS, Prompts
 from specdec.core.errors import InvalidParameterError
 
 

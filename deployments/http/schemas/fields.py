@@ -1,4 +1,9 @@
-"""Kinds of fields, and what becomes of those that are not served."""
+"""Kinds of fields, and what becomes of those that are not served.
+
+Fields of other servers' and of OpenAI's bodies that are not served: two tables, by name.
+
+A field in neither, nor in a schema, is unknown: it is ignored or refused, as the service is configured.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,179 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from deployments.http.schemas.others import REPLACED, Names, is_neutral
+REFUSED: dict[str, tuple[Any, ...]] = {
+    # OpenAI
+    "best_of": (1,),
+    "suffix": ("",),
+    "functions": ([],),
+    "function_call": ("none",),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "moderation": (),
+    # vLLM and SGLang
+    "use_beam_search": (False,),
+    "early_stopping": (False,),
+    "length_penalty": (1,),
+    "no_repeat_ngram_size": (0,),
+    "top_a": (0,),
+    "logits_processors": ([],),
+    "logprob_token_ids": ([],),
+    "prompt_embeds": (),
+    "documents": ([],),
+    "guided_whitespace_pattern": ("",),
+    "regex": ("",),
+    "ebnf": ("",),
+    "repetition_detection": (),
+    "priority": (0,),
+    # llama.cpp
+    "mirostat": (0,),
+    "dry_multiplier": (0,),
+    "xtc_probability": (0,),
+    "typical_p": (1,),
+    "typ_p": (1,),
+    "tfs_z": (1,),
+    "top_n_sigma": (-1, 0),
+    "dynatemp_range": (0,),
+    "repeat_penalty": (1,),
+    "n_predict": (-1,),
+    "n_probs": (0,),
+    "grammar": ("",),
+    "json_schema": (),
+    "samplers": ([],),
+}
+"""Fields that would change the answer, each with the values that change nothing; null is always one of them."""
+
+REPLACED: dict[str, str] = {
+    "n_predict": "max_tokens",
+    "n_probs": "logprobs",
+    "repeat_penalty": "repetition_penalty",
+    "regex": "guided_regex",
+    "ebnf": "guided_grammar",
+    "grammar": "guided_grammar",
+    "json_schema": "response_format",
+}
+"""Refused fields that are another server's name of a field that is served."""
+
+TAKEN: frozenset[str] = frozenset(
+    {
+        # OpenAI
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+        # vLLM: they steer what is not on, or what has no effect on the answer
+        *("guided_decoding_backend", "separate_reasoning"),
+        *("mm_processor_kwargs", "kv_transfer_params", "vllm_xargs", "detokenize"),
+        # llama.cpp: parameters of samplers that are refused unless they are off, and of its own cache and slots
+        *("mirostat_tau", "mirostat_eta", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
+        *("dry_sequence_breakers", "xtc_threshold", "dynatemp_exponent", "repeat_last_n", "penalty_last_n"),
+        # text-generation-webui: without it, a misspelt `model`
+        "mode",
+        *("cache_prompt", "id_slot", "n_keep", "timings_per_token", "return_progress", "reasoning_format"),
+    }
+)
+"""Fields that are ignored under every configuration: they promise nothing about the text."""
+
+REFUSED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
+    "function_call": (),
+    "refusal": ("",),
+    "audio": (),
+}
+TAKEN_IN_MESSAGES = frozenset({"annotations", "reasoning", "parsed"})
+"""``parsed``, here and elsewhere, is what the official client's helpers have added to the answer that is sent back."""
+
+REFUSED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "reasoning_effort": ("none",),
+    "thinking_token_budget": (),
+}
+"""Fields of conversations alone."""
+TAKEN_IN_COMPLETIONS = frozenset({"parallel_tool_calls", "include_reasoning", "prediction"})
+
+REFUSED_IN_RESPONSES: dict[str, tuple[Any, ...]] = {
+    **REFUSED,
+    # what only OpenAI has
+    "conversation": (),
+    "background": (False,),
+    "prompt": (),
+    "context_management": ([],),
+    "access_programs": (),
+    "image": (),
+    # of completions and chat completions
+    "messages": (),
+    "reasoning_effort": (),
+    "n": (1,),
+    "max_tokens": (),
+    "max_completion_tokens": (),
+    "response_format": ({"type": "text"},),
+    "logprobs": (False,),
+    "prompt_logprobs": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "echo": (False,),
+}
+"""The same for ``/v1/responses``."""
+
+REPLACED_IN_RESPONSES: dict[str, str] = {
+    **REPLACED,
+    "n_predict": "max_output_tokens",
+    "n_probs": "top_logprobs",
+    "json_schema": "text",
+    "prompt": "input",
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text",
+    "logprobs": "include",
+    "reasoning_effort": "reasoning",
+}
+
+TAKEN_IN_RESPONSES = (TAKEN - {"metadata", "store"}) | {"max_tool_calls", "prediction"}
+
+
+def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Whether a value is null or one of those that change nothing; 1 and 1.0 are the same, 1 and true are not."""
+    return value is None or any(isinstance(value, bool) == isinstance(one, bool) and value == one for one in neutral)
+
+
+class Names:
+    """Known names of one kind of body, and which of them a misspelt one means.
+
+    Args:
+        names: All of them.
+    """
+
+    _LEAST = 4
+    """Shorter names are all alike."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self._most = max(map(len, names), default=0) + 1
+        self._by_part: dict[str, list[str]] = {}
+        for name in sorted(names):
+            for part in _parts(name):
+                self._by_part.setdefault(part, []).append(name)
+
+    def nearest(self, name: str) -> str | None:
+        """The known name that is one edit away: a letter more, less, another, or two that have changed places."""
+        if not self._LEAST <= len(name) <= self._most:
+            return None
+        near = (known for part in _parts(name) for known in self._by_part.get(part, ()))
+        return next((known for known in near if _is_one_edit(name, known)), None)
+
+
+def _parts(name: str) -> set[str]:
+    """A name, and what is left of it without one of its letters: two names one edit apart share one of these."""
+    return {name, *(name[:i] + name[i + 1 :] for i in range(len(name)))}
+
+
+def _is_one_edit(a: str, b: str) -> bool:
+    if len(a) > len(b):
+        a, b = b, a
+    i = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
+    if len(a) < len(b):
+        return a[i:] == b[i + 1 :]
+    return a[i + 1 :] == b[i + 1 :] or (a[i : i + 2] == b[i : i + 2][::-1] and a[i + 2 :] == b[i + 2 :])
+
 
 _MOST_SHOWN = 64
 

@@ -8,10 +8,11 @@ from collections import Counter
 from pathlib import Path
 
 import deployments
+from deployments.http.routes.tokens import DetokenizeBody, TokenizeBody
 from deployments.http.schemas.chat import ChatBody, TemplatedBody
 from deployments.http.schemas.common import SamplingBody
 from deployments.http.schemas.completions import CompletionBody
-from deployments.http.schemas.others import (
+from deployments.http.schemas.fields import (
     REFUSED,
     REFUSED_IN_MESSAGES,
     REFUSED_IN_RESPONSES,
@@ -21,7 +22,6 @@ from deployments.http.schemas.others import (
     is_neutral,
 )
 from deployments.http.schemas.responses import ResponsesBody
-from deployments.http.schemas.tokens import DetokenizeBody, TokenizeBody
 
 from .conftest import Bench
 

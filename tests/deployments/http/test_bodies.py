@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from deployments.http import SequenceRequest
-from deployments.http.schemas.others import REFUSED, REFUSED_IN_MESSAGES
+from deployments.http.schemas.fields import REFUSED, REFUSED_IN_MESSAGES
 from specdec.core.types import TokenLogprobs
 from tests.deployments.http.scripted import rounds
 

@@ -11,13 +11,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from deployments.http import ApiSettings
-from deployments.http.schemas.others import (
-    REFUSED,
-    REFUSED_IN_COMPLETIONS,
-    REFUSED_IN_MESSAGES,
-    TAKEN,
-    is_neutral,
-)
+from deployments.http.schemas.fields import REFUSED, REFUSED_IN_COMPLETIONS, REFUSED_IN_MESSAGES, TAKEN, is_neutral
 
 from .conftest import Bench
 

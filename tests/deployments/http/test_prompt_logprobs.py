@@ -11,7 +11,7 @@ from openai import AsyncOpenAI, InternalServerError
 
 from cluster.config.limits import Limits
 from deployments.http import ApiSettings, SequenceRequest, TokenDelta, create_app
-from deployments.http.echo import make_echo
+from deployments.http.job import make_echo
 from specdec.core.types import PromptLogprobs, TokenLogprobs
 from specdec.text.detokenizer import TokenTexts
 from tests.deployments.http.scripted import Step, rounds

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from transformers import PreTrainedTokenizerFast
 
 from deployments.http import ApiSettings, TokenDelta, create_app
-from deployments.http.schemas.others import REFUSED_IN_RESPONSES
+from deployments.http.schemas.fields import REFUSED_IN_RESPONSES
 from specdec.core.errors import SequenceFailedError
 from specdec.core.grammar import Grammar
 from specdec.core.types import TokenLogprobs

@@ -147,7 +147,7 @@ def test_nothing_traces_where_serve_does_not() -> None:
 
 
 def test_the_exporter_is_what_the_configuration_names() -> None:
-    from cluster.config.tracing import OTLP
+    from cluster.config.names import OTLP
 
     module, _, function = OTLP.partition(":")
     assert module == tracing.__name__

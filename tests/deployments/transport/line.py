@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks.scripted import Script, ScriptedDrafter, ScriptedTarget
+from cluster.config.names import DRAFT, TARGET
 from deployments.http.service import ModelInfo, ServedModel
-from deployments.names import DRAFT, TARGET
 from deployments.router import _group
 from deployments.tokens import RoutedTokens
 from deployments.transport import endpoints

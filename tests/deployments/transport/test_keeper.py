@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from deployments.transport.keeper import LinkKeeper
+from deployments.transport.endpoints import LinkKeeper
 from deployments.transport.wire import LinkError, LinkRefusedError, LinkTimes, OtherModelError
 from tests.deployments.transport.nodes import until
 

@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 from msgspec.structs import replace
 
-from deployments.transport.host import LoopHost
+from deployments.transport.host import LoopHost, Mailbox
 from deployments.transport.link import Answerer, Dialer, carry, spawn
-from deployments.transport.mailbox import Mailbox
 from deployments.transport.wire import (
     WIRE_VERSION,
     Frame,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from deployments.transport.mailbox import Mailbox
+from deployments.transport.host import Mailbox
 
 
 async def test_everything_pending_is_one_batch() -> None:

@@ -33,7 +33,7 @@ from deployments.transport.endpoints import (  # noqa: E402
     replica_id,
 )
 from deployments.transport.host import Host  # noqa: E402
-from deployments.transport.options import pinned_options  # noqa: E402
+from deployments.transport.pinning import pinned_options  # noqa: E402
 from deployments.transport.wire import Identity, LinkTimes  # noqa: E402
 from specdec.core.messages import Alive  # noqa: E402
 

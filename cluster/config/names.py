@@ -1,0 +1,22 @@
+"""What this package knows of ``deployments``: its names, as strings. Deployments find each other by them, too."""
+
+INGRESS = "OpenAIIngress"
+ROUTER = "SpeculationRouter"
+DRAFT = "DraftServer"
+TARGET = "TargetServer"
+DEPLOYMENTS = (INGRESS, ROUTER, DRAFT, TARGET)
+LOADERS = (TARGET, DRAFT)
+"""Those whose replicas load a model, and say what they do."""
+
+APPLICATION_NAME = "specdec"
+APPLICATION = "deployments.app:build_app"
+LOCAL_APPLICATION = "deployments.app:build_local_app"
+"""The same where ``specdec serve`` deploys it, and the service itself may deploy it again."""
+DRAFT_APPLICATION = "deployments.app:build_draft_pool"
+STATUS = "deployments.operate.status"
+"""Module with a builder for each of the service's status applications: ``build_health`` for ``/health``, and so on."""
+STATUS_PARTS = ("health", "metrics")
+MIDDLEWARES = "deployments.proxy:middlewares"
+"""What Serve's HTTP proxy runs around each request."""
+OTLP = "deployments.metrics.spans:otlp"
+"""What makes the exporter of traces."""
