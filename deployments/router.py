@@ -21,7 +21,6 @@ from deployments.scaling.autoscaling import ExposedDrafts, Report, Waker
 from deployments.transport.endpoints import PeerGroup, RouterEndpoint, replica_id
 from deployments.transport.wire import FingerprintKind
 from specdec.core.types import SpeculationMode
-from specdec.drafting.length.contained import ContainedController
 from specdec.drafting.length.controller import Controller
 from specdec.drafting.length.modes import MODES, Bounds
 from specdec.drafting.length.plans import SEQUENTIAL_WAIT_S, PlanController, Planner, WorkerKind, fixed_plan, no_drafts
@@ -137,7 +136,7 @@ def planner_of(args: AppArgs) -> Planner | PlanController:
         return no_drafts
     if args.num_speculative_tokens == "auto":
         modes = frozenset(MODES if args.speculation_mode == "auto" else ("off", args.speculation_mode))
-        return ContainedController(Controller(Bounds(args.most_draft_tokens, args.num_branches, modes)))
+        return Controller(Bounds(args.most_draft_tokens, args.num_branches, modes))
     mode: SpeculationMode = "overlap" if args.speculation_mode == "auto" else args.speculation_mode
     wait_s = SEQUENTIAL_WAIT_S if mode == "sequential" else 0.0
     num_branches = args.num_branches if mode == "outcomes" else 0

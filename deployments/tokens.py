@@ -132,10 +132,9 @@ class RoutedTokens:
         self.check_health()
         assert self._host is not None
         seq, inbox = request.seq, Inbox()
-        spec = replace(request.spec, model=request.model, cache_salt=request.cache_salt or "")
         self._inboxes[seq] = inbox
         try:
-            self._host.tell(lambda machine, now_s: machine.start(seq, request.prompt, spec, now_s))
+            self._host.tell(lambda machine, now_s: machine.start(seq, request.prompt, request.spec, now_s))
             finished = False
             while not finished:
                 delta = await inbox.take()

@@ -9,10 +9,9 @@ import yaml
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from cluster.config.base import StrictModel, first_error, refused_key
+from cluster.config.names import AUTOSCALER
 
 MOST_REPLICAS = 1024
-AUTOSCALER = "deployments.scaling.autoscaling:Autoscaler"
-"""Import string of what decides how many replicas of a range there are."""
 _TOLD_S, _LOOK_BACK_S = 1.0, 5.0
 """How often Serve is told of a replica's load, and of which time it takes the mean."""
 _HELP = f"a whole number, at least 1 and at most {MOST_REPLICAS}, or a range such as {{min: 1, max: 4}}"

@@ -279,11 +279,13 @@ def _job(
                 num_speculative_tokens=bound,
                 prediction=prediction,
                 wants_times=body.wants_speculation,
+                cache_salt=arrival.cache_salt(body.cache_salt) or "",
+                model=model.role,
                 adapter=model.adapter,
                 draft_adapter=model.draft_adapter,
             )
             seq = f"{name}-{len(sequences)}"
-            sequences.append(SequenceRequest(seq, shared, spec, model.role, arrival.cache_salt(body.cache_salt)))
+            sequences.append(SequenceRequest(seq, shared, spec))
     return Job(
         body=body,
         model=model,

@@ -105,15 +105,11 @@ class SequenceRequest:
     Attributes:
         seq: Unique among all sequences of all ingresses.
         prompt: The prompt's tokens, at least one; samples of one prompt share them.
-        model: Which of the pair answers; the draft alone runs without speculation.
-        cache_salt: Prefixes are shared only among sequences with the same salt.
     """
 
     seq: str
     prompt: SharedTokens
     spec: SequenceSpec
-    model: ModelRole = "target"
-    cache_salt: str | None = None
 
 
 class TokenService(Protocol):

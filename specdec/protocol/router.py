@@ -26,8 +26,7 @@ from specdec.core.messages import (
     Want,
 )
 from specdec.core.types import UNKNOWN, Fingerprints, Finish
-from specdec.drafting.length.planning import Planning
-from specdec.drafting.length.plans import FixedPlans, PlanController, Planner, WorkerKind
+from specdec.drafting.length.plans import PlanController, Planner, Planning, WorkerKind
 from specdec.protocol.dispatcher import Dispatcher
 from specdec.protocol.ingress import MODEL_REPLACED
 from specdec.protocol.leases import LeasedRows, Outbox, Times
@@ -69,8 +68,7 @@ class RouterMachine:
         self.is_draining = False
         self.tracer: Tracer | None = None
         self.counters = RouterCounters()
-        self._controller: PlanController = FixedPlans(planner) if callable(planner) else planner
-        self._planning = Planning(self._controller)
+        self.planning = Planning(planner)
         self._times = times
         self._sessions: LeasedRows[Session] = LeasedRows(times.tombstone_s)
         self._outbox = Outbox()
@@ -89,11 +87,10 @@ class RouterMachine:
 
     def set_planner(self, planner: Planner | PlanController, now_s: float) -> None:
         """Plan by another planner from now on, also for the sequences that are open."""
-        self._controller = FixedPlans(planner) if callable(planner) else planner
-        self._planning = Planning(self._controller)
+        self.planning = Planning(planner)
         for session in self._sessions:
             if session.is_planned:
-                self._replan(session, self._controller.opened(session.seq, session.spec), now_s)
+                self._replan(session, self.planning.opened(session.seq, session.spec), now_s)
 
     def take_outbox(self) -> dict[str, list[Message]]:
         """Messages since the last call, by worker and ingress."""
@@ -105,7 +102,7 @@ class RouterMachine:
 
     def figures(self) -> dict[str, float]:
         """The router's counters, and the controller's choices and estimates, by name."""
-        planned = self._controller.figures()
+        planned = self.planning.figures()
         lacking = sum(session.lacks_drafter for session in self._sessions) + planned.get("num_without_drafter", 0.0)
         own = {"num_sessions": float(len(self._sessions)), "is_draining": float(self.is_draining)}
         return {**planned, **own, **self.counters.report(), "num_without_drafter": lacking}
@@ -176,7 +173,7 @@ class RouterMachine:
         for session in self._sessions.expire(now_s):
             self._end(session)
         self._dispatcher.try_suspects(now_s)
-        if self._planning.take_turn(now_s):
+        if self.planning.take_turn(now_s):
             self._review(now_s)
         if now_s < self._renewed_s + self._times.renew_interval_s:
             return False
@@ -213,7 +210,7 @@ class RouterMachine:
         """Ask the controller, and carry out what it has changed."""
         sessions = [session for session in self._sessions if session.is_planned and session.target.worker is not None]
         placements = {session.seq: (str(session.target.worker), session.drafter.worker) for session in sessions}
-        for seq, plan in self._controller.review(placements, now_s).items():
+        for seq, plan in self.planning.review(placements, now_s).items():
             session = self._sessions.get(seq)
             if session is not None and session.is_planned:
                 self._replan(session, plan, now_s)
@@ -264,7 +261,7 @@ class RouterMachine:
             self._end(held)
         session.begin_span(self.tracer)
         if session.is_planned:
-            session.plan = self._planning.opened(message.seq, message.spec)
+            session.plan = self.planning.opened(message.seq, message.spec)
         for link in session.links:
             self._dispatcher.place(session, link, now_s)
 
@@ -311,7 +308,7 @@ class RouterMachine:
             session.prompt_told_s = now_s
         if session.span is not None:
             session.span.add(num_tokens=len(new.how))
-        self._planning.decided(session.seq, new, now_s)
+        self.planning.decided(session.seq, new, now_s)
         # A target that began anew from an older log may fail before it has come to the end of this one.
         is_at_end = message.finish == "error" or message.mark.length == len(session.log)
         is_over = message.finish is not None and is_at_end
@@ -364,9 +361,9 @@ class RouterMachine:
         was_draining, worker.is_draining = worker.is_draining, bool(message.report.get("is_draining"))
         if worker.is_draining and not was_draining:
             self._dispatcher.hand_over(self._sessions, now_s)
-        self._controller.reported(message.worker, worker.kind, message.report)
+        self.planning.reported(message.worker, worker.kind, message.report)
         if worker.asked_s is not None:
-            self._controller.echoed(message.worker, now_s - worker.asked_s)
+            self.planning.echoed(message.worker, now_s - worker.asked_s)
             worker.asked_s = None
 
     def _commit(self, session: Session, base: int) -> None:
@@ -391,13 +388,13 @@ class RouterMachine:
         self._dispatcher.close_all(session)
         session.end(finish, reason)
         self.counters.num_sequence_errors += finish == "error"
-        self._planning.closed(session.seq)
+        self.planning.closed(session.seq)
         self._tell(session, session.told_length)
 
     def _end(self, session: Session | None) -> None:
         if session is not None:
             self._dispatcher.close_all(session)
-            self._planning.closed(session.seq)
+            self.planning.closed(session.seq)
 
     def _lose(self, name: str, now_s: float, *, is_gone: bool) -> None:
         worker = self.workers.get(name)
@@ -406,7 +403,7 @@ class RouterMachine:
             if worker is not None and not worker.is_draining:
                 self.counters.num_worker_deaths[worker.kind] += 1
             self.workers.remove(name)
-        self._controller.lost(name)
+        self.planning.lost(name)
         for session in self._dispatcher.lose(name, self._sessions, now_s, is_only_one=is_only_one):
             self._finish(session, "error", _AT_FAULT)
         self._dispatcher.try_suspects(now_s)

@@ -17,7 +17,6 @@ from deployments.http.observer import Observer
 from deployments.metrics.families import FAMILIES, REPORTED, metrics_table
 from deployments.metrics.page import ChangeRegistry
 from deployments.metrics.replica import MachineReport, RayExport, ReplicaMetrics
-from specdec.drafting.length.contained import ContainedController
 from specdec.drafting.length.controller import Controller
 from specdec.drafting.length.modes import MODES, Bounds
 from specdec.engine.timing import StepReport
@@ -100,7 +99,7 @@ def test_machines_report_what_the_list_names() -> None:
     target = TargetMachine("T#1", ScriptedTarget(script, 100), Times())
     drafter = DrafterMachine("D#1", ScriptedDrafter(script, 100), Times())
     draft = DraftWorkerMachine(drafter, TargetMachine("D#1", ScriptedTarget(script, 100), Times()))
-    controller = ContainedController(Controller(Bounds(4, 4, frozenset(MODES))))
+    controller = Controller(Bounds(4, 4, frozenset(MODES)))
     router = RouterMachine("R#1", controller, Times())
     router.worker_joined("T#1", "target", 0.0)
     router.worker_lost("T#1", 1.0)

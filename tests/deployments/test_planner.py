@@ -10,7 +10,6 @@ from cluster.config.app import AppArgs
 from deployments.router import planner_of
 from specdec.core.messages import Plan
 from specdec.core.params import SamplingParams, SequenceSpec
-from specdec.drafting.length.contained import ContainedController
 from specdec.drafting.length.controller import Controller
 from specdec.drafting.length.plans import SEQUENTIAL_WAIT_S
 
@@ -39,11 +38,9 @@ def test_a_fixed_length_is_every_sequences_plan(keys: dict[str, Any], plan: Plan
 
 
 def chosen_by(args: AppArgs) -> Controller:
-    """The controller, whose errors are contained."""
     planner = planner_of(args)
-    assert isinstance(planner, ContainedController)
-    assert isinstance(planner.controller, Controller)
-    return planner.controller
+    assert isinstance(planner, Controller)
+    return planner
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 
 from specdec.core.messages import Notes, Plan
 from specdec.core.params import SequenceSpec
-from specdec.drafting.length.estimates import DecayedRate, kind_of, tally
-from specdec.drafting.length.group import PRIOR_RATE, PRIOR_TRIALS, PROBE, Group
+from specdec.drafting.length.estimates import Acceptance, kind_of, tally
+from specdec.drafting.length.group import PROBE, Group
 from specdec.drafting.length.modes import MODES, OFF, Bounds, Choice, Conditions
-from specdec.drafting.length.plans import SEQUENTIAL_WAIT_S, Placements, WorkerKind
+from specdec.drafting.length.plans import SEQUENTIAL_WAIT_S, Placements, PlanController, WorkerKind
 from specdec.drafting.length.workers import WorkerFigures
 
 SETTLE_ROUNDS = 2
@@ -44,7 +44,7 @@ class Tracked:
         return True
 
 
-class Controller:
+class Controller(PlanController):
     """Chooses mode, draft length and fan-out per sequence, for the most tokens per second.
 
     ``decided``, ``reported`` and ``echoed`` take measurements in, ``review`` gives the plans that have changed.
@@ -58,7 +58,7 @@ class Controller:
         self._workers: dict[str, WorkerFigures] = {}
         self._groups: dict[str, Group] = {}
         self._unread: set[str] = set()
-        self._acceptance: defaultdict[float, DecayedRate] = defaultdict(DecayedRate)
+        self._acceptance = Acceptance()
 
     def opened(self, seq: str, spec: SequenceSpec) -> Plan:
         """A sequence has come; its first plan is what was learned before, within its request's bound."""
@@ -82,7 +82,7 @@ class Controller:
         one, (num_rounds, num_accepted, num_judged) = self._sequences.get(seq), tally(notes.how, notes.num_drafted)
         if one is None or not num_rounds:
             return
-        self._acceptance[one.kind] = self._acceptance[one.kind].add(num_accepted, num_judged)
+        self._acceptance.learn((one.kind,), num_accepted, num_judged)
         group = self._groups.get(one.target or "")
         if group is not None and seq == group.probing:
             group.probed(num_rounds)
@@ -133,7 +133,7 @@ class Controller:
         group = self._groups.setdefault(target, Group())
         able = [seq for seq in seqs if self._sequences[seq].bound]
         # The one whose kind is known least is to probe.
-        able.sort(key=lambda seq: self._acceptance[self._sequences[seq].kind].trials)
+        able.sort(key=lambda seq: self._acceptance.num_judged((self._sequences[seq].kind,)))
         conditions, room = self._conditions(target, len(seqs), group.guess_rate)
         rates = [self._rate(self._sequences[seq]) for seq in able]
         mean_rate = sum(rates) / len(rates) if rates else group.acceptance_rate
@@ -158,7 +158,7 @@ class Controller:
         return Plan(length, choice.num_branches, rate, choice.mode, wait_s)
 
     def _rate(self, one: Tracked) -> float:
-        return self._acceptance[one.kind].rate(PRIOR_RATE, PRIOR_TRIALS)
+        return self._acceptance.rate((one.kind,))
 
     def _conditions(self, target: str, num_rows: int, guess_rate: float) -> tuple[Conditions | None, int]:
         """None while too little was measured; and for how many branches of a sequence a drafter has room."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from specdec.core.messages import ACCEPTED
@@ -10,6 +11,8 @@ from specdec.core.params import SequenceSpec
 
 MEMORY = 256.0
 """Trials after which a trial counts 1/e."""
+PRIOR_RATE, PRIOR_TRIALS = 0.5, 4.0
+"""Before anything was judged a draft token, or a guess, is as often right as wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,28 @@ class DecayedRate:
     def rate(self, prior: float, weight: float) -> float:
         """The rate, with a prior that counts like ``weight`` trials."""
         return (self.successes + prior * weight) / (self.trials + weight)
+
+
+class Acceptance:
+    """How often draft tokens are kept, by what they have in common: a source, a place, a request's temperature.
+
+    The router's controller and a target that chooses among drafts have one each: what each sees is not the other's.
+    """
+
+    def __init__(self) -> None:
+        self._rates: defaultdict[Hashable, DecayedRate] = defaultdict(DecayedRate)
+
+    def learn(self, kind: Hashable, num_kept: float, num_judged: float) -> None:
+        """Newer tokens of a kind were judged."""
+        self._rates[kind] = self._rates[kind].add(num_kept, num_judged)
+
+    def rate(self, kind: Hashable, prior: float = PRIOR_RATE) -> float:
+        """Share of a kind that is kept; near ``prior`` until some were judged."""
+        return self._rates[kind].rate(prior, PRIOR_TRIALS)
+
+    def num_judged(self, kind: Hashable) -> float:
+        """Tokens of a kind that were judged, older ones counting less."""
+        return self._rates[kind].trials
 
 
 def kind_of(spec: SequenceSpec) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -10,8 +9,7 @@ from itertools import accumulate
 from specdec.core.drafts import NO_DRAFT, OFFERED, Draft, kept_share, nodes_of
 from specdec.core.params import SequenceSpec
 from specdec.core.types import Tokens
-from specdec.drafting.length.estimates import DecayedRate, kind_of
-from specdec.drafting.length.group import PRIOR_TRIALS
+from specdec.drafting.length.estimates import Acceptance, kind_of
 from specdec.drafting.length.step_times import step_times
 from specdec.drafting.ngram import LONG_MATCH
 
@@ -37,7 +35,7 @@ class DraftGains:
     def __init__(self, report: Callable[[], Mapping[str, float]]) -> None:
         self._report = report
         self._times = step_times(report())
-        self._rates: defaultdict[tuple[str, float, int, int], DecayedRate] = defaultdict(DecayedRate)
+        self._acceptance = Acceptance()
         self._sizes: dict[tuple[float, int | None, int], int] = {}
         self._num_choices = self._num_cuts = self._num_rests = 0
 
@@ -77,8 +75,7 @@ class DraftGains:
         for i, (parent, place, rank) in enumerate(_nodes_of(_parents(draft))):
             if parent in kept:
                 is_kept = accepted[place : place + 1] == draft.tokens[i : i + 1]
-                key = _source(draft, spec, place, rank)
-                self._rates[key] = self._rates[key].add(is_kept, 1)
+                self._acceptance.learn(_source(draft, spec, place, rank), is_kept, 1)
                 if is_kept:
                     kept.add(i)
 
@@ -87,7 +84,7 @@ class DraftGains:
         shares = {-1: 1.0}
         for i, (parent, place, rank) in enumerate(_nodes_of(_parents(draft))):
             prior = kept_share(place, rank) if draft.source == "medusa" else kept_share(0, rank)
-            shares[i] = shares[parent] * self._rates[_source(draft, spec, place, rank)].rate(prior, PRIOR_TRIALS)
+            shares[i] = shares[parent] * self._acceptance.rate(_source(draft, spec, place, rank), prior)
         sizes = [num_rows * (1 + i) for i in range(len(shares))]
         seconds = [self._times.at(num_rows, size) if self._times else 1.0 for size in sizes]
         return [tokens / step_s for tokens, step_s in zip(accumulate(shares.values()), seconds, strict=True)]

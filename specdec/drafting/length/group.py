@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specdec.core.types import SpeculationMode
-from specdec.drafting.length.estimates import DecayedRate
+from specdec.drafting.length.estimates import PRIOR_RATE, PRIOR_TRIALS, DecayedRate
 from specdec.drafting.length.modes import OFF, Bounds, Choice, Conditions, best_by_mode, guess_rate_of, pace
 
 MARGIN, GAIN = 0.05, 0.1
@@ -18,8 +18,6 @@ PROBE = Choice("sequential", 2)
 PROBE_ROUNDS = 8
 PROBE_SHARE = 0.005
 """Part of the target's rows that carry a probe's drafts."""
-PRIOR_RATE, PRIOR_TRIALS = 0.5, 4.0
-"""Before anything was judged a draft token, or a guess, is as often right as wrong."""
 PRIOR_TOKENS, AGE_S = 16.0, 1800.0
 """A factor trusts its prior like so many tokens of each sequence, and itself 1/e after so long without news."""
 

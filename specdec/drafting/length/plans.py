@@ -1,14 +1,23 @@
-"""Who plans: the border between the router and its controller, and the plainest controllers there are."""
+"""Who plans: the border between the router and its controller, and the plainest controller there is."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 from specdec.core.messages import Notes, Plan
 from specdec.core.params import SequenceSpec
 from specdec.core.types import SpeculationMode
 
+logger = logging.getLogger(__name__)
+
+_REVIEW_S = 0.25
+"""Period of the controller's reviews: short beside a sequence, long beside a step."""
+_SOON_S = 0.05
+"""Time after a sequence has come in which no other came, until a review: its first plan may be another load's."""
+_QUIET_TURN = 2
+"""Of the turns since a verdict came: its commit has left by then, and what is offered after it has time yet."""
 WorkerKind = Literal["target", "drafter"]
 Planner = Callable[[SequenceSpec], Plan]
 SEQUENTIAL_WAIT_S = 1.0
@@ -17,44 +26,10 @@ Placements = Mapping[str, tuple[str, str | None]]
 """Target and drafter of each sequence that has a target."""
 
 
-class PlanController(Protocol):
-    """Chooses plans from what the router tells it. No clock, no messages of its own."""
+class PlanController:
+    """Chooses plans from what the router tells it. No clock, no messages of its own.
 
-    def opened(self, seq: str, spec: SequenceSpec) -> Plan:
-        """A sequence has come; its first plan."""
-        ...
-
-    def closed(self, seq: str) -> None:
-        """A sequence has ended; unknown ones are ignored."""
-        ...
-
-    def decided(self, seq: str, notes: Notes, now_s: float) -> None:
-        """New tokens of a sequence have come."""
-        ...
-
-    def reported(self, worker: str, kind: WorkerKind, report: Mapping[str, float]) -> None:
-        """A worker's newest counters and gauges have come."""
-        ...
-
-    def echoed(self, worker: str, seconds: float) -> None:
-        """A worker has answered a renewal, so long after it was sent."""
-        ...
-
-    def lost(self, worker: str) -> None:
-        """A worker is gone."""
-        ...
-
-    def review(self, placements: Placements, now_s: float) -> dict[str, Plan]:
-        """Choose anew; gives the plans that have changed, by sequence. Called a few times a second."""
-        ...
-
-    def figures(self) -> dict[str, float]:
-        """Choices and estimates by name; what belongs to one target, or one mode, is named ``name/<target>``."""
-        ...
-
-
-class FixedPlans:
-    """A controller whose plans are its planner's, and nothing else.
+    This one gives each sequence the plan of its planner, learns nothing and changes no plan.
 
     Args:
         planner: Gives each sequence its plan.
@@ -64,31 +39,120 @@ class FixedPlans:
         self._planner = planner
 
     def opened(self, seq: str, spec: SequenceSpec) -> Plan:
-        """The sequence's plan."""
+        """A sequence has come; its first plan."""
         return self._planner(spec)
 
     def closed(self, seq: str) -> None:
-        """Nothing to forget."""
+        """A sequence has ended; unknown ones are ignored."""
 
     def decided(self, seq: str, notes: Notes, now_s: float) -> None:
-        """Nothing to learn."""
+        """New tokens of a sequence have come."""
 
     def reported(self, worker: str, kind: WorkerKind, report: Mapping[str, float]) -> None:
-        """Nothing to learn."""
+        """A worker's newest counters and gauges have come."""
 
     def echoed(self, worker: str, seconds: float) -> None:
-        """Nothing to learn."""
+        """A worker has answered a renewal, so long after it was sent."""
 
     def lost(self, worker: str) -> None:
-        """Nothing to forget."""
+        """A worker is gone."""
 
     def review(self, placements: Placements, now_s: float) -> dict[str, Plan]:
-        """No plan changes."""
+        """Choose anew; gives the plans that have changed, by sequence. Called a few times a second."""
         return {}
 
     def figures(self) -> dict[str, float]:
-        """Nothing is estimated."""
+        """Choices and estimates by name; what belongs to one target, or one mode, is named ``name/<target>``."""
         return {}
+
+
+class Planning:
+    """A router's one door to its controller: when it is told and asked, and what follows its errors.
+
+    A review may take as long as some draft steps do, and what is relayed in its turn waits. So the controller hears of
+    tokens in the second turn after a verdict, in which little is relayed, and reviews then, or after another period.
+    A controller that raises is asked no more: from then on nothing is drafted, and every sequence goes on plainly.
+
+    Args:
+        planner: Gives each sequence its plan, once; or a controller, which may change it.
+    """
+
+    def __init__(self, planner: Planner | PlanController) -> None:
+        self._controller = planner if isinstance(planner, PlanController) else PlanController(planner)
+        self._has_failed = self._is_told = False
+        self._decided: list[tuple[str, Notes, float]] = []
+        self._reviewed_s = float("-inf")
+        self._turns = 0
+        self._has_opened = False
+        self._opened_s: float | None = None
+
+    def opened(self, seq: str, spec: SequenceSpec) -> Plan:
+        """A sequence has come; its first plan, which is soon reviewed."""
+        self._has_opened = True
+        plan: Plan = self._ask("opened", seq, spec)
+        return plan
+
+    def decided(self, seq: str, notes: Notes, now_s: float) -> None:
+        """New tokens of a sequence have come; the controller hears of them later."""
+        self._decided.append((seq, notes, now_s))
+        self._turns = 0
+
+    def closed(self, seq: str) -> None:
+        """A sequence has ended."""
+        self._hand_over()
+        self._ask("closed", seq)
+
+    def reported(self, worker: str, kind: WorkerKind, report: Mapping[str, float]) -> None:
+        """A worker's newest counters and gauges have come."""
+        self._ask("reported", worker, kind, report)
+
+    def echoed(self, worker: str, seconds: float) -> None:
+        """A worker has answered a renewal."""
+        self._ask("echoed", worker, seconds)
+
+    def lost(self, worker: str) -> None:
+        """A worker is gone."""
+        self._ask("lost", worker)
+
+    def take_turn(self, now_s: float) -> bool:
+        """Once in every turn of the relay; True if the controller is to be asked for a review in this one."""
+        self._turns += 1
+        is_quiet, waited_s = self._turns == _QUIET_TURN, now_s - self._reviewed_s
+        is_due = waited_s >= 2 * _REVIEW_S or (is_quiet and waited_s >= _REVIEW_S)
+        if self._has_opened:
+            self._has_opened, self._opened_s = False, now_s
+        is_due |= self._opened_s is not None and now_s - self._opened_s >= _SOON_S
+        if is_due or is_quiet:
+            self._hand_over()
+        if is_due:
+            self._reviewed_s, self._opened_s = now_s, None
+        return is_due
+
+    def review(self, placements: Placements, now_s: float) -> dict[str, Plan]:
+        """The plans that have changed; after an error all of them, once, to no drafts."""
+        plans: dict[str, Plan] = self._ask("review", placements, now_s)
+        if self._has_failed and not self._is_told:
+            self._is_told = True
+            return {seq: Plan() for seq in placements}
+        return plans
+
+    def figures(self) -> dict[str, float]:
+        """The controller's choices and estimates, and whether it has failed."""
+        figures: dict[str, float] = self._ask("figures")
+        return {**figures, "has_failed_controller": float(self._has_failed)}
+
+    def _hand_over(self) -> None:
+        for seq, notes, then_s in self._decided:
+            self._ask("decided", seq, notes, then_s)
+        self._decided.clear()
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self._controller, method)(*arguments)
+        except Exception:
+            logger.exception("The controller failed: nothing is drafted from now on")
+            self._controller, self._has_failed = PlanController(no_drafts), True
+            return getattr(self._controller, method)(*arguments)
 
 
 def fixed_plan(

@@ -87,7 +87,7 @@ async def test_no_prompt_is_found_in_a_cache(bench: Bench, url: str) -> None:
     bench.says(TEXT, 1, "length")
     for _ in range(2):
         await run_workload(url, "demo", Workload(("a", "a"), 9, 0.0, 0))
-    salts = [request.cache_salt for request in bench.service.opened]
+    salts = [request.spec.cache_salt for request in bench.service.opened]
     assert len(salts) == len({*salts}) == 4
     assert all(salts)
 

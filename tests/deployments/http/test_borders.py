@@ -155,7 +155,7 @@ async def test_what_fails_has_a_body_whole_or_as_an_event(bench: Bench, caplog: 
     said = bench.say("ok", 9, "length")[0]
     bench.script = lambda request: [
         TokenDelta(said.tokens, said.notes),
-        SequenceFailedError("a hook raised", is_passing=request.model == "draft"),
+        SequenceFailedError("a hook raised", is_passing=request.spec.model == "draft"),
     ]
     async with served(bench) as http:
         headers = {"x-request-id": "mine"}

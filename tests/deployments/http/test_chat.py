@@ -102,7 +102,7 @@ async def test_prefixes_are_shared_only_within_a_key_and_a_salt(bench: Bench, cl
     bench.says("ok")
     for key, salt in (("a", None), ("a", None), ("b", None), ("a", "s"), ("b", "s"), ("a", "t")):
         await ask(client.with_options(api_key=key), extra_body={"cache_salt": salt})
-    salts = [request.cache_salt for request in bench.service.opened]
+    salts = [request.spec.cache_salt for request in bench.service.opened]
     assert salts[0] == salts[1]
     assert len(set(salts)) == 5
     assert not any("Bearer" in salt for salt in salts)

@@ -166,7 +166,7 @@ async def test_the_draft_is_a_model_of_its_own(bench: Bench, client: AsyncOpenAI
     answer = await ask(client, model="demo-draft", temperature=None)
     request = bench.service.opened[0]
     assert answer.model == "demo-draft"
-    assert (request.model, request.spec.num_speculative_tokens) == ("draft", 0)
+    assert (request.spec.model, request.spec.num_speculative_tokens) == ("draft", 0)
     assert request.spec.sampling.repetition_penalty == 1.0
 
 

@@ -381,7 +381,7 @@ async def test_prefixes_are_shared_as_with_chat(bench: Bench, client: AsyncOpenA
     await client.responses.create(**ASK)
     await client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "Add."}])
     first, second = bench.service.opened
-    assert (first.prompt, first.cache_salt) == (second.prompt, second.cache_salt)
+    assert (first.prompt, first.spec.cache_salt) == (second.prompt, second.spec.cache_salt)
 
 
 def test_a_response_is_checked() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from specdec.core.messages import Close, Inc, Plan
-from specdec.drafting.length.contained import ContainedController
 from specdec.protocol.router import RouterMachine
 from tests.specdec.protocol.test_replans import Chooser
 from tests.specdec.protocol.test_router import PLAN, TIMES, join, opened, submit, verdict
@@ -18,8 +17,8 @@ def raises(*_arguments):
 @pytest.mark.parametrize("method", ["closed", "decided", "reported", "echoed", "lost", "review", "figures"])
 def test_an_error_of_the_controller_turns_speculation_off_and_no_more(method):
     chooser = Chooser(PLAN)
-    controller = ContainedController(chooser)
-    machine = RouterMachine("R", controller, TIMES)
+    machine = RouterMachine("R", chooser, TIMES)
+    controller = machine.planning
     for name in ("T0", "D0"):
         join(machine, name)
     submit(machine)

@@ -6,7 +6,7 @@ from itertools import count
 
 from specdec.core.messages import Notes, Plan
 from specdec.core.params import SamplingParams, SequenceSpec
-from specdec.drafting.length.planning import Planning
+from specdec.drafting.length.plans import Planning
 from tests.specdec.protocol.test_replans import Chooser
 
 SPEC = SequenceSpec(SamplingParams(), 1, 1, 8)

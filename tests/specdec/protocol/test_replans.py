@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 from specdec.core.messages import Alive, Close, Inc, Offer, Plan, PlanUpdate, Resync
-from specdec.drafting.length.plans import FixedPlans
+from specdec.drafting.length.plans import PlanController
 from specdec.protocol.router import RouterMachine
 from tests.specdec.protocol.scripted import log_of
 from tests.specdec.protocol.test_router import PLAN, TIMES, join, opened, submit, verdict
 
 
-class Chooser(FixedPlans):
+class Chooser(PlanController):
     """A controller that says what a test wants, and keeps what it is told."""
 
     def __init__(self, plan):
