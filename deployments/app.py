@@ -20,9 +20,10 @@ from cluster.config.base import refused_key
 from cluster.config.environment import api_keys, check_ray
 from cluster.config.names import DRAFT, INGRESS, ROUTER, TARGET
 from cluster.config.replicas import ReplicaRange, scaling
+from cluster.launch.nodes import ray_nodes
 from cluster.launch.placement import ActorShare, placement_of, ray_devices
-from cluster.launch.preflight import check_memory, gpu_bytes
-from cluster.launch.updates import free_resources, plan_updates
+from cluster.launch.preflight import check_memory, gpu_bytes_of
+from cluster.launch.updates import plan_updates
 from cluster.models.download import check_models
 from cluster.models.identity import fingerprints
 from cluster.models.sources import draft_source, read_template, target_source
@@ -63,12 +64,12 @@ def _build_app(args: AppArgs, *, is_local: bool) -> Application:
     engine = check_engine(args)
     if engine is not None:
         logger.info(engine)
-    placement = placement_of(args, ray_devices())
-    check_memory(args, placement, gpu_bytes())
+    placement, nodes = placement_of(args, ray_devices(), can_grow=not is_local), ray_nodes()
+    check_memory(args, placement, nodes, gpu_bytes_of)
     parts: list[Part] = (
         ["target", "draft", "router", "ingress"] if args.has_own_draft else ["target", "router", "ingress"]
     )
-    updates = plan_updates(args.updates, args.replicas, placement, free_resources(), parts)
+    updates = plan_updates(args.updates, args.replicas, placement, nodes, parts)
     surge = updates.surge_percent
     for remark in (*placement.remarks, *updates.remarks):
         logger.info(remark)
@@ -124,9 +125,9 @@ def build_draft_pool(pool: DraftPoolArgs) -> Application:
     args = pool.app_args()
     check_ray(args.access.allow_unauthenticated_ray)
     check_files(args)
-    placement = placement_of(args, ray_devices(), has_target=False)
-    check_memory(args, placement, gpu_bytes())
-    updates = plan_updates(args.updates, args.replicas, placement, free_resources(), ["draft"])
+    placement, nodes = placement_of(args, ray_devices(), has_target=False), ray_nodes()
+    check_memory(args, placement, nodes, gpu_bytes_of)
+    updates = plan_updates(args.updates, args.replicas, placement, nodes, ["draft"])
     for remark in (*placement.remarks, *updates.remarks):
         logger.info(remark)
     return _worker(DraftServer, "draft", args, placement.draft, updates.surge_percent["draft"], pool.applications)

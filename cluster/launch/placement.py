@@ -180,10 +180,10 @@ def placement_of(args: AppArgs, devices: Devices, *, has_target: bool = True, ca
 
     What ``actors`` says for a deployment counts. Of what is left, each model that may use a GPU gets a whole one where
     there are enough of them, else an equal part of one. A model spread by ``device_map: auto`` gets what the others
-    leave of a node. Without a GPU in the cluster each gets a core and a torch thread. Where the number of replicas is a
+    leave of a node. On a machine without a GPU each gets a core and a torch thread. Where the number of replicas is a
     range there is room for the most of them, as a share is fixed when its replica starts.
 
-    A model that may use a GPU never gets a CPU while the cluster has a GPU, or is said to get one.
+    A model that may use a GPU never gets a CPU unasked while there is a GPU or may come one.
 
     Args:
         args: The configuration.
@@ -213,7 +213,7 @@ def placement_of(args: AppArgs, devices: Devices, *, has_target: bool = True, ca
         draft=shares.get("draft", none),
         router=_share(actors.router, 0, 0),
         ingress=_share(actors.ingress, 0, 0),
-        remarks=tuple(_remarks(workers, shares, cpus, devices, can_grow)),
+        remarks=tuple(_remarks(workers, shares, cpus, devices)),
     )
 
 
@@ -276,16 +276,16 @@ def _gpus(workers: Sequence[_Worker], devices: Devices, can_grow: bool) -> dict[
 
 
 def _without_gpus(workers: Sequence[_Worker], devices: Devices, can_grow: bool) -> dict[Role, float]:
-    """The same on a cluster that has no GPU now: on CPUs, unless GPUs are said to come."""
+    """The same where there is no GPU now: on CPUs, if none can come or the configuration says so."""
     waits = next((worker for worker in workers if worker.gpus.device == "gpu"), None)
     if waits is not None and not can_grow:
         raise _refused(waits, f"the {waits.role} is to have a GPU, and there is none: set it to 0, with device: cpu")
     gpus: dict[Role, float] = {}
     for worker in workers:
-        if worker.gpus.device == "any" and (waits is not None or not devices.num_cpus):
+        if worker.gpus.device == "any" and can_grow:
             raise _refused(
                 worker,
-                f"no GPU is in the cluster yet, so whether the {worker.role} is to wait for one is not known: set it "
+                f"no GPU is in the cluster, so whether the {worker.role} is to wait for one is not known: set it "
                 "to the GPUs of one replica, or to 0 to run it on a CPU",
             )
         gpus[worker.role] = 0.0 if worker.gpus.device != "gpu" else worker.gpus.num_gpus or 1.0
@@ -337,19 +337,13 @@ def _share(options: ActorOptions, num_gpus: float, num_cpus: float) -> ActorShar
 
 
 def _remarks(
-    workers: Sequence[_Worker], shares: Mapping[Role, ActorShare], cpus: float, devices: Devices, can_grow: bool
+    workers: Sequence[_Worker], shares: Mapping[Role, ActorShare], cpus: float, devices: Devices
 ) -> Iterator[str]:
     shared = [f"{role} {share.gpu_share:g}" for role, share in shares.items() if share.gpu_share < 1]
     if shared:
         yield (
             f"parts of a GPU for a replica: {', '.join(shared)}. Processes on one GPU take turns, unless NVIDIA's MPS "
             "runs: drafting and verifying then no longer overlap, and each waits for the other's steps"
-        )
-    on_cpus = [worker.role for worker in workers if worker.gpus.device == "any" and not shares[worker.role].num_gpus]
-    if on_cpus and can_grow:
-        yield (
-            f"the cluster has no GPU: {' and '.join(on_cpus)} run on CPUs. Where GPU nodes are to come, set "
-            f"{' and '.join(f'actors.{role}.num_gpus' for role in on_cpus)}"
         )
     per_node = devices.num_gpus if devices.gpus_per_node is None else devices.gpus_per_node
     wanted = _num_taken([(worker.count, shares[worker.role].num_gpus) for worker in workers])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cluster.config.app import AppArgs
 from cluster.config.models import ModelConfig
+from cluster.launch.nodes import Node
 from cluster.launch.placement import ActorShare, Placement
 from cluster.models.sources import draft_source, target_source
 from specdec.core.errors import InvalidParameterError
@@ -17,8 +18,11 @@ from specdec.models.loading import ModelSource
 _MIB = 1 << 20
 _TIMEOUT_S = 10.0
 
+GpuBytes = Callable[[Sequence[Node]], Sequence[Sequence[int]]]
+"""Gives the memory of each GPU of each node; none of a node where that is not known."""
 
-def check_memory(args: AppArgs, placement: Placement, gpu_bytes: Sequence[int]) -> None:
+
+def check_memory(args: AppArgs, placement: Placement, nodes: Sequence[Node], gpu_bytes: GpuBytes) -> None:
     """Refuse a model whose weights, with the cache of one sequence of full length, cannot fit.
 
     Only lower bounds are compared, so that a model that passes may still fail to load. A target in vLLM, and a model
@@ -27,17 +31,19 @@ def check_memory(args: AppArgs, placement: Placement, gpu_bytes: Sequence[int]) 
     Args:
         args: The configuration.
         placement: What one replica of each model gets.
-        gpu_bytes: Memory of each GPU of this machine; empty where it has none, which says nothing of other machines.
+        nodes: Those of the cluster. What counts is the largest GPU of those that can take the replica; where one of
+            them does not tell, or none can take it yet, nothing is judged.
+        gpu_bytes: Asked for those that can.
 
     Raises:
         InvalidParameterError: It cannot fit; names the key to change.
         ModelLoadError: A model's files cannot be read.
     """
     if args.target.engine != "vllm":
-        _check("target", args, args.target, target_source(args), placement.target, gpu_bytes)
+        _check("target", args, args.target, target_source(args), placement.target, nodes, gpu_bytes)
     source = draft_source(args)
     if source is not None:
-        _check("draft", args, args.draft, source, placement.draft, gpu_bytes)
+        _check("draft", args, args.draft, source, placement.draft, nodes, gpu_bytes)
 
 
 def gpu_bytes() -> tuple[int, ...]:
@@ -53,13 +59,40 @@ def gpu_bytes() -> tuple[int, ...]:
         return ()
 
 
+def gpu_bytes_of(nodes: Sequence[Node]) -> list[tuple[int, ...]]:
+    """The memory of nodes' GPUs, asked on each; none of a node that does not answer in time."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = ray.get_runtime_context().get_node_id()
+    asked = {
+        node.id: ray.remote(num_cpus=0, max_retries=0)(gpu_bytes)
+        .options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False))
+        .remote()
+        for node in nodes
+        if node.id != here
+    }
+    answered, _ = ray.wait([*asked.values()], num_returns=len(asked), timeout=3 * _TIMEOUT_S) if asked else ([], [])
+
+    def told(node: Node) -> tuple[int, ...]:
+        if node.id == here:
+            return gpu_bytes()
+        try:
+            return tuple(ray.get(asked[node.id])) if asked[node.id] in answered else ()
+        except ray.exceptions.RayError:
+            return ()
+
+    return [told(node) for node in nodes]
+
+
 def _check(
     role: str,
     args: AppArgs,
     model: ModelConfig,
     source: ModelSource,
     share: ActorShare,
-    gpu_bytes: Sequence[int],
+    nodes: Sequence[Node],
+    gpu_bytes: GpuBytes,
 ) -> None:
     least = least_memory(source, on_gpu=share.num_gpus > 0)
     length = min(args.max_model_len or least.max_model_len, least.max_model_len)
@@ -70,15 +103,18 @@ def _check(
             f"{role}.kv_cache_memory: one sequence of {length} tokens takes {_mib(sequence_bytes)} at least, and "
             f"{_mib(model.kv_cache_memory)} are given: give more, or lower max_model_len",
         )
-    if not share.num_gpus or not gpu_bytes or isinstance(source.device_map, dict):
+    if not share.num_gpus or isinstance(source.device_map, dict):
         return
-    room = int(max(gpu_bytes) * share.num_gpus)
+    per_node = gpu_bytes([node for node in nodes if node.may_take(share)])
+    if not per_node or not all(per_node):
+        return
+    room = int(max(map(max, per_node)) * share.num_gpus)
     if least.weights_bytes + sequence_bytes > room:
         raise InvalidParameterError(
             f"{role}.model",
             f"{role}.model: {source.path} takes {_mib(least.weights_bytes)} of weights at least, and one sequence of "
-            f"{length} tokens {_mib(sequence_bytes)}; a replica has {share.num_gpus:g} GPU(s) with {_mib(room)}: give "
-            f"it more with actors.{role}.num_gpus, quantize it with {role}.quantization, or lower max_model_len",
+            f"{length} tokens {_mib(sequence_bytes)}; a replica has {share.num_gpus:g} GPU(s), {_mib(room)} at most: "
+            f"give it more with actors.{role}.num_gpus, quantize it with {role}.quantization, or lower max_model_len",
         )
 
 

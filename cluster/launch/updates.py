@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from cluster.config.replicas import Replicas, Updates, most
+from cluster.launch.nodes import Node, needs
 from cluster.launch.placement import ActorShare, Placement
 
 
@@ -31,7 +30,7 @@ def plan_updates(
     updates: Updates,
     replicas: Replicas,
     placement: Placement,
-    free: Mapping[str, float],
+    nodes: Sequence[Node],
     parts: Iterable[str] = PARTS,
 ) -> UpdatePlan:
     """Let a successor run beside each replica where it is to, or where there is room.
@@ -40,17 +39,15 @@ def plan_updates(
         updates: What is wanted.
         replicas: How many there are of each.
         placement: What one replica of each asks for.
-        free: Ray's resources that nobody has when the configuration is applied.
+        nodes: Those of the cluster when the configuration is applied.
         parts: The deployments that there are, those first that get the room first.
     """
-    left, percents, remarks = dict(free), {}, []
+    left, percents, remarks = [(node, dict(node.free)) for node in nodes], {}, []
     for part in parts:
         wanted, count = getattr(updates, part), most(getattr(replicas, part))
-        places = _places(getattr(placement, part), left)
-        num_surge = {"surge": count, "replace": 0, "auto": max(0, min(places, count))}[wanted]
+        num_placed = 0 if wanted == "replace" else _place(getattr(placement, part), count, left)
+        num_surge = count if wanted == "surge" else num_placed
         percents[part] = min(100, max(1, 100 * num_surge // count)) if num_surge else 0
-        for resource, amount in _needs(getattr(placement, part)).items():
-            left[resource] = left.get(resource, 0.0) - amount * num_surge
         if wanted == "auto" and not num_surge:
             remarks.append(
                 f"updates.{part}: no room for a second {part} beside the one that runs: an update stops that one "
@@ -59,22 +56,15 @@ def plan_updates(
     return UpdatePlan(percents, tuple(remarks))
 
 
-def free_resources() -> dict[str, float]:
-    """What nobody has now of the Ray cluster that this process is connected to."""
-    import ray
-
-    return dict(ray.available_resources())
-
-
-def _places(share: ActorShare, free: Mapping[str, float]) -> int:
-    """For how many more replicas there is room."""
-    needs = _needs(share)
-    return min((math.floor(free.get(name, 0.0) / amount + 1e-6) for name, amount in needs.items()), default=1 << 16)
-
-
-def _needs(share: ActorShare) -> dict[str, float]:
-    options: Mapping[str, Any] = share.ray_actor_options
-    needs = {"CPU": options.get("num_cpus", 0), "GPU": options.get("num_gpus", 0), **options.get("resources", {})}
-    if "accelerator_type" in options:
-        needs[f"accelerator_type:{options['accelerator_type']}"] = 0.001
-    return {name: float(amount) for name, amount in needs.items() if amount}
+def _place(share: ActorShare, count: int, left: Sequence[tuple[Node, dict[str, float]]]) -> int:
+    """Find room for up to ``count`` more replicas, each on one node, and take it; gives for how many there is."""
+    wanted = needs(share)
+    if not wanted and not share.ray_actor_options.get("label_selector"):
+        return count
+    num_placed = 0
+    for free in (free for node, free in left if node.matches(share)):
+        while num_placed < count and all(free.get(name, 0.0) + 1e-6 >= amount for name, amount in wanted.items()):
+            num_placed += 1
+            for name, amount in wanted.items():
+                free[name] -= amount
+    return num_placed

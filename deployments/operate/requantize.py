@@ -16,7 +16,7 @@ from ray import serve
 from cluster.config.app import AppArgs
 from cluster.config.base import validated
 from cluster.config.files import merged
-from cluster.config.names import LOCAL_APPLICATION
+from cluster.config.names import DEPLOYMENTS, DRAFT, LOCAL_APPLICATION
 from cluster.launch.local import load_builder
 from cluster.models.identity import fingerprints
 from deployments.http.context import ApiOf, ArrivalOf
@@ -58,8 +58,9 @@ def add_quantization_routes(app: FastAPI, args: AppArgs, *, is_local: bool = Fal
         api.check_admin(arrival, f"set quantization target={body.target} draft={body.draft}")
         wanted = requantized(args, body.target, body.draft)
         async with one_by_one:
-            await asyncio.to_thread(_deploy, wanted, wanted != args, is_local)
-        return await asyncio.to_thread(described, wanted)
+            is_deployed = await asyncio.to_thread(_deploy, wanted, wanted != args, is_local)
+        replaced = [name for name in DEPLOYMENTS if is_deployed and (name != DRAFT or wanted.has_own_draft)]
+        return await asyncio.to_thread(described, wanted) | {"replaced": replaced}
 
     app.include_router(router)
 
@@ -91,16 +92,22 @@ def requantized(args: AppArgs, target: Quantization | None, draft: Quantization 
         raise ApiError(400, str(error), param="target", code=INVALID) from None
 
 
-def _deploy(args: AppArgs, is_new: bool, is_local: bool) -> None:
+def _deploy(args: AppArgs, is_new: bool, is_local: bool) -> bool:
     """Hand the application to Serve again, from within a replica of it; does not wait for the new replicas.
 
-    Serve takes whatever it is given: of two ingresses that both look before either deploys, the later one's holds.
+    Serve then replaces every deployment of it: ``serve.run_many`` gives each a random version (Ray 2.60,
+    ``serve/_private/client.py``: ``version=deployment._version or get_random_string()``), and no public option sets one
+    (``Deployment.options(version=)`` is refused). Serve takes whatever it is given: of two ingresses that both look
+    before either deploys, the later one's holds.
 
     Args:
         args: What is to be served.
         is_new: Whether this replica serves anything else. Where not, an application that runs is left alone, as all its
             replicas are alike; one whose update has failed is deployed.
         is_local: Whether it may be deployed from here.
+
+    Returns:
+        Whether it was handed over.
 
     Raises:
         ApiError: 409: an update is under way, or the application is kept as a file says; 400: it cannot be served.
@@ -110,7 +117,7 @@ def _deploy(args: AppArgs, is_new: bool, is_local: bool) -> None:
     if status in _UNDER_WAY:
         raise ApiError(409, f"the application is {status}: try again when it runs", code="update_under_way")
     if not is_new and status == "RUNNING":
-        return
+        return False
     if not is_local:
         lines = ", ".join(
             f"{role}.quantization: {model.quantization}"
@@ -128,3 +135,4 @@ def _deploy(args: AppArgs, is_new: bool, is_local: bool) -> None:
         wait_for_ingress_deployment_creation=False,
         wait_for_applications_running=False,
     )
+    return True

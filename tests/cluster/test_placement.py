@@ -147,6 +147,7 @@ def test_device_map_tensor_parallelism_and_num_gpus_are_one_arithmetic(keys, num
 
 
 TP4 = VLLM | {"engine_args": {"tensor_parallel_size": 4}}
+ROLES, NO_GPU = ("target", "draft"), {"num_gpus": 0}
 DRAFT, TARGET = "actors.draft.num_gpus", "actors.target.num_gpus"
 
 
@@ -162,6 +163,7 @@ DRAFT, TARGET = "actors.draft.num_gpus", "actors.target.num_gpus"
             id="b-f",
         ),
         pytest.param({}, (0, 0), TARGET, "set it to the GPUs of one replica, or to 0 to run it on a CPU", id="d"),
+        pytest.param({}, (0, 64), TARGET, "so whether the target is to wait for one is not known", id="d-cpus"),
         pytest.param(
             {"actors": {"target": {"num_gpus": 1}}}, (0, 4), DRAFT, "is to wait for one is not known", id="d2"
         ),
@@ -192,8 +194,12 @@ def test_what_cannot_be_right_is_refused_with_the_key_to_set(keys, devices, key,
         ({"target": TP4, "draft": {"model": "d", "device": "cpu"}}, (2, 16), TARGET),
         ({"target": {"device": "cuda"}}, (0, 16), TARGET),
         ({"actors": {"draft": {"num_gpus": 1}, "target": {"num_gpus": 1}}}, (1, 16), TARGET),
-        ({"actors": {"target": {"num_cpus": 2}}}, (0, 2), "actors.draft.num_cpus"),
-        ({"actors": {"target": {"num_cpus": 4}, "draft": {"num_cpus": 1}}}, (0, 2), "actors.target.num_cpus"),
+        ({"actors": {"target": {"num_cpus": 2, **NO_GPU}, "draft": NO_GPU}}, (0, 2), "actors.draft.num_cpus"),
+        (
+            {"actors": {"target": {"num_cpus": 4, **NO_GPU}, "draft": {"num_cpus": 1, **NO_GPU}}},
+            (0, 2),
+            "actors.target.num_cpus",
+        ),
     ],
 )
 def test_what_one_machine_lacks_is_refused_and_on_a_cluster_waited_for(keys, devices, key):
@@ -208,10 +214,9 @@ def test_what_one_machine_lacks_is_refused_and_on_a_cluster_waited_for(keys, dev
         assert plan(Devices(*devices), **keys)
 
 
-def test_models_on_cpus_are_remarked_where_gpu_nodes_may_come():
-    assert f"set {TARGET} and {DRAFT}" in " ".join(plan(Devices(0, 4)).remarks)
-    assert not plan(Devices(0, 4), can_grow=False).remarks, "one machine has what it has"
-    assert not plan(Devices(0, 4), actors={"target": {"num_gpus": 0}, "draft": {"num_gpus": 0}}).remarks
+def test_a_model_is_on_a_cpu_where_no_gpu_can_come_or_where_it_is_said():
+    for placement in (plan(Devices(0, 4), can_grow=False), plan(Devices(0, 4), actors=dict.fromkeys(ROLES, NO_GPU))):
+        assert (gpus(placement), placement.remarks) == ((0, 0), ())
 
 
 def test_a_spread_model_stays_on_one_node():
@@ -273,21 +278,26 @@ def test_every_plan_fits_and_every_refusal_names_a_key(
     except InvalidParameterError as error:
         refusal = error
     else:
-        check(placement, keys, counts, None if can_grow else (num_gpus, num_cpus), num_gpus)
+        check(placement, keys, counts, None if can_grow else (num_gpus, num_cpus), num_gpus, can_grow)
         return
     assert str(refusal).startswith(f"{refusal.parameter}: ")
     assert refusal.parameter.split(".")[0] in ("actors", "target", "draft")
 
 
 def check(
-    placement: Placement, keys: Any, counts: tuple[int, int], bound: tuple[int, int] | None, num_gpus: int
+    placement: Placement,
+    keys: Any,
+    counts: tuple[int, int],
+    bound: tuple[int, int] | None,
+    num_gpus: int,
+    can_grow: bool,
 ) -> None:
     shares: dict[str, ActorShare] = {"target": placement.target, "draft": placement.draft}
     for role, share in shares.items():
         model, said = keys[role], keys["actors"][role].get("num_gpus")
         is_on_cpu = said == 0 or model.get("device") == "cpu"
         assert share.num_gpus < 1 or share.num_gpus == int(share.num_gpus)
-        if num_gpus or said or model.get("device") == "cuda":
+        if num_gpus or can_grow or said or model.get("device") == "cuda":
             assert (share.num_gpus == 0) == is_on_cpu, role
         assert said in (None, share.num_gpus)
         size = model.get("engine_args", {}).get("tensor_parallel_size", 1)

@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from cluster.config.app import AppArgs
+from cluster.launch.nodes import Node
 from cluster.launch.placement import ActorShare, Placement
 from cluster.launch.preflight import check_memory
 from cluster.models.identity import demo_folder
@@ -20,9 +21,14 @@ from specdec.models.loading import ModelSource
 CPU, GPU = ActorShare({"num_cpus": 1}), ActorShare({"num_gpus": 1})
 
 
-def check(keys, gpu_bytes=(), share=CPU):
+def check(keys, *gpu_bytes, share=CPU):
+    """On nodes with these GPUs: a node with one of 0 bytes is of another pool, and one that tells none is unknown."""
     args = AppArgs.model_validate(keys)
-    check_memory(args, Placement(target=share, draft=share, router=CPU, ingress=CPU), gpu_bytes)
+    nodes = [
+        Node(str(i), {"GPU": len(gpus) or 1}, {}, {"pool": str(0 not in gpus)}) for i, gpus in enumerate(gpu_bytes)
+    ]
+    placement = Placement(target=share, draft=share, router=CPU, ingress=CPU)
+    check_memory(args, placement, nodes, lambda asked: [gpu_bytes[int(node.id)] for node in asked])
 
 
 def test_the_bounds_are_what_a_loaded_model_takes():
@@ -55,12 +61,24 @@ def test_weights_that_no_gpu_holds_are_refused(quantization):
     weights = least_memory(target_source(AppArgs.model_validate(keys)), on_gpu=True).weights_bytes
     whole = least_memory(target_source(AppArgs()), on_gpu=True).weights_bytes
     assert weights == whole * {"none": 4, "int8": 1, "int4": 0.5}[quantization] / 4
-    check(keys, (whole * 100, 1 << 20), GPU)
-    check(keys, (), GPU)
+    check(keys, (whole * 100, 1 << 20), share=GPU)
+    check(keys, share=GPU)
     with pytest.raises(InvalidParameterError, match=r"actors\.target\.num_gpus"):
-        check(keys, (weights // 2,), GPU)
+        check(keys, (weights // 2,), share=GPU)
     with pytest.raises(InvalidParameterError, match=r"target.model: .* a replica has 0.01 GPU"):
-        check(keys, (weights * 2,), ActorShare({"num_gpus": 0.01}))
+        check(keys, (weights * 2,), share=ActorShare({"num_gpus": 0.01}))
+
+
+def test_what_counts_is_the_node_where_the_replica_can_land():
+    small, large = (1 << 10,), (1 << 40,)
+    for nodes in ((small, large), (small, ()), ((), small), ()):
+        check({}, *nodes, share=GPU)
+    refused = [((small,), GPU), ((small, small), GPU)]
+    refused += [((small, (*large, 0)), ActorShare({"num_gpus": 1, "label_selector": {"pool": "True"}}))]
+    refused += [(((small * 4), large), ActorShare({"num_gpus": 2}))]
+    for nodes, share in refused:
+        with pytest.raises(InvalidParameterError, match=r"target\.model: "):
+            check({}, *nodes, share=share)
 
 
 def test_a_shard_that_is_missing_or_cut_off_is_refused(tmp_path):
@@ -79,4 +97,6 @@ def test_a_shard_that_is_missing_or_cut_off_is_refused(tmp_path):
 
 def test_what_is_not_here_is_not_judged():
     assert least_memory(ModelSource("nobody/nothing"), on_gpu=True).weights_bytes == 0
-    check({"target": {"model": "nobody/nothing", "kv_cache_memory": "1MiB"}, "num_speculative_tokens": 0}, (1,), GPU)
+    check(
+        {"target": {"model": "nobody/nothing", "kv_cache_memory": "1MiB"}, "num_speculative_tokens": 0}, (1,), share=GPU
+    )

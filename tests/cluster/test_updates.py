@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cluster.config.replicas import Replicas, Updates
+from cluster.launch.nodes import Node
 from cluster.launch.placement import ActorShare, Placement
 from cluster.launch.updates import plan_updates
 
@@ -15,7 +16,8 @@ def plan(free: dict[str, float], replicas: dict[str, object] | None = None, **up
     gpu, none = ActorShare({"num_cpus": 4, "num_gpus": 1}), ActorShare({"num_cpus": 0})
     half = ActorShare({"num_cpus": 1, "num_gpus": 0.5, "accelerator_type": "L40S", "resources": {"bay": 1}})
     placement = Placement(target=gpu, draft=half, router=none, ingress=none)
-    return plan_updates(Updates.model_validate(updates), Replicas.model_validate(replicas or {}), placement, free)
+    nodes = [Node("n", free, free)]
+    return plan_updates(Updates.model_validate(updates), Replicas.model_validate(replicas or {}), placement, nodes)
 
 
 @pytest.mark.parametrize(
@@ -60,3 +62,39 @@ def test_no_more_surge_than_there_is_room_for(num_gpus, count):
     for running in range(1, most + 1):
         surge = (percent * running + 99) // 100  # as Serve rounds it
         assert 1 <= surge <= min(num_gpus, most)
+
+
+BIG, SMALL = {"pool": "big"}, {"pool": "small"}
+
+
+@pytest.mark.parametrize(
+    ("free", "count", "selector", "percent"),
+    [
+        ([(2, BIG), (2, BIG)], 1, None, 0),  # four are free, and on no node all four
+        ([(4, BIG), (2, BIG)], 1, None, 100),
+        ([(4, BIG), (4, SMALL)], 2, None, 100),
+        ([(4, BIG), (4, SMALL)], 2, SMALL, 50),
+        ([(4, BIG)], 1, SMALL, 0),
+        ([(4, BIG)], 1, {"pool": "!small"}, 100),
+        ([(4, BIG)], 1, {"pool": "in(small, big)"}, 100),
+        ([(4, BIG)], 1, {"pool": "!in(small, big)"}, 0),
+        ([(4, {})], 1, {"pool": "!small"}, 100),
+        ([(4, {})], 1, BIG, 0),
+        ([(7, BIG), (3, BIG)], 2, None, 50),
+    ],
+)
+def test_room_is_room_on_one_node_that_may_take_the_replica(free, count, selector, percent):
+    options = {"num_gpus": 4} | ({"label_selector": selector} if selector else {})
+    none = ActorShare({"num_cpus": 0})
+    placement = Placement(target=ActorShare(options), draft=none, router=none, ingress=none)
+    nodes = [Node(str(i), {"GPU": 8}, {"GPU": gpus}, labels) for i, (gpus, labels) in enumerate(free)]
+    replicas = Replicas.model_validate({"target": count})
+    assert plan_updates(Updates(), replicas, placement, nodes, ["target"]).surge_percent["target"] == percent
+
+
+def test_what_asks_for_labels_alone_needs_a_node_with_them():
+    front = ActorShare({"num_cpus": 0, "label_selector": {"pool": "front"}})
+    placement = Placement(target=front, draft=front, router=front, ingress=front)
+    for labels, percent in (({"pool": "front"}, 100), ({}, 0)):
+        found = plan_updates(Updates(), Replicas(), placement, [Node("n", {}, {}, labels)], ["target"])
+        assert found.surge_percent == {"target": percent}

@@ -37,7 +37,7 @@ def deployed(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, ...]]:
     monkeypatch.setattr(app.serve, "deployment", deployment)
     monkeypatch.setattr(app, "check_ray", lambda _: None)
     monkeypatch.setattr(app, "ray_devices", lambda: Devices(2, 4))
-    monkeypatch.setattr(app, "free_resources", dict)
+    monkeypatch.setattr(app, "ray_nodes", tuple)
     return found
 
 

@@ -44,8 +44,8 @@ ARGS = {
     "num_speculative_tokens": 4,
     "replicas": {"target": 2, "draft": 2, "router": 2},
     "actors": {
-        "target": {"num_cpus": 1, "resources": {"specdec_target": 1}},
-        "draft": {"num_cpus": 1, "resources": {"specdec_draft": 1}},
+        "target": {"num_cpus": 1, "num_gpus": 0, "resources": {"specdec_target": 1}},
+        "draft": {"num_cpus": 1, "num_gpus": 0, "resources": {"specdec_draft": 1}},
         "router": _ON_FRONT,
         "ingress": _ON_FRONT,
     },

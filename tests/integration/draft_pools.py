@@ -27,7 +27,7 @@ MODELS = {"plain": "specdec-demo", "hybrid": "specdec-demo-hybrid"}
 """The model of each application, which has the name of its demo target."""
 TIMEOUT_S = 120.0
 NUM_STREAMS, MAX_TOKENS = 4, 200
-_COMMON = {"num_speculative_tokens": 4, "actors": {"draft": {"num_cpus": 1, "resources": {"drafts": 1}}}}
+_COMMON = {"num_speculative_tokens": 4, "actors": {"draft": {"num_cpus": 1, "num_gpus": 0, "resources": {"drafts": 1}}}}
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def deploy(name: str) -> None:
     from deployments.operate.status import StatusArgs, build_metrics
 
     here = {"resources": {"targets": 1}}
-    actors = {"target": {"num_cpus": 1, **here}, "router": here, "ingress": here}
+    actors = {"target": {"num_cpus": 1, "num_gpus": 0, **here}, "router": here, "ingress": here}
     args = AppArgs.model_validate({**_COMMON, "demo": name, "draft": {"pool": POOL}, "actors": actors})
     serve.run(build_app(args), name=name, route_prefix=f"/{name}")
     page = StatusArgs(application=name, draft_pool=POOL)

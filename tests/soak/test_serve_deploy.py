@@ -70,6 +70,7 @@ def rendered(adapter):
     assert "host: 0.0.0.0\n  port: 8000" in text
     port = check_port("127.0.0.1", 0)
     config = yaml.safe_load(text.replace("host: 0.0.0.0\n  port: 8000", f"host: 127.0.0.1\n  port: {port}"))
+    config["applications"][0]["args"]["actors"] = {part: {"num_gpus": 0} for part in ("target", "draft")}
     kept = {"responses_store": {"enabled": True}, "lora": {"folder": str(Path(adapter.path).parent)}}
     config["applications"][0]["args"] |= kept
     return yaml.safe_dump(config)

@@ -12,6 +12,7 @@ import httpx2
 import pytest
 
 from cluster.config.app import AppArgs
+from cluster.config.names import DEPLOYMENTS
 from deployments.http.app import create_app
 from deployments.http.errors import ApiError
 from deployments.http.keys import ApiKeys
@@ -79,7 +80,7 @@ async def test_what_holds_is_told(bench):
     told = (await ask(bench, "secret", None, admin_keys=("admin",))).json()
     assert {role: told[role]["quantization"] for role in told} == {"target": "none", "draft": "none"}
     assert told["target"]["fingerprint"] != told["draft"]["fingerprint"]
-    assert (await ask(bench, "secret", {"target": "none"}, admin_keys=("admin",))).json() == told, "nothing to do"
+    assert (await ask(bench, "secret", {"target": "none"}, admin_keys=("admin",))).json() == told | {"replaced": []}
 
 
 @pytest.mark.parametrize(
@@ -118,6 +119,8 @@ async def test_it_is_deployed_unless_it_runs_so_or_an_update_is_under_way(
     if told.status_code == 409:
         line = f"the application is {status}:" if is_local else f"put target.quantization: {target} there"
         assert line in told.json()["error"]["message"]
+    else:
+        assert told.json()["replaced"] == list(DEPLOYMENTS) * is_deployed, "Serve replaces all of them"
     assert [args.target.quantization for args in serve.deployed] == [target] * is_deployed
 
 
