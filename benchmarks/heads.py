@@ -26,8 +26,7 @@ from specdec.drafting.medusa import HeadsOptions
 from specdec.engine.build import BackendOptions, build_target
 from specdec.engine.in_process import InProcessService
 from specdec.engine.observed import ObservedTarget
-from specdec.engine.profile import profile_target
-from specdec.engine.timing import StepReport
+from specdec.engine.timing import StepReport, profile_target
 from specdec.models.loading import ModelSource, load_tokenizer
 from tests.specdec.engine.pairs import Case
 

@@ -20,7 +20,7 @@ from specdec.core.drafts import depths
 from specdec.core.messages import Candidates
 from specdec.core.params import SequenceSpec
 from specdec.core.types import TokenLogprobs, Tokens
-from specdec.sampling.coupled import walk_coupled
+from specdec.sampling.acceptance import walk_coupled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

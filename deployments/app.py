@@ -32,7 +32,7 @@ from deployments.ingress import OpenAIIngress, model_info
 from deployments.metrics.families import Part
 from deployments.operate.adapters import configured_adapters
 from deployments.router import SpeculationRouter
-from deployments.transport.pinning import pinned_options
+from deployments.transport.discovery import pinned_options
 from deployments.workers import DraftServer, TargetServer
 from specdec.models.describe import describe_pair
 from specdec.models.loading import load_tokenizer

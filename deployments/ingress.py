@@ -21,8 +21,7 @@ from deployments.http.admission import Admission
 from deployments.http.app import create_app, request_grammars
 from deployments.http.keys import ApiKeys
 from deployments.http.observer import Observer
-from deployments.http.service import ModelInfo, ModelRole, ServedModel
-from deployments.http.settings import ApiSettings
+from deployments.http.service import ApiSettings, ModelInfo, ModelRole, ServedModel
 from deployments.http.store import Store
 from deployments.metrics.replica import Measured, ReplicaMetrics
 from deployments.metrics.spans import serve_tracer

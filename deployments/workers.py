@@ -36,8 +36,7 @@ from specdec.drafting.length.gains import DraftGains
 from specdec.drafting.ngram import NgramOptions
 from specdec.engine.build import Built, build_drafter, build_target
 from specdec.engine.observed import ObservedDrafter, ObservedTarget
-from specdec.engine.profile import profile_drafter, profile_target
-from specdec.engine.timing import LastStep, StepReport
+from specdec.engine.timing import LastStep, StepReport, profile_drafter, profile_target
 from specdec.models.loading import load_tokenizer
 from specdec.protocol.drafter import DrafterMachine, DraftWorkerMachine
 from specdec.protocol.target import TargetMachine

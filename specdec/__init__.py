@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from specdec.core.types import Adapter, TokenLogprobs
     from specdec.engine.build import BackendOptions
     from specdec.engine.engine import SpeculativeEngine
-    from specdec.engine.results import CancellationToken, GenerationResult, TokenEvent
-    from specdec.engine.stats import SpecStats
+    from specdec.engine.results import CancellationToken, GenerationResult, SpecStats, TokenEvent
     from specdec.engine.stepper import Stepper
     from specdec.models.loading import ModelSource
     from specdec.models.lora.slots import LoRAConfig
@@ -55,7 +54,7 @@ _MODULES = {
     "ModelSource": "specdec.models.loading",
     "RowGroup": "specdec.sampling.rows",
     "SamplingParams": "specdec.core.params",
-    "SpecStats": "specdec.engine.stats",
+    "SpecStats": "specdec.engine.results",
     "SpeculativeEngine": "specdec.engine.engine",
     "Stepper": "specdec.engine.stepper",
     "TokenEvent": "specdec.engine.results",

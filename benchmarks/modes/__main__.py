@@ -135,7 +135,7 @@ def _works(arguments: argparse.Namespace) -> list[Work]:
 
 def _environment(arguments: argparse.Namespace, config: ServiceConfig) -> Environment:
     from benchmarks.modes.shapes import model_shapes
-    from cluster.launch.machine import this_machine
+    from cluster.cli.doctor import this_machine
 
     machine = this_machine()
     gpus = ", ".join(gpu.name for gpu in machine.gpus) or "no GPU"

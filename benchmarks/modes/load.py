@@ -14,7 +14,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.modes.measures import DeviceUse, Run, Stream, TokenArrival
-from specdec.engine.stats import SpecStats
+from specdec.engine.results import SpecStats
 
 DEVICES = {"TargetServer": "target", "DraftServer": "draft"}
 """Devices by the ``deployment`` of their workers' samples."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from specdec.engine.observed import StepRecord
-from specdec.engine.stats import SpecStats
+from specdec.engine.results import SpecStats
 
 PERCENTILES = (50, 95, 99)
 DEVICES = {"target": "target", "drafter": "draft"}

@@ -15,7 +15,7 @@ from benchmarks.modes.measures import (
     token_gaps_s,
     tokens_per_round,
 )
-from specdec.engine.stats import SpecStats
+from specdec.engine.results import SpecStats
 
 
 @dataclass(frozen=True, slots=True)

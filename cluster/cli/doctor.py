@@ -1,32 +1,95 @@
 """``specdec doctor``: what there is, whether the pair fits together, and what memory it takes.
 
 Whether a pair can be served here: loaded, checked and planned as the service would do it, told as data.
+
+What this machine is: versions, devices, memory. Plain data.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
+import platform
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
+import specdec
 from cluster.cli.flags import Parser, add_service_flags, config_overrides
 from cluster.config.app import AppArgs
 from cluster.config.files import load_config
 from cluster.config.models import ModelConfig
-from cluster.launch.machine import Hardware, this_machine
 from cluster.launch.placement import Devices, Placement, placement_of
 from specdec.core.errors import InvalidParameterError, SpecdecError
 from specdec.engine.shares import on_one_gpu
+from specdec.models.host_memory import host_memory
 
 if TYPE_CHECKING:
-    from cluster.launch.machine import Hardware
     from cluster.launch.placement import Placement
     from specdec.core.types import Progress
     from specdec.engine.build import Built
     from specdec.models.loading import ModelSource
+
+
+PACKAGES = ("torch", "transformers", "accelerate", "ray", "pydantic")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU.
+
+    Attributes:
+        name: As its driver calls it.
+        total_bytes: Its memory.
+        free_bytes: What of it nobody holds now.
+    """
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What specdec finds here.
+
+    Attributes:
+        versions: By package, Python included.
+        num_cpus: Cores this process may use.
+        total_bytes: The machine's memory, or this process's limit where that is lower.
+        free_bytes: What of it can still be had.
+        has_limit: Whether ``total_bytes`` is a limit on this process, as a container has one.
+        gpus: In the order of CUDA's device numbers.
+    """
+
+    versions: dict[str, str]
+    num_cpus: int
+    total_bytes: int
+    free_bytes: int
+    gpus: tuple[Gpu, ...]
+    has_limit: bool = False
+
+
+def this_machine() -> Hardware:
+    """Look at this machine; imports torch."""
+    import torch
+
+    memory = host_memory()
+    versions = {"python": platform.python_version(), "specdec": specdec.__version__}
+    versions |= {name: importlib.metadata.version(name) for name in PACKAGES}
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+        gpus.append(Gpu(torch.cuda.get_device_name(index), total_bytes, free_bytes))
+    process = psutil.Process()
+    num_cpus = len(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else psutil.cpu_count()
+    return Hardware(
+        versions, num_cpus, memory.total_bytes, memory.free_bytes, tuple(gpus), memory.limit_bytes is not None
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from specdec.core.validation import MAX_TEMPERATURE
 if TYPE_CHECKING:
     from specdec.core.params import SamplingParams
     from specdec.engine.engine import SpeculativeEngine
-    from specdec.engine.stats import SpecStats
+    from specdec.engine.results import SpecStats
 
 CONFIG_KEYS = (
     "demo",

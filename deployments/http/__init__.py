@@ -1,8 +1,7 @@
 """The OpenAI-style HTTP API, over any token service."""
 
 from deployments.http.app import create_app
-from deployments.http.service import ModelInfo, SequenceRequest, ServedModel, TokenService
-from deployments.http.settings import ApiSettings
+from deployments.http.service import ApiSettings, ModelInfo, SequenceRequest, ServedModel, TokenService
 from specdec.protocol.ingress import TokenDelta
 
 __all__ = [

@@ -17,8 +17,7 @@ from deployments.http.keys import ApiKeys, CheckKeys
 from deployments.http.middleware import Admit, Arrivals, BodyLimit, CatchErrors
 from deployments.http.observer import Observer
 from deployments.http.routes import completions, pages, responses, tokens, ui
-from deployments.http.service import TokenService
-from deployments.http.settings import ApiSettings
+from deployments.http.service import ApiSettings, TokenService
 from deployments.http.store import Store
 from specdec.checkpoint.compat import tokenizer_width
 from specdec.structured.compiler import Grammars
@@ -86,7 +85,7 @@ def create_app(
             ],
         )
     app.add_middleware(Arrivals, settings=settings, observer=observer)
-    for group in (completions, responses, pages, tokens, pages, pages, *((ui,) if settings.ui else ())):
+    for group in (completions, responses, tokens, pages, *((ui,) if settings.ui else ())):
         app.include_router(group.router)
     return app
 

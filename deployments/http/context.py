@@ -16,8 +16,7 @@ from deployments.http.arrival import Arrival
 from deployments.http.errors import ApiError
 from deployments.http.ignored import IgnoredFields
 from deployments.http.observer import Observer
-from deployments.http.service import ServedModel, TokenService
-from deployments.http.settings import ApiSettings
+from deployments.http.service import ApiSettings, ServedModel, TokenService
 from deployments.http.store import Store
 from specdec.core.errors import ServiceUnavailableError
 from specdec.core.fair_threads import FairThreads

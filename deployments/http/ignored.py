@@ -12,7 +12,7 @@ from fastapi import Response
 from deployments.http.errors import ApiError
 from deployments.http.observer import Observer
 from deployments.http.schemas.fields import Body, ignored_fields
-from deployments.http.settings import UnknownFields
+from deployments.http.service import UnknownFields
 
 _logger = logging.getLogger("ray.serve")
 

@@ -36,8 +36,7 @@ from specdec.sampling.philox import derive_seed
 from specdec.structured.parsing.calls import AnswerParser, PlainParser
 from specdec.structured.parsing.reasoning import ReasoningCounter
 from specdec.text.detokenizer import Detokenizer
-from specdec.text.prompts import check_token_ids, encode_text
-from specdec.text.words import encode_bad_words, separates_special_tokens
+from specdec.text.prompts import check_token_ids, encode_bad_words, encode_text, separates_special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

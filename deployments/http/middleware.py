@@ -22,7 +22,7 @@ from deployments.http.arrival import Account, Arrival
 from deployments.http.errors import ApiError, api_error
 from deployments.http.keys import is_open
 from deployments.http.observer import Observer
-from deployments.http.settings import ApiSettings
+from deployments.http.service import ApiSettings
 from deployments.metrics.spans import RequestSpan
 from deployments.proxy import ARRIVED
 

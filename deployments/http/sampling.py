@@ -7,8 +7,7 @@ from typing import TypeVar
 
 from cluster.config.limits import Limits
 from deployments.http.schemas.common import GenerationBody
-from deployments.http.service import ModelInfo, ServedModel
-from deployments.http.settings import ApiSettings
+from deployments.http.service import ApiSettings, ModelInfo, ServedModel
 from specdec.core.errors import InvalidParameterError, UnsupportedParameterError
 from specdec.core.grammar import Grammar
 from specdec.core.params import SamplingParams

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from specdec.protocol.spans import Tracer
+from specdec.protocol.leases import Tracer
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanProcessor
@@ -67,7 +67,7 @@ def sequence_tracer(role: str, replica: str) -> Tracer | None:
 
 
 class SequenceSpan:
-    """A sequence on one machine; a :class:`specdec.protocol.spans.Span`.
+    """A sequence on one machine; a :class:`specdec.protocol.leases.Span`.
 
     Args:
         span: OpenTelemetry's, begun.

@@ -1,4 +1,7 @@
-"""The adapters that requests can name: configured ones, and those loaded while the service runs."""
+"""The adapters that requests can name: configured ones, and those loaded while the service runs.
+
+The bodies of ``POST /v1/load_lora_adapter`` and ``POST /v1/unload_lora_adapter``, as vLLM has them.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,12 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
+from pydantic import StringConstraints
 
 from cluster.config.app import AppArgs
 from cluster.config.models import LoraConfig
@@ -24,7 +28,7 @@ from deployments.http.answers import while_connected
 from deployments.http.context import ApiOf, ArrivalOf
 from deployments.http.errors import ApiError
 from deployments.http.ignored import with_ignored
-from deployments.http.schemas.adapters import LoadAdapterBody, UnloadAdapterBody
+from deployments.http.schemas.fields import Body
 from deployments.http.service import ServedModel
 from deployments.http.store import NOTHING, Changes, Store
 from deployments.http.strict_json import StrictJsonRoute
@@ -34,6 +38,36 @@ from specdec.core.errors import InvalidParameterError, ModelLoadError, ServiceUn
 from specdec.core.types import Adapter
 from specdec.models.describe import linear_shapes
 from specdec.models.lora.checkpoint import AdapterCheckpoint
+
+Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+AdapterPath = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+
+
+class LoadAdapterBody(Body):
+    """An adapter to load.
+
+    Attributes:
+        lora_name: By which requests ask for it.
+        lora_path: A folder in that of the configuration, or a hub id.
+        load_inplace: Whether it may take the place of another of that name.
+        draft_lora_path: The same for its twin on the draft model.
+    """
+
+    refused_unless: ClassVar[dict[str, tuple[Any, ...]]] = {"is_3d_lora_weight": (False,)}
+
+    lora_name: Name
+    lora_path: AdapterPath
+    load_inplace: bool | None = None
+    draft_lora_path: AdapterPath | None = None
+
+
+class UnloadAdapterBody(Body):
+    """An adapter to unload, by its name."""
+
+    taken: ClassVar[frozenset[str]] = frozenset({"lora_int_id"})
+
+    lora_name: Name
+
 
 logger = logging.getLogger("ray.serve")
 

@@ -2,7 +2,7 @@
 
 Workers and ingress replicas dial every router that is listed; routers answer. So only routers have to be reachable,
 and a worker or an ingress that drains, and is listed no more, keeps its links. Deployments must be deployed with the
-options of ``deployments.transport.pinning``.
+options of ``deployments.transport.discovery``.
 
 Keeping links up: who is dialled, and when again.
 """

@@ -27,9 +27,8 @@ from specdec.core.validation import (
 from specdec.drafting.ngram import NgramOptions
 from specdec.engine.build import BackendOptions, build_drafter, build_target
 from specdec.engine.in_process import InProcessService
-from specdec.engine.results import CancellationToken, GenerationResult, RunningSequence, TokenEvent
+from specdec.engine.results import CancellationToken, GenerationResult, RunningSequence, SpecStats, TokenEvent
 from specdec.engine.shares import pair_share
-from specdec.engine.stats import SpecStats
 from specdec.models.loading import ModelSource, load_tokenizer
 from specdec.protocol.ingress import TokenDelta
 from specdec.sampling.philox import derive_seed

@@ -23,8 +23,7 @@ from specdec.kernels.attention import AttentionContext, AttentionKernel, Workspa
 from specdec.kernels.attention_metadata import RowSpan, StepPlan
 from specdec.kernels.recurrent_metadata import StateRow, StateStep
 from specdec.models.loading import LoadedModel
-from specdec.models.lora.pool import AdapterPool
-from specdec.models.lora.slots import AdapterRun
+from specdec.models.lora.slots import AdapterPool, AdapterRun
 from specdec.models.probe import cache_argument
 
 

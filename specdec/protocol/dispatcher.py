@@ -13,8 +13,7 @@ from specdec.core.messages import Close, Message, Open
 from specdec.core.types import Fingerprints
 from specdec.drafting.length.plans import WorkerKind
 from specdec.protocol.affinity import BLOCK_TOKENS, CachedPrefixes, block_digests, choose
-from specdec.protocol.labels import label, labels
-from specdec.protocol.leases import Outbox
+from specdec.protocol.leases import Outbox, label, labels
 from specdec.protocol.sessions import Probation, RouterCounters, Session, WorkerLink
 
 AFFINITY_SLACK = 2

@@ -18,9 +18,7 @@ from specdec.core.log import Extension
 from specdec.core.messages import Ack, Alive, Commit, Live, Message, Offer, Open
 from specdec.drafting.branches import BRANCHES_IN_ALL, branch_share
 from specdec.protocol.draft_row import Branch, DraftSequence, Path
-from specdec.protocol.labels import label, labels
-from specdec.protocol.leases import Times
-from specdec.protocol.spans import microseconds
+from specdec.protocol.leases import Times, label, labels, microseconds
 from specdec.protocol.target import TargetMachine
 from specdec.protocol.worker import Gauges, LastInterval, StepGroups, WorkerMachine, is_at_fault
 

@@ -13,8 +13,7 @@ from specdec.core.params import SequenceSpec, StopCondition
 from specdec.core.tokens import SharedTokens
 from specdec.core.types import UNKNOWN, Fingerprints, Finish, Tokens
 from specdec.protocol.affinity import choose_router
-from specdec.protocol.labels import label
-from specdec.protocol.leases import Outbox, Times
+from specdec.protocol.leases import Outbox, Times, label
 
 logger = logging.getLogger(__name__)
 

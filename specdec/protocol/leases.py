@@ -1,12 +1,22 @@
-"""What a process holds for others: one row per sequence, under a lease, and a tombstone after it."""
+"""What a process holds for others: one row per sequence, under a lease, and a tombstone after it.
+
+How log lines name sequences: by ``seq``, and by the client's request, for whoever looks for that.
+
+How machines tell of single sequences to whoever traces their requests; of all others they tell nothing.
+
+A request that is traced has a label in its sequences' specs (:attr:`specdec.core.params.SequenceSpec.trace`). A
+machine that has a :data:`Tracer` begins a span for such a sequence when it takes it, adds up what it does for it, and
+ends the span when it holds it no more: one span a machine, however many rounds there are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-from specdec.core.messages import Inc, Message
+from specdec.core.messages import Inc, Interval, Message
+from specdec.core.params import SequenceSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,3 +149,56 @@ class LeasedRows(Generic[R]):
     def _is_buried(self, seq: str, inc: Inc, now_s: float) -> bool:
         tombstone = self._tombstones.get(seq)
         return tombstone is not None and now_s <= tombstone[1] and inc <= tombstone[0]
+
+
+_MOST_NAMED = 16
+
+
+class Named(Protocol):
+    """A request, a session or a row."""
+
+    seq: str
+    spec: SequenceSpec
+
+
+def label(sequence: Named) -> str:
+    """The name of a sequence in a log line."""
+    request_id = sequence.spec.request_id
+    return f"{sequence.seq} (request {request_id})" if request_id else sequence.seq
+
+
+def labels(sequences: Sequence[Named]) -> str:
+    """The names of several; of many the first, and how many more there are."""
+    named = ", ".join(map(label, sequences[:_MOST_NAMED]))
+    return named if len(sequences) <= _MOST_NAMED else f"{named} and {len(sequences) - _MOST_NAMED} more"
+
+
+class Span(Protocol):
+    """A sequence on one machine."""
+
+    @property
+    def label(self) -> str:
+        """What sequences carry for those who work for this machine; their spans are below this one."""
+        ...
+
+    def add(self, **counts: int) -> None:
+        """Add to sums, by their names."""
+        ...
+
+    def end(self, finish: str = "") -> None:
+        """The machine holds the sequence no more; called once.
+
+        Args:
+            finish: How it ended there; empty where that is not this machine's to say, or it was closed before.
+        """
+        ...
+
+
+def microseconds(interval: Interval) -> int:
+    """How long something took."""
+    start_s, end_s = interval
+    return round((end_s - start_s) * 1e6)
+
+
+Tracer = Callable[[str, str], Span]
+"""Begins the span of a sequence, given its label and its ``seq``."""

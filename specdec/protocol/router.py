@@ -29,9 +29,8 @@ from specdec.core.types import UNKNOWN, Fingerprints, Finish
 from specdec.drafting.length.plans import PlanController, Planner, Planning, WorkerKind
 from specdec.protocol.dispatcher import Dispatcher
 from specdec.protocol.ingress import MODEL_REPLACED
-from specdec.protocol.leases import LeasedRows, Outbox, Times
+from specdec.protocol.leases import LeasedRows, Outbox, Times, Tracer
 from specdec.protocol.sessions import Probation, RouterCounters, Session, WorkerLink
-from specdec.protocol.spans import Tracer
 
 _AT_FAULT = "the worker that decoded this sequence died each time that it was tried alone"
 

@@ -14,9 +14,7 @@ from specdec.core.log import TokenLog
 from specdec.core.messages import Inc, Notes, Plan, Submit
 from specdec.core.types import Finish
 from specdec.drafting.length.plans import WorkerKind
-from specdec.protocol.labels import label
-from specdec.protocol.leases import Row
-from specdec.protocol.spans import Span, Tracer
+from specdec.protocol.leases import Row, Span, Tracer, label
 from specdec.protocol.worker import FORGIVEN_TOKENS, MOST_ALONE_FAILURES, apart
 
 

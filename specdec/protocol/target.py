@@ -23,9 +23,7 @@ from specdec.core.errors import DeviceLostError, reason_of
 from specdec.core.messages import Ack, Message, Notes, Offer, Open, RoundTimes, Verdict
 from specdec.core.types import PackedLogprobs
 from specdec.drafting.ngram import NgramOptions, Reading, ngram_drafter
-from specdec.protocol.labels import label, labels
-from specdec.protocol.leases import Times
-from specdec.protocol.spans import microseconds
+from specdec.protocol.leases import Times, label, labels, microseconds
 from specdec.protocol.target_row import NGRAM_SOURCES, KeptOffer, TargetCounters, TargetSequence
 from specdec.protocol.worker import Gauges, LastInterval, StepGroups, WorkerMachine, is_at_fault
 

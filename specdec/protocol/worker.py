@@ -11,9 +11,8 @@ from typing import Generic, Protocol, TypeVar
 from specdec.core.log import TokenLog
 from specdec.core.messages import Alive, Close, Inc, Interval, Live, Message, Open, Plan, PlanUpdate, Resync
 from specdec.core.params import SequenceSpec
-from specdec.protocol.leases import LeasedRows, Outbox, Times
+from specdec.protocol.leases import LeasedRows, Outbox, Span, Times, Tracer
 from specdec.protocol.leases import Row as LeasedRow
-from specdec.protocol.spans import Span, Tracer
 
 Gauges = Callable[[], dict[str, float]]
 """Gives what a worker's backend holds now, by name."""

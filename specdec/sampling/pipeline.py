@@ -13,8 +13,14 @@ from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.tokens import TokenSequence
 from specdec.core.types import TokenLogprobs, Tokens
 from specdec.kernels.device_errors import is_device_lost
-from specdec.sampling.bans import AllowedTokens, apply_bad_words
-from specdec.sampling.edits import LogitBias, apply_min_tokens, apply_penalties, uses_penalties
+from specdec.sampling.edits import (
+    AllowedTokens,
+    LogitBias,
+    apply_bad_words,
+    apply_min_tokens,
+    apply_penalties,
+    uses_penalties,
+)
 from specdec.sampling.logprobs import token_logprobs
 from specdec.sampling.noise import NoiseCache
 from specdec.sampling.rows import RowGroup, Rows, VerifiedRun

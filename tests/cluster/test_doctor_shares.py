@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 import cluster.cli.doctor
+from cluster.cli.doctor import Gpu, Hardware
 from cluster.config.app import AppArgs
-from cluster.launch.machine import Gpu, Hardware
 from cluster.models.identity import demo_folder
 from specdec.core.errors import MemoryPlanError
 from specdec.engine import build

@@ -25,8 +25,7 @@ from specdec.engine.vllm.checks import (
     check_version,
     recurrent_states,
 )
-from specdec.engine.vllm.rule import NoDrafts, RuleExtension
-from specdec.engine.vllm.target import VllmTarget
+from specdec.engine.vllm.target import NoDrafts, RuleExtension, VllmTarget
 from specdec.models.describe import describe_model
 from specdec.models.host_memory import host_memory
 from specdec.models.loading import ModelSource, is_recurrent, load_config, load_tokenizer

@@ -19,7 +19,7 @@ from benchmarks.modes.load import (
 )
 from cluster.models.identity import demo_folder
 from specdec.core.errors import ServiceUnavailableError
-from specdec.engine.stats import SpecStats
+from specdec.engine.results import SpecStats
 from tests.deployments.http.conftest import Bench, listening
 
 TEXT = "for item in items:\n    print('é', item)\n"

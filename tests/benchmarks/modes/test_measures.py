@@ -19,7 +19,7 @@ from benchmarks.modes.measures import (
 from benchmarks.modes.summary import summarize
 from specdec.drafting.length.plans import WorkerKind
 from specdec.engine.observed import StepRecord
-from specdec.engine.stats import SpecStats
+from specdec.engine.results import SpecStats
 
 ARRIVALS = (TokenArrival(0.5, 2), TokenArrival(0.8, 1), TokenArrival(1.4, 3))
 STREAM = Stream("abcdef", ARRIVALS, SpecStats(num_drafts=2, num_draft_tokens=8, num_accepted_tokens=3))

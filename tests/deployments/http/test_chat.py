@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 
 from deployments.http.middleware import Arrivals
 from deployments.http.observer import Observer
-from deployments.http.settings import ApiSettings
+from deployments.http.service import ApiSettings
 
 from .conftest import MAX_MODEL_LEN, TEXT, Bench
 

@@ -16,7 +16,7 @@ from cluster.config.names import DEPLOYMENTS
 from deployments.http.app import create_app
 from deployments.http.errors import ApiError
 from deployments.http.keys import ApiKeys
-from deployments.http.settings import ApiSettings
+from deployments.http.service import ApiSettings
 from deployments.operate import requantize
 from deployments.operate.requantize import add_quantization_routes, requantized
 

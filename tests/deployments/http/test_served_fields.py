@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from deployments.http import SequenceRequest
 from specdec.core.tokens import SharedTokens
 from specdec.core.types import TokenLogprobs
-from specdec.text.words import encode_bad_words
+from specdec.text.prompts import encode_bad_words
 from tests.deployments.http.scripted import rounds
 
 from .conftest import MAX_MODEL_LEN, TEXT, Bench

@@ -25,6 +25,7 @@ from ray.exceptions import RayError  # noqa: E402
 from ray.serve.exceptions import RayServeException  # noqa: E402
 from ray.serve.handle import DeploymentHandle  # noqa: E402
 
+from deployments.transport.discovery import pinned_options  # noqa: E402
 from deployments.transport.endpoints import (  # noqa: E402
     IngressEndpoint,
     PeerGroup,
@@ -33,7 +34,6 @@ from deployments.transport.endpoints import (  # noqa: E402
     replica_id,
 )
 from deployments.transport.host import Host  # noqa: E402
-from deployments.transport.pinning import pinned_options  # noqa: E402
 from deployments.transport.wire import Identity, LinkTimes  # noqa: E402
 from specdec.core.messages import Alive  # noqa: E402
 

@@ -10,7 +10,7 @@ from specdec.core.messages import Notes
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.core.types import TokenLogprobs
 from specdec.executor.runner import RowInput
-from specdec.sampling import slices
+from specdec.sampling import rows
 from tests.sizes import some
 from tests.specdec.engine.pairs import Case, Output, collect, make_model, make_service
 
@@ -99,7 +99,7 @@ def test_prompt_logprobs_of_a_prompt_whose_prefix_is_cached() -> None:
 def test_a_step_has_no_more_logits_of_prompts_than_are_sampled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [asking_case(make_prompt(seed)) for seed in range(3)]
     wanted = [alone(case) for case in cases]
-    monkeypatch.setattr(slices, "MAX_SLICE_BYTES", 8 * 4 * 128)
+    monkeypatch.setattr(rows, "MAX_SLICE_BYTES", 8 * 4 * 128)
     service = make_service("llama", 0.06, 4, chunk=64)
     runner, seen = service.target._backend._runner, []
     forward = runner.forward

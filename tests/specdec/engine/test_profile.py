@@ -6,8 +6,7 @@ import pytest
 
 from benchmarks.scripted import Script, ScriptedDrafter, ScriptedTarget
 from specdec.core.backends import Status, Verification
-from specdec.engine.profile import DRAFT_LENGTHS, NUM_ROWS, NUM_STEPS, profile_drafter, profile_target
-from specdec.engine.timing import StepReport
+from specdec.engine.timing import DRAFT_LENGTHS, NUM_ROWS, NUM_STEPS, StepReport, profile_drafter, profile_target
 
 SCRIPT = Script(0.8, 0.9, tuple(range(64)))
 

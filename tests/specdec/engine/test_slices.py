@@ -5,11 +5,10 @@ import torch
 
 from specdec.core.messages import Candidates
 from specdec.core.params import SamplingParams, SequenceSpec
-from specdec.sampling import logprobs, slices
+from specdec.sampling import logprobs, rows
 from specdec.sampling.acceptance import propose, tree_rows, verify
 from specdec.sampling.pipeline import RowGroup, Sampler
-from specdec.sampling.rows import Rows
-from specdec.sampling.slices import row_slices
+from specdec.sampling.rows import Rows, row_slices
 
 VOCAB = 97
 PARAMS = (
@@ -30,7 +29,7 @@ def groups_of(num: int) -> list[RowGroup]:
 
 
 def test_slices_hold_whole_groups_and_no_more_rows_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slices, "MAX_SLICE_BYTES", 4 * ROWS_BYTES)
+    monkeypatch.setattr(rows, "MAX_SLICE_BYTES", 4 * ROWS_BYTES)
     counts = [1, 2, 1, 1, 9, 3, 1]
     found = list(row_slices(counts, VOCAB))
     assert [(part.start, part.stop, rows.start, rows.stop) for part, rows in found] == [
@@ -60,7 +59,7 @@ def test_what_is_decided_in_slices_is_what_is_decided_at_once(with_tree: bool, m
     whole = decided()
     sampled: list[int] = []
     choose = Sampler.choose
-    monkeypatch.setattr(slices, "MAX_SLICE_BYTES", 6 * ROWS_BYTES)
+    monkeypatch.setattr(rows, "MAX_SLICE_BYTES", 6 * ROWS_BYTES)
     monkeypatch.setattr(logprobs, "_MAX_SLICE_BYTES", 2 * ROWS_BYTES)
     monkeypatch.setattr(
         Sampler, "choose", lambda self, rows, part: sampled.append(len(rows)) or choose(self, rows, part)

@@ -11,7 +11,7 @@ import pytest
 from specdec.core.messages import Alive, Inc, Plan, Resync, Submit
 from specdec.protocol.drafter import DrafterMachine
 from specdec.protocol.ingress import IngressMachine
-from specdec.protocol.labels import label, labels
+from specdec.protocol.leases import label, labels
 from specdec.protocol.target import TargetMachine
 from tests.specdec.protocol.scripted import PROMPT
 from tests.specdec.protocol.test_faults import Faulty, FaultyDraft

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specdec.core.params import SamplingParams
-from specdec.sampling.coupled import verify_coupled
+from specdec.sampling.acceptance import verify_coupled
 from specdec.sampling.pipeline import RowGroup, Sampler, VerifiedRun
 
 from .reference import TableModel, make_spec, plain_decoding, random_params

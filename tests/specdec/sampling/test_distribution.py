@@ -18,7 +18,7 @@ from scipy import stats
 from torch import Tensor
 
 from specdec.core.params import SamplingParams, SequenceSpec
-from specdec.sampling.coupled import verify_coupled
+from specdec.sampling.acceptance import verify_coupled
 from specdec.sampling.philox import gumbel
 from specdec.sampling.pipeline import RowGroup, Sampler, VerifiedRun
 from specdec.sampling.rejection import NUM_DRAFT_CANDIDATES, propose_truncated, verify_rejection

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specdec.core.params import SamplingParams, StopCondition
-from specdec.sampling.coupled import verify_coupled
+from specdec.sampling.acceptance import verify_coupled
 from specdec.sampling.philox import Purpose, uniforms
 from specdec.sampling.pipeline import RowGroup, Sampler, VerifiedRun
 from specdec.sampling.rejection import propose_truncated, verify_rejection

@@ -24,9 +24,8 @@ from specdec.engine.in_process import InProcessService
 from specdec.engine.target import ModelTarget
 from specdec.executor.runner import ModelRunner
 from specdec.models.describe import linear_shapes
-from specdec.models.lora import pool as pool_module
-from specdec.models.lora.pool import AdapterPool
-from specdec.models.lora.slots import AdapterSlots, LoRAConfig, Weights, layer_shapes
+from specdec.models.lora import slots as pool_module
+from specdec.models.lora.slots import AdapterPool, AdapterSlots, LoRAConfig, Weights, layer_shapes
 from specdec.models.quantization import Quantization
 from tests.sizes import some
 from tests.specdec.adapters import RANKS, save_adapter, with_adapter, write_adapter

@@ -16,7 +16,7 @@ from specdec.core.params import SamplingParams
 from specdec.drafting.ngram import NgramOptions
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.in_process import InProcessService
-from specdec.engine.stats import SpecStats
+from specdec.engine.results import SpecStats
 from specdec.engine.target import ModelTarget
 from specdec.executor.runner import ModelRunner
 from specdec.sampling.pipeline import Sampler

@@ -10,8 +10,8 @@ from specdec.cache.recurrent.pool import checked_window
 from specdec.core.params import SamplingParams
 from specdec.engine.drafter import ModelDrafter
 from specdec.engine.in_process import InProcessService
+from specdec.engine.results import SpecStats
 from specdec.engine.sequences import SequenceStates
-from specdec.engine.stats import SpecStats
 from specdec.engine.target import ModelTarget
 from specdec.executor.runner import ModelRunner, RowInput
 from specdec.models.loading import prepare_model

@@ -14,7 +14,7 @@ import pytest
 
 from specdec.core.params import Acceptance
 from specdec.engine.in_process import InProcessService
-from specdec.engine.stats import SpecStats
+from specdec.engine.results import SpecStats
 from specdec.sampling.rows import RowGroup
 from specdec.structured import matchers as matchers_module
 from specdec.structured.matchers import Matchers

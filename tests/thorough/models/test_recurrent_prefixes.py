@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from specdec.cache.blocks import CachedSequence
-from specdec.cache.recurrent.pool import StatePool
-from specdec.cache.recurrent.prefixes import PrefixStates
+from specdec.cache.recurrent.pool import PrefixStates, StatePool
 from specdec.cache.recurrent.slots import SequenceState
 from specdec.executor.runner import ModelRunner, RowInput
 from tests.specdec.models.rounds import Rounds, make_runner, pair
