@@ -58,11 +58,11 @@ def test_what_is_decided_in_slices_is_what_is_decided_at_once(with_tree: bool, m
 
     whole = decided()
     sampled: list[int] = []
-    choose = Sampler.choose
+    choose = Sampler.sample
     monkeypatch.setattr(rows, "MAX_SLICE_BYTES", 6 * ROWS_BYTES)
     monkeypatch.setattr(logprobs, "_MAX_SLICE_BYTES", 2 * ROWS_BYTES)
     monkeypatch.setattr(
-        Sampler, "choose", lambda self, rows, part: sampled.append(len(rows)) or choose(self, rows, part)
+        Sampler, "sample", lambda self, rows, part: sampled.append(len(rows)) or choose(self, rows, part)
     )
     assert decided() == whole
     assert len(sampled) > 5
