@@ -16,6 +16,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from specdec.kernels import fixed
+
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -86,8 +88,7 @@ def gumbel(seeds: Sequence[int], positions: Sequence[int], vocab_size: int, devi
     """Standard Gumbel noise for every token of the vocabulary at one position per row.
 
     Token t takes word t % 4 of the call with counter (t // 4, position, GUMBEL, 0), so its noise does not depend on
-    ``vocab_size``. The uniform u = (word + 1/2) / 2**32 lies strictly inside (0, 1). The inner logarithm is taken in
-    float64: the winners are tokens with u next to 1, where float32 has steps of 2**-24.
+    ``vocab_size``. See :func:`specdec.kernels.fixed.gumbel` for what is made of the word: the same bits on all devices.
 
     Args:
         seeds: 64-bit seeds in [0, 2**64), N of them.
@@ -106,12 +107,8 @@ def gumbel(seeds: Sequence[int], positions: Sequence[int], vocab_size: int, devi
     for start in range(0, len(seeds), rows_per_pass):
         rows = slice(start, start + rows_per_pass)
         words = _call(indexes, seeds[rows], positions[rows], Purpose.GUMBEL)
-        uniform = torch.empty(*words[0].shape, _WORDS_PER_CALL, dtype=torch.float64, device=device)
-        for i, word in enumerate(words):
-            uniform[..., i] = word
-        exponential = uniform.add_(0.5).mul_(2.0**-32).log_().neg_()
-        noise[rows] = exponential.flatten(1)[:, :vocab_size]
-    return noise.log_().neg_()
+        noise[rows] = fixed.gumbel(torch.stack(words, 2)).flatten(1)[:, :vocab_size]
+    return noise
 
 
 def uniforms(
