@@ -56,7 +56,7 @@ def tile_config(shape: AttentionShape) -> TileConfig:
     widest = max(_padded(shape.head_dim), _padded(shape.value_dim))
     warps = 8
     if shape.dtype == torch.float32:
-        keys, stages, warps = 32, 2, 4
+        keys, stages, warps = 16, 2, 4
     else:
         keys, stages = (64, 2) if widest > 64 else (128, 3)
     # With other numbers of warps, or more keys, some of these spill on compute capability 8.0 or 10.0.

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -26,10 +27,10 @@ def _process() -> ProcessPoolExecutor:
 def _prepare() -> None:
     """numpy 2.4 makes no number of an array with one entry, which triton 3.6's interpreter counts on in ``range``."""
     importlib.import_module("torch").set_num_threads(1)
-    interpreter = importlib.import_module("triton.runtime.interpreter")
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     patch = interpreter._patch_lang_tensor
 
-    def patched(tensor: object, scope: object) -> None:
+    def patched(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 

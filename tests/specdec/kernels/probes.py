@@ -9,7 +9,7 @@ from specdec.kernels.triton import fixed
 
 
 @triton.jit
-def all_three(word, value, scaled, noise, logs, masses, SIZE: tl.constexpr):  # noqa: N803
+def all_three(word, value, scaled, noise, logs, masses, SIZE: tl.constexpr) -> None:  # type: ignore[no-untyped-def]  # noqa: N803
     at = tl.arange(0, SIZE)
     tl.store(noise + at, fixed.gumbel(tl.load(word + at).to(tl.uint32)))
     tl.store(logs + at, fixed.log(tl.load(value + at)))
@@ -17,7 +17,7 @@ def all_three(word, value, scaled, noise, logs, masses, SIZE: tl.constexpr):  # 
 
 
 @triton.jit
-def noise(out, seeds, positions, purpose, CALLS: tl.constexpr):  # noqa: N803
+def noise(out, seeds, positions, purpose, CALLS: tl.constexpr) -> None:  # type: ignore[no-untyped-def]  # noqa: N803
     start = tl.program_id(0) * 4 * CALLS
     words = fixed.words(tl.load(seeds), tl.load(positions), purpose, start, CALLS)
     tl.store(out + start + tl.arange(0, 4 * CALLS), fixed.gumbel(words))

@@ -62,7 +62,9 @@ def make_case(
     if shared:
         common = [s for s in range(width * shape.block_size + 1) if num_segments(s, shape.segment_length) == shared]
         table[:, : max(common) // shape.block_size] = table[0, : max(common) // shape.block_size]
-    row, place, position, first, word = [], [], [], [], []
+    row: list[int] = []
+    place: list[int] = []
+    position, first, word = [], [], []
     spans = []
     for i, (before, count) in enumerate(rows):
         tree = (parents or {}).get(i, [])

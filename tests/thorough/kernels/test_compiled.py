@@ -9,8 +9,10 @@ import torch
 
 pytest.importorskip("triton")
 
+from specdec.kernels.sample import SampleStep
 from specdec.kernels.segmented import AttentionLayer, AttentionShape, AttentionStep
 from specdec.kernels.triton.attention import TritonAttention, write_cache
+from specdec.kernels.triton.sample import TritonSampler
 from tests.thorough.kernels.compiling import compiled_for, examined
 
 META = torch.device("meta")
@@ -77,3 +79,51 @@ def test_a_model_has_one_version_for_all_numbers_of_rows(name: str) -> None:
     assert set(Counter(kernel.name for kernel in kernels).values()) == {1}
     (attend,) = (kernel for kernel in kernels if kernel.name == "_attend")
     assert len(examined(attend, 90).products) == (SHAPES[name][4] != FP32)
+
+
+def sample_step_of(num_rows: int, num_sequences: int, vocab_size: int, width: int) -> SampleStep:
+    """A step of which every feature has ``width`` entries."""
+
+    def meta(*sizes: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(sizes, dtype=dtype, device=META)
+
+    words = -(-vocab_size // 32)
+    shapes = {
+        **dict.fromkeys(("sequence", "position", "draft", "parent", "grammar"), (num_rows,)),
+        **dict.fromkeys(("first", "count", "top_k", "slot", "allowed"), (num_sequences,)),
+        "bias_token": (num_sequences, width),
+        "ended": (num_rows, width),
+        "bad": (num_rows, width),
+        "counts": (64, vocab_size),
+        "prompt_bits": (64, words),
+        "masks": (width, words),
+    }
+    return SampleStep(
+        **{name: meta(*shape) for name, shape in shapes.items()},
+        seed=meta(num_sequences, dtype=torch.int64),
+        temperature=meta(num_sequences, dtype=FP32),
+        top_p=meta(num_sequences, dtype=torch.float64),
+        min_p=meta(num_sequences, dtype=FP32),
+        penalties=meta(num_sequences, 3, dtype=FP32),
+        bias=meta(num_sequences, width, dtype=FP32),
+    )
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_sampling_spills_nothing_and_rounds_each_operation(capability: int) -> None:
+    vocab_size = 128_256
+    sampler = TritonSampler(vocab_size, 512, 64, 16, META)
+    with compiled_for(capability) as kernels:
+        for num_rows, num_sequences in [(1, 1), (16, 3), (512, 64)]:
+            logits = torch.empty(num_rows, vocab_size, dtype=BF16, device=META)
+            for width, is_used in ((4, True), (0, False)):
+                step = sample_step_of(num_rows, num_sequences, vocab_size, width)
+                sampler.decide(logits, step, penalties=is_used, truncation=is_used, noise=is_used)
+    # One with everything and one without, whatever the numbers of rows; the last three have no such parts.
+    versions = {"_edit": 2, "_scale": 2, "_truncate": 1, "_choose": 2, "_settle": 1, "_walk": 1}
+    assert Counter(kernel.name for kernel in kernels) == versions
+    for kernel in kernels:
+        found = examined(kernel, capability)
+        print(capability, found)
+        assert not found.spilled_bytes, found
+        assert not found.contracted, found

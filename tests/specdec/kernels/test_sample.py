@@ -1,0 +1,163 @@
+"""Sampling in kernels decides what the sampler in torch decides, token for token."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from specdec.core.params import SamplingParams
+from specdec.kernels import sample
+from specdec.kernels.sample import SampleStep
+from specdec.sampling.coupled import walk_coupled
+from specdec.sampling.pipeline import Sampler
+from specdec.sampling.rows import RowGroup
+from specdec.sampling.truncation import thresholds
+from tests.specdec.kernels.interpreter import interpreted
+from tests.specdec.kernels.sampled import random_groups, step_of
+
+CPU = torch.device("cpu")
+VOCAB = 100
+MAX_TOKENS = 8
+
+
+def rows_of(groups: Sequence[RowGroup], parents: Sequence[Sequence[int]]) -> list[RowGroup]:
+    """Each row as a sequence of its own, with the tokens of its path."""
+    from specdec.core.drafts import path_to
+
+    rows = []
+    for group, tree in zip(groups, parents, strict=True):
+        tree = tree or range(-1, len(group.draft) - 1)
+        for node in range(-1, len(group.draft)):
+            path = [group.draft[at] for at in path_to(tree, node)] if node >= 0 else []
+            mask = None if group.mask is None else group.mask[node + 1 : node + 2]
+            rows.append(RowGroup(group.spec, [*group.tokens, *path], (), mask))
+    return rows
+
+
+def decided(logits: torch.Tensor, step: SampleStep, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's token, and the records."""
+    from specdec.kernels.triton.sample import TritonSampler
+
+    sampler = TritonSampler(VOCAB, len(step.sequence), len(step.first), MAX_TOKENS, CPU, block_size=64)
+    sampler.decide(logits, step, **{"penalties": True, "truncation": True, "noise": True} | options)
+    return sampler.chosen, sampler.record
+
+
+def drafts_that_stand(groups: list[RowGroup], parents: list[list[int]], logits: torch.Tensor, rng: random.Random):
+    """The groups with most draft tokens replaced by what is chosen before them, front to back."""
+    sampler, at = Sampler(VOCAB), 0
+    for number, (group, tree) in enumerate(zip(groups, parents, strict=True)):
+        for node in range(len(group.draft)):
+            rows = rows_of([groups[number]], [tree])
+            parent = tree[node] if tree else node - 1
+            token = int(sampler.choose(logits[at + 1 + parent][None], [rows[1 + parent]]))
+            if rng.random() < 0.8:
+                draft = list(groups[number].draft)
+                draft[node] = token
+                groups[number] = replace(groups[number], draft=tuple(draft))
+        at += 1 + len(group.draft)
+    return groups
+
+
+@pytest.mark.parametrize("trees", [False, True])
+@interpreted
+def test_rows_and_records_are_those_of_the_sampler(trees: bool) -> None:
+    rng, generator = random.Random(5 + trees), torch.Generator().manual_seed(5)
+    groups, parents = random_groups(rng, VOCAB, 8, trees)
+    num_rows = sum(1 + len(group.draft) for group in groups)
+    logits = torch.randn(num_rows + 2, VOCAB + 7, generator=generator) * 3
+    groups = drafts_that_stand(groups, parents, logits, rng)
+    step = step_of(groups, parents, VOCAB, padding=2)
+    chosen, records = decided(logits, step)
+    expected = Sampler(VOCAB).choose(logits[:num_rows], rows_of(groups, parents))
+    assert chosen.tolist() == [*expected.tolist(), -1, -1]
+    accepted = 0
+    for number, (group, tree) in enumerate(zip(groups, parents, strict=True)):
+        start = int(step.first[number])
+        run = walk_coupled(expected[start : start + 1 + len(group.draft)].tolist(), group.draft, tuple(tree))
+        found = records[number].tolist()
+        assert found[:2] == [run.num_accepted, 0]
+        assert found[2 : 2 + MAX_TOKENS] == [*run.run, *[-1] * (MAX_TOKENS - len(run.run))]
+        path = found[2 + MAX_TOKENS :][: run.num_accepted]
+        assert path == [*(run.path or range(run.num_accepted))]
+        accepted += run.num_accepted
+    assert 0 < accepted < num_rows - len(groups)
+
+
+@interpreted
+def test_what_none_uses_can_be_left_out() -> None:
+    params = SamplingParams(temperature=0.0)
+    groups, parents = random_groups(random.Random(3), VOCAB, 3)
+    groups = [replace(group, spec=replace(group.spec, sampling=params), mask=None) for group in groups]
+    num_rows = sum(1 + len(group.draft) for group in groups)
+    logits = torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(1)).round()
+    step = step_of(groups, parents, VOCAB)
+    chosen, _ = decided(logits, step, penalties=False, truncation=False, noise=False)
+    # Of the many that tie the lowest.
+    assert chosen.tolist() == logits.argmax(1).tolist()
+    half, _ = decided(logits.bfloat16().half(), step, penalties=False, truncation=False, noise=False)
+    assert torch.equal(half, chosen)
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+@interpreted
+def test_rows_that_are_not_finite_are_told(broken: float) -> None:
+    groups, _ = random_groups(random.Random(3), VOCAB, 3)
+    groups = [replace(group, mask=None, draft=()) for group in groups]
+    logits = torch.randn(3, VOCAB)
+    logits[1, 70] = broken
+    _, records = decided(logits, step_of(groups, [[]] * 3, VOCAB))
+    assert records[:, sample.FLAGS].tolist() == [0, sample.NOT_FINITE, 0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_integer_mass_keeps_what_truncation_keeps(seed: int) -> None:
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    params = [
+        SamplingParams(
+            top_k=rng.choice([0, 1, 5, 50, 1000]),
+            top_p=rng.choice([1.0, 0.1, 0.9, 0.95, 0.999]),
+            min_p=rng.choice([0.0, 0.02]),
+        )
+        for _ in range(20)
+    ]
+    logits = torch.randn(20, 3000, generator=generator) * torch.tensor([0.5, 2.5, 6, 2.5])[:, None].repeat(5, 1)
+    logits[::4] = logits[::4].mul(10).round() / 10
+    logits[::5, ::3] = -torch.inf
+    scaled = logits - logits.amax(1, keepdim=True)
+    k, p = torch.tensor([one.top_k for one in params]), torch.tensor([one.top_p for one in params], dtype=torch.float64)
+    least = torch.tensor([one.min_p for one in params], dtype=torch.float64).log().float()
+    found = sample.thresholds(scaled, k, p, least)
+    assert torch.equal(scaled >= found[:, None], scaled >= thresholds(scaled, params))
+
+
+@interpreted
+def test_kernel_truncates_as_the_reference() -> None:
+    from specdec.kernels.triton.sample import TritonSampler
+
+    rng, generator = random.Random(9), torch.Generator().manual_seed(9)
+    values = [(rng.choice([0, 1, 7, 40, 99, 100]), rng.choice([1.0, 0.05, 0.9, 0.99])) for _ in range(8)]
+    groups = [random_groups(rng, VOCAB, 1, temperature=1.0)[0][0] for _ in values]
+    groups = [
+        replace(
+            group,
+            draft=(),
+            mask=None,
+            spec=replace(group.spec, sampling=SamplingParams(top_k=k, top_p=p, min_p=rng.choice([0, 0.01]))),
+        )
+        for group, (k, p) in zip(groups, values, strict=True)
+    ]
+    logits = torch.randn(len(groups), VOCAB, generator=generator) * 2
+    logits[::3] = logits[::3].mul(4).round() / 4
+    logits[::2, 30:70] = -torch.inf
+    step = step_of(groups, [[]] * len(groups), VOCAB)
+    sampler = TritonSampler(VOCAB, len(groups), len(groups), MAX_TOKENS, CPU, block_size=64)
+    sampler.decide(logits, step, penalties=False, truncation=True, noise=True)
+    scaled = logits - logits.amax(1, keepdim=True)
+    expected = sample.thresholds(scaled, step.top_k, step.top_p, step.min_p)
+    assert torch.equal(scaled >= sampler._threshold[:, None], scaled >= expected[:, None])
