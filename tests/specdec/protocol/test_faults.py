@@ -18,15 +18,16 @@ from tests.specdec.protocol.test_target import INC, TIMES, Oracle, open_message
 class Faulty(Oracle):
     """Raises in every step that ``poison`` is in; ``failing`` fails by itself."""
 
-    def __init__(self, *, poison=None, failing=None, error=None, **options):
+    def __init__(self, *, poison=None, failing=None, status=Status.FAILED, error=None, **options):
         super().__init__(**options)
-        self.poison, self.failing, self.error = poison, failing, error or MemoryError("no room")
+        self.poison, self.failing, self.status = poison, failing, status
+        self.error = error or MemoryError("no room")
 
     def verify(self, jobs):
         results = super().verify(jobs)
         if self.poison in [job.key for job in jobs]:
             raise self.error
-        failed = Verification(Status.FAILED, reason="its hook raised")
+        failed = Verification(self.status, reason="its hook raised")
         return [failed if job.key == self.failing else result for job, result in zip(jobs, results, strict=True)]
 
 
@@ -59,6 +60,16 @@ def test_an_error_of_one_sequence_ends_it_and_no_other():
     machine.step(2.0)
     assert ends(machine) == {}
     assert machine.report()["num_errors"] == 1
+
+
+def test_a_suspect_of_the_backend_is_tried_alone_and_ends_the_second_time():
+    machine = machine_of(Faulty(failing="b", status=Status.SUSPECT), "abc")
+    for _ in range(3):
+        machine.step(0.0)
+    assert keys(machine) == [("a", "b", "c"), ("b",), ("a", "c")]
+    assert ends(machine) == {"b": ("error", "its hook raised")}
+    report = machine.report()
+    assert (report["num_failed_steps"], report["num_errors"], report["num_suspects"]) == (0, 1, 1)
 
 
 def test_after_a_step_that_failed_each_is_tried_alone_and_who_fails_alone_twice_ends():
@@ -171,8 +182,9 @@ class FaultyDraft:
 
     max_model_len = 100
 
-    def __init__(self, *, poison=None, failing=None):
-        self.poison, self.failing = poison, failing
+    def __init__(self, *, poison=None, failing=None, suspect=None):
+        self.poison, self.failing = poison, failing or suspect
+        self.status = Status.SUSPECT if suspect else Status.FAILED
         self.batches, self.held = [], set()
 
     def propose(self, jobs):
@@ -182,7 +194,7 @@ class FaultyDraft:
             raise MemoryError
         self.held |= {job.key for job in jobs}
         proposal = Proposal(Status.DECIDED, 5, guesses=(6, 7))
-        return [Proposal(Status.FAILED) if seq == self.failing else proposal for seq in seqs]
+        return [Proposal(self.status) if seq == self.failing else proposal for seq in seqs]
 
     def rest(self):
         pass
@@ -194,7 +206,7 @@ class FaultyDraft:
         self.held.discard(key)
 
 
-@pytest.mark.parametrize("how", ["poison", "failing"])
+@pytest.mark.parametrize("how", ["poison", "failing", "suspect"])
 def test_a_drafter_skips_what_fails_and_drafts_for_the_others(how):
     backend = FaultyDraft(**{how: "b"})
     machine = DrafterMachine("D", backend, TIMES)
@@ -207,4 +219,5 @@ def test_a_drafter_skips_what_fails_and_drafts_for_the_others(how):
     report = machine.report()
     assert report["num_skipped_sequences"] == 1
     assert report["num_failed_steps"] == (3 if how == "poison" else 0)
+    assert sum(seqs.count("b") > 0 for seqs in backend.batches) == {"poison": 3, "failing": 1, "suspect": 2}[how]
     assert not any(key.startswith("b") for key in backend.held)
