@@ -12,7 +12,7 @@ from torch import Tensor
 from specdec.core.drafts import path_to
 from specdec.core.params import SamplingParams
 from specdec.kernels.sample import SampleStep
-from specdec.sampling.bans import _completing
+from specdec.sampling.edits import _completing
 from specdec.sampling.rows import RowGroup
 from tests.specdec.sampling.reference import make_spec, random_params
 

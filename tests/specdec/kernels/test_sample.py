@@ -13,7 +13,7 @@ import torch
 from specdec.core.params import SamplingParams
 from specdec.kernels import sample
 from specdec.kernels.sample import SampleStep
-from specdec.sampling.coupled import walk_coupled
+from specdec.sampling.acceptance import walk_coupled
 from specdec.sampling.pipeline import Sampler
 from specdec.sampling.rows import RowGroup
 from specdec.sampling.truncation import thresholds
@@ -55,7 +55,7 @@ def drafts_that_stand(groups: list[RowGroup], parents: list[list[int]], logits: 
         for node in range(len(group.draft)):
             rows = rows_of([groups[number]], [tree])
             parent = tree[node] if tree else node - 1
-            token = int(sampler.choose(logits[at + 1 + parent][None], [rows[1 + parent]]))
+            token = int(sampler.sample(logits[at + 1 + parent][None], [rows[1 + parent]]))
             if rng.random() < 0.8:
                 draft = list(groups[number].draft)
                 draft[node] = token
@@ -74,7 +74,7 @@ def test_rows_and_records_are_those_of_the_sampler(trees: bool) -> None:
     groups = drafts_that_stand(groups, parents, logits, rng)
     step = step_of(groups, parents, VOCAB, padding=2)
     chosen, records = decided(logits, step)
-    expected = Sampler(VOCAB).choose(logits[:num_rows], rows_of(groups, parents))
+    expected = Sampler(VOCAB).sample(logits[:num_rows], rows_of(groups, parents))
     assert chosen.tolist() == [*expected.tolist(), -1, -1]
     accepted = 0
     for number, (group, tree) in enumerate(zip(groups, parents, strict=True)):
