@@ -1,1 +1,1 @@
-"""What does a model's folder say? Its shape, tokenizer, vocabulary, fingerprint; without torch but for `vocabulary`."""
+"""What does a model's folder say? Its shape, tokenizer, vocabulary and fingerprint. No torch."""

@@ -1,4 +1,4 @@
-"""A draft model of another vocabulary: tokens of the target in the draft's own, and the draft's logits in the target's.
+"""A draft model of another vocabulary: what each token of the target is in the draft's own.
 
 Only tokens that both have are drafted, after the token-level intersection of Timor et al. 2025, "Accelerating LLM
 Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies". Whatever the draft reads, the
@@ -7,12 +7,12 @@ target decides: nothing here touches the output.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
-import torch
+import numpy as np
 from llguidance import LLTokenizer
 from llguidance.hf import from_tokenizer
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from specdec.core.errors import IncompatiblePairError
@@ -20,8 +20,6 @@ from specdec.core.types import Tokens
 
 _LEAST_SHARE = 0.1
 """Of the target's tokens, how many a draft must have, or it could hardly ever say what the target says."""
-_NOT_SHARED = -1e4
-"""Logit of a token that the draft lacks: never drawn, unless a grammar allows no token that both have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,28 +35,13 @@ class Translation:
 
     spelled: tuple[Tokens, ...]
     beginning: Tokens
-    shared: Tensor
-    shared_in_draft: Tensor
+    shared: np.ndarray[Any, np.dtype[np.int64]]
+    shared_in_draft: np.ndarray[Any, np.dtype[np.int64]]
 
     @property
     def vocab_size(self) -> int:
         """Width of the target's vocabulary."""
         return len(self.spelled)
-
-    def logits(self, draft_logits: Tensor) -> Tensor:
-        """The draft's logits [N, its width] as float32 [N, vocab_size], in the order of the target's tokens.
-
-        They lie where the maps do: see :meth:`on`.
-        """
-        logits = torch.full((len(draft_logits), self.vocab_size), _NOT_SHARED, device=draft_logits.device)
-        logits[:, self.shared] = draft_logits[:, self.shared_in_draft].float()
-        return logits
-
-    def on(self, device: torch.device) -> Translation:
-        """The same with its maps on a device; this object where they are there."""
-        if self.shared.device == device:
-            return self
-        return replace(self, shared=self.shared.to(device), shared_in_draft=self.shared_in_draft.to(device))
 
 
 def translate(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> Translation:
@@ -94,7 +77,7 @@ def translate(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -
         for i, text in enumerate(ours.texts)
     )
     pairs = sorted((i, in_draft) for in_draft, i in one_each.items())
-    shared, shared_in_draft = torch.tensor(pairs, dtype=torch.int64).T.contiguous()
+    shared, shared_in_draft = np.ascontiguousarray(np.array(pairs, np.int64).T)
     beginning = () if target("").input_ids else tuple(draft("").input_ids)
     return Translation(spelled, beginning, shared, shared_in_draft)
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from specdec.checkpoint.vocabulary import Translation
 from specdec.core.backends import DraftJob
 from specdec.core.tokens import TokenBuffer, as_list, common_prefix_length
+
+_NOT_SHARED = -1e4
+"""Logit of a token that the draft lacks: never drawn, unless a grammar allows no token that both have."""
 
 
 @dataclass(slots=True)
@@ -28,13 +32,22 @@ class Translator:
 
     def __init__(self, translation: Translation) -> None:
         self._translation = translation
+        self._shared = torch.from_numpy(translation.shared), torch.from_numpy(translation.shared_in_draft)
         self._empty = _Text(TokenBuffer(), [*translation.beginning], [len(translation.beginning)])
         self._texts: dict[str, _Text] = {}
 
     def logits(self, draft_logits: Tensor) -> Tensor:
-        """See :meth:`Translation.logits`; the maps are uploaded at the first call."""
-        self._translation = self._translation.on(draft_logits.device)
-        return self._translation.logits(draft_logits)
+        """The draft's logits [N, its width] as float32 [N, vocab_size], in the order of the target's tokens.
+
+        The maps are uploaded at the first call.
+        """
+        device = draft_logits.device
+        if self._shared[0].device != device:
+            self._shared = self._shared[0].to(device), self._shared[1].to(device)
+        logits = torch.full((len(draft_logits), self._translation.vocab_size), _NOT_SHARED, device=device)
+        shared, shared_in_draft = self._shared
+        logits[:, shared] = draft_logits[:, shared_in_draft].float()
+        return logits
 
     def translated(self, job: DraftJob) -> DraftJob:
         """The same job in the draft's tokens, lengths too."""

@@ -70,17 +70,16 @@ def test_logits_stand_where_the_target_has_them(
 ) -> None:
     logits = torch.randn(3, 4096, generator=torch.Generator().manual_seed(0))
     translation = translate(target, shuffled)
-    moved = translation.logits(logits)
+    moved = Translator(translation).logits(logits)
     for i in (0, 5, 4095):
         assert torch.equal(moved[:, i], logits[:, translation.spelled[i][0]])
-    few = translate(target, smaller).logits(logits[:, :1500])
+    few = Translator(translate(target, smaller)).logits(logits[:, :1500])
     assert few.shape == (3, 4096)
     assert few[:, 1500:].max() < few[:, tokens(1500)].min() - 1000
 
 
 def test_the_maps_are_uploaded_once(target: PreTrainedTokenizerFast, shuffled: PreTrainedTokenizerFast) -> None:
     translation = translate(target, shuffled)
-    assert translation.on(torch.device("cpu")) is translation
     translator, logits = Translator(translation), torch.empty(2, 4096, device="meta")
     with Operators() as first:
         translator.logits(logits)
