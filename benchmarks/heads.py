@@ -18,7 +18,7 @@ from benchmarks.edits import measure
 from benchmarks.modes.prompts import CODE
 from benchmarks.turns import spread
 from cluster.config.models import Dtype
-from cluster.models.identity import demo_folder
+from cluster.models.demos import demo_folder
 from specdec.checkpoint.compat import tokenizer_width
 from specdec.core.params import SamplingParams
 from specdec.drafting.length.gains import DraftGains

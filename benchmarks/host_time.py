@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.modes.report import processor_name
-from cluster.models.identity import demo_folder
+from cluster.models.demos import demo_folder
 from specdec.core.backends import Status, TargetBackend, VerifyJob
 from specdec.core.log import TokenLog
 from specdec.core.params import SamplingParams, SequenceSpec

@@ -31,7 +31,7 @@ from transformers import AutoTokenizer
 from benchmarks.modes.report import processor_name
 from benchmarks.scripted import ScriptedTarget
 from cluster.config.limits import Limits, ResponsesStore
-from cluster.models.identity import demo_folder
+from cluster.models.demos import demo_folder
 from deployments.http import ApiSettings, create_app
 from deployments.http.keys import ApiKeys
 from deployments.http.store import MemoryStore

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from cluster.models.identity import demo_folder
+from cluster.models.demos import demo_folder
 from specdec.core.grammar import Grammar
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.models.loading import ModelSource, load_tokenizer

@@ -21,7 +21,7 @@ from benchmarks.edits import measure
 from benchmarks.emulation import EmulatedDevice, EmulatedDrafter, StepCost
 from benchmarks.modes.prompts import CODE
 from cluster.config.models import Dtype
-from cluster.models.identity import demo_folder
+from cluster.models.demos import demo_folder
 from specdec.checkpoint.compat import tokenizer_width
 from specdec.core.backends import DraftBackend, DraftJob, Status
 from specdec.core.params import SamplingParams, SequenceSpec

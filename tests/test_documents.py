@@ -21,7 +21,7 @@ from cluster.config.app import ServiceConfig
 from cluster.config.base import validated
 from cluster.config.files import config_keys
 from cluster.config.live import LIVE_KEYS
-from cluster.models.identity import demo_folder
+from cluster.models.demos import demo_folder
 from deployments.metrics.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 from cluster.config.app import AppArgs, Demo
 from cluster.config.models import Dtype, ModelConfig, TargetConfig
-from cluster.models.demos import demo_folder as demo_folder
+from cluster.models.demos import demo_folder
 from specdec.checkpoint.fingerprint import digest, model_fingerprint, torchao_version, vocabulary_fingerprint
 from specdec.core.errors import InvalidParameterError
 from specdec.core.types import Fingerprints

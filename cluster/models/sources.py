@@ -10,7 +10,8 @@ from typing import Any, Literal, TypeVar
 
 from cluster.config.app import AppArgs
 from cluster.config.models import DraftConfig, ModelConfig
-from cluster.models.identity import demo_folder, draft_path, model_dtype, target_path
+from cluster.models.demos import demo_folder
+from cluster.models.identity import draft_path, model_dtype, target_path
 from specdec.cache.recurrent.slots import DEFAULT_WINDOW_TOKENS
 from specdec.core.errors import InvalidParameterError
 from specdec.drafting.medusa import HeadsOptions

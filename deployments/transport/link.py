@@ -63,10 +63,6 @@ class Channel(Protocol):
         ...
 
 
-Carrier = Callable[[Hello], Awaitable[Channel]]
-"""Opens a channel to ``hello.callee`` and sends ``hello``; raises ``LinkError`` where that is impossible."""
-
-
 def spawn(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     """A task outside of any request.
 
@@ -139,7 +135,7 @@ class Dialer:
         fingerprints: Fingerprints,
         match: FingerprintKind,
         host: Host[Any],
-        carrier: Carrier,
+        carrier: Callable[[Hello], Awaitable[Channel]],
         times: LinkTimes,
     ) -> None:
         self._me = me

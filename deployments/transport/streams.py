@@ -51,7 +51,7 @@ class StreamChannel:
 
 
 async def dial_stream(callees: Discovery, hello: Hello) -> Channel:
-    """Open a channel to a replica of a deployment, on any node; see ``Carrier``."""
+    """Open a channel to a replica of a deployment, on any node."""
     return StreamChannel(callees, hello)
 
 

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers.__main__ import main
 from benchmarks.peers.install import PEERS, Peer, SkippedError, models_of, run, write_older_form
-from cluster.models.identity import demo_folder
+from cluster.models.demos import demo_folder
 
 PAIR = ("--target", str(demo_folder("target")), "--draft", str(demo_folder("draft")), "--dtype", "float32")
 

@@ -6,7 +6,7 @@ from cluster.config.app import AppArgs, ServiceConfig
 from cluster.config.base import key_paths
 from cluster.config.files import load_config, merged
 from cluster.config.models import memory_amount
-from cluster.models.identity import demo_folder
+from cluster.models.demos import demo_folder
 from cluster.models.sources import draft_source, target_source
 from specdec.core.errors import InvalidParameterError
 from specdec.protocol.leases import Times

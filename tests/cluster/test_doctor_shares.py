@@ -8,7 +8,7 @@ import pytest
 import cluster.cli.doctor
 from cluster.cli.doctor import Gpu, Hardware
 from cluster.config.app import AppArgs
-from cluster.models.identity import demo_folder
+from cluster.models.demos import demo_folder
 from specdec.core.errors import MemoryPlanError
 from specdec.engine import build
 

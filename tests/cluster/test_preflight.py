@@ -11,7 +11,7 @@ from cluster.config.app import AppArgs
 from cluster.launch.nodes import Node
 from cluster.launch.placement import ActorShare, Placement
 from cluster.launch.preflight import check_memory
-from cluster.models.identity import demo_folder
+from cluster.models.demos import demo_folder
 from cluster.models.sources import target_source
 from specdec.core.errors import InvalidParameterError, MemoryPlanError, ModelLoadError
 from specdec.engine.build import BackendOptions, build_target

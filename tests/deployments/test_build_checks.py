@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.config.app import AppArgs
-from cluster.models.identity import demo_folder
+from cluster.models.demos import demo_folder
 from deployments import app
 from specdec.core.errors import SpecdecError
 

@@ -142,7 +142,7 @@ def health(url: str) -> tuple[int, dict[str, Any]]:
 
 def unloadable(folder: Path) -> dict[str, Any]:
     """A target whose files all are there and can be read, and do not fit each other."""
-    from cluster.models.identity import demo_folder
+    from cluster.models.demos import demo_folder
 
     shutil.copytree(demo_folder("target"), folder / "target")
     config = json.loads((folder / "target" / "config.json").read_text())

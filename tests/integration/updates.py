@@ -60,7 +60,7 @@ def quantize(url: str) -> None:
 
 def load_adapter(url: str, folder: str) -> None:
     """Load an adapter while the service runs: no update is to forget it."""
-    from cluster.models.identity import demo_folder
+    from cluster.models.demos import demo_folder
     from specdec.models.describe import linear_shapes
     from specdec.models.loading import ModelSource
     from tests.specdec.adapters import write_adapter

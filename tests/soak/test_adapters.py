@@ -13,7 +13,7 @@ import psutil
 import pytest
 from openai import InternalServerError, NotFoundError, OpenAI
 
-from cluster.models.identity import demo_folder
+from cluster.models.demos import demo_folder
 from specdec import BackendOptions, LoRAConfig, ModelSource, SamplingParams, SpeculativeEngine
 from specdec.core.types import Adapter
 from specdec.models.describe import linear_shapes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.models.identity import demo_folder
+from cluster.models.demos import demo_folder
 from tests.integration.mixed import SCARCE, check_mixed_requests
 from tests.integration.running import RunningService
 

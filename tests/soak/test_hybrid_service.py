@@ -13,7 +13,7 @@ import torch
 from openai import OpenAI
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cluster.models.identity import demo_folder
+from cluster.models.demos import demo_folder
 from tests.integration.mixed import SCARCE, check_mixed_requests
 from tests.integration.running import RunningService, eventually, nothing_held
 

@@ -19,7 +19,7 @@ from cluster.cli.render import render
 from cluster.config.environment import prepare_for_ray
 from cluster.config.limits import ResponsesStore
 from cluster.launch.local import check_port
-from cluster.models.identity import demo_folder
+from cluster.models.demos import demo_folder
 from specdec import ModelSource
 from specdec.models.describe import linear_shapes
 from tests.integration.kills import Comparison, Streams

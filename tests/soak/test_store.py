@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from cluster.models.identity import demo_folder
+from cluster.models.demos import demo_folder
 from specdec import ModelSource
 from specdec.models.describe import linear_shapes
 from tests.integration.kills import Comparison, Streams, kill_one

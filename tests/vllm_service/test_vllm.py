@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.models.identity import demo_folder
+from cluster.models.demos import demo_folder
 from specdec import BackendOptions, ModelSource, SamplingParams, SpeculativeEngine
 from tests.integration.kills import processes_of
 from tests.integration.running import ROOT, RunningService, eventually, nothing_held

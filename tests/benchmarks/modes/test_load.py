@@ -17,7 +17,7 @@ from benchmarks.modes.load import (
     told_stand_ins,
     worker_figures,
 )
-from cluster.models.identity import demo_folder
+from cluster.models.demos import demo_folder
 from specdec.core.errors import ServiceUnavailableError
 from specdec.engine.results import SpecStats
 from tests.deployments.http.conftest import Bench, listening

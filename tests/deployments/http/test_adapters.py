@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cluster.config.app import AppArgs
 from cluster.config.limits import ResponsesStore
-from cluster.models.identity import demo_folder
+from cluster.models.demos import demo_folder
 from deployments.http import ApiSettings, SequenceRequest, ServedModel, create_app
 from deployments.http.keys import ApiKeys
 from deployments.http.store import NOTHING, Changes, MemoryStore, Store, Version

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from cluster.models.identity import demo_folder
+from cluster.models.demos import demo_folder
 from specdec.checkpoint.compat import tokenizer_width
 from specdec.core.messages import Plan
 from specdec.core.params import SamplingParams

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from cluster.models.identity import demo_folder
+from cluster.models.demos import demo_folder
 from specdec import BackendOptions, ModelSource, Stepper
 from specdec.core.errors import InvalidParameterError, MemoryPlanError
 

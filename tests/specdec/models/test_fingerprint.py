@@ -12,7 +12,8 @@ import httpx2
 import pytest
 
 from cluster.config.app import AppArgs
-from cluster.models.identity import demo_folder, fingerprints
+from cluster.models.demos import demo_folder
+from cluster.models.identity import fingerprints
 from specdec.checkpoint import fingerprint as file_hashes_module
 from specdec.checkpoint.fingerprint import (
     ADAPTER_WEIGHTS,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.cli import main
-from cluster.models.identity import demo_folder
+from cluster.models.demos import demo_folder
 from tests.cluster.processors import NEWLINE
 from tests.specdec.checkpoints import save_checkpoint
 

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.cli import main
 from cluster.cli.doctor import branch_line
-from cluster.models.identity import demo_folder
+from cluster.models.demos import demo_folder
 from tests.specdec.models.recurrent_families import make_recurrent
 
 

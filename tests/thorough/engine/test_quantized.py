@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cluster.models.identity import demo_folder
+from cluster.models.demos import demo_folder
 from specdec import BackendOptions, ModelSource, SamplingParams, SpeculativeEngine
 from specdec.drafting.medusa import HeadsOptions
 from specdec.engine.results import GenerationResult

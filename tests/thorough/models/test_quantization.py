@@ -13,7 +13,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel, TorchAoConfig
 
 from cluster.config.app import AppArgs
-from cluster.models.identity import demo_folder, fingerprints
+from cluster.models.demos import demo_folder
+from cluster.models.identity import fingerprints
 from specdec.core.errors import ModelLoadError
 from specdec.core.types import Quantization
 from specdec.executor.runner import ModelRunner
