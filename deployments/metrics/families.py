@@ -137,7 +137,7 @@ def _counter(parts: tuple[Part, ...], figure: str, text: str, labels: tuple[str,
     return Family(name or figure.removeprefix("num_"), "counter", text, labels, figure=figure, parts=parts)
 
 
-REPORTED = (
+REPORTED = [
     # What is held now.
     _gauge(_WORKERS, "num_sequences", "Sequences that a worker holds.", name="worker_sequences"),
     _gauge(_DRAFT, "num_standalone_sequences", "Sequences of these that ask the draft model itself."),
@@ -330,10 +330,26 @@ REPORTED = (
         "Pace of the best speculation mode over that of plain decoding, by what was measured.",
         labels=("target",),
     ),
-)
+]
 """What machines report of themselves."""
 
 FAMILIES = (*REQUESTS, *REPORTED)
+"""The service's own."""
+
+
+def register(family: Family) -> Family:
+    """Add a family that a machine reports, from outside: a module that the key ``backend`` names calls this.
+
+    Args:
+        family: Its ``figure`` is a name that the backend's ``gauges`` have, and ``parts`` says whose backend it is.
+
+    Raises:
+        ValueError: There is one of that name.
+    """
+    if family.name in {one.name for one in (*REQUESTS, *REPORTED)}:
+        raise ValueError(f"there is a metric of the name {family.series}")
+    REPORTED.append(family)
+    return family
 
 
 HEADING = "## Every metric\n"

@@ -124,7 +124,7 @@ class Dialer:
         fingerprints: What its models are.
         match: Which fingerprint must be the callee's, too.
         host: Gets what the callees send.
-        carrier: Opens a channel.
+        carrier: Opens a channel to ``hello.callee`` and sends ``hello``; raises ``LinkError`` where that is impossible.
         times: How patient to be.
     """
 

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 import deployments.metrics
 from benchmarks.scripted import Script, ScriptedDrafter, ScriptedTarget
 from deployments.http.observer import Observer
-from deployments.metrics.families import FAMILIES, REPORTED, metrics_table
+from deployments.metrics.families import FAMILIES, REPORTED, Family, metrics_table, register
 from deployments.metrics.page import ChangeRegistry
 from deployments.metrics.replica import MachineReport, RayExport, ReplicaMetrics
 from specdec.drafting.length.controller import Controller
@@ -135,6 +135,22 @@ def test_names_and_words() -> None:
         assert len(family.text.split()) >= 4, family
         assert not family.name.endswith(("_total", "_s", "_ms", "_bucket", "_sum", "_count"))
         assert (family.kind == "histogram") == bool(family.buckets)
+
+
+def test_a_metric_is_added_from_outside() -> None:
+    fan = Family("fan_speed", "gauge", "Turns of the fan in a second.", figure="fan_speed", parts=("target",))
+    register(fan)
+    try:
+        shown = {}
+        for part in ("target", "draft"):
+            machine = MachineReport(part, "m")
+            machine.report = {"fan_speed": 3.0}
+            shown[part] = [(metric.name, sample.value) for metric in machine.collect() for sample in metric.samples]
+        assert shown == {"target": [("specdec_fan_speed", 3.0)], "draft": []}
+        with pytest.raises(ValueError, match="there is a metric of the name specdec_fan_speed"):
+            register(fan)
+    finally:
+        REPORTED.remove(fan)
 
 
 def test_the_table_is_that_of_the_code() -> None:
