@@ -2,12 +2,12 @@
 
     python -m benchmarks.token_way [--specdec PATH] [--tokens 200]
 
-Starts ``specdec serve`` with the plain demo pair and counts every call in every process while one stream decodes without
-drafts. What runs at least once for two tokens is on the way. ``--specdec`` names the command of another version, in an
-environment of its own, to compare with.
+Starts ``specdec serve`` with the plain demo pair and counts every call in every process while one stream decodes
+without drafts. What runs at least once for two tokens is on the way. ``--specdec`` names another version's
+command, in an environment of its own, to compare with.
 
-A type counts as made where its ``__init__`` runs, or, for those that are made in C (msgspec structs, named tuples), where
-a function on the way calls it by name. The second is an upper bound: the call may stand on another branch.
+A type counts as made where its ``__init__`` runs. One that is made in C (a msgspec struct, a named tuple) counts where
+a function on the way calls it by name: an upper bound, since the call may stand on another branch.
 """
 
 from __future__ import annotations
