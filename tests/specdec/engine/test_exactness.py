@@ -120,7 +120,9 @@ def test_a_rollback_that_is_off_by_one_is_found(references: dict[str, tuple], mo
         return tokens, positions, wanted, spans
 
     monkeypatch.setattr(ModelRunner, "truncate", noting_truncate)
-    monkeypatch.setattr(ModelRunner, "reserve", lambda self, sequence, length: reserve(self, sequence, length + 1))
+    monkeypatch.setattr(
+        ModelRunner, "reserve", lambda self, sequence, length, *more: reserve(self, sequence, length + 1, *more)
+    )
     _stock, wanted = references["llama"]
     cases = make_cases(GREEDY)
     for broken in (False, True):
