@@ -17,6 +17,7 @@ from torch import Tensor
 from specdec.kernels import sample
 from specdec.kernels.sample import SampleStep, record_width
 from specdec.kernels.triton.fixed import gumbel, mass, words
+from specdec.kernels.triton.rejection import descend, draw, weigh
 
 _BLOCK = 1024
 _MAX_TOP = 32
@@ -270,11 +271,13 @@ def _settle(
 
 @triton.jit
 def _walk(
-    chosen, row_flags, draft, parent, first, count, record, record_row,
+    chosen, row_flags, draft, parent, first, count, rejects, record, record_row,
     MAX_ROWS: tl.constexpr,
 ):  # fmt: skip
     """A program for each sequence: a draft token is kept if what it follows was, and it was chosen there."""
     sequence = tl.program_id(0)
+    if tl.load(rejects + sequence) != 0:
+        return
     start = tl.load(first + sequence)
     rows = tl.load(count + sequence)
     to = record + sequence * record_row
@@ -301,7 +304,7 @@ def _walk(
 
 
 class TritonSampler:
-    """Decides steps by the coupled rule; captured in a graph, it serves every later step of the same sizes.
+    """Decides steps by both rules; captured in a graph, it serves every later step of the same sizes.
 
     Args:
         vocab_size: V; logits may have more columns, which are never chosen.
@@ -330,6 +333,10 @@ class TritonSampler:
         self._block_token = torch.empty(shape, dtype=torch.int32, device=device)
         self._threshold = torch.empty(max_rows, dtype=torch.float32, device=device)
         self._flags = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._block_mass = torch.empty(shape, dtype=torch.int64, device=device)
+        self._left = torch.empty(max_rows, dtype=torch.int64, device=device)
+        self._goal = torch.empty(max_sequences, dtype=torch.int64, device=device)
+        self._last_row = torch.empty(max_sequences, dtype=torch.int32, device=device)
         self.chosen = torch.zeros(max_rows, dtype=torch.int32, device=device)
         """int32 [max_rows]: every row's token, or -1."""
         self.record = torch.zeros(max_sequences, record_width(max_tokens), dtype=torch.int32, device=device)
@@ -343,6 +350,7 @@ class TritonSampler:
         penalties: bool,
         truncation: bool,
         noise: bool,
+        rejection: bool,
         scores: Tensor | None = None,
     ) -> None:
         """Choose each row's token, walk each sequence's draft, and write the records.
@@ -354,6 +362,7 @@ class TritonSampler:
                 left out of the kernels: a graph for each of few combinations.
             truncation: Whether any has top_k, top_p or min_p.
             noise: Whether any has a temperature.
+            rejection: Whether any has the rejection rule.
             scores: float32 [N, V], takes what is chosen by, with noise.
         """
         num_rows, num_sequences, v = len(step.sequence), len(step.first), self._vocab_size
@@ -394,6 +403,23 @@ class TritonSampler:
             **options,
         )
         _walk[(num_sequences,)](
-            self.chosen, self._flags, step.draft, step.parent, step.first, step.count, self.record,
+            self.chosen, self._flags, step.draft, step.parent, step.first, step.count, step.rejects, self.record,
             self.record.stride(0), MAX_ROWS=self._max_tokens, **options,
         )  # fmt: skip
+        if rejection:
+            sources = self._edited, self._threshold, self.chosen
+            drawn = step.draft_ids, step.draft_probs, step.first, step.count, step.rejects
+            width, record = step.draft_ids.shape[1], (self.record, self.record.stride(0))
+            weigh[cells](
+                *sources, self._block_mass, step.sequence, step.temperature, HAS_TRUNCATION=truncation, **sizes, **options
+            )
+            descend[(num_sequences,)](
+                *sources, self._block_mass, self._flags, step.draft, step.parent, step.position, *drawn, step.seed,
+                step.temperature, self._left, self._last_row, self._goal, *record,
+                V=v, BLOCKS=self._num_blocks, **padded, WIDTH=width, WIDTH_PADDED=triton.next_power_of_2(width),
+                MAX_ROWS=self._max_tokens, HAS_TRUNCATION=truncation, **options,
+            )  # fmt: skip
+            draw[(num_sequences,)](
+                *sources, step.parent, *drawn, step.temperature, self._left, self._last_row, self._goal, *record,
+                WIDTH=width, HAS_TRUNCATION=truncation, **sizes, **options,
+            )  # fmt: skip

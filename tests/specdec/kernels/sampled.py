@@ -82,6 +82,9 @@ def step_of(
         masks=torch.stack(masks) if masks else torch.zeros(0, 1, dtype=torch.int32),
         ended=padded(rows["ended"]),
         bad=padded(rows["bad"]),
+        rejects=int32([one.acceptance == "rejection" for one in wanted]),
+        draft_ids=torch.full((len(rows["draft"]), 1), -1, dtype=torch.int32),
+        draft_probs=torch.zeros(len(rows["draft"]), 1),
     )
 
 

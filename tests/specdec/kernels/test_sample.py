@@ -15,6 +15,7 @@ from specdec.kernels import sample
 from specdec.kernels.sample import SampleStep
 from specdec.sampling.acceptance import walk_coupled
 from specdec.sampling.pipeline import Sampler
+from specdec.sampling.rejection import verify_rejection
 from specdec.sampling.rows import RowGroup
 from specdec.sampling.truncation import thresholds
 from tests.specdec.kernels.interpreter import interpreted
@@ -44,7 +45,7 @@ def decided(logits: torch.Tensor, step: SampleStep, **options: object) -> tuple[
     from specdec.kernels.triton.sample import TritonSampler
 
     sampler = TritonSampler(VOCAB, len(step.sequence), len(step.first), MAX_TOKENS, CPU, block_size=64)
-    sampler.decide(logits, step, **{"penalties": True, "truncation": True, "noise": True} | options)
+    sampler.decide(logits, step, **{"penalties": True, "truncation": True, "noise": True, "rejection": False} | options)
     return sampler.chosen, sampler.record
 
 
@@ -157,7 +158,47 @@ def test_kernel_truncates_as_the_reference() -> None:
     logits[::2, 30:70] = -torch.inf
     step = step_of(groups, [[]] * len(groups), VOCAB)
     sampler = TritonSampler(VOCAB, len(groups), len(groups), MAX_TOKENS, CPU, block_size=64)
-    sampler.decide(logits, step, penalties=False, truncation=True, noise=True)
+    sampler.decide(logits, step, penalties=False, truncation=True, noise=True, rejection=False)
     scaled = logits - logits.amax(1, keepdim=True)
     expected = sample.thresholds(scaled, step.top_k, step.top_p, step.min_p)
     assert torch.equal(scaled >= sampler._threshold[:, None], scaled >= expected[:, None])
+
+
+@pytest.mark.parametrize("trees", [False, True])
+@interpreted
+def test_the_rejection_rule_decides_what_it_decides_in_torch(trees: bool) -> None:
+    rng, generator = random.Random(11 + trees), torch.Generator().manual_seed(11)
+    groups, parents = random_groups(rng, VOCAB, 10, trees, acceptance="rejection", temperature=1.0)
+    groups[0] = replace(groups[0], spec=replace(groups[0].spec, sampling=SamplingParams(temperature=0.0, acceptance="rejection")))
+    groups[1] = replace(groups[1], spec=replace(groups[1].spec, sampling=SamplingParams()))
+    logits = torch.randn(sum(1 + len(group.draft) for group in groups), VOCAB, generator=generator) * 2
+    sampler, ids, probs, at = Sampler(VOCAB), [], [], 0
+    for number, (group, tree) in enumerate(zip(groups, parents, strict=True)):
+        ids, probs, draft = [*ids, [-1] * 4], [*probs, [0.0] * 4], list(group.draft)
+        for node in range(len(draft)):
+            # Drawn from something like the target's distribution, and once in a while from nothing.
+            parent = tree[node] if tree else node - 1
+            row = logits[at + 1 + parent] + torch.randn(VOCAB, generator=generator)
+            best = row.topk(4)
+            weights = best.values.softmax(0)
+            draft[node] = int(best.indices[rng.choices(range(4), weights.tolist())[0]]) if rng.random() < 0.9 else 0
+            ids.append(best.indices.tolist())
+            probs.append(weights.tolist())
+        groups[number] = replace(group, draft=tuple(draft))
+        at += 1 + len(draft)
+    step = replace(
+        step_of(groups, parents, VOCAB), draft_ids=torch.tensor(ids, dtype=torch.int32), draft_probs=torch.tensor(probs)
+    )
+    _, records = decided(logits, step, rejection=True)
+    drafted = [i for i, row in enumerate(step.draft.tolist()) if row >= 0]
+    expected = verify_rejection(
+        sampler.probs(logits, rows_of(groups, parents)),
+        groups,
+        torch.tensor(ids)[drafted],
+        torch.tensor(probs)[drafted],
+        [tuple(tree) for tree in parents],
+    )
+    for number, run in enumerate(expected):
+        if number != 1:
+            assert records[number, : 3 + run.num_accepted].tolist() == [run.num_accepted, 0, *run.run]
+    assert 3 < sum(run.num_accepted for run in expected) < len(drafted)
