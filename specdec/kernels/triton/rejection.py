@@ -1,8 +1,8 @@
 """The classical rule in kernels: ratio tests down a chain or a tree, then a draw from what is left.
 
-What ``specdec.sampling.rejection.verify_rejection`` computes with probabilities, in integers: a token weighs its mass, a
-row's weights sum to W, and a refused token takes ``floor(q W)`` from each token of its distribution q, down to 0. Only
-the tokens of refused distributions change, so that tests read some thirty tokens each and the draw alone reads a row.
+What ``specdec.sampling.rejection.verify_rejection`` computes with probabilities, in integers: a token weighs its mass,
+a row's weights sum to W, and a refused token takes ``floor(q W)`` from each token of its distribution q, down to 0.
+Only the tokens of refused distributions change, so that a test reads some thirty tokens and the draw alone a row.
 """
 
 from __future__ import annotations

@@ -385,7 +385,7 @@ class TritonSampler:
         if truncation:
             _truncate[(num_rows,)](
                 self._edited, self._block_top, self._threshold, step.sequence, step.temperature, step.top_k,
-                step.top_p, step.min_p, **sizes, **options,
+                step.top_p, step.min_p, **sizes, **options | {"num_warps": 8},
             )  # fmt: skip
         kept = self._edited if scores is None else scores
         _choose[cells](
@@ -411,13 +411,19 @@ class TritonSampler:
             drawn = step.draft_ids, step.draft_probs, step.first, step.count, step.rejects
             width, record = step.draft_ids.shape[1], (self.record, self.record.stride(0))
             weigh[cells](
-                *sources, self._block_mass, step.sequence, step.temperature, HAS_TRUNCATION=truncation, **sizes, **options
+                *sources,
+                self._block_mass,
+                step.sequence,
+                step.temperature,
+                HAS_TRUNCATION=truncation,
+                **sizes,
+                **options,
             )
             descend[(num_sequences,)](
                 *sources, self._block_mass, self._flags, step.draft, step.parent, step.position, *drawn, step.seed,
                 step.temperature, self._left, self._last_row, self._goal, *record,
                 V=v, BLOCKS=self._num_blocks, **padded, WIDTH=width, WIDTH_PADDED=triton.next_power_of_2(width),
-                MAX_ROWS=self._max_tokens, HAS_TRUNCATION=truncation, **options,
+                MAX_ROWS=self._max_tokens, HAS_TRUNCATION=truncation, **options | {"num_warps": 1},
             )  # fmt: skip
             draw[(num_sequences,)](
                 *sources, step.parent, *drawn, step.temperature, self._left, self._last_row, self._goal, *record,

@@ -169,7 +169,9 @@ def test_kernel_truncates_as_the_reference() -> None:
 def test_the_rejection_rule_decides_what_it_decides_in_torch(trees: bool) -> None:
     rng, generator = random.Random(11 + trees), torch.Generator().manual_seed(11)
     groups, parents = random_groups(rng, VOCAB, 10, trees, acceptance="rejection", temperature=1.0)
-    groups[0] = replace(groups[0], spec=replace(groups[0].spec, sampling=SamplingParams(temperature=0.0, acceptance="rejection")))
+    groups[0] = replace(
+        groups[0], spec=replace(groups[0].spec, sampling=SamplingParams(temperature=0.0, acceptance="rejection"))
+    )
     groups[1] = replace(groups[1], spec=replace(groups[1].spec, sampling=SamplingParams()))
     logits = torch.randn(sum(1 + len(group.draft) for group in groups), VOCAB, generator=generator) * 2
     sampler, ids, probs, at = Sampler(VOCAB), [], [], 0

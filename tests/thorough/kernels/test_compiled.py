@@ -94,6 +94,7 @@ def sample_step_of(num_rows: int, num_sequences: int, vocab_size: int, width: in
         "bias_token": (num_sequences, width),
         "ended": (num_rows, width),
         "bad": (num_rows, width),
+        "draft_ids": (num_rows, 32),
         "counts": (64, vocab_size),
         "prompt_bits": (64, words),
         "masks": (width, words),
