@@ -39,11 +39,18 @@ def check_memory(args: AppArgs, placement: Placement, nodes: Sequence[Node], gpu
         InvalidParameterError: It cannot fit; names the key to change.
         ModelLoadError: A model's files cannot be read.
     """
+    told: dict[str, Sequence[int]] = {}
+
+    def asked_once(nodes: Sequence[Node]) -> Sequence[Sequence[int]]:
+        new = [node for node in nodes if node.id not in told]
+        told.update(zip((node.id for node in new), gpu_bytes(new), strict=True))
+        return [told[node.id] for node in nodes]
+
     if args.target.engine != "vllm":
-        _check("target", args, args.target, target_source(args), placement.target, nodes, gpu_bytes)
+        _check("target", args, args.target, target_source(args), placement.target, nodes, asked_once)
     source = draft_source(args)
     if source is not None:
-        _check("draft", args, args.draft, source, placement.draft, nodes, gpu_bytes)
+        _check("draft", args, args.draft, source, placement.draft, nodes, asked_once)
 
 
 def gpu_bytes() -> tuple[int, ...]:

@@ -6,8 +6,6 @@ No postponed annotations here: Serve makes a builder's argument by the class tha
 How an update of the application goes, for ``/health``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

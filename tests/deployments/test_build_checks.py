@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from cluster.config.app import AppArgs
 from cluster.models.demos import demo_folder
 from deployments import app
+from deployments.operate import status
 from specdec.core.errors import SpecdecError
 
 
@@ -69,3 +72,14 @@ def test_the_build_checks_them_before_anything_else(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(app, "ray_devices", lambda: pytest.fail("too late"))
     with pytest.raises(SpecdecError, match=r"target.model"):
         app.build_app(AppArgs.model_validate({"target": str(tmp_path)}))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [app.build_app, app.build_local_app, app.build_draft_pool, status.build_health, status.build_metrics],
+    ids=lambda build: build.__name__,
+)
+def test_serve_can_tell_the_class_of_a_builders_argument(build: Any) -> None:
+    """Postponed annotations are texts, and Serve then hands the argument over as it came: a dict."""
+    (parameter,) = inspect.signature(build).parameters.values()
+    assert issubclass(parameter.annotation, BaseModel)
