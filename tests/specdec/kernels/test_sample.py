@@ -19,7 +19,8 @@ from specdec.sampling.rejection import verify_rejection
 from specdec.sampling.rows import RowGroup
 from specdec.sampling.truncation import thresholds
 from tests.specdec.kernels.interpreter import interpreted
-from tests.specdec.kernels.sampled import random_groups, step_of
+from tests.specdec.kernels.sampled import bits, random_groups, step_of
+from tests.specdec.sampling.reference import make_spec
 
 CPU = torch.device("cpu")
 VOCAB = 100
@@ -69,14 +70,22 @@ def drafts_that_stand(groups: list[RowGroup], parents: list[list[int]], logits: 
 @interpreted
 def test_rows_and_records_are_those_of_the_sampler(trees: bool) -> None:
     rng, generator = random.Random(5 + trees), torch.Generator().manual_seed(5)
-    groups, parents = random_groups(rng, VOCAB, 8, trees)
+    groups, parents = random_groups(rng, VOCAB, 6, trees)
+    # A draft's own tokens are counted; bad words give way where nothing is left; all else gives way to the grammar.
+    one = make_spec(SamplingParams(temperature=0.0, frequency_penalty=2.0), output_start=2)
+    bad = make_spec(SamplingParams(temperature=0.0, allowed_token_ids=(7,), bad_words=((7,),)), output_start=2)
+    only = bits([token == 9 for token in range(VOCAB)])[None]
+    told = [RowGroup(one, [1, 2, 3], (5, 6)), RowGroup(bad, [1, 2, 3]), RowGroup(bad, [1, 2, 3], (), only)]
+    groups, parents = [*told, *groups], [[-1, 0] if trees else [], [], [], *parents]
     num_rows = sum(1 + len(group.draft) for group in groups)
     logits = torch.randn(num_rows + 2, VOCAB + 7, generator=generator) * 3
+    logits[:3, 5], logits[:3, 6] = 23.0, 22.5
     groups = drafts_that_stand(groups, parents, logits, rng)
     step = step_of(groups, parents, VOCAB, padding=2)
     chosen, records = decided(logits, step)
     expected = Sampler(VOCAB).sample(logits[:num_rows], rows_of(groups, parents))
     assert chosen.tolist() == [*expected.tolist(), -1, -1]
+    assert chosen[3:5].tolist() == [7, 9]
     accepted = 0
     for number, (group, tree) in enumerate(zip(groups, parents, strict=True)):
         start = int(step.first[number])
