@@ -1,6 +1,7 @@
 """How many replicas a deployment should have: pure functions over what its replicas say of their load.
 
-Serve's controller calls :class:`Autoscaler`, which it has got by value: this module imports nothing of this project.
+Serve pickles :class:`Autoscaler` by value for its controller: the class and what it calls use no other module of this
+project.
 
 How a deployment that has no replicas gets one: by a call that waits for it, as Serve starts one for that at once.
 """
