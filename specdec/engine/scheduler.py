@@ -7,6 +7,7 @@ nothing here knows a model, a tensor or a clock.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -25,11 +26,13 @@ class Request(NamedTuple):
         key: The sequence.
         num_tokens: Length that its cache should reach, at least 1. The last token is always computed anew.
         num_draft_tokens: Draft tokens that should be computed after them in the same step.
+        max_new_tokens: Most tokens that it can compute in a step, at least 1.
     """
 
     key: str
     num_tokens: int
     num_draft_tokens: int = 0
+    max_new_tokens: int = sys.maxsize
 
 
 class ScheduledRow(NamedTuple):
@@ -203,10 +206,11 @@ class _Step:
         for index, request in enumerate(self._requests):
             num_to_decode -= self._decodes[index]
             if self._decodes[index]:
-                most = left - for_prompts - num_to_decode
+                # A token for each that comes after, but the first come first where there is not one for each.
+                most = max(left - for_prompts - num_to_decode, min(1, left - for_prompts))
             else:
                 most = min(for_prompts, for_long) if self._is_long(index) else for_prompts
-            most = min(most, self._unread[index])
+            most = min(most, self._unread[index], request.max_new_tokens)
             if most <= 0 or self._must_wait(index):
                 continue
             num_computed = self._cache.allocate(request.key, most)

@@ -5,6 +5,7 @@ Log probabilities of a prompt's own tokens, gathered chunk by chunk while it is 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from itertools import chain as joined
 
@@ -239,7 +240,8 @@ class ModelTarget(ModelBackend):
             salt = prefix_salt(job.spec, job.spec.adapter)
             self._states.want(job.key, job.log.tokens, self._agreed(job), salt, rank_of(job.key, job.spec))
             drafts.append(self._draft(job))
-            requests.append(Request(job.key, len(job.log), len(drafts[-1].tokens)))
+            most = max_slice_rows(self._sampler.vocab_size) if self._prompts.wants(job) else sys.maxsize
+            requests.append(Request(job.key, len(job.log), len(drafts[-1].tokens), most))
         chosen = self._scheduler.schedule(requests, self._states)
         chosen = self._prompts.bounded(chosen, [jobs[i] for i in able], self._sampler.vocab_size)
         scheduled = [

@@ -98,7 +98,7 @@ def test_a_mode_and_its_best_length() -> None:
 
 
 def test_the_limits_stand_beside_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    variants = ["target alone", "in turn, 2 draft tokens", "outcomes, 6 draft tokens", "auto"]
+    variants = ["target alone", "sequential, 2 draft tokens", "outcomes, 6 draft tokens", "auto"]
     rows = [{"variant": m, "num_streams": 2, "decode_tokens_per_s": 60.0, "tokens_per_round": 2.5} for m in variants]
     path = tmp_path / "figures.json"
     path.write_text(json.dumps({"rows": rows}))

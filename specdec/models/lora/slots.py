@@ -212,6 +212,8 @@ _IDLE_S = 5.0
 """A thread that reads adapters ends after so long without one."""
 _SLOW_READ_S = 2.0
 """A file that takes longer to read leaves its slot to others, until it is there."""
+_READINGS_PER_SLOT = 4
+"""So many files are read at once, for each slot, at the most."""
 _NONE_SERVED = "this worker serves no adapters"
 
 
@@ -280,6 +282,8 @@ class AdapterPool:
             if name in self._slot_of:
                 self._slot_of.move_to_end(name)
             elif name not in self._failures and name not in self._reading:
+                if len(self._reading) >= _READINGS_PER_SLOT * self._max_loras:
+                    continue  # files that hang hold a thread each
                 self._reading[name] = _Reading(self._start_reading(adapter), time.monotonic())
             elif name in self._reading and self._reading[name].weights.done():
                 self._take(name, self._reading.pop(name).weights, needed)

@@ -187,8 +187,18 @@ def test_sequences_that_catch_up_do_not_starve_a_prompt(
         assert num_steps <= 500 / max(1, budget // 4) + 16
         rows = scheduler.schedule([Request(key, cache.num_tokens[key]) for key in keys], cache)
         assert sum(row.num_new_tokens for row in rows) <= budget
+        served = [row.request for row in rows if keys[row.request] != "prompt"]
+        first = [index for index, key in enumerate(keys) if key != "prompt"][: len(served)]
+        assert served == first, "one that came later had a row before one that came first"
         for row in rows:
             cache.num_computed[keys[row.request]] = row.num_computed_tokens + row.num_new_tokens
         for key in keys:
             if key != "prompt" and cache.num_computed[key] >= cache.num_tokens[key]:
                 cache.num_tokens[key] += num_lacking
+
+
+def test_a_prompt_that_is_read_in_small_parts_leaves_the_rest_to_others() -> None:
+    cache = CatchingUp()
+    cache.num_tokens = {"small": 500, "other": 500}
+    rows = Scheduler(256, 8).schedule([Request("small", 500, max_new_tokens=20), Request("other", 500)], cache)
+    assert [row.num_new_tokens for row in rows] == [20, 236]

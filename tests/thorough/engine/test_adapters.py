@@ -337,6 +337,29 @@ def test_adapters_that_come_slowly_hold_up_no_others(
     assert sorted(read) == sorted(adapters[name].path for name in {*slow, *"cd"}), "a file was read twice"
 
 
+def test_only_so_many_files_are_read_at_once(adapters: dict[str, Adapter], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "_SLOW_READ_S", 0.0)
+    monkeypatch.setattr(pool_module, "_READINGS_PER_SLOT", 2)
+    monkeypatch.setattr(pool_module, "Thread", threading.Thread)
+    may_go_on, folder_of = threading.Event(), pool_module.adapter_folder
+
+    def slow_folder_of(path: str) -> Path:
+        assert may_go_on.wait(60)
+        return folder_of(path)
+
+    monkeypatch.setattr(pool_module, "adapter_folder", slow_folder_of)
+    pool = AdapterPool(prepare_tiny(make_model("llama"), LoRAConfig(1, 64)).adapters)
+    for name in "abc":
+        pool.hold(name, adapters[name], float(ord(name)))
+    for _ in range(4):
+        pool.prepare()
+    assert len(pool._reading) == 2
+    may_go_on.set()
+    for name in "abc":
+        wait_for(pool, [adapters[name]])
+        pool.release(name)
+
+
 def test_the_thread_that_reads_an_adapter_leaves_the_step_a_plain_copy(
     adapters: dict[str, Adapter], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,7 +77,7 @@ def test_the_logits_compared_may_be_cut(models: Models) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "scan"), [("qwen3_5", "delta.DeltaRule"), ("jamba", "mamba1.Mamba1"), ("bamba", "mamba2.Mamba2")]
+    ("family", "scan"), [("qwen3_5", "delta.DeltaRule"), ("jamba", "mamba.Mamba1"), ("bamba", "mamba.Mamba2")]
 )
 def test_a_scan_that_ignores_the_state_it_is_given_is_refused(
     family: str, scan: str, monkeypatch: pytest.MonkeyPatch
