@@ -245,7 +245,7 @@ class LoadedAdapters:
         self._task.cancel()
 
     async def _watch(self) -> None:
-        failure = ""
+        is_failing = False
         while True:
             try:
                 since = self._version
@@ -253,11 +253,13 @@ class LoadedAdapters:
                 async with self._reading:
                     if self._version == since:  # else a request has read what is new
                         await self._apply(changes)
-                failure = ""
-            except ServiceUnavailableError as error:
-                if not failure:
-                    logger.warning("Adapters that others load are not seen for now: %s", error)
-                failure = str(error)
+                is_failing = False
+            except Exception as error:  # whatever it is, this must not end: nothing else would follow the store
+                if not is_failing:
+                    is_defect = not isinstance(error, ServiceUnavailableError)
+                    text = "Adapters that others load are not seen for now: %r"
+                    logger.warning(text, error, exc_info=is_defect)
+                is_failing = True
                 await asyncio.sleep(_RETRY_S)
 
     async def read(self, timeout_s: float) -> None:

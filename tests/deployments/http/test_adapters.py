@@ -338,6 +338,33 @@ async def test_a_name_that_is_not_known_while_the_store_does_not_answer_may_be_a
         assert (await http.post("/v1/completions", json={"model": "chat", "prompt": "x"})).status_code == 200
 
 
+@pytest.mark.parametrize("fault", [ServiceUnavailableError("gone"), ValueError("not foreseen")], ids=repr)
+async def test_whoever_watches_goes_on_after_any_failure(
+    fault: Exception,
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(adapters_module, "_RETRY_S", 0.0)
+    service = Service(tokenizer, folder)
+    faults, real = [fault, fault], service.adapters._apply
+
+    async def fails_twice(changes: Changes) -> None:
+        if faults:
+            raise faults.pop()
+        await real(changes)
+
+    monkeypatch.setattr(service.adapters, "_apply", fails_twice)
+    service.adapters.start()
+    try:
+        await service.adapters.read(10)
+    finally:
+        service.adapters.close()
+    assert service.adapters._has_read.is_set()
+    assert (len(faults), caplog.text.count("are not seen for now")) == (0, 1)
+
+
 async def test_a_record_that_cannot_be_read_is_left_out_and_hides_no_other(
     tokenizer: PreTrainedTokenizerFast, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
