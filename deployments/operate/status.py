@@ -9,7 +9,7 @@ How an update of the application goes, for ``/health``.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -71,6 +71,16 @@ class UpdateWatch:
         return self._told
 
 
+_STATES = ("under_way", "late", "failed")
+"""Of an update, from the best to the worst."""
+
+
+def worst(updates: Iterable[Update | None]) -> Update | None:
+    """The worst of several applications' updates; None where there is none."""
+    found = [update for update in updates if update is not None]
+    return max(found, key=lambda update: _STATES.index(update["status"]), default=None)
+
+
 def told(application: Any, timeout_s: float, age_s: float) -> Update | None:
     """An update in words: whether it is ``under_way``, ``late`` or ``failed``, and what its deployments wait for.
 
@@ -129,10 +139,10 @@ class Health:
     """200 while requests can be served, else 503 with what is missing, and what replicas that start do."""
 
     def __init__(self, args: StatusArgs) -> None:
-        self._application = args.application
+        self._applications = [args.application] if args.draft_pool is None else [args.application, args.draft_pool]
         self._ingresses = _asked(args, INGRESS, "refusal", _HEALTH_S)
         self._routers = _asked(args, ROUTER, "workers", _HEALTH_S)
-        self._update = UpdateWatch(args.application, args.update_timeout_s)
+        self._updates = [UpdateWatch(name, args.update_timeout_s) for name in self._applications]
 
     async def __call__(self, request: Request) -> Response:
         """Answer."""
@@ -140,9 +150,7 @@ class Health:
             headers = {"Allow": "GET, HEAD"}
             text = f"{request.method} is not allowed on /health"
             return ApiError(405, text, code="method_not_allowed", headers=headers).response()
-        ingresses, routers, update = await asyncio.gather(
-            self._ingresses.get(), self._routers.get(), self._update.get()
-        )
+        ingresses, routers, update = await asyncio.gather(self._ingresses.get(), self._routers.get(), self._update())
         missing = missing_parts(ingresses, routers)
         of_update = {} if update is None else {"update": update}
         if not missing:
@@ -154,12 +162,20 @@ class Health:
 
     async def check_health(self) -> None:
         """Serve's health check, once a second: how long an update takes is counted even if nobody asks."""
-        await self._update.get()
+        await self._update()
+
+    async def _update(self) -> Update | None:
+        """The worst update of the application and its draft pool."""
+        return worst(await asyncio.gather(*(watch.get() for watch in self._updates)))
 
     async def _stages(self) -> dict[str, str]:
         """What replicas that start do, by deployment; nothing where Ray's head does not answer."""
+
+        def of_all() -> dict[str, str]:
+            return {name: line for one in self._applications for name, line in starting(one).items()}
+
         try:
-            return await asyncio.wait_for(asyncio.to_thread(starting, self._application), PATIENCE_S)
+            return await asyncio.wait_for(asyncio.to_thread(of_all), PATIENCE_S)
         except Exception as error:
             logger.info("Nobody knows what replicas do that start: %r", error)
             return {}

@@ -32,13 +32,18 @@ async def health(monkeypatch: pytest.MonkeyPatch, stages: Any, missing: dict[str
     monkeypatch.setattr(ReplicaPoll, "get", nobody)
     monkeypatch.setattr(status, "missing_parts", lambda *_: dict(missing))
     monkeypatch.setattr(status, "starting", stages)
-    answer = await Health(StatusArgs())(Request({"type": "http", "method": "GET"}))
+    answer = await Health(StatusArgs(draft_pool="drafts"))(Request({"type": "http", "method": "GET"}))
     return answer.status_code, json.loads(bytes(answer.body))
 
 
 async def test_what_replicas_do_that_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = {"router": "no replica answers", "target": "no router has a link to one"}
-    code, answer = await health(monkeypatch, lambda application: LOADS if application == "specdec" else {}, missing)
+
+    def stages(application: str) -> dict[str, str]:
+        deployment = {"specdec": "TargetServer", "drafts": "DraftServer"}[application]
+        return {deployment: LOADS[deployment]}
+
+    code, answer = await health(monkeypatch, stages, missing)
     assert (code, answer["status"], answer["starting"]) == (503, "unavailable", LOADS)
     assert answer["missing"] == missing | {"target": "loading x: 3.1 of 7.5 GB"}
 
@@ -73,3 +78,21 @@ async def test_an_update_is_told_and_changes_no_status(
     monkeypatch.setattr(status.UpdateWatch, "get", update)
     code, answer = await health(monkeypatch, lambda _: {}, missing)
     assert (code, answer["update"]) == (503 if missing else 200, late)
+
+
+@pytest.mark.parametrize(
+    ("service", "pool", "shown"),
+    [(None, None, None), (None, "late", "late"), ("under_way", "late", "late"), ("failed", "late", "failed")],
+)
+async def test_of_the_updates_of_service_and_draft_pool_the_worse_is_told(
+    monkeypatch: pytest.MonkeyPatch, service: str | None, pool: str | None, shown: str | None
+) -> None:
+    states = {"specdec": service, "drafts": pool}
+
+    async def update(watch: status.UpdateWatch) -> dict[str, Any] | None:
+        state = states[watch._application]
+        return None if state is None else {"status": state}
+
+    monkeypatch.setattr(status.UpdateWatch, "get", update)
+    _, answer = await health(monkeypatch, None, {})
+    assert answer.get("update", {}).get("status") == shown
