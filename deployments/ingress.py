@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from deployments.http.app import create_app, request_grammars
 from deployments.http.keys import ApiKeys
 from deployments.http.observer import Observer
 from deployments.http.service import ApiSettings, ModelInfo, ModelRole, ServedModel
-from deployments.http.store import Store
+from deployments.http.store import NOTHING, Store
 from deployments.metrics.replica import Measured, ReplicaMetrics
 from deployments.metrics.spans import serve_tracer
 from deployments.operate.adapters import LoadedAdapters, add_adapter_routes, configured_adapters
@@ -32,8 +33,9 @@ from deployments.operate.stores import open_store
 from deployments.scaling.autoscaling import LONG_QUEUE_S, Report
 from deployments.tokens import RoutedTokens
 from deployments.transport.endpoints import IngressEndpoint, PeerGroup, replica_id
+from deployments.transport.link import spawn
 from specdec.checkpoint.compat import check_width, tokenizer_width
-from specdec.core.errors import SpecdecError
+from specdec.core.errors import ServiceUnavailableError, SpecdecError
 from specdec.core.types import Fingerprints
 from specdec.models.describe import describe_model
 from specdec.models.loading import ModelSource, load_tokenizer
@@ -86,7 +88,14 @@ class OpenAIIngress(LiveKeys, Measured, IngressEndpoint):
         if self._adapters is not None:
             self._adapters.start()
             self._closers.append(self._adapters.close)
+        elif self._store is not None:
+            self._store_start = spawn(self._start_store(self._store))
         self.start_metrics(ReplicaMetrics("ingress", args.model_name, self._report))
+
+    async def _start_store(self, store: Store) -> None:
+        """Have the store's process start now: the first response waits for it no longer than for any answer."""
+        with suppress(ServiceUnavailableError):
+            await store.changes(NOTHING, _READ_S)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The HTTP application of this replica."""

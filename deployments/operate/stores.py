@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import ray
@@ -27,7 +27,7 @@ NAMESPACE = "specdec"
 PATIENCE_S = 5.0
 """How long a call may take, beyond the time that it asks to wait."""
 START_S = 60.0
-"""How long the actor's process may take to start, which the first call waits for."""
+"""How long whoever watches waits for the actor's process to start; other calls have no more than their usual time."""
 _POLL_S = 1.0
 _T = TypeVar("_T")
 
@@ -47,6 +47,7 @@ class RayStore:
     """A :class:`~deployments.http.store.Store` in a detached actor, which Ray restarts, empty, after its death.
 
     While a call goes unanswered for too long, further ones fail at once: nothing piles up before an actor that hangs.
+    All calls wait for one start of the actor, which goes on when they wait no longer.
 
     Args:
         name: Of the actor; whoever comes first starts it.
@@ -58,6 +59,7 @@ class RayStore:
         self._options = {"name": name, "label_selector": labels or None}
         self._bounds = bounds
         self._actor: Any = None
+        self._starting: asyncio.Task[None] | None = None
         self._unanswered: asyncio.Future[Any] | None = None
 
     async def put(self, owner: str, name: str, value: bytes) -> bool:
@@ -83,14 +85,13 @@ class RayStore:
 
     async def _call(self, method: str, *args: Any, wait_s: float = 0.0) -> Any:
         if self._actor is None:
-            self._actor = await self._answer(self._start(), START_S)
-        return await self._answer(self._ask(method, args), wait_s + PATIENCE_S)
+            await self._answer(self._started, START_S if wait_s > 0 else PATIENCE_S)
+        return await self._answer(lambda: asyncio.create_task(self._ask(method, args)), wait_s + PATIENCE_S)
 
-    async def _answer(self, asked: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
+    async def _answer(self, ask: Callable[[], asyncio.Task[_T]], timeout_s: float) -> _T:
         if self._unanswered is not None and not self._unanswered.done():
-            asked.close()
             raise ServiceUnavailableError("the store has not answered for a while")
-        call = asyncio.ensure_future(asked)
+        call = ask()
         call.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may wait for it any more
         for _ in range(2):  # a loop that stood still finds the answer in the second half
             await asyncio.wait({call}, timeout=timeout_s / 2)
@@ -108,6 +109,16 @@ class RayStore:
         except ActorDiedError:  # for good: the next call starts another
             self._actor = None
             raise
+
+    def _started(self) -> asyncio.Task[None]:
+        """The start of the actor that is under way, or a new one."""
+
+        async def start() -> None:
+            self._actor = await self._start()
+
+        if self._starting is None or self._starting.done():
+            self._starting = asyncio.create_task(start())
+        return self._starting
 
     async def _start(self) -> Any:
         """The actor that is there, or a new one, once it answers; its bounds are this version's."""

@@ -208,28 +208,32 @@ async def test_a_redis_that_is_gone_is_unavailable() -> None:
             await call
 
 
-class SlowActor(RayStore):
-    """An actor that answers what it is asked ``starts_s`` after its start, from another thread."""
+WATCHED = Changes(("id", 1), True, {"n": b"1"})
 
-    starts_s = answers_s = 0.0
+
+class SlowActor(RayStore):
+    """An actor that starts when it may, and answers ``answers_s`` after it was asked, from another thread."""
+
+    def __init__(self) -> None:
+        super().__init__("", ResponsesStore())
+        self.answers_s, self.num_starts, self.may_start = 0.0, 0, asyncio.Event()
 
     async def _start(self) -> Any:
-        await asyncio.sleep(self.starts_s)
+        self.num_starts += 1
+        await self.may_start.wait()
         return self
 
     async def _ask(self, method: str, args: tuple[Any, ...]) -> Any:
         await asyncio.to_thread(time.sleep, self.answers_s)
         for _ in range(3):  # as Ray's answers take turns of the loop
             await asyncio.sleep(0)
-        return b"x"
+        return WATCHED if method == "changes" else b"x"
 
 
-async def test_an_answer_counts_though_the_loop_stood_still_and_the_actor_starts_slowly(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_answer_counts_though_the_loop_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores_module, "PATIENCE_S", 0.1)
-    store = SlowActor("", ResponsesStore())
-    store.starts_s = 0.3
+    store = SlowActor()
+    store.may_start.set()
     assert await store.get("o", "a") == b"x"
     store.answers_s = 0.02
     asyncio.get_running_loop().call_later(0.01, time.sleep, 0.2)
@@ -238,6 +242,24 @@ async def test_an_answer_counts_though_the_loop_stood_still_and_the_actor_starts
     for says in ("did not answer within 0.1 s", "for a while"):
         with pytest.raises(ServiceUnavailableError, match=says):
             await store.get("o", "a")
+
+
+async def test_requests_do_not_wait_for_a_slow_start_as_whoever_watches_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them wait for one start, which goes on without them."""
+    monkeypatch.setattr(stores_module, "PATIENCE_S", 0.02)
+    store = SlowActor()
+    watch = asyncio.create_task(store.changes(NOTHING, 10.0))
+    await asyncio.sleep(0)
+    asked = [store.put("o", "a", b"x"), store.get("o", "a"), store.changes(NOTHING, 0.0)]
+    failures = await asyncio.gather(*asked, return_exceptions=True)
+    assert [str(one) for one in failures] == ["the store did not answer within 0.02 s"] * 3
+    with pytest.raises(ServiceUnavailableError, match="for a while"):
+        await store.assign("n", b"x")
+    assert (watch.done(), store.num_starts) == (False, 1)
+    store.may_start.set()
+    assert await watch == WATCHED
+    assert await store.get("o", "a") == b"x"
+    assert store.num_starts == 1
 
 
 async def test_stores_of_two_services_share_nothing(redis_url: str) -> None:
