@@ -84,12 +84,15 @@ class Api:
         """Ask the store for a model that is not known: another ingress may just have loaded that adapter.
 
         Raises:
-            ServiceUnavailableError: The store does not answer, so nobody knows whether there is such a model.
+            ServiceUnavailableError: The store does not answer, or adapters are still being checked, so nobody knows
+                whether there is such a model.
         """
         if self.refresh is not None and name is not None and self.service.model_info().find(name) is None:
             try:
                 await self.refresh()
             except ServiceUnavailableError as error:
+                if self.service.model_info().find(name) is not None:  # it came while others were still checked
+                    return
                 what = f"the model {name[:_MOST_SHOWN]!r} is not known here, and may be an adapter that was just loaded"
                 raise ServiceUnavailableError(f"{what}: {error}") from error
 

@@ -79,6 +79,8 @@ MAX_ADAPTERS = 100_000
 _NUM_WORKERS = 2
 """Threads of their own, as a hub may take its time: other requests need those of the event loop."""
 _WATCH_S, _RETRY_S = 30.0, 1.0
+_REFRESH_S = 10.0
+"""How long a request waits for what others have loaded: after a change of the model all of it is checked anew."""
 _T = TypeVar("_T")
 
 
@@ -271,10 +273,13 @@ class LoadedAdapters:
         """Take in what has changed up to now.
 
         Raises:
-            ServiceUnavailableError: The store does not answer.
+            ServiceUnavailableError: The store does not answer, or adapters are still being checked.
         """
-        async with self._reading:
-            await self._apply(await self._store.changes(self._version, 0.0))
+        try:
+            async with asyncio.timeout(_REFRESH_S), self._reading:
+                await self._apply(await self._store.changes(self._version, 0.0))
+        except TimeoutError:
+            raise ServiceUnavailableError("the loaded adapters are still being checked") from None
 
     async def load(self, name: str, path: str, draft: str | None, in_place: bool) -> None:
         """Check an adapter, and let requests name it.
@@ -319,31 +324,38 @@ class LoadedAdapters:
         return was_there
 
     async def _apply(self, changes: Changes) -> None:
-        """Take in changes since this version."""
-        values = {name: None if value is None else _decoded(name, value) for name, value in changes.values.items()}
-        checked = {name: value and await self._of_this_model(name, *value) for name, value in values.items()}
+        """Take in changes since this version, each adapter as soon as it is checked.
+
+        Where this is cut short, the next call begins again, and does not check what is known.
+        """
         if changes.is_all:
-            missing = {name: known for name, known in self._known.items() if name not in checked}
+            missing = {name: known for name, known in self._known.items() if name not in changes.values}
             if changes.version[0] != self._version[0] and missing:
                 logger.warning("The store of loaded adapters has lost %d: they are put back", len(missing))
                 for name, known in missing.items():
                     await self._store.assign(name, _ENCODE((self._base.decision, *known)))
             else:
-                checked |= dict.fromkeys(missing, None)
+                for name in missing:
+                    self._set(name, None)
+        for name, value in changes.values.items():
+            stored = None if value is None else _decoded(name, value)
+            self._set(name, None if stored is None else await self._of_this_model(name, *stored))
         self._version = changes.version
-        for name, twins in checked.items():
-            if name in self._configured:  # by this version; another one may have let it be loaded
-                continue
-            if twins is None:
-                self._known.pop(name, None)
-            else:
-                self._known[name] = twins
-            self._publish(name, None if twins is None else _served(self._base, twins))
         self._has_read.set()
+
+    def _set(self, name: str, twins: Twins | None) -> None:
+        if name in self._configured:  # by this version; another one may have let it be loaded
+            return
+        if twins is None:
+            self._known.pop(name, None)
+        else:
+            self._known[name] = twins
+        self._publish(name, None if twins is None else _served(self._base, twins))
 
     async def _of_this_model(self, name: str, decision: str, adapter: Adapter, twin: Adapter | None) -> Twins | None:
         """An adapter from the store; None where it was loaded for another model and does not fit this one's layers."""
-        if decision != self._base.decision:
+        twins = adapter, twin
+        if decision != self._base.decision and self._known.get(name) != twins:
             try:
                 await self._run(self._layers.check, "target", adapter)
                 if twin is not None:
@@ -351,7 +363,7 @@ class LoadedAdapters:
             except (SpecdecError, OSError) as error:
                 logger.warning("The adapter %r was loaded for another model, and does not fit: %s", name, error)
                 return None
-        return adapter, twin
+        return twins
 
     async def _run(self, work: Callable[..., _T], *args: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._workers, partial(work, *args))

@@ -463,6 +463,76 @@ async def test_what_was_loaded_for_another_model_is_checked_once_and_its_layers_
     assert counts["AdapterCheckpoint"] <= 6, "by one request, and by whoever watches"
 
 
+class SlowCheck:
+    """Checks of the adapter ``sql`` wait until they may end.
+
+    Attributes:
+        checked: The folders' names, in order.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.checked: list[str] = []
+        self.may_end = threading.Event()
+        self._real = adapters_module.AdapterCheckpoint
+        monkeypatch.setattr(adapters_module, "AdapterCheckpoint", self._check)
+
+    def _check(self, folder: Path, *rest: Any) -> Any:
+        self.checked.append(folder.name)
+        assert folder.name != "sql" or self.may_end.wait(30)
+        return self._real(folder, *rest)
+
+
+async def test_an_adapter_serves_once_it_is_checked_and_no_request_waits_for_all(
+    tokenizer: PreTrainedTokenizerFast, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters_module, "_REFRESH_S", 0.05)
+    store = MemoryStore(ResponsesStore())
+    old, new = (Service(tokenizer, folder, store, decision) for decision in ("int8", "int4"))
+    for name, path in {"slow": "sql", "quick": "chat"}.items():
+        await old.adapters.load(name, path, None, False)
+    checks = SlowCheck(monkeypatch)
+    headers = {"Authorization": f"Bearer {KEYS['user']}"}
+    transport = httpx2.ASGITransport(app=new.app)
+    new.adapters.start()
+    try:
+        await eventually(lambda: "sql" in checks.checked)
+        assert new.names() == {"sql": "sql", "quick": "chat"}
+        async with httpx2.AsyncClient(transport=transport, base_url="http://api", headers=headers) as http:
+            answer = await http.post("/v1/completions", json={"model": "slow", "prompt": "x"})
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            assert "'slow' is not known here" in answer.json()["error"]["message"]
+            assert "still being checked" in answer.json()["error"]["message"]
+            assert (await http.post("/v1/completions", json={"model": "quick", "prompt": "x"})).status_code == 200
+        checks.may_end.set()
+        await eventually(lambda: "slow" in new.names())
+    finally:
+        checks.may_end.set()
+        new.adapters.close()
+    assert checks.checked == ["chat", "sql"]
+
+
+async def test_a_check_that_was_cut_short_goes_on_where_it_was(
+    tokenizer: PreTrainedTokenizerFast, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is unloaded meanwhile is not taken for lost by the store."""
+    store = MemoryStore(ResponsesStore())
+    old, new = (Service(tokenizer, folder, store, decision) for decision in ("int8", "int4"))
+    for name, path in {"slow": "sql", "kept": "chat", "gone": "chat"}.items():
+        await old.adapters.load(name, path, None, False)
+    checks = SlowCheck(monkeypatch)
+    request = asyncio.create_task(new.adapters.refresh())
+    await eventually(lambda: "sql" in checks.checked)
+    request.cancel()
+    checks.may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await request
+    assert new.names() == {"sql": "sql", "kept": "chat", "gone": "chat"}
+    await old.adapters.unload("gone")
+    await new.adapters.refresh()
+    assert new.names() == {"sql": "sql", "kept": "chat", "slow": "sql"}
+    assert checks.checked == ["chat", "chat", "sql", "sql"]
+
+
 async def test_of_two_loads_of_a_name_at_once_one_is_refused(service: Service, post: Post) -> None:
     answers = await asyncio.gather(*(post("load_lora_adapter", lora_name="mine", lora_path=path) for path in PATHS))
     assert sorted(status for status, _ in answers) == [200, 400]
