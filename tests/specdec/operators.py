@@ -17,3 +17,30 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(str(func))
         return func(*args, **(kwargs or {}))
+
+
+WAITS_OR_COPIES = frozenset(
+    f"aten.{name}"
+    for name in (
+        "_local_scalar_dense.default",  # .item(), int(), if
+        "lift_fresh.default",  # a tensor made of host data
+        "scalar_tensor.default",
+        "_to_copy.default",  # .to()
+        "copy_.default",
+        "_copy_from.default",
+        "index.Tensor",  # a list as an index is host data, a mask waits for how many there are
+        "nonzero.default",
+        "masked_select.default",
+        "equal.default",
+    )
+)
+"""Operators that wait for the device, or may bring data from the host or another device."""
+
+
+class DeviceOnly(TorchDispatchMode):
+    """Fails on each of them. On ``meta`` no operator can hide what it does: a copy to the CPU from there is seen."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func) in WAITS_OR_COPIES:
+            raise AssertionError(f"{func} waits for the device or copies")
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,248 @@
+"""How a step's input reaches the device, and its result the host: one buffer and one copy each way.
+
+A buffer is int32 words. A layout gives each named field a fixed place in it, so that the host writes numpy arrays, the
+device reads tensors, and no field is sent by itself. Buffers are allocated once, pinned where the device is a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+WORD_BYTES = 4
+_ALIGNMENT = 4
+"""In words: kernels load up to 16 bytes at once."""
+_NUMPY_TYPES: Mapping[torch.dtype, type[np.generic]] = {
+    torch.int32: np.int32,
+    torch.float32: np.float32,
+    torch.int64: np.int64,
+    torch.float64: np.float64,
+}
+
+Arrays = Mapping[str, NDArray[Any]]
+"""The fields of a layout in a buffer on the host, by name."""
+Tensors = Mapping[str, Tensor]
+"""The same on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A named array in a buffer.
+
+    Attributes:
+        name: Its name.
+        shape: Its shape; a dimension may be 0.
+        dtype: int32, float32, int64 or float64.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.int32
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _NUMPY_TYPES:
+            raise ValueError(f"dtype of {self.name!r} must be int32, float32, int64 or float64, got {self.dtype}")
+
+    @property
+    def words_per_item(self) -> int:
+        """int32 words of an item: 1 or 2."""
+        return self.dtype.itemsize // WORD_BYTES
+
+    @property
+    def num_words(self) -> int:
+        """int32 words of the whole field."""
+        return math.prod(self.shape) * self.words_per_item
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each field lies in a buffer of int32 words.
+
+    Attributes:
+        fields: In the buffer's order, with names of their own.
+    """
+
+    fields: tuple[Field, ...]
+
+    def __post_init__(self) -> None:
+        names = [field.name for field in self.fields]
+        if len(set(names)) != len(names):
+            raise ValueError(f"fields must have names of their own, got {names}")
+
+    @cached_property
+    def offsets(self) -> Mapping[str, int]:
+        """The first word of each field, a multiple of 4."""
+        offsets, end = {}, 0
+        for field in self.fields:
+            offsets[field.name] = end
+            end += -(-field.num_words // _ALIGNMENT) * _ALIGNMENT
+        return offsets
+
+    @cached_property
+    def num_words(self) -> int:
+        """Words of a buffer."""
+        return sum(-(-field.num_words // _ALIGNMENT) * _ALIGNMENT for field in self.fields)
+
+    def arrays(self, buffer: NDArray[np.int32]) -> Arrays:
+        """Views of the fields.
+
+        Args:
+            buffer: int32 [num_words], contiguous.
+        """
+        return {
+            field.name: buffer[at : at + field.num_words].view(_NUMPY_TYPES[field.dtype]).reshape(field.shape)
+            for field, at in zip(self.fields, self.offsets.values(), strict=True)
+        }
+
+    def tensors(self, buffer: Tensor) -> Tensors:
+        """Views of the fields.
+
+        Args:
+            buffer: int32 [num_words], contiguous.
+        """
+        return {
+            field.name: buffer[at : at + field.num_words].view(field.dtype).view(field.shape)
+            for field, at in zip(self.fields, self.offsets.values(), strict=True)
+        }
+
+
+class _HostBuffer:
+    """A buffer of the host that copies to or from the device read or write.
+
+    Args:
+        layout: What is in it.
+        device: Where it is copied to or from. Memory is pinned for a GPU; elsewhere copies are done when they return.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        is_gpu = device.type == "cuda"
+        self.words = torch.zeros(layout.num_words, dtype=torch.int32, pin_memory=is_gpu)
+        self.arrays = layout.arrays(self.words.numpy())
+        # A blocking event puts the thread that waits to sleep, where others keep a core and the driver's lock busy.
+        self._event = torch.cuda.Event(blocking=True) if is_gpu else None  # type: ignore[no-untyped-call]
+
+    def mark(self) -> None:
+        """Note that the newest copy is in the device's queue."""
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        """Wait until that copy is done; returns at once where there was none."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class Staging:
+    """The input of steps: the host fills one buffer of a ring while the device may still read the one before.
+
+    The tensors stay where they are, so that a captured graph can read them. Used by one thread, and on one stream.
+
+    Args:
+        layout: What a step's input is.
+        device: Where it goes.
+        depth: Buffers of the ring.
+
+    Attributes:
+        layout: What a step's input is.
+        tensors: The fields on the device, as the newest upload has left them.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device, depth: int = 2) -> None:
+        if depth < 1:
+            raise ValueError(f"depth must be at least 1, got {depth}")
+        self.layout = layout
+        self._words = torch.zeros(layout.num_words, dtype=torch.int32, device=device)
+        self.tensors = layout.tensors(self._words)
+        self._free = deque(_HostBuffer(layout, device) for _ in range(depth))
+        self._filling: _HostBuffer | None = None
+
+    def begin(self) -> Arrays:
+        """The next buffer's fields, to be filled. They hold what they held ``depth`` uploads ago.
+
+        Waits only where the upload from this buffer is not done.
+        """
+        if self._filling is None:
+            self._filling = self._free.popleft()
+            self._filling.wait()
+        return self._filling.arrays
+
+    def upload(self) -> None:
+        """Put one copy of the filled buffer in the device's queue.
+
+        Raises:
+            RuntimeError: :meth:`begin` has not been called.
+        """
+        buffer = self._filling
+        if buffer is None:
+            raise RuntimeError("begin comes before upload")
+        self._words.copy_(buffer.words, non_blocking=True)
+        buffer.mark()
+        self._filling = None
+        self._free.append(buffer)
+
+
+class Record:
+    """The results of steps: the device writes one buffer, which comes back in one copy.
+
+    Used by one thread, and on one stream.
+
+    Args:
+        layout: What a step's result is.
+        device: Where it is written.
+        depth: Steps whose result may be under way at once.
+
+    Attributes:
+        layout: What a step's result is.
+        tensors: The fields on the device, for the step to write.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device, depth: int = 2) -> None:
+        if depth < 1:
+            raise ValueError(f"depth must be at least 1, got {depth}")
+        self.layout = layout
+        self._words = torch.zeros(layout.num_words, dtype=torch.int32, device=device)
+        self.tensors = layout.tensors(self._words)
+        self._free = deque(_HostBuffer(layout, device) for _ in range(depth))
+        self._under_way: deque[_HostBuffer] = deque()
+
+    @property
+    def num_under_way(self) -> int:
+        """Downloads that have not been collected."""
+        return len(self._under_way)
+
+    def download(self) -> None:
+        """Put one copy of the record in the device's queue, behind what writes it.
+
+        Raises:
+            RuntimeError: ``depth`` downloads have not been collected.
+        """
+        if not self._free:
+            raise RuntimeError(f"collect comes first: {len(self._under_way)} records are under way")
+        buffer = self._free.popleft()
+        buffer.words.copy_(self._words, non_blocking=True)
+        buffer.mark()
+        self._under_way.append(buffer)
+
+    def collect(self) -> Arrays:
+        """The oldest record under way, once it is here. The thread sleeps until then.
+
+        The arrays are overwritten by the download after ``depth - 1`` others.
+
+        Raises:
+            RuntimeError: none is under way.
+        """
+        if not self._under_way:
+            raise RuntimeError("download comes before collect")
+        buffer = self._under_way.popleft()
+        buffer.wait()
+        self._free.append(buffer)
+        return buffer.arrays

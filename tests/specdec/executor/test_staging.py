@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.executor.staging import Field, Layout, Record, Staging
+from tests.specdec.operators import Operators
+
+CPU = torch.device("cpu")
+LAYOUT = Layout(
+    (
+        Field("a", (3,)),
+        Field("nothing", (0,)),
+        Field("b", (2, 3), torch.float32),
+        Field("c", (3,), torch.int64),
+        Field("d", (1,), torch.float64),
+    )
+)
+VALUES = {
+    "a": [-1, 2**31 - 1, 0],
+    "nothing": [],
+    "b": [[0.5, -np.inf, 1e-30], [1, 2, 3]],
+    "c": [-(2**63), 2**63 - 1, -1],
+    "d": [0.1],
+}
+
+
+def fill(arrays) -> None:
+    for name, values in VALUES.items():
+        arrays[name][...] = values
+
+
+def test_every_field_arrives_as_it_was_written_in_one_copy() -> None:
+    staging = Staging(LAYOUT, CPU)
+    fill(staging.begin())
+    with Operators() as operators:
+        staging.upload()
+    assert operators.names == ["aten.copy_.default"]
+    for field in LAYOUT.fields:
+        arrived = staging.tensors[field.name]
+        assert arrived.dtype == field.dtype
+        np.testing.assert_array_equal(arrived.numpy(), np.array(VALUES[field.name], arrived.numpy().dtype))
+    assert all(offset % 4 == 0 for offset in LAYOUT.offsets.values())
+
+
+def test_the_host_fills_one_buffer_while_the_other_is_read() -> None:
+    staging = Staging(LAYOUT, CPU)
+    buffers = []
+    for step in range(4):
+        arrays = staging.begin()
+        assert staging.begin() is arrays, "the same until it is uploaded"
+        arrays["a"][:] = step
+        buffers.append(arrays["a"])
+        before = staging.tensors["a"].clone()
+        assert before.tolist() == [max(0, step - 1)] * 3, "filling does not show on the device"
+        staging.upload()
+        assert staging.tensors["a"].tolist() == [step] * 3
+    assert buffers[0] is buffers[2]
+    assert buffers[1] is buffers[3]
+    assert not np.shares_memory(buffers[0], buffers[1])
+    with pytest.raises(RuntimeError, match="begin comes before upload"):
+        staging.upload()
+
+
+def test_records_come_back_in_order_in_one_copy_each() -> None:
+    record = Record(LAYOUT, CPU)
+    with Operators() as operators:
+        record.tensors["a"].fill_(1)
+        record.download()
+        record.tensors["a"].fill_(2)
+        record.download()
+        with pytest.raises(RuntimeError, match="2 records are under way"):
+            record.download()
+        first = record.collect()["a"]
+        second = record.collect()["a"]
+    assert operators.names.count("aten.copy_.default") == 2
+    assert len(operators.names) == 4
+    assert first.tolist() == [1] * 3
+    assert second.tolist() == [2] * 3
+    with pytest.raises(RuntimeError, match="download comes before collect"):
+        record.collect()
+
+
+def test_a_layout_takes_words_alone_and_each_name_once() -> None:
+    with pytest.raises(ValueError, match="dtype of 'a' must be int32"):
+        Field("a", (1,), torch.bfloat16)
+    with pytest.raises(ValueError, match="names of their own"):
+        Layout((Field("a", (1,)), Field("a", (2,))))
