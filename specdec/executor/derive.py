@@ -118,7 +118,6 @@ def lay_out(
             f"got {drafts_[row]}, {count_[row]} and {logits_[row]} in row {row}"
         )
     arrays["tokens"][: len(ids)] = ids
-    arrays["tokens"][len(ids) :] = 0
     if shape.has_trees:
         arrays["parents"][:] = NO_PARENT
     if parents:
@@ -204,7 +203,7 @@ class Deriver:
         self._zero = torch.zeros(max(shape.max_rows, 1), dtype=torch.int32, device=device)
         self._no_tree = torch.full((shape.max_tokens,), NO_TREE, dtype=torch.int32, device=device)
         self._no_word = torch.zeros(shape.max_tokens, dtype=torch.int64, device=device)
-        self._one = torch.ones((), dtype=torch.int64, device=device)
+        self._one = torch.ones(1, dtype=torch.int64, device=device)  # of no dimensions it would not widen the result
 
     def apply_updates(self, given: Tensors) -> None:
         """Take the differences that came with an input; before :meth:`derive`."""

@@ -184,12 +184,12 @@ def test_a_ragged_step_is_what_loops_make_of_it(has_trees: bool) -> None:
 
 
 def test_a_tree_may_be_64_tokens_deep() -> None:
-    shape = replace(STEP, max_tokens=80, has_trees=True)
+    shape = replace(STEP, max_tokens=80, max_logits=80, has_trees=True)
     device = Device(shape)
     device.updates.set_blocks(0, 2, 0, [*range(16)])
     device.lay_out([Row(3, [5, 6]), Row(2, [1] * 65, 64, 65, [*range(-1, 63)])])
     device.staging.upload()
-    step = device.run(80)
+    step = device.run(80, 80)
     assert step.position.tolist() == [0, 1, *range(65), *[0] * 13]
     words = step.attention[0].tree_word.tolist()
     assert words[3:67] == [(1 << i + 1) - 1 for i in range(63)] + [-1]

@@ -66,9 +66,9 @@ def test_the_last_value_counts_and_what_does_not_fit_stays_pending() -> None:
     assert state.tensors["last_token"].tolist() == [0, 6, 0, 0, 0]
     updates.set_blocks(0, 2, 1, [1, 2, 3])
     assert send(updates, state, most=2) == 1
-    updates.set_blocks(0, 2, 3, [4])
+    updates.set_blocks(0, 2, 4, [4])
     assert send(updates, state, most=2) == 0
-    assert state.tensors["block_table_0"][2].tolist() == [9, 1, 2, 4, 9, 9]
+    assert state.tensors["block_table_0"][2].tolist() == [9, 1, 2, 3, 4, 9]
 
 
 def test_what_the_device_has_advanced_is_not_sent_back() -> None:
