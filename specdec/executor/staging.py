@@ -129,11 +129,13 @@ class _HostBuffer:
         self.arrays = layout.arrays(self.words.numpy())
         # A blocking event puts the thread that waits to sleep, where others keep a core and the driver's lock busy.
         self._event = torch.cuda.Event(blocking=True) if is_gpu else None  # type: ignore[no-untyped-call]
+        self._device = device
 
     def mark(self) -> None:
         """Note that the newest copy is in the device's queue."""
         if self._event is not None:
-            self._event.record()
+            # Copies are in the stream of their own device, whichever is the current one.
+            self._event.record(torch.cuda.current_stream(self._device))
 
     def wait(self) -> None:
         """Wait until that copy is done; returns at once where there was none."""

@@ -82,6 +82,38 @@ def test_records_come_back_in_order_in_one_copy_each() -> None:
         record.collect()
 
 
+def test_on_a_gpu_only_the_event_of_a_buffer_s_own_copy_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Event:
+        def __init__(self, blocking: bool) -> None:
+            assert blocking, "or the thread that waits would spin"
+            self.copies = 0
+
+        def record(self, stream: str) -> None:
+            self.copies += 1
+            done.append(f"copied on {stream}")
+
+        def synchronize(self) -> None:
+            done.append(f"waited for {self.copies}")
+
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *shape, **options: zeros(*shape, dtype=options["dtype"]))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", str)
+    staging, record = Staging(LAYOUT, torch.device("cuda:1")), Record(LAYOUT, torch.device("cuda:1"))
+    for _ in range(3):
+        staging.begin()
+        staging.upload()
+    copied = "copied on cuda:1"
+    assert done == ["waited for 0", copied, "waited for 0", copied, "waited for 1", copied]
+    done.clear()
+    record.download()
+    record.download()
+    record.collect()
+    assert done == [copied, copied, "waited for 1"]
+
+
 def test_a_layout_takes_words_alone_and_each_name_once() -> None:
     with pytest.raises(ValueError, match="dtype of 'a' must be int32"):
         Field("a", (1,), torch.bfloat16)
