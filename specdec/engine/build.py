@@ -143,7 +143,8 @@ def build_drafter(
     options = replace(options, vocab_size=pair.draft_vocab_size, heads=None)
     if options.max_model_len is None and pair.translation is None:
         options = replace(options, max_model_len=describe_model(target).max_model_len)
-    built = _build(source, options, None, progress, num_branches=NUM_BRANCH_SLOTS)
+    mapped = None if pair.translation is None else pair.vocab_size
+    built = _build(source, options, None, progress, num_branches=NUM_BRANCH_SLOTS, mapped_vocab_size=mapped)
     runner, states = built.runner, SequenceStates(built.runner)
     sampler = make_sampler(source, built.runner.vocab_size, built.loaded.eos_token_ids, options)
     lengths: dict[str, Any] = {
@@ -199,17 +200,21 @@ def _build(
     max_model_len: int | None,
     progress: Progress | None,
     num_branches: int = 0,
+    mapped_vocab_size: int | None = None,
 ) -> Built:
     """Load and check a model; without a ``max_model_len`` of its own it reads what it can of the options'.
 
-    A step has at most ``num_branches`` rows beside those of the sequences.
+    A step has at most ``num_branches`` rows beside those of the sequences. A draft whose vocabulary is not the target's
+    has logits in the target's as well, ``mapped_vocab_size`` wide.
     """
     loaded = load_model(source, progress)
     heads = None if options.heads is None else load_heads(options.heads.path, loaded)
     vocab_size = options.vocab_size or loaded.vocab_size
     check_width(loaded.name, loaded.vocab_size, vocab_size)
     length = max_model_len or min(options.max_model_len or loaded.max_model_len, loaded.max_model_len)
-    memory = _planned(loaded, length, vocab_size, heads, options, options.max_num_seqs + num_branches)
+    memory = _planned(
+        loaded, length, vocab_size, heads, options, options.max_num_seqs + num_branches, mapped_vocab_size
+    )
     if progress is not None and not options.skip_parity_check:
         progress(f"checking the cached forward of {loaded.name}")
     sizes = f"{loaded.weights_bytes / _MIB:,.1f} MiB of weights and {memory.cache_bytes / _MIB:,.1f} MiB of cache"
@@ -229,6 +234,7 @@ def _planned(
     heads: MedusaHeads | None,
     options: BackendOptions,
     max_num_rows: int,
+    mapped_vocab_size: int | None,
 ) -> MemoryPlan:
     """Memory for weights, for a step of the largest size, and for the cache."""
     window = window_for(loaded, options.rollback_tokens)
@@ -237,7 +243,15 @@ def _planned(
         limits = StepLimits(max_num_rows, _max_num_batched_tokens(loaded, options))
         what = f"{loaded.name} and a step of max_num_batched_tokens ({limits.max_num_batched_tokens})"
         with allocation(MemoryPlanError, f"{what} do not fit into the memory of {loaded.device}"):
-            step = measure_step(loaded, limits, max_model_len=length, vocab_size=vocab_size, window=window, heads=heads)
+            step = measure_step(
+                loaded,
+                limits,
+                max_model_len=length,
+                vocab_size=vocab_size,
+                window=window,
+                heads=heads,
+                mapped_vocab_size=mapped_vocab_size,
+            )
     share = options.device_share or 1.0
     budget_bytes, fraction = _cache_room(loaded, options.kv_cache_memory, share, step)
     try:

@@ -58,6 +58,7 @@ def measure_step(
     vocab_size: int,
     window: Window | None = None,
     heads: MedusaHeads | None = None,
+    mapped_vocab_size: int | None = None,
 ) -> StepMemory:
     """Run a step that reads as much of a prompt as a step may, and one that decides as many tokens, and measure both.
 
@@ -71,6 +72,7 @@ def measure_step(
         vocab_size: Width of the tokenizer.
         window: How far back recurrent states reach, for a model that has any.
         heads: On it, if there are any.
+        mapped_vocab_size: Width of the target's vocabulary, where the model is a draft of another one.
 
     Raises:
         ModelLoadError: The model cannot run such a step.
@@ -91,18 +93,25 @@ def measure_step(
                     num_state_slots=1,
                     window=window,
                 )
-                _run_steps(runner, limits, max_model_len, heads)
+                _run_steps(runner, limits, max_model_len, heads, mapped_vocab_size)
         except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             reason = f"{type(error).__name__}: {error}"
             raise ModelLoadError(f"{loaded.name} cannot run a step of the largest size: {reason}") from error
-    peaks[loaded.device] = peaks.get(loaded.device, 0) + NOISE_CACHE_BYTES
+    num_samplers = 1 if mapped_vocab_size is None else 2
+    peaks[loaded.device] = peaks.get(loaded.device, 0) + num_samplers * NOISE_CACHE_BYTES
     beside = 0 if held_bytes is None else max(0, held_bytes - loaded.weights_bytes - loaded.adapter_bytes)
     return StepMemory(peaks, beside if loaded.device.type == "cpu" else 0)
 
 
-def _run_steps(runner: ModelRunner, limits: StepLimits, max_model_len: int, heads: MedusaHeads | None) -> None:
+def _run_steps(
+    runner: ModelRunner,
+    limits: StepLimits,
+    max_model_len: int,
+    heads: MedusaHeads | None,
+    mapped_vocab_size: int | None,
+) -> None:
     """The chunk of a prompt, then rows that decide, of which as many are long as attention reads at once."""
     num_tokens = min(limits.max_num_batched_tokens, max_model_len)
     context = max_model_len - num_tokens
@@ -115,7 +124,11 @@ def _run_steps(runner: ModelRunner, limits: StepLimits, max_model_len: int, head
     counts = [min(count, max_model_len) for count in counts]
     num_long = _num_long_rows(runner, max_model_len)
     rows = [_row(runner, max_model_len - count if i < num_long else 0, count, count) for i, count in enumerate(counts)]
-    _sample(runner.forward(rows), counts, runner.vocab_size)
+    logits = runner.forward(rows)
+    _sample(logits, counts, runner.vocab_size)
+    if mapped_vocab_size is not None:
+        mapped = torch.zeros(num_rows, mapped_vocab_size, dtype=torch.float32, device=logits.device)
+        _sample(mapped, [1] * num_rows, mapped_vocab_size)
     if heads is not None:
         _draft(heads, num_rows, runner.loaded)
 

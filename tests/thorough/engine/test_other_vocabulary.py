@@ -16,6 +16,7 @@ from specdec.drafting.vocabulary_mapping import Translator
 from specdec.engine.build import BackendOptions, build_drafter, build_target
 from specdec.engine.engine import SpeculativeEngine
 from specdec.models.loading import ModelSource, load_tokenizer
+from specdec.sampling.pipeline import NOISE_CACHE_BYTES
 from tests.sizes import sized, some
 from tests.specdec.engine.pairs import run_with_branches
 from tests.specdec.vocabularies import DRAFT, save_shuffled, save_smaller
@@ -128,3 +129,9 @@ def test_jobs_are_translated_as_logs_grow_shrink_and_fork(tmp_path: Path) -> Non
     translator.release("a")
     again = translator.translated(job([long, 5]))
     assert (again.tokens, again.agreed) == (spelled(long, 5), 0)
+
+
+def test_the_plan_counts_logits_and_noise_of_the_targets_vocabulary(drafts: dict[str, ModelSource]) -> None:
+    *_, mapped = build_drafter(drafts["shuffled"], DRAFT_OPTIONS, TARGETS["plain"])
+    *_, own = build_drafter(drafts["own"], OPTIONS, TARGETS["plain"])
+    assert mapped.memory.activation_bytes >= own.memory.activation_bytes + NOISE_CACHE_BYTES
