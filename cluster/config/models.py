@@ -195,7 +195,7 @@ class AdapterConfig(StrictModel):
 
     name: str = Field(min_length=1, max_length=256, description="by which requests ask for it")
     path: str = Field(min_length=1, description="hub id, or a folder on every machine with an ingress or a model")
-    draft: str | None = Field(None, min_length=1, description="the same for its twin on the draft model")
+    draft: str | None = Field(None, min_length=1, description="the same for the draft model's adapter")
 
 
 def named_paths(value: Any) -> Any:
@@ -216,7 +216,8 @@ class LoraConfig(StrictModel):
     """LoRA adapters by request."""
 
     adapters: Annotated[tuple[AdapterConfig, ...], BeforeValidator(named_paths)] = Field(
-        (), description="adapters that are always there: name, path, and maybe draft, the path of a twin for the draft"
+        (),
+        description="adapters that are always there: name, path, and maybe draft, the path of an adapter for the draft",
     )
     models: Literal["auto", "target", "both"] = Field(
         "auto",
@@ -245,7 +246,7 @@ class LoraConfig(StrictModel):
         if twice is not None:
             raise ValueError(f"adapters names {twice} twice")
         if self.models == "target" and (self.is_dynamic or any(adapter.draft for adapter in self.adapters)):
-            raise ValueError("models must be both, or auto, where adapters may have a twin for the draft")
+            raise ValueError("models must be both, or auto, where the draft may have adapters too")
         return self
 
     @property
@@ -259,7 +260,7 @@ class LoraConfig(StrictModel):
         return self.models != "auto" or self.is_dynamic or bool(self.adapters)
 
     @property
-    def has_twins(self) -> bool:
+    def has_draft_adapters(self) -> bool:
         """Whether the draft has."""
         if self.models != "auto":
             return self.models == "both"

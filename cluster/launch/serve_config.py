@@ -76,7 +76,7 @@ def _args_and_deployments(args: AppArgs, deployments: dict[str, str]) -> dict[st
         models = live["replicas"].keys() & {"target", "draft"}
         fixed |= {"replicas": {part: most(getattr(args.replicas, part)) for part in sorted(models)}} if models else {}
     if "lora" in live:  # their room is fixed, and which there are is not
-        fixed.setdefault("lora", {}).setdefault("models", "both" if args.lora.has_twins else "target")
+        fixed.setdefault("lora", {}).setdefault("models", "both" if args.lora.has_draft_adapters else "target")
     of_each = [{"name": name, **_own_options(args, part), "user_config": live} for part, name in deployments.items()]
     return {"args": fixed, "deployments": of_each}
 

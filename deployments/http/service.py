@@ -37,7 +37,7 @@ class ServedModel:
         root: Where it comes from, where that is told.
         parent: Of an adapter, the name of the model that it changes.
         adapter: With which the target answers, if it is one.
-        draft_adapter: Its twin for the draft model, if there is one.
+        draft_adapter: The draft model's adapter that goes with it, if there is one.
         other_names: What requests may give as ``model``, too.
     """
 

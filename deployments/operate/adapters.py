@@ -50,7 +50,7 @@ class LoadAdapterBody(Body):
         lora_name: By which requests ask for it.
         lora_path: A folder in that of the configuration, or a hub id.
         load_inplace: Whether it may take the place of another of that name.
-        draft_lora_path: The same for its twin on the draft model.
+        draft_lora_path: The same for the draft model's adapter.
     """
 
     refused_unless: ClassVar[dict[str, tuple[Any, ...]]] = {"is_3d_lora_weight": (False,)}
@@ -84,11 +84,11 @@ _REFRESH_S = 10.0
 _T = TypeVar("_T")
 
 
-Twins = tuple[Adapter, Adapter | None]
-"""An adapter, and its twin for the draft model, if it has one."""
+AdapterPair = tuple[Adapter, Adapter | None]
+"""An adapter of the target, and the one of the draft model that goes with it, if there is one."""
 _ENCODE = msgspec.json.encode
 _DECODE = msgspec.json.Decoder(tuple[str, Adapter, Adapter | None]).decode
-"""In the store: the fingerprint of the model that an adapter was checked against, and the adapter with its twin."""
+"""In the store: the fingerprint of the model that an adapter was checked against, and both adapters."""
 
 
 def configured_adapters(args: AppArgs, base: ServedModel) -> tuple[ServedModel, ...]:
@@ -99,7 +99,7 @@ def configured_adapters(args: AppArgs, base: ServedModel) -> tuple[ServedModel, 
     """
     layers = _Layers(args)
     return tuple(
-        _served(base, _checked_twins(args.lora, layers, base, one.name, one.path, one.draft))
+        _served(base, _checked_pair(args.lora, layers, base, one.name, one.path, one.draft))
         for one in args.lora.adapters
     )
 
@@ -122,9 +122,9 @@ class _Layers:
         AdapterCheckpoint(adapter_folder(adapter.path), self._shapes[role], self._max_rank)
 
 
-def _served(base: ServedModel, twins: Twins) -> ServedModel:
+def _served(base: ServedModel, pair: AdapterPair) -> ServedModel:
     """An adapter of ``base`` as a model that requests can name."""
-    adapter, twin = twins
+    adapter, draft_adapter = pair
     decision = f"{base.decision}:{adapter.fingerprint}"
     return replace(
         base,
@@ -133,17 +133,17 @@ def _served(base: ServedModel, twins: Twins) -> ServedModel:
         root=adapter.path,
         parent=base.name,
         adapter=adapter,
-        draft_adapter=twin,
+        draft_adapter=draft_adapter,
     )
 
 
-def _checked_twins(
+def _checked_pair(
     config: LoraConfig, layers: _Layers, base: ServedModel, name: str, path: str, draft: str | None
-) -> Twins:
+) -> AdapterPair:
     """An adapter of ``base``, checked against the models' layers.
 
     Raises:
-        InvalidParameterError: It, or its twin, cannot be found, or cannot be served; or the name is a model's.
+        InvalidParameterError: It, or the draft model's, cannot be found, or cannot be served; or the name is a model's.
     """
     if name in (base.name, f"{base.name}-draft") or name.startswith(f"{base.name}:"):
         raise InvalidParameterError("lora_name", f"lora_name: {name} is, or begins like, the name of a model")
@@ -226,7 +226,7 @@ class LoadedAdapters:
     ) -> None:
         self._args, self._base, self._store, self._publish = args, base, store, publish
         self._layers = _Layers(args)
-        self._known: dict[str, Twins] = {}
+        self._known: dict[str, AdapterPair] = {}
         self._version = NOTHING
         self._reading = asyncio.Lock()
         self._has_read = asyncio.Event()
@@ -294,18 +294,18 @@ class LoadedAdapters:
         draft = None if draft is None else allowed_path(config, draft, "draft_lora_path")
         try:
             async with asyncio.timeout(config.load_timeout_s):
-                twins = await self._run(_checked_twins, config, self._layers, self._base, name, path, draft)
+                pair = await self._run(_checked_pair, config, self._layers, self._base, name, path, draft)
         except TimeoutError:
             text = f"the adapter was not there within {config.load_timeout_s:g} s (lora.load_timeout_s)"
             raise ApiError(504, text, "timeout_error", code="load_timeout") from None
         async with self._one_by_one:
             await self.refresh()
             held = self._known.get(name)
-            if name in self._configured or (held is not None and held != twins and not in_place):
+            if name in self._configured or (held is not None and held != pair and not in_place):
                 raise InvalidParameterError("lora_name", f"lora_name: there is another adapter of the name {name}")
             if held is None and len(self._known) >= MAX_ADAPTERS:
                 raise InvalidParameterError("lora_name", f"lora_name: {MAX_ADAPTERS} adapters are loaded: unload some")
-            await self._store.assign(name, _ENCODE((self._base.decision, *twins)))
+            await self._store.assign(name, _ENCODE((self._base.decision, *pair)))
             await self.refresh()
 
     async def unload(self, name: str) -> bool:
@@ -343,27 +343,29 @@ class LoadedAdapters:
         self._version = changes.version
         self._has_read.set()
 
-    def _set(self, name: str, twins: Twins | None) -> None:
+    def _set(self, name: str, pair: AdapterPair | None) -> None:
         if name in self._configured:  # by this version; another one may have let it be loaded
             return
-        if twins is None:
+        if pair is None:
             self._known.pop(name, None)
         else:
-            self._known[name] = twins
-        self._publish(name, None if twins is None else _served(self._base, twins))
+            self._known[name] = pair
+        self._publish(name, None if pair is None else _served(self._base, pair))
 
-    async def _of_this_model(self, name: str, decision: str, adapter: Adapter, twin: Adapter | None) -> Twins | None:
+    async def _of_this_model(
+        self, name: str, decision: str, adapter: Adapter, draft_adapter: Adapter | None
+    ) -> AdapterPair | None:
         """An adapter from the store; None where it was loaded for another model and does not fit this one's layers."""
-        twins = adapter, twin
-        if decision != self._base.decision and self._known.get(name) != twins:
+        pair = adapter, draft_adapter
+        if decision != self._base.decision and self._known.get(name) != pair:
             try:
                 await self._run(self._layers.check, "target", adapter)
-                if twin is not None:
-                    await self._run(self._layers.check, "draft", twin)
+                if draft_adapter is not None:
+                    await self._run(self._layers.check, "draft", draft_adapter)
             except (SpecdecError, OSError) as error:
                 logger.warning("The adapter %r was loaded for another model, and does not fit: %s", name, error)
                 return None
-        return twins
+        return pair
 
     async def _run(self, work: Callable[..., _T], *args: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._workers, partial(work, *args))

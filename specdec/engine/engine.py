@@ -231,7 +231,7 @@ class SpeculativeEngine:
             cache_salt: Cached prefixes are shared only among prompts with the same salt; one for all, or one for each.
             adapter: A LoRA checkpoint, as :func:`specdec.adapter_reference` gives it, that the target is used with; the
                 engine's ``target`` needs room for it (``ModelSource.adapters``).
-            draft_adapter: Its twin for the draft model, if there is one.
+            draft_adapter: The one of the draft model that goes with it, if there is one.
             on_token: Called with every event as it comes.
             cancellation: Ends the call early.
 

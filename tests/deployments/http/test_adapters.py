@@ -408,7 +408,7 @@ async def test_loading_many_adapters_is_linear_in_their_number(
 ) -> None:
     """What is published and read, counted; an ingress that starts then reads each once."""
     adapter = adapter_reference("a", str(folder / "chat"))
-    monkeypatch.setattr(adapters_module, "_checked_twins", lambda *args: (replace_name(adapter, args[3]), None))
+    monkeypatch.setattr(adapters_module, "_checked_pair", lambda *args: (replace_name(adapter, args[3]), None))
     store = CountingStore(ResponsesStore())
     service = Service(tokenizer, folder, store)
     for number in range(400):
