@@ -110,8 +110,8 @@ class Scheduler:
     - A prompt is long if a whole step is too short for it. Beside sequences that decode, or short prompts, a long
       prompt gets at most a quarter of the step: short prompts do not wait for the whole of it, and the time between
       tokens stays short. Alone, long prompts get all of the step, in order.
-    - A prompt waits while another sequence computes the next block that both have in common, then takes it from the
-      prefix cache.
+    - A prompt that has not begun waits while another one computes the next block that both have in common, then takes
+      it from the prefix cache. One that has begun never looks again.
     - Memory is given in order of arrival. The sequence that arrived last is preempted first.
 
     Args:
@@ -196,7 +196,13 @@ class _Step:
         found = [n if prefix is None else prefix.num_tokens for n, prefix in zip(held, self._prefixes, strict=True)]
         self._unread = [request.num_tokens - n for request, n in zip(requests, found, strict=True)]
         self._decodes = [unread <= max_decode_tokens for unread in self._unread]
-        self._computing: set[Hashable] = set()
+        # What a prompt that has begun reads next: whoever has it in common waits, though it may have arrived earlier.
+        self._computing: set[Hashable] = {
+            digest
+            for request, n, decodes in zip(requests, held, self._decodes, strict=True)
+            if n and not decodes
+            for digest in cache.blocks(request.key, n, n + 1)
+        }
         self._max_decode_tokens = max_decode_tokens
 
     def rows(self, turn: int) -> list[ScheduledRow]:

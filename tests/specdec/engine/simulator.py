@@ -30,6 +30,12 @@ class Arrival(NamedTuple):
     prompt: tuple[int, ...]
     num_output_tokens: int
     num_draft_tokens: int = 0
+    delay_s: float = 0.0
+    """On its way from the ingress, which says when it arrived, to the worker."""
+
+    @property
+    def reaches_s(self) -> float:
+        return self.arrival_s + self.delay_s
 
 
 @dataclass
@@ -118,7 +124,7 @@ class Simulator:
         ordered = sorted(traffic, key=lambda arrival: arrival.arrival_s)
         self.sequences = [Running(str(i), arrival, list(arrival.prompt)) for i, arrival in enumerate(ordered)]
         while any(not sequence.is_done for sequence in self.sequences):
-            self.now_s = max(self.now_s, min(s.arrival.arrival_s for s in self.sequences if not s.is_done))
+            self.now_s = max(self.now_s, min(s.arrival.reaches_s for s in self.sequences if not s.is_done))
             yield self._step()
 
     def cancel(self, number: int) -> None:
@@ -132,7 +138,7 @@ class Simulator:
         return self.states
 
     def _step(self) -> Step:
-        active = [s for s in self.sequences if not s.is_done and s.arrival.arrival_s <= self.now_s]
+        active = [s for s in self.sequences if not s.is_done and s.arrival.reaches_s <= self.now_s]
         self.states.begin_step()
         for s in active:
             self.states.want(s.key, s.tokens, 0, b"", (False, s.arrival.arrival_s, s.key.zfill(9)))

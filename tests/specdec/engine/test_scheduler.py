@@ -20,6 +20,7 @@ arrivals = st.builds(
     prompt=st.tuples(st.integers(0, 2), st.integers(1, 60)).map(lambda kind: (kind[0],) * kind[1]),
     num_output_tokens=st.integers(1, 12),
     num_draft_tokens=st.integers(0, 6),
+    delay_s=st.floats(0.0, 1.0),
 )
 
 
@@ -71,6 +72,15 @@ def test_a_burst_behind_one_system_prompt_computes_that_once() -> None:
     traffic = [Arrival(0.0, (*common, *range(10_000 + 50 * i, 10_050 + 50 * i)), 1) for i in range(16)]
     world = Simulator(Scheduler(256, 64), 4000, 16)
     assert sum(step.num_tokens for step in world.run(traffic)) == 2000 + 16 * 50
+
+
+def test_who_reaches_the_worker_late_but_arrived_first_does_not_overtake_a_prompt_that_both_have_in_common() -> None:
+    common = tuple(range(2000))
+    late = Arrival(0.0, (*common, *range(10_000, 10_050)), 1, delay_s=0.01)
+    world = Simulator(Scheduler(256, 64), 4000, 16)
+    steps = list(world.run([late, Arrival(0.001, (*common, *range(20_000, 20_050)), 1)]))
+    assert steps[0].tokens_of(0) == 0, "the other one has begun"
+    assert sum(step.num_tokens for step in steps) == 2000 + 2 * 50
 
 
 def test_who_waits_for_anothers_block_holds_no_memory_and_goes_on_if_that_one_leaves() -> None:
