@@ -185,8 +185,9 @@ class ModelTarget(ModelBackend):
         hidden = self._runner.hidden
         if self._runner.spoilt_rows:
             spoilt, scheduled, logits, hidden = _without_spoilt(self._runner.spoilt_rows, scheduled, logits, hidden)
-            for i in spoilt:
-                results[i] = Verification(Status.FAILED, reason=NOT_FINITE)  # it is released next
+            for i, draft in spoilt:
+                # A draft may overflow what the sequence's own tokens do not. It is released next either way.
+                results[i] = Verification(Status.SUSPECT if draft.tokens else Status.FAILED, reason=NOT_FINITE)
         kept = self._read_prompts(jobs, scheduled, firsts, logits)
         if kept is not None:
             logits, hidden = logits[kept], None if hidden is None else hidden[kept]
@@ -354,8 +355,8 @@ class ModelTarget(ModelBackend):
 
 def _without_spoilt(
     spoilt_rows: Sequence[int], scheduled: Scheduled, logits: torch.Tensor, hidden: torch.Tensor | None
-) -> tuple[list[int], Scheduled, torch.Tensor, torch.Tensor | None]:
-    """Take out rows that are not finite: gives the indices of their jobs, then the other rows with their logits."""
+) -> tuple[list[tuple[int, Draft]], Scheduled, torch.Tensor, torch.Tensor | None]:
+    """Take out rows that are not finite: gives their jobs with their drafts, then the other rows with their logits."""
     spoilt = frozenset(spoilt_rows)
     kept: list[int] = []
     start = 0
@@ -364,7 +365,7 @@ def _without_spoilt(
             kept += range(start, start + row.num_logits)
         start += row.num_logits
     others = [entry for number, entry in enumerate(scheduled) if number not in spoilt]
-    failed = [scheduled[number][0] for number in spoilt_rows]
+    failed = [(scheduled[number][0], scheduled[number][2]) for number in spoilt_rows]
     return failed, others, logits[kept], None if hidden is None else hidden[kept]
 
 

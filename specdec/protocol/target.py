@@ -159,7 +159,7 @@ class TargetMachine(WorkerMachine[TargetSequence]):
             elif result.status is Status.FAILED:
                 self._end_with_error(row, result.reason)
             elif result.status is Status.SUSPECT:
-                self._suspect([row], result.reason)
+                self._suspect([row], result.reason, had_draft=bool(job.draft))
         self._num_waiting += sum(result.status is Status.WAITING for result in results)
         return any(result.status is not Status.WAITING for result in results)
 
@@ -228,11 +228,14 @@ class TargetMachine(WorkerMachine[TargetSequence]):
         logger.error("A step of %d sequences failed: %s", len(rows), labels(rows), exc_info=error)
         self._suspect(rows, reason_of(error))
 
-    def _suspect(self, rows: Sequence[TargetSequence], reason: str) -> None:
-        """Try rows apart whose step failed, or end the one that was alone in it for the second time."""
+    def _suspect(self, rows: Sequence[TargetSequence], reason: str, had_draft: bool = False) -> None:
+        """Try rows apart whose step failed, or end the one that was alone in it for the second time.
+
+        Suspects have no drafts: one that failed with a draft is tried without it, and no drafter ends a sequence.
+        """
         for row in rows:
             self._backend.release(row.seq)
-        if len(rows) == 1 and is_at_fault(rows[0]):
+        if len(rows) == 1 and not had_draft and is_at_fault(rows[0]):
             self._end_with_error(rows[0], reason)
             return
         self.counters.num_suspects += len(rows)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from specdec.cache.recurrent.rescan import Rescan
 from specdec.cache.recurrent.slots import Window
-from specdec.core.backends import DraftJob, Status, VerifyJob
+from specdec.core.backends import DraftJob, Proposal, Status, VerifyJob
 from specdec.core.errors import NOT_FINITE
 from specdec.core.log import TokenLog
 from specdec.core.params import SamplingParams, SequenceSpec
 from specdec.engine.drafter import ModelDrafter
+from specdec.engine.in_process import InProcessService
 from specdec.engine.target import ModelTarget
 from specdec.executor.runner import ModelRunner, RowInput
 from specdec.kernels.delta import DeltaRule
 from specdec.kernels.recurrent_metadata import StateRow, StateStep
 from specdec.models.loading import LoadedModel, prepare_model
 from specdec.sampling.pipeline import Sampler
+from tests.specdec.engine.pairs import Case, run
 from tests.specdec.models.families import VOCAB_SIZE, make_model
 from tests.specdec.operators import Operators
 
@@ -80,6 +84,30 @@ def test_a_drafters_row_fails_alone_and_publishes_nothing() -> None:
     drafter.release("0")
     drafter.release("1")
     assert runner.pool.num_reusable == len(logs[1]) // runner.pool.block_size
+
+
+class BadDrafter(ModelDrafter):
+    """Proposes at every place the token that the target cannot read."""
+
+    def propose(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
+        return [p if p.token is None else p._replace(token=BAD) for p in super().propose(jobs)]
+
+
+def test_drafts_that_the_target_cannot_read_change_no_token() -> None:
+    def generate(num_draft_tokens: int) -> list[list[int]]:
+        draft = ModelRunner(prepare_model(make_model("llama", seed=3), "tiny"), num_blocks=40)
+        target = ModelRunner(loaded_with(float("nan")), num_blocks=40)
+        limits = {"max_model_len": 112, "max_num_batched_tokens": 100}
+        service = InProcessService(
+            ModelTarget(target, Sampler(VOCAB_SIZE), **limits),
+            BadDrafter(draft, Sampler(VOCAB_SIZE), **limits),
+            num_draft_tokens,
+        )
+        return run(service, [Case((9, 10, 11 + i), 12, SamplingParams(temperature=0.0)) for i in range(2)])[0]
+
+    wanted = generate(0)
+    assert [len(output) for output in wanted] == [12, 12]
+    assert generate(3) == wanted
 
 
 def test_blocks_of_a_step_that_nobody_has_checked_are_clean_for_the_next_owner() -> None:
