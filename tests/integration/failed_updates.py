@@ -30,7 +30,7 @@ ARGS: dict[str, Any] = {
     "num_speculative_tokens": 4,
     "drain_timeout_s": 300,
     "limits": {"queue_timeout_s": 5},
-    "actors": {name: {"num_cpus": 3} for name in ("target", "draft")},
+    "actors": {name: {"num_cpus": 3, "num_gpus": 0} for name in ("target", "draft")},
 }
 CORES = {"surge": 16, "replace": 6}
 """Room for both versions, or for one."""
