@@ -231,12 +231,16 @@ class LoadedAdapters:
         self._reading = asyncio.Lock()
         self._has_read = asyncio.Event()
         self._one_by_one = asyncio.Lock()
-        self._workers = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="adapters")
+        self._loads = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="adapter-loads")
+        # What others have loaded waits for no download.
+        self._checks = ThreadPoolExecutor(1, thread_name_prefix="adapter-checks")
         self._configured = frozenset(one.name for one in args.lora.adapters)
 
     def set_configured(self, names: Iterable[str]) -> None:
-        """Refuse these names, which are the configuration's own."""
-        self._configured = frozenset(names)
+        """Refuse these names, which are the configuration's own. A loaded adapter takes a name that it leaves."""
+        before, self._configured = self._configured, frozenset(names)
+        for name in (before - self._configured) & self._known.keys():
+            self._publish(name, _served(self._base, self._known[name]))
 
     def start(self) -> None:
         """Follow the store from now on, on the event loop."""
@@ -294,7 +298,7 @@ class LoadedAdapters:
         draft = None if draft is None else allowed_path(config, draft, "draft_lora_path")
         try:
             async with asyncio.timeout(config.load_timeout_s):
-                pair = await self._run(_checked_pair, config, self._layers, self._base, name, path, draft)
+                pair = await _run(self._loads, _checked_pair, config, self._layers, self._base, name, path, draft)
         except TimeoutError:
             text = f"the adapter was not there within {config.load_timeout_s:g} s (lora.load_timeout_s)"
             raise ApiError(504, text, "timeout_error", code="load_timeout") from None
@@ -344,13 +348,12 @@ class LoadedAdapters:
         self._has_read.set()
 
     def _set(self, name: str, pair: AdapterPair | None) -> None:
-        if name in self._configured:  # by this version; another one may have let it be loaded
-            return
         if pair is None:
             self._known.pop(name, None)
         else:
             self._known[name] = pair
-        self._publish(name, None if pair is None else _served(self._base, pair))
+        if name not in self._configured:  # by this version; another one may have let it be loaded
+            self._publish(name, None if pair is None else _served(self._base, pair))
 
     async def _of_this_model(
         self, name: str, decision: str, adapter: Adapter, draft_adapter: Adapter | None
@@ -359,16 +362,17 @@ class LoadedAdapters:
         pair = adapter, draft_adapter
         if decision != self._base.decision and self._known.get(name) != pair:
             try:
-                await self._run(self._layers.check, "target", adapter)
+                await _run(self._checks, self._layers.check, "target", adapter)
                 if draft_adapter is not None:
-                    await self._run(self._layers.check, "draft", draft_adapter)
+                    await _run(self._checks, self._layers.check, "draft", draft_adapter)
             except (SpecdecError, OSError) as error:
                 logger.warning("The adapter %r was loaded for another model, and does not fit: %s", name, error)
                 return None
         return pair
 
-    async def _run(self, work: Callable[..., _T], *args: Any) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._workers, partial(work, *args))
+
+async def _run(threads: ThreadPoolExecutor, work: Callable[..., _T], *args: Any) -> _T:
+    return await asyncio.get_running_loop().run_in_executor(threads, partial(work, *args))
 
 
 def add_adapter_routes(app: FastAPI, adapters: LoadedAdapters) -> None:
@@ -382,7 +386,8 @@ def add_adapter_routes(app: FastAPI, adapters: LoadedAdapters) -> None:
 
     @router.post("/load_lora_adapter")
     async def load_lora_adapter(body: LoadAdapterBody, request: Request, api: ApiOf, arrival: ArrivalOf) -> Response:
-        api.check_admin(arrival, f"load_lora_adapter lora_name={body.lora_name!r} lora_path={body.lora_path!r}")
+        paths = f"lora_path={body.lora_path!r} draft_lora_path={body.draft_lora_path!r}"
+        api.check_admin(arrival, f"load_lora_adapter lora_name={body.lora_name!r} {paths}")
         ignored = api.ignored.names(body)
         load = adapters.load(body.lora_name, body.lora_path, body.draft_lora_path, bool(body.load_inplace))
         await while_connected(request.receive, load)

@@ -280,6 +280,18 @@ async def test_configured_adapters_stay(post: Post) -> None:
     assert (status, error["param"]) == (400, "lora_name")
 
 
+async def test_a_name_that_leaves_the_configuration_means_what_was_loaded_by_it(
+    service: Service, post: Post, tokenizer: PreTrainedTokenizerFast, folder: Path
+) -> None:
+    other = Service(tokenizer, folder, service.store)
+    other.adapters.set_configured(("chat",))
+    assert (await post("load_lora_adapter", lora_name="chat", lora_path="chat"))[0] == 200
+    await other.adapters.refresh()
+    assert other.num_published == 0, "the configuration's own is served by the name"
+    other.adapters.set_configured(())
+    assert other.names() == {"sql": "sql", "chat": "chat"}
+
+
 async def test_ingresses_learn_what_is_loaded_at_start_and_on_change(
     tokenizer: PreTrainedTokenizerFast, folder: Path
 ) -> None:
@@ -584,7 +596,15 @@ async def test_an_adapter_on_the_hub_that_is_too_large_is_not_downloaded(
     assert "lora.max_adapter_bytes" in error["message"]
 
 
-async def test_a_load_that_takes_too_long_is_504(service: Service, post: Post, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_loads_that_take_too_long_are_504_and_hold_up_no_check_of_what_others_loaded(
+    service: Service,
+    post: Post,
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other_model = Service(tokenizer, folder, service.store, "another model")
+    await other_model.adapters.load("chat", "chat", None, in_place=False)
     may_end = threading.Event()
 
     def hang(*_: object, **__: object) -> str:
@@ -596,10 +616,12 @@ async def test_a_load_that_takes_too_long_is_504(service: Service, post: Post, m
     lora = {"hub": True, "load_timeout_s": 0.05}
     monkeypatch.setattr(service.adapters, "_args", AppArgs.model_validate({"lora": lora}))
     try:
-        status, error = await post("load_lora_adapter", lora_name="x", lora_path="some/adapter")
+        told = [await post("load_lora_adapter", lora_name=name, lora_path="some/adapter") for name in "xyz"]
+        await service.adapters.refresh()
     finally:
         may_end.set()
-    assert (status, error["code"]) == (504, "load_timeout")
+    assert [(status, error["code"]) for status, error in told] == [(504, "load_timeout")] * 3
+    assert service.names() == {"sql": "sql", "chat": "chat"}
 
 
 async def test_what_an_administrator_does_is_logged(post: Post, caplog: pytest.LogCaptureFixture) -> None:
@@ -609,7 +631,7 @@ async def test_what_an_administrator_does_is_logged(post: Post, caplog: pytest.L
         await post("unload_lora_adapter", key="user", lora_name="a")
     told = [text.split(" ", 2)[2] for text in caplog.messages if text.startswith("admin ")]
     assert told == [
-        r"key=ops load_lora_adapter lora_name='a\nb' lora_path='chat'",
+        r"key=ops load_lora_adapter lora_name='a\nb' lora_path='chat' draft_lora_path=None",
         r"key=ops unload_lora_adapter lora_name='a\nb'",
     ]
 
