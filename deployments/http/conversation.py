@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,7 +32,7 @@ async def conversation_tokens(api: Api, messages: Sequence[ChatMessage], body: C
     tools = [written_tool(tool) for tool in body.shown_tools]
     variables = _reasoning_variables(api, body) | (body.chat_template_kwargs or {})
     num_characters = _CHARACTERS_PER_TURN * len(turns) + sum(map(_length, messages))
-    num_characters += _num_characters(variables) + (len(json.dumps(tools)) if tools else 0)
+    num_characters += _num_characters(variables) + (_LONG if tools else 0)
 
     def work() -> list[int]:
         return encode_chat(

@@ -15,6 +15,7 @@ from .conftest import MAX_MODEL_LEN, Bench
 
 MANY_TURNS = [{"role": "user", "content": ""}] * 2000
 ONE_TURN = MANY_TURNS[:1]
+TOOL = {"type": "function", "function": {"name": "f"}}
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,7 @@ ONE_TURN = MANY_TURNS[:1]
         ("text", "/tokenize", {"prompt": "a b " * 1000, "return_token_strs": True}),
         ("apply_chat_template", "/tokenize", {"messages": MANY_TURNS}),
         ("apply_chat_template", "/tokenize", {"messages": ONE_TURN, "chat_template_kwargs": {"a": [1]}}),
+        ("apply_chat_template", "/tokenize", {"messages": ONE_TURN, "tools": [TOOL]}),
         ("apply_chat_template", "/tokenize", {"messages": ONE_TURN, "chat_template_kwargs": {"a": "x" * 20_000}}),
     ],
 )
