@@ -33,7 +33,10 @@ def with_demo_pair(overlay: str, folder: Path, key: str) -> Path:
     """A kustomization on top of an overlay that serves the demo pair to those who have an API key; gives its folder."""
     (folder / "keys").write_text(f"tester: {key}\n")
     service = folder / "service.yaml"
-    service.write_text(yaml.safe_dump({"demo": "plain", "access": {"api_keys_file": str(folder / "keys")}}))
+    # A target of several GPUs is spread over them: the overlay's own is by vLLM.
+    target = {"device_map": "auto"} if overlay == "prod-vllm" else {}
+    keys = {"api_keys_file": str(folder / "keys")}
+    service.write_text(yaml.safe_dump({"demo": "plain", "target": target, "access": keys}))
     assert specdec(["render", str(service), "--overlay", overlay, "--out", str(folder / "mine")]) == 0
     return folder / "mine"
 
