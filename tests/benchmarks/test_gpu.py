@@ -1,4 +1,4 @@
-"""The GPU script: tried out without one, and run where there is one."""
+"""The GPU script: tried out without one, its kernels in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -8,34 +8,64 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks.gpu import __main__ as script
+from benchmarks.gpu import attention, sampling, steps
+from benchmarks.gpu.report import Report
+from tests.specdec.kernels.interpreter import interpreted
 
-SMALL = ("--batches", "1,3", "--num-speculative-tokens", "0,2", "--context", "20", "--repeats", "3")
+CPU = torch.device("cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu.main([]) == 0
+    assert script.main([]) == 0
     assert capsys.readouterr().out == "skipped: torch finds no GPU here\n"
 
 
-def test_tried_out_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_breaks_or_is_missing_hides_no_other_section(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(report: Report, device: torch.device) -> None:
+        raise ModuleNotFoundError("No module named 'triton'")
+
+    def wrong(report: Report, device: torch.device) -> None:
+        report.check("bits", False)
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(attention, "run", missing)
+    monkeypatch.setattr(sampling, "run", wrong)
+    monkeypatch.setattr(steps, "run", lambda report, device: report.figure("step_ms", 3.0, over=2.0, most=1.4))
     path = tmp_path / "figures.json"
-    assert gpu.main(["--device", "cpu", "--shapes", "tiny", *SMALL, "--json", str(path)]) == 0
-    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    kinds = [tuple(cell.strip() for cell in row[:3]) for row in rows[1:]]
-    target = [("target", str(batch), str(length)) for batch in (1, 3) for length in (0, 2)]
-    assert sorted(kinds) == sorted([*target, ("draft", "1", "-"), ("draft", "3", "-")])
-    figures = json.loads(path.read_text())
-    floor_s = figures["weights_bytes"]["target"] / figures["bandwidth_bytes_per_s"]
-    assert figures["floor_s"]["target"] == pytest.approx(floor_s)
+    assert script.main(["--sections", "attention,sampling,steps", "--json", str(path)]) == 1
+    told = json.loads(path.read_text())
+    assert told == {"figures": {"step_ms": 3.0, "step_ms_over_least": 1.5}, "failures": ["bits", "sampling"]}
+    out = capsys.readouterr().out
+    assert "not run: No module named 'triton'" in out
+    assert "step_ms 3, 1.50 of the least 2 (aim 1.4: missed)" in out
+
+
+@interpreted
+def test_kernels_are_right_in_the_interpreter() -> None:
+    report = Report()
+    attention.run(report, CPU, attention.SMALL)
+    sampling.run(report, CPU, sampling.SMALL)
+    assert report.failures == []
+
+
+def test_steps_are_stated_over_reading_the_weights() -> None:
+    report = Report()
+    steps.run(report, CPU, steps.SMALL)
+    ratios = [name for name in report.figures if name.endswith("_over_least")]
+    target = [f"target_step_{rows}x{tokens}_ms_over_least" for rows in (1, 3) for tokens in (1, 3)]
+    assert sorted(ratios) == sorted([*target, "draft_step_1_ms_over_least", "draft_step_3_ms_over_least"])
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_an_embedding_of_the_input_alone_is_not_read_whole(is_tied: bool) -> None:
-    fields = gpu.SHAPES["tiny"]["target"] | {"tie_word_embeddings": is_tied}
-    loaded = gpu.make_model(fields, torch.device("cpu"), torch.float32)
+    fields = steps.SHAPES["tiny"]["target"] | {"tie_word_embeddings": is_tied}
+    loaded = steps.make_model(fields, CPU, torch.float32)
     layers = sum(p.nbytes for name, p in loaded.model.named_parameters() if "embed_tokens" not in name)
     buffers = sum(buffer.nbytes for buffer in loaded.model.buffers())
     # Tied, the one matrix of 256 rows of 64 floats is read whole as the output's.
-    assert gpu.read_bytes(loaded) == layers + buffers + (256 * 64 * 4 if is_tied else 0)
+    assert steps.read_bytes(loaded) == layers + buffers + (256 * 64 * 4 if is_tied else 0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.steps import StepTime, main, measure_steps, step_table, verify_cost
+from benchmarks.step_times import StepTime, measure_steps, step_table, verify_cost
+from benchmarks.steps import main
 from tests.benchmarks.modes.virtual import virtual_pair
 
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks.gpu import attention, sampling, steps
+from benchmarks.gpu.report import Report
 from cluster.models.demos import demo_folder
 from specdec import ModelSource, SamplingParams, SpeculativeEngine
 from specdec.engine.target import ModelTarget
@@ -86,9 +87,12 @@ def test_a_seed_gives_the_same_text_with_and_without_drafts(temperature: float, 
     assert sum(one.stats.num_accepted_tokens for one in drafted) > 20
 
 
-def test_the_script_that_measures_runs() -> None:
-    sizes = ("--batches", "1,3", "--num-speculative-tokens", "0,2", "--context", "20", "--repeats", "3")
-    assert gpu.main(["--shapes", "tiny", *sizes]) == 0
+def test_kernels_are_right_and_the_script_that_measures_runs() -> None:
+    report = Report()
+    attention.run(report, torch.device(DEVICE))
+    sampling.run(report, torch.device(DEVICE))
+    steps.run(report, torch.device(DEVICE), steps.SMALL)
+    assert report.failures == []
 
 
 def test_an_adapter_waits_for_its_slot_in_pinned_memory() -> None:

@@ -1,0 +1,65 @@
+"""Exactness and times on a GPU, section by section; figures are printed as they come.
+
+    python -m benchmarks.gpu [--sections device,attention,sampling,steps] [--json FILE]
+
+A section that needs what is not installed says "not run". The run fails if a check of exactness does, or a section
+breaks; an aim that is missed fails nothing. The sections of kernels need torch, Triton and numpy alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.report import MissingError, Report
+
+SECTIONS = {
+    "device": "the rates that floors are computed from",
+    "attention": "the attention kernel: bits, errors, times",
+    "sampling": "the sampling kernels: noise, tokens, times",
+    "steps": "steps of an 8B target and a 1B draft with random weights over reading the weights once",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run sections; gives the exit code: 0 also where there is no GPU, with a line that says so."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sections", default=",".join(SECTIONS), help="which, separated by commas: " + told())
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures there, after each section")
+    options = parser.parse_args(arguments)
+    names = options.sections.split(",")
+    unknown = [name for name in names if name not in SECTIONS]
+    if unknown:
+        parser.error(f"--sections: {unknown[0]} is none of {', '.join(SECTIONS)}")
+    if not torch.cuda.is_available():
+        sys.stdout.write("skipped: torch finds no GPU here\n")
+        return 0
+    report, device = Report(), torch.device("cuda")
+    for name in names:
+        report.say(f"== {name}: {SECTIONS[name]}")
+        try:
+            importlib.import_module(f"benchmarks.gpu.{name}").run(report, device)
+        except (ImportError, MissingError) as error:
+            report.say(f"not run: {error}")
+        except Exception:  # the sections after it are worth their figures
+            report.failures.append(name)
+            report.say(traceback.format_exc())
+        if options.json is not None:
+            options.json.write_text(json.dumps({"figures": report.figures, "failures": report.failures}, indent=1))
+    report.say(f"failed: {', '.join(report.failures)}" if report.failures else "all checks passed")
+    return 1 if report.failures else 0
+
+
+def told() -> str:
+    """The sections for the help."""
+    return "; ".join(f"{name} ({about})" for name, about in SECTIONS.items())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
